@@ -1,0 +1,36 @@
+"""rlflow: a workflow engine for LLM reinforcement learning.
+
+A pipeline declares PPO or GRPO as a graph of operators; a placement says where models
+live; a compiler derives the plan. Importing this package imports neither torch nor ray.
+"""
+
+from rlflow import data, ops
+from rlflow.graph.fields import Group, Row, Token, Whole
+from rlflow.graph.model import AdamW, Model
+from rlflow.graph.pipeline import Config, Pipeline, pipeline
+from rlflow.graph.placement import On, Placement, on
+from rlflow.graph.userop import op
+from rlflow.ops.losses import PolicyLoss, SFTLoss, ValueLoss
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdamW",
+    "Config",
+    "Group",
+    "Model",
+    "On",
+    "Pipeline",
+    "Placement",
+    "PolicyLoss",
+    "Row",
+    "SFTLoss",
+    "Token",
+    "ValueLoss",
+    "Whole",
+    "data",
+    "on",
+    "op",
+    "ops",
+    "pipeline",
+]

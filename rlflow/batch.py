@@ -1,0 +1,155 @@
+"""The tensors of an edge: one `TensorDict` of rows, ragged along the tokens.
+
+A batch has `batch_size == [rows]`. A row field is a tensor `[rows, ...]`; a token
+field is a jagged nested tensor `[rows, j]`, so nothing is padded; text is the UTF-8
+bytes of each row, ragged uint8. Everything is a tensor: a batch can be written to
+safetensors or mapped from shared memory as it is, and is never pickled.
+
+This file knows neither which op made a batch nor where it lives.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+Batch = TensorDict
+
+# tensordict asks torch.fx a question that torch 2.13 answers with a warning to the screen.
+logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+def make_batch(fields: Mapping[str, Tensor], rows: int) -> Batch:
+    """Join named fields, each with `rows` rows, into one batch."""
+    return TensorDict(dict(fields), batch_size=[rows])
+
+
+def is_ragged(field: Tensor) -> bool:
+    """Whether a field has a length of its own in every row."""
+    return bool(field.is_nested)
+
+
+def ragged(values: Tensor, lengths: Tensor) -> Tensor:
+    """Make a jagged `[rows, j]` field of flat `values [total, ...]` and `lengths [rows]`."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=values.device)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+
+def ragged_like(values: Tensor, like: Tensor) -> Tensor:
+    """Make a jagged field of flat `values` with the row lengths of `like`."""
+    return torch.nested.nested_tensor_from_jagged(values, like.offsets())
+
+
+def ragged_rows(rows: Sequence[Sequence[int] | Tensor], dtype: torch.dtype) -> Tensor:
+    """Make a jagged field of one sequence per row (lists or 1-d tensors)."""
+    parts = [torch.as_tensor(row, dtype=dtype) for row in rows]
+    lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+    return ragged(torch.cat(parts) if parts else torch.empty(0, dtype=dtype), lengths)
+
+
+def flat(field: Tensor) -> Tensor:
+    """The values of a jagged field, `[total, ...]`."""
+    values: Tensor = field.values()
+    return values
+
+
+def lengths(field: Tensor) -> Tensor:
+    """The row lengths of a jagged field, int64 `[rows]`."""
+    result: Tensor = field.offsets().diff()
+    return result
+
+
+def row_index(field_lengths: Tensor) -> Tensor:
+    """For every flat value the row it belongs to, int64 `[total]`."""
+    rows = torch.arange(len(field_lengths), device=field_lengths.device)
+    return torch.repeat_interleave(rows, field_lengths)
+
+
+def column_index(field_lengths: Tensor) -> Tensor:
+    """For every flat value its position within its row, int64 `[total]`."""
+    starts = field_lengths.cumsum(0) - field_lengths
+    total = int(field_lengths.sum())
+    positions = torch.arange(total, device=field_lengths.device)
+    return positions - torch.repeat_interleave(starts, field_lengths)
+
+
+def pad(values: Tensor, field_lengths: Tensor, fill: float = 0) -> Tensor:
+    """Spread flat values `[total]` into `[rows, longest]`; differentiable in `values`."""
+    width = int(field_lengths.max()) if len(field_lengths) else 0
+    padded = values.new_full((len(field_lengths), width), fill)
+    return padded.index_put((row_index(field_lengths), column_index(field_lengths)), values)
+
+
+def length_mask(field_lengths: Tensor) -> Tensor:
+    """True where `pad` put a value, bool `[rows, longest]`."""
+    width = int(field_lengths.max()) if len(field_lengths) else 0
+    columns = torch.arange(width, device=field_lengths.device)
+    return columns[None, :] < field_lengths[:, None]
+
+
+def unpad(padded: Tensor, field_lengths: Tensor) -> Tensor:
+    """The inverse of `pad`: `[rows, longest]` back to flat `[total]`."""
+    return padded[row_index(field_lengths), column_index(field_lengths)]
+
+
+def text(strings: Iterable[str]) -> Tensor:
+    """Text as a jagged uint8 field of its UTF-8 bytes."""
+    encoded = [string.encode() for string in strings]
+    joined = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8) if any(
+        encoded
+    ) else torch.empty(0, dtype=torch.uint8)
+    return ragged(joined, torch.tensor([len(part) for part in encoded], dtype=torch.int64))
+
+
+def strings(field: Tensor) -> list[str]:
+    """The rows of a text field as Python strings."""
+    blob = flat(field).numpy().tobytes()
+    offsets = field.offsets().tolist()
+    return [blob[a:b].decode() for a, b in zip(offsets, offsets[1:], strict=False)]
+
+
+def select_rows(batch: Batch, index: Tensor | Sequence[int]) -> Batch:
+    """The rows `index` (int64 `[n]`, any order, repeats allowed) of every field."""
+    chosen = torch.as_tensor(index, dtype=torch.int64)
+    return make_batch(
+        {name: select_field(field, chosen) for name, field in batch.items()}, len(chosen)
+    )
+
+
+def select_field(field: Tensor, index: Tensor) -> Tensor:
+    """The rows `index` of one field."""
+    if not is_ragged(field):
+        return field[index]
+    size = lengths(field)[index]
+    starts = field.offsets()[:-1][index]
+    return ragged(flat(field)[torch.repeat_interleave(starts, size) + column_index(size)], size)
+
+
+def concat_rows(batches: Sequence[Batch]) -> Batch:
+    """Join batches of the same fields, rows in the order given."""
+    rows = sum(int(batch.batch_size[0]) for batch in batches)
+    fields = {}
+    for name in batches[0].keys():  # noqa: SIM118  a TensorDict iterates over rows, not keys
+        parts = [batch.get(name) for batch in batches]
+        if is_ragged(parts[0]):
+            joined = torch.cat([lengths(part) for part in parts])
+            fields[name] = ragged(torch.cat([flat(part) for part in parts]), joined)
+        else:
+            fields[name] = torch.cat(parts)
+    return make_batch(fields, rows)
+
+
+def num_bytes(batch: Batch) -> int:
+    """Bytes of all tensors in a batch, offsets of ragged fields included."""
+    total = 0
+    for field in batch.values():
+        if is_ragged(field):
+            total += flat(field).nbytes + field.offsets().nbytes
+        else:
+            total += field.nbytes
+    return total

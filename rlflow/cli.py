@@ -1,0 +1,272 @@
+"""The command line: check, viz, plan, run, report, diff, doctor.
+
+Declaring never executes: only `run` and `report` reach for the runtime, and only `run`
+imports torch. Results go to standard output, everything else to standard error. Exit
+codes: 0 done, 1 failed, 2 usage, 3 graph, 4 plan, 70 a bug in rlflow, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from rlflow.commands import Target, compile_target, declare
+from rlflow.errors import RlflowError, UsageError
+
+F = TypeVar("F", bound=Callable[..., Any])
+BUG = 70
+INTERRUPTED = 130
+
+EXAMPLES = """\b
+Examples:
+  rlflow viz  pipelines/grpo_arithmetic.py -o grpo.svg
+  rlflow plan pipelines/grpo_arithmetic.py --placement split
+  rlflow run  pipelines/grpo_arithmetic.py --set group_size=16 --iterations 200
+"""
+
+
+def target_options(function: F) -> F:
+    """The options by which every command is told what to look at."""
+    for option in (
+        click.option("--threads", type=click.IntRange(1), help="Threads of each CPU device."),
+        click.option("--devices", metavar="KIND:COUNT", help="Devices: cpu:2, cpu:2@4GB, h100:8."),
+        click.option("--set", "settings", multiple=True, metavar="KEY=VALUE",
+                     help="A field of the config; repeatable, later wins."),
+        click.option("--placement", metavar="NAME", help="A placement; the first one by default."),
+        click.argument("pipeline", metavar="PIPELINE"),
+    ):
+        function = option(function)
+    return function
+
+
+@click.group(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="rlflow-engine", prog_name="rlflow")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+def cli(debug: bool) -> None:
+    """Declare RL for language models as a graph, look at its plan, run it."""
+
+
+@cli.command()
+@target_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
+def check(as_json: bool, **options: Any) -> None:
+    """Check a pipeline and all of its placements; run nothing."""
+    from rlflow.commands import check_all
+
+    result = check_all(Target(**options))
+    if as_json:
+        emit(result)
+        return
+    for line in result["lines"]:
+        click.echo(line)
+    hint(f"next: rlflow plan {options['pipeline']}")
+
+
+@cli.command()
+@target_options
+@click.option("--level", type=click.Choice(["graph", "plan"]), default="graph", show_default=True)
+@click.option("--format", "form", metavar="FORMAT",
+              help="text, mermaid, dot, svg, png, pdf or json; by suffix of -o if left out.")
+@click.option("-o", "--output", metavar="FILE", help="Where to write; - is standard output.")
+@click.option("--direction", type=click.Choice(["LR", "TB"]), default="LR", show_default=True)
+def viz(level: str, form: str | None, output: str | None, direction: str, **options: Any) -> None:
+    """Draw the graph, or the plan of a placement."""
+    from rlflow.viz.render import render
+
+    target = Target(**options)
+    graph = declare(target).graph
+    plan = compile_target(target).compiled.plan if level == "plan" else None
+    path = None if output in (None, "-") else Path(str(output))
+    made = render(graph, plan, level=level, format=form, direction=direction, output=path)
+    if path is not None:
+        hint(f"wrote {path}")
+    elif isinstance(made, bytes):
+        if output is None:
+            raise UsageError(summary=f"error: {form} is not text; say where to write it: -o FILE")
+        click.get_binary_stream("stdout").write(made)
+    else:
+        click.echo(made)
+
+
+@cli.command()
+@target_options
+@click.option("--show-passes", is_flag=True, help="Print the plan after every pass.")
+@click.option("--explain", metavar="ACTION", help="Everything about one action.")
+@click.option("--config", "show_config", is_flag=True, help="Print the resolved config.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
+@click.option("-o", "--output", metavar="FILE", help="Write the plan as JSON to a file.")
+def plan(
+    show_passes: bool,
+    explain: str | None,
+    show_config: bool,
+    as_json: bool,
+    output: str | None,
+    **options: Any,
+) -> None:
+    """Compile a placement and print every action, with its reason."""
+    from rlflow.commands import config_lines, explain_action
+    from rlflow.scheduler.compile import dump_plan
+    from rlflow.scheduler.text import plan_text
+
+    found = compile_target(Target(**options))
+    if output:
+        Path(output).write_text(dump_plan(found.compiled.plan))
+        hint(f"wrote {output}")
+    if as_json:
+        click.echo(dump_plan(found.compiled.plan), nl=False)
+        return
+    if show_config:
+        click.echo("\n".join(config_lines(found)))
+        return
+    if explain:
+        click.echo(explain_action(found.compiled.plan, explain))
+        return
+    if show_passes:
+        for title, stage in found.compiled.stages:
+            click.echo(f"after {title}\n{plan_text(stage)}\n")
+    else:
+        click.echo(plan_text(found.compiled.plan))
+    again = f"{options['pipeline']} --placement {found.compiled.plan.placement}"
+    hint(f"next: rlflow run {again}     picture: rlflow viz {again} --level plan -o plan.svg")
+
+
+@cli.command()
+@target_options
+@click.option("-n", "--dry-run", is_flag=True, help="Compile and check everything; start nothing.")
+@click.option("--iterations", type=click.IntRange(1), help="Iterations; the config's by default.")
+@click.option("--run-dir", metavar="DIR", help="Where to write; runs/NAME-TIME by default.")
+@click.option("--resume", metavar="RUN", is_flag=False, flag_value="latest",
+              help="Continue a run directory; the latest one by default.")
+@click.option("--save-every", type=click.IntRange(1), default=50, show_default=True,
+              help="Iterations between checkpoints.")
+@click.option("--backend", type=click.Choice(["local"]), help="Chosen by the plan if left out.")
+@click.option("-q", "--quiet", is_flag=True, help="Print warnings and the result only.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON only.")
+@click.option("--no-color", is_flag=True, help="Plain text; NO_COLOR does the same.")
+def run(as_json: bool, **options: Any) -> None:
+    """Run a pipeline; Ctrl-C stops after the iteration, --resume continues."""
+    from rlflow.launch import launch
+
+    outcome = launch(as_json=as_json, **options)
+    if as_json:
+        emit(outcome.as_json())
+    elif outcome.text:
+        click.echo(outcome.text)
+
+
+@cli.command()
+@click.argument("run_dir", metavar="RUN")
+@click.option("-o", "--output", metavar="FILE", help="Where to write; RUN/report.html by default.")
+def report(run_dir: str, output: str | None) -> None:
+    """Write one HTML page about a run: curves, plan, where the time went."""
+    from rlflow.viz.report import write_report
+
+    written = write_report(Path(run_dir), Path(output) if output else None)
+    click.echo(written)
+
+
+@cli.command()
+@click.argument("pipeline", metavar="PIPELINE")
+@click.option("--placement", "placements", multiple=True, metavar="NAME", help="Given twice.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE")
+@click.option("--devices", metavar="KIND:COUNT")
+@click.option("--threads", type=click.IntRange(1))
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if the plans differ.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
+def diff(
+    pipeline: str,
+    placements: tuple[str, ...],
+    exit_code: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Compare the plans of two placements side by side."""
+    from rlflow.commands import diff_placements
+    from rlflow.scheduler.diff import diff_text
+
+    found = diff_placements(pipeline, placements, **options)
+    if as_json:
+        emit(found.as_json())
+    else:
+        click.echo(diff_text(found))
+    if exit_code and not found.same:
+        raise SystemExit(1)
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
+def doctor(as_json: bool) -> None:
+    """Say what is installed, what is missing, and what to type."""
+    from rlflow.doctor import examine
+
+    rows = examine()
+    if as_json:
+        emit([row.as_json() for row in rows])
+    else:
+        for row in rows:
+            click.echo(row.line())
+    if any(row.missing and row.required for row in rows):
+        raise SystemExit(1)
+
+
+def emit(value: object) -> None:
+    """Print JSON on standard output."""
+    click.echo(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False))
+
+
+def hint(text: str) -> None:
+    """A line for a person, on standard error."""
+    click.echo(text, err=True)
+
+
+def main() -> None:
+    """The entry point: runs a command and turns its error into a message and an exit code."""
+    debug = "--debug" in sys.argv
+    try:
+        cli(standalone_mode=False)
+    except RlflowError as error:
+        if debug:
+            traceback.print_exc()
+        click.echo(painted(error.render()), err=True)
+        raise SystemExit(error.exit_code) from None
+    except click.exceptions.Abort:
+        raise SystemExit(INTERRUPTED) from None
+    except click.ClickException as error:
+        error.show()
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        click.echo("stopped at once; --resume continues from the last checkpoint", err=True)
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+    except Exception as error:
+        raise SystemExit(bug(error)) from None
+
+
+def painted(text: str) -> str:
+    """The word `error` in red, on a terminal that wants colour."""
+    if not sys.stderr.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
+        return text
+    return text.replace("error[", click.style("error", fg="red", bold=True) + "[")
+
+
+def bug(error: Exception) -> int:
+    """Write a traceback to a file and say where; returns the exit code of a bug."""
+    with tempfile.NamedTemporaryFile("w", prefix="rlflow-bug-", suffix=".txt", delete=False) as log:
+        log.write("".join(traceback.format_exception(error)))
+    click.echo(f"error[E900]: a bug in rlflow: {type(error).__name__}: {error}", err=True)
+    click.echo(f"  traceback    {log.name}\n  please report it with that file", err=True)
+    return BUG
+
+
+if __name__ == "__main__":
+    main()

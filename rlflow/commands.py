@@ -1,0 +1,169 @@
+"""What the commands do before anything runs: declare, compile, check, compare, explain.
+
+Imports neither torch nor ray. Every function raises the errors of `rlflow.errors`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlflow.config import load_pipeline, trace_error
+from rlflow.data import DataSource
+from rlflow.errors import Finding, RlflowError, UsageError, near_names
+from rlflow.graph.graph import Graph
+from rlflow.graph.pipeline import Config, Pipeline, make_config
+from rlflow.graph.placement import Placement
+from rlflow.scheduler.cluster import Cluster, parse_cluster
+from rlflow.scheduler.compile import Compiled, compile_plan
+from rlflow.scheduler.diff import PlanDiff, compare
+from rlflow.scheduler.plan import Plan
+from rlflow.scheduler.text import explain, table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a command looks at, as typed."""
+
+    pipeline: str
+    placement: str | None = None
+    settings: tuple[str, ...] = ()
+    devices: str | None = None
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """A pipeline that was traced."""
+
+    pipeline: Pipeline
+    config: Config
+    graph: Graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A pipeline that was compiled for a cluster."""
+
+    declared: Declared
+    target: Target
+    cluster: Cluster
+    compiled: Compiled
+
+
+def declare(target: Target, staleness: int = 0) -> Declared:
+    """Load and trace the pipeline."""
+    pipeline = load_pipeline(target.pipeline)
+    config = make_config(pipeline.config, target.settings)
+    try:
+        graph = pipeline.trace(config)
+    except RlflowError:
+        raise
+    except Exception as error:
+        raise trace_error(pipeline, error) from None
+    return Declared(pipeline=pipeline, config=config, graph=graph)
+
+
+def compile_target(target: Target) -> Planned:
+    """Load, trace and compile the pipeline under the placement asked for."""
+    return plan_declared(declare(target), target)
+
+
+def plan_declared(declared: Declared, target: Target) -> Planned:
+    """Compile a declared pipeline under the placement asked for."""
+    name, placement = declared.pipeline.placement(target.placement)
+    cluster = parse_cluster(target.devices, placement.num_devices(), target.threads)
+    compiled = compile_plan(
+        declared.graph, placement, cluster, name=name, near=declared.pipeline.path
+    )
+    return Planned(declared=declared, target=target, cluster=cluster, compiled=compiled)
+
+
+def data_findings(graph: Graph, *, remote: bool = False) -> list[Finding]:
+    """Everything that is wrong with the data sources of a graph; each source is checked once.
+
+    Sources that may need the network are left to `rlflow run` (`remote=True`).
+    """
+    seen: list[DataSource] = []
+    findings: list[Finding] = []
+    for node in graph.nodes:
+        source = dict(node.params).get("data")
+        if isinstance(source, DataSource) and source not in seen and (remote or not source.remote):
+            seen.append(source)
+            findings += source.check()
+    return findings
+
+
+def check_all(target: Target) -> dict[str, Any]:
+    """Check the graph, its data, and one placement or all; raises with every finding."""
+    declared = declare(target)
+    findings = data_findings(declared.graph)
+    if findings:
+        raise UsageError(*findings, summary="Nothing was started.")
+    placements = declared.pipeline.placements
+    wanted = [target.placement] if target.placement else list(placements)
+    graph = declared.graph
+    lines = [f"{graph.name}: {len(graph.nodes)} nodes, {len(graph.models)} models   ok"]
+    plans = {}
+    for name in wanted:
+        _, placement = declared.pipeline.placement(name)
+        plan = _check_placement(declared, name, placement, target)
+        plans[name] = plan.hash
+        lines.append(f"placement {name}: {len(plan.actions)} actions on {plan.cluster}   ok")
+    return {"pipeline": graph.name, "graph": graph.hash, "placements": plans, "lines": lines}
+
+
+def _check_placement(declared: Declared, name: str, placement: Placement, target: Target) -> Plan:
+    """Compile a placement, on enough CPU devices of any size where none are named."""
+    from rlflow.scheduler.cluster import cpu_cluster
+
+    needed = placement.num_devices()
+    if target.devices:
+        cluster = parse_cluster(target.devices, needed, target.threads)
+    else:
+        cluster = cpu_cluster(needed, target.threads)
+    near = declared.pipeline.path
+    return compile_plan(declared.graph, placement, cluster, name=name, near=near).plan
+
+
+def config_lines(planned: Planned) -> list[str]:
+    """The resolved config, one field a line, with where each value comes from."""
+    given = {setting.partition("=")[0] for setting in planned.target.settings}
+    values = planned.declared.config.model_dump()
+    rows = [
+        (key, "=", str(value), "--set" if key in given else "default")
+        for key, value in values.items()
+    ]
+    return table(rows, "")
+
+
+def explain_action(plan: Plan, name: str) -> str:
+    """Everything about one action, by its id or the node it runs."""
+    names = [action.id for action in plan.actions]
+    if name not in names:
+        raise UsageError(
+            Finding(code="E206", what=f"the plan has no action {name!r}",
+                    expected=", ".join(names), near=near_names(name, names))
+        )
+    return explain(plan, plan.action(name))
+
+
+def diff_placements(
+    pipeline: str, placements: tuple[str, ...], **options: Any
+) -> PlanDiff:
+    """Compile two placements of one pipeline and compare their plans."""
+    declared = declare(Target(pipeline=pipeline, settings=options["settings"]))
+    names = placements or tuple(declared.pipeline.placements)[:2]
+    if len(names) != 2:
+        raise UsageError(
+            Finding(code="E207", what=f"diff compares two placements, got {len(names)}",
+                    expected=", ".join(declared.pipeline.placements),
+                    fix=f"rlflow diff {pipeline} --placement A --placement B")
+        )
+    plans = []
+    for name in names:
+        target = Target(pipeline=pipeline, placement=name, **options)
+        plans.append(plan_declared(declared, target).compiled.plan)
+    return compare(*plans)
+
+

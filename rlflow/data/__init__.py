@@ -1,0 +1,37 @@
+"""Where prompts come from, exposed as `rf.data`; nothing heavy is imported until rows are read.
+
+    arithmetic(digits=2)              problems with a held-out test split
+    generator(fn, size=..., columns=...)   a function of the row's index
+    jsonl(path), parquet(path)        files
+    huggingface(name, split=...)      a data set of the hub, or of a local folder or file
+    answers.*                         text utilities for reward functions
+
+This package knows neither tokens nor tensors, and nothing of graphs or runs.
+"""
+
+from __future__ import annotations
+
+from rlflow.data import answers
+from rlflow.data.answers import extract_boxed, extract_gsm8k, last_number, same_number
+from rlflow.data.files import jsonl, parquet
+from rlflow.data.generators import arithmetic, generator
+from rlflow.data.hub import huggingface
+from rlflow.data.paths import find_path, resolve_path
+from rlflow.data.sources import DataSource, Row
+
+__all__ = [
+    "DataSource",
+    "Row",
+    "answers",
+    "arithmetic",
+    "extract_boxed",
+    "extract_gsm8k",
+    "find_path",
+    "generator",
+    "huggingface",
+    "jsonl",
+    "last_number",
+    "parquet",
+    "resolve_path",
+    "same_number",
+]

@@ -1,0 +1,74 @@
+"""`rlflow doctor`: what is installed, what is missing, and what to type.
+
+Looks at package metadata and the PATH; imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlflow.scheduler.cluster import GB, machine_cores, machine_memory
+
+REQUIRED = ("torch", "transformers", "tensordict", "safetensors", "numpy", "networkx", "pydantic",
+            "graphviz", "click", "rich", "matplotlib", "tensorboard", "pyarrow")
+OPTIONAL = {"datasets": "pip install 'rlflow-engine[datasets]'", "pygraphviz": "pip install pygraphviz"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One thing that was looked for."""
+
+    name: str
+    found: str
+    required: bool = True
+    missing: bool = False
+    fix: str = ""
+
+    def line(self) -> str:
+        """The row as it is printed."""
+        state = "missing" if self.missing else "ok"
+        return f"{state:<8} {self.name:<14} {self.found}{'   type: ' + self.fix if self.missing else ''}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as plain data."""
+        return asdict(self)
+
+
+def examine() -> list[Row]:
+    """Look for everything; rows in a fixed order."""
+    return [*_machine(), *_packages(), _drawing()]
+
+
+def _machine() -> Iterator[Row]:
+    version = platform.python_version()
+    yield Row(name="python", found=version, missing=sys.version_info < (3, 11),
+              fix="install Python 3.11 or later")
+    yield Row(name="machine", found=f"{machine_cores()} cores, {machine_memory() / GB:.0f} GB")
+    gpu = shutil.which("nvidia-smi")
+    yield Row(name="gpu", found=gpu or "none: device kind cpu is used", required=False)
+
+
+def _packages() -> Iterator[Row]:
+    for name in (*REQUIRED, *OPTIONAL):
+        fix = OPTIONAL.get(name, f"pip install -c constraints.txt {name}")
+        try:
+            yield Row(name=name, found=importlib.metadata.version(name), fix=fix)
+        except importlib.metadata.PackageNotFoundError:
+            yield Row(name=name, found="not installed", required=name in REQUIRED, missing=True,
+                      fix=fix)
+
+
+def _drawing() -> Row:
+    program = shutil.which("dot")
+    if program:
+        return Row(name="drawing", found=program)
+    wheel = importlib.util.find_spec("pygraphviz") is not None
+    return Row(name="drawing", found="pygraphviz" if wheel else "neither dot nor pygraphviz",
+               missing=not wheel, fix="pip install pygraphviz")

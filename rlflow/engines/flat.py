@@ -1,0 +1,90 @@
+"""The parameters of a module as slices of one buffer per dtype.
+
+One buffer makes sleeping one call, an optimizer step one kernel and neighbouring weights one
+matrix. Matrices come first, then vectors, each in the module's order; slices start on 64
+bytes. This file knows neither what the module computes nor who trains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Where a parameter lies in its dtype's buffer, in elements."""
+
+    dtype: torch.dtype
+    start: int
+    stop: int
+    shape: torch.Size
+
+
+class FlatParameters:
+    """Moves a module's parameters into buffers; they stay the same Parameter objects."""
+
+    def __init__(self, module: nn.Module) -> None:
+        named = sorted(module.named_parameters(), key=lambda item: item[1].ndim < 2)
+        self.slots: dict[str, Slot] = {}
+        self.buffers: dict[torch.dtype, Tensor] = {}
+        # Where the matrices end and the vectors begin.
+        self.matrices: dict[torch.dtype, int] = {}
+        for dtype in dict.fromkeys(parameter.dtype for _, parameter in named):
+            self.gather([item for item in named if item[1].dtype == dtype], dtype)
+
+    def gather(self, named: list[tuple[str, nn.Parameter]], dtype: torch.dtype) -> None:
+        """Lay out the parameters of one dtype and point them into its buffer."""
+        step = ALIGNMENT // dtype.itemsize
+        end = 0
+        self.matrices[dtype] = 0
+        for name, parameter in named:
+            stop = end + parameter.numel()
+            self.slots[name] = Slot(dtype=dtype, start=end, stop=stop, shape=parameter.shape)
+            end = -(-stop // step) * step
+            if parameter.ndim >= 2:
+                self.matrices[dtype] = end
+        buffer = torch.zeros(end, dtype=dtype, device=named[0][1].device)
+        self.buffers[dtype] = buffer
+        for name, parameter in named:
+            view = self.view(name, buffer)
+            view.copy_(parameter.detach())
+            parameter.data = view
+
+    def view(self, name: str, buffer: Tensor) -> Tensor:
+        """A parameter's slice of any buffer laid out like its dtype's."""
+        slot = self.slots[name]
+        return buffer[slot.start : slot.stop].view(slot.shape)
+
+    def named(self) -> dict[str, Tensor]:
+        """Every parameter's current values, by name; views, not copies."""
+        return {name: self.view(name, self.buffers[slot.dtype]) for name, slot in self.slots.items()}
+
+    def num_bytes(self) -> int:
+        """Bytes of all parameters, the padding between them left out."""
+        return sum((slot.stop - slot.start) * slot.dtype.itemsize for slot in self.slots.values())
+
+
+def to_host(buffers: Iterable[Tensor]) -> list[Tensor]:
+    """Copies in host memory."""
+    return [buffer.to("cpu", copy=True) for buffer in buffers]
+
+
+def free(buffers: Iterable[Tensor]) -> None:
+    """Give back the storage; the tensors and all views of them keep their identity."""
+    for buffer in buffers:
+        buffer.untyped_storage().resize_(0)
+
+
+def restore(buffers: Iterable[Tensor], host: Iterable[Tensor] | None = None) -> None:
+    """Allocate the storage again, and fill it with the host's copies if there are any."""
+    kept = list(buffers)
+    for buffer in kept:
+        buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
+    for buffer, copy in zip(kept, host or (), strict=False):
+        buffer.copy_(copy)

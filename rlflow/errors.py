@@ -1,0 +1,156 @@
+"""Every error that rlflow raises, and the exit code each one ends a command with.
+
+    RlflowError                 1   base
+    |-- UsageError              2   the command line: unknown option, key, file, placement
+    |-- GraphError              3   the pipeline or its config is wrong (a list of findings)
+    |-- PlanError               4   the plan does not fit: devices, memory, an impossible layout
+    |-- RunError                1   an op, a worker or an engine failed while running
+    |   |-- RewardError         1   a reward function raised or returned something unusable
+    |   |-- DataError           1   a data source broke while it was read
+    |   `-- NumericsError       1   a loss, gradient or parameter is not finite
+    |-- CheckpointError         1   a checkpoint is damaged, incomplete or of another run
+    |-- RunDirError             2   a run directory is in use, or holds another run
+    |-- InvariantError         70   a bug in rlflow: the verifier refuses a plan it compiled
+    `-- Interrupted           130   Ctrl-C: stopped cleanly, a line says how to continue
+
+A message has up to five parts: what, where it was declared, got and expected, the
+nearest names, and the fix as a line to paste. This file knows how they are laid out,
+and nothing about graphs, plans or tensors.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+SHORT_LIST = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A place in a user's file: path, line (from 1) and the text of that line."""
+
+    path: str
+    line: int
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong, in five parts; `code` has a heading in docs/errors.md."""
+
+    code: str
+    what: str
+    where: Source | None = None
+    got: str = ""
+    expected: str = ""
+    near: tuple[str, ...] = ()
+    fix: str = ""
+
+    def lines(self) -> list[str]:
+        """The finding as it is printed, without colour."""
+        rows = [f"error[{self.code}]: {self.what}"]
+        if self.where is not None:
+            rows.append(f"  {self.where}   {self.where.text}".rstrip())
+        parts = (
+            ("got", self.got),
+            ("expected", self.expected),
+            ("did you mean", " or ".join(repr(name) for name in self.near)),
+            ("fix", self.fix),
+        )
+        for label, value in parts:
+            first, *rest = value.splitlines() or [""]
+            if value:
+                rows.append(f"  {label:<12} {first}")
+                rows.extend(f"  {'':<12} {line}" for line in rest)
+        return rows
+
+
+class RlflowError(Exception):
+    """Base of every error; `findings` say what is wrong, `exit_code` ends the command."""
+
+    exit_code = 1
+
+    def __init__(self, *findings: Finding, summary: str = "") -> None:
+        self.findings = findings
+        self.summary = summary
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """All findings, the summary last."""
+        rows = [line for finding in self.findings for line in finding.lines()]
+        return "\n".join([*rows, self.summary] if self.summary else rows)
+
+
+class UsageError(RlflowError):
+    """The command line asks for something that does not exist (exit code 2)."""
+
+    exit_code = 2
+
+
+class GraphError(RlflowError):
+    """The pipeline or its config is wrong; nothing was started (exit code 3)."""
+
+    exit_code = 3
+
+
+class PlanError(RlflowError):
+    """The graph cannot be placed: devices, memory, layout (exit code 4)."""
+
+    exit_code = 4
+
+
+class RunError(RlflowError):
+    """Something failed while the plan was running (exit code 1)."""
+
+
+class RewardError(RunError):
+    """A reward function raised, or returned something that is not a number."""
+
+
+class DataError(RunError):
+    """A data source broke while it was being read."""
+
+
+class NumericsError(RunError):
+    """A loss, a gradient or a parameter is not finite."""
+
+
+class CheckpointError(RlflowError):
+    """A checkpoint is damaged, incomplete, or belongs to another run (exit code 1)."""
+
+
+class RunDirError(RlflowError):
+    """A run directory is in use, or holds something else (exit code 2)."""
+
+    exit_code = 2
+
+
+class InvariantError(RlflowError):
+    """The verifier refuses a plan that rlflow itself compiled: a bug (exit code 70)."""
+
+    exit_code = 70
+
+
+class Interrupted(RlflowError):
+    """The user stopped the run; its last iteration is kept (exit code 130)."""
+
+    exit_code = 130
+
+
+def near_names(word: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Up to three of `names` that look like `word`, nearest first."""
+    return tuple(difflib.get_close_matches(word, list(names), n=3, cutoff=0.6))
+
+
+def known_names(names: Sequence[str]) -> str:
+    """A short list of names in full, a long one by its length."""
+    if not names:
+        return "none"
+    if len(names) <= SHORT_LIST:
+        return ", ".join(names)
+    return f"one of {len(names)} names: {', '.join(names[:SHORT_LIST])}, ..."

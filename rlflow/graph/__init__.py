@@ -1,0 +1,1 @@
+"""WHAT is computed: operators' contracts, nodes, models, placements, checks, printed forms."""

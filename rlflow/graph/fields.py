@@ -1,0 +1,112 @@
+"""The types of what travels on an edge, and the annotations users write them with.
+
+A field has a dtype, a level (how many values it has) and, at the token level, the mask
+it lives under. This file does not know which op makes a field or who reads it.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+Level = Literal["token", "row", "group", "batch"]
+DType = Literal["int64", "float32", "bool", "text"]
+Granularity = Literal["row", "group", "batch"]
+
+PYTHON_DTYPES: dict[type, DType] = {
+    int: "int64",
+    float: "float32",
+    bool: "bool",
+    str: "text",
+}
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    class Token(Tensor, Generic[T]):
+        """One value per token of a row: a jagged tensor `[rows, j]`."""
+
+    class Row(Tensor, Generic[T]):
+        """One value per row: a tensor `[rows]`."""
+
+    class Group(Tensor, Generic[T]):
+        """One value per group of rows: a tensor `[groups]`."""
+
+    class Whole(Tensor, Generic[T]):
+        """One value per iteration: a tensor without dimensions."""
+
+else:
+
+    class Token(Generic[T]):
+        """One value per token of a row: a jagged tensor `[rows, j]`."""
+
+    class Row(Generic[T]):
+        """One value per row: a tensor `[rows]`."""
+
+    class Group(Generic[T]):
+        """One value per group of rows: a tensor `[groups]`."""
+
+    class Whole(Generic[T]):
+        """One value per iteration: a tensor without dimensions."""
+
+
+LEVELS: dict[Any, Level] = {Token: "token", Row: "row", Group: "group", Whole: "batch"}
+LEVEL_NAMES: dict[Level, str] = {
+    "token": "rf.Token",
+    "row": "rf.Row",
+    "group": "rf.Group",
+    "batch": "rf.Whole",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """A typed value on an edge; `mask` names the token field that says which tokens count."""
+
+    name: str
+    dtype: DType
+    level: Level
+    mask: str | None = None
+
+    def __str__(self) -> str:
+        under = f"|{self.mask}" if self.mask else ""
+        return f"{self.name}:{self.dtype}[{self.level}{under}]"
+
+
+def token(name: str, dtype: DType = "float32", mask: str | None = "response_mask") -> Field:
+    """A token field, by default under the mask of the response."""
+    return Field(name=name, dtype=dtype, level="token", mask=mask)
+
+
+def row(name: str, dtype: DType = "float32") -> Field:
+    """A field with one value per row."""
+    return Field(name=name, dtype=dtype, level="row")
+
+
+def whole(name: str, dtype: DType = "float32") -> Field:
+    """A field with one value per iteration."""
+    return Field(name=name, dtype=dtype, level="batch")
+
+
+def read_annotation(annotation: Any) -> tuple[DType, Level] | None:
+    """The dtype and level an annotation such as `rf.Row[float]` stands for, or None."""
+    origin = typing.get_origin(annotation)
+    if origin not in LEVELS:
+        return None
+    (argument,) = typing.get_args(annotation)
+    if argument not in PYTHON_DTYPES:
+        return None
+    return PYTHON_DTYPES[argument], LEVELS[origin]
+
+
+def is_optional(annotation: Any) -> tuple[bool, Any]:
+    """Whether an annotation is `X | None`, and the X."""
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        rest = [part for part in typing.get_args(annotation) if part is not type(None)]
+        if len(rest) == 1:
+            return True, rest[0]
+    return False, annotation

@@ -1,0 +1,101 @@
+"""What a user says about a model: a name, where its weights are, how it is trained.
+
+Nothing is loaded here: sizes are read from `config.json` and the headers of the
+safetensors files by `shape.py`, weights by the engines.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+
+from rlflow.errors import Source
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+
+
+class AdamW(BaseModel):
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) with a learning-rate schedule.
+
+    `lr` is reached after `warmup_steps` optimizer steps and follows `schedule` down to
+    `min_lr_ratio * lr` at `total_steps`; `constant` needs no total.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lr: float = Field(gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    total_steps: int = Field(default=0, ge=0)
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse a schedule without an end, and an end that nothing reads."""
+        if self.schedule != "constant" and not self.total_steps:
+            raise ValueError(f"schedule={self.schedule!r} needs total_steps=")
+        if self.schedule == "constant" and self.total_steps:
+            raise ValueError("total_steps does nothing with schedule='constant'")
+
+    def describe(self) -> str:
+        """The printed form: the learning rate, then what differs from the defaults."""
+        rest = self.model_dump(exclude_defaults=True, exclude={"lr"})
+        parts = [f"lr={self.lr:g}", *(f"{key}={value}" for key, value in sorted(rest.items()))]
+        return f"adamw({', '.join(parts)})"
+
+
+class Model(BaseModel):
+    """A model by name; given an optimizer it is trainable.
+
+    `path` is a directory in Hugging Face form or the name of a hub model. `head` is
+    `lm` for a causal language model, `value` for the same body with a scalar head.
+    `init="random"` starts from fresh weights drawn from the run's seed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    path: str
+    head: Literal["lm", "value"] = "lm"
+    optimizer: AdamW | None = None
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    init: Literal["pretrained", "random"] = "pretrained"
+    _where: Source | None = PrivateAttr(default=None)
+
+    def __init__(self, name: str, path: str, **options: Any) -> None:
+        super().__init__(name=name, path=path, **options)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Note where the model was declared, for messages."""
+        from rlflow.graph.trace import declared_at
+
+        self._where = declared_at()
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, name: str) -> str:
+        if not NAME.fullmatch(name):
+            raise ValueError(f"a model's name is a plain word, got {name!r}")
+        return name
+
+    @property
+    def where(self) -> Source | None:
+        """Where the model was declared."""
+        return self._where
+
+    def describe(self) -> str:
+        """The printed form, without the name."""
+        parts = [self.path]
+        if self.head != "lm":
+            parts.append(f"head={self.head}")
+        if self.dtype != "float32":
+            parts.append(f"dtype={self.dtype}")
+        if self.init != "pretrained":
+            parts.append(f"init={self.init}")
+        if self.optimizer is not None:
+            parts.append(self.optimizer.describe())
+        return "  ".join(parts)

@@ -1,0 +1,76 @@
+"""The contract of an operator: what it reads, what it makes, how it may be cut.
+
+An op names its body by a dotted name; the body is looked up by the worker that runs
+it. This file knows no body, no model and no placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlflow.graph.fields import DType, Field, Granularity, Level
+
+Use = Literal["train", "forward", "rollout"]
+RowSet = Literal["new", "expand", "same", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """A field that an op reads; `levels` are those it accepts, the first one preferred."""
+
+    name: str
+    dtype: DType
+    levels: tuple[Level, ...]
+    required: bool = True
+    hint: str = ""
+
+    def accepts(self, offered: Field) -> bool:
+        """Whether an offered field has the dtype and a level that this input takes."""
+        return offered.dtype == self.dtype and offered.level in self.levels
+
+    def __str__(self) -> str:
+        optional = "" if self.required else "?"
+        return f"{self.name}{optional}:{self.dtype}[{'|'.join(self.levels)}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """An operator.
+
+    `per` is what makes cutting legal: a row op may be cut anywhere along the batch, a
+    group op between groups, a batch op not at all. `use` says how it needs its model.
+    `rows` says what becomes of the row set: made new, each row expanded into several,
+    kept, or dropped. `effect` is `pure` where running twice changes nothing. A `closing`
+    op runs once more after the last iteration, on the final weights.
+    """
+
+    name: str
+    body: str
+    inputs: tuple[Input, ...]
+    outputs: tuple[Field, ...]
+    per: Granularity
+    use: Use | None = None
+    rows: RowSet = "same"
+    effect: Literal["pure", "effectful"] = "pure"
+    closing: bool = False
+    function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+
+    def output(self, name: str) -> Field | None:
+        """The output of that name, if the op has one."""
+        return next((made for made in self.outputs if made.name == name), None)
+
+
+REGISTRY: dict[str, Op] = {}
+
+
+def register(op: Op) -> Op:
+    """Make an op known by name, so that messages can say which op provides a field."""
+    REGISTRY[op.name] = op
+    return op
+
+
+def providers(field_name: str) -> list[str]:
+    """The names of the registered ops that make a field of that name, sorted."""
+    return sorted(op.name for op in REGISTRY.values() if op.output(field_name) is not None)

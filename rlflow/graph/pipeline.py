@@ -1,0 +1,197 @@
+"""`@rf.pipeline`: a function that declares a graph, its config and its placements.
+
+The config is a pydantic model whose every field is a `--set` key. Tracing runs the
+function once; whatever is wrong with the graph comes back as one list.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rlflow.errors import Finding, GraphError, Source, UsageError, known_names, near_names
+from rlflow.graph.check import check_graph
+from rlflow.graph.graph import Graph
+from rlflow.graph.placement import Placement, on
+from rlflow.graph.trace import raised_at, short_path, tracing
+
+DEFAULT_PLACEMENTS = {"colocate": Placement(pools={"all": 1}, assign={"*": on("all")})}
+
+
+class Config(BaseModel):
+    """Base of a pipeline's config; every field is a key of `--set`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    seed: int = 0
+    iterations: int = Field(default=100, ge=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A declared pipeline: the function, its config type and its placements by name."""
+
+    name: str
+    function: Callable[[Any], None]
+    config: type[Config]
+    placements: Mapping[str, Placement]
+    where: Source | None = None
+    path: Path | None = None
+
+    def trace(self, config: Config | None = None) -> Graph:
+        """Run the function once and return its graph.
+
+        Raises GraphError with every finding, each at the line that caused it.
+        """
+        with tracing() as trace:
+            try:
+                self.function(config if config is not None else self.config())
+            except ValidationError as error:
+                where = raised_at(error, self.path)
+                found = [*trace.findings, *validation_findings(error, "E301", where=where)]
+                raise GraphError(*found, summary=_summary(found, self.where)) from None
+        graph = Graph(
+            name=self.name,
+            nodes=tuple(trace.nodes.values()),
+            models=tuple(trace.models.values()),
+            source=self.where,
+        )
+        findings = [*trace.findings, *check_graph(graph, complete=not trace.findings)]
+        if findings:
+            raise GraphError(*findings, summary=_summary(findings, self.where))
+        return graph
+
+    def placement(self, name: str | None) -> tuple[str, Placement]:
+        """The placement of that name, or the first one; UsageError if there is none."""
+        if name is None:
+            return next(iter(self.placements.items()))
+        if name not in self.placements:
+            raise UsageError(
+                Finding(
+                    code="E201",
+                    what=f"pipeline {self.name!r} has no placement {name!r}",
+                    where=self.where,
+                    expected=known_names(list(self.placements)),
+                    near=near_names(name, self.placements),
+                )
+            )
+        return name, self.placements[name]
+
+
+def _summary(findings: Sequence[Finding], where: Source | None) -> str:
+    count = len(findings)
+    path = where.path if where is not None else "the pipeline"
+    return f"{count} error{'s' if count != 1 else ''} in {path}. Nothing was started."
+
+
+def pipeline(
+    *, placements: Mapping[str, Placement] | None = None, name: str | None = None
+) -> Callable[[Callable[[Any], None]], Pipeline]:
+    """Make a pipeline of a function of one config that calls ops.
+
+    Raises GraphError where the function does not take one parameter annotated with an
+    `rf.Config`.
+    """
+
+    def decorate(function: Callable[[Any], None]) -> Pipeline:
+        code = function.__code__
+        where = Source(
+            path=short_path(code.co_filename), line=code.co_firstlineno,
+            text=f"def {function.__name__}(...)",
+        )
+        return Pipeline(
+            name=name or function.__name__,
+            function=function,
+            config=_config_type(function, where),
+            placements=dict(placements or DEFAULT_PLACEMENTS),
+            where=where,
+            path=Path(code.co_filename),
+        )
+
+    return decorate
+
+
+def _config_type(function: Callable[[Any], None], where: Source) -> type[Config]:
+    parameters = list(inspect.signature(function).parameters)
+    annotation = typing.get_type_hints(function).get(parameters[0]) if parameters else None
+    if len(parameters) == 1 and isinstance(annotation, type) and issubclass(annotation, Config):
+        return annotation
+    raise GraphError(
+        Finding(
+            code="E302",
+            what=f"pipeline {function.__name__!r} does not say what its config is",
+            where=where,
+            expected="one parameter annotated with a class derived from rf.Config",
+            fix=f"def {function.__name__}(cfg: rf.Config): ...",
+        )
+    )
+
+
+def make_config(kind: type[Config], settings: Sequence[str]) -> Config:
+    """A config with `key=value` settings over its defaults; later settings win.
+
+    Values are read as the field's type wants them: JSON first, then plain text.
+    Raises UsageError for an unknown key, a setting without `=`, or a value of the
+    wrong type.
+    """
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise UsageError(
+                Finding(code="E303", what=f"--set {setting!r} has no '='", fix="--set key=value")
+            )
+        _check_key(kind, key)
+        values[key] = _parse(text, kind.model_fields[key].annotation)
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        raise UsageError(*validation_findings(error, "E305", prefix="--set ")) from None
+
+
+def _check_key(kind: type[Config], key: str) -> None:
+    if key in kind.model_fields:
+        return
+    names = list(kind.model_fields)
+    raise UsageError(
+        Finding(
+            code="E304",
+            what=f"--set {key}: the config {kind.__name__} has no field {key!r}",
+            expected=known_names(names),
+            near=near_names(key, names),
+        )
+    )
+
+
+def _parse(text: str, annotation: Any) -> Any:
+    wants = typing.get_args(annotation) or (annotation,)
+    if str in wants and isinstance(annotation, type | types.UnionType):
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def validation_findings(
+    error: ValidationError, code: str, *, prefix: str = "", where: Source | None = None
+) -> list[Finding]:
+    """What pydantic found, one finding a field."""
+    findings = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        shown = f"{prefix}{key}" if key else error.title
+        got = "" if problem["type"] == "missing" else f"{problem['input']!r:.120}"
+        message = problem["msg"].removeprefix("Value error, ")
+        findings.append(
+            Finding(code=code, what=f"{shown}: {message}", where=where, got=got)
+        )
+    return findings

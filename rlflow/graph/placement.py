@@ -1,0 +1,87 @@
+"""Placements: which use of which model runs where, as a value.
+
+A pool is a named set of devices, an assignment ties a use to a pool and a layout.
+Nothing here knows how many devices there really are.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class On(BaseModel):
+    """A pool and a layout: `fsdp` ranks sharing the parameters, `tp` ranks sharing each layer.
+
+    `weights="own"` gives a rollout its own copy where it could share the trained one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pool: str
+    fsdp: Count | None = None
+    tp: Count | None = None
+    engine: Literal["torch"] | None = None
+    weights: Literal["shared", "own"] | None = None
+
+    def describe(self) -> str:
+        """The printed form: the pool, then what was said."""
+        options = self.model_dump(exclude_none=True, exclude={"pool"})
+        return " ".join([self.pool, *(f"{key}={value}" for key, value in options.items())])
+
+
+def on(pool: str, **layout: object) -> On:
+    """Assign a use to a pool, with a layout; what is left out is derived and shown."""
+    return On(pool=pool, **layout)  # type: ignore[arg-type]
+
+
+class Placement(BaseModel):
+    """Pools of devices and the assignment of uses to them.
+
+    A pool is a number of devices of its own, or a list of device numbers, which may
+    overlap with another pool's. The most specific assignment wins: a node's name,
+    `model.use`, the model, `*`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pools: dict[str, Count | list[int]] = Field(min_length=1)
+    assign: dict[str, On]
+    staleness: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _pools_exist(self) -> Placement:
+        for key, where in self.assign.items():
+            if where.pool not in self.pools:
+                known = ", ".join(self.pools)
+                raise ValueError(f"assign[{key!r}] names pool {where.pool!r}; there are: {known}")
+        for name, devices in self.pools.items():
+            if isinstance(devices, list) and (not devices or len(set(devices)) != len(devices)):
+                raise ValueError(f"pool {name!r} needs a list of distinct devices, got {devices}")
+            if isinstance(devices, list) and min(devices) < 0:
+                raise ValueError(f"pool {name!r}: device numbers start at 0, got {devices}")
+        return self
+
+    def devices(self) -> dict[str, tuple[int, ...]]:
+        """Device numbers of every pool: lists as written, counts the lowest numbers still free."""
+        taken = {d for listed in self.pools.values() if isinstance(listed, list) for d in listed}
+        result = {}
+        following = 0
+        for name, wanted in self.pools.items():
+            if isinstance(wanted, list):
+                result[name] = tuple(wanted)
+                continue
+            numbers: list[int] = []
+            while len(numbers) < wanted:
+                if following not in taken:
+                    numbers.append(following)
+                following += 1
+            result[name] = tuple(numbers)
+        return result
+
+    def num_devices(self) -> int:
+        """How many devices a cluster needs to have."""
+        return max(max(devices) for devices in self.devices().values()) + 1

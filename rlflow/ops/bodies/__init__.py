@@ -1,0 +1,1 @@
+"""The bodies of the operators: torch lives here. Looked up by name where they run."""

@@ -1,0 +1,95 @@
+"""What several bodies need: inputs that must be there, and padding for the pure functions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.batch import Batch, flat, is_ragged, lengths, pad, ragged_rows
+from rlflow.errors import Finding, RunError
+from rlflow.ops.body import Call, ModelInUse
+
+MASK = "response_mask"
+
+
+def inputs_of(call: Call) -> Batch:
+    """The input fields of a call whose op has inputs."""
+    if call.inputs is None:
+        raise AssertionError(f"node {call.node} was called without its inputs")
+    return call.inputs
+
+
+def model_of(call: Call) -> ModelInUse:
+    """The model of a call whose op uses one."""
+    if call.model is None:
+        raise AssertionError(f"node {call.node} was called without its model")
+    return call.model
+
+
+def num_rows(batch: Batch) -> int:
+    """Rows of a batch."""
+    return int(batch.batch_size[0])
+
+
+def padded_fields(batch: Batch, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Fields in the reference form: token fields `[rows, longest]`, others as they are."""
+    found = {}
+    for name in names:
+        value = batch.get(name, None)
+        if value is not None:
+            found[name] = pad(flat(value), lengths(value)) if is_ragged(value) else value
+    return found
+
+
+def token_rows(call: Call, tokenizer: Any, texts: list[str], chat: bool) -> Tensor:
+    """Prompts as ragged int64 tokens, through the chat template where asked.
+
+    Raises RunError with the prompt where the tokenizer has no template or makes no token.
+    """
+    if chat:
+        rows = [_chat_tokens(call, tokenizer, text) for text in texts]
+    else:
+        rows = tokenizer(texts, add_special_tokens=True)["input_ids"]
+    for text, row in zip(texts, rows, strict=True):
+        if not row:
+            raise RunError(
+                Finding(code="E633", what=f"{call.node}: a prompt without a token", where=call.where,
+                        got=repr(text))
+            )
+    return ragged_rows(rows, torch.int64)
+
+
+def _chat_tokens(call: Call, tokenizer: Any, text: str) -> list[int]:
+    if not tokenizer.chat_template:
+        raise RunError(
+            Finding(code="E632", what=f"{call.node}: the tokenizer has no chat template",
+                    where=call.where, fix="chat=False")
+        )
+    messages = json.loads(text) if text.startswith("[{") else [{"role": "user", "content": text}]
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    tokens: list[int] = encoded["input_ids"]
+    return tokens
+
+
+def too_long(
+    call: Call, prompts: Tensor, texts: list[str], new_tokens: int, context: int | None
+) -> None:
+    """Raise RunError naming the first prompt that leaves no room for its response."""
+    if context is None:
+        return
+    for index, size in enumerate(lengths(prompts).tolist()):
+        if size + new_tokens > context:
+            raise RunError(
+                Finding(
+                    code="E631",
+                    what=f"{call.node}: a prompt is longer than the context allows",
+                    where=call.where,
+                    got=f"{size} prompt tokens + {new_tokens} new tokens, in row {index}: "
+                    f"{texts[index]!r:.120}",
+                    expected=f"at most {context} tokens together",
+                    fix="shorter prompts, fewer max_new_tokens, or a model with a longer context",
+                )
+            )

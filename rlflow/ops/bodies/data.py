@@ -1,0 +1,59 @@
+"""Bodies that bring rows in: prompts of a data source, and written responses as tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from rlflow.batch import lengths, ragged_rows, strings, text
+from rlflow.errors import DataError, Finding
+from rlflow.ops.bodies.common import inputs_of, num_rows, token_rows
+from rlflow.ops.body import Call, Output
+
+
+def as_text(value: Any) -> str:
+    """A column's value as text: strings as they are, everything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def prompts(call: Call) -> Output:
+    """The rows of this iteration: text columns and their `row_id`."""
+    batch = call.params["batch"]
+    rows = call.params["data"].batch(call.iteration, batch, call.seed)
+    fields = {
+        name: text(as_text(row[name]) for row in rows)
+        for name in call.outputs
+        if name in call.wanted and name != "row_id"
+    }
+    if "row_id" in call.wanted:
+        fields["row_id"] = torch.tensor([row["row_id"] for row in rows], dtype=torch.int64)
+    return Output(fields=fields, rows=batch)
+
+
+def tokenize(call: Call) -> Output:
+    """Prompts and written responses as tokens, EOS at the end of every response."""
+    inputs = inputs_of(call)
+    tokenizer = call.tokenizer(call.params["tokenizer"])
+    written = strings(inputs[call.params["response"]])
+    for row, response in enumerate(written):
+        if not response:
+            raise DataError(
+                Finding(code="E634", what=f"{call.node}: an empty response in row {row}",
+                        where=call.where)
+            )
+    encoded = tokenizer(written, add_special_tokens=False)["input_ids"]
+    responses = ragged_rows([[*ids, tokenizer.eos_token_id] for ids in encoded], torch.int64)
+    prompt_tokens = token_rows(call, tokenizer, strings(inputs["prompt"]), "chat" in call.params)
+    mask = ragged_rows(
+        [torch.ones(size, dtype=torch.bool) for size in lengths(responses).tolist()], torch.bool
+    )
+    return Output(
+        fields={
+            "prompt_tokens": prompt_tokens,
+            "response_tokens": responses,
+            "response_mask": mask,
+        },
+        rows=num_rows(inputs),
+    )

@@ -1,0 +1,121 @@
+"""The body of `update`: mini-batches, epochs, and the loss of each micro-batch.
+
+The engine cuts a mini-batch into micro-batches as it likes; the loss is scaled by the
+counts of the whole mini-batch, so the gradient is the same for every cut.
+"""
+
+from __future__ import annotations
+
+import math
+import pkgutil
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlflow.batch import Batch, flat, lengths, pad, select_rows
+from rlflow.errors import Finding, NumericsError
+from rlflow.ops.bodies.common import MASK, inputs_of, model_of, num_rows, padded_fields
+from rlflow.ops.body import Call, Output, Stepped
+from rlflow.ops.losses import Loss, PolicyLoss
+from rlflow.ops.math.aggregate import Totals
+
+if TYPE_CHECKING:
+    from rlflow.ops.body import LossFunction
+
+READ_BY_LOSSES = (
+    MASK,
+    "advantages",
+    "old_log_probs",
+    "rollout_log_probs",
+    "ref_log_probs",
+    "values",
+    "returns",
+)
+
+
+def update(call: Call) -> Output:
+    """Train on the batch: `epochs` times `mini_batches` optimizer steps.
+
+    Raises NumericsError where every step had to be skipped because a number was not
+    finite; a single skipped step is counted in the metrics.
+    """
+    batch, model, params = inputs_of(call), model_of(call), call.params
+    spec: Loss = params["loss"]
+    if isinstance(spec, PolicyLoss):
+        spec = spec.model_copy(update={"old": params["old"]})
+    learning_rate = model.learning_rate
+    steps: list[Stepped] = []
+    for mini in mini_batches(call, batch):
+        totals = Totals(tokens=float(flat(mini[MASK]).sum()), rows=float(num_rows(mini)))
+        steps.append(
+            model.step(
+                mini,
+                loss_function(spec, totals),
+                outputs=spec.outputs(),
+                temperature=params.get("temperature", 1.0),
+                max_grad_norm=params["max_grad_norm"],
+            )
+        )
+    if not any(step.applied for step in steps):
+        raise NumericsError(_not_finite(call, steps))
+    return Output(metrics={**step_metrics(steps), "lr": learning_rate})
+
+
+def mini_batches(call: Call, batch: Batch) -> Iterator[Batch]:
+    """The mini-batches of all epochs; the rows of a group stay together."""
+    epochs, parts = call.params["epochs"], call.params["mini_batches"]
+    if parts == 1:
+        for _ in range(epochs):
+            yield batch
+        return
+    groups = batch.get("group", torch.arange(num_rows(batch)))
+    names, member = torch.unique(groups, return_inverse=True)
+    for epoch in range(epochs):
+        order = torch.as_tensor(call.permutation(len(names), "mini-batches", epoch))
+        for chosen in order.chunk(parts):
+            rank = torch.full((len(names),), -1)
+            rank[chosen] = torch.arange(len(chosen))
+            rows = torch.argsort(rank[member], stable=True)
+            yield select_rows(batch, rows[(rank[member] < 0).sum() :])
+
+
+def loss_function(spec: Loss, totals: Totals) -> LossFunction:
+    """The loss of one micro-batch in the reference form, scaled by the step's totals."""
+    objective = pkgutil.resolve_name(spec.body)
+
+    def loss(outputs: dict[str, Tensor], micro: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        sizes = lengths(micro["response_tokens"])
+        padded = {name: pad(value, sizes) for name, value in outputs.items()}
+        result: tuple[Tensor, dict[str, Tensor]] = objective(
+            spec, padded, padded_fields(micro, READ_BY_LOSSES), totals
+        )
+        return result
+
+    return loss
+
+
+def step_metrics(steps: list[Stepped]) -> dict[str, float]:
+    """Means over the applied optimizer steps, maxima for names ending in `_max`."""
+    applied = [step for step in steps if step.applied]
+    metrics = {}
+    for name in applied[0].metrics:
+        found = [step.metrics[name] for step in applied]
+        metrics[name] = max(found) if name.endswith("_max") else math.fsum(found) / len(found)
+    metrics["grad_norm"] = math.fsum(step.grad_norm for step in applied) / len(applied)
+    metrics["skipped"] = float(len(steps) - len(applied))
+    return metrics
+
+
+def _not_finite(call: Call, steps: list[Stepped]) -> Finding:
+    found: dict[str, Any] = {"gradient norm": steps[-1].grad_norm, **steps[-1].metrics}
+    shown = ", ".join(f"{name} {value}" for name, value in found.items())
+    return Finding(
+        code="E650",
+        what=f"{call.node}: no optimizer step of iteration {call.iteration} was finite",
+        where=call.where,
+        got=shown,
+        expected="finite losses and gradients; the weights are as they were before",
+        fix="a lower lr, or max_grad_norm=1.0",
+    )

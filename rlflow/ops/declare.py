@@ -1,0 +1,230 @@
+"""The operators that work without a model's weights: data, rewards, advantages, metrics.
+
+Contracts only: what each op reads and makes. The bodies are in `rlflow.ops.bodies` and
+are looked up by name where they run; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from rlflow.data import DataSource
+from rlflow.errors import Finding
+from rlflow.graph.fields import DType, Level, row, token
+from rlflow.graph.model import Model
+from rlflow.graph.op import Input, Op, register
+from rlflow.graph.trace import Handle, add_node, declared_at, report
+from rlflow.ops.estimators import REFERENCE, find_estimator, needed_inputs, wrong_options
+
+PROMPTS = register(
+    Op(
+        name="prompts",
+        body="rlflow.ops.bodies.data:prompts",
+        inputs=(),
+        outputs=(row("prompt", "text"), row("row_id", "int64")),
+        per="row",
+        rows="new",
+    )
+)
+TOKENIZE = register(
+    Op(
+        name="tokenize",
+        body="rlflow.ops.bodies.data:tokenize",
+        inputs=(Input(name="prompt", dtype="text", levels=("row",)),),
+        outputs=(
+            token("prompt_tokens", "int64", mask=None),
+            token("response_tokens", "int64"),
+            token("response_mask", "bool", mask=None),
+        ),
+        per="row",
+    )
+)
+REWARD = register(
+    Op(
+        name="reward",
+        body="rlflow.ops.bodies.reward:reward",
+        inputs=(),
+        outputs=(row("reward"),),
+        per="row",
+    )
+)
+ADVANTAGE = register(
+    Op(
+        name="advantage",
+        body="rlflow.ops.bodies.advantage:grpo",
+        inputs=(),
+        outputs=(row("advantages"), token("returns")),
+        per="group",
+    )
+)
+METRICS = register(
+    Op(
+        name="metrics",
+        body="rlflow.ops.bodies.metrics:metrics",
+        inputs=(),
+        outputs=(),
+        per="batch",
+        rows="none",
+        effect="effectful",
+    )
+)
+
+PLAIN_TYPES: dict[Any, tuple[DType, Level]] = {
+    str: ("text", "row"),
+    int: ("int64", "row"),
+    float: ("float32", "row"),
+    bool: ("bool", "row"),
+    list[int]: ("int64", "token"),
+    list[float]: ("float32", "token"),
+}
+
+
+def prompts(data: DataSource, *, batch: int, name: str | None = None) -> Handle:
+    """Draw `batch` rows of a data source in every iteration, shuffled anew each epoch.
+
+    Makes one row field per column; `prompt` is text (or chat messages as JSON), other
+    columns are text unless the source says otherwise.
+    """
+    if batch < 1:
+        report(
+            Finding(
+                code="E118",
+                what=f"a batch of {batch} prompts",
+                where=declared_at(),
+                expected="batch >= 1",
+            )
+        )
+    columns = [column for column in data.columns if column not in ("prompt", "row_id")]
+    if "prompt" not in data.columns:
+        report(
+            Finding(
+                code="E119",
+                what=f"data source {data.describe()} has no column 'prompt'",
+                where=declared_at(),
+                got=f"columns: {', '.join(data.columns)}",
+                fix='rename={"question": "prompt"}',
+            )
+        )
+    extra = tuple(row(column, "text") for column in columns)
+    op = replace(PROMPTS, outputs=(*PROMPTS.outputs, *extra))
+    return add_node(op, (), params={"data": data, "batch": batch}, name=name)
+
+
+def tokenize(
+    model: Model,
+    prompts: Handle,
+    *,
+    response: str = "answer",
+    chat: bool = False,
+    name: str | None = None,
+) -> Handle:
+    """Turn prompts and a column of written responses into tokens, EOS appended (for SFT).
+
+    Uses the model's tokenizer, not its weights. Makes prompt_tokens and
+    response_tokens (int64 [row, token]) and response_mask.
+    """
+    written = Input(name=response, dtype="text", levels=("row",))
+    op = replace(TOKENIZE, inputs=(*TOKENIZE.inputs, written))
+    params: dict[str, Any] = {"tokenizer": model.path, "response": response}
+    params |= {"chat": True} if chat else {}
+    return add_node(op, (prompts,), params=params, name=name)
+
+
+def reward(
+    function: Callable[..., Any], *handles: Handle, name: str | None = None, **options: Any
+) -> Handle:
+    """Score rows with any Python function; its parameters are the fields it reads.
+
+    Annotated with plain types (`response: str, answer: str`) it is called per sample
+    and returns a number; annotated with lists (`list[str]`, one entry a row) it is
+    called per batch and returns one number a row. An exception, a wrong length or a
+    number that is not finite stops the run with the sample; it never becomes a reward.
+    """
+    inputs, batched = plain_inputs(function, skip=tuple(options))
+    op = replace(REWARD, inputs=inputs, function=function)
+    params = {"function": function, "batched": batched, **options}
+    return add_node(op, handles, params=params, name=name or "reward")
+
+
+def advantage(estimator: str, *handles: Handle, name: str | None = None, **options: Any) -> Handle:
+    """Turn rewards into advantages: gae, grpo, rloo, reinforce++.
+
+    `kl_coef` subtracts a KL term against the reference in the reward (Stiennon et al.
+    2020, section 3.4). Makes `advantages` (and `returns`) at the level the estimator has.
+    """
+    where = declared_at()
+    found = find_estimator(estimator, where)
+    if isinstance(found, Finding):
+        report(found)
+        return add_node(ADVANTAGE, (), name=name)
+    for finding in wrong_options(found, options, where):
+        report(finding)
+    op = replace(
+        ADVANTAGE,
+        body=found.body,
+        inputs=needed_inputs(found, options),
+        outputs=found.outputs,
+        per="batch" if options.get("scale") == "batch" else found.per,
+    )
+    declined = {}
+    if REFERENCE not in op.inputs:
+        declined["ref_log_probs"] = "kl_coef is 0: no KL in the reward"
+    params = {"kind": estimator, **options}
+    return add_node(op, handles, params=params, name=name, declined=declined)
+
+
+def metrics(
+    *handles: Handle, function: Callable[..., Any] | None = None, name: str | None = None
+) -> Handle:
+    """Log numbers of an iteration: a function's dict of floats, or mean, min and max of fields.
+
+    With a function its parameters are the fields it reads, as lists of one entry a row.
+    """
+    if function is not None:
+        inputs, _ = plain_inputs(function, skip=())
+    else:
+        offered = {o.name: o.field for h in handles for o in h.offers if o.field.dtype != "text"}
+        inputs = tuple(
+            Input(name=key, dtype=field.dtype, levels=(field.level,))
+            for key, field in offered.items()
+        )
+    op = replace(METRICS, inputs=inputs, function=function)
+    params = {} if function is None else {"function": function}
+    return add_node(op, handles, params=params, name=name)
+
+
+def plain_inputs(
+    function: Callable[..., Any], skip: tuple[str, ...]
+) -> tuple[tuple[Input, ...], bool]:
+    """The fields a plain Python function reads, and whether it takes whole batches."""
+    hints = typing.get_type_hints(function)
+    inputs = []
+    batched = False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in skip:
+            continue
+        annotation = hints.get(parameter.name, str)
+        wanted = PLAIN_TYPES.get(annotation)
+        if wanted is None and typing.get_origin(annotation) is list:
+            batched = True
+            wanted = PLAIN_TYPES.get(typing.get_args(annotation)[0])
+        if wanted is None:
+            report(
+                Finding(
+                    code="E104",
+                    what=f"parameter {parameter.name!r} of {function.__name__} is {annotation}",
+                    where=declared_at(),
+                    expected="str, int, float, bool or list[int] (per sample), list[...] of these "
+                    "(per batch)",
+                    fix=f"{parameter.name}: str",
+                )
+            )
+            continue
+        dtype, level = wanted
+        required = parameter.default is inspect.Parameter.empty
+        inputs.append(Input(name=parameter.name, dtype=dtype, levels=(level,), required=required))
+    return tuple(inputs), batched

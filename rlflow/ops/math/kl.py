@@ -1,0 +1,70 @@
+"""Per-token estimators of the divergence of a policy from a reference.
+
+With `x = log_probs - ref_log_probs` of the sampled token (Schulman, "Approximating KL
+divergence", joschu.net/blog/kl-approx):
+
+    kind   value              gradient in log_probs
+    k1     x                  1            (expectation 0: no use as a loss)
+    abs    |x|                sign x
+    k2     x^2 / 2            x            (that of the reverse KL, on-policy)
+    k3     e^-x + x - 1       1 - e^-x
+    k+     that of k          x            (straight-through: the gradient of k2)
+
+In k3, -x is held within +-20 and the value within +-10, with gradient 0 beyond; the others
+are not held. This file knows neither coefficients nor whether a KL goes into the reward or
+into the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from rlflow.ops.math.losses import LOG_RATIO_LIMIT
+from rlflow.ops.math.masked import select
+
+K3_LIMIT = 10.0
+
+
+def k1(difference: Tensor) -> Tensor:
+    """`x`: unbiased, may be negative."""
+    return difference
+
+
+def absolute(difference: Tensor) -> Tensor:
+    """`|x|`."""
+    return difference.abs()
+
+
+def k2(difference: Tensor) -> Tensor:
+    """`x^2 / 2`: its gradient is that of the reverse KL, on-policy."""
+    return 0.5 * difference.square()
+
+
+def k3(difference: Tensor) -> Tensor:
+    """`e^-x + x - 1`: unbiased and never negative; held within its limits."""
+    negative = (-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (negative.expm1() - negative).clamp(-K3_LIMIT, K3_LIMIT)
+
+
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": k1,
+    "abs": absolute,
+    "k2": k2,
+    "k3": k3,
+}
+
+
+def token_kl(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, *, kind: str) -> Tensor:
+    """The estimate `kind` for every token, `[rows, tokens]`, 0 where masked.
+
+    `kind` is a name of the table above; a trailing "+" keeps the value and takes the
+    gradient of k2. The reference carries no gradient.
+    """
+    difference = select(log_probs - ref_log_probs.detach(), mask)
+    value = ESTIMATORS[kind.removesuffix("+")](difference)
+    if not kind.endswith("+"):
+        return value
+    carrier = k2(difference)
+    return carrier - carrier.detach() + value.detach()

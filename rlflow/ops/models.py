@@ -1,0 +1,307 @@
+"""The operators that use a model: rollout, log-probs, values, update, evaluate.
+
+Contracts only; the bodies are in `rlflow.ops.bodies`. What an op needs of the graph
+follows from its loss: a KL term reads a reference, several optimizer steps read the
+old policy's log-probs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from rlflow.data import DataSource
+from rlflow.errors import Finding
+from rlflow.graph.fields import row, token
+from rlflow.graph.model import Model
+from rlflow.graph.op import Input, Op, register
+from rlflow.graph.trace import Handle, add_node, declared_at, declared_node, report
+from rlflow.ops.declare import plain_inputs
+from rlflow.ops.losses import PolicyLoss, SFTLoss, ValueLoss
+
+TOKENS = (
+    Input(name="prompt_tokens", dtype="int64", levels=("token",)),
+    Input(name="response_tokens", dtype="int64", levels=("token",)),
+)
+MASK = Input(name="response_mask", dtype="bool", levels=("token",))
+GROUPED = Input(name="group", dtype="int64", levels=("row",), required=False)
+
+ROLLOUT = register(
+    Op(
+        name="rollout",
+        body="rlflow.ops.bodies.rollout:rollout",
+        inputs=(Input(name="prompt", dtype="text", levels=("row",)),),
+        outputs=(
+            token("prompt_tokens", "int64", mask=None),
+            token("response_tokens", "int64"),
+            token("response_mask", "bool", mask=None),
+            token("rollout_log_probs"),
+            row("response", "text"),
+            row("finished", "bool"),
+            row("group", "int64"),
+            row("sample", "int64"),
+        ),
+        per="row",
+        use="rollout",
+        rows="expand",
+    )
+)
+LOG_PROBS = register(
+    Op(
+        name="log_probs",
+        body="rlflow.ops.bodies.forward:log_probs",
+        inputs=(*TOKENS, GROUPED),
+        outputs=(token("ref_log_probs"), token("old_log_probs")),
+        per="row",
+        use="forward",
+    )
+)
+VALUES = register(
+    Op(
+        name="values",
+        body="rlflow.ops.bodies.forward:values",
+        inputs=(*TOKENS, GROUPED),
+        outputs=(token("values"),),
+        per="row",
+        use="forward",
+    )
+)
+UPDATE = register(
+    Op(
+        name="update",
+        body="rlflow.ops.bodies.update:update",
+        inputs=(*TOKENS, MASK, GROUPED),
+        outputs=(),
+        per="batch",
+        use="train",
+        rows="none",
+        effect="effectful",
+    )
+)
+EVALUATE = register(
+    Op(
+        name="evaluate",
+        body="rlflow.ops.bodies.rollout:evaluate",
+        inputs=(),
+        outputs=(),
+        per="batch",
+        use="rollout",
+        rows="none",
+        effect="effectful",
+        closing=True,
+    )
+)
+
+FIELD_INPUTS = {
+    "advantages": Input(
+        name="advantages",
+        dtype="float32",
+        levels=("token", "row"),
+        hint='adv = ops.advantage("grpo", samples, reward)',
+    ),
+    "old_log_probs": Input(name="old_log_probs", dtype="float32", levels=("token",)),
+    "rollout_log_probs": Input(name="rollout_log_probs", dtype="float32", levels=("token",)),
+    "ref_log_probs": Input(
+        name="ref_log_probs",
+        dtype="float32",
+        levels=("token",),
+        hint="ref_log_probs = ops.log_probs(ref, samples)",
+    ),
+    "values": Input(name="values", dtype="float32", levels=("token",)),
+    "returns": Input(
+        name="returns",
+        dtype="float32",
+        levels=("token",),
+        hint='adv = ops.advantage("gae", samples, reward, values)',
+    ),
+}
+
+Loss = PolicyLoss | ValueLoss | SFTLoss
+
+
+def rollout(
+    model: Model,
+    prompts: Handle,
+    *,
+    n: int = 1,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    chat: bool = False,
+    name: str | None = None,
+) -> Handle:
+    """Sample `n` responses of at most `max_new_tokens` tokens to every prompt.
+
+    Makes n rows of every prompt, prompt-major, with the tokens (int64), the log-probs
+    of the sampled tokens at `temperature` (float32), `group` (which prompt) and every
+    field of the prompts, repeated. `temperature=0` is greedy. With `chat` a prompt goes
+    through the tokenizer's chat template: text as one user message, or messages as JSON.
+    """
+    where = declared_at()
+    checks = (
+        (n >= 1, f"n={n}", "n >= 1"),
+        (max_new_tokens >= 1, f"max_new_tokens={max_new_tokens}", "max_new_tokens >= 1"),
+        (temperature >= 0, f"temperature={temperature}", "temperature >= 0"),
+        (0 < top_p <= 1, f"top_p={top_p}", "0 < top_p <= 1"),
+        (top_k >= 0, f"top_k={top_k}", "top_k >= 0 (0: off)"),
+    )
+    for holds, got, expected in checks:
+        if not holds:
+            report(Finding(code="E118", what=f"a rollout with {got}", where=where, expected=expected))
+    made = {field.name for field in ROLLOUT.outputs}
+    carried = tuple(o for o in prompts.offers if o.field.level == "row" and o.name not in made)
+    op = replace(
+        ROLLOUT,
+        inputs=tuple(
+            Input(name=o.name, dtype=o.field.dtype, levels=("row",)) for o in carried
+        ) or ROLLOUT.inputs,
+        outputs=(*ROLLOUT.outputs, *(row(o.name, o.field.dtype) for o in carried)),
+    )
+    params: dict[str, Any] = {"n": n, "max_new_tokens": max_new_tokens, "temperature": temperature}
+    unusual = (("top_p", top_p, 1.0), ("top_k", top_k, 0), ("chat", chat, False))
+    params |= {key: value for key, value, off in unusual if value != off}
+    return add_node(op, (prompts,), model=model, params=params, name=name)
+
+
+def log_probs(
+    model: Model,
+    *handles: Handle,
+    temperature: float | None = None,
+    field: str | None = None,
+    name: str | None = None,
+) -> Handle:
+    """Log-probabilities of the sampled tokens under a model, float32 [row, token].
+
+    The field is `old_log_probs` for a trainable model and `ref_log_probs` otherwise,
+    unless `field` names it. The temperature is the rollout's unless given.
+    """
+    made = field or ("old_log_probs" if model.optimizer is not None else "ref_log_probs")
+    op = replace(LOG_PROBS, outputs=(token(made),))
+    params = {"temperature": _temperature(handles) if temperature is None else temperature}
+    return add_node(op, handles, model=model, params=params, name=name)
+
+
+def values(model: Model, *handles: Handle, name: str | None = None) -> Handle:
+    """The critic's value of every response token's state, float32 [row, token]."""
+    if model.head != "value":
+        report(
+            Finding(
+                code="E120",
+                what=f"model {model.name!r} has no value head",
+                where=declared_at(),
+                got=f"head={model.head!r}",
+                fix=f'rf.Model("{model.name}", ..., head="value")',
+            )
+        )
+    return add_node(VALUES, handles, model=model, name=name)
+
+
+def update(
+    model: Model,
+    *handles: Handle,
+    loss: Loss,
+    epochs: int = 1,
+    mini_batches: int = 1,
+    max_grad_norm: float | None = 1.0,
+    name: str | None = None,
+) -> Handle:
+    """Train a model: `epochs` passes over the batch, each in `mini_batches` optimizer steps.
+
+    The samples of one prompt stay in one mini-batch. Gradients are those of the whole
+    mini-batch however it is cut into micro-batches. In iteration i this writes version
+    i + 1 of the weights.
+    """
+    where = declared_at()
+    for holds, got, expected in (
+        (epochs >= 1, f"epochs={epochs}", "epochs >= 1"),
+        (mini_batches >= 1, f"mini_batches={mini_batches}", "mini_batches >= 1"),
+        (max_grad_norm is None or max_grad_norm > 0, f"max_grad_norm={max_grad_norm}",
+         "max_grad_norm > 0, or None for no clipping"),
+    ):
+        if not holds:
+            report(Finding(code="E118", what=f"an update with {got}", where=where, expected=expected))
+    inputs, declined, extra = _loss_inputs(loss, handles, num_steps=epochs * mini_batches)
+    if isinstance(loss, ValueLoss) and model.head != "value":
+        report(
+            Finding(
+                code="E120",
+                what=f"a value loss trains model {model.name!r}, which has no value head",
+                where=where,
+                fix=f'rf.Model("{model.name}", ..., head="value")',
+            )
+        )
+    op = replace(UPDATE, inputs=(*TOKENS, MASK, GROUPED, *inputs))
+    params = {"loss": loss, "epochs": epochs, "mini_batches": mini_batches,
+              "max_grad_norm": max_grad_norm, **extra}
+    return add_node(op, handles, model=model, params=params, name=name, declined=declined)
+
+
+def evaluate(
+    model: Model,
+    data: DataSource,
+    function: Callable[..., Any],
+    *,
+    every: int,
+    max_new_tokens: int,
+    limit: int | None = None,
+    temperature: float = 0.0,
+    chat: bool = False,
+    name: str = "eval",
+) -> Handle:
+    """Score held-out data every `every` iterations, before the first and after the last.
+
+    Decodes greedily by default, at most `limit` rows, and logs `eval/reward` (mean) and
+    `eval/length` (mean tokens) of the weights at the start of that iteration.
+    """
+    op = replace(EVALUATE, function=function)
+    if every < 1:
+        report(Finding(code="E118", what=f"an evaluation every {every} iterations",
+                       where=declared_at(), expected="every >= 1"))
+    _, batched = plain_inputs(function, skip=())
+    params = {"data": data, "function": function, "max_new_tokens": max_new_tokens,
+              "limit": limit, "temperature": temperature, "batched": batched}
+    params |= {"chat": True} if chat else {}
+    return add_node(op, (), model=model, params=params, name=name, every=max(every, 1))
+
+
+def _temperature(handles: tuple[Handle, ...]) -> float:
+    """The temperature the tokens were sampled at; greedy samples are scored at 1."""
+    for handle in handles:
+        for offer in handle.offers:
+            params = dict(declared_node(offer.source).params)
+            if offer.name == "response_tokens" and params.get("temperature"):
+                return float(params["temperature"])
+    return 1.0
+
+
+def _loss_inputs(
+    loss: Loss, handles: tuple[Handle, ...], num_steps: int
+) -> tuple[tuple[Input, ...], dict[str, str], dict[str, Any]]:
+    """What a loss reads, what it leaves unread and why, and the options that follow."""
+    if not isinstance(loss, PolicyLoss):
+        return tuple(FIELD_INPUTS[n] for n in loss.needs() if n in FIELD_INPUTS), {}, {}
+    offered = {offer.name for handle in handles for offer in handle.offers}
+    declined = {}
+    inputs = [FIELD_INPUTS[name] for name in loss.needs() if name in FIELD_INPUTS]
+    if not any(wanted.name == "ref_log_probs" for wanted in inputs):
+        declined["ref_log_probs"] = "kl_coef is 0: no KL in the loss"
+    old = loss.old
+    if old == "auto":
+        if num_steps == 1:
+            old = "current"
+            declined["old_log_probs"] = (
+                "one optimizer step per rollout: the old policy is the current one, ratio 1"
+            )
+        else:
+            old = "recomputed" if "old_log_probs" in offered else "rollout"
+    if old == "recomputed":
+        inputs.append(FIELD_INPUTS["old_log_probs"])
+    if old == "rollout":
+        inputs.append(FIELD_INPUTS["rollout_log_probs"])
+        declined.setdefault("old_log_probs", "the loss compares with the rollout's own log-probs")
+    elif "rollout_log_probs" in offered:
+        inputs.append(replace(FIELD_INPUTS["rollout_log_probs"], required=False))
+    unique = tuple({wanted.name: wanted for wanted in inputs}.values())
+    return unique, declined, {"old": old, "temperature": _temperature(handles)}

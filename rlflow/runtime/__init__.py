@@ -1,0 +1,1 @@
+"""DOING it: the executor, its backends, workers, checkpoints, spans and run directories."""

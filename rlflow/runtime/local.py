@@ -1,0 +1,72 @@
+"""The `local` backend: this process, one thread for each pool and one for the host.
+
+The reference for every other backend: no serialisation, tensors stay where they are
+made. A device is a slot of threads; PyTorch's intra-op threads are shared out to it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from rlflow.runtime.executor import Completion
+from rlflow.scheduler.plan import Action, Plan
+
+Job = tuple[Action, int, Callable[[Completion], None]]
+
+
+class Runs(Protocol):
+    """Carries out one action instance in the thread that calls it."""
+
+    def run(self, action: Action, iteration: int) -> Mapping[str, float]:
+        """The numbers it logs."""
+
+
+class LocalBackend:
+    """Threads that run the actions of their device, in the order they are submitted."""
+
+    def __init__(self, plan: Plan, worker: Runs, *, threads: int, now: Callable[[], float]) -> None:
+        self._worker = worker
+        self._now = now
+        self._queues: dict[int, queue.SimpleQueue[Job | None]] = {}
+        self._threads = []
+        devices = sorted({device for action in plan.actions for device in action.devices})
+        for device in devices:
+            jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+            self._queues[device] = jobs
+            thread = threading.Thread(
+                target=self._work, args=(jobs, threads), name=f"device {device}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+
+    def submit(self, action: Action, iteration: int, done: Callable[[Completion], None]) -> None:
+        """Queue an action instance on its first device; the plan keeps its others free."""
+        self._queues[action.devices[0]].put((action, iteration, done))
+
+    def close(self) -> None:
+        """End the threads once what they run has ended."""
+        for jobs in self._queues.values():
+            jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self, jobs: queue.SimpleQueue[Job | None], threads: int) -> None:
+        torch.set_num_threads(threads)
+        while (job := jobs.get()) is not None:
+            action, iteration, done = job
+            start = self._now()
+            try:
+                metrics = self._worker.run(action, iteration)
+            except BaseException as error:  # handed to the executor, which raises it
+                done(Completion(action=action.id, iteration=iteration, start=start,
+                                end=self._now(), error=error))
+                continue
+            done(Completion(action=action.id, iteration=iteration, start=start, end=self._now(),
+                            metrics=metrics))
+
+

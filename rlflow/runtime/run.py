@@ -1,0 +1,219 @@
+"""A run: the executor over a backend, with everything durable around it.
+
+Writes the run directory, saves and loads checkpoints, stops on Ctrl-C after the
+iteration that has begun. It knows no algorithm and no placement.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from rlflow.errors import CheckpointError, Finding, Interrupted, RlflowError, RunError
+from rlflow.runtime.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
+from rlflow.runtime.display import Display
+from rlflow.runtime.executor import Completion, Executor
+from rlflow.runtime.local import LocalBackend
+from rlflow.runtime.metrics import MetricsLog, TensorBoardLog
+from rlflow.runtime.rundir import RunDir
+from rlflow.runtime.spans import Span, SpanLog
+from rlflow.runtime.worker import Worker
+from rlflow.scheduler.plan import Action, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a run needs besides its plan. `save_every` and `iterations` count iterations."""
+
+    seed: int
+    iterations: int
+    threads: int
+    save_every: int
+    near: Path | None = None
+    resume_line: str = ""
+
+
+class Run:
+    """Executes a plan in a run directory, from its last checkpoint if there is one."""
+
+    def __init__(
+        self, plan: Plan, settings: Settings, worker: Worker, directory: RunDir, display: Display
+    ) -> None:
+        self.plan = plan
+        self.settings = settings
+        self.worker = worker
+        self.directory = directory
+        self.display = display
+        self.start = self._restore()
+        self.saved = self.start
+        self._metrics = MetricsLog(directory.metrics)
+        self._metrics.truncate_after(self.start - 1)
+        self._events = TensorBoardLog(
+            directory.tensorboard, after=self.start - 1 if self.start else None
+        )
+        self._spans = SpanLog(directory.spans / "main.jsonl", process="main")
+        self._stopping = False
+
+    def execute(self) -> int:
+        """Run to the end; returns the iterations that are done.
+
+        Raises Interrupted after Ctrl-C, and the error of an action that failed; both leave
+        a run directory that `--resume` continues.
+        """
+        torch.set_num_threads(self.settings.threads)
+        backend = LocalBackend(
+            self.plan, self.worker, threads=self.settings.threads, now=self._spans.now
+        )
+        executor = Executor(
+            self.plan,
+            backend,
+            self,
+            start=self.start,
+            end=self.settings.iterations,
+            barrier=self.settings.save_every,
+        )
+        try:
+            with self.display.running(self.start, self.settings.iterations):
+                with self._stop_on_interrupt(executor):
+                    done = executor.run()
+            self._save(done)
+        except Exception as error:
+            raise self._with_log(error) from error.__cause__
+        finally:
+            backend.close()
+            self._spans.close()
+            self._metrics.close()
+            self._events.close()
+        if self._stopping and done < self.settings.iterations:
+            raise Interrupted(summary=f"stopped after {done} of {self.settings.iterations} "
+                              f"iterations; continue with: {self.settings.resume_line}")
+        return done
+
+    def started(self, action: Action, iteration: int) -> None:
+        """Show that an action instance has begun."""
+        self.display.started(action, iteration)
+
+    def finished(self, action: Action, completion: Completion) -> None:
+        """Write the span of an action instance."""
+        self._spans.record(_span(action, completion))
+        self.display.finished(action, completion.end - completion.start)
+
+    def iteration_done(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Log an iteration's numbers; save a checkpoint where it is due."""
+        if metrics:
+            self._metrics.write(iteration, metrics)
+            self._events.write(iteration, metrics)
+        self.display.iteration(iteration, metrics, self._spans.now())
+        done = iteration + 1
+        if done < self.settings.iterations and done % self.settings.save_every == 0:
+            self._save(done)
+
+    def _save(self, done: int) -> None:
+        """Save what the run needs to continue after `done` iterations, if it is not saved."""
+        if done <= self.saved:
+            return
+        components: dict[str, Mapping[str, Any]] = {}
+        state: dict[str, Any] = {}
+        for loaded in self.worker.trained():
+            components |= loaded.snapshot()
+            state[loaded.instance.model] = loaded.train.optimizer_meta()
+        self._metrics.sync()
+        save_checkpoint(
+            self.directory.checkpoints, done, components, {"optimizers": state},
+            identity(self.plan, self.settings),
+        )
+        self.saved = done
+
+    def _restore(self) -> int:
+        """Load the last complete checkpoint; returns the iterations that are done."""
+        root = self.directory.checkpoints
+        if not list_checkpoints(root):
+            return 0
+        checkpoint = load_checkpoint(root, identity=identity(self.plan, self.settings))
+        for rejected in checkpoint.rejected:
+            self.display.warn(f"checkpoint {rejected.name} cannot be used: {rejected.reason}")
+        self.display.say(f"resuming after iteration {checkpoint.iteration} from {checkpoint.path}")
+        for loaded in self.worker.trained():
+            _load(checkpoint, loaded.instance.model, loaded)
+        return checkpoint.iteration
+
+    @contextmanager
+    def _stop_on_interrupt(self, executor: Executor) -> Iterator[None]:
+        """First Ctrl-C: finish what has begun. Second: stop now."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if self._stopping:
+                raise KeyboardInterrupt
+            self._stopping = True
+            self.display.warn("stopping after this iteration; Ctrl-C again stops now")
+            executor.stop()
+
+        previous = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _with_log(self, error: Exception) -> Exception:
+        """The error, its traceback written to the run's logs, and the line that continues."""
+        log = self.directory.logs / "error.txt"
+        log.write_text("".join(traceback.format_exception(error)))
+        ways = f"traceback: {log}\ncontinue with: {self.settings.resume_line}"
+        if isinstance(error, RlflowError):
+            return type(error)(*error.findings, summary=f"{error.summary}\n{ways}".strip())
+        what = f"{type(error).__name__}: {error}"
+        return RunError(Finding(code="E701", what=what), summary=ways)
+
+
+def identity(plan: Plan, settings: Settings) -> dict[str, str]:
+    """What a resumed run has to share with the one that saved: what decides its numbers."""
+    return {
+        "graph": plan.graph.hash,
+        "seed": str(settings.seed),
+        "torch": torch.__version__,
+        "threads": str(settings.threads),
+    }
+
+
+def _load(checkpoint: Checkpoint, name: str, loaded: Any) -> None:
+    weights = checkpoint.components.get(name)
+    optimizer = checkpoint.components.get(f"{name}.optimizer")
+    if weights is None or optimizer is None:
+        raise CheckpointError(
+            Finding(code="E703", what=f"checkpoint {checkpoint.path} has no model {name!r}",
+                    got=", ".join(sorted(checkpoint.components)))
+        )
+    states: Any = checkpoint.state["optimizers"]
+    loaded.restore(weights, optimizer, states[name], checkpoint.iteration)
+
+
+def _span(action: Action, completion: Completion) -> Span:
+    moved = action.cost.moved if action.kind != "run" else None
+    return Span(
+        action=action.id,
+        node=action.node or "",
+        kind=action.kind,
+        iteration=completion.iteration,
+        chunk=0,
+        pool=action.pool,
+        devices=action.devices,
+        start=completion.start,
+        end=completion.end,
+        predicted=action.cost.seconds,
+        bytes=moved,
+        process="main",
+        ok=completion.error is None,
+    )

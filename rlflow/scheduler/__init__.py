@@ -1,0 +1,1 @@
+"""WHEN and WHERE: passes that compile a graph and a placement into a plan, and their verifier."""

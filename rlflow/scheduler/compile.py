@@ -1,0 +1,126 @@
+"""`compile_plan`: the passes in their order, with the verifier after each.
+
+A pass is a pure function `(Plan, Context) -> Plan`. This file knows their order and
+nothing of what they do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlflow.errors import Finding, InvariantError, PlanError
+from rlflow.graph.graph import Graph
+from rlflow.graph.placement import Placement
+from rlflow.scheduler.bind import Context, bind, rewrite, unknown_assignments
+from rlflow.scheduler.cluster import Cluster
+from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.order import chain, order, timing
+from rlflow.scheduler.plan import Plan
+from rlflow.scheduler.residency import residency
+from rlflow.scheduler.shapes import Shape, model_shape
+from rlflow.scheduler.verify import verify
+from rlflow.scheduler.weights import transfer, weights
+
+Pass = Callable[[Plan, Context], Plan]
+
+PASSES: tuple[tuple[str, Pass], ...] = (
+    ("rewrite", rewrite),
+    ("bind", bind),
+    ("weights", weights),
+    ("transfer", transfer),
+    ("order", order),
+    ("residency", residency),
+    ("chain", chain),
+    ("timing", timing),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """A plan, and what it was after every pass."""
+
+    plan: Plan
+    stages: tuple[tuple[str, Plan], ...]
+
+
+def compile_plan(
+    graph: Graph,
+    placement: Placement,
+    cluster: Cluster,
+    *,
+    name: str = "placement",
+    near: Path | None = None,
+) -> Compiled:
+    """Compile a graph under a placement for a cluster.
+
+    Raises PlanError where the placement does not fit, with every finding; UsageError
+    where a model's files are missing; InvariantError where a pass breaks an invariant.
+    """
+    if placement.num_devices() > cluster.count:
+        raise PlanError(_too_few_devices(placement, cluster, name))
+    findings = unknown_assignments(graph, placement)
+    if findings:
+        raise PlanError(*findings)
+    shapes: dict[str, Shape | None] = {m.name: model_shape(m, near) for m in graph.models}
+    context = Context(
+        placement=placement,
+        cluster=cluster,
+        costs=Costs(graph=graph, cluster=cluster, shapes=shapes),
+        near=near,
+    )
+    plan = Plan(
+        graph=graph,
+        placement=name,
+        cluster=cluster.describe(),
+        budget=int(cluster.kind.memory),
+        backend="local" if _is_local(placement, cluster) else "ray",
+        staleness=placement.staleness,
+        pools=placement.devices(),
+    )
+    stages = []
+    for title, run in PASSES:
+        plan = run(plan, context)
+        broken = verify(plan, stage=title)
+        if broken:
+            raise InvariantError(
+                *(Finding(code="E901", what=f"after pass {title!r}: {text}") for text in broken),
+                summary="This is a bug in rlflow: it refuses to run a plan it cannot prove.",
+            )
+        stages.append((title, plan))
+    return Compiled(plan=plan, stages=tuple(stages))
+
+
+def _is_local(placement: Placement, cluster: Cluster) -> bool:
+    """Whether one process can run it: pools of one device each."""
+    return cluster.is_cpu and all(len(devices) == 1 for devices in placement.devices().values())
+
+
+def _too_few_devices(placement: Placement, cluster: Cluster, name: str) -> Finding:
+    pools = ", ".join(f"{pool} {list(devices)}" for pool, devices in placement.devices().items())
+    return Finding(
+        code="E203",
+        what=f"placement {name!r} needs {placement.num_devices()} devices, there are "
+        f"{cluster.count}",
+        got=f"pools: {pools}",
+        expected=f"at most {cluster.count} of {cluster.describe()}",
+        fix=f"--devices {cluster.kind.name}:{placement.num_devices()}",
+    )
+
+
+def dump_plan(plan: Plan) -> str:
+    """The plan as JSON text, stable to the byte."""
+    document = {"hash": plan.hash, **plan.to_json(), "declared": asdict_graph(plan)}
+    return json.dumps(document, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
+
+
+def asdict_graph(plan: Plan) -> dict[str, object]:
+    """The graph the plan runs, as plain data."""
+    return dict(plan.graph.to_json())
+
+
+def dump_timing(plan: Plan) -> dict[str, object]:
+    """The timing as plain data; empty before the timing pass."""
+    return asdict(plan.timing) if plan.timing else {}

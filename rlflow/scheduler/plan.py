@@ -1,0 +1,234 @@
+"""The plan: what the compiler emits, one action a line, frozen and hashed.
+
+An action instance is (action, iteration). It may start when all that it comes `after`
+has finished, each in the iteration that many distances earlier; nothing else orders
+it. The plan knows devices by number and bodies not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from rlflow.graph.graph import Graph
+from rlflow.graph.op import Use
+
+ActionKind = Literal["run", "transfer", "reshard", "sleep", "wake"]
+DepKind = Literal["data", "weights", "order", "device"]
+Mode = Literal["offload", "discard"]
+
+HOST = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why an action is there: the rule that put it there, and that rule on this graph."""
+
+    rule: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if not self.rule or not self.text:
+            raise ValueError("an action without a reason")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dep:
+    """`action`, `distance` iterations earlier, has to have finished."""
+
+    action: str
+    distance: int
+    kind: DepKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Estimated seconds, bytes moved, and device memory used only while it runs (bytes).
+
+    None stands for a size that nothing on this machine tells. `source` says where the
+    figure comes from.
+    """
+
+    seconds: float | None = None
+    moved: int | None = 0
+    transient: int | None = 0
+    source: str = "not estimated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A piece of memory that can sleep: an instance's weights or its optimizer state.
+
+    `size` is bytes on each of `devices`; None where the model's files are not here.
+    """
+
+    name: str
+    instance: str
+    kind: Literal["weights", "optimizer"]
+    size: int | None
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """A model loaded on a pool: its layout and the uses it serves. One instance is the trained one."""
+
+    name: str
+    model: str
+    pool: str
+    devices: tuple[int, ...]
+    uses: tuple[Use, ...]
+    trained: bool
+    fsdp: int = 1
+    tp: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the whole model over the pool's devices."""
+        return len(self.devices) // (self.fsdp * self.tp)
+
+    @property
+    def weights(self) -> str:
+        """The name of the part that holds the parameters."""
+        return f"{self.name}/weights"
+
+    @property
+    def optimizer(self) -> str:
+        """The name of the part that holds the optimizer's moments."""
+        return f"{self.name}/optimizer"
+
+    def layout(self) -> str:
+        """The printed layout."""
+        parts = [f"fsdp={self.fsdp}"] if self.fsdp > 1 else []
+        parts += [f"tp={self.tp}"] if self.tp > 1 else []
+        parts += [f"x{self.replicas}"] if self.replicas > 1 else []
+        return " ".join(parts) or "whole"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One entry of the plan. `first` is the first iteration it runs in, `every` its period.
+
+    `reads` and `writes` are (instance, lag): the version of the weights, relative to
+    the iteration, that it reads or writes. A `closing` action runs once more at the end.
+    """
+
+    id: str
+    kind: ActionKind
+    reason: Reason
+    devices: tuple[int, ...]
+    pool: str
+    after: tuple[Dep, ...] = ()
+    node: str | None = None
+    instance: str | None = None
+    target: str | None = None
+    part: str | None = None
+    mode: Mode | None = None
+    transport: str | None = None
+    fields: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    reads: tuple[tuple[str, int], ...] = ()
+    writes: tuple[tuple[str, int], ...] = ()
+    cost: Cost = field(default_factory=Cost)
+    peak: int | None = None
+    every: int = 1
+    first: int = 0
+    closing: bool = False
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it runs beside the devices, in the controller's process."""
+        return self.devices == (HOST,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something a pass did or found that is not an action: a node dropped, a size unknown."""
+
+    rule: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds an iteration: bounds from below, and the period that the order achieves."""
+
+    resource_bound: float
+    recurrence_bound: float
+    period: float
+    busiest: str
+    binding: Literal["resource", "recurrence", "order"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A compiled pipeline: the graph that is left, and the actions in their cyclic order."""
+
+    graph: Graph
+    placement: str
+    cluster: str
+    budget: int
+    backend: str
+    staleness: int
+    pools: Mapping[str, tuple[int, ...]]
+    instances: tuple[Instance, ...] = ()
+    parts: tuple[Part, ...] = ()
+    actions: tuple[Action, ...] = ()
+    awake_at_start: tuple[str, ...] = ()
+    peaks: Mapping[int, int] = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
+    timing: Timing | None = None
+
+    def action(self, name: str) -> Action:
+        """The action of that id; KeyError if there is none."""
+        return self._by_id[name]
+
+    def instance(self, name: str) -> Instance:
+        """The instance of that name; KeyError if there is none."""
+        return next(i for i in self.instances if i.name == name)
+
+    def trained_instance(self, model: str) -> Instance | None:
+        """The instance that a model's update writes, if it is trained."""
+        return next((i for i in self.instances if i.model == model and i.trained), None)
+
+    def part(self, name: str) -> Part:
+        """The part of that name."""
+        return next(part for part in self.parts if part.name == name)
+
+    @cached_property
+    def _by_id(self) -> dict[str, Action]:
+        return {action.id: action for action in self.actions}
+
+    def noting(self, rule: str, text: str) -> Plan:
+        """The same plan with one more note."""
+        return replace(self, notes=(*self.notes, Note(rule=rule, text=text)))
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain data, stable to the byte when dumped with sorted keys."""
+        return {
+            "pipeline": self.graph.name,
+            "graph": self.graph.hash,
+            "placement": self.placement,
+            "cluster": self.cluster,
+            "budget": self.budget,
+            "backend": self.backend,
+            "staleness": self.staleness,
+            "pools": {name: list(devices) for name, devices in self.pools.items()},
+            "instances": [asdict(instance) for instance in self.instances],
+            "parts": [asdict(part) for part in self.parts],
+            "actions": [asdict(action) for action in self.actions],
+            "awake_at_start": list(self.awake_at_start),
+            "peaks": {str(device): peak for device, peak in sorted(self.peaks.items())},
+            "notes": [asdict(note) for note in self.notes],
+            "timing": asdict(self.timing) if self.timing else None,
+        }
+
+    @cached_property
+    def hash(self) -> str:
+        """The content hash, hex: equal plans have equal hashes in every process."""
+        blob = json.dumps(self.to_json(), sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(blob.encode()).hexdigest()

@@ -1,0 +1,158 @@
+"""Sizes of models, read from files: `config.json` and the headers of safetensors.
+
+Reads a few hundred bytes and imports no torch. A hub name is looked up in the local
+cache; a model that is not on this machine has no shape, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlflow.errors import Finding, UsageError, near_names
+from rlflow.graph.model import Model
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What costs need to know of a model: `parameters` is a count, the rest widths."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int
+    source: str
+
+
+def model_directory(path: str, near: Path | None = None) -> Path | None:
+    """Where a model's files are: the working directory, above the pipeline file, the hub cache.
+
+    Returns None for a hub name that is not in the cache. Raises UsageError for a path
+    that is not there.
+    """
+    bases = [Path.cwd(), *(near.resolve().parents if near is not None else ())]
+    for base in bases:
+        found = base / path
+        if (found / "config.json").is_file():
+            return found
+    cached = _hub_snapshot(path)
+    if cached is not None:
+        return cached
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    folder = Path(path).parent
+    exists_near = any((base / folder).is_dir() for base in bases) and str(folder) != "."
+    if looks_local or exists_near or not HUB_NAME.fullmatch(path):
+        raise UsageError(_no_model(path, bases))
+    return None
+
+
+def _no_model(path: str, bases: list[Path]) -> Finding:
+    for base in bases:
+        folder = (base / path).parent
+        if folder.is_dir():
+            names = [entry.name for entry in folder.iterdir() if (entry / "config.json").is_file()]
+            near = near_names(Path(path).name, names)
+            return Finding(
+                code="E204",
+                what=f"there is no model at {path!r}",
+                got=f"models in {folder}: {', '.join(sorted(names)) or 'none'}",
+                expected="a directory with config.json, or the name of a hub model",
+                near=tuple(str(Path(path).parent / name) for name in near),
+            )
+    return Finding(
+        code="E204",
+        what=f"there is no model at {path!r}",
+        expected="a directory with config.json, or the name of a hub model",
+    )
+
+
+def _hub_snapshot(name: str) -> Path | None:
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    snapshots = cache / f"models--{name.replace('/', '--')}" / "snapshots"
+    if not snapshots.is_dir():
+        return None
+    found = [entry for entry in sorted(snapshots.iterdir()) if (entry / "config.json").is_file()]
+    return found[-1] if found else None
+
+
+def read_shape(directory: Path) -> Shape:
+    """The shape of the model in a directory.
+
+    Raises UsageError where `config.json` is not JSON or lacks the usual names.
+    """
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(
+            Finding(code="E205", what=f"{path} is not JSON: {error}")
+        ) from None
+    get = _first_of(config, path)
+    hidden, heads = get("hidden_size", "n_embd"), get("num_attention_heads", "n_head")
+    layers, vocab = get("num_hidden_layers", "n_layer"), get("vocab_size")
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or hidden // heads
+    ffn = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
+    counted = count_parameters(directory)
+    if counted is None:
+        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+        tied = config.get("tie_word_embeddings", True)
+        counted = layers * (attention + 3 * hidden * ffn) + (1 if tied else 2) * vocab * hidden
+        source = "config.json"
+    else:
+        source = "safetensors headers"
+    return Shape(
+        parameters=counted, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim, vocab=vocab, source=source,
+        context=config.get("max_position_embeddings") or config.get("n_positions") or 0,
+    )
+
+
+def _first_of(config: dict[str, Any], path: Path) -> Any:
+    def get(*names: str) -> int:
+        for name in names:
+            if name in config:
+                return int(config[name])
+        raise UsageError(
+            Finding(code="E205", what=f"{path} has no {' or '.join(names)}",
+                    expected="the config.json of a Hugging Face causal language model")
+        )
+
+    return get
+
+
+def count_parameters(directory: Path) -> int | None:
+    """Elements of all tensors in the safetensors files; None where there are no such files."""
+    total = 0
+    files = sorted(directory.glob("*.safetensors"))
+    for file in files:
+        with file.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(size))
+        total += sum(math.prod(e["shape"]) for key, e in header.items() if key != "__metadata__")
+    return total if files else None
+
+
+def model_shape(model: Model, near: Path | None = None) -> Shape | None:
+    """The shape of a declared model, or None where its files are not on this machine."""
+    directory = model_directory(model.path, near)
+    return None if directory is None else read_shape(directory)
+
+
+def dtype_bytes(model: Model) -> int:
+    """Bytes of one parameter."""
+    return DTYPE_BYTES[model.dtype]

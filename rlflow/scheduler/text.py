@@ -1,0 +1,152 @@
+"""The printed form of a plan: one line per action, aligned, stable to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlflow.scheduler.order import device_name
+from rlflow.scheduler.plan import Action, Plan
+from rlflow.scheduler.residency import amount
+
+HEADINGS = ("#", "action", "what", "on", "est", "peak", "because")
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as they are printed: `41.0 s`, `3.2 ms`, `?` where unknown."""
+    if seconds is None:
+        return "?"
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.0f} us"
+
+
+def action_what(action: Action) -> str:
+    """What an action does, without its kind."""
+    if action.kind == "run":
+        return action.id
+    if action.kind == "reshard":
+        return f"{action.instance} -> {action.target}"
+    if action.kind == "transfer":
+        return f"{action.node}: {', '.join(action.fields)}"
+    return f"{action.part}"
+
+
+def action_row(number: int, action: Action, plan: Plan) -> tuple[str, ...]:
+    """The cells of one action's line."""
+    kind = action.kind if action.mode is None else f"{action.kind} ({action.mode})"
+    moved = action.cost.moved
+    because = action.reason.text
+    if action.kind != "run" and moved:
+        because += f"; {amount(moved)}"
+    if action.transport:
+        because += f" by {action.transport}"
+    return (
+        str(number),
+        kind,
+        action_what(action),
+        _where(action, plan),
+        duration(action.cost.seconds),
+        "-" if action.peak is None else amount(action.peak),
+        because,
+    )
+
+
+def _where(action: Action, plan: Plan) -> str:
+    if action.on_host:
+        return "host"
+    first, last = action.devices[0], action.devices[-1]
+    whole = len(action.devices) > 1 and action.devices == tuple(range(first, last + 1))
+    numbers = f"{first}:{last + 1}" if whole else ",".join(str(d) for d in action.devices)
+    return f"{action.pool}[{numbers}]"
+
+
+def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
+    """Rows of cells as aligned lines; the last cell is not padded."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
+        lines.append((indent + "  ".join([*cells, row[-1]])).rstrip())
+    return lines
+
+
+def plan_text(plan: Plan) -> str:
+    """The whole plan: heading, instances, actions, what passes noted, memory and time."""
+    pools = ", ".join(
+        f"{name} [{', '.join(str(d) for d in devices)}]" for name, devices in plan.pools.items()
+    )
+    lines = [
+        f"{plan.graph.name}   {len(plan.graph.nodes)} nodes, {len(plan.graph.models)} models"
+        f"   placement {plan.placement} on {plan.cluster}   plan {plan.hash[:8]}",
+        f"  pools      {pools}   backend {plan.backend}",
+    ]
+    if plan.instances:
+        rows = [(i.name, "trained" if i.trained else "frozen" if not _resharded(plan, i.name)
+                 else "resharded", i.layout(), ", ".join(i.uses)) for i in plan.instances]
+        lines += ["", "  weights", *table(rows, "    ")]
+    if plan.actions:
+        rows = [action_row(n, action, plan) for n, action in enumerate(plan.actions, 1)]
+        lines += ["", *table([HEADINGS, *rows])]
+    lines += ["", *_footer(plan)]
+    return "\n".join(lines).rstrip()
+
+
+def _resharded(plan: Plan, instance: str) -> bool:
+    return any(action.target == instance for action in plan.actions)
+
+
+def _footer(plan: Plan) -> list[str]:
+    lines = [f"  {note.rule}: {note.text}" for note in plan.notes]
+    if plan.peaks:
+        held = ", ".join(
+            f"{device_name(plan, device)} {amount(peak)}" for device, peak in plan.peaks.items()
+        )
+        lines.append(f"  peak memory: {held}   of {amount(plan.budget)} each")
+    lines.append(f"  {inserted(plan)}")
+    if plan.timing:
+        t = plan.timing
+        bound = {
+            "resource": f"device {t.busiest} is never idle",
+            "recurrence": "the longest chain from one update to the next is the limit",
+            "order": "neither bound is reached: devices wait for each other",
+        }[t.binding]
+        lines.append(
+            f"  iteration, estimated: {duration(t.period)}   bounds: {t.busiest} busy "
+            f"{duration(t.resource_bound)}, chain {duration(t.recurrence_bound)}   ({bound})"
+        )
+        sources = sorted({a.cost.source for a in plan.actions if a.cost.source})
+        lines.append(f"  estimates from: {'; '.join(sources)}")
+    return lines
+
+
+def inserted(plan: Plan) -> str:
+    """How many actions of each kind the compiler inserted."""
+    counts = [
+        f"{sum(action.kind == kind for action in plan.actions)} {kind}"
+        for kind in ("reshard", "transfer", "sleep", "wake")
+    ]
+    return "inserted: " + ", ".join(counts)
+
+
+def explain(plan: Plan, action: Action) -> str:
+    """Everything the plan knows about one action."""
+    rows = [
+        ("kind", action.kind if action.mode is None else f"{action.kind} ({action.mode})"),
+        ("because", f"{action.reason.text}   (rule: {action.reason.rule})"),
+        ("runs on", _where(action, plan)),
+    ]
+    if action.node and plan.graph.has_node(action.node):
+        rows.append(("declared", str(plan.graph.node(action.node).where)))
+    for instance, lag in action.reads:
+        rows.append(("reads", f"{instance} version {'i' if lag == 0 else f'i-{lag}'}"))
+    for instance, lag in action.writes:
+        rows.append(("writes", f"{instance} version {'i' if lag == 0 else f'i+{-lag}'}"))
+    for dep in action.after:
+        turn = "" if dep.distance == 0 else f" of {dep.distance} iteration before"
+        rows.append(("waits for", f"{dep.action}{turn}   ({dep.kind})"))
+    rows.append(("needs", ", ".join(action.needs) or "no weights"))
+    transient = action.cost.transient
+    rows.append(("memory", f"{amount(transient or 0)} while it runs, "
+                 f"{'-' if action.peak is None else amount(action.peak)} in all"))
+    rows.append(("estimate", f"{duration(action.cost.seconds)}   from {action.cost.source}"))
+    return "\n".join([action.id, *table(rows)])

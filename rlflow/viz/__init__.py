@@ -1,0 +1,1 @@
+"""SHOWING it: graphs and plans as text and pictures, runs as reports."""

@@ -1,0 +1,162 @@
+"""A graph as DOT: nodes by kind, models by colour, edges with their fields and distances.
+
+Drawn from the plain data of `Graph.to_json()`, so that a run's directory is enough.
+Where two nodes have a data edge, an order edge between them adds nothing and is left
+out of the picture.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import graphviz
+
+from rlflow.viz.legend import (
+    EDGE_ATTRIBUTES,
+    GRAPH_ATTRIBUTES,
+    NODE_ATTRIBUTES,
+    edge_label,
+    font,
+    legend_label,
+    line_cells,
+    line_sample,
+    model_swatch,
+    stacked,
+    swatch,
+    title_label,
+)
+from rlflow.viz.look import (
+    FAINT,
+    NO_MODEL,
+    NODE_STYLES,
+    SOFT_INK,
+    Document,
+    edge_fields,
+    escape,
+    graph_colours,
+    kind_of,
+    listed,
+    options_text,
+    shorten,
+    wrapped,
+)
+
+Direction = Literal["LR", "TB"]
+
+OPTIONS_WIDTH = 34
+OPTIONS_LINES = 2
+MOST_FIELDS = 4
+
+
+def graph_digraph(graph: Document, direction: Direction) -> graphviz.Digraph:
+    """The picture of a graph document."""
+    digraph = graphviz.Digraph(
+        graph["name"],
+        graph_attr={
+            **GRAPH_ATTRIBUTES,
+            "rankdir": direction,
+            "nodesep": "0.35",
+            "ranksep": "0.45" if direction == "TB" else "0.6",
+            "label": legend_label(_legend(graph)),
+        },
+        node_attr=NODE_ATTRIBUTES,
+        edge_attr=EDGE_ATTRIBUTES,
+    )
+    with digraph.subgraph(name="cluster_graph") as body:
+        body.attr(label=title_label(graph["name"], _facts(graph)), labelloc="t", labeljust="l",
+                  color="white", margin="12")
+        for node in graph["nodes"]:
+            _node(body, node, graph)
+        _beside_rollout(body, graph)
+        _edges(body, graph)
+    return digraph
+
+
+def _facts(graph: Document) -> str:
+    facts = [f"{len(graph['nodes'])} nodes", f"{len(graph['models'])} models"]
+    if graph["staleness"]:
+        facts.append(f"rollout may run {graph['staleness']} updates ahead")
+    return ", ".join(facts)
+
+
+def _node(body: graphviz.Digraph, node: Document, graph: Document) -> None:
+    style = NODE_STYLES[kind_of(node)]
+    colour = graph_colours(graph).get(node["model"] or "", NO_MODEL)
+    what = node["op"] + (f"[{node['model']}]" if node["model"] else "")
+    every = f", every {node['every']} iterations" if node["every"] != 1 else ""
+    lines = [font(node["name"], size=12, bold=True), font(what + every, size=9, colour=SOFT_INK)]
+    lines += [
+        font(line, size=9, colour=FAINT)
+        for line in wrapped(options_text(node), OPTIONS_WIDTH, OPTIONS_LINES)
+    ]
+    body.node(
+        _id(node["name"]),
+        label=stacked(lines),
+        shape=style.shape,
+        style="filled,rounded" if style.shape == "box" else "filled",
+        fillcolor=style.fill,
+        color=colour,
+        penwidth="2.4" if node["model"] else "1.2",
+        tooltip=_tooltip(node),
+    )
+
+
+def _beside_rollout(body: graphviz.Digraph, graph: Document) -> None:
+    """Nodes that only read weights begin with the rollout; drawn there, they cross no edge."""
+    first = next((n["name"] for n in graph["nodes"] if kind_of(n) == "rollout"), None)
+    alone = [n["name"] for n in graph["nodes"] if n["model"] and not n["inputs"]]
+    if first is None or not alone:
+        return
+    with body.subgraph() as rank:
+        rank.attr(rank="same")
+        for name in (first, *alone):
+            rank.node(_id(name))
+
+
+def _tooltip(node: Document) -> str:
+    reads = ", ".join(node["inputs"].values()) or "nothing"
+    return graphviz.escape(
+        f"{node['name']}: {node['op']}({options_text(node)})\nreads {reads}\n"
+        f"makes {', '.join(node['outputs']) or 'nothing'}"
+    )
+
+
+def _edges(body: graphviz.Digraph, graph: Document) -> None:
+    """Weights are laid out against their direction: the reader stands before the writer."""
+    fields = edge_fields(graph)
+    colours = graph_colours(graph)
+    models = {node["name"]: node["model"] for node in graph["nodes"]}
+    for edge in graph["edges"]:
+        pair = (edge["source"], edge["target"])
+        ends = (_id(edge["source"]), _id(edge["target"]))
+        tooltip = graphviz.escape(edge["reason"])
+        if edge["kind"] == "data":
+            names = listed([shorten(name, 22) for name in fields[pair]], MOST_FIELDS)
+            label = edge_label(escape(name) for name in names)
+            body.edge(*ends, label=label, edgetooltip=tooltip, weight="4")
+        elif edge["kind"] == "weights":
+            colour = colours.get(models[edge["source"]] or "", NO_MODEL)
+            text = font(f"@{edge['distance']}", size=10, colour=colour, bold=True)
+            body.edge(*reversed(ends), label=edge_label([text]), style="dashed", color=colour,
+                      penwidth="1.6", dir="back", weight="0", edgetooltip=tooltip)
+        elif pair not in fields:
+            body.edge(*ends, style="dotted", penwidth="1.4", edgetooltip=tooltip)
+
+
+def _legend(graph: Document) -> list[tuple[str, list[str]]]:
+    present = {kind_of(node) for node in graph["nodes"]}
+    kinds = {edge["kind"] for edge in graph["edges"]}
+    lines = [line_sample("━━▶", "data, with its fields", SOFT_INK)]
+    if "weights" in kinds:
+        lines.append(line_sample("– – ▶", "weights, @d: read d iterations later", SOFT_INK))
+    if "order" in kinds:
+        lines.append(line_sample("· · · ▶", "order: read before it is written", SOFT_INK))
+    nodes = [swatch(style) for kind, style in NODE_STYLES.items() if kind in present]
+    models = [model_swatch(*entry) for entry in graph_colours(graph).items()]
+    columns = max(len(nodes), len(models))
+    return [("nodes", nodes), ("models", models), ("edges", line_cells(lines, columns))]
+
+
+def _id(name: str) -> str:
+    """A node's identity in DOT: a colon would be read as a port."""
+    return name.replace(":", "_")

@@ -1,0 +1,145 @@
+"""How things look: the colours, the kinds of nodes, the names of edges, text cut to fit.
+
+Every picture takes its colours from here, so that a model has one colour in all of
+them. This file knows plain data (`Graph.to_json()`, `Plan.to_json()`) and no format.
+"""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Document = Mapping[str, Any]
+
+# Okabe and Ito 2008, told apart by readers with any colour vision; their yellow is
+# left out because it is not seen on white.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#B8860B", "#56B4E9", "#5D4E99", "#7F7F7F")
+
+INK = "#1F2933"
+SOFT_INK = "#52606D"
+FAINT = "#7B8794"
+LINE = "#CBD2D9"
+PAPER = "#FFFFFF"
+POOL_FILL = "#F7F9FB"
+NO_MODEL = "#7B8794"
+
+FONT = "DejaVu Sans"
+SVG_FONT = "DejaVu Sans,Verdana,Helvetica,Arial,sans-serif"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """How one kind of node or action is drawn: a word for the legend, a fill, a DOT shape."""
+
+    word: str
+    fill: str
+    shape: str = "box"
+    line: str = NO_MODEL
+    ink: str = INK
+
+
+NODE_STYLES: Mapping[str, Style] = {
+    "data": Style(word="data", fill="#E4E7EB", shape="cylinder"),
+    "rollout": Style(word="rollout", fill="#D6EAF8"),
+    "forward": Style(word="forward", fill="#DDF3E4"),
+    "host": Style(word="host op", fill="#FFFFFF"),
+    "update": Style(word="update", fill="#FCE3CF"),
+    "evaluate": Style(word="evaluate", fill="#EDE3F6", shape="note"),
+    "user": Style(word="user's op", fill="#FFF6C7", shape="component"),
+}
+
+ACTION_STYLES: Mapping[str, Style] = {
+    "reshard": Style(word="⇄ reshard", fill="#FFE08A", shape="box3d", line="#8A6100"),
+    "transfer": Style(word="⇉ transfer", fill="#C9F0EC", shape="folder", line="#1B6E66"),
+    "sleep": Style(word="▼ sleep", fill="#3E4C59", shape="box", line="#1F2933", ink="#FFFFFF"),
+    "wake": Style(word="▲ wake", fill="#FFFDF0", shape="box", line="#1F2933"),
+}
+
+KIND_OF_OP: Mapping[str, str] = {
+    "prompts": "data",
+    "tokenize": "data",
+    "rollout": "rollout",
+    "log_probs": "forward",
+    "values": "forward",
+    "update": "update",
+    "evaluate": "evaluate",
+    "reward": "host",
+    "advantage": "host",
+    "metrics": "host",
+}
+
+
+def kind_of(node: Document) -> str:
+    """The kind a graph document's node is drawn as; an op that rlflow does not ship is the user's."""
+    return KIND_OF_OP.get(node["op"], "user")
+
+
+def model_colours(names: Iterable[str]) -> dict[str, str]:
+    """A colour for every model, by its place in the declaration."""
+    return {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(names)}
+
+
+def graph_colours(graph: Document) -> dict[str, str]:
+    """The colours of a graph document's models."""
+    return model_colours(model["name"] for model in graph["models"])
+
+
+def tint(colour: str, share: float) -> str:
+    """A colour thinned with white: `share` of it is left, 0 to 1."""
+    parts = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - share * (255 - part)):02X}" for part in parts)
+
+
+def shorten(text: str, width: int) -> str:
+    """Text cut at a word to at most `width` characters, with an ellipsis where it was cut."""
+    flat = " ".join(text.split())
+    if len(flat) <= width:
+        return flat
+    cut = flat[: width - 1]
+    head, space, _ = cut.rpartition(" ")
+    kept = head if space and len(head) > width // 2 else cut
+    return kept.rstrip(" ,;:") + "…"
+
+
+def wrapped(text: str, width: int, lines: int) -> list[str]:
+    """Text in at most `lines` lines of `width` characters; the last one says if more was cut."""
+    rows = textwrap.wrap(text, width, break_long_words=True, break_on_hyphens=False)
+    if len(rows) <= lines:
+        return rows
+    return [*rows[: lines - 1], shorten(rows[lines - 1] + " " + rows[lines], width)]
+
+
+def escape(text: str) -> str:
+    """Text as it stands in XML, HTML and DOT's HTML-like labels."""
+    return html.escape(text, quote=True)
+
+
+def source_of(reference: str) -> tuple[str, str]:
+    """The node and the field of a graph document's `node.field`; nodes' names have dots."""
+    node, _, field = reference.rpartition(".")
+    return node, field
+
+
+def edge_fields(graph: Document) -> dict[tuple[str, str], tuple[str, ...]]:
+    """The fields on every data edge of a graph document, by (source, target), as declared."""
+    fields: dict[tuple[str, str], list[str]] = {}
+    for node in graph["nodes"]:
+        for reference in node["inputs"].values():
+            source, field = source_of(reference)
+            fields.setdefault((source, node["name"]), []).append(field)
+    return {pair: tuple(names) for pair, names in fields.items()}
+
+
+def options_text(node: Document) -> str:
+    """A node's options as one line: `n=8, max_new_tokens=12`."""
+    return ", ".join(f"{key}={value}" for key, value in node["params"].items())
+
+
+def listed(names: Sequence[str], most: int) -> list[str]:
+    """At most `most` names, the last of them a count of those left out."""
+    if len(names) <= most:
+        return list(names)
+    return [*names[: most - 1], f"+{len(names) - most + 1} more"]

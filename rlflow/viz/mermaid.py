@@ -1,0 +1,125 @@
+"""Graphs and plans as Mermaid flowcharts, which GitHub draws in a README.
+
+Drawn from plain data. Every text is quoted and its special characters written as
+Mermaid's entity codes, so that no option of a node can end a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from rlflow.scheduler.text import duration
+from rlflow.viz.look import (
+    ACTION_STYLES,
+    INK,
+    NO_MODEL,
+    NODE_STYLES,
+    PAPER,
+    Document,
+    edge_fields,
+    graph_colours,
+    kind_of,
+    listed,
+    shorten,
+    tint,
+)
+from rlflow.viz.plan_dot import column_of, dependencies, model_of
+
+Direction = Literal["LR", "TB"]
+
+MOST_FIELDS = 4
+REASON_WIDTH = 60
+PLAIN = frozenset(" .,:@()=+-_/?'→·…")
+
+
+def quoted(text: str) -> str:
+    """A label: plain characters stay, all others become entity codes such as `#91;`."""
+    safe = (c if c.isalnum() or c in PLAIN else f"#{ord(c)};" for c in text)
+    return "".join(safe)
+
+
+def _label(lines: Iterable[str]) -> str:
+    return '"' + "<br/>".join(quoted(line) for line in lines) + '"'
+
+
+def graph_mermaid(graph: Document, direction: Direction) -> str:
+    """A graph document as a flowchart: fields on data edges, weights dotted with @distance."""
+    ids = {node["name"]: f"n{index}" for index, node in enumerate(graph["nodes"])}
+    fields = edge_fields(graph)
+    lines = [f"flowchart {direction}"]
+    for node in graph["nodes"]:
+        opening, closing = ("[(", ")]") if kind_of(node) == "data" else ("(", ")")
+        model = f"[{node['model']}]" if node["model"] else ""
+        every = f", every {node['every']} iterations" if node["every"] != 1 else ""
+        text = _label([node["name"], f"{node['op']}{model}{every}"])
+        lines.append(f"  {ids[node['name']]}{opening}{text}{closing}")
+    for edge in graph["edges"]:
+        pair = (edge["source"], edge["target"])
+        source, target = ids[pair[0]], ids[pair[1]]
+        if edge["kind"] == "data":
+            lines.append(f"  {source} -->|{_label(listed(fields[pair], MOST_FIELDS))}| {target}")
+        elif edge["kind"] == "weights":
+            mark = _label([f"weights @{edge['distance']}"])
+            lines.append(f"  {source} -.->|{mark}| {target}")
+        elif pair not in fields:
+            lines.append(f"  {source} -.-> {target}")
+    colours = graph_colours(graph)
+    for node in graph["nodes"]:
+        line = colours.get(node["model"] or "", NO_MODEL)
+        fill = NODE_STYLES[kind_of(node)].fill
+        lines.append(_style(ids[node["name"]], fill, line, INK, bool(node["model"])))
+    return "\n".join(lines)
+
+
+def plan_mermaid(plan: Document, graph: Document, direction: Direction) -> str:
+    """A plan document as a flowchart: a subgraph per pool, inserted actions with their reason."""
+    ids = {action["id"]: f"a{index}" for index, action in enumerate(plan["actions"], 1)}
+    columns: dict[str | None, list[Document]] = {}
+    for action in plan["actions"]:
+        columns.setdefault(column_of(action, plan), []).append(action)
+    lines = [f"flowchart {direction}"]
+    for number, (pool, actions) in enumerate(columns.items()):
+        indent = "  " if pool is None else "    "
+        if pool is not None:
+            lines.append(f"  subgraph p{number}[{_label([pool])}]")
+        lines += [f"{indent}{_action(action, ids)}" for action in actions]
+        if pool is not None:
+            lines.append("  end")
+    for before, after, kind, distance in dependencies(plan):
+        mark = f'|"@{distance}"|' if distance else ""
+        stroke = "-->" if kind in ("data", "weights") and not distance else "-.->"
+        lines.append(f"  {ids[before]} {stroke}{mark} {ids[after]}")
+    colours = graph_colours(graph)
+    for action in plan["actions"]:
+        lines.append(_action_style(action, plan, ids, colours))
+    return "\n".join(lines)
+
+
+def _action(action: Document, ids: Mapping[str, str]) -> str:
+    number = ids[action["id"]][1:]
+    seconds = duration(action["cost"]["seconds"])
+    if action["kind"] == "run":
+        return f"{ids[action['id']]}({_label([number + ' ' + action['id'], seconds])})"
+    what = action["target"] or action["part"] or action["node"]
+    reason = shorten(action["reason"]["text"], REASON_WIDTH)
+    label = _label([f"{number} {action['kind']} {what}", seconds, reason])
+    return f"{ids[action['id']]}[{label}]"
+
+
+def _action_style(
+    action: Document, plan: Document, ids: Mapping[str, str], colours: Mapping[str, str]
+) -> str:
+    name = ids[action["id"]]
+    if action["kind"] != "run":
+        look = ACTION_STYLES[action["kind"]]
+        return _style(name, look.fill, look.line, look.ink, False)
+    model = model_of(action, plan)
+    if model is None:
+        return _style(name, PAPER, NO_MODEL, INK, False)
+    return _style(name, tint(colours[model], 0.2), colours[model], INK, True)
+
+
+def _style(name: str, fill: str, line: str, ink: str, thick: bool) -> str:
+    width = "3px" if thick else "1px"
+    return f"  style {name} fill:{fill},stroke:{line},stroke-width:{width},color:{ink}"

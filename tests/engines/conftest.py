@@ -1,0 +1,62 @@
+"""Tiny random models on disk, and rows of tokens for them."""
+
+from __future__ import annotations
+
+import pytest
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def make_config(family):
+    import transformers
+
+    if family == "gpt2":
+        return transformers.GPT2Config(
+            vocab_size=32, n_embd=32, n_layer=2, n_head=4, n_positions=96,
+            bos_token_id=None, eos_token_id=None, initializer_range=0.3,
+        )  # fmt: skip
+    kinds = {
+        "llama": (transformers.LlamaConfig, {}),
+        "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+        "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
+        "mistral": (transformers.MistralConfig, {"sliding_window": 5}),
+        "gemma2": (transformers.Gemma2Config, {"head_dim": 16, "sliding_window": 5}),
+        "gptoss": (
+            transformers.GptOssConfig,
+            {"head_dim": 16, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
+        ),
+    }
+    kind, more = kinds[family]
+    # Weights this wide make attention matter to the logits.
+    return kind(**SIZES, **more, initializer_range=0.3)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory):
+    """A function from a family's name to a directory with a tiny random model of it."""
+    import torch
+    import transformers
+
+    made = {}
+
+    def make(family):
+        if family not in made:
+            path = tmp_path_factory.mktemp("models") / family
+            torch.manual_seed(len(family))
+            config = make_config(family)
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+            made[family] = str(path)
+        return made[family]
+
+    return make

@@ -1,0 +1,409 @@
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from rlflow.batch import flat, lengths, make_batch, ragged_rows, row_index, select_rows
+from rlflow.engines import packed
+from rlflow.engines.loading import load_model
+from rlflow.engines.optim import learning_rate
+from rlflow.engines.train import TrainEngine, split
+from rlflow.errors import CheckpointError, RunError, UsageError
+
+pytestmark = pytest.mark.torch
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    lr: float = 1e-2
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0
+    min_lr_ratio: float = 0.0
+
+
+def rows(prompt_sizes=(5, 3, 7), n=3, seed=0, response_sizes=(6, 0, 1, 4, 2)):
+    """Ragged rows: groups interleaved, an empty response, one of a single token."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(32) for _ in range(size)] for size in prompt_sizes]
+    order = [group for _ in range(n) for group in range(len(prompts))]
+    responses = [
+        [rng.randrange(32) for _ in range(response_sizes[row % len(response_sizes)])]
+        for row in range(len(order))
+    ]
+    fields = {
+        "prompt_tokens": ragged_rows([prompts[group] for group in order], torch.int64),
+        "response_tokens": ragged_rows(responses, torch.int64),
+    }
+    return make_batch(fields, len(order))
+
+
+def plain_log_probs(module, batch, temperature=1.0):
+    """The same by transformers alone: one padded batch, the prompt in every row."""
+    prompts, responses = batch["prompt_tokens"].unbind(), batch["response_tokens"].unbind()
+    width = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+    tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
+    mask = torch.zeros_like(tokens)
+    for row, (p, r) in enumerate(zip(prompts, responses, strict=True)):
+        tokens[row, : len(p) + len(r)] = torch.cat([p, r])
+        mask[row, : len(p) + len(r)] = 1
+    scores = (module(input_ids=tokens, attention_mask=mask).logits / temperature).log_softmax(-1)
+    parts = [
+        scores[row, len(p) - 1 : len(p) + len(r) - 1].gather(1, r[:, None])[:, 0]
+        for row, (p, r) in enumerate(zip(prompts, responses, strict=True))
+    ]
+    return torch.cat(parts)
+
+
+def plain_model(path):
+    from transformers import AutoModelForCausalLM
+
+    return exact(
+        AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float64, attn_implementation="eager"
+        ).eval()
+    )
+
+
+def exact(module):
+    """Norms in float64 too, where transformers rounds to float32 on the way."""
+
+    def forward(layer, x):
+        eps = getattr(layer, "variance_epsilon", getattr(layer, "eps", None))
+        weight = layer.weight + ("Gemma" in type(layer).__name__)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+    for layer in module.modules():
+        if "RMSNorm" in type(layer).__name__:
+            layer.forward = partial(forward, layer)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _exact_softmax(monkeypatch):
+    """Keep float64 in the softmax of transformers' eager attention."""
+    real = torch.nn.functional.softmax
+
+    def softmax(x, dim=None, dtype=None, **more):
+        return real(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
+
+
+def weighted(batch):
+    """A loss whose weights do not depend on how the batch is cut."""
+    table = torch.sin(torch.arange(32, dtype=torch.float64) * 7)
+
+    def loss(outputs, micro):
+        weight = table[flat(micro["response_tokens"])]
+        total = sum((values * weight).sum() for values in outputs.values())
+        largest = weight.max() if len(weight) else torch.tensor(-1.0)
+        return total, {"rows": torch.tensor(float(len(micro))), "largest_max": largest}
+
+    return loss
+
+
+def gradients(engine, batch, outputs=("log_probs",), temperature=1.0):
+    """What a step would use, without making it."""
+    engine.optimizer.step = lambda scale: None
+    engine.step(
+        batch, weighted(batch), outputs=outputs, temperature=temperature, max_grad_norm=None
+    )
+    return {name: p.grad.clone() for name, p in engine.model.module.named_parameters()}
+
+
+def worst(expected, found):
+    return max(
+        float((expected[name] - found[name]).abs().max() / (expected[name].abs().max() + 1e-3))
+        for name in expected
+    )
+
+
+def engine(path, micro_tokens=None, dtype=torch.float64, head="lm", **spec):
+    model = load_model(path, dtype=dtype, device="cpu", head=head)
+    if dtype == torch.float64:
+        exact(model.module)
+    return TrainEngine(model, Spec(**spec), micro_tokens=micro_tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tree", [True, False])
+def test_gradients_equal_those_of_padded_rows(family, tree, model_dir, monkeypatch):
+    if not tree:
+        monkeypatch.setitem(packed.pack.__kwdefaults__ or {}, "tree_width", 0)
+        monkeypatch.setattr(packed.pack, "__defaults__", (0,))
+    plain = plain_model(model_dir(family))
+    batch = rows()
+    expected = plain_log_probs(plain, batch, 0.7)
+    weighted(batch)({"log_probs": expected}, batch)[0].backward()
+    ours = engine(model_dir(family))
+    found = ours.forward(batch, outputs=("log_probs",), temperature=0.7)["log_probs"]
+    assert torch.allclose(expected, found, rtol=1e-10, atol=1e-10)
+    grads = gradients(ours, batch, temperature=0.7)
+    assert worst({name: p.grad for name, p in plain.named_parameters()}, grads) < 1e-10
+
+
+def test_equal_rows_of_equal_length_need_no_gather(model_dir):
+    batch = rows(prompt_sizes=(4, 4), n=2, response_sizes=(3,))
+    layout = packed.pack(batch["prompt_tokens"], batch["response_tokens"], torch.device("cpu"))
+    assert layout.slots is None
+    assert 2 * 4 + 4 * 2 == len(layout.tokens)
+    plain = plain_model(model_dir("qwen2"))
+    expected = plain_log_probs(plain, batch)
+    weighted(batch)({"log_probs": expected}, batch)[0].backward()
+    grads = gradients(engine(model_dir("qwen2")), batch)
+    assert worst({name: p.grad for name, p in plain.named_parameters()}, grads) < 1e-10
+
+
+@pytest.mark.parametrize("micro_tokens", [1, 12, 25, 1000])
+def test_any_cut_into_micro_batches_gives_the_same(micro_tokens, model_dir):
+    batch = rows()
+    whole = engine(model_dir("qwen2"))
+    cut = engine(model_dir("qwen2"), micro_tokens)
+    kinds = ("log_probs", "entropy")
+    expected = whole.forward(batch, outputs=kinds, temperature=0.8)
+    found = cut.forward(batch, outputs=kinds, temperature=0.8)
+    assert all(torch.allclose(expected[k], found[k], rtol=1e-12, atol=1e-12) for k in kinds)
+    grads = gradients(whole, batch, kinds)
+    assert worst(grads, gradients(cut, batch, kinds)) < 1e-10
+
+
+def test_entropy_and_its_gradient_equal_autograds(model_dir):
+    from rlflow.engines.train import TokenScores
+
+    torch.manual_seed(0)
+    logits = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
+    tokens = torch.tensor([0, 6, 3, 3])
+    check = torch.autograd.gradcheck
+    assert check(lambda x: TokenScores.apply(x, tokens, 0.7, True), (logits,))
+    scores = (logits / 0.7).log_softmax(-1)
+    entropy = TokenScores.apply(logits, tokens, 0.7, True)[1]
+    assert torch.allclose(-(scores.exp() * scores).sum(-1), entropy)
+
+
+def test_metrics_add_up_and_maxima_do_not(model_dir):
+    batch = rows()
+    result = engine(model_dir("qwen2"), 20).step(
+        batch, weighted(batch), outputs=("log_probs",), temperature=1.0, max_grad_norm=None
+    )
+    assert result.applied
+    assert len(batch) == result.metrics["rows"]
+    table = torch.sin(torch.arange(32, dtype=torch.float64) * 7)
+    largest = float(table[flat(batch["response_tokens"])].max())
+    assert pytest.approx(largest) == result.metrics["largest_max"]
+
+
+def test_split_keeps_groups_together_and_within_budget():
+    import numpy as np
+
+    groups = np.array([0, 1, 0, 1, 4])
+    cuts = split(groups, np.full(5, 10), np.array([5, 5, 5, 5, 90]), 25)
+    assert [[0, 2], [1, 3], [4]] == [cut.tolist() for cut in cuts]
+    assert [] == split(groups[:0], groups[:0], groups[:0], 10)
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_rows_without_tokens_and_batches_without_rows(head, model_dir):
+    trained = engine(model_dir("qwen2"), head=head)
+    output = "log_probs" if head == "lm" else "values"
+    for batch in (rows(response_sizes=(0,)), select_rows(rows(), [])):
+        found = trained.forward(batch, outputs=(output,), temperature=1.0)
+        assert 0 == len(found[output])
+
+        def nothing(outputs, micro, name=output):
+            return outputs[name].sum(), {}
+
+        result = trained.step(
+            batch, nothing, outputs=(output,), temperature=1.0, max_grad_norm=1.0
+        )
+        assert 0 == result.grad_norm
+
+
+def test_an_empty_prompt_is_refused(model_dir):
+    batch = make_batch(
+        {
+            "prompt_tokens": ragged_rows([[1], []], torch.int64),
+            "response_tokens": ragged_rows([[1], [2]], torch.int64),
+        },
+        2,
+    )
+    with pytest.raises(RunError, match="E508.*row 1"):
+        engine(model_dir("qwen2")).forward(batch, outputs=("log_probs",), temperature=1.0)
+
+
+def test_a_row_beyond_the_context_is_refused(model_dir):
+    batch = rows(prompt_sizes=(95,), n=1, response_sizes=(9,))
+    with pytest.raises(RunError, match="E505"):
+        engine(model_dir("gpt2")).forward(batch, outputs=("log_probs",), temperature=1.0)
+
+
+def test_values_follow_the_hidden_states(model_dir):
+    trained = engine(model_dir("llama"), head="value")
+    batch = rows()
+    zeros = trained.forward(batch, outputs=("values",), temperature=1.0)["values"]
+    assert 0 == zeros.abs().max()
+    assert len(flat(batch["response_tokens"])) == len(zeros)
+    with torch.no_grad():
+        trained.model.module.value_head.weight.normal_()
+    found = trained.forward(batch, outputs=("values",), temperature=1.0)["values"]
+    body = plain_model(model_dir("llama")).model
+    head = trained.model.module.value_head
+    row = 3
+    tokens = torch.cat([batch["prompt_tokens"][row], batch["response_tokens"][row]])
+    hidden = body(input_ids=tokens[None]).last_hidden_state[0]
+    size = len(batch["prompt_tokens"][row])
+    mine = found[row_index(lengths(batch["response_tokens"])) == row]
+    assert torch.allclose(head(hidden[size - 1 : -1])[:, 0], mine, atol=1e-10)
+    with pytest.raises(RunError, match="E510"):
+        trained.forward(batch, outputs=("log_probs",), temperature=1.0)
+
+
+def test_values_are_learned(model_dir):
+    trained = engine(model_dir("llama"), head="value", dtype=torch.float32, weight_decay=0.0)
+    batch = rows()
+
+    def loss(outputs, micro):
+        return ((outputs["values"] - 1) ** 2).mean(), {}
+
+    losses = [
+        trained.step(batch, loss, outputs=("values",), temperature=1.0, max_grad_norm=1.0)
+        for _ in range(15)
+    ]
+    assert losses[-1].metrics["loss"] < 0.2 * losses[0].metrics["loss"]
+
+
+def sft(outputs, micro):
+    return -outputs["log_probs"].sum() / 50, {}
+
+
+def one_step(trained, batch, loss=sft, max_grad_norm=1.0):
+    return trained.step(
+        batch, loss, outputs=("log_probs",), temperature=1.0, max_grad_norm=max_grad_norm
+    )
+
+
+def copies(trained):
+    both = {**trained.model.named_tensors(), **trained.optimizer_tensors()}
+    return {name: tensor.clone() for name, tensor in both.items()}
+
+
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
+def test_a_number_that_is_not_finite_changes_nothing(bad, model_dir):
+    trained, batch = engine(model_dir("qwen2"), dtype=torch.float32), rows()
+    one_step(trained, batch)
+    before, meta, version = copies(trained), trained.optimizer_meta(), trained.model.version
+
+    def loss(outputs, micro):
+        total = -outputs["log_probs"].sum()
+        if bad == "loss":
+            return total * 0 + float("inf"), {}
+        return (total - total.detach()).abs().sqrt(), {}
+
+    result = one_step(trained, batch, loss)
+    assert not result.applied
+    after = copies(trained)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (meta, version) == (trained.optimizer_meta(), trained.model.version)
+    assert one_step(trained, batch).applied
+
+
+def test_steps_equal_those_of_torch_adamw_with_clipping(model_dir):
+    trained, batch = engine(model_dir("qwen2"), lr=1e-3), rows()
+    plain = plain_model(model_dir("qwen2"))
+    matrices = [p for p in plain.parameters() if p.ndim >= 2]
+    vectors = [p for p in plain.parameters() if p.ndim < 2]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    for _ in range(3):
+        loss = -plain_log_probs(plain, batch).sum() / 50
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        adamw.step()
+        adamw.zero_grad()
+        result = one_step(trained, batch, max_grad_norm=0.1)
+        assert pytest.approx(float(loss.detach()), rel=1e-9) == result.metrics["loss"]
+        assert pytest.approx(float(norm), rel=1e-9) == result.grad_norm
+    mine = trained.model.named_tensors()
+    for name, expected in plain.named_parameters():
+        assert torch.allclose(expected, mine[name], rtol=1e-7, atol=1e-9), name
+    assert 3 == trained.model.version
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_engine_continues_bit_for_bit(dtype, model_dir):
+    trained, batch = engine(model_dir("qwen2"), dtype=dtype), rows()
+    for _ in range(2):
+        one_step(trained, batch)
+    saved, meta = copies(trained), trained.optimizer_meta()
+    one_step(trained, batch)
+    other = engine(model_dir("qwen2"), dtype=dtype)
+    weights = {name: saved[name] for name in other.model.named_tensors()}
+    other.model.load_tensors(weights, 2)
+    other.load_optimizer({name: saved[name] for name in saved if name not in weights}, meta)
+    one_step(other, batch)
+    expected, found = copies(trained), copies(other)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert 3 == other.model.version
+
+
+def test_an_optimizer_state_of_another_model_is_refused(model_dir):
+    trained = engine(model_dir("qwen2"))
+    with pytest.raises(CheckpointError, match="E511"):
+        trained.load_optimizer(engine(model_dir("gpt2")).optimizer_tensors(), {"steps": 1})
+
+
+def test_a_sleeping_optimizer_refuses_and_wakes_whole(model_dir):
+    trained, batch = engine(model_dir("qwen2"), dtype=torch.float32), rows()
+    one_step(trained, batch)
+    before = copies(trained)
+    trained.sleep_optimizer()
+    trained.model.sleep()
+    with pytest.raises(RunError, match="E506"):
+        one_step(trained, batch)
+    trained.model.wake()
+    with pytest.raises(RunError, match="optimizer.*asleep"):
+        one_step(trained, batch)
+    trained.wake_optimizer()
+    after = copies(trained)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    twin = engine(model_dir("qwen2"), dtype=torch.float32)
+    one_step(twin, batch)
+    assert one_step(twin, batch) == one_step(trained, batch)
+    expected, found = copies(twin), copies(trained)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_without_an_optimizer_there_is_no_step(model_dir):
+    model = load_model(model_dir("qwen2"), dtype=torch.float32, device="cpu")
+    with pytest.raises(RunError, match="E514"):
+        one_step(TrainEngine(model, None, micro_tokens=None), rows())
+
+
+def test_bfloat16_learns_by_steps_too_small_for_it(model_dir):
+    trained = engine(model_dir("qwen2"), dtype=torch.bfloat16, lr=1e-4, weight_decay=0.0)
+    batch = rows()
+    results = [one_step(trained, batch) for _ in range(20)]
+    assert results[-1].metrics["loss"] < results[0].metrics["loss"]
+
+
+def test_learning_rates():
+    spec = Spec(lr=1.0, schedule="cosine", warmup_steps=2, total_steps=6, min_lr_ratio=0.1)
+    found = [learning_rate(spec, k) for k in range(8)]
+    middle = 0.1 + 0.9 / 2
+    assert [0.5, 1.0, 1.0] == found[:3]
+    assert pytest.approx([middle, 0.1, 0.1]) == [found[4], found[6], found[7]]
+    linear = Spec(lr=1.0, schedule="linear", total_steps=4)
+    assert [1.0, 0.75, 0.5, 0.25, 0.0] == [learning_rate(linear, k) for k in range(5)]
+    assert 1.0 == learning_rate(Spec(lr=1.0), 10**6)
+    with pytest.raises(UsageError, match="E513"):
+        learning_rate(Spec(schedule="linear"), 0)
+    with pytest.raises(UsageError, match="'cosine'"):
+        learning_rate(Spec(schedule="cosin", total_steps=5), 0)

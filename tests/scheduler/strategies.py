@@ -1,0 +1,208 @@
+"""Random pipelines, placements and clusters for properties of the compiler.
+
+Pipelines are declared through the public ops, so that they are what a user could write;
+the models' configs (`CONFIGS`) are written to disk by conftest. No weights, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import hypothesis.strategies as st
+
+import rlflow as rf
+from rlflow import ops
+from rlflow.errors import PlanError
+from rlflow.graph.check import check_graph
+from rlflow.graph.graph import Graph
+from rlflow.graph.trace import Handle, tracing
+from rlflow.scheduler.cluster import KINDS, Cluster, cpu_cluster
+from rlflow.scheduler.compile import Compiled, compile_plan
+
+Draw = Callable[[st.SearchStrategy], object]
+
+
+def config(hidden: int, layers: int) -> dict[str, object]:
+    """The part of a Hugging Face config that sizes are read from."""
+    return {
+        "vocab_size": 64,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+    }
+
+
+CONFIGS = {"tiny": config(64, 2), "mid": config(256, 2), "wide": config(512, 4)}
+PATHS = ("models/tiny", "models/mid", "models/wide", "nobody/has-this")
+PLENTY = 1e12
+
+
+def exact(response: str, answer: str) -> float:
+    return float(response == answer)
+
+
+def length(response: str) -> float:
+    return float(len(response))
+
+
+@rf.op(per="row")
+def shaped(reward: rf.Row[float]) -> rf.Row[float]:
+    return reward
+
+
+@rf.op(per="group")
+def centred(reward: rf.Row[float]) -> rf.Row[float]:
+    return reward
+
+
+def graph_of(declare: Callable[[], object], name: str = "drawn") -> Graph:
+    """The graph that a function of ops declares; AssertionError where it is not sound."""
+    with tracing() as trace:
+        declare()
+    graph = Graph(
+        name=name, nodes=tuple(trace.nodes.values()), models=tuple(trace.models.values())
+    )
+    findings = [*trace.findings, *check_graph(graph)]
+    assert not findings, "\n".join(line for finding in findings for line in finding.lines())
+    return graph
+
+
+@st.composite
+def graphs(draw: Draw) -> Graph:
+    """A pipeline with an actor that learns from its own samples, and much that is optional."""
+    return graph_of(lambda: _declare(draw))
+
+
+def _declare(draw: Draw) -> None:
+    flag = st.booleans()
+    adam = rf.AdamW(lr=1e-3)
+    path = st.sampled_from(PATHS)
+    actor = rf.Model("actor", draw(path), optimizer=adam)
+    ref = rf.Model("ref", draw(path))
+    prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=draw(st.sampled_from([4, 8])))
+    samples = ops.rollout(actor, prompts, n=draw(st.sampled_from([2, 4])), max_new_tokens=8)
+    reward = ops.reward(exact, samples)
+    seen: list[Handle] = []
+    if draw(flag):
+        seen.append(ops.reward(exact, samples, name="again"))
+    if draw(flag):
+        seen.append(shaped(reward))
+    given = [ops.log_probs(ref, samples)] if draw(flag) else []
+    if given and draw(flag):
+        ops.metrics(ops.log_probs(ref, samples, name="ref.twice"), name="ref.metrics")
+    kl = draw(st.sampled_from([0.0, 0.1])) if given else 0.0
+    if draw(flag):
+        given.append(ops.log_probs(actor, samples))
+    _judge(draw, path, samples)
+    if draw(flag):
+        critic = rf.Model("critic", draw(path), head="value", optimizer=adam)
+        values = ops.values(critic, samples)
+        advantage = ops.advantage("gae", samples, reward, values)
+        ops.update(critic, samples, advantage, values, loss=rf.ValueLoss())
+    else:
+        advantage = ops.advantage("grpo", samples, reward)
+    ops.update(
+        actor,
+        samples,
+        advantage,
+        *given,
+        loss=rf.PolicyLoss("ppo_clip", kl_coef=kl),
+        epochs=draw(st.sampled_from([1, 2])),
+    )
+    if draw(st.integers(0, 3)) == 0:
+        ops.update(actor, samples, loss=rf.SFTLoss(), name="actor.more")
+    _second_rollout(draw, actor, ref, prompts)
+    for number, handle in enumerate(seen):
+        ops.metrics(handle, name=f"metrics{number}")
+    test = rf.data.arithmetic(digits=2, split="test")
+    for number, period in enumerate(draw(st.lists(st.sampled_from([1, 2, 3]), max_size=2))):
+        ops.evaluate(
+            actor, test, exact, every=period, max_new_tokens=8, limit=16, name=f"eval{number}"
+        )
+
+
+def _judge(draw: Draw, path: st.SearchStrategy[str], samples: Handle) -> None:
+    """A frozen model that scores samples, and a student that imitates them."""
+    if draw(st.booleans()):
+        judge = rf.Model("judge", draw(path), head="value")
+        ops.metrics(ops.values(judge, samples), name="judge.metrics")
+    if draw(st.integers(0, 3)) == 0:
+        student = rf.Model("student", draw(path), optimizer=rf.AdamW(lr=1e-3))
+        ops.update(student, samples, loss=rf.SFTLoss())
+
+
+def _second_rollout(draw: Draw, actor: rf.Model, ref: rf.Model, prompts: Handle) -> None:
+    if draw(st.integers(0, 2)) == 0:
+        model = draw(st.sampled_from([actor, ref]))
+        probe = ops.rollout(model, prompts, n=2, max_new_tokens=4, name="probe")
+        ops.metrics(centred(ops.reward(length, probe, name="lengths"), probe), name="probe.metrics")
+
+
+@st.composite
+def placements(draw: Draw, graph: Graph) -> rf.Placement:
+    """Pools of one to four devices, apart or overlapping, and assignments at every level."""
+    sizes = st.sampled_from([1, 1, 1, 2, 4])
+    lists = st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True)
+    names = ("red", "green", "blue")[: draw(st.integers(1, 3))]
+    pools = {name: draw(sizes | lists) for name in names}
+    keys = [model.name for model in graph.models]
+    keys += [f"{name}.{use}" for name in keys for use in ("train", "forward", "rollout")]
+    keys += [node.name for node in graph.nodes]
+    assign = {"*": draw(_ons(names))}
+    for key in draw(st.lists(st.sampled_from(keys), max_size=6, unique=True)):
+        assign[key] = draw(_ons(names))
+    return rf.Placement(pools=pools, assign=assign)
+
+
+@st.composite
+def _ons(draw: Draw, pools: tuple[str, ...]) -> rf.On:
+    options: dict[str, object] = {}
+    if draw(st.integers(0, 2)) == 0:
+        options["weights"] = draw(st.sampled_from(["own", "shared"]))
+    if draw(st.integers(0, 7)) == 0:
+        options[draw(st.sampled_from(["fsdp", "tp"]))] = draw(st.sampled_from([1, 2]))
+    return rf.on(draw(st.sampled_from(pools)), **options)
+
+
+def cluster(kind: str, count: int, memory: float) -> Cluster:
+    """`count` devices of a kind with `memory` bytes each; CPU devices have one thread."""
+    if kind == "cpu":
+        return cpu_cluster(count, threads=1, memory=memory)
+    return Cluster(kind=replace(KINDS[kind], memory=memory), count=count)
+
+
+@st.composite
+def cases(draw: Draw) -> tuple[Graph, rf.Placement, Cluster]:
+    """A graph, a placement, and a cluster with plenty, just enough or too little memory."""
+    graph = draw(graphs())
+    placement = draw(placements(graph))
+    kind = draw(st.sampled_from(["cpu", "cpu", "h100"]))
+    room = cluster(kind, placement.num_devices(), PLENTY)
+    share = draw(st.sampled_from([2.0, 1.0, 0.98, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3]))
+    try:
+        most = max(compile_plan(graph, placement, room).plan.peaks.values())
+    except PlanError:
+        return graph, placement, room
+    return graph, placement, cluster(kind, placement.num_devices(), max(1, int(share * most)))
+
+
+@st.composite
+def compiled(draw: Draw) -> Compiled:
+    """A case that compiles."""
+    graph, placement, devices = draw(
+        cases().filter(lambda case: _compiles(*case))
+    )
+    return compile_plan(graph, placement, devices)
+
+
+def _compiles(graph: Graph, placement: rf.Placement, devices: Cluster) -> bool:
+    try:
+        compile_plan(graph, placement, devices)
+    except PlanError:
+        return False
+    return True
