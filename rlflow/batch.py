@@ -10,14 +10,16 @@ This file knows neither which op made a batch nor where it lives.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-Batch = TensorDict
+Batch: TypeAlias = TensorDict
 
 # tensordict asks torch.fx a question that torch 2.13 answers with a warning to the screen.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
@@ -28,6 +30,12 @@ def make_batch(fields: Mapping[str, Tensor], rows: int) -> Batch:
     return TensorDict(dict(fields), batch_size=[rows])
 
 
+def split_rows(field: Tensor) -> list[Tensor]:
+    """The rows of a jagged field, one 1-d tensor each."""
+    parts = torch.split(flat(field), lengths(field).tolist())
+    return list(parts)
+
+
 def is_ragged(field: Tensor) -> bool:
     """Whether a field has a length of its own in every row."""
     return bool(field.is_nested)
@@ -35,14 +43,14 @@ def is_ragged(field: Tensor) -> bool:
 
 def ragged(values: Tensor, lengths: Tensor) -> Tensor:
     """Make a jagged `[rows, j]` field of flat `values [total, ...]` and `lengths [rows]`."""
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=values.device)
-    torch.cumsum(lengths, 0, out=offsets[1:])
-    return torch.nested.nested_tensor_from_jagged(values, offsets)
+    bounds = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=values.device)
+    torch.cumsum(lengths, 0, out=bounds[1:])
+    return torch.nested.nested_tensor_from_jagged(values, bounds)
 
 
 def ragged_like(values: Tensor, like: Tensor) -> Tensor:
     """Make a jagged field of flat `values` with the row lengths of `like`."""
-    return torch.nested.nested_tensor_from_jagged(values, like.offsets())
+    return torch.nested.nested_tensor_from_jagged(values, offsets(like))
 
 
 def ragged_rows(rows: Sequence[Sequence[int] | Tensor], dtype: torch.dtype) -> Tensor:
@@ -58,10 +66,15 @@ def flat(field: Tensor) -> Tensor:
     return values
 
 
+def offsets(field: Tensor) -> Tensor:
+    """Where each row of a jagged field begins, and where the last one ends, int64 `[rows + 1]`."""
+    result: Tensor = field.offsets()  # type: ignore[attr-defined]
+    return result
+
+
 def lengths(field: Tensor) -> Tensor:
     """The row lengths of a jagged field, int64 `[rows]`."""
-    result: Tensor = field.offsets().diff()
-    return result
+    return offsets(field).diff()
 
 
 def row_index(field_lengths: Tensor) -> Tensor:
@@ -100,17 +113,17 @@ def unpad(padded: Tensor, field_lengths: Tensor) -> Tensor:
 def text(strings: Iterable[str]) -> Tensor:
     """Text as a jagged uint8 field of its UTF-8 bytes."""
     encoded = [string.encode() for string in strings]
-    joined = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8) if any(
-        encoded
-    ) else torch.empty(0, dtype=torch.uint8)
+    blob = bytearray(b"".join(encoded))
+    empty = torch.empty(0, dtype=torch.uint8)
+    joined = torch.frombuffer(blob, dtype=torch.uint8) if blob else empty
     return ragged(joined, torch.tensor([len(part) for part in encoded], dtype=torch.int64))
 
 
 def strings(field: Tensor) -> list[str]:
     """The rows of a text field as Python strings."""
     blob = flat(field).numpy().tobytes()
-    offsets = field.offsets().tolist()
-    return [blob[a:b].decode() for a, b in zip(offsets, offsets[1:], strict=False)]
+    bounds = offsets(field).tolist()
+    return [blob[a:b].decode() for a, b in itertools.pairwise(bounds)]
 
 
 def select_rows(batch: Batch, index: Tensor | Sequence[int]) -> Batch:
@@ -126,7 +139,7 @@ def select_field(field: Tensor, index: Tensor) -> Tensor:
     if not is_ragged(field):
         return field[index]
     size = lengths(field)[index]
-    starts = field.offsets()[:-1][index]
+    starts = offsets(field)[:-1][index]
     return ragged(flat(field)[torch.repeat_interleave(starts, size) + column_index(size)], size)
 
 
@@ -149,7 +162,7 @@ def num_bytes(batch: Batch) -> int:
     total = 0
     for field in batch.values():
         if is_ragged(field):
-            total += flat(field).nbytes + field.offsets().nbytes
+            total += flat(field).nbytes + offsets(field).nbytes
         else:
             total += field.nbytes
     return total

@@ -1,4 +1,4 @@
-"""The command line: check, viz, plan, run, report, diff, doctor.
+"""The command line: check, viz, plan, run, report, diff, export, doctor.
 
 Declaring never executes: only `run` and `report` reach for the runtime, and only `run`
 imports torch. Results go to standard output, everything else to standard error. Exit
@@ -85,13 +85,14 @@ def viz(level: str, form: str | None, output: str | None, direction: str, **opti
     graph = declare(target).graph
     plan = compile_target(target).compiled.plan if level == "plan" else None
     path = None if output in (None, "-") else Path(str(output))
-    made = render(graph, plan, level=level, format=form, direction=direction, output=path)
+    shape: Any = {"level": level, "direction": direction}
+    made = render(graph, plan, format=form, output=path, **shape)
     if path is not None:
         hint(f"wrote {path}")
     elif isinstance(made, bytes):
         if output is None:
             raise UsageError(summary=f"error: {form} is not text; say where to write it: -o FILE")
-        click.get_binary_stream("stdout").write(made)
+        sys.stdout.buffer.write(made)
     else:
         click.echo(made)
 
@@ -171,6 +172,18 @@ def report(run_dir: str, output: str | None) -> None:
 
     written = write_report(Path(run_dir), Path(output) if output else None)
     click.echo(written)
+
+
+@cli.command()
+@click.argument("run_dir", metavar="RUN")
+@click.option("-o", "--output", metavar="DIR", required=True, help="Where to write.")
+@click.option("--model", "name", metavar="NAME", help="Which trained model; the only one if left out.")
+def export(run_dir: str, output: str, name: str | None) -> None:
+    """Write a run's trained weights as a Hugging Face directory."""
+    from rlflow.export import export as write
+
+    written, done = write(Path(run_dir), Path(output), name)
+    click.echo(f"{written}   weights after {done} iterations")
 
 
 @cli.command()

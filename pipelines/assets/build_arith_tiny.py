@@ -104,12 +104,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--intermediate", type=int, help="default: 4 times hidden")
+    parser.add_argument("--intermediate", type=int, help="default: 3 times hidden")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "arith-tiny")
     args = parser.parse_args()
     if args.layers < 1 or args.hidden < 1 or args.hidden % (2 * HEADS):
         parser.error(f"--layers must be at least 1 and --hidden a multiple of {2 * HEADS}")
-    write(args.out, args.layers, args.hidden, args.intermediate or 4 * args.hidden)
+    write(args.out, args.layers, args.hidden, args.intermediate or 3 * args.hidden)
     sys.stdout.write(f"wrote {args.out}\n")
 
 

@@ -26,6 +26,8 @@ from rlflow.errors import Finding, RunError
 NAME = "rlflow"
 # Above this many scores a block goes to the kernel that does not keep them.
 EAGER_SCORES = 1 << 24
+# torch.bmm leaves products of fewer multiplications to a plain loop.
+SMALL_PRODUCT = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +79,13 @@ def current_state() -> AttentionState:
 
 
 def register() -> None:
-    """Make the implementation known to transformers; repeating it changes nothing."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    """Make the implementation known to transformers; repeating it changes nothing.
+
+    It has no mask of its own there, so transformers makes none: the layout says who sees whom.
+    """
+    from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, no_mask)
-
-
-def no_mask(*args: Any, **kwargs: Any) -> None:
-    """No mask is made: the layout says who sees whom."""
 
 
 def attention_forward(
@@ -101,7 +101,10 @@ def attention_forward(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: `[1, heads, tokens, size]` to `[1, tokens, heads, size]`."""
+    """Attention as transformers calls it.
+
+    `[1, heads, tokens, size]` to `[1, tokens, heads, size]`; raises RunError for what it cannot do.
+    """
     if position_bias is not None:
         raise RunError(
             Finding(code="E503", what=f"{type(module).__name__} biases scores by position")
@@ -268,9 +271,7 @@ class SquareAttention(torch.autograd.Function):
         grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
         none = queries.new_empty(())
         grad_queries = torch.baddbmm(none, grad_scores, keys, beta=0, alpha=scaling)
-        grad_keys = torch.baddbmm(
-            none, grad_scores.transpose(1, 2), queries, beta=0, alpha=scaling
-        )
+        grad_keys = torch.baddbmm(none, grad_scores.transpose(1, 2), queries, beta=0, alpha=scaling)
         grads = (
             from_heads(grad_queries, size, kv_heads, heads, slots),
             from_heads(grad_keys, size, kv_heads, kv_heads, slots),
@@ -314,5 +315,16 @@ class DecodeAttention:
         if bias is not None:
             scores = scores + bias[:, None, None]
         probs = probabilities(scores.view(rows, heads, 1, seen), traits)
-        output = torch.bmm(probs.reshape(rows * kv_heads, -1, seen), values.flatten(0, 1))
+        output = mix(probs.reshape(rows * kv_heads, -1, seen), values.flatten(0, 1))
         return output.view(rows, heads, head_size)
+
+
+def mix(probs: Tensor, values: Tensor) -> Tensor:
+    """`probs [batch, repeats, seen] @ values [batch, seen, size]`.
+
+    On a CPU, torch multiplies matrices below a certain size one number at a time.
+    """
+    small = probs.shape[1] == 1 and values.shape[1] * values.shape[2] < SMALL_PRODUCT
+    if small and values.device.type == "cpu":
+        return (probs.transpose(1, 2) * values).sum(1, keepdim=True)
+    return torch.bmm(probs, values)

@@ -90,13 +90,14 @@ class KeyValueCache:
     def bias(self, dtype: torch.dtype, window: int | None) -> Tensor | None:
         """Numbers to add to the scores, `[rows, seen]`, or None where every key is seen."""
         seen = self.column + 1
-        windowed = window is not None and seen > window
-        if not self.ragged and not windowed:
+        if window is not None and seen <= window:
+            window = None
+        if not self.ragged and window is None:
             return None
         length = self.lengths[: self.rows, None]
         column = torch.arange(seen, device=length.device)[None]
         hidden = (column >= length) & (column < self.width)
-        if windowed:
+        if window is not None:
             position = torch.where(column < self.width, column, column - self.width + length)
             hidden |= position[:, -1:] - position >= window
         bias = torch.zeros(hidden.shape, dtype=dtype, device=length.device)

@@ -63,7 +63,9 @@ class FlatParameters:
 
     def named(self) -> dict[str, Tensor]:
         """Every parameter's current values, by name; views, not copies."""
-        return {name: self.view(name, self.buffers[slot.dtype]) for name, slot in self.slots.items()}
+        return {
+            name: self.view(name, self.buffers[slot.dtype]) for name, slot in self.slots.items()
+        }
 
     def num_bytes(self) -> int:
         """Bytes of all parameters, the padding between them left out."""

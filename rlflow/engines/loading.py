@@ -16,11 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rlflow.batch import lengths as batch_lengths
 from rlflow.batch import ragged_rows
 from rlflow.engines import attention
 from rlflow.engines.attention import DecodeAttention, PackedAttention
 from rlflow.engines.cache import KeyValueCache
-from rlflow.engines.kernels import replace_forwards
+from rlflow.engines.fused import replace_forwards, restore_forwards
 from rlflow.engines.models import TorchModel, ValueModel
 from rlflow.engines.packed import TREE_WIDTH, pack, pack_prompts
 from rlflow.engines.protocol import Head
@@ -66,9 +67,11 @@ def load_model(
     plain = plain_outputs(module, config, head)
     with _loading, quiet():
         use_packed_attention(module, path)
-    replace_forwards(module)
     model = TorchModel(module, config, head=head, name=path)
-    check_outputs(model, plain)
+    replace_forwards(module)
+    if differences(model, plain):
+        restore_forwards(module)
+        check_outputs(model, plain)
     return model
 
 
@@ -222,28 +225,36 @@ def plain_outputs(module: nn.Module, config: Any, head: Head) -> Tensor:
     return torch.cat(rows)
 
 
-@torch.no_grad()
 def check_outputs(model: TorchModel, plain: Tensor) -> None:
-    """Compare every way of computing with the plain outputs; UsageError where one differs."""
+    """Raise UsageError where a way of computing differs from the plain outputs."""
+    for way, (difference, limit) in differences(model, plain).items():
+        raise UsageError(
+            Finding(
+                code="E504",
+                what=f"model {model.name!r} computes something else when its rows are {way}",
+                got=f"largest difference {difference:.3g}",
+                expected=f"at most {limit:.3g}, between packed rows and its own forward",
+                fix="use a model with plain causal attention (Llama, Qwen, Mistral, ...)",
+            )
+        )
+
+
+@torch.no_grad()
+def differences(model: TorchModel, plain: Tensor) -> dict[str, tuple[float, float]]:
+    """The ways of computing that differ: their largest difference, and the largest allowed."""
     prompts, responses = check_rows(model.config.get_text_config().vocab_size)
-    ways = {
+    ways: dict[str, Callable[[], Tensor]] = {
         "packed": lambda: packed_outputs(model, prompts, responses, TREE_WIDTH),
         "packed in rows": lambda: packed_outputs(model, prompts, responses, 0),
         "decoded": lambda: decoded_outputs(model, prompts, responses),
     }
     limit = TOLERANCE[model.dtype] * float(plain.abs().max())
+    found = {}
     for way, compute in ways.items():
         difference = float((compute() - plain).abs().max())
         if not difference <= limit:
-            raise UsageError(
-                Finding(
-                    code="E504",
-                    what=f"model {model.name!r} computes something else when its rows are {way}",
-                    got=f"largest difference {difference:.3g}",
-                    expected=f"at most {limit:.3g}, between packed rows and its own forward",
-                    fix="use a model with plain causal attention (Llama, Qwen, Mistral, ...)",
-                )
-            )
+            found[way] = (difference, limit)
+    return found
 
 
 def packed_outputs(model: TorchModel, prompts: Tensor, responses: Tensor, width: int) -> Tensor:
@@ -257,7 +268,7 @@ def packed_outputs(model: TorchModel, prompts: Tensor, responses: Tensor, width:
 def decoded_outputs(model: TorchModel, prompts: Tensor, responses: Tensor) -> Tensor:
     """The checked rows one token at a time on a cache, rows that end dropping out."""
     layout = pack_prompts(prompts, model.device)
-    lengths = prompts.offsets().diff()
+    lengths = batch_lengths(prompts)
     cache = KeyValueCache(lengths, 1, max(CHECK_RESPONSES), model.device)
     state = PackedAttention(layout, cache)
     rows = [row.to(model.device) for row in responses.unbind()]

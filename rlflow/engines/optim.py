@@ -36,9 +36,7 @@ def learning_rate(spec: OptimizerSpec, k: int) -> float:
     if spec.schedule not in SCHEDULES:
         what = f"there is no learning-rate schedule {spec.schedule!r}"
         near = near_names(spec.schedule, SCHEDULES)
-        raise UsageError(
-            Finding(code="E513", what=what, expected=", ".join(SCHEDULES), near=near)
-        )
+        raise UsageError(Finding(code="E513", what=what, expected=", ".join(SCHEDULES), near=near))
     if spec.total_steps <= spec.warmup_steps:
         raise UsageError(
             Finding(
@@ -98,13 +96,14 @@ class AdamW:
         """Add the gradients of a backward pass to float32 sums, where they are not such sums."""
         for dtype, total in self.sums.items():
             if total is not self.grads[dtype]:
-                total += self.grads[dtype]
+                total.add_(self.grads[dtype])
                 self.grads[dtype].zero_()
 
     def grad_norm(self) -> Tensor:
         """The Euclidean norm of all gradients, 0-d."""
         norms = [torch.linalg.vector_norm(total) for total in self.sums.values()]
-        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return whole
 
     def step(self, scale: float) -> None:
         """Update the weights with `scale` times the gradients."""

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlflow.batch import flat, lengths
+from rlflow.batch import flat, lengths, offsets
 from rlflow.errors import Finding, RunError
 
 Index = NDArray[np.int64]
@@ -97,11 +97,11 @@ class Rows:
 def prompt_groups(prompt_tokens: Tensor) -> Index:
     """For each row the first row with the same prompt, int64 `[rows]`."""
     values = flat(prompt_tokens).cpu().numpy()
-    offsets = prompt_tokens.offsets().cpu().numpy()
+    bounds = offsets(prompt_tokens).cpu().numpy()
     seen: dict[bytes, int] = {}
-    first = np.empty(len(offsets) - 1, dtype=np.int64)
+    first = np.empty(len(bounds) - 1, dtype=np.int64)
     for row in range(len(first)):
-        prompt = values[offsets[row] : offsets[row + 1]].tobytes()
+        prompt = values[bounds[row] : bounds[row + 1]].tobytes()
         first[row] = seen.setdefault(prompt, row)
     return first
 
@@ -134,7 +134,7 @@ def pack_prompts(prompt_tokens: Tensor, device: torch.device) -> Layout:
     if len(sizes) and not sizes.min():
         raise RunError(empty_prompt(int(sizes.argmin())))
     none = np.empty(0, dtype=np.int64)
-    rows = flat_order(prompt_tokens.offsets().cpu().numpy()[:-1], sizes, none, none, none)
+    rows = flat_order(offsets(prompt_tokens).cpu().numpy()[:-1], sizes, none, none, none)
     return lay_out(rows, flat(prompt_tokens), rows.group_start + sizes - 1, device, TREE_WIDTH)
 
 
@@ -160,8 +160,8 @@ def order(
     """Sort the used rows by group, and drop those whose only token predicts nothing more."""
     by_group = np.argsort(group, kind="stable")
     inputs = responses[used][by_group] - 1
-    prompt_starts = prompt_tokens.offsets().cpu().numpy()[:-1]
-    response_starts = response_tokens.offsets().cpu().numpy()[:-1] + len(flat(prompt_tokens))
+    prompt_starts = offsets(prompt_tokens).cpu().numpy()[:-1]
+    response_starts = offsets(response_tokens).cpu().numpy()[:-1] + len(flat(prompt_tokens))
     return flat_order(
         prompt_starts[first],
         sizes[first],
@@ -172,7 +172,11 @@ def order(
 
 
 def flat_order(
-    prompt_source: Index, prompt_length: Index, row_source: Index, row_length: Index, row_group: Index
+    prompt_source: Index,
+    prompt_length: Index,
+    row_source: Index,
+    row_length: Index,
+    row_group: Index,
 ) -> Rows:
     """Put every group's prompt before its rows, and find each flat token's source."""
     groups, rows = len(prompt_length), len(row_length)
@@ -213,7 +217,9 @@ def targets(rows: Rows, group: Index, responses: Index) -> Index:
     return result
 
 
-def lay_out(rows: Rows, source: Tensor, predictors: Index, device: torch.device, tree_width: int) -> Layout:
+def lay_out(
+    rows: Rows, source: Tensor, predictors: Index, device: torch.device, tree_width: int
+) -> Layout:
     """Choose the blocks and move everything to the device."""
     width = int(rows.group_length.max(initial=0))
     longest = rows.positions.max(initial=-1) + 1
@@ -265,7 +271,9 @@ def tree_block(rows: Rows, width: int) -> tuple[list[Block], Index | None]:
     prompt[slots] = rows.is_prompt
     same = segment.reshape(groups, width, 1) == segment.reshape(groups, 1, width)
     # A prompt stands first, so a later place of the group always comes after it.
-    sees = np.tril(same | (prompt.reshape(groups, 1, width) & (segment.reshape(groups, width, 1) >= 0)))
+    sees = np.tril(
+        same | (prompt.reshape(groups, 1, width) & (segment.reshape(groups, width, 1) >= 0))
+    )
     positions = np.zeros(groups * width, dtype=np.int64)
     positions[slots] = rows.positions
     index = None

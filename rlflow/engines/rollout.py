@@ -30,7 +30,9 @@ DRAWN = 64
 class Responses:
     """The rows of one generation as they grow; live rows stand in the cache's order."""
 
-    def __init__(self, sampling: Sampling, key: SampleKey, ids: Tensor, device: torch.device):
+    def __init__(
+        self, sampling: Sampling, key: SampleKey, ids: Tensor, device: torch.device
+    ) -> None:
         rows = len(ids)
         self.sampling = sampling
         self.key = key
@@ -50,9 +52,7 @@ class Responses:
         if position % DRAWN == 0:
             count = min(DRAWN, self.sampling.max_new_tokens - position)
             key = self.key
-            drawn = uniforms(
-                key.seed, key.iteration, key.stream, self.ids, count, first=position
-            )
+            drawn = uniforms(key.seed, key.iteration, key.stream, self.ids, count, first=position)
             self.drawn = torch.from_numpy(drawn).to(self.live.device)
         return self.drawn[self.live, position % DRAWN]
 

@@ -74,10 +74,10 @@ class TrainEngine:
         """Make one optimizer step on the sum of the micro-batches' losses.
 
         `loss_fn(outputs, micro)` gets flat tensors with gradient, row lengths in
-        `micro["response_tokens"]`, and returns a 0-d loss and 0-d metrics; metrics add up
-        over micro-batches, those named `*_max` take the largest. If the loss or the gradient's
-        norm is not finite, nothing changes and `applied` is false. Raises RunError without an
-        optimizer or while asleep.
+        `micro["response_tokens"]`, and returns a 0-d loss and 0-d metrics. Metrics add up over
+        micro-batches, those named `*_max` take the largest; `loss` joins them. If the loss or
+        the gradient's norm is not finite, nothing changes and `applied` is false. Raises
+        RunError without an optimizer or while asleep.
         """
         optimizer = self.require_optimizer()
         optimizer.zero_grad()
@@ -127,7 +127,9 @@ class TrainEngine:
             yield None, batch
             return
         groups = prompt_groups(prompts)
-        cuts = split(groups, lengths(prompts).numpy(), lengths(responses).numpy(), self.micro_tokens)
+        cuts = split(
+            groups, lengths(prompts).numpy(), lengths(responses).numpy(), self.micro_tokens
+        )
         if len(cuts) <= 1:
             yield None, batch
             return
@@ -269,9 +271,7 @@ class TokenScores(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(
-        ctx: Any, grad: Tensor, grad_entropy: Tensor
-    ) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None]:
         """D log p(token) = onehot - p, and d H / d score_i = -p_i (log p_i + H)."""
         scores, tokens, entropy = ctx.saved_tensors
         weight = -grad[:, None]

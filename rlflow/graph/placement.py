@@ -35,7 +35,7 @@ class On(BaseModel):
 
 def on(pool: str, **layout: object) -> On:
     """Assign a use to a pool, with a layout; what is left out is derived and shown."""
-    return On(pool=pool, **layout)  # type: ignore[arg-type]
+    return On.model_validate({"pool": pool, **layout})
 
 
 class Placement(BaseModel):

@@ -63,8 +63,12 @@ def _binding_text(binding: Binding) -> str:
 def _wrap(text: str, column: int, hang: int = 4) -> list[str]:
     margin = " " * column
     return textwrap.wrap(
-        text, WIDTH, initial_indent=margin, subsequent_indent=margin + " " * hang,
-        break_long_words=False, break_on_hyphens=False,
+        text,
+        WIDTH,
+        initial_indent=margin,
+        subsequent_indent=margin + " " * hang,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rlflow.errors import Finding, GraphError, Source, known_names, near_names
@@ -27,14 +28,14 @@ PACKAGE = str(Path(__file__).resolve().parents[1])
 
 def declared_at() -> Source | None:
     """The nearest line of the call stack that is not rlflow's own or a library's."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
         library = "site-packages" in path or path.startswith("<")
         if not path.startswith(PACKAGE) and not library:
             text = linecache.getline(path, frame.f_lineno).strip()
             return Source(path=short_path(path), line=frame.f_lineno, text=text)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rlflow.errors import CheckpointError, Finding, Interrupted, RlflowError, RunError
-from rlflow.runtime.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
+from rlflow.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from rlflow.runtime.display import Display
 from rlflow.runtime.executor import Completion, Executor
 from rlflow.runtime.local import LocalBackend
@@ -135,10 +135,10 @@ class Run:
 
     def _restore(self) -> int:
         """Load the last complete checkpoint; returns the iterations that are done."""
-        root = self.directory.checkpoints
-        if not list_checkpoints(root):
+        known = identity(self.plan, self.settings)
+        checkpoint = load_checkpoint(self.directory.checkpoints, identity=known)
+        if checkpoint is None:
             return 0
-        checkpoint = load_checkpoint(root, identity=identity(self.plan, self.settings))
         for rejected in checkpoint.rejected:
             self.display.warn(f"checkpoint {rejected.name} cannot be used: {rejected.reason}")
         self.display.say(f"resuming after iteration {checkpoint.iteration} from {checkpoint.path}")
@@ -175,7 +175,7 @@ class Run:
         if isinstance(error, RlflowError):
             return type(error)(*error.findings, summary=f"{error.summary}\n{ways}".strip())
         what = f"{type(error).__name__}: {error}"
-        return RunError(Finding(code="E701", what=what), summary=ways)
+        return RunError(Finding(code="E751", what=what), summary=ways)
 
 
 def identity(plan: Plan, settings: Settings) -> dict[str, str]:
@@ -193,7 +193,7 @@ def _load(checkpoint: Checkpoint, name: str, loaded: Any) -> None:
     optimizer = checkpoint.components.get(f"{name}.optimizer")
     if weights is None or optimizer is None:
         raise CheckpointError(
-            Finding(code="E703", what=f"checkpoint {checkpoint.path} has no model {name!r}",
+            Finding(code="E753", what=f"checkpoint {checkpoint.path} has no model {name!r}",
                     got=", ".join(sorted(checkpoint.components)))
         )
     states: Any = checkpoint.state["optimizers"]

@@ -170,14 +170,19 @@ class RunDir:
 
 
 def latest_run(parent: Path = RUNS, pipeline: str | None = None) -> Path:
-    """The run directory in `parent` that was started last, of the pipeline named `pipeline`.
+    """The run directory in `parent` that was started last, of `pipeline` if that is given.
 
-    Raises `RunDirError` if there is none.
+    `pipeline` is its name, or what was typed after `rlflow run`. Raises `RunDirError` if
+    there is none.
     """
     with disk_errors(RunDirError, f"list the runs in {parent}", parent):
         found = sorted(parent.iterdir()) if parent.is_dir() else []
     runs = [(_read_run(path), path) for path in found if (path / RUN_FILE).is_file()]
-    chosen = [(run, path) for run, path in runs if pipeline is None or run["name"] == pipeline]
+    chosen = [
+        (run, path)
+        for run, path in runs
+        if pipeline in {None, str(run["name"]), str(run["pipeline"])}
+    ]
     if not chosen:
         names = sorted({str(run["name"]) for run, _ in runs})
         raise RunDirError(

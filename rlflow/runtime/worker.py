@@ -26,7 +26,7 @@ from rlflow.engines.rollout import TorchRollout
 from rlflow.engines.train import TrainEngine
 from rlflow.errors import Finding, RunError
 from rlflow.graph.graph import Graph, Node
-from rlflow.ops.body import Call
+from rlflow.ops.body import Call, Output
 from rlflow.runtime.store import ShardStore
 from rlflow.scheduler.plan import Action, Instance, Plan
 from rlflow.scheduler.shapes import model_directory
@@ -198,7 +198,7 @@ class Worker:
         loaded = self.loaded[action.instance] if action.instance else None
         if loaded is not None:
             self._require_version(action, iteration, loaded)
-        output = _body(node.op.body)(self._call(node, iteration, loaded))
+        output: Output = _body(node.op.body)(self._call(node, iteration, loaded))
         for name, lag in action.writes:
             self.loaded[name].version = iteration - lag
         self.store.put(node.name, iteration, dict(output.fields))
@@ -239,7 +239,7 @@ class Worker:
             if loaded.version != declared:
                 raise RunError(
                     Finding(
-                        code="E702",
+                        code="E752",
                         what=f"{action.id} declared version {declared} of "
                         f"{loaded.instance.name}, which holds {loaded.version}",
                         expected="the plan brings the weights before they are read",

@@ -103,8 +103,12 @@ def bind(plan: Plan, context: Context) -> Plan:
             findings.append(_unplaced(node, plan, context.placement))
     if findings:
         raise PlanError(*findings)
-    instances = _instances(plan, chosen)
-    findings = [f for instance in instances for f in _layout_findings(instance, plan, context)]
+    made = replace(plan, instances=_instances(plan, chosen))
+    served = {serving_instance(made, node, chosen[node.name]).name
+              for node in plan.graph.nodes if node.model is not None}
+    instances = tuple(instance for instance in made.instances if instance.name in served)
+    findings = _trained_twice(plan, instances)
+    findings += [f for instance in instances for f in _layout_findings(instance, plan, context)]
     if findings:
         raise PlanError(*findings)
     parts = tuple(part for instance in instances for part in _parts(instance, context.costs))
@@ -194,6 +198,23 @@ def _instance(node: Node, where: On, plan: Plan, known: dict[str, Instance]) -> 
         name=name, model=str(node.model), pool=where.pool, devices=devices, uses=(use,),
         trained=use == "train", fsdp=fsdp, tp=tp,
     )
+
+
+def _trained_twice(plan: Plan, instances: tuple[Instance, ...]) -> list[Finding]:
+    """A finding for every model whose updates are placed on more than one pool."""
+    findings = []
+    for model in plan.graph.models:
+        trained = [i.name for i in instances if i.trained and i.model == model.name]
+        if len(trained) > 1:
+            updates = plan.graph.updates(model.name)
+            findings.append(
+                Finding(code="E215", where=updates[1].where,
+                        what=f"the updates of model {model.name!r} are placed on several pools",
+                        got=f"trained: {', '.join(trained)}",
+                        expected="one pool that holds the weights all of them write",
+                        fix=f'"{model.name}.train": rf.on("{instances[0].pool}")')
+            )
+    return findings
 
 
 def _layout_findings(instance: Instance, plan: Plan, context: Context) -> list[Finding]:

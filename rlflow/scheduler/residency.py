@@ -45,7 +45,9 @@ def residency(plan: Plan, context: Context) -> Plan:
             break
         start = end
     else:
+        moves, end = _play(plan, start, sizes)
         moves = [*moves, *_return_to(start, end, len(plan.actions))]
+    moves, start = _without_useless(plan, moves, start, sizes)
     return _with_peaks(_insert(plan, moves, start, context))
 
 
@@ -66,6 +68,53 @@ def _play(
                 moves.append(Move(index=index, part=part, wake=True))
                 awake.add(part)
     return moves, frozenset(awake)
+
+
+def _without_useless(
+    plan: Plan, moves: list[Move], start: frozenset[str], sizes: dict[str, int]
+) -> tuple[list[Move], frozenset[str]]:
+    """Drop wakes that nobody uses and sleeps whose part fits, each with the move that undoes it."""
+    for wake in [move for move in moves if move.wake]:
+        undo, slots = _until_undone(plan, moves, wake)
+        if not any(wake.part in action.needs for n in slots for action in plan.actions[n:n + 1]):
+            start = start - {wake.part} if undo.index <= wake.index else start
+            moves = [move for move in moves if move not in (wake, undo)]
+    loads = _loads(plan, moves, start, sizes)
+    for sleep in [move for move in moves if not move.wake]:
+        undo, slots = _until_undone(plan, moves, sleep)
+        places = [(slot, device) for slot in slots for device in plan.part(sleep.part).devices]
+        size = sizes[sleep.part]
+        if all(loads[slot][device] + size <= plan.budget for slot, device in places):
+            start = start | {sleep.part} if undo.index <= sleep.index else start
+            moves = [move for move in moves if move not in (sleep, undo)]
+            for slot, device in places:
+                loads[slot][device] += size
+    return moves, start
+
+
+def _until_undone(plan: Plan, moves: list[Move], move: Move) -> tuple[Move, list[int]]:
+    """The next move of the same part around the cycle, and the slots of `_loads` until then."""
+    at = moves.index(move)
+    undo = next(m for m in (*moves[at + 1:], *moves[:at]) if m.part == move.part)
+    count = len(plan.actions) + 1
+    length = (undo.index - move.index - 1) % count + 1
+    return undo, [(move.index + ahead) % count for ahead in range(length)]
+
+
+def _loads(
+    plan: Plan, moves: list[Move], start: frozenset[str], sizes: dict[str, int]
+) -> list[dict[int, int]]:
+    """Bytes on every device during each action, and last at the end of the iteration."""
+    devices = sorted({device for part in plan.parts for device in part.devices})
+    end = Action(id="end", kind="run", reason=Reason(rule="end", text="end"), devices=(HOST,),
+                 pool="host")
+    awake = set(start)
+    loads = []
+    for index, action in enumerate((*plan.actions, end)):
+        for move in (move for move in moves if move.index == index):
+            (awake.add if move.wake else awake.discard)(move.part)
+        loads.append({d: _load(plan, d, awake, action, sizes) for d in devices})
+    return loads
 
 
 def _victims(

@@ -81,9 +81,9 @@ def plan_text(plan: Plan) -> str:
         f"  pools      {pools}   backend {plan.backend}",
     ]
     if plan.instances:
-        rows = [(i.name, "trained" if i.trained else "frozen" if not _resharded(plan, i.name)
+        named = [(i.name, "trained" if i.trained else "frozen" if not _resharded(plan, i.name)
                  else "resharded", i.layout(), ", ".join(i.uses)) for i in plan.instances]
-        lines += ["", "  weights", *table(rows, "    ")]
+        lines += ["", "  weights", *table(named, "    ")]
     if plan.actions:
         rows = [action_row(n, action, plan) for n, action in enumerate(plan.actions, 1)]
         lines += ["", *table([HEADINGS, *rows])]

@@ -76,7 +76,8 @@ def actions_are_formed(facts: Facts) -> Iterator[str]:
     for a in plan.actions:
         if not a.reason.rule or not a.reason.text:
             yield f"{a.id} has no reason"
-        if a.every < 1 or a.first < 0:
+        skips = a.kind in ("run", "reshard", "transfer")
+        if a.every < 1 or (a.every > 1 and not skips) or not 0 <= a.first <= (a.kind == "reshard"):
             yield f"{a.id} runs first in iteration {a.first} and every {a.every}"
         missing = [name for name in wanted[a.kind] if not getattr(a, name)]
         if missing:

@@ -76,8 +76,12 @@ def inline_svg(picture: bytes) -> str:
 def _run(command: Sequence[str], source: str, form: str, environment: Mapping[str, str]) -> bytes:
     try:
         done = subprocess.run(  # noqa: S603 - dot or this Python, with fixed arguments
-            command, input=source.encode(), env=dict(environment),
-            capture_output=True, timeout=DRAW_SECONDS, check=False,
+            command,
+            input=source.encode(),
+            env=dict(environment),
+            capture_output=True,
+            timeout=DRAW_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise _cannot_draw(form, command, f"not done after {DRAW_SECONDS:.0f} s") from error

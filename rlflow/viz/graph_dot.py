@@ -15,10 +15,10 @@ from rlflow.viz.legend import (
     EDGE_ATTRIBUTES,
     GRAPH_ATTRIBUTES,
     NODE_ATTRIBUTES,
+    Row,
     edge_label,
     font,
     legend_label,
-    line_cells,
     line_sample,
     model_swatch,
     stacked,
@@ -57,14 +57,19 @@ def graph_digraph(graph: Document, direction: Direction) -> graphviz.Digraph:
             "rankdir": direction,
             "nodesep": "0.35",
             "ranksep": "0.45" if direction == "TB" else "0.6",
-            "label": legend_label(_legend(graph)),
+            "label": legend_label(*_legend(graph)),
         },
         node_attr=NODE_ATTRIBUTES,
         edge_attr=EDGE_ATTRIBUTES,
     )
     with digraph.subgraph(name="cluster_graph") as body:
-        body.attr(label=title_label(graph["name"], _facts(graph)), labelloc="t", labeljust="l",
-                  color="white", margin="12")
+        body.attr(
+            label=title_label(graph["name"], _facts(graph)),
+            labelloc="t",
+            labeljust="l",
+            color="white",
+            margin="12",
+        )
         for node in graph["nodes"]:
             _node(body, node, graph)
         _beside_rollout(body, graph)
@@ -115,10 +120,11 @@ def _beside_rollout(body: graphviz.Digraph, graph: Document) -> None:
 
 def _tooltip(node: Document) -> str:
     reads = ", ".join(node["inputs"].values()) or "nothing"
-    return graphviz.escape(
+    text = (
         f"{node['name']}: {node['op']}({options_text(node)})\nreads {reads}\n"
         f"makes {', '.join(node['outputs']) or 'nothing'}"
     )
+    return str(graphviz.escape(text))
 
 
 def _edges(body: graphviz.Digraph, graph: Document) -> None:
@@ -137,24 +143,31 @@ def _edges(body: graphviz.Digraph, graph: Document) -> None:
         elif edge["kind"] == "weights":
             colour = colours.get(models[edge["source"]] or "", NO_MODEL)
             text = font(f"@{edge['distance']}", size=10, colour=colour, bold=True)
-            body.edge(*reversed(ends), label=edge_label([text]), style="dashed", color=colour,
-                      penwidth="1.6", dir="back", weight="0", edgetooltip=tooltip)
+            body.edge(
+                *reversed(ends),
+                label=edge_label([text]),
+                style="dashed",
+                color=colour,
+                penwidth="1.6",
+                dir="back",
+                weight="0",
+                edgetooltip=tooltip,
+            )
         elif pair not in fields:
             body.edge(*ends, style="dotted", penwidth="1.4", edgetooltip=tooltip)
 
 
-def _legend(graph: Document) -> list[tuple[str, list[str]]]:
+def _legend(graph: Document) -> tuple[list[Row], list[str]]:
     present = {kind_of(node) for node in graph["nodes"]}
     kinds = {edge["kind"] for edge in graph["edges"]}
     lines = [line_sample("━━▶", "data, with its fields", SOFT_INK)]
     if "weights" in kinds:
-        lines.append(line_sample("– – ▶", "weights, @d: read d iterations later", SOFT_INK))
+        lines.append(line_sample("╌ ╌ ▶", "weights, @d: read d iterations later", SOFT_INK))
     if "order" in kinds:
         lines.append(line_sample("· · · ▶", "order: read before it is written", SOFT_INK))
     nodes = [swatch(style) for kind, style in NODE_STYLES.items() if kind in present]
     models = [model_swatch(*entry) for entry in graph_colours(graph).items()]
-    columns = max(len(nodes), len(models))
-    return [("nodes", nodes), ("models", models), ("edges", line_cells(lines, columns))]
+    return [("nodes", nodes), ("models", models)], lines
 
 
 def _id(name: str) -> str:

@@ -12,6 +12,9 @@ from rlflow.viz.look import FAINT, FONT, INK, LINE, NO_MODEL, SOFT_INK, Style, e
 
 Row = tuple[str, Sequence[str]]
 
+FEWEST_COLUMNS = 4
+EMPTY_CELL = '<td border="0"></td>'
+
 
 def font(text: str, *, size: int, colour: str = INK, bold: bool = False) -> str:
     """Text in a size and colour; `text` is escaped here."""
@@ -22,9 +25,7 @@ def font(text: str, *, size: int, colour: str = INK, bold: bool = False) -> str:
 def stacked(lines: Iterable[str]) -> str:
     """An HTML-like label of lines, one below the other."""
     rows = "".join(f"<tr><td>{line}</td></tr>" for line in lines)
-    return (
-        f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="1">{rows}</table>>'
-    )
+    return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="1">{rows}</table>>'
 
 
 def edge_label(lines: Iterable[str]) -> str:
@@ -71,30 +72,26 @@ def line_sample(stroke: str, word: str, colour: str = INK) -> str:
     return f'<td border="0" cellpadding="4">{drawn} {font(word, size=10, colour=SOFT_INK)}</td>'
 
 
-def legend_label(rows: Sequence[Row]) -> str:
-    """The label below a picture: one line per heading, its cells beside it on one grid."""
-    columns = max((len(cells) for _, cells in rows), default=1)
-    drawn = "".join(_legend_row(heading, cells, columns) for heading, cells in rows if cells)
+def legend_label(rows: Sequence[Row], samples: Sequence[str]) -> str:
+    """The label below a picture: rows of swatches on one grid, line samples across it."""
+    columns = max(FEWEST_COLUMNS, *(len(cells) for _, cells in rows))
+    drawn = "".join(
+        f"<tr>{_heading(heading)}{''.join(cells)}{EMPTY_CELL * (columns - len(cells))}</tr>"
+        for heading, cells in rows
+        if cells
+    )
+    lines = (
+        f'<tr>{_heading("edges")}<td border="0" align="left" colspan="{columns}"><table '
+        f'border="0" cellspacing="0" cellpadding="0"><tr>{"".join(samples)}</tr></table></td></tr>'
+    )
     return (
         f'<<table border="1" color="{LINE}" cellborder="0" cellspacing="5" cellpadding="2" '
-        f'style="rounded">{drawn}</table>>'
+        f'style="rounded">{drawn}{lines}</table>>'
     )
 
 
-def _legend_row(heading: str, cells: Sequence[str], columns: int) -> str:
-    name = f'<td border="0" align="right">{font(heading, size=10, colour=FAINT)}</td>'
-    rest = columns - len(cells)
-    filler = f'<td border="0" colspan="{rest}"></td>' if rest else ""
-    return f"<tr>{name}{''.join(cells)}{filler}</tr>"
-
-
-def line_cells(samples: Sequence[str], columns: int) -> list[str]:
-    """Line samples as one cell that spans the grid of the rows above."""
-    inner = "".join(samples)
-    return [
-        f'<td border="0" align="left" colspan="{columns}"><table border="0" cellspacing="0" '
-        f'cellpadding="0"><tr>{inner}</tr></table></td>'
-    ]
+def _heading(word: str) -> str:
+    return f'<td border="0" align="right">{font(word, size=10, colour=FAINT)}</td>'
 
 
 GRAPH_ATTRIBUTES = {

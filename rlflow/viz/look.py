@@ -32,13 +32,14 @@ SVG_FONT = "DejaVu Sans,Verdana,Helvetica,Arial,sans-serif"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """How one kind of node or action is drawn: a word for the legend, a fill, a DOT shape."""
+    """How one kind of node or action is drawn, and its word in the legend; `shape` is DOT's."""
 
     word: str
     fill: str
     shape: str = "box"
     line: str = NO_MODEL
     ink: str = INK
+    borders: int = 1
 
 
 NODE_STYLES: Mapping[str, Style] = {
@@ -52,7 +53,7 @@ NODE_STYLES: Mapping[str, Style] = {
 }
 
 ACTION_STYLES: Mapping[str, Style] = {
-    "reshard": Style(word="⇄ reshard", fill="#FFE08A", shape="box3d", line="#8A6100"),
+    "reshard": Style(word="⇄ reshard", fill="#FFE08A", line="#8A6100", borders=2),
     "transfer": Style(word="⇉ transfer", fill="#C9F0EC", shape="folder", line="#1B6E66"),
     "sleep": Style(word="▼ sleep", fill="#3E4C59", shape="box", line="#1F2933", ink="#FFFFFF"),
     "wake": Style(word="▲ wake", fill="#FFFDF0", shape="box", line="#1F2933"),
@@ -73,7 +74,7 @@ KIND_OF_OP: Mapping[str, str] = {
 
 
 def kind_of(node: Document) -> str:
-    """The kind a graph document's node is drawn as; an op that rlflow does not ship is the user's."""
+    """The kind that a node is drawn as; an op that rlflow does not ship is the user's."""
     return KIND_OF_OP.get(node["op"], "user")
 
 

@@ -19,11 +19,11 @@ from rlflow.viz.legend import (
     EDGE_ATTRIBUTES,
     GRAPH_ATTRIBUTES,
     NODE_ATTRIBUTES,
+    Row,
     edge_label,
     font,
     left_stacked,
     legend_label,
-    line_cells,
     line_sample,
     model_swatch,
     stacked,
@@ -62,9 +62,9 @@ def plan_digraph(plan: Document, graph: Document, direction: Direction) -> graph
             **GRAPH_ATTRIBUTES,
             "rankdir": direction,
             "nodesep": "0.3",
-            "ranksep": "0.4",
+            "ranksep": "0.34",
             "newrank": "true",
-            "label": legend_label(_legend(plan, graph)),
+            "label": legend_label(*_legend(plan, graph)),
         },
         node_attr=NODE_ATTRIBUTES,
         edge_attr=EDGE_ATTRIBUTES,
@@ -88,7 +88,10 @@ def _facts(plan: Document) -> str:
 
 
 def _notes(plan: Document) -> list[str]:
-    return [shorten(f"{note['rule']}: {note['text']}", NOTE_WIDTH) for note in plan["notes"]]
+    """What stands under the title: each pool's devices and peak, then what the passes noted."""
+    pools = [_pool_facts(pool, plan) for pool in plan["pools"]]
+    notes = [f"{note['rule']}: {note['text']}" for note in plan["notes"]]
+    return [shorten(line, NOTE_WIDTH) for line in (*pools, *notes)]
 
 
 def column_of(action: Document, plan: Document) -> str | None:
@@ -118,25 +121,28 @@ def _column(
             _action(body, action, plan, graph, numbers[action["id"]])
         return
     with body.subgraph(name=f"cluster_pool_{pool}") as column:
-        lines = [font(pool, size=13, bold=True), font(_pool_facts(pool, plan), size=10,
-                                                     colour=SOFT_INK)]
-        column.attr(label=left_stacked(lines), labelloc="t", labeljust="l", style="filled,rounded",
-                    fillcolor=POOL_FILL, color=LINE, margin="14")
+        column.attr(
+            label=left_stacked([font(pool, size=13, bold=True)]),
+            labelloc="t",
+            labeljust="l",
+            style="filled,rounded",
+            fillcolor=POOL_FILL,
+            color=LINE,
+            margin="14",
+        )
         for action in members:
             _action(column, action, plan, graph, numbers[action["id"]])
 
 
 def _pool_facts(pool: str, plan: Document) -> str:
-    if pool == HOST_POOL:
-        return "beside the devices"
     devices = list(plan["pools"][pool])
     first, last = devices[0], devices[-1]
     run = len(devices) > 1 and devices == list(range(first, last + 1))
     numbers = f"{first}-{last}" if run else ", ".join(map(str, devices))
-    text = f"device{'s' if len(devices) > 1 else ''} {numbers}"
+    text = f"pool {pool}: device{'s' if len(devices) > 1 else ''} {numbers}"
     peaks = [plan["peaks"].get(str(device), 0) for device in devices]
     if any(peaks):
-        text += f" · peak {amount(max(peaks))} of {amount(plan['budget'])}"
+        text += f", peak memory {amount(max(peaks))} of {amount(plan['budget'])}"
     return text
 
 
@@ -145,18 +151,22 @@ def _action(
 ) -> None:
     inserted = ACTION_STYLES.get(action["kind"])
     style = inserted or _run_style(action, plan, graph)
-    lines = [font(f"{number}  ", size=9, colour=style.ink if inserted else FAINT)
-             + font(_name(action), size=12 if inserted is None else 11, colour=style.ink,
-                    bold=True)]
+    lines = [
+        font(f"{number}  ", size=9, colour=style.ink if inserted else FAINT)
+        + font(_name(action), size=12 if inserted is None else 11, colour=style.ink, bold=True)
+    ]
     lines += [font(text, size=9, colour=style.ink) for text in _subject(action)]
     lines.append(font(_figures(action), size=9, colour=style.ink if inserted else SOFT_INK))
     if inserted:
-        lines += [font(line, size=8, colour=style.ink)
-                  for line in wrapped(_because(action), REASON_WIDTH, 2)]
+        lines += [
+            font(line, size=8, colour=style.ink)
+            for line in wrapped(_because(action), REASON_WIDTH, 2)
+        ]
     body.node(
         _id(action["id"]),
         label=stacked(lines),
         shape=style.shape,
+        peripheries=str(style.borders),
         style="filled" if inserted else "filled,rounded",
         fillcolor=style.fill,
         color=style.line,
@@ -204,7 +214,8 @@ def _because(action: Document) -> str:
 
 
 def _figures(action: Document) -> str:
-    facts = [duration(action["cost"]["seconds"])]
+    seconds = action["cost"]["seconds"]
+    facts = ["time not known" if seconds is None else duration(seconds)]
     if action["kind"] != "run" and action["cost"]["moved"]:
         facts.append(f"{amount(action['cost']['moved'])} moved")
     if action["peak"] is not None and action["kind"] in ("run", "reshard"):
@@ -236,7 +247,10 @@ def dependencies(plan: Document) -> Iterator[Dependency]:
 
 
 def _edges(body: graphviz.Digraph, plan: Document, graph: Document) -> None:
-    """Edges to the next iteration are laid out backwards, so that time runs one way."""
+    """Edges to a later iteration are laid out backwards, so that time runs one way.
+
+    A device's turn ends with a dashed grey edge to its next one; it needs no figure.
+    """
     colours = graph_colours(graph)
     place = {action["id"]: index for index, action in enumerate(plan["actions"])}
     for before, after, kind, distance in dependencies(plan):
@@ -251,14 +265,15 @@ def _edges(body: graphviz.Digraph, plan: Document, graph: Document) -> None:
         ends = [_id(before), _id(after)]
         if distance:
             mark = font(f"@{distance}", size=9, colour=look["color"], bold=True)
-            look |= {"style": "dashed", "weight": "0", "label": edge_label([mark])}
+            look |= {"style": "dashed", "weight": "0"}
+            look |= {} if kind == "device" else {"label": edge_label([mark])}
             if place[before] > place[after]:
                 ends.reverse()
                 look["dir"] = "back"
         body.edge(*ends, edgetooltip=kind, **look)
 
 
-def _legend(plan: Document, graph: Document) -> list[tuple[str, list[str]]]:
+def _legend(plan: Document, graph: Document) -> tuple[list[Row], list[str]]:
     kinds = {action["kind"] for action in plan["actions"]}
     edges = list(dependencies(plan))
     lines = [line_sample("━━▶", "rows", SOFT_INK)]
@@ -270,12 +285,11 @@ def _legend(plan: Document, graph: Document) -> list[tuple[str, list[str]]]:
         if any(edge[2] == kind for edge in edges):
             lines.append(line_sample(stroke, word, colour))
     if any(edge[3] for edge in edges):
-        lines.append(line_sample("– – ▶", "@d: d iterations later", SOFT_INK))
+        lines.append(line_sample("╌ ╌ ▶", "@d: d iterations later", SOFT_INK))
     models = {model_of(action, plan) for action in plan["actions"]}
     named = [model_swatch(*entry) for entry in graph_colours(graph).items() if entry[0] in models]
     inserted = [swatch(style) for kind, style in ACTION_STYLES.items() if kind in kinds]
-    columns = max(len(named), len(inserted), 1)
-    return [("models", named), ("inserted", inserted), ("edges", line_cells(lines, columns))]
+    return [("models", named), ("inserted", inserted)], lines
 
 
 def _id(name: str) -> str:

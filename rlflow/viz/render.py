@@ -57,7 +57,7 @@ def render(
     direction: Direction = "TB",
     output: Path | None = None,
 ) -> str | bytes:
-    """The graph (`level="graph"`) or the plan as text, mermaid, dot, json (str), svg, png, pdf (bytes).
+    """The graph (`level="graph"`) or the plan: text, mermaid, dot, json as str, pictures as bytes.
 
     `direction` is the way of time in pictures: TB is top to bottom, LR left to right. With
     an `output` the result is written there too, unless it is `-`. Raises UsageError for an
@@ -65,8 +65,13 @@ def render(
     """
     form = format_of(format, output)
     if level == "plan" and plan is None:
-        raise UsageError(Finding(code="E604", what="a picture of a plan needs a placement",
-                                 fix="--level graph, or --placement NAME"))
+        raise UsageError(
+            Finding(
+                code="E604",
+                what="a picture of a plan needs a placement",
+                fix="--level graph, or --placement NAME",
+            )
+        )
     if plan is not None and level == "plan":
         result = _render_plan(plan, form, direction)
     else:
@@ -126,8 +131,11 @@ def _write(output: Path, result: str | bytes) -> None:
         output.write_bytes(data)
     except OSError as error:
         raise UsageError(
-            Finding(code="E605", what=f"cannot write {output}: {error.strerror}",
-                    fix="name a directory that exists: -o picture.svg")
+            Finding(
+                code="E605",
+                what=f"cannot write {output}: {error.strerror}",
+                fix="name a directory that exists: -o picture.svg",
+            )
         ) from error
 
 

@@ -96,7 +96,7 @@ def test_the_model():
 def test_the_larger_model_of_the_benchmarks(tmp_path):
     files = built(tmp_path, "--layers", "4", "--hidden", "256")
 
-    assert 1024 == json.loads(files["config.json"])["intermediate_size"]
+    assert 768 == json.loads(files["config.json"])["intermediate_size"]
     assert ("Qwen2ForCausalLM", 3_949_568) == parameters(tmp_path)
 
 

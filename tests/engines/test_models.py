@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import transformers
+
 from rlflow.batch import make_batch, ragged_rows
 from rlflow.engines import loading
 from rlflow.engines.loading import load_model, load_tokenizer, save_model
@@ -37,7 +38,7 @@ def test_offloading_frees_the_storage_and_brings_it_back(model_dir):
     assert size == model.num_bytes()
     model.sleep()
     assert all(p.untyped_storage().nbytes() == 0 for p in model.module.parameters())
-    with pytest.raises(RunError, match="E506.*asleep"):
+    with pytest.raises(RunError, match=r"E506.*asleep"):
         log_probs(model)
     with pytest.raises(RunError, match="E506"):
         model.named_tensors()
@@ -108,13 +109,13 @@ def test_a_saved_model_loads_again_here_and_in_transformers(model_dir, tmp_path)
 
 def test_a_directory_without_weights_says_how_to_start_at_random(model_dir, tmp_path):
     shutil.copy(f"{model_dir('qwen2')}/config.json", tmp_path)
-    with pytest.raises(UsageError, match='E507(.|\n)*init="random"'):
+    with pytest.raises(UsageError, match=r'E507(.|\n)*init="random"'):
         load(str(tmp_path))
 
 
 def test_a_path_that_is_not_there_names_its_neighbours(tmp_path):
     (tmp_path / "arith-tiny").mkdir()
-    with pytest.raises(UsageError, match="E501(.|\n)*arith-tiny"):
+    with pytest.raises(UsageError, match=r"E501(.|\n)*arith-tiny"):
         load(str(tmp_path / "arith-tini"))
     with pytest.raises(UsageError, match=r"no config\.json"):
         load(str(tmp_path / "arith-tiny"))
@@ -151,7 +152,7 @@ def test_attention_that_cannot_be_packed_is_refused(tmp_path):
     transformers.BloomConfig(
         vocab_size=32, hidden_size=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
     ).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="E503.*code of its own"):
+    with pytest.raises(UsageError, match=r"E503.*code of its own"):
         load(str(tmp_path), init="random")
 
 

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+
 from rlflow.batch import flat, lengths, make_batch, ragged_rows
 from rlflow.engines.loading import load_model
 from rlflow.engines.protocol import SampleKey, Sampling
@@ -52,7 +53,9 @@ def test_greedy_equals_the_models_own(family, model_dir):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_equal_those_of_the_forward(family, temperature, model_dir):
     model = load(model_dir(family))
-    sampling = Sampling(max_new_tokens=15, n=4, temperature=temperature, stop_tokens=tuple(range(8)))
+    sampling = Sampling(
+        max_new_tokens=15, n=4, temperature=temperature, stop_tokens=tuple(range(8))
+    )
     made = generate(model, PROMPTS, sampling)
     prompts = ragged_rows([p for p in PROMPTS for _ in range(4)], torch.int64)
     batch = make_batch({"prompt_tokens": prompts, "response_tokens": made.response_tokens}, 12)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from rlflow.engines.protocol import Sampling
 from rlflow.engines.sampling import candidates, choose, invert
 

@@ -19,7 +19,7 @@ import pytest
 
 from rlflow.errors import CheckpointError
 from rlflow.runtime import durable
-from rlflow.runtime.checkpoint import LATEST, load_checkpoint, save_checkpoint
+from rlflow.runtime.checkpoint import LATEST, list_checkpoints, load_checkpoint, save_checkpoint
 
 POINTS = [point for point in durable.fault_points() if point.startswith("ckpt:")]
 PASSES_AT_MOST = 20
@@ -251,3 +251,19 @@ def test_interrupt_while_saving_leaves_nothing_behind(tmp_path, armed):
     with pytest.raises(durable.InjectedFault):
         save(tmp_path, 2)
     assert {LATEST, "iteration-000001"} == {entry.name for entry in tmp_path.iterdir()}
+
+
+def test_half_deleted_checkpoint_never_bears_its_name(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def fail(path: Path, **_: object) -> None:
+        (path / "actor.safetensors").unlink()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", fail)
+        with pytest.raises(CheckpointError, match="E705"):
+            save(tmp_path, 2, keep=1)
+    assert ["iteration-000002"] == [path.name for path in list_checkpoints(tmp_path)]
+    save(tmp_path, 3, keep=1)
+    assert {LATEST, "iteration-000003"} == {entry.name for entry in tmp_path.iterdir()}

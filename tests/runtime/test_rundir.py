@@ -177,6 +177,7 @@ def test_latest_run_is_the_last_started(tmp_path):
     (tmp_path / "stray").mkdir()
     assert tmp_path / "b" == latest_run(tmp_path)
     assert tmp_path / "m" == latest_run(tmp_path, "grpo")
+    assert tmp_path / "m" == latest_run(tmp_path, "pipelines/grpo.py")
     with pytest.raises(RunDirError, match=r"E713.*no run of grp(.|\n)*mean 'grpo'"):
         latest_run(tmp_path, "grp")
     with pytest.raises(RunDirError, match="no run at all"):

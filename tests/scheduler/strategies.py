@@ -64,9 +64,7 @@ def graph_of(declare: Callable[[], object], name: str = "drawn") -> Graph:
     """The graph that a function of ops declares; AssertionError where it is not sound."""
     with tracing() as trace:
         declare()
-    graph = Graph(
-        name=name, nodes=tuple(trace.nodes.values()), models=tuple(trace.models.values())
-    )
+    graph = Graph(name=name, nodes=tuple(trace.nodes.values()), models=tuple(trace.models.values()))
     findings = [*trace.findings, *check_graph(graph)]
     assert not findings, "\n".join(line for finding in findings for line in finding.lines())
     return graph
@@ -194,9 +192,7 @@ def cases(draw: Draw) -> tuple[Graph, rf.Placement, Cluster]:
 @st.composite
 def compiled(draw: Draw) -> Compiled:
     """A case that compiles."""
-    graph, placement, devices = draw(
-        cases().filter(lambda case: _compiles(*case))
-    )
+    graph, placement, devices = draw(cases().filter(lambda case: _compiles(*case)))
     return compile_plan(graph, placement, devices)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.batch import flat, is_ragged, lengths, strings
+from rlflow.batch import is_ragged, split_rows, strings
 from rlflow.errors import Finding, RewardError
 from rlflow.ops.bodies.common import inputs_of, num_rows
 from rlflow.ops.body import Call, Output
@@ -42,7 +42,7 @@ def rows_of(field: Tensor) -> list[Any]:
         return list(field.tolist())
     if field.dtype == torch.uint8:
         return list(strings(field))
-    return [part.tolist() for part in flat(field).split(lengths(field).tolist())]
+    return [part.tolist() for part in split_rows(field)]
 
 
 def score(

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from rlflow.batch import (
-    flat,
-    lengths,
-    ragged,
-    ragged_like,
-    select_field,
-    strings,
-    text,
-)
+from rlflow.batch import flat, lengths, ragged_like, select_field, split_rows, strings, text
 from rlflow.ops.bodies.common import inputs_of, model_of, num_rows, token_rows, too_long
 from rlflow.ops.bodies.data import as_text
 from rlflow.ops.bodies.reward import score
@@ -77,11 +71,10 @@ def rollout(call: Call) -> Output:
     return Output(fields=kept, rows=count * n, metrics=metrics)
 
 
-def responses(tokenizer: object, made: Generated) -> list[str]:
+def responses(tokenizer: Any, made: Generated) -> list[str]:
     """The responses as text, special tokens left out."""
-    rows = flat(made.response_tokens).split(lengths(made.response_tokens).tolist())
-    decoded: list[str] = tokenizer.batch_decode(  # type: ignore[attr-defined]
-        [row.tolist() for row in rows], skip_special_tokens=True
+    decoded: list[str] = tokenizer.batch_decode(
+        [row.tolist() for row in split_rows(made.response_tokens)], skip_special_tokens=True
     )
     return decoded
 
@@ -114,7 +107,3 @@ def evaluate(call: Call) -> Output:
         }
     )
 
-
-def spread(values: Tensor, sizes: Tensor) -> Tensor:
-    """Repeat one value a row over the tokens of the row, as a ragged field."""
-    return ragged(values.repeat_interleave(sizes), sizes)

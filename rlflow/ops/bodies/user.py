@@ -25,7 +25,7 @@ def call(call: Call) -> Output:
     order = torch.argsort(groups, stable=True)
     sizes = torch.unique_consecutive(groups[order], return_counts=True)[1]
     parts = []
-    for rows in order.split(sizes.tolist()):
+    for rows in torch.split(order, sizes.tolist()):
         part = select_rows(inputs, rows)
         parts.append(make_batch(_made(call, part), len(rows)))
     back = torch.empty_like(order)

@@ -1,0 +1,50 @@
+# Everything is set up by the targets themselves: a virtual environment of its own, exact versions.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test test-fast test-slow check bench bench-learning setup clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "rlflow needs Python 3.11 or later; this is `$(PYTHON) --version`. Try: make PYTHON=python3.12"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ echo "python3 -m venv does not work here. On Debian and Ubuntu: apt install python3-venv"; exit 2; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)  ## train GRPO on this CPU until the reward climbs; leaves runs/demo/report.html
+	$(BIN)/rlflow viz pipelines/grpo_arithmetic.py
+	$(BIN)/rlflow diff pipelines/grpo_arithmetic.py
+	@rm -rf runs/demo
+	$(BIN)/rlflow run pipelines/grpo_arithmetic.py --run-dir runs/demo
+	$(BIN)/rlflow report runs/demo
+
+test: $(STAMP)  ## all tests but the slow ones
+	$(BIN)/python -m pytest -m "not slow"
+
+test-fast: $(STAMP)  ## the tests that need no torch
+	$(BIN)/python -m pytest -m "not torch and not slow"
+
+test-slow: $(STAMP)  ## end-to-end runs of minutes
+	$(BIN)/python -m pytest -m slow
+
+check: $(STAMP)  ## style, types, layers, sizes
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_layers.py tests/test_size.py
+
+bench: $(STAMP)  ## side-by-side measurements; makes environments of its own
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/vs_trl.py
+	$(BIN)/python benchmarks/vs_trl_ppo.py
+
+clean:
+	rm -rf $(VENV) .venv-bench .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -1,0 +1,190 @@
+"""GRPO: the time of an iteration beside TRL 1.16.0, and with --learning the accuracy too.
+
+    python benchmarks/vs_trl.py
+    python benchmarks/vs_trl.py --learning
+    python benchmarks/vs_trl.py --quick          a check of the whole path; no results written
+
+Writes benchmarks/results/vs_trl.json and .md. benchmarks/README.md says how to read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from common import (
+    CACHE,
+    HEADER,
+    HERE,
+    RESULTS,
+    Compared,
+    Side,
+    machine,
+    markdown_report,
+    markdown_table,
+    paired,
+    text_table,
+    write_results,
+)
+from models import SIZES, Size, endless_directory, warm_directory
+from sides import TRL, problems, rlflow_side, run_rlflow, run_trl, trl_side
+
+PIPELINE = HERE / "pipelines" / "grpo_speed.py"
+PROMPTS, GROUP, NEW_TOKENS = 16, 8, 12
+LR = 1e-6
+NOTES = (
+    "float32, one thread each (OMP_NUM_THREADS=1), 16 prompts x 8 samples x at most 12 new "
+    "tokens, the same weights and the same prompts in the same order on both sides.",
+    "An iteration lasts from the end of the one before it to its own end on the wall clock. "
+    "Evaluation, checkpoints and TRL's logging are off; rlflow's spans, metrics and TensorBoard "
+    "events are on, and counted.",
+    "eos: responses end at EOS. fixed: the tokenizer's EOS lies outside the vocabulary of the "
+    "same weights, so every response has 12 tokens, at no cost to either side.",
+    f"lr {LR:g}: the weights, and with them the lengths, stay what they were. ref: with a "
+    "reference and a KL term of 0.04.",
+    "ratio: the median over the pairs of (median of rlflow / median of TRL). Times are medians "
+    "over all measured iterations, memory is the peak of a process (rlflow / TRL).",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One line of the table."""
+
+    size: Size
+    kl_coef: float
+    fixed: bool
+
+    @property
+    def name(self) -> str:
+        """As in the table."""
+        parts = [self.size.name, "fixed" if self.fixed else "eos"]
+        return " ".join([*parts, "ref"] if self.kl_coef else parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """How often everything is repeated."""
+
+    pairs: int
+    warmup: int
+    iterations: int
+
+    @property
+    def total(self) -> int:
+        """Iterations of one process."""
+        return self.warmup + self.iterations
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="GRPO beside TRL.")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--learning", action="store_true", help="accuracy instead of time")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of --learning")
+    parser.add_argument("--quick", action="store_true", help="small counts, nothing written")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print the table, write the results."""
+    options = arguments()
+    TRL.ensure()
+    sizes = [replace(size, sft_iterations=20) for size in SIZES] if options.quick else list(SIZES)
+    if options.learning:
+        from learning import compare_learning
+
+        compare_learning(sizes[0], range(options.seeds), quick=options.quick)
+        return
+    counts = Counts(pairs=options.pairs, warmup=options.warmup, iterations=options.iterations)
+    if options.quick:
+        counts = Counts(pairs=1, warmup=1, iterations=3)
+    measure([case for case in cases(sizes) if options.only in case.name], counts, options.quick)
+
+
+def cases(sizes: list[Size]) -> list[Case]:
+    """Every size, with and without a reference, fixed and to EOS."""
+    return [
+        Case(size=size, kl_coef=kl_coef, fixed=fixed)
+        for size in sizes
+        for fixed in (True, False)
+        for kl_coef in (0.0, 0.04)
+    ]
+
+
+def measure(wanted: list[Case], counts: Counts, quick: bool) -> None:
+    """Run all cases and write what was found."""
+    facts = machine()
+    found = [compare(case, counts) for case in wanted]
+    rows = [case.row() for case in found]
+    print(text_table(HEADER, rows))
+    folder = CACHE / "quick" if quick else RESULTS
+    title = "GRPO: an iteration beside TRL 1.16.0"
+    page = markdown_report(title, facts, [markdown_table(HEADER, rows)], NOTES)
+    data = {"machine": facts, "cases": [case.as_json() for case in found]}
+    data["counts"] = {"pairs": counts.pairs, "warmup": counts.warmup}
+    write_results(folder, "vs_trl", data, page)
+
+
+def compare(case: Case, counts: Counts) -> Compared:
+    """One case, both sides in turn."""
+    warm = warm_directory(case.size)
+    model = endless_directory(warm) if case.fixed else warm
+    return paired(
+        case.name,
+        lambda: ours(case, model, counts),
+        lambda: theirs(case, model, counts),
+        pairs=counts.pairs,
+        target=case.size.target,
+    )
+
+
+def ours(case: Case, model: Path, counts: Counts) -> Side:
+    """One run of rlflow."""
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "prompts_per_iteration": PROMPTS,
+        "group_size": GROUP,
+        "new_tokens": NEW_TOKENS,
+        "kl_coef": case.kl_coef,
+        "lr": LR,
+        "fixed": case.fixed,
+    }
+    directory, peak = run_rlflow("grpo", PIPELINE, settings, counts.total)
+    return rlflow_side(directory, peak, counts.warmup, PROMPTS * GROUP)
+
+
+def theirs(case: Case, model: Path, counts: Counts) -> Side:
+    """One run of TRL."""
+    spec = grpo_spec(model, counts.total, seed=0, lr=LR, kl_coef=case.kl_coef)
+    result, peak = run_trl("trl-grpo", TRL, "trl_grpo.py", {**spec, "fixed": case.fixed})
+    return trl_side(result, peak, counts.warmup)
+
+
+def grpo_spec(
+    model: Path, iterations: int, *, seed: int, lr: float, kl_coef: float
+) -> dict[str, Any]:
+    """What trl_grpo.py reads; no evaluation."""
+    return {
+        "model": str(model),
+        "rows": problems(PROMPTS, iterations, seed),
+        "iterations": iterations,
+        "prompts": PROMPTS,
+        "group_size": GROUP,
+        "new_tokens": NEW_TOKENS,
+        "kl_coef": kl_coef,
+        "lr": lr,
+        "seed": seed,
+        "fixed": False,
+        "eval_every": 0,
+        "held_out": [],
+    }
+
+
+if __name__ == "__main__":
+    main()

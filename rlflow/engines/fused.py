@@ -1,0 +1,135 @@
+"""Faster forwards put in place of those that models share, found by their form.
+
+Linear layers, root-mean-square norms, gated feed-forward layers, and the attention of the
+Llama family. Whatever is replaced, the loaded model is compared with its own unmodified
+forward, and `restore_forwards` takes everything back if they differ. This file knows the form
+of layers, not how a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlflow.engines.attention import Traits, current_state
+from rlflow.engines.kernels import gated_unit, linear, products, root_norm, rotate
+
+# Attention modules that are: project, (norm,) rotate, attend, project.
+ATTENTIONS = {"LlamaAttention", "Qwen2Attention", "Qwen3Attention", "MistralAttention"}
+EXACT = {torch.float32, torch.float64}
+
+
+class Joined:
+    """Linear layers whose weights lie one after the other, seen as one."""
+
+    def __init__(self, layers: tuple[nn.Linear, ...]) -> None:
+        self.layers = layers
+        self.sizes = [layer.out_features for layer in layers]
+        self.weight = join([layer.weight for layer in layers])
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        self.bias = join(biases) if len(biases) == len(layers) else None
+
+    @property
+    def whole(self) -> bool:
+        """Whether weights, and biases if there are any, really lie that way."""
+        biased = any(layer.bias is not None for layer in self.layers)
+        return self.weight is not None and (self.bias is not None or not biased)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The outputs side by side for `x [rows, in]`."""
+        assert self.weight is not None
+        return products(x, self.weight, self.bias, self.layers)
+
+
+def join(parts: Sequence[Tensor]) -> Tensor | None:
+    """One view over tensors that follow each other in one storage, or None if they do not."""
+    first = parts[0].detach()
+    end = first.data_ptr()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or part.data_ptr() != end or part.shape[1:] != first.shape[1:]:
+            return None
+        end += part.numel() * part.element_size()
+    rows = sum(len(part) for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def replace_forwards(module: nn.Module) -> None:
+    """Put the faster forwards in place throughout a model."""
+    for layer in module.modules():
+        forward = faster_forward(layer)
+        if forward is not None:
+            layer.forward = forward
+
+
+def restore_forwards(module: nn.Module) -> None:
+    """Give every layer its own forward back."""
+    for layer in module.modules():
+        vars(layer).pop("forward", None)
+
+
+def faster_forward(layer: nn.Module) -> Any:
+    """The faster forward of a layer, or None where its form is another."""
+    kind = type(layer).__name__
+    if type(layer) is nn.Linear:
+        return partial(linear_forward, layer)
+    if kind.endswith("RMSNorm") and hasattr(layer, "variance_epsilon"):
+        weight: Any = layer.weight
+        return partial(norm_forward, layer) if weight.dtype in EXACT else None
+    children: dict[str, Any] = dict(layer.named_children())
+    if set(children) == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        silu = "silu" in type(children["act_fn"]).__name__.lower()
+        return partial(feed_forward, layer) if silu else None
+    if kind in ATTENTIONS:
+        joined = Joined((children["q_proj"], children["k_proj"], children["v_proj"]))
+        return partial(attention_forward, layer, joined) if joined.whole else None
+    return None
+
+
+def linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The forward of `nn.Linear`."""
+    return linear(x, layer)
+
+
+def norm_forward(layer: Any, x: Tensor) -> Tensor:
+    """The forward of a root-mean-square norm with a plain weight."""
+    return root_norm(x, layer.weight, layer.variance_epsilon)
+
+
+def feed_forward(layer: Any, x: Tensor) -> Tensor:
+    """The forward of down(silu(gate(x)) * up(x))."""
+    hidden = gated_unit(linear(x, layer.gate_proj), linear(x, layer.up_proj))
+    return linear(hidden, layer.down_proj)
+
+
+def attention_forward(
+    layer: Any,
+    joined: Joined,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The forward of an attention layer on packed `hidden_states [1, tokens, size]`."""
+    size = layer.head_dim
+    both = joined(hidden_states[0])
+    heads, kv_heads = joined.sizes[0] // size, joined.sizes[1] // size
+    parts = both.view(len(both), -1, size)
+    cos, sin = (part[0].unsqueeze(1) for part in position_embeddings)
+    if hasattr(layer, "q_norm"):
+        q = rotate(layer.q_norm(parts[:, :heads]), cos, sin)
+        k = rotate(layer.k_norm(parts[:, heads : heads + kv_heads]), cos, sin)
+    else:
+        both = rotate(parts[:, : heads + kv_heads], cos, sin)
+        q, k = both[:, :heads], both[:, heads:]
+    window = getattr(layer, "sliding_window", None)
+    if type(layer).__name__ == "MistralAttention":
+        window = layer.config.sliding_window
+    traits = Traits(scaling=layer.scaling, window=window)
+    v = parts[:, heads + kv_heads :]
+    output = current_state().attend(layer.layer_idx, q, k, v, traits)
+    return linear(output.flatten(1), layer.o_proj)[None], None

@@ -1,0 +1,124 @@
+"""Configs, settings, placements: what a user types around a graph."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from pydantic import ValidationError
+
+import rlflow as rf
+from rlflow.errors import GraphError, UsageError
+from rlflow.graph import graph as graph_module
+from rlflow.graph import op as op_module
+from rlflow.graph.pipeline import make_config
+
+
+class Settings(rf.Config):
+    group_size: int = 8
+    lr: float = 1e-3
+    name: str = "a"
+    sizes: list[int] = [1]
+    limit: int | None = None
+
+
+def test_settings_are_parsed_by_the_fields_type():
+    config = make_config(
+        Settings, ["group_size=16", "lr=3e-4", "name=7", "sizes=[2, 3]", "limit=5"]
+    )
+
+    assert (16, 3e-4, "7", [2, 3], 5) == (
+        config.group_size,
+        config.lr,
+        config.name,
+        config.sizes,
+        config.limit,
+    )
+
+
+def test_the_last_setting_wins():
+    assert 3 == make_config(Settings, ["group_size=2", "group_size=3"]).group_size
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("grup_size=2", "did you mean 'group_size'"),
+        ("group_size=many", "--set group_size: Input should be a valid integer"),
+        ("group_size", "has no '='"),
+        ("iterations=0", "greater than or equal to 1"),
+    ],
+)
+def test_a_wrong_setting_is_a_usage_error(setting, text):
+    with pytest.raises(UsageError) as caught:
+        make_config(Settings, [setting])
+
+    assert text in str(caught.value)
+    assert 2 == caught.value.exit_code
+
+
+def test_a_pipeline_without_a_config_type():
+    with pytest.raises(GraphError, match=r"does not say what its config is"):
+
+        @rf.pipeline()
+        def bad(cfg):
+            pass
+
+
+def test_an_unknown_placement_names_near_ones():
+    @rf.pipeline(placements={"split": rf.Placement(pools={"a": 1}, assign={"*": rf.on("a")})})
+    def declared(cfg: rf.Config) -> None:
+        pass
+
+    with pytest.raises(UsageError, match="did you mean 'split'"):
+        declared.placement("spilt")
+
+
+def test_a_wrong_model_points_at_its_line():
+    @rf.pipeline()
+    def declared(cfg: rf.Config) -> None:
+        rf.Model("actor", "x", optimizer=rf.AdamW(lr=-1))
+
+    with pytest.raises(GraphError) as caught:
+        declared.trace()
+
+    (found,) = caught.value.findings
+    assert "lr: Input should be greater than 0" == found.what
+    assert 'rf.Model("actor"' in found.where.text
+
+
+def test_pools_by_count_take_the_free_numbers():
+    placement = rf.Placement(pools={"a": 2, "b": [0, 3], "c": 1}, assign={"*": rf.on("a")})
+
+    assert {"a": (1, 2), "b": (0, 3), "c": (4,)} == placement.devices()
+    assert 5 == placement.num_devices()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pools": {"a": 1}, "assign": {"*": rf.On(pool="b")}},
+        {"pools": {"a": []}, "assign": {}},
+        {"pools": {"a": [0, 0]}, "assign": {}},
+        {"pools": {"a": [-1]}, "assign": {}},
+        {"pools": {"a": 0}, "assign": {}},
+        {"pools": {}, "assign": {}},
+        {"pools": {"a": 1}, "assign": {}, "stalenes": 1},
+    ],
+)
+def test_impossible_placements_are_refused(options):
+    with pytest.raises(ValidationError):
+        rf.Placement(**options)
+
+
+def test_what_the_scheduler_touches_is_frozen():
+    for module in (graph_module, op_module):
+        kinds = [k for k in vars(module).values() if dataclasses.is_dataclass(k)]
+        assert all(kind.__dataclass_params__.frozen for kind in kinds)
+
+
+def test_a_schedule_needs_its_end():
+    with pytest.raises(ValidationError, match="needs total_steps="):
+        rf.AdamW(lr=1e-3, schedule="cosine")
+    with pytest.raises(ValidationError, match="does nothing"):
+        rf.AdamW(lr=1e-3, total_steps=10)

@@ -1,0 +1,158 @@
+"""Plans that are wrong in one place, made of plans that are right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+
+from rlflow.scheduler.facts import Facts
+from rlflow.scheduler.plan import Action, Dep, Plan
+
+INSERTED = ("transfer", "reshard", "sleep", "wake")
+Mutant = tuple[str, Plan]
+
+
+def with_action(plan: Plan, name: str, **changes: object) -> Plan:
+    """The plan with one action changed."""
+    actions = tuple(replace(a, **changes) if a.id == name else a for a in plan.actions)
+    return replace(plan, actions=actions)
+
+
+def without_action(plan: Plan, name: str) -> Plan:
+    """The plan without an action; who waited for it waits for what it waited for."""
+    gone = plan.action(name)
+
+    def bridged(action: Action) -> tuple[Dep, ...]:
+        after: dict[tuple[str, int], Dep] = {}
+        for dep in action.after:
+            over = [replace(d, distance=d.distance + dep.distance) for d in gone.after]
+            for new in [dep] if dep.action != name else [d for d in over if d.action != name]:
+                after.setdefault((new.action, new.distance), new)
+        return tuple(after.values())
+
+    kept = tuple(replace(a, after=bridged(a)) for a in plan.actions if a.id != name)
+    return replace(plan, actions=kept)
+
+
+def mutants(plan: Plan) -> Iterator[Mutant]:
+    """Every mutant of every kind."""
+    for kind in (removed, without_dep, swapped, moved, numbers, doubled, redirected, slept):
+        yield from kind(plan)
+
+
+def removed(plan: Plan) -> Iterator[Mutant]:
+    """An action less; the order of the others is kept."""
+    for action in plan.actions:
+        yield f"no {action.id}", without_action(plan, action.id)
+    for name in plan.awake_at_start:
+        rest = tuple(other for other in plan.awake_at_start if other != name)
+        yield f"{name} asleep at the start", replace(plan, awake_at_start=rest)
+
+
+def without_dep(plan: Plan) -> Iterator[Mutant]:
+    """A dependency less, unless the others imply it: then nothing changes but the text."""
+    before = Facts(plan=plan).before
+    for action in plan.actions:
+        for dep in action.after:
+            after = tuple(other for other in action.after if other != dep)
+            mutant = with_action(plan, action.id, after=after)
+            if Facts(plan=mutant).before != before:
+                yield f"{action.id} not after {dep.action} @{dep.distance}", mutant
+
+
+def swapped(plan: Plan) -> Iterator[Mutant]:
+    """Two actions of one device with each other's dependencies."""
+    for one, other in combinations(plan.actions, 2):
+        if set(one.devices) & set(other.devices):
+            mutant = with_action(plan, one.id, after=other.after)
+            yield f"{one.id} <-> {other.id}", with_action(mutant, other.id, after=one.after)
+
+
+def moved(plan: Plan) -> Iterator[Mutant]:
+    """Two neighbours on a device the other way round in the list only."""
+    for index, (one, other) in enumerate(zip(plan.actions, plan.actions[1:], strict=False)):
+        if set(one.devices) & set(other.devices):
+            actions = (*plan.actions[:index], other, one, *plan.actions[index + 2 :])
+            yield f"{other.id} listed before {one.id}", replace(plan, actions=actions)
+
+
+def numbers(plan: Plan) -> Iterator[Mutant]:
+    """A figure off by one."""
+    for a in plan.actions:
+        for turn in (-1, 1):
+            if a.reads:
+                reads = ((a.reads[0][0], a.reads[0][1] + turn),)
+                yield f"{a.id} reads {reads}", with_action(plan, a.id, reads=reads)
+            if a.writes:
+                writes = ((a.writes[0][0], a.writes[0][1] + turn),)
+                yield f"{a.id} writes {writes}", with_action(plan, a.id, writes=writes)
+        if a.peak:
+            yield f"peak of {a.id}", with_action(plan, a.id, peak=a.peak - 1)
+        if a.kind != "sleep" and a.kind != "wake":
+            yield f"{a.id} every {a.every + 1}", with_action(plan, a.id, every=a.every + 1)
+        yield f"{a.id} first {a.first + 2}", with_action(plan, a.id, first=a.first + 2)
+        longer = tuple(replace(dep, distance=-1) for dep in a.after)
+        if longer:
+            yield f"{a.id} waits for the future", with_action(plan, a.id, after=longer)
+    for device, peak in plan.peaks.items():
+        if peak:
+            yield f"peak of device {device}", replace(plan, peaks={**plan.peaks, device: peak - 1})
+    yield "one byte too few", replace(plan, budget=max(plan.peaks.values()) - 1)
+
+
+def doubled(plan: Plan) -> Iterator[Mutant]:
+    """An action twice, under its own name and under another."""
+    for action in plan.actions:
+        yield f"{action.id} twice", replace(plan, actions=(*plan.actions, action))
+        twin = replace(
+            action,
+            id=f"{action.id}'",
+            after=(*action.after, Dep(action=action.id, distance=0, kind="order")),
+        )
+        yield f"{action.id} and a twin", replace(plan, actions=(*plan.actions, twin))
+
+
+def redirected(plan: Plan) -> Iterator[Mutant]:
+    """An action on another instance, part, node or device."""
+    names = [instance.name for instance in plan.instances]
+    for a in plan.actions:
+        for name in names:
+            if a.target is not None and name != a.target:
+                yield (
+                    f"{a.id} fills {name}",
+                    with_action(plan, a.id, target=name, writes=((name, a.writes[0][1]),)),
+                )
+            if a.instance is not None and a.part is None and name != a.instance:
+                yield (
+                    f"{a.id} uses {name}",
+                    with_action(plan, a.id, instance=name, reads=((name, a.reads[0][1]),)),
+                )
+        for need in a.needs:
+            rest = tuple(other for other in a.needs if other != need)
+            yield f"{a.id} without {need}", with_action(plan, a.id, needs=rest)
+        for part in plan.parts:
+            if a.part is not None and part.name != a.part:
+                yield f"{a.id} of {part.name}", with_action(plan, a.id, part=part.name)
+        for field in a.fields:
+            rest = tuple(other for other in a.fields if other != field)
+            yield f"{a.id} without {field}", with_action(plan, a.id, fields=rest)
+        spare = max(max(devices) for devices in plan.pools.values()) + 1
+        yield f"{a.id} elsewhere", with_action(plan, a.id, devices=(spare,))
+        if len(a.devices) > 1:
+            yield f"{a.id} on fewer devices", with_action(plan, a.id, devices=a.devices[1:])
+    for i in plan.instances:
+        others = tuple(replace(o, trained=not o.trained) if o == i else o for o in plan.instances)
+        yield f"{i.name} trained: {not i.trained}", replace(plan, instances=others)
+
+
+def slept(plan: Plan) -> Iterator[Mutant]:
+    """A sleep or wake of the other mode; a part that is awake at the start and should not be."""
+    for a in plan.actions:
+        if a.mode is not None:
+            mode = "offload" if a.mode == "discard" else "discard"
+            yield f"{a.id} {mode}", with_action(plan, a.id, mode=mode)
+    for part in plan.parts:
+        if part.name not in plan.awake_at_start:
+            more = (*plan.awake_at_start, part.name)
+            yield f"{part.name} awake at the start", replace(plan, awake_at_start=more)

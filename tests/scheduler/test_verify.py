@@ -1,0 +1,153 @@
+"""The verifier against an oracle that plays plans, and against plans that are wrong."""
+
+from __future__ import annotations
+
+import ast
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+import rlflow.scheduler.verify as verifier
+from rlflow.scheduler.compile import PASSES, Compiled
+from rlflow.scheduler.facts import Facts
+from rlflow.scheduler.plan import Plan
+from rlflow.scheduler.verify import MEANING, SHAPE, STAGES, verify
+from tests.scheduler.examples import COLOCATE, EXAMPLES, SPLIT, compiled_with, grpo
+from tests.scheduler.mutants import mutants, with_action, without_action
+from tests.scheduler.player import play
+from tests.scheduler.strategies import compiled
+
+
+@pytest.fixture(params=EXAMPLES)
+def example(request: pytest.FixtureRequest) -> Plan:
+    return EXAMPLES[request.param]().plan
+
+
+def test_stages_are_the_passes_in_their_order() -> None:
+    assert [name for name, _ in PASSES] == list(STAGES)
+
+
+def test_a_stage_that_is_no_pass_is_an_error() -> None:
+    with pytest.raises(ValueError, match="tuple"):
+        verify(EXAMPLES["grpo_split"]().plan, "never")
+
+
+def test_examples_hold_after_every_pass() -> None:
+    for make in EXAMPLES.values():
+        for stage, plan in make().stages:
+            assert [] == verify(plan, stage)
+
+
+def test_examples_between_them_insert_every_kind_of_action() -> None:
+    kinds = {a.kind for make in EXAMPLES.values() for a in make().plan.actions}
+    modes = {a.mode for make in EXAMPLES.values() for a in make().plan.actions}
+    assert {"run", "transfer", "reshard", "sleep", "wake"} == kinds
+    assert {None, "offload", "discard"} == modes
+
+
+def test_every_mutant_of_every_example_is_rejected(example: Plan) -> None:
+    accepted = [name for name, plan in mutants(example) if not verify(plan, "timing")]
+    assert [] == accepted
+
+
+def test_examples_play_without_a_violation(example: Plan) -> None:
+    for seed in range(8):
+        assert [] == play(example, seed)
+
+
+def test_the_oracle_sees_what_a_missing_dependency_does() -> None:
+    plan = EXAMPLES["grpo_split"]().plan
+    update = plan.action("actor.update")
+    early = with_action(plan, "actor.update", after=update.after[:1])
+    assert any(play(early, seed) for seed in range(30))
+
+
+@settings(max_examples=60)
+@given(found=compiled(), seed=st.integers(0, 999))
+def test_what_is_verified_plays_without_a_violation(found: Compiled, seed: int) -> None:
+    assert [] == play(found.plan, seed)
+
+
+@settings(max_examples=60)
+@given(found=compiled(), pick=st.integers(0, 10**6))
+def test_a_mutant_that_verifies_plays_without_a_violation(found: Compiled, pick: int) -> None:
+    every = list(mutants(found.plan))
+    name, plan = every[pick % len(every)]
+    if not verify(plan, "timing"):
+        for seed in range(6):
+            assert [] == play(plan, seed), name
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("grpo_split", lambda p: without_action(p, "reshard:actor@train->actor@gen"),
+         "actor.rollout reads actor@gen, which no reshard ever fills"),
+        ("grpo_split", lambda p: replace(p, budget=1000),
+         "bytes on device 0, the budget is 1000"),
+        ("grpo_colocate", lambda p: with_action(p, "actor.rollout", after=()),
+         "actor.rollout may start before prompts has made"),
+        ("grpo_colocate", lambda p: with_action(p, "eval", after=()),
+         "actor.update and eval may run on device 0 at the same time"),
+        ("grpo_pressure", lambda p: without_action(p, "wake:ref@all/weights"),
+         "ref.log_probs needs ref@all/weights, which is asleep"),
+    ],
+)  # fmt: skip
+def test_a_sentence_names_actions_and_figures(
+    name: str, change: Callable[[Plan], Plan], says: str
+) -> None:
+    assert says in "\n".join(verify(change(EXAMPLES[name]().plan), "timing"))
+
+
+def test_a_rule_is_silent_before_its_pass() -> None:
+    """Two runs on one device are in no order until pass `chain` writes it."""
+    stages = dict(compiled_with(grpo(), COLOCATE).stages)
+    assert [] == verify(stages["residency"], "residency")
+    assert any("at the same time" in text for text in verify(stages["residency"], "chain"))
+
+
+def test_iterations_cannot_run_ahead_without_bound() -> None:
+    """prompts waits for nothing but the host's last action of the iteration before."""
+    plan = compiled_with(grpo(), SPLIT).plan
+    free = with_action(plan, "prompts", after=())
+    assert Facts(plan=plan).precedes("prompts", "prompts", 1)
+    assert any("prompts" in text for text in verify(free, "timing"))
+
+
+def test_the_verifier_shares_no_code_with_the_passes() -> None:
+    allowed = ("rlflow.graph", "rlflow.scheduler.plan", "rlflow.scheduler.facts", "rlflow.errors")
+    folder = Path(verifier.__file__).parent
+    for file in (folder / "verify.py", folder / "facts.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("rlflow"):
+                assert str(node.module).startswith(allowed)
+
+
+def test_every_rule_says_what_it_holds() -> None:
+    assert all(rule.__doc__ and stage in STAGES for stage, rule in (*SHAPE, *MEANING))
+
+
+def test_a_thousand_actions_are_verified_in_a_second() -> None:
+    """250 copies of the pipeline side by side, one after another on the same devices."""
+    plan = compiled_with(grpo(every=0), SPLIT).plan
+    long = _repeated(plan, 150)
+    began = time.perf_counter()
+    Facts(plan=long).before  # noqa: B018
+    assert time.perf_counter() - began < 1
+    assert len(long.actions) >= 1000
+
+
+def _repeated(plan: Plan, times: int) -> Plan:
+    actions = []
+    for number in range(times):
+        for a in plan.actions:
+            after = [replace(dep, action=f"{dep.action}.{number}") for dep in a.after]
+            if number:
+                after += [replace(dep, action=f"{a.id}.{number - 1}") for dep in a.after[:1]]
+            actions.append(replace(a, id=f"{a.id}.{number}", after=tuple(after)))
+    return replace(plan, actions=tuple(actions))

@@ -1,0 +1,127 @@
+"""DOT of graphs and plans: a golden, and what must be told apart."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pygraphviz
+
+from rlflow.scheduler.plan import Plan
+from rlflow.viz.graph_dot import graph_digraph
+from rlflow.viz.look import ACTION_STYLES, PALETTE, graph_colours, model_colours
+from rlflow.viz.plan_dot import DEVICE_LINE, dependencies, plan_digraph
+from tests.viz.examples import ppo, ppo_plan, small_graph
+
+GOLDEN = Path(__file__).parent / "golden" / "small.dot"
+
+
+def parsed(source: str) -> pygraphviz.AGraph:
+    return pygraphviz.AGraph(string=source)
+
+
+def test_dot_of_the_small_graph_is_golden():
+    assert GOLDEN.read_text() == graph_digraph(small_graph().to_json(), "TB").source
+
+
+def test_every_node_is_drawn_once():
+    graph = ppo.trace()
+    drawn = parsed(graph_digraph(graph.to_json(), "LR").source)
+    assert sorted(node.name for node in graph.nodes) == sorted(drawn.nodes())
+
+
+def test_models_have_colours_of_their_own_by_declaration():
+    colours = graph_colours(ppo.trace().to_json())
+    assert dict(zip(("actor", "ref", "critic"), PALETTE, strict=False)) == colours
+
+
+def test_colours_start_again_after_the_last():
+    names = [f"m{index}" for index in range(len(PALETTE) + 1)]
+    assert PALETTE[0] == model_colours(names)[names[-1]]
+
+
+def lines_between(source: str, tail: str, head: str) -> list[str]:
+    """The lines of DOT that draw edges from `tail` to `head`, in the order of the layout."""
+    start = re.compile(rf'\s*"?{re.escape(tail)}"? -> "?{re.escape(head)}"? \[')
+    return [line for line in source.splitlines() if start.match(line)]
+
+
+def test_data_edges_are_solid_and_say_their_fields():
+    source = graph_digraph(small_graph().to_json(), "TB").source
+    (line,) = lines_between(source, "prompts", "actor.rollout")
+    assert "style=" not in line
+    assert ">prompt<" in line
+
+
+def test_weights_are_dashed_in_the_colour_of_their_model_with_their_distance():
+    source = graph_digraph(small_graph().to_json(), "TB").source
+    (line,) = [x for x in lines_between(source, "eval", "actor.update") if "dashed" in x]
+    assert f'color="{PALETTE[0]}"' in line
+    assert ">@1<" in line
+    assert "dir=back" in line, "laid out from the reader to the writer, drawn the other way"
+
+
+def test_order_is_dotted_and_left_out_beside_a_data_edge():
+    source = graph_digraph(small_graph().to_json(), "TB").source
+    assert 1 == sum("dotted" in x for x in lines_between(source, "eval", "actor.update"))
+    assert 0 == sum("dotted" in x for x in lines_between(source, "actor.rollout", "actor.update"))
+
+
+def test_a_pool_is_a_cluster_and_holds_its_actions(split: Plan):
+    drawn = parsed(plan_digraph(split.to_json(), split.graph.to_json(), "TB").source)
+    body = drawn.get_subgraph("cluster_plan")
+    pools = {c.name: set(c.nodes()) for c in body.subgraphs()}
+    assert {"actor.rollout", "ref.log_probs"} == pools["cluster_pool_gen"]
+    assert {"critic.values", "actor.update", "critic.update"} == pools["cluster_pool_train"]
+    assert {"prompts", "reward", "advantage"} == pools["cluster_pool_host"]
+    assert "reshard_actor@train->actor@gen" in set(drawn.nodes()) - set().union(*pools.values())
+
+
+def test_inserted_actions_look_like_their_kind_and_say_why(squeezed: Plan):
+    drawn = parsed(plan_digraph(squeezed.to_json(), squeezed.graph.to_json(), "TB").source)
+    moves = [a for a in squeezed.actions if a.kind in ("sleep", "wake")]
+    assert moves
+    for action in moves:
+        node = drawn.get_node(action.id.replace(":", "_"))
+        assert ACTION_STYLES[action.kind].fill == node.attr["fillcolor"]
+        assert action.reason.text.split()[0] in node.attr["label"]
+
+
+def test_gpu_plan_draws_transfers(home: Path):
+    plan = ppo_plan("gpus", home, "h100:4")
+    drawn = parsed(plan_digraph(plan.to_json(), plan.graph.to_json(), "TB").source)
+    fills = [drawn.get_node(node).attr["fillcolor"] for node in drawn.nodes()]
+    assert sum(a.kind == "transfer" for a in plan.actions) == fills.count(
+        ACTION_STYLES["transfer"].fill
+    )
+
+
+def test_edges_left_out_are_implied_by_those_that_are_drawn(squeezed: Plan):
+    document = squeezed.to_json()
+    drawn = list(dependencies(document))
+    reach: dict[str, set[str]] = {}
+    for action in squeezed.actions:
+        direct = {before for before, after, _, d in drawn if after == action.id and d == 0}
+        reach[action.id] = direct.union(*(reach[name] for name in direct))
+    for action in squeezed.actions:
+        for dep in action.after:
+            if dep.distance == 0:
+                assert dep.action in reach[action.id]
+            elif dep.kind in ("data", "weights", "device"):
+                assert (dep.action, action.id, dep.kind, dep.distance) in drawn
+
+
+def test_device_turns_are_light_and_later_iterations_dashed(split: Plan):
+    source = plan_digraph(split.to_json(), split.graph.to_json(), "TB").source
+    (turn,) = lines_between(source, "actor.update", "critic.update")
+    assert DEVICE_LINE in turn
+    (weights,) = lines_between(source, "reshard_actor@train->actor@gen", "actor.update")
+    assert "dashed" in weights
+    assert ">@1<" in weights
+
+
+def test_notes_and_peaks_are_in_the_picture(split: Plan):
+    source = plan_digraph(split.to_json(), split.graph.to_json(), "TB").source
+    assert split.notes[0].rule in source
+    assert "pool gen: device 1, peak memory" in source
+    assert "placement split" in source
