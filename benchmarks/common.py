@@ -157,7 +157,12 @@ def paired(
 
 
 def between(ends: Sequence[float], warmup: int) -> tuple[float, ...]:
-    """Seconds of every iteration after `warmup` of them, from the times they ended at."""
+    """Seconds of every iteration after `warmup` of them, from the times they ended at.
+
+    Raises ValueError for less than one iteration of warm-up: the first has no end before it.
+    """
+    if warmup < 1:
+        raise ValueError(f"warmup={warmup}, and the first iteration has no end before it")
     return tuple(b - a for a, b in zip(ends[warmup - 1 :], ends[warmup:], strict=False))
 
 
@@ -216,12 +221,14 @@ def cpu_name() -> str:
 
 def commit() -> str:
     """The commit measured, marked `+` where files differ from it."""
-    git = ["git", "-C", str(ROOT)]
-    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
-    if head.returncode:
-        return "unknown"
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+    head = git("rev-parse", "--short", "HEAD").strip()
+    return head + ("+" if git("status", "--porcelain") else "") if head else "unknown"
+
+
+def git(*words: str) -> str:
+    """What git says about this checkout; empty where it is none."""
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

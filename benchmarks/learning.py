@@ -6,7 +6,6 @@ start, with the same prompts, learning rate and batch. Seconds are those of trai
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -154,6 +153,11 @@ def at(curve: Curve, iteration: int) -> float:
     return curve.accuracy[curve.iterations.index(iteration)]
 
 
+def mean_of(rows: Sequence[Sequence[float]]) -> list[float]:
+    """The mean of every column."""
+    return [statistics.fmean(column) for column in zip(*rows, strict=True)]
+
+
 def draw(curves: Sequence[Curve], folder: Path) -> None:
     """Accuracy over iterations and over seconds, thin lines for seeds and a thick mean."""
     import matplotlib as mpl
@@ -162,13 +166,14 @@ def draw(curves: Sequence[Curve], folder: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9.5, 3.6), sharey=True, layout="constrained")
-    for side, (axis, over) in itertools.product(SIDES, zip(axes, ("iterations", "seconds"))):
+    for side in SIDES:
         mine = [curve for curve in curves if curve.side == side]
-        for curve in mine:
-            axis.plot(getattr(curve, over), curve.accuracy, color=COLORS[side], lw=0.8, alpha=0.4)
-        across = [statistics.fmean(column) for column in zip(*(getattr(c, over) for c in mine))]
-        up = [statistics.fmean(column) for column in zip(*(c.accuracy for c in mine))]
-        axis.plot(across, up, color=COLORS[side], lw=2, label=side)
+        accuracy = mean_of([curve.accuracy for curve in mine])
+        for axis, over in zip(axes, ("iterations", "seconds"), strict=True):
+            xs = [getattr(curve, over) for curve in mine]
+            for x, curve in zip(xs, mine, strict=True):
+                axis.plot(x, curve.accuracy, color=COLORS[side], lw=0.8, alpha=0.4)
+            axis.plot(mean_of(xs), accuracy, color=COLORS[side], lw=2, label=side)
     for axis, label in zip(axes, ("iteration", "seconds of training, one thread"), strict=True):
         axis.set_xlabel(label)
         axis.set_xlim(left=0)

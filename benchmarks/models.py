@@ -8,6 +8,7 @@ length on both sides, and neither does anything for it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 from common import CACHE, ROOT, read_jsonl, rlflow, run, say
 
+TRAINING = ROOT / "pipelines" / "sft_arithmetic.py"
 NEVER = "<never>"
 DONE = "made.json"
 
@@ -32,23 +34,20 @@ class Size:
     sft_iterations: int
     target: float
 
-    def wanted(self) -> dict[str, int]:
+    def wanted(self) -> dict[str, int | str]:
         """What the cached directory was made with."""
         return {
             "layers": self.layers,
             "hidden": self.hidden,
             "intermediate": self.intermediate,
             "sft_iterations": self.sft_iterations,
+            "pipeline": hashlib.sha256(TRAINING.read_bytes()).hexdigest(),
         }
 
 
 SIZES = (
-    Size(
-        name="2x128", layers=2, hidden=128, intermediate=512, sft_iterations=850, target=0.67
-    ),
-    Size(
-        name="4x256", layers=4, hidden=256, intermediate=1024, sft_iterations=675, target=0.8
-    ),
+    Size(name="2x128", layers=2, hidden=128, intermediate=512, sft_iterations=1000, target=0.67),
+    Size(name="4x256", layers=4, hidden=256, intermediate=1024, sft_iterations=675, target=0.8),
 )
 
 
@@ -75,10 +74,18 @@ def train(size: Size, path: Path, log: Path) -> float:
     """Fill `path` with trained weights; returns their greedy accuracy on held-out problems."""
     directory = CACHE / "runs" / f"sft-{size.name}"
     shutil.rmtree(directory, ignore_errors=True)
-    count = str(size.sft_iterations)
-    command = [rlflow(), "run", ROOT / "pipelines" / "sft_arithmetic.py", "--threads", "1"]
-    command += ["--set", f"model={path}", "--set", f"eval_every={count}", "--iterations", count]
-    run([*command, "--save-every", count, "--run-dir", directory, "--json"], log)
+    count = size.sft_iterations
+    command: list[str | Path] = [
+        rlflow(),
+        "run",
+        TRAINING,
+        "--threads",
+        "1",
+        "--set",
+        f"model={path}",
+    ]
+    command += ["--set", f"iterations={count}", "--set", f"eval_every={count}"]
+    run([*command, "--save-every", str(count), "--run-dir", directory, "--json"], log)
     (saved,) = (directory / "checkpoints").glob("*/student.safetensors")
     shutil.copyfile(saved, path / "model.safetensors")
     return float(read_jsonl(directory / "metrics.jsonl")[-1]["metrics"]["eval/reward"])

@@ -52,7 +52,8 @@ def run_rlflow(
     """Run a pipeline on one thread without checkpoints; its run directory and peak MB."""
     directory = CACHE / "runs" / name
     shutil.rmtree(directory, ignore_errors=True)
-    command = [rlflow(), "run", pipeline, "--threads", "1", "--iterations", str(iterations)]
+    command: list[str | Path] = [rlflow(), "run", pipeline, "--threads", "1"]
+    command += ["--iterations", str(iterations)]
     command += ["--save-every", str(NEVER), "--run-dir", directory, "--json"]
     for key, value in settings.items():
         command += ["--set", f"{key}={json.dumps(value) if not isinstance(value, str) else value}"]

@@ -10,7 +10,7 @@ Writes benchmarks/results/vs_trl.json and .md. benchmarks/README.md says how to 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ def measure(wanted: list[Case], counts: Counts, quick: bool) -> None:
     title = "GRPO: an iteration beside TRL 1.16.0"
     page = markdown_report(title, facts, [markdown_table(HEADER, rows)], NOTES)
     data = {"machine": facts, "cases": [case.as_json() for case in found]}
-    data["counts"] = {"pairs": counts.pairs, "warmup": counts.warmup}
+    data["counts"] = asdict(counts)
     write_results(folder, "vs_trl", data, page)
 
 

@@ -87,7 +87,8 @@ def main() -> None:
     title = "PPO: an iteration beside TRL 1.12.0"
     page = markdown_report(title, facts, [markdown_table(HEADER, rows)], NOTES)
     data = {"machine": facts, "cases": [case.as_json() for case in found]}
-    data["counts"] = {"pairs": options.pairs, "warmup": options.warmup}
+    names = ("pairs", "warmup", "iterations")
+    data["counts"] = {name: getattr(options, name) for name in names}
     write_results(folder, "vs_trl_ppo", data, page)
 
 

@@ -1,6 +1,6 @@
 """GRPO on two-digit addition: the whole algorithm, and two placements to compare.
 
-    rlflow run pipelines/grpo_arithmetic.py --placement split
+rlflow run pipelines/grpo_arithmetic.py --placement split
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from rlflow import ops
 class Config(rf.Config):
     """What `--set` may change."""
 
-    iterations: int = 300
-    prompts_per_iteration: int = 16
+    iterations: int = 400
+    prompts_per_iteration: int = 64
     group_size: int = 8
     kl_coef: float = 0.0
-    lr: float = 1e-4
+    lr: float = 2e-4
     model: str = "pipelines/assets/arith-tiny"
     eval_every: int = 25
 

@@ -70,4 +70,6 @@ def grpo_gsm8k(cfg: Config) -> None:
     ops.update(actor, samples, adv, ref_lp, loss=loss)
     held_out = questions(cfg.data, "test")
     every, limit = cfg.eval_every, cfg.eval_limit
-    ops.evaluate(actor, held_out, correct, every=every, limit=limit, max_new_tokens=longest, chat=True)
+    ops.evaluate(
+        actor, held_out, correct, every=every, limit=limit, max_new_tokens=longest, chat=True
+    )

@@ -1,6 +1,6 @@
 """PPO on two-digit addition: a critic, GAE, and the KL to a reference in the reward.
 
-    rlflow run pipelines/ppo_arithmetic.py
+rlflow run pipelines/ppo_arithmetic.py
 """
 
 from __future__ import annotations

@@ -38,8 +38,13 @@ def target_options(function: F) -> F:
     for option in (
         click.option("--threads", type=click.IntRange(1), help="Threads of each CPU device."),
         click.option("--devices", metavar="KIND:COUNT", help="Devices: cpu:2, cpu:2@4GB, h100:8."),
-        click.option("--set", "settings", multiple=True, metavar="KEY=VALUE",
-                     help="A field of the config; repeatable, later wins."),
+        click.option(
+            "--set",
+            "settings",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="A field of the config; repeatable, later wins.",
+        ),
         click.option("--placement", metavar="NAME", help="A placement; the first one by default."),
         click.argument("pipeline", metavar="PIPELINE"),
     ):
@@ -73,8 +78,12 @@ def check(as_json: bool, **options: Any) -> None:
 @cli.command()
 @target_options
 @click.option("--level", type=click.Choice(["graph", "plan"]), default="graph", show_default=True)
-@click.option("--format", "form", metavar="FORMAT",
-              help="text, mermaid, dot, svg, png, pdf or json; by suffix of -o if left out.")
+@click.option(
+    "--format",
+    "form",
+    metavar="FORMAT",
+    help="text, mermaid, dot, svg, png, pdf or json; by suffix of -o if left out.",
+)
 @click.option("-o", "--output", metavar="FILE", help="Where to write; - is standard output.")
 @click.option("--direction", type=click.Choice(["LR", "TB"]), default="LR", show_default=True)
 def viz(level: str, form: str | None, output: str | None, direction: str, **options: Any) -> None:
@@ -144,10 +153,20 @@ def plan(
 @click.option("-n", "--dry-run", is_flag=True, help="Compile and check everything; start nothing.")
 @click.option("--iterations", type=click.IntRange(1), help="Iterations; the config's by default.")
 @click.option("--run-dir", metavar="DIR", help="Where to write; runs/NAME-TIME by default.")
-@click.option("--resume", metavar="RUN", is_flag=False, flag_value="latest",
-              help="Continue a run directory; the latest one by default.")
-@click.option("--save-every", type=click.IntRange(1), default=50, show_default=True,
-              help="Iterations between checkpoints.")
+@click.option(
+    "--resume",
+    metavar="RUN",
+    is_flag=False,
+    flag_value="latest",
+    help="Continue a run directory; the latest one by default.",
+)
+@click.option(
+    "--save-every",
+    type=click.IntRange(1),
+    default=50,
+    show_default=True,
+    help="Iterations between checkpoints.",
+)
 @click.option("--backend", type=click.Choice(["local"]), help="Chosen by the plan if left out.")
 @click.option("-q", "--quiet", is_flag=True, help="Print warnings and the result only.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON only.")
@@ -177,7 +196,9 @@ def report(run_dir: str, output: str | None) -> None:
 @cli.command()
 @click.argument("run_dir", metavar="RUN")
 @click.option("-o", "--output", metavar="DIR", required=True, help="Where to write.")
-@click.option("--model", "name", metavar="NAME", help="Which trained model; the only one if left out.")
+@click.option(
+    "--model", "name", metavar="NAME", help="Which trained model; the only one if left out."
+)
 def export(run_dir: str, output: str, name: str | None) -> None:
     """Write a run's trained weights as a Hugging Face directory."""
     from rlflow.export import export as write

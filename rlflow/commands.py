@@ -142,28 +142,31 @@ def explain_action(plan: Plan, name: str) -> str:
     names = [action.id for action in plan.actions]
     if name not in names:
         raise UsageError(
-            Finding(code="E206", what=f"the plan has no action {name!r}",
-                    expected=", ".join(names), near=near_names(name, names))
+            Finding(
+                code="E206",
+                what=f"the plan has no action {name!r}",
+                expected=", ".join(names),
+                near=near_names(name, names),
+            )
         )
     return explain(plan, plan.action(name))
 
 
-def diff_placements(
-    pipeline: str, placements: tuple[str, ...], **options: Any
-) -> PlanDiff:
+def diff_placements(pipeline: str, placements: tuple[str, ...], **options: Any) -> PlanDiff:
     """Compile two placements of one pipeline and compare their plans."""
     declared = declare(Target(pipeline=pipeline, settings=options["settings"]))
     names = placements or tuple(declared.pipeline.placements)[:2]
     if len(names) != 2:
         raise UsageError(
-            Finding(code="E207", what=f"diff compares two placements, got {len(names)}",
-                    expected=", ".join(declared.pipeline.placements),
-                    fix=f"rlflow diff {pipeline} --placement A --placement B")
+            Finding(
+                code="E207",
+                what=f"diff compares two placements, got {len(names)}",
+                expected=", ".join(declared.pipeline.placements),
+                fix=f"rlflow diff {pipeline} --placement A --placement B",
+            )
         )
     plans = []
     for name in names:
         target = Target(pipeline=pipeline, placement=name, **options)
         plans.append(plan_declared(declared, target).compiled.plan)
     return compare(*plans)
-
-

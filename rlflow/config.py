@@ -36,14 +36,16 @@ def load_pipeline(target: str) -> Pipeline:
     if not path.is_file():
         raise UsageError(_no_file(path))
     module = _import(path)
-    found = {
-        key: value for key, value in vars(module).items() if isinstance(value, Pipeline)
-    }
+    found = {key: value for key, value in vars(module).items() if isinstance(value, Pipeline)}
     if name:
         if name not in found:
             raise UsageError(
-                Finding(code="E306", what=f"{path} has no pipeline {name!r}",
-                        expected=known_names(list(found)), near=near_names(name, found))
+                Finding(
+                    code="E306",
+                    what=f"{path} has no pipeline {name!r}",
+                    expected=known_names(list(found)),
+                    near=near_names(name, found),
+                )
             )
         return found[name]
     if len(found) != 1:
@@ -66,8 +68,12 @@ def _import(path: Path) -> ModuleType:
         raise
     except Exception as error:
         raise UsageError(
-            Finding(code="E307", what=f"{path} does not import: {type(error).__name__}: {error}",
-                    where=_where(path, error), got=own_traceback(path, error))
+            Finding(
+                code="E307",
+                what=f"{path} does not import: {type(error).__name__}: {error}",
+                where=_where(path, error),
+                got=own_traceback(path, error),
+            )
         ) from None
     finally:
         sys.path.pop(0)
@@ -97,8 +103,12 @@ def _no_file(path: Path) -> Finding:
     folder = path.parent
     names = [entry.name for entry in folder.glob("*.py")] if folder.is_dir() else []
     near = tuple(str(folder / name) for name in near_names(path.name, names))
-    return Finding(code="E306", what=f"there is no file {path}", near=near,
-                   got=f"Python files in {folder}: {known_names(sorted(names))}")
+    return Finding(
+        code="E306",
+        what=f"there is no file {path}",
+        near=near,
+        got=f"Python files in {folder}: {known_names(sorted(names))}",
+    )
 
 
 def _not_one(path: Path, names: list[str]) -> Finding:

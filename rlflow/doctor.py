@@ -16,9 +16,25 @@ from typing import Any
 
 from rlflow.scheduler.cluster import GB, machine_cores, machine_memory
 
-REQUIRED = ("torch", "transformers", "tensordict", "safetensors", "numpy", "networkx", "pydantic",
-            "graphviz", "click", "rich", "matplotlib", "tensorboard", "pyarrow")
-OPTIONAL = {"datasets": "pip install 'rlflow-engine[datasets]'", "pygraphviz": "pip install pygraphviz"}
+REQUIRED = (
+    "torch",
+    "transformers",
+    "tensordict",
+    "safetensors",
+    "numpy",
+    "networkx",
+    "pydantic",
+    "graphviz",
+    "click",
+    "rich",
+    "matplotlib",
+    "tensorboard",
+    "pyarrow",
+)
+OPTIONAL = {
+    "datasets": "pip install 'rlflow-engine[datasets]'",
+    "pygraphviz": "pip install pygraphviz",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +50,8 @@ class Row:
     def line(self) -> str:
         """The row as it is printed."""
         state = "missing" if self.missing else "ok"
-        return f"{state:<8} {self.name:<14} {self.found}{'   type: ' + self.fix if self.missing else ''}"
+        fix = f"   type: {self.fix}" if self.missing else ""
+        return f"{state:<8} {self.name:<14} {self.found}{fix}"
 
     def as_json(self) -> dict[str, Any]:
         """The row as plain data."""
@@ -48,8 +65,12 @@ def examine() -> list[Row]:
 
 def _machine() -> Iterator[Row]:
     version = platform.python_version()
-    yield Row(name="python", found=version, missing=sys.version_info < (3, 11),
-              fix="install Python 3.11 or later")
+    yield Row(
+        name="python",
+        found=version,
+        missing=sys.version_info < (3, 11),
+        fix="install Python 3.11 or later",
+    )
     yield Row(name="machine", found=f"{machine_cores()} cores, {machine_memory() / GB:.0f} GB")
     gpu = shutil.which("nvidia-smi")
     yield Row(name="gpu", found=gpu or "none: device kind cpu is used", required=False)
@@ -61,8 +82,9 @@ def _packages() -> Iterator[Row]:
         try:
             yield Row(name=name, found=importlib.metadata.version(name), fix=fix)
         except importlib.metadata.PackageNotFoundError:
-            yield Row(name=name, found="not installed", required=name in REQUIRED, missing=True,
-                      fix=fix)
+            yield Row(
+                name=name, found="not installed", required=name in REQUIRED, missing=True, fix=fix
+            )
 
 
 def _drawing() -> Row:
@@ -70,5 +92,9 @@ def _drawing() -> Row:
     if program:
         return Row(name="drawing", found=program)
     wheel = importlib.util.find_spec("pygraphviz") is not None
-    return Row(name="drawing", found="pygraphviz" if wheel else "neither dot nor pygraphviz",
-               missing=not wheel, fix="pip install pygraphviz")
+    return Row(
+        name="drawing",
+        found="pygraphviz" if wheel else "neither dot nor pygraphviz",
+        missing=not wheel,
+        fix="pip install pygraphviz",
+    )

@@ -10,9 +10,16 @@ from typing import Any
 from rlflow.errors import CheckpointError, Finding, UsageError, known_names, near_names
 from rlflow.scheduler.shapes import model_directory
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-                   "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
-                   "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 
 
 def export(run: Path, output: Path, name: str | None) -> tuple[Path, int]:
@@ -33,9 +40,13 @@ def export(run: Path, output: Path, name: str | None) -> tuple[Path, int]:
     chosen = name or trained[0]
     if chosen not in trained or (name is None and len(trained) > 1):
         raise UsageError(
-            Finding(code="E208", what=f"{run} trains {known_names(trained)}",
-                    got=name or "no --model", near=near_names(chosen, trained),
-                    fix=f"--model {trained[0]}")
+            Finding(
+                code="E208",
+                what=f"{run} trains {known_names(trained)}",
+                got=name or "no --model",
+                near=near_names(chosen, trained),
+                fix=f"--model {trained[0]}",
+            )
         )
     models: list[dict[str, Any]] = json.loads((run / "graph.json").read_text())["models"]
     spec = next(model for model in models if model["name"] == chosen)
@@ -56,6 +67,9 @@ def _empty_model(source: Path, spec: dict[str, Any]) -> Any:
     from rlflow.engines.loading import load_model
 
     return load_model(
-        str(source), dtype=getattr(torch, spec["dtype"]), device="cpu", head=spec["head"],
+        str(source),
+        dtype=getattr(torch, spec["dtype"]),
+        device="cpu",
+        head=spec["head"],
         init="random",
     )

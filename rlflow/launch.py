@@ -62,9 +62,15 @@ def launch(
     count = iterations or planned.declared.config.iterations
     if dry_run:
         _preflight(plan.graph, planned)
-        return Outcome(run_dir=None, iterations=0, metrics={}, text="" if as_json else
-                       f"{plan_text(plan)}\n\n  dry run: {count} iterations would run; "
-                       "nothing was started")
+        return Outcome(
+            run_dir=None,
+            iterations=0,
+            metrics={},
+            text=""
+            if as_json
+            else f"{plan_text(plan)}\n\n  dry run: {count} iterations would run; "
+            "nothing was started",
+        )
     if no_color:
         os.environ["NO_COLOR"] = "1"
     existing = _existing_run(resume, planned) if resume else None
@@ -124,8 +130,10 @@ def _execute(
     worker = Worker(plan, seed=config.seed, near=near)
     if directory is None:
         directory = RunDir.create(
-            Path(run_dir) if run_dir else None, plan.graph.name,
-            pipeline=planned.target.pipeline, command=["rlflow", *sys.argv[1:]],
+            Path(run_dir) if run_dir else None,
+            plan.graph.name,
+            pipeline=planned.target.pipeline,
+            command=["rlflow", *sys.argv[1:]],
         )
         directory.write_config(config.model_dump(mode="json"))
         directory.write_graph(plan.graph.to_json())

@@ -17,7 +17,7 @@ Rule = Callable[[Graph], Iterator[Finding]]
 
 
 def check_graph(graph: Graph, *, complete: bool = True) -> list[Finding]:
-    """Every finding of every rule; `complete=False` skips those that missing edges would mislead."""
+    """Every finding of every rule; `complete=False` skips those that missing edges mislead."""
     rules = RULES if complete else (acyclic,)
     return [finding for rule in rules for finding in rule(graph)]
 
@@ -83,7 +83,7 @@ def models_are_trained_or_not(graph: Graph) -> Iterator[Finding]:
         if model.optimizer is None and updates:
             yield Finding(
                 code="E114",
-                what=f"node {updates[0].name!r} updates model {model.name!r}, which has no optimizer",
+                what=f"{updates[0].name!r} updates model {model.name!r}, which has no optimizer",
                 where=updates[0].where,
                 got=f"{model.name} is declared at {model.where}",
                 fix=f'rf.Model("{model.name}", ..., optimizer=rf.AdamW(lr=1e-4))',
@@ -100,7 +100,7 @@ def groups_are_large_enough(graph: Graph) -> Iterator[Finding]:
         if dict(origin.params).get("n") == 1:
             yield Finding(
                 code="E110",
-                what=f"group op {node.name!r} compares samples of one prompt, but there is one each",
+                what=f"group op {node.name!r} compares samples of a prompt, but there is one each",
                 where=node.where,
                 got=f"{origin.name} draws n=1 at {origin.where}",
                 expected="n >= 2",

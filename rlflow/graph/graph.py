@@ -8,6 +8,7 @@ neither devices nor time.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -126,7 +127,9 @@ class Graph:
 
     def readers(self, model: str) -> tuple[Node, ...]:
         """The nodes that read a model's weights without writing them."""
-        return tuple(n for n in self.nodes if n.model == model and n.op.use in ("forward", "rollout"))
+        return tuple(
+            n for n in self.nodes if n.model == model and n.op.use in ("forward", "rollout")
+        )
 
     def lag(self, node: Node) -> int:
         """How many updates behind the newest weights a reader may be: the edge's distance - 1."""
@@ -138,8 +141,16 @@ class Graph:
             for source in node.sources:
                 fields = tuple(sorted(b.field.name for b in node.inputs if b.source == source))
                 reason = f"{node.name} reads {', '.join(fields)}"
-                edges.append(Edge(source=source, target=node.name, kind="data", distance=0,
-                                  reason=reason, fields=fields))
+                edges.append(
+                    Edge(
+                        source=source,
+                        target=node.name,
+                        kind="data",
+                        distance=0,
+                        reason=reason,
+                        fields=fields,
+                    )
+                )
         return edges
 
     def _weight_edges(self) -> list[Edge]:
@@ -152,26 +163,56 @@ class Graph:
             for reader in self.readers(model.name):
                 lag = self.lag(reader)
                 version = "i" if lag == 0 else f"i-{lag}"
-                edges.append(Edge(source=last.name, target=reader.name, kind="weights",
-                                  distance=1 + lag, model=model.name,
-                                  reason=f"{reader.name} reads {model.name} v{version}"))
-            edges.append(Edge(source=last.name, target=updates[0].name, kind="weights", distance=1,
-                              model=model.name, reason=f"{updates[0].name} trains {model.name} vi"))
+                edges.append(
+                    Edge(
+                        source=last.name,
+                        target=reader.name,
+                        kind="weights",
+                        distance=1 + lag,
+                        model=model.name,
+                        reason=f"{reader.name} reads {model.name} v{version}",
+                    )
+                )
+            edges.append(
+                Edge(
+                    source=last.name,
+                    target=updates[0].name,
+                    kind="weights",
+                    distance=1,
+                    model=model.name,
+                    reason=f"{updates[0].name} trains {model.name} vi",
+                )
+            )
         return edges
 
     def _order_edges(self) -> list[Edge]:
         edges = []
         for model in self.models:
             updates = self.updates(model.name)
-            for before, after in zip(updates, updates[1:], strict=False):
-                edges.append(Edge(source=before.name, target=after.name, kind="order", distance=0,
-                                  model=model.name, reason=f"both write {model.name}, as declared"))
+            for before, after in itertools.pairwise(updates):
+                edges.append(
+                    Edge(
+                        source=before.name,
+                        target=after.name,
+                        kind="order",
+                        distance=0,
+                        model=model.name,
+                        reason=f"both write {model.name}, as declared",
+                    )
+                )
             if not updates:
                 continue
             for reader in self.readers(model.name):
-                edges.append(Edge(source=reader.name, target=updates[0].name, kind="order",
-                                  distance=0, model=model.name,
-                                  reason=f"{reader.name} reads {model.name} before it is written"))
+                edges.append(
+                    Edge(
+                        source=reader.name,
+                        target=updates[0].name,
+                        kind="order",
+                        distance=0,
+                        model=model.name,
+                        reason=f"{reader.name} reads {model.name} before it is written",
+                    )
+                )
         return edges
 
     @cached_property
@@ -212,8 +253,13 @@ class Graph:
                 for n in self.nodes
             ],
             "edges": [
-                {"source": e.source, "target": e.target, "kind": e.kind, "distance": e.distance,
-                 "reason": e.reason}
+                {
+                    "source": e.source,
+                    "target": e.target,
+                    "kind": e.kind,
+                    "distance": e.distance,
+                    "reason": e.reason,
+                }
                 for e in self.edges
             ],
         }

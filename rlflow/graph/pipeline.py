@@ -104,7 +104,8 @@ def pipeline(
     def decorate(function: Callable[[Any], None]) -> Pipeline:
         code = function.__code__
         where = Source(
-            path=short_path(code.co_filename), line=code.co_firstlineno,
+            path=short_path(code.co_filename),
+            line=code.co_firstlineno,
             text=f"def {function.__name__}(...)",
         )
         return Pipeline(
@@ -191,7 +192,5 @@ def validation_findings(
         shown = f"{prefix}{key}" if key else error.title
         got = "" if problem["type"] == "missing" else f"{problem['input']!r:.120}"
         message = problem["msg"].removeprefix("Value error, ")
-        findings.append(
-            Finding(code=code, what=f"{shown}: {message}", where=where, got=got)
-        )
+        findings.append(Finding(code=code, what=f"{shown}: {message}", where=where, got=got))
     return findings

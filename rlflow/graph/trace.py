@@ -292,7 +292,7 @@ def _missing(
             code="E109",
             what=f"group op {op.name!r} ({node}) was given rows that are not grouped",
             where=where,
-            expected="the samples of a rollout, whose field 'group' says which rows belong together",
+            expected="the samples of a rollout: their field 'group' says which belong together",
             fix="pass the handle that ops.rollout(...) returned",
         )
     made_by = providers(wants.name)
@@ -327,7 +327,7 @@ def _row_set(
                 what=f"node {node!r} joins rows that do not belong together",
                 where=where,
                 got=f"rows made by {' and '.join(sorted(sets))}",
-                expected="fields of one row set: a rollout expands each prompt into n rows of its own",
+                expected="fields of one row set: a rollout makes n rows of its own of each prompt",
             )
         )
     if op.rows in ("new", "expand"):

@@ -122,9 +122,7 @@ def _outputs(
     return tuple(fields)
 
 
-def _not_a_field(
-    function: Callable[..., Any], what: str, paste: str, where: Source
-) -> Finding:
+def _not_a_field(function: Callable[..., Any], what: str, paste: str, where: Source) -> Finding:
     fix = "-> rf.Row[float]" if paste == "-> " else f"{paste}: rf.Row[float]"
     return Finding(
         code="E104",

@@ -131,8 +131,10 @@ def wrong_options(
                 fix=f"kl_coef=0.05, kl={given['kl']!r}",
             )
         )
-    if estimator.options.get("scale") == "group" and given.get("scale") == "none" and (
-        "std_eps" in given
+    if (
+        estimator.options.get("scale") == "group"
+        and given.get("scale") == "none"
+        and ("std_eps" in given)
     ):
         findings.append(
             Finding(

@@ -149,14 +149,15 @@ def rollout(
     )
     for holds, got, expected in checks:
         if not holds:
-            report(Finding(code="E118", what=f"a rollout with {got}", where=where, expected=expected))
+            report(
+                Finding(code="E118", what=f"a rollout with {got}", where=where, expected=expected)
+            )
     made = {field.name for field in ROLLOUT.outputs}
     carried = tuple(o for o in prompts.offers if o.field.level == "row" and o.name not in made)
     op = replace(
         ROLLOUT,
-        inputs=tuple(
-            Input(name=o.name, dtype=o.field.dtype, levels=("row",)) for o in carried
-        ) or ROLLOUT.inputs,
+        inputs=tuple(Input(name=o.name, dtype=o.field.dtype, levels=("row",)) for o in carried)
+        or ROLLOUT.inputs,
         outputs=(*ROLLOUT.outputs, *(row(o.name, o.field.dtype) for o in carried)),
     )
     params: dict[str, Any] = {"n": n, "max_new_tokens": max_new_tokens, "temperature": temperature}
@@ -217,11 +218,16 @@ def update(
     for holds, got, expected in (
         (epochs >= 1, f"epochs={epochs}", "epochs >= 1"),
         (mini_batches >= 1, f"mini_batches={mini_batches}", "mini_batches >= 1"),
-        (max_grad_norm is None or max_grad_norm > 0, f"max_grad_norm={max_grad_norm}",
-         "max_grad_norm > 0, or None for no clipping"),
+        (
+            max_grad_norm is None or max_grad_norm > 0,
+            f"max_grad_norm={max_grad_norm}",
+            "max_grad_norm > 0, or None for no clipping",
+        ),
     ):
         if not holds:
-            report(Finding(code="E118", what=f"an update with {got}", where=where, expected=expected))
+            report(
+                Finding(code="E118", what=f"an update with {got}", where=where, expected=expected)
+            )
     inputs, declined, extra = _loss_inputs(loss, handles, num_steps=epochs * mini_batches)
     if isinstance(loss, ValueLoss) and model.head != "value":
         report(
@@ -233,8 +239,13 @@ def update(
             )
         )
     op = replace(UPDATE, inputs=(*TOKENS, MASK, GROUPED, *inputs))
-    params = {"loss": loss, "epochs": epochs, "mini_batches": mini_batches,
-              "max_grad_norm": max_grad_norm, **extra}
+    params = {
+        "loss": loss,
+        "epochs": epochs,
+        "mini_batches": mini_batches,
+        "max_grad_norm": max_grad_norm,
+        **extra,
+    }
     return add_node(op, handles, model=model, params=params, name=name, declined=declined)
 
 
@@ -257,11 +268,23 @@ def evaluate(
     """
     op = replace(EVALUATE, function=function)
     if every < 1:
-        report(Finding(code="E118", what=f"an evaluation every {every} iterations",
-                       where=declared_at(), expected="every >= 1"))
+        report(
+            Finding(
+                code="E118",
+                what=f"an evaluation every {every} iterations",
+                where=declared_at(),
+                expected="every >= 1",
+            )
+        )
     _, batched = plain_inputs(function, skip=())
-    params = {"data": data, "function": function, "max_new_tokens": max_new_tokens,
-              "limit": limit, "temperature": temperature, "batched": batched}
+    params = {
+        "data": data,
+        "function": function,
+        "max_new_tokens": max_new_tokens,
+        "limit": limit,
+        "temperature": temperature,
+        "batched": batched,
+    }
     params |= {"chat": True} if chat else {}
     return add_node(op, (), model=model, params=params, name=name, every=max(every, 1))
 

@@ -40,8 +40,9 @@ class Display:
 
     def warn(self, text: str) -> None:
         """A line that is shown in any case."""
-        self.console.print(f"warning: {text}", style="yellow", highlight=False, markup=False,
-                           soft_wrap=True)
+        self.console.print(
+            f"warning: {text}", style="yellow", highlight=False, markup=False, soft_wrap=True
+        )
 
     @contextmanager
     def running(self, start: int, end: int) -> Iterator[None]:
@@ -50,9 +51,13 @@ class Display:
         if self.quiet or not self.console.is_terminal:
             yield
             return
-        columns = (TextColumn("{task.description:<22.22}"), BarColumn(bar_width=30),
-                   TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn(),
-                   TextColumn("{task.fields[numbers]}"))
+        columns = (
+            TextColumn("{task.description:<22.22}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.completed}/{task.total}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
+        )
         with Progress(*columns, console=self.console, transient=True) as progress:
             self._progress = progress
             self._task = progress.add_task("starting", total=end, completed=start, numbers="")
@@ -98,6 +103,9 @@ def shares(busy: Mapping[str, float]) -> str:
 def chosen_numbers(metrics: Mapping[str, float]) -> str:
     """The numbers worth a place on one line."""
     names = [name for name in SHOWN if name in metrics]
-    names += [name for name in sorted(metrics) if name.endswith(SHOWN_SUFFIXES)
-              and name not in names and not name.startswith("eval")]
+    names += [
+        name
+        for name in sorted(metrics)
+        if name.endswith(SHOWN_SUFFIXES) and name not in names and not name.startswith("eval")
+    ]
     return "  ".join(f"{name} {metrics[name]:.3f}" for name in names[:4])

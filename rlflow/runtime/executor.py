@@ -165,7 +165,8 @@ class Executor:
         if iteration > self.end or iteration >= self._limit:
             return False
         return all(
-            self._done[dep.action] > iteration - dep.distance or iteration - dep.distance < self.start
+            self._done[dep.action] > iteration - dep.distance
+            or iteration - dep.distance < self.start
             for dep in action.after
         )
 
@@ -213,4 +214,3 @@ def closing_actions(plan: Plan) -> frozenset[str]:
         or action.kind in ("sleep", "wake")
         or (action.kind == "reshard" and action.target in read)
     )
-

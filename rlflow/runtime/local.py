@@ -63,10 +63,22 @@ class LocalBackend:
             try:
                 metrics = self._worker.run(action, iteration)
             except BaseException as error:  # handed to the executor, which raises it
-                done(Completion(action=action.id, iteration=iteration, start=start,
-                                end=self._now(), error=error))
+                done(
+                    Completion(
+                        action=action.id,
+                        iteration=iteration,
+                        start=start,
+                        end=self._now(),
+                        error=error,
+                    )
+                )
                 continue
-            done(Completion(action=action.id, iteration=iteration, start=start, end=self._now(),
-                            metrics=metrics))
-
-
+            done(
+                Completion(
+                    action=action.id,
+                    iteration=iteration,
+                    start=start,
+                    end=self._now(),
+                    metrics=metrics,
+                )
+            )

@@ -55,8 +55,15 @@ def _check_node(graph: Graph, node: Node, source: DataSource, near: Path | None)
     params = dict(node.params)
     texts = [as_text(row["prompt"]) for row in source.rows()[:MOST_PROMPTS]]
     call = Call(
-        node=node.name, op=node.op, iteration=0, seed=0, params=params, wanted=frozenset(),
-        permutation=range, tokenizer=load_tokenizer, where=node.where,
+        node=node.name,
+        op=node.op,
+        iteration=0,
+        seed=0,
+        params=params,
+        wanted=frozenset(),
+        permutation=range,
+        tokenizer=load_tokenizer,
+        where=node.where,
     )
     try:
         tokens = token_rows(call, tokenizer, texts, "chat" in params)

@@ -82,9 +82,9 @@ class Run:
             barrier=self.settings.save_every,
         )
         try:
-            with self.display.running(self.start, self.settings.iterations):
-                with self._stop_on_interrupt(executor):
-                    done = executor.run()
+            shown = self.display.running(self.start, self.settings.iterations)
+            with shown, self._stop_on_interrupt(executor):
+                done = executor.run()
             self._save(done)
         except Exception as error:
             raise self._with_log(error) from error.__cause__
@@ -94,8 +94,10 @@ class Run:
             self._metrics.close()
             self._events.close()
         if self._stopping and done < self.settings.iterations:
-            raise Interrupted(summary=f"stopped after {done} of {self.settings.iterations} "
-                              f"iterations; continue with: {self.settings.resume_line}")
+            raise Interrupted(
+                summary=f"stopped after {done} of {self.settings.iterations} "
+                f"iterations; continue with: {self.settings.resume_line}"
+            )
         return done
 
     def started(self, action: Action, iteration: int) -> None:
@@ -128,7 +130,10 @@ class Run:
             state[loaded.instance.model] = loaded.train.optimizer_meta()
         self._metrics.sync()
         save_checkpoint(
-            self.directory.checkpoints, done, components, {"optimizers": state},
+            self.directory.checkpoints,
+            done,
+            components,
+            {"optimizers": state},
             identity(self.plan, self.settings),
         )
         self.saved = done
@@ -193,8 +198,11 @@ def _load(checkpoint: Checkpoint, name: str, loaded: Any) -> None:
     optimizer = checkpoint.components.get(f"{name}.optimizer")
     if weights is None or optimizer is None:
         raise CheckpointError(
-            Finding(code="E753", what=f"checkpoint {checkpoint.path} has no model {name!r}",
-                    got=", ".join(sorted(checkpoint.components)))
+            Finding(
+                code="E753",
+                what=f"checkpoint {checkpoint.path} has no model {name!r}",
+                got=", ".join(sorted(checkpoint.components)),
+            )
         )
     states: Any = checkpoint.state["optimizers"]
     loaded.restore(weights, optimizer, states[name], checkpoint.iteration)

@@ -325,5 +325,3 @@ def _fields_read(graph: Graph, node: Node) -> frozenset[str]:
         for bound in other.inputs
         if bound.source == node.name
     )
-
-

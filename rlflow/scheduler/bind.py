@@ -54,19 +54,31 @@ def _merge_equal(plan: Plan) -> Plan:
     for node in plan.graph.nodes:
         if node.op.effect != "pure" or node.op.rows != "same":
             continue
-        key = (node.op, node.inputs, repr(node.params), node.model, node.every, id(node.op.function))
+        key = (
+            node.op,
+            node.inputs,
+            repr(node.params),
+            node.model,
+            node.every,
+            id(node.op.function),
+        )
         first = seen.setdefault(key, node.name)
         if first != node.name:
             nodes = tuple(
-                replace(other, inputs=tuple(
-                    replace(b, source=first) if b.source == node.name else b for b in other.inputs
-                ))
+                replace(
+                    other,
+                    inputs=tuple(
+                        replace(b, source=first) if b.source == node.name else b
+                        for b in other.inputs
+                    ),
+                )
                 for other in plan.graph.nodes
                 if other.name != node.name
             )
             text = f"{node.name} computes what {first} computes: done once"
-            return _merge_equal(replace(plan, graph=replace(plan.graph, nodes=nodes)).noting(
-                "equal nodes", text))
+            return _merge_equal(
+                replace(plan, graph=replace(plan.graph, nodes=nodes)).noting("equal nodes", text)
+            )
     return plan
 
 
@@ -80,10 +92,12 @@ def _first_unused(graph: Graph) -> Node | None:
 
 def _drop(plan: Plan, unused: Node) -> Plan:
     why = next(
-        (f"{node.name} does not read {declined.field}: {declined.why}"
-         for node in plan.graph.nodes
-         for declined in node.declined
-         if declined.source == unused.name),
+        (
+            f"{node.name} does not read {declined.field}: {declined.why}"
+            for node in plan.graph.nodes
+            for declined in node.declined
+            if declined.source == unused.name
+        ),
         "nobody reads what it makes",
     )
     nodes = tuple(node for node in plan.graph.nodes if node.name != unused.name)
@@ -104,8 +118,11 @@ def bind(plan: Plan, context: Context) -> Plan:
     if findings:
         raise PlanError(*findings)
     made = replace(plan, instances=_instances(plan, chosen))
-    served = {serving_instance(made, node, chosen[node.name]).name
-              for node in plan.graph.nodes if node.model is not None}
+    served = {
+        serving_instance(made, node, chosen[node.name]).name
+        for node in plan.graph.nodes
+        if node.model is not None
+    }
     instances = tuple(instance for instance in made.instances if instance.name in served)
     findings = _trained_twice(plan, instances)
     findings += [f for instance in instances for f in _layout_findings(instance, plan, context)]
@@ -177,6 +194,8 @@ def _instances(plan: Plan, chosen: dict[str, On]) -> tuple[Instance, ...]:
         for node in nodes:
             made = _instance(node, chosen[node.name], plan, instances)
             known = instances.get(made.name)
+            if known is not None and (known.fsdp, known.tp) != (made.fsdp, made.tp):
+                raise PlanError(_two_layouts(node, made, known))
             uses = made.uses if known is None else tuple(dict.fromkeys((*known.uses, *made.uses)))
             instances[made.name] = replace(known or made, uses=uses)
     return tuple(instances.values())
@@ -195,8 +214,25 @@ def _instance(node: Node, where: On, plan: Plan, known: dict[str, Instance]) -> 
     if alone and where.weights != "shared":
         name = f"{name}/rollout"
     return Instance(
-        name=name, model=str(node.model), pool=where.pool, devices=devices, uses=(use,),
-        trained=use == "train", fsdp=fsdp, tp=tp,
+        name=name,
+        model=str(node.model),
+        pool=where.pool,
+        devices=devices,
+        uses=(use,),
+        trained=use == "train",
+        fsdp=fsdp,
+        tp=tp,
+    )
+
+
+def _two_layouts(node: Node, made: Instance, known: Instance) -> Finding:
+    return Finding(
+        code="E216",
+        what=f"{node.name} wants another layout of {made.name} than its other uses have",
+        where=node.where,
+        got=f"{made.layout()}; the others: {known.layout()}",
+        expected="one layout for the uses of a model that share its weights on a pool",
+        fix='rf.on(pool, weights="own") for a rollout, or a pool of its own',
     )
 
 
@@ -208,11 +244,14 @@ def _trained_twice(plan: Plan, instances: tuple[Instance, ...]) -> list[Finding]
         if len(trained) > 1:
             updates = plan.graph.updates(model.name)
             findings.append(
-                Finding(code="E215", where=updates[1].where,
-                        what=f"the updates of model {model.name!r} are placed on several pools",
-                        got=f"trained: {', '.join(trained)}",
-                        expected="one pool that holds the weights all of them write",
-                        fix=f'"{model.name}.train": rf.on("{instances[0].pool}")')
+                Finding(
+                    code="E215",
+                    where=updates[1].where,
+                    what=f"the updates of model {model.name!r} are placed on several pools",
+                    got=f"trained: {', '.join(trained)}",
+                    expected="one pool that holds the weights all of them write",
+                    fix=f'"{model.name}.train": rf.on("{instances[0].pool}")',
+                )
             )
     return findings
 
@@ -224,17 +263,23 @@ def _layout_findings(instance: Instance, plan: Plan, context: Context) -> list[F
     findings = []
     if count % ranks:
         findings.append(
-            Finding(code="E212", where=model.where,
-                    what=f"{instance.name}: fsdp={instance.fsdp} x tp={instance.tp} does not fit "
-                    f"pool {instance.pool!r} of {count} devices",
-                    got=f"{count} % {ranks} = {count % ranks}")
+            Finding(
+                code="E212",
+                where=model.where,
+                what=f"{instance.name}: fsdp={instance.fsdp} x tp={instance.tp} does not fit "
+                f"pool {instance.pool!r} of {count} devices",
+                got=f"{count} % {ranks} = {count % ranks}",
+            )
         )
         return findings
     if shape is not None and (shape.heads % instance.tp or shape.kv_heads % instance.tp):
         findings.append(
-            Finding(code="E213", where=model.where,
-                    what=f"{instance.name}: tp={instance.tp} does not divide the heads of {model.path}",
-                    got=f"{shape.heads} heads, {shape.kv_heads} key-value heads")
+            Finding(
+                code="E213",
+                where=model.where,
+                what=f"{instance.name}: tp={instance.tp} does not divide the heads of {model.path}",
+                got=f"{shape.heads} heads, {shape.kv_heads} key-value heads",
+            )
         )
     replicas = count // instance.tp
     for node in plan.graph.nodes:
@@ -242,10 +287,13 @@ def _layout_findings(instance: Instance, plan: Plan, context: Context) -> list[F
         parts = dict(node.params).get("mini_batches", 1)
         if prompts is not None and (prompts // parts) % replicas and replicas > 1:
             findings.append(
-                Finding(code="E214", where=node.where,
-                        what=f"{node.name}: {prompts // parts} prompts do not split over "
-                        f"{replicas} ranks of pool {instance.pool!r}, groups kept whole",
-                        expected=f"a multiple of {replicas}")
+                Finding(
+                    code="E214",
+                    where=node.where,
+                    what=f"{node.name}: {prompts // parts} prompts do not split over "
+                    f"{replicas} ranks of pool {instance.pool!r}, groups kept whole",
+                    expected=f"a multiple of {replicas}",
+                )
             )
     return findings
 
@@ -256,13 +304,26 @@ def _parts(instance: Instance, costs: Costs) -> list[Part]:
     def per_device(total: int | None) -> int | None:
         return None if total is None else -(-total // ranks)
 
-    weights = Part(name=instance.weights, instance=instance.name, kind="weights",
-                   size=per_device(costs.weight_bytes(instance.model)), devices=instance.devices)
+    weights = Part(
+        name=instance.weights,
+        instance=instance.name,
+        kind="weights",
+        size=per_device(costs.weight_bytes(instance.model)),
+        devices=instance.devices,
+    )
     if not instance.trained:
         return [weights]
     moments = per_device(costs.optimizer_bytes(instance.model))
-    return [weights, Part(name=instance.optimizer, instance=instance.name, kind="optimizer",
-                          size=moments, devices=instance.devices)]
+    return [
+        weights,
+        Part(
+            name=instance.optimizer,
+            instance=instance.name,
+            kind="optimizer",
+            size=moments,
+            devices=instance.devices,
+        ),
+    ]
 
 
 def serving_instance(plan: Plan, node: Node, where: On) -> Instance:
@@ -293,18 +354,28 @@ def _run(node: Node, where: On | None, plan: Plan, context: Context) -> Action:
             writes = ((instance.name, -1),)
     pool = where.pool if where else "host"
     return Action(
-        id=node.name, kind="run", node=node.name, pool=pool,
+        id=node.name,
+        kind="run",
+        node=node.name,
+        pool=pool,
         devices=plan.pools[where.pool] if where else (HOST,),
         instance=instance.name if instance else None,
         reason=Reason(rule="declared", text=_as_declared(node)),
-        after=after, needs=needs, reads=reads, writes=writes,
-        cost=context.costs.run(node, instance), every=node.every, closing=node.op.closing,
+        after=after,
+        needs=needs,
+        reads=reads,
+        writes=writes,
+        cost=context.costs.run(node, instance),
+        every=node.every,
+        closing=node.op.closing,
     )
 
 
 def _as_declared(node: Node) -> str:
     model = f"({node.model})" if node.model else ""
     period = f", every {node.every} iterations" if node.every != 1 else ""
-    return f"ops.{node.op.name}{model}{period}" if node.op.function is None else (
-        f"{node.op.name}{model} of {node.op.function.__name__}{period}"
+    return (
+        f"ops.{node.op.name}{model}{period}"
+        if node.op.function is None
+        else (f"{node.op.name}{model} of {node.op.function.__name__}{period}")
     )

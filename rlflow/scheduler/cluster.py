@@ -18,9 +18,17 @@ UNITS = {"MB": 1e6, "GB": 1e9}
 CPU_MEMORY_SHARE = 0.8
 
 
+def amount(size: float) -> str:
+    """Bytes as they are printed: `12.3 MB`."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of device: memory (bytes), dense bf16 compute (flop/s), memory and link bandwidth (B/s)."""
+    """A kind of device: memory (bytes), dense bf16 flop/s, memory and link bandwidth (B/s)."""
 
     name: str
     memory: float
@@ -33,14 +41,38 @@ class Kind:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind(name="a100", memory=80 * GB, flops=312e12, bandwidth=2.04e12, link=3e11,
-             source="NVIDIA A100 80GB SXM data sheet"),
-        Kind(name="h100", memory=80 * GB, flops=989e12, bandwidth=3.35e12, link=4.5e11,
-             source="NVIDIA H100 SXM data sheet"),
-        Kind(name="h200", memory=141 * GB, flops=989e12, bandwidth=4.8e12, link=4.5e11,
-             source="NVIDIA H200 SXM data sheet"),
-        Kind(name="b200", memory=180 * GB, flops=2250e12, bandwidth=7.7e12, link=9e11,
-             source="NVIDIA HGX B200 data sheet"),
+        Kind(
+            name="a100",
+            memory=80 * GB,
+            flops=312e12,
+            bandwidth=2.04e12,
+            link=3e11,
+            source="NVIDIA A100 80GB SXM data sheet",
+        ),
+        Kind(
+            name="h100",
+            memory=80 * GB,
+            flops=989e12,
+            bandwidth=3.35e12,
+            link=4.5e11,
+            source="NVIDIA H100 SXM data sheet",
+        ),
+        Kind(
+            name="h200",
+            memory=141 * GB,
+            flops=989e12,
+            bandwidth=4.8e12,
+            link=4.5e11,
+            source="NVIDIA H200 SXM data sheet",
+        ),
+        Kind(
+            name="b200",
+            memory=180 * GB,
+            flops=2250e12,
+            bandwidth=7.7e12,
+            link=9e11,
+            source="NVIDIA HGX B200 data sheet",
+        ),
     )
 }
 CPU_FLOPS_PER_THREAD = 30e9
@@ -63,7 +95,7 @@ class Cluster:
     def describe(self) -> str:
         """The printed form: kind, count, memory each, threads each."""
         threads = f", {self.threads} thread{'s' if self.threads > 1 else ''}" if self.is_cpu else ""
-        return f"{self.kind.name}:{self.count} ({self.kind.memory / GB:.1f} GB{threads} each)"
+        return f"{self.kind.name}:{self.count} ({amount(self.kind.memory)}{threads} each)"
 
 
 def machine_memory() -> float:
@@ -80,8 +112,14 @@ def cpu_cluster(count: int, threads: int | None = None, memory: float | None = N
     """`count` CPU devices with an even share of the cores and the memory, unless said."""
     each = threads if threads is not None else max(1, machine_cores() // count)
     share = memory if memory is not None else CPU_MEMORY_SHARE * machine_memory() / count
-    kind = Kind(name="cpu", memory=share, flops=CPU_FLOPS_PER_THREAD * each,
-                bandwidth=CPU_BANDWIDTH, link=CPU_BANDWIDTH, source="assumed for one CPU thread")
+    kind = Kind(
+        name="cpu",
+        memory=share,
+        flops=CPU_FLOPS_PER_THREAD * each,
+        bandwidth=CPU_BANDWIDTH,
+        link=CPU_BANDWIDTH,
+        source="assumed for one CPU thread",
+    )
     return Cluster(kind=kind, count=count, threads=each)
 
 
@@ -97,8 +135,12 @@ def parse_cluster(text: str | None, needed: int, threads: int | None = None) -> 
     match = SPEC.fullmatch(text)
     if match is None:
         raise UsageError(
-            Finding(code="E202", what=f"--devices {text!r} is not a cluster",
-                    expected="kind:count or kind:count@memory", fix="--devices cpu:2@4GB")
+            Finding(
+                code="E202",
+                what=f"--devices {text!r} is not a cluster",
+                expected="kind:count or kind:count@memory",
+                fix="--devices cpu:2@4GB",
+            )
         )
     kind, count = match["kind"], int(match["count"])
     memory = float(match["memory"]) * UNITS[match["unit"]] if match["memory"] else None
@@ -109,13 +151,23 @@ def parse_cluster(text: str | None, needed: int, threads: int | None = None) -> 
         return cpu_cluster(count, threads, memory)
     if kind not in KINDS:
         raise UsageError(
-            Finding(code="E202", what=f"--devices {text!r}: no device kind {kind!r} is known",
-                    expected=", ".join(["cpu", *KINDS]), near=near_names(kind, ["cpu", *KINDS]))
+            Finding(
+                code="E202",
+                what=f"--devices {text!r}: no device kind {kind!r} is known",
+                expected=", ".join(["cpu", *KINDS]),
+                near=near_names(kind, ["cpu", *KINDS]),
+            )
         )
     known = KINDS[kind]
     if memory is not None:
-        known = Kind(name=kind, memory=memory, flops=known.flops, bandwidth=known.bandwidth,
-                     link=known.link, source=known.source)
+        known = Kind(
+            name=kind,
+            memory=memory,
+            flops=known.flops,
+            bandwidth=known.bandwidth,
+            link=known.link,
+            source=known.source,
+        )
     return Cluster(kind=known, count=count)
 
 

@@ -61,7 +61,7 @@ def compile_plan(
     """
     if placement.num_devices() > cluster.count:
         raise PlanError(_too_few_devices(placement, cluster, name))
-    findings = unknown_assignments(graph, placement)
+    findings = [*unknown_assignments(graph, placement), *_not_compiled(placement, name)]
     if findings:
         raise PlanError(*findings)
     shapes: dict[str, Shape | None] = {m.name: model_shape(m, near) for m in graph.models}
@@ -91,6 +91,29 @@ def compile_plan(
             )
         stages.append((title, plan))
     return Compiled(plan=plan, stages=tuple(stages))
+
+
+def _not_compiled(placement: Placement, name: str) -> list[Finding]:
+    """A finding for what a placement may say and this compiler does not honour."""
+    findings = []
+    if placement.staleness:
+        findings.append(
+            Finding(
+                code="E402",
+                what=f"placement {name!r} asks for staleness={placement.staleness}",
+                expected="staleness=0: this version compiles synchronous plans only",
+                fix="staleness=0",
+            )
+        )
+    if "host" in placement.pools:
+        findings.append(
+            Finding(
+                code="E217",
+                what=f"placement {name!r} names a pool 'host'",
+                expected="another name: the host is where ops without a model run",
+            )
+        )
+    return findings
 
 
 def _is_local(placement: Placement, cluster: Cluster) -> bool:

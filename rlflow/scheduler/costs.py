@@ -17,6 +17,9 @@ from rlflow.scheduler.shapes import Shape, dtype_bytes
 
 ASSUMED_PROMPT_TOKENS = 64
 ASSUMED_RESPONSE_TOKENS = 256
+LOOKED_AT = 64
+MOST_ROWS = 300_000
+VALUE_BYTES = {"int64": 8, "float32": 4, "bool": 1, "text": 4}
 HOST_SECONDS_PER_ROW = 5e-6
 HOST_SECONDS = 2e-4
 ADAM_MOMENTS = 2
@@ -53,10 +56,38 @@ class Costs:
         return num_rows(self.graph, node) or 1
 
     def tokens(self, node: Node) -> tuple[int, int]:
-        """Prompt and response tokens of a row: prompts assumed, responses at their longest."""
+        """Prompt and response tokens of a row, at their longest.
+
+        A prompt is taken to be as many tokens as the longest of the first rows of local
+        data has characters, or an assumed number where the data is elsewhere.
+        """
         origin = self.graph.node(node.rows_of) if node.rows_of else node
         longest = dict(origin.params).get("max_new_tokens", ASSUMED_RESPONSE_TOKENS)
-        return ASSUMED_PROMPT_TOKENS, int(longest)
+        return self._prompt_tokens(node), int(longest)
+
+    def _prompt_tokens(self, node: Node) -> int:
+        origin = node
+        while "data" not in dict(origin.params):
+            parents = [self.graph.node(name) for name in origin.sources]
+            if not parents:
+                return ASSUMED_PROMPT_TOKENS
+            origin = parents[0]
+        source = origin.param("data")
+        if source.remote or (source.size() or MOST_ROWS) >= MOST_ROWS:
+            return ASSUMED_PROMPT_TOKENS
+        return max(len(str(row["prompt"])) for row in source.rows()[:LOOKED_AT])
+
+    def fields(self, node: Node, names: tuple[str, ...]) -> int:
+        """Bytes of a node's outputs: 8 an integer, 4 a float, 1 a bool, 4 a token of text."""
+        rows, (prompt, response) = self.rows(node), self.tokens(node)
+        total = 0
+        for name in names:
+            made = node.op.output(name)
+            if made is not None:
+                length = prompt if name.startswith("prompt") else response
+                wide = made.level == "token" or made.dtype == "text"
+                total += rows * VALUE_BYTES[made.dtype] * (length if wide else 1)
+        return total
 
     def run(self, node: Node, instance: Instance | None) -> Cost:
         """The cost of running a node once."""
@@ -100,7 +131,13 @@ class Costs:
         return flops / (self.cluster.kind.flops * COMPUTE_SHARE * ranks)
 
     def _decode(
-        self, shape: Shape, prompt_tokens: int, rows: int, steps: int, size: int, cache: int,
+        self,
+        shape: Shape,
+        prompt_tokens: int,
+        rows: int,
+        steps: int,
+        size: int,
+        cache: int,
         ranks: int,
     ) -> float:
         prefill = self._compute(2 * shape.parameters * prompt_tokens, ranks)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlflow.scheduler.order import seconds_of
 from rlflow.scheduler.plan import HOST, Plan
-from rlflow.scheduler.residency import amount
+from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.text import action_what, duration, table
 
 
@@ -42,7 +42,10 @@ def compare(first: Plan, second: Plan) -> PlanDiff:
     for action in first.actions:
         if action.id in names[1]:
             other = second.action(action.id)
-            here, there = f"{action.pool}{list(action.devices)}", f"{other.pool}{list(other.devices)}"
+            here, there = (
+                f"{action.pool}{list(action.devices)}",
+                f"{other.pool}{list(other.devices)}",
+            )
             if here != there and not action.on_host:
                 moved.append((action.id, here, there))
     figures = [(label, read(first), read(second)) for label, read in FIGURES]
@@ -112,7 +115,9 @@ def diff_text(diff: PlanDiff) -> str:
     for name, only in zip(diff.names, diff.only, strict=True):
         if only:
             lines += table([(f"only in {name}", ", ".join(only))])
-    lines += table([("moved", node, f"{a} -> {b}") for node, a, b in diff.moved]) if diff.moved else []
+    lines += (
+        table([("moved", node, f"{a} -> {b}") for node, a, b in diff.moved]) if diff.moved else []
+    )
     if diff.same:
         lines.append("  the plans are equal")
     return "\n".join(lines)

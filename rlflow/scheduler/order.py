@@ -110,15 +110,18 @@ def timing(plan: Plan, context: Context) -> Plan:
     busiest = max(busy, key=lambda device: (busy[device], -device))
     resource = busy[busiest]
     recurrence = _growth(plan, with_devices=False)
-    period = _growth(plan, with_devices=True)
+    period = max(_growth(plan, with_devices=True), resource, recurrence)
     binding = "order"
     if period <= resource * (1 + 1e-6):
         binding = "resource"
     elif period <= recurrence * (1 + 1e-6):
         binding = "recurrence"
     found = Timing(
-        resource_bound=resource, recurrence_bound=recurrence, period=period,
-        busiest=device_name(plan, busiest), binding=binding,  # type: ignore[arg-type]
+        resource_bound=resource,
+        recurrence_bound=recurrence,
+        period=period,
+        busiest=device_name(plan, busiest),
+        binding=binding,  # type: ignore[arg-type]
     )
     return replace(plan, timing=found)
 

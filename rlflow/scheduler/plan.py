@@ -2,7 +2,7 @@
 
 An action instance is (action, iteration). It may start when all that it comes `after`
 has finished, each in the iteration that many distances earlier; nothing else orders
-it. The plan knows devices by number and bodies not at all.
+it. An instance that `every` or `first` skips is over when what it comes after is over. The plan knows devices by number and bodies not at all.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """A model loaded on a pool: its layout and the uses it serves. One instance is the trained one."""
+    """A model loaded on a pool: its layout and the uses it serves; one of them is trained."""
 
     name: str
     model: str

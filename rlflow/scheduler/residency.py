@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from rlflow.errors import Finding, PlanError
 from rlflow.scheduler.bind import Context
+from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.order import device_name
 from rlflow.scheduler.plan import HOST, Action, Dep, Mode, Part, Plan, Reason
 
@@ -35,8 +36,11 @@ def residency(plan: Plan, context: Context) -> Plan:
     sizes = {part.name: part.size or 0 for part in plan.parts}
     unknown = sorted({part.instance for part in plan.parts if part.size is None})
     if unknown:
-        plan = plan.noting("unknown size", f"{', '.join(unknown)}: the files are not on this "
-                           "machine, so memory is not proven to fit")
+        plan = plan.noting(
+            "unknown size",
+            f"{', '.join(unknown)}: the files are not on this "
+            "machine, so memory is not proven to fit",
+        )
     start: frozenset[str] = frozenset()
     moves: list[Move] = []
     for _ in range(MAX_ROUNDS):
@@ -54,7 +58,7 @@ def residency(plan: Plan, context: Context) -> Plan:
 def _play(
     plan: Plan, start: frozenset[str], sizes: dict[str, int]
 ) -> tuple[list[Move], frozenset[str]]:
-    """One iteration from the parts awake at its start: the moves it needs, and who is awake after."""
+    """One iteration from the parts awake at its start: its moves, and who is awake after."""
     awake = set(start)
     moves: list[Move] = []
     for index, action in enumerate(plan.actions):
@@ -76,7 +80,7 @@ def _without_useless(
     """Drop wakes that nobody uses and sleeps whose part fits, each with the move that undoes it."""
     for wake in [move for move in moves if move.wake]:
         undo, slots = _until_undone(plan, moves, wake)
-        if not any(wake.part in action.needs for n in slots for action in plan.actions[n:n + 1]):
+        if not any(wake.part in action.needs for n in slots for action in plan.actions[n : n + 1]):
             start = start - {wake.part} if undo.index <= wake.index else start
             moves = [move for move in moves if move not in (wake, undo)]
     loads = _loads(plan, moves, start, sizes)
@@ -95,7 +99,7 @@ def _without_useless(
 def _until_undone(plan: Plan, moves: list[Move], move: Move) -> tuple[Move, list[int]]:
     """The next move of the same part around the cycle, and the slots of `_loads` until then."""
     at = moves.index(move)
-    undo = next(m for m in (*moves[at + 1:], *moves[:at]) if m.part == move.part)
+    undo = next(m for m in (*moves[at + 1 :], *moves[:at]) if m.part == move.part)
     count = len(plan.actions) + 1
     length = (undo.index - move.index - 1) % count + 1
     return undo, [(move.index + ahead) % count for ahead in range(length)]
@@ -106,8 +110,9 @@ def _loads(
 ) -> list[dict[int, int]]:
     """Bytes on every device during each action, and last at the end of the iteration."""
     devices = sorted({device for part in plan.parts for device in part.devices})
-    end = Action(id="end", kind="run", reason=Reason(rule="end", text="end"), devices=(HOST,),
-                 pool="host")
+    end = Action(
+        id="end", kind="run", reason=Reason(rule="end", text="end"), devices=(HOST,), pool="host"
+    )
     awake = set(start)
     loads = []
     for index, action in enumerate((*plan.actions, end)):
@@ -136,9 +141,7 @@ def _victims(
     return victims
 
 
-def _load(
-    plan: Plan, device: int, awake: set[str], action: Action, sizes: dict[str, int]
-) -> int:
+def _load(plan: Plan, device: int, awake: set[str], action: Action, sizes: dict[str, int]) -> int:
     held = sum(sizes[part] for part in awake if device in plan.part(part).devices)
     return held + ((action.cost.transient or 0) if device in action.devices else 0)
 
@@ -153,8 +156,10 @@ def _next_use(plan: Plan, index: int, part: str) -> int:
 
 
 def _does_not_fit(plan: Plan, action: Action, device: int, sizes: dict[str, int]) -> Finding:
-    holders = sorted(((sizes[name], name) for name in action.needs
-                      if device in plan.part(name).devices), reverse=True)
+    holders = sorted(
+        ((sizes[name], name) for name in action.needs if device in plan.part(name).devices),
+        reverse=True,
+    )
     rows = [f"{amount(size)} {name}" for size, name in holders]
     rows.append(f"{amount(action.cost.transient or 0)} used while it runs")
     total = sum(size for size, _ in holders) + (action.cost.transient or 0)
@@ -168,23 +173,13 @@ def _does_not_fit(plan: Plan, action: Action, device: int, sizes: dict[str, int]
     )
 
 
-def amount(size: float) -> str:
-    """Bytes as they are printed: `12.3 MB`."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size:.0f} B"
-
-
 def _return_to(start: frozenset[str], end: frozenset[str], index: int) -> list[Move]:
     """Moves at the end of the iteration that bring back the state it began with."""
     asleep = [Move(index=index, part=part, wake=False) for part in sorted(end - start)]
     return asleep + [Move(index=index, part=part, wake=True) for part in sorted(start - end)]
 
 
-def _insert(
-    plan: Plan, moves: list[Move], start: frozenset[str], context: Context
-) -> Plan:
+def _insert(plan: Plan, moves: list[Move], start: frozenset[str], context: Context) -> Plan:
     """The plan with an action for every move, ordered against the users of its part."""
     modes = _modes(plan, moves)
     actions: list[Action] = []
@@ -208,10 +203,11 @@ def _modes(plan: Plan, moves: list[Move]) -> dict[Move, Mode]:
     """Discard what a reshard overwrites before anyone reads it; offload the rest."""
     modes: dict[Move, Mode] = {}
     for move in moves:
-        following = [*plan.actions[move.index:], *plan.actions[: move.index]]
+        following = [*plan.actions[move.index :], *plan.actions[: move.index]]
         user = next((a for a in following if move.part in a.needs), None)
         overwritten = (
-            user is not None and user.kind == "reshard"
+            user is not None
+            and user.kind == "reshard"
             and user.target == plan.part(move.part).instance
         )
         modes[move] = "discard" if overwritten else "offload"
@@ -225,7 +221,9 @@ def _action(plan: Plan, move: Move, mode: Mode, number: int, context: Context) -
     suffix = f"#{number}" if number > 1 else ""
     instance = plan.instance(part.instance)
     if move.wake:
-        text = f"{before} needs it" + (": allocated, the reshard fills it" if mode == "discard" else "")
+        text = f"{before} needs it" + (
+            ": allocated, the reshard fills it" if mode == "discard" else ""
+        )
         rule = "needed"
     else:
         text = f"{before} would not fit; farthest next use"
@@ -256,7 +254,7 @@ def _order_moves(actions: list[Action]) -> tuple[Action, ...]:
         users = [a.id for a in actions[:index] if action.part in (*a.needs, a.part)]
         deps = tuple(Dep(action=name, distance=0, kind="order") for name in users[-1:])
         if not deps:
-            later = [a.id for a in actions[index + 1:] if action.part in (*a.needs, a.part)]
+            later = [a.id for a in actions[index + 1 :] if action.part in (*a.needs, a.part)]
             deps = tuple(Dep(action=name, distance=1, kind="order") for name in later[-1:])
         result.append(replace(action, after=(*action.after, *deps)))
     return tuple(result)

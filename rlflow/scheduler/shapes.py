@@ -98,9 +98,7 @@ def read_shape(directory: Path) -> Shape:
     try:
         config = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(
-            Finding(code="E205", what=f"{path} is not JSON: {error}")
-        ) from None
+        raise UsageError(Finding(code="E205", what=f"{path} is not JSON: {error}")) from None
     get = _first_of(config, path)
     hidden, heads = get("hidden_size", "n_embd"), get("num_attention_heads", "n_head")
     layers, vocab = get("num_hidden_layers", "n_layer"), get("vocab_size")
@@ -116,8 +114,14 @@ def read_shape(directory: Path) -> Shape:
     else:
         source = "safetensors headers"
     return Shape(
-        parameters=counted, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads,
-        head_dim=head_dim, vocab=vocab, source=source,
+        parameters=counted,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=vocab,
+        source=source,
         context=config.get("max_position_embeddings") or config.get("n_positions") or 0,
     )
 
@@ -128,8 +132,11 @@ def _first_of(config: dict[str, Any], path: Path) -> Any:
             if name in config:
                 return int(config[name])
         raise UsageError(
-            Finding(code="E205", what=f"{path} has no {' or '.join(names)}",
-                    expected="the config.json of a Hugging Face causal language model")
+            Finding(
+                code="E205",
+                what=f"{path} has no {' or '.join(names)}",
+                expected="the config.json of a Hugging Face causal language model",
+            )
         )
 
     return get

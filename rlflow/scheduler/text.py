@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlflow.scheduler.order import device_name
 from rlflow.scheduler.plan import Action, Plan
-from rlflow.scheduler.residency import amount
+from rlflow.scheduler.cluster import amount
 
 HEADINGS = ("#", "action", "what", "on", "est", "peak", "because")
 
@@ -81,8 +81,19 @@ def plan_text(plan: Plan) -> str:
         f"  pools      {pools}   backend {plan.backend}",
     ]
     if plan.instances:
-        named = [(i.name, "trained" if i.trained else "frozen" if not _resharded(plan, i.name)
-                 else "resharded", i.layout(), ", ".join(i.uses)) for i in plan.instances]
+        named = [
+            (
+                i.name,
+                "trained"
+                if i.trained
+                else "frozen"
+                if not _resharded(plan, i.name)
+                else "resharded",
+                i.layout(),
+                ", ".join(i.uses),
+            )
+            for i in plan.instances
+        ]
         lines += ["", "  weights", *table(named, "    ")]
     if plan.actions:
         rows = [action_row(n, action, plan) for n, action in enumerate(plan.actions, 1)]
@@ -146,7 +157,12 @@ def explain(plan: Plan, action: Action) -> str:
         rows.append(("waits for", f"{dep.action}{turn}   ({dep.kind})"))
     rows.append(("needs", ", ".join(action.needs) or "no weights"))
     transient = action.cost.transient
-    rows.append(("memory", f"{amount(transient or 0)} while it runs, "
-                 f"{'-' if action.peak is None else amount(action.peak)} in all"))
+    rows.append(
+        (
+            "memory",
+            f"{amount(transient or 0)} while it runs, "
+            f"{'-' if action.peak is None else amount(action.peak)} in all",
+        )
+    )
     rows.append(("estimate", f"{duration(action.cost.seconds)}   from {action.cost.source}"))
     return "\n".join([action.id, *table(rows)])

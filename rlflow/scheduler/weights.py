@@ -6,6 +6,7 @@ use of the trained instance gets none, and is ordered before the write instead.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from math import gcd
 
@@ -36,14 +37,12 @@ def weights(plan: Plan, context: Context) -> Plan:
                 for reader in readers:
                     extra[reader.id].append(Dep(action=reshard.id, distance=0, kind="weights"))
                 actions.append(reshard)
-    return replace(plan, actions=tuple(
-        replace(a, after=(*a.after, *extra[a.id])) for a in actions
-    ))
+    return replace(plan, actions=tuple(replace(a, after=(*a.after, *extra[a.id])) for a in actions))
 
 
 def _chain_updates(updates: tuple[Node, ...], extra: dict[str, list[Dep]]) -> None:
     extra[updates[0].name].append(Dep(action=updates[-1].name, distance=1, kind="weights"))
-    for before, after in zip(updates, updates[1:], strict=False):
+    for before, after in itertools.pairwise(updates):
         extra[after.name].append(Dep(action=before.name, distance=0, kind="order"))
 
 
@@ -103,10 +102,12 @@ def transfer(plan: Plan, context: Context) -> Plan:
     if context.cluster.is_cpu:
         crossing = _crossing_edges(plan)
         if crossing:
-            return plan.noting("no transfer", f"{len(crossing)} edges cross pools within one "
-                               "process: rows stay where they are")
+            return plan.noting(
+                "no transfer",
+                f"{len(crossing)} edges cross pools within one process: rows stay where they are",
+            )
         return plan
-    return _insert_transfers(plan, _crossing_edges(plan))
+    return _insert_transfers(plan, _crossing_edges(plan), context)
 
 
 def _crossing_edges(plan: Plan) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -122,7 +123,9 @@ def _crossing_edges(plan: Plan) -> list[tuple[str, str, tuple[str, ...]]]:
     return crossing
 
 
-def _insert_transfers(plan: Plan, crossing: list[tuple[str, str, tuple[str, ...]]]) -> Plan:
+def _insert_transfers(
+    plan: Plan, crossing: list[tuple[str, str, tuple[str, ...]]], context: Context
+) -> Plan:
     """One transfer for each producer and destination, serving every consumer there."""
     merged: dict[tuple[str, tuple[int, ...]], tuple[list[str], set[str]]] = {}
     for source, target, fields in crossing:
@@ -136,20 +139,28 @@ def _insert_transfers(plan: Plan, crossing: list[tuple[str, str, tuple[str, ...]
         moved = Action(
             id=f"transfer:{source}->{pool}",
             kind="transfer",
-            reason=Reason(rule="rows elsewhere", text=f"{source} makes {', '.join(sorted(names))} "
-                          f"on {actions[source].pool}; {' and '.join(consumers)} read on {pool}"),
+            reason=Reason(
+                rule="rows elsewhere",
+                text=f"{source} makes {', '.join(sorted(names))} "
+                f"on {actions[source].pool}; {' and '.join(consumers)} read on {pool}",
+            ),
             devices=devices,
             pool=pool,
             node=source,
             fields=tuple(sorted(names)),
             after=(Dep(action=source, distance=0, kind="data"),),
             transport="point to point",
+            cost=context.costs.copy(
+                context.costs.fields(plan.graph.node(source), tuple(sorted(names)))
+            ),
             every=actions[source].every,
         )
         actions[moved.id] = moved
         for consumer in consumers:
             after = tuple(
-                replace(dep, action=moved.id) if dep.kind == "data" and dep.action == source else dep
+                replace(dep, action=moved.id)
+                if dep.kind == "data" and dep.action == source
+                else dep
                 for dep in actions[consumer].after
             )
             actions[consumer] = replace(actions[consumer], after=after)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import graphviz
 import networkx as nx
 
-from rlflow.scheduler.residency import amount
+from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.text import duration
 from rlflow.viz.graph_dot import Direction
 from rlflow.viz.legend import (

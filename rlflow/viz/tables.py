@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlflow.runtime.spans import summarise
-from rlflow.scheduler.residency import amount
+from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.text import duration
 from rlflow.viz.look import Document
 from rlflow.viz.runfiles import RunFiles, device_label, measured_seconds

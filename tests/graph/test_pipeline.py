@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 import rlflow as rf
 from rlflow.errors import GraphError, UsageError
@@ -18,7 +18,7 @@ class Settings(rf.Config):
     group_size: int = 8
     lr: float = 1e-3
     name: str = "a"
-    sizes: list[int] = [1]
+    sizes: list[int] = Field(default=[1])
     limit: int | None = None
 
 

@@ -135,9 +135,7 @@ def test_all_findings_come_at_once():
 
     found = findings(declare)
 
-    assert ["advantage", "actor.update"] == list(
-        dict.fromkeys(f.what.split("'")[1] for f in found)
-    )
+    assert ["advantage", "actor.update"] == list(dict.fromkeys(f.what.split("'")[1] for f in found))
     assert len(found) >= 4
 
 

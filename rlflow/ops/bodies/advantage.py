@@ -18,7 +18,9 @@ def gae(call: Call) -> Output:
     """Generalised advantage estimates and returns per token."""
     fields = _fields(call)
     rewards, metrics = _token_rewards(call, fields)
-    made = formulas.gae(rewards, fields["values"], fields[MASK], **_options(call, "gamma", "lam", "whiten"))
+    made = formulas.gae(
+        rewards, fields["values"], fields[MASK], **_options(call, "gamma", "lam", "whiten")
+    )
     return _token_output(call, made, metrics)
 
 
@@ -42,7 +44,9 @@ def rloo(call: Call) -> Output:
     """Leave-one-out advantages, one a row."""
     fields = _fields(call)
     reward, metrics = _row_rewards(call, fields)
-    return _row_output(call, formulas.rloo(reward, fields["group"], **_options(call, "single")), metrics)
+    return _row_output(
+        call, formulas.rloo(reward, fields["group"], **_options(call, "single")), metrics
+    )
 
 
 def _fields(call: Call) -> dict[str, Tensor]:

@@ -56,8 +56,12 @@ def token_rows(call: Call, tokenizer: Any, texts: list[str], chat: bool) -> Tens
     for text, row in zip(texts, rows, strict=True):
         if not row:
             raise RunError(
-                Finding(code="E633", what=f"{call.node}: a prompt without a token", where=call.where,
-                        got=repr(text))
+                Finding(
+                    code="E633",
+                    what=f"{call.node}: a prompt without a token",
+                    where=call.where,
+                    got=repr(text),
+                )
             )
     return ragged_rows(rows, torch.int64)
 
@@ -65,8 +69,12 @@ def token_rows(call: Call, tokenizer: Any, texts: list[str], chat: bool) -> Tens
 def _chat_tokens(call: Call, tokenizer: Any, text: str) -> list[int]:
     if not tokenizer.chat_template:
         raise RunError(
-            Finding(code="E632", what=f"{call.node}: the tokenizer has no chat template",
-                    where=call.where, fix="chat=False")
+            Finding(
+                code="E632",
+                what=f"{call.node}: the tokenizer has no chat template",
+                where=call.where,
+                fix="chat=False",
+            )
         )
     messages = json.loads(text) if text.startswith("[{") else [{"role": "user", "content": text}]
     encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)

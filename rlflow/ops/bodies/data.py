@@ -40,8 +40,11 @@ def tokenize(call: Call) -> Output:
     for row, response in enumerate(written):
         if not response:
             raise DataError(
-                Finding(code="E634", what=f"{call.node}: an empty response in row {row}",
-                        where=call.where)
+                Finding(
+                    code="E634",
+                    what=f"{call.node}: an empty response in row {row}",
+                    where=call.where,
+                )
             )
     encoded = tokenizer(written, add_special_tokens=False)["input_ids"]
     responses = ragged_rows([[*ids, tokenizer.eos_token_id] for ids in encoded], torch.int64)

@@ -21,5 +21,8 @@ def _scored(call: Call, output: str, temperature: float) -> Output:
     inputs = inputs_of(call)
     made = model_of(call).forward(inputs, outputs=(output,), temperature=temperature)[output]
     field = ragged_like(made, inputs["response_tokens"])
-    return Output(fields={call.outputs[0]: field}, rows=num_rows(inputs),
-                  metrics={"mean": made.double().mean().item() if len(made) else 0.0})
+    return Output(
+        fields={call.outputs[0]: field},
+        rows=num_rows(inputs),
+        metrics={"mean": made.double().mean().item() if len(made) else 0.0},
+    )

@@ -31,8 +31,12 @@ def reward(call: Call) -> Output:
     scores = score(call, function, columns, num_rows(inputs), call.params["batched"], options)
     rewards = torch.tensor(scores, dtype=torch.float32)
     wide = rewards.double()
-    metrics = {"mean": wide.mean().item(), "std": wide.std(correction=0).item(),
-               "min": wide.min().item(), "max": wide.max().item()}
+    metrics = {
+        "mean": wide.mean().item(),
+        "std": wide.std(correction=0).item(),
+        "min": wide.min().item(),
+        "max": wide.max().item(),
+    }
     return Output(fields={"reward": rewards}, rows=len(scores), metrics=metrics)
 
 
@@ -65,7 +69,9 @@ def score(
         try:
             value = function(**sample, **extra)
         except Exception as error:
-            raise _broken(call, function, index, sample, f"{type(error).__name__}: {error}") from error
+            raise _broken(
+                call, function, index, sample, f"{type(error).__name__}: {error}"
+            ) from error
         results.append(_number(call, function, index, sample, value))
     return results
 

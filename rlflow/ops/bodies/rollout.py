@@ -106,4 +106,3 @@ def evaluate(call: Call) -> Output:
             "finished": made.finished.double().mean().item(),
         }
     )
-

@@ -40,7 +40,9 @@ def _made(call: Call, inputs: Batch) -> Mapping[str, Tensor]:
     if function is None:
         raise AssertionError(f"node {call.node} has no function")
     keyword_only = inspect.Parameter.KEYWORD_ONLY
-    names = [p.name for p in inspect.signature(function).parameters.values() if p.kind != keyword_only]
+    names = [
+        p.name for p in inspect.signature(function).parameters.values() if p.kind != keyword_only
+    ]
     try:
         result = function(*(inputs.get(name, None) for name in names), **call.params)
     except Exception as error:
