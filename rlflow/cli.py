@@ -85,7 +85,7 @@ def check(as_json: bool, **options: Any) -> None:
     help="text, mermaid, dot, svg, png, pdf or json; by suffix of -o if left out.",
 )
 @click.option("-o", "--output", metavar="FILE", help="Where to write; - is standard output.")
-@click.option("--direction", type=click.Choice(["LR", "TB"]), default="LR", show_default=True)
+@click.option("--direction", type=click.Choice(["LR", "TB"]), default="TB", show_default=True)
 def viz(level: str, form: str | None, output: str | None, direction: str, **options: Any) -> None:
     """Draw the graph, or the plan of a placement."""
     from rlflow.viz.render import render

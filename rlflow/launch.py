@@ -116,11 +116,13 @@ def _execute(
     os.environ.setdefault("OMP_NUM_THREADS", str(planned.cluster.threads))
     from rich.console import Console
 
+    from rlflow.runtime.allocator import keep_freed_memory
     from rlflow.runtime.display import Display
     from rlflow.runtime.metrics import read_metrics
     from rlflow.runtime.run import Run, Settings
     from rlflow.runtime.worker import Worker
 
+    keep_freed_memory()
     plan, near = planned.compiled.plan, planned.declared.pipeline.path
     config = planned.declared.config
     display = Display(Console(stderr=True), quiet=quiet)

@@ -2,7 +2,9 @@
 
 An action instance (action, iteration) starts when what it comes after has finished.
 Each action runs its iterations in order, so what is finished is one number an action.
-Nothing here knows of algorithms, placements or asynchrony; a backend does the work.
+No action runs ahead of the first unfinished iteration by more than the plan's staleness and
+one more: what a free-running action (the prompts, say) makes early would only wait in memory,
+and a stop would have to carry it all out. Nothing here knows of algorithms, placements or asynchrony; a backend does the work.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ class Stop:
 
 Event = Completion | Stop
 
+AHEAD = 2
+
 
 class Backend(Protocol):
     """Carries out action instances, each on the devices of its action."""
@@ -62,7 +66,8 @@ class Executor:
     """Runs iterations `start` to `end` of a plan, then the closing actions on the last weights.
 
     With a `barrier` of n, no action of a later iteration starts before every n-th
-    iteration is done and its listener has returned.
+    iteration is done and its listener has returned. At most `AHEAD` iterations, and the
+    plan's staleness more, are under way at a time.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class Executor:
         self._left: dict[int, int] = {}
         self._metrics: dict[int, dict[str, float]] = {}
         self._reported = start
+        self._window = AHEAD + plan.staleness
         self._limit = self._next_barrier(start)
         self._followers: dict[str, list[str]] = {name: [] for name in self.actions}
         for action in plan.actions:
@@ -149,8 +155,8 @@ class Executor:
         return list(followers)
 
     def _report_done(self) -> bool:
-        """Report iterations that are whole, in order; True if a barrier was lifted."""
-        lifted = False
+        """Report iterations that are whole, in order; True if there was one."""
+        before = self._reported
         while self._left.get(self._reported) == 0:
             iteration = self._reported
             del self._left[iteration]
@@ -158,11 +164,10 @@ class Executor:
             self.listener.iteration_done(iteration, self._metrics.pop(iteration))
             if self._reported >= self._limit:
                 self._limit = self._next_barrier(self._reported)
-                lifted = True
-        return lifted
+        return self._reported > before
 
     def _ready(self, action: Action, iteration: int) -> bool:
-        if iteration > self.end or iteration >= self._limit:
+        if iteration > self.end or iteration >= min(self._limit, self._reported + self._window):
             return False
         return all(
             self._done[dep.action] > iteration - dep.distance

@@ -235,7 +235,8 @@ class Worker:
 
     def _require_version(self, action: Action, iteration: int, loaded: Loaded) -> None:
         for _, lag in action.reads:
-            declared = max(iteration - lag, 0)
+            updated = self.plan.trained_instance(loaded.instance.model) is not None
+            declared = max(iteration - lag, 0) if updated else 0
             if loaded.version != declared:
                 raise RunError(
                     Finding(

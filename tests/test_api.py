@@ -1,0 +1,48 @@
+"""The public names, pinned: adding or removing one is a decision."""
+
+from __future__ import annotations
+
+import rlflow as rf
+
+PUBLIC = [
+    "AdamW",
+    "Config",
+    "Group",
+    "Model",
+    "On",
+    "Pipeline",
+    "Placement",
+    "PolicyLoss",
+    "Row",
+    "SFTLoss",
+    "Token",
+    "ValueLoss",
+    "Whole",
+    "data",
+    "on",
+    "op",
+    "ops",
+    "pipeline",
+]
+OPERATORS = [
+    "advantage",
+    "evaluate",
+    "log_probs",
+    "metrics",
+    "prompts",
+    "reward",
+    "rollout",
+    "tokenize",
+    "update",
+    "values",
+]
+
+
+def test_public_names():
+    assert PUBLIC == sorted(rf.__all__)
+    assert OPERATORS == sorted(rf.ops.__all__)
+
+
+def test_every_public_name_is_there_and_documented():
+    for module, names in ((rf, PUBLIC), (rf.ops, OPERATORS)):
+        assert [] == [name for name in names if not getattr(module, name).__doc__]
