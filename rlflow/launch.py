@@ -84,7 +84,7 @@ def _require_local(plan: Plan) -> None:
     pools = ", ".join(f"{name} has {len(devices)}" for name, devices in plan.pools.items())
     raise PlanError(
         Finding(
-            code="E215",
+            code="E403",
             what="the local backend runs CPU pools of one device each",
             got=f"{pools}; devices: {plan.cluster}",
             expected="one device a pool (several devices a pool are planned, not run, so far)",

@@ -4,7 +4,8 @@ An action instance (action, iteration) starts when what it comes after has finis
 Each action runs its iterations in order, so what is finished is one number an action.
 No action runs ahead of the first unfinished iteration by more than the plan's staleness and
 one more: what a free-running action (the prompts, say) makes early would only wait in memory,
-and a stop would have to carry it all out. Nothing here knows of algorithms, placements or asynchrony; a backend does the work.
+and a stop would have to carry it all out. Nothing here knows of algorithms, placements or
+asynchrony; a backend does the work.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class Executor:
         self._running: set[str] = set()
         self._left: dict[int, int] = {}
         self._metrics: dict[int, dict[str, float]] = {}
+        self._begun = start
         self._reported = start
         self._window = AHEAD + plan.staleness
         self._limit = self._next_barrier(start)
@@ -133,6 +135,7 @@ class Executor:
                 continue
             if self._due(action, iteration):
                 self._running.add(action.id)
+                self._begun = max(self._begun, iteration)
                 self.listener.started(action, iteration)
                 self.backend.submit(action, iteration, self.events.put)
             else:
@@ -188,12 +191,10 @@ class Executor:
         return min((done // self.barrier + 1) * self.barrier, self.end)
 
     def _stop_after_begun(self) -> None:
-        """Let nothing start in iterations that no action has begun."""
-        begun = max(
-            [self._done[name] for name in self._running]
-            + [done - 1 for done in self._done.values()]
-        )
-        self.end = min(self.end, begun + 1)
+        """Let nothing start in iterations that no action has begun; closing ones go on."""
+        if self._begun >= self.end:
+            return
+        self.end = self._begun + 1
         self._limit = min(self._limit, self.end)
         self.closing = frozenset()
 

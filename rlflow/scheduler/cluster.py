@@ -75,7 +75,7 @@ KINDS = {
         ),
     )
 }
-CPU_FLOPS_PER_THREAD = 30e9
+CPU_FLOPS_PER_THREAD = 98e9
 CPU_BANDWIDTH = 20e9
 
 
@@ -118,7 +118,7 @@ def cpu_cluster(count: int, threads: int | None = None, memory: float | None = N
         flops=CPU_FLOPS_PER_THREAD * each,
         bandwidth=CPU_BANDWIDTH,
         link=CPU_BANDWIDTH,
-        source="assumed for one CPU thread",
+        source="float32 matrix product measured on one core of an AMD EPYC",
     )
     return Cluster(kind=kind, count=count, threads=each)
 

@@ -102,7 +102,9 @@ def _with_deps(action: Action, extra: list[Dep]) -> Action:
 
 
 def timing(plan: Plan, context: Context) -> Plan:
-    """Bounds on the period and the period achieved, in estimated seconds."""
+    """Bounds on the period and the period achieved; none where an action's cost is unknown."""
+    if any(action.cost.seconds is None for action in plan.actions):
+        return plan
     busy: dict[int, float] = {}
     for action in plan.actions:
         for device in action.devices:

@@ -46,9 +46,21 @@ def action_row(number: int, action: Action, plan: Plan) -> tuple[str, ...]:
         action_what(action),
         _where(action, plan),
         duration(action.cost.seconds),
-        "-" if action.peak is None else amount(action.peak),
+        _peak(action, plan),
         because,
     )
+
+
+def _peak(action: Action, plan: Plan) -> str:
+    """The peak memory of an action; unknown where a model on its devices has no known size."""
+    if action.peak is None:
+        return "-"
+    return "?" if _unknown(plan) & set(action.devices) else amount(action.peak)
+
+
+def _unknown(plan: Plan) -> set[int]:
+    """The devices that hold something of unknown size."""
+    return {device for part in plan.parts if part.size is None for device in part.devices}
 
 
 def _where(action: Action, plan: Plan) -> str:
@@ -70,14 +82,19 @@ def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
     return lines
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and its noun: `1 model`, `2 models`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def plan_text(plan: Plan) -> str:
     """The whole plan: heading, instances, actions, what passes noted, memory and time."""
     pools = ", ".join(
         f"{name} [{', '.join(str(d) for d in devices)}]" for name, devices in plan.pools.items()
     )
+    sizes = f"{counted(len(plan.graph.nodes), 'node')}, {counted(len(plan.graph.models), 'model')}"
     lines = [
-        f"{plan.graph.name}   {len(plan.graph.nodes)} nodes, {len(plan.graph.models)} models"
-        f"   placement {plan.placement} on {plan.cluster}   plan {plan.hash[:8]}",
+        f"{plan.graph.name}   {sizes}   placement {plan.placement} on {plan.cluster}   plan {plan.hash[:8]}",
         f"  pools      {pools}   backend {plan.backend}",
     ]
     if plan.instances:
@@ -109,11 +126,11 @@ def _resharded(plan: Plan, instance: str) -> bool:
 def _footer(plan: Plan) -> list[str]:
     lines = [f"  {note.rule}: {note.text}" for note in plan.notes]
     if plan.peaks:
-        held = ", ".join(
-            f"{device_name(plan, device)} {amount(peak)}" for device, peak in plan.peaks.items()
-        )
-        lines.append(f"  peak memory: {held}   of {amount(plan.budget)} each")
+        lines.append(f"  peak memory: {_peaks(plan)}   of {amount(plan.budget)} each")
     lines.append(f"  {inserted(plan)}")
+    unknown = sum(action.cost.seconds is None for action in plan.actions)
+    if unknown and plan.peaks:
+        lines.append(f"  iteration: not estimated, {counted(unknown, 'action')} of unknown cost")
     if plan.timing:
         t = plan.timing
         bound = {
@@ -128,6 +145,19 @@ def _footer(plan: Plan) -> list[str]:
         sources = sorted({a.cost.source for a in plan.actions if a.cost.source})
         lines.append(f"  estimates from: {'; '.join(sources)}")
     return lines
+
+
+def _peaks(plan: Plan) -> str:
+    """The peak of every device; neighbours of one pool with equal peaks are joined."""
+    unknown = _unknown(plan)
+    shown: dict[tuple[str, str], list[int]] = {}
+    for device, peak in plan.peaks.items():
+        pool = device_name(plan, device).partition("[")[0]
+        shown.setdefault((pool, "?" if device in unknown else amount(peak)), []).append(device)
+    return ", ".join(
+        f"{pool}[{','.join(str(device) for device in devices)}] {peak}"
+        for (pool, peak), devices in shown.items()
+    )
 
 
 def inserted(plan: Plan) -> str:
@@ -161,7 +191,7 @@ def explain(plan: Plan, action: Action) -> str:
         (
             "memory",
             f"{amount(transient or 0)} while it runs, "
-            f"{'-' if action.peak is None else amount(action.peak)} in all",
+            f"{_peak(action, plan)} in all",
         )
     )
     rows.append(("estimate", f"{duration(action.cost.seconds)}   from {action.cost.source}"))

@@ -358,10 +358,13 @@ def devices_take_turns(facts: Facts) -> Iterator[str]:
 
 
 def time_adds_up(facts: Facts) -> Iterator[str]:
-    """The period is stated, and not below what bounds it."""
+    """The period is stated where every cost is known, and is not below what bounds it."""
     timing = facts.plan.timing
-    if timing is None:
-        yield "no timing is stated"
+    known = all(action.cost.seconds is not None for action in facts.plan.actions)
+    if (timing is not None) != known:
+        yield "timing is stated for unknown costs" if timing else "no timing is stated"
+    elif timing is None:
+        return
     elif timing.period < max(timing.resource_bound, timing.recurrence_bound) * (1 - TOLERANCE):
         yield (
             f"the period is {timing.period:g} s, below its bounds {timing.resource_bound:g} s "

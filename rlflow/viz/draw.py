@@ -49,7 +49,7 @@ def draw(source: str, form: str) -> bytes:
     else:
         raise UsageError(
             Finding(
-                code="E602",
+                code="E662",
                 what=f"nothing here draws {form}",
                 got="no dot on the PATH and no pygraphviz",
                 expected="one of them; text, mermaid, dot and json need neither",
@@ -94,7 +94,7 @@ def _cannot_draw(form: str, command: Sequence[str], said: str) -> UsageError:
     tool = "pygraphviz" if command[0] == sys.executable else command[0]
     return UsageError(
         Finding(
-            code="E603",
+            code="E663",
             what=f"{tool} cannot draw {form}",
             got="\n".join(said.strip().splitlines()[-3:]) or "no output",
             fix="pip install --force-reinstall pygraphviz   (or: apt install graphviz)",

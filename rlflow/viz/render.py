@@ -67,7 +67,7 @@ def render(
     if level == "plan" and plan is None:
         raise UsageError(
             Finding(
-                code="E604",
+                code="E664",
                 what="a picture of a plan needs a placement",
                 fix="--level graph, or --placement NAME",
             )
@@ -132,7 +132,7 @@ def _write(output: Path, result: str | bytes) -> None:
     except OSError as error:
         raise UsageError(
             Finding(
-                code="E605",
+                code="E665",
                 what=f"cannot write {output}: {error.strerror}",
                 fix="name a directory that exists: -o picture.svg",
             )
@@ -141,7 +141,7 @@ def _write(output: Path, result: str | bytes) -> None:
 
 def _unknown(what: str, word: str, known: tuple[str, ...]) -> Finding:
     return Finding(
-        code="E601",
+        code="E661",
         what=f"{what} names no format",
         got=repr(word) if word else "no suffix",
         expected=known_names(known),

@@ -62,7 +62,7 @@ def write_report(
     except OSError as error:
         raise RunDirError(
             Finding(
-                code="E605",
+                code="E665",
                 what=f"cannot write the report of {run_dir}: {error}",
                 fix=f"rlflow report {run_dir} -o report.html",
             )
@@ -152,7 +152,7 @@ def _gantt(files: RunFiles, wanted: int | None) -> list[str]:
         known = f"{min(windows)} to {max(windows)}" if windows else "none"
         raise UsageError(
             Finding(
-                code="E606", what=f"no spans of iteration {wanted}", expected=f"iterations {known}"
+                code="E666", what=f"no spans of iteration {wanted}", expected=f"iterations {known}"
             )
         )
     if chosen is None:

@@ -60,7 +60,7 @@ def test_an_unknown_suffix_names_the_near_ones():
     with pytest.raises(UsageError) as caught:
         render(small_graph(), None, level="graph", output=Path("graph.pgn"))
     assert (
-        "error[E601]: -o graph.pgn names no format\n"
+        "error[E661]: -o graph.pgn names no format\n"
         "  got          '.pgn'\n"
         "  expected     .txt, .text, .mmd, .mermaid, .dot, .gv, .svg, .png, .pdf, .json\n"
         "  did you mean '.png'\n"

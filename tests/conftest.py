@@ -1,0 +1,64 @@
+"""The command line in this process, and in one of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PIPELINES = ROOT / "pipelines"
+TINY = PIPELINES / "assets" / "arith-tiny"
+SMALL = ("--set", "prompts_per_iteration=4")
+QUICK = ("--set", "eval_every=3", "--threads", "1")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a command printed, and its exit code."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def rlflow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Result]:
+    """Call it with the words after `rlflow`: runs the command in this process."""
+    from rlflow.cli import main
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def call(*words: Any) -> Result:
+        monkeypatch.setattr(sys, "argv", ["rlflow", *map(str, words)])
+        capsys.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        out, err = capsys.readouterr()
+        return Result(code, out, err)
+
+    return call
+
+
+def process(*words: Any, cwd: Path, **environment: str) -> subprocess.Popen[str]:
+    """Start `rlflow` in a process of its own."""
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlflow.cli", *map(str, words)],
+        cwd=cwd,
+        env={**settings, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

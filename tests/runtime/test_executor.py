@@ -1,0 +1,325 @@
+"""The executor alone: random plans on a backend that ends instances in any order it likes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from rlflow.graph.graph import Graph
+from rlflow.runtime.executor import AHEAD, Completion, Executor, closing_actions
+from rlflow.scheduler.plan import Action, Dep, Plan, Reason
+
+REASON = Reason(rule="test", text="a test")
+
+
+def action(name, *after, **options):
+    """A host action; `after` are (name, distance)."""
+    deps = tuple(Dep(action=other, distance=distance, kind="order") for other, distance in after)
+    shape = {"kind": "run", "node": name, "devices": (-1,), "pool": "host"} | options
+    return Action(id=name, reason=REASON, after=deps, **shape)
+
+
+def plan_of(*actions, staleness=0):
+    graph = Graph(name="made", nodes=(), models=())
+    return Plan(
+        graph=graph,
+        placement="p",
+        cluster="cpu:1",
+        budget=0,
+        backend="local",
+        staleness=staleness,
+        pools={},
+        actions=tuple(actions),
+    )
+
+
+@st.composite
+def plans(draw):
+    """Up to seven actions: distance 0 to earlier ones, distance 1 and 2 to any."""
+    count = draw(st.integers(1, 7))
+    names = [f"a{index}" for index in range(count)]
+    actions = []
+    for index, name in enumerate(names):
+        after = {(other, 0) for other in draw(st.sets(st.sampled_from(names[:index] or [name])))}
+        after -= {(name, 0)}
+        after |= draw(st.sets(st.tuples(st.sampled_from(names), st.integers(1, 2)), max_size=3))
+        period = draw(st.sampled_from([1, 1, 1, 2, 3]))
+        first = draw(st.sampled_from([0, 0, 0, 1, 2]))
+        closing = draw(st.integers(0, 4)) == 0
+        actions.append(action(name, *sorted(after), every=period, first=first, closing=closing))
+    return plan_of(*actions, staleness=draw(st.sampled_from([0, 0, 1, 3])))
+
+
+class Machine:
+    """A backend and a listener in one thread: whoever waits for an event ends an instance.
+
+    It stands in for the executor's event queue too, so that nothing happens at random
+    that hypothesis did not draw.
+    """
+
+    def __init__(self, seed, *, broken=(), stop_at=None):
+        self.random = Random(seed)
+        self.running = []
+        self.waiting = []
+        self.log = []
+        self.reported = []
+        self.broken, self.stop_at = set(broken), stop_at
+        self.executor = None
+
+    def submit(self, action, iteration, done):
+        self.running.append((action.id, iteration))
+        self.log.append(("start", action.id, iteration))
+
+    def close(self):
+        pass
+
+    def put(self, event):
+        self.waiting.append(event)
+
+    def get(self):
+        if self.stop_at is not None and len(self.log) >= self.stop_at:
+            self.stop_at = None
+            self.log.append(("stop",))
+            self.executor.stop()
+        if self.waiting:
+            return self.waiting.pop(0)
+        name, iteration = self.running.pop(self.random.randrange(len(self.running)))
+        self.log.append(("end", name, iteration))
+        broken = (name, iteration) in self.broken
+        return Completion(
+            action=name,
+            iteration=iteration,
+            start=0.0,
+            end=1.0,
+            metrics={"n": float(iteration)},
+            error=ValueError(f"{name}@{iteration}") if broken else None,
+        )
+
+    def started(self, action, iteration):
+        pass
+
+    def finished(self, action, completion):
+        pass
+
+    def iteration_done(self, iteration, metrics):
+        self.log.append(("done", iteration))
+        self.reported.append((iteration, dict(metrics)))
+
+    def starts(self):
+        return [entry[1:] for entry in self.log if entry[0] == "start"]
+
+
+def prepared(plan, seed, *, start=0, end=5, barrier=100, **faults):
+    machine = Machine(seed, **faults)
+    executor = Executor(plan, machine, machine, start=start, end=end, barrier=barrier)
+    executor.events = machine
+    machine.executor = executor
+    return machine, executor
+
+
+def execute(plan, seed, **options):
+    machine, executor = prepared(plan, seed, **options)
+    return executor.run(), machine
+
+
+def due(action, iteration, end, closing):
+    if iteration == end:
+        return action.id in closing
+    return iteration >= action.first and iteration % action.every == 0
+
+
+def over(plan, log, start, end):
+    """The instances that are over after a log: ended, or skipped and all they follow over."""
+    ended = {entry[1:] for entry in log if entry[0] == "end"}
+    closing = closing_actions(plan)
+    known = set()
+
+    def is_over(name, iteration):
+        if iteration < start or (name, iteration) in known:
+            return True
+        item = plan.action(name)
+        if due(item, iteration, end, closing):
+            return (name, iteration) in ended
+        deps = [(dep.action, iteration - dep.distance) for dep in item.after]
+        deps.append((name, iteration - 1))
+        return all(is_over(*dep) for dep in deps) and not known.add((name, iteration))
+
+    return is_over
+
+
+@settings(max_examples=150, deadline=None)
+@given(plans(), st.integers(0, 2**32), st.integers(0, 3), st.integers(1, 6), st.integers(1, 4))
+def test_every_dependency_is_honoured_and_everything_due_runs_once(
+    plan, seed, start, count, barrier
+):
+    end = start + count
+    done, machine = execute(plan, seed, start=start, end=end, barrier=barrier)
+    closing = closing_actions(plan)
+    expected = {
+        (item.id, iteration)
+        for item in plan.actions
+        for iteration in range(start, end + 1)
+        if due(item, iteration, end, closing)
+    }
+    assert end == done
+    assert Counter(expected) == Counter(machine.starts())
+    for place, entry in enumerate(machine.log):
+        if entry[0] == "start":
+            _, name, iteration = entry
+            is_over = over(plan, machine.log[:place], start, end)
+            for dep in plan.action(name).after:
+                assert is_over(dep.action, iteration - dep.distance), (entry, dep)
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans(), st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 7))
+def test_a_barrier_holds_until_its_listener_has_returned(plan, seed, barrier, end):
+    _, machine = execute(plan, seed, end=end, barrier=barrier)
+    whole = 0
+    for entry in machine.log:
+        if entry[0] == "done":
+            whole = entry[1] + 1
+        if entry[0] == "start":
+            assert entry[2] < (whole // barrier + 1) * barrier or whole >= end
+            assert entry[2] < end or whole >= end
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans(), st.integers(0, 2**32), st.integers(0, 2), st.integers(1, 8))
+def test_nothing_runs_ahead_by_more_than_the_window(plan, seed, start, count):
+    _, machine = execute(plan, seed, start=start, end=start + count)
+    whole = start
+    for entry in machine.log:
+        if entry[0] == "done":
+            whole = entry[1] + 1
+        if entry[0] == "start":
+            assert entry[2] < whole + AHEAD + plan.staleness
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans(), st.integers(0, 2**32), st.integers(0, 2), st.integers(1, 6))
+def test_metrics_come_whole_and_in_order(plan, seed, start, count):
+    end = start + count
+    _, machine = execute(plan, seed, start=start, end=end)
+    closing = closing_actions(plan)
+    expected = [
+        (
+            iteration,
+            {
+                f"{item.node}/n": float(iteration)
+                for item in plan.actions
+                if due(item, iteration, end, closing)
+            },
+        )
+        for iteration in range(start, end + 1)
+    ]
+    assert expected == machine.reported
+
+
+@settings(max_examples=150, deadline=None)
+@given(plans(), st.integers(0, 2**32), st.integers(0, 40), st.integers(1, 4))
+def test_a_stop_ends_after_the_iterations_begun(plan, seed, stop_at, barrier):
+    end = 6
+    done, machine = execute(plan, seed, end=end, barrier=barrier, stop_at=stop_at)
+    if ("stop",) not in machine.log:
+        return
+    place = machine.log.index(("stop",))
+    begun = max([entry[2] for entry in machine.log[:place] if entry[0] == "start"], default=0)
+    later = [entry[2] for entry in machine.log[place:] if entry[0] == "start"]
+    assert min(begun + 1, end) == done
+    assert all(iteration <= begun for iteration in later)
+    for iteration in range(done):
+        for item in plan.actions:
+            if due(item, iteration, end, frozenset()):
+                assert ("end", item.id, iteration) in machine.log
+
+
+def test_a_stop_lets_nothing_of_a_later_iteration_start():
+    plan = plan_of(action("early"), action("late", ("early", 0), ("late", 1)))
+    for seed in range(20):
+        done, machine = execute(plan, seed, end=50, stop_at=5)
+        place = machine.log.index(("stop",))
+        begun = max(entry[2] for entry in machine.log[:place] if entry[0] == "start")
+        assert begun + 1 == done
+        assert begun == max(iteration for _, iteration in machine.starts())
+
+
+def test_no_closing_action_runs_after_a_stop():
+    plan = plan_of(action("train"), action("eval", ("train", 1), every=100, closing=True))
+    done, machine = execute(plan, 0, end=50, stop_at=6)
+    assert done < 50
+    assert [("eval", 0)] == [entry for entry in machine.starts() if entry[0] == "eval"]
+
+
+def test_a_stop_during_the_closing_actions_does_not_drop_them():
+    plan = plan_of(
+        action("train"),
+        action("eval", ("train", 1), every=100, first=100, closing=True),
+        action("more", ("eval", 0), every=100, first=100, closing=True),
+    )
+    done, machine = execute(plan, 0, end=1, stop_at=3)
+    assert machine.log.index(("stop",)) < machine.log.index(("start", "more", 1))
+    assert 1 == done
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans(), st.integers(0, 2**32), st.data())
+def test_an_error_is_raised_after_the_others_have_drained(plan, seed, data):
+    failing = data.draw(st.sampled_from(plan.actions))
+    done, machine = execute(plan, seed, end=4)
+    instances = [item for item in machine.starts() if item[0] == failing.id]
+    if not instances:
+        return
+    fail = instances[-1]
+    machine, executor = prepared(plan, seed, end=4, broken=[fail])
+    with pytest.raises(ValueError, match=f"^{fail[0]}@{fail[1]}$"):
+        executor.run()
+    assert [] == machine.running
+    broke = machine.log.index(("end", *fail))
+    assert [] == [entry for entry in machine.log[broke:] if entry[0] in ("start", "done")]
+
+
+def test_the_first_error_wins_over_later_ones():
+    plan = plan_of(action("a"), action("b"), action("c"))
+    everything = [("a", 0), ("b", 0), ("c", 0)]
+    for seed in range(5):
+        machine, executor = prepared(plan, seed, end=3, broken=everything)
+        with pytest.raises(ValueError) as caught:  # noqa: PT011  the text is compared below
+            executor.run()
+        ends = [entry[1:] for entry in machine.log if entry[0] == "end"]
+        assert 3 == len(ends)
+        assert "{}@{}".format(*ends[0]) == str(caught.value)
+
+
+def test_a_resumed_run_starts_where_it_ended_and_evaluates_once():
+    plan = plan_of(
+        action("train", ("eval", 0)),
+        action("eval", ("train", 1), every=2, closing=True),
+    )
+    done, machine = execute(plan, 0, start=3, end=5)
+    assert 5 == done
+    assert [("train", 3), ("eval", 4), ("train", 4), ("eval", 5)] == machine.starts()
+    assert [3, 4, 5] == [iteration for iteration, _ in machine.reported]
+
+
+def test_a_finished_run_does_its_closing_actions_again_and_nothing_else():
+    plan = plan_of(action("train"), action("eval", ("train", 1), every=9, closing=True))
+    done, machine = execute(plan, 0, start=5, end=5)
+    assert (5, [("eval", 5)]) == (done, machine.starts())
+
+
+def test_closing_actions_bring_the_weights_they_read():
+    plan = plan_of(
+        action("reshard:a", kind="reshard", target="a@gen", node=None),
+        action("reshard:b", kind="reshard", target="b@gen", node=None),
+        action("wake:a", kind="wake", part="a@gen/weights", node=None),
+        action("eval", reads=(("a@gen", 0),), closing=True),
+        action("sleep:a", kind="sleep", part="a@gen/weights", node=None),
+        action("update"),
+    )
+    assert {"reshard:a", "wake:a", "eval"} == closing_actions(plan)
+    assert frozenset() == closing_actions(plan_of(action("update")))

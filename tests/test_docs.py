@@ -1,0 +1,183 @@
+"""The documents: every error has its heading, every pipeline traces, every printed plan is real.
+
+`RLFLOW_WRITE_DOCS=1 pytest tests/test_docs.py` writes the printed plans anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from rlflow.cli import cli
+from rlflow.config import load_pipeline
+from rlflow.scheduler import cluster
+from rlflow.scheduler.compile import PASSES, compile_plan
+from rlflow.scheduler.verify import MEANING, SHAPE
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PACKAGE = ROOT / "rlflow"
+PAGES = sorted(DOCS.glob("*.md"))
+BLOCK = re.compile(r"^```(?P<info>[^\n]*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"\bE[1-9]\d\d\b")
+
+# Codes with one meaning that more than one package can find.
+SHARED = {
+    "E104": {"graph", "ops"},
+    "E712": {"runtime", "viz"},
+    "E714": {"runtime", "viz"},
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page: its info string, text and first line (for test names)."""
+
+    page: str
+    line: int
+    info: str
+    text: str
+
+
+def blocks(*infos: str) -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in BLOCK.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(Block(page.name, line, match["info"], match["text"]))
+    return [block for block in found if block.info in infos]
+
+
+def name_of(block: Block) -> str:
+    return f"{block.page}:{block.line}"
+
+
+def headings() -> list[str]:
+    return re.findall(r"^### (E\d{3}) \S", (DOCS / "errors.md").read_text(), re.MULTILINE)
+
+
+def codes_in_the_code() -> dict[str, set[str]]:
+    """Every code in a string of the package, docstrings aside, and the packages it is in."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in PACKAGE.rglob("*.py"):
+        place = path.relative_to(PACKAGE).parts[0]
+        tree = ast.parse(path.read_text())
+        prose = {
+            id(node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                for code in CODE.findall(node.value) if id(node) not in prose else ():
+                    found[code].add(place)
+    return found
+
+
+def test_every_code_has_one_heading_and_every_heading_a_code():
+    assert sorted(codes_in_the_code()) == headings()
+
+
+def test_a_code_has_one_meaning_so_one_package_raises_it():
+    several = {code: places for code, places in codes_in_the_code().items() if len(places) > 1}
+    assert several == SHARED
+
+
+def test_headings_stand_in_the_section_of_their_number():
+    section = ""
+    for line in (DOCS / "errors.md").read_text().splitlines():
+        if line.startswith("## "):
+            section = line[3:7]
+        if line.startswith("### E"):
+            assert section == f"{line[4:6]}xx"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_plain(page):
+    text = page.read_text()
+    assert text.isascii()
+    assert text.startswith("# ")
+    assert text.endswith("\n")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", BLOCK.sub("", page.read_text()))
+    local = [target for target in targets if "://" not in target]
+    assert [] == [target for target in local if not (DOCS / target).exists()]
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=name_of)
+def test_pipelines_trace_and_compile(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    pipeline = load_pipeline(str(written(block, tmp_path)))
+    graph = pipeline.trace()
+    for name, placement in pipeline.placements.items():
+        devices = cluster.cpu_cluster(placement.num_devices(), threads=1, memory=4e9)
+        plan = compile_plan(graph, placement, devices, name=name).plan
+        assert {a.node for a in plan.actions if a.kind == "run"} == {n.name for n in plan.graph.nodes}
+
+
+@pytest.mark.parametrize("block", blocks("python fragment"), ids=name_of)
+def test_fragments_are_python(block):
+    assert ast.parse(block.text).body
+
+
+@pytest.mark.parametrize("block", blocks("console"), ids=name_of)
+def test_consoles_show_what_the_commands_print(block, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(cluster, "machine_cores", lambda: 2)
+    commands = [line for line in block.text.splitlines() if line.startswith("$ ")]
+    shown = "\n".join(f"{command}\n{printed(command)}" for command in commands)
+    if os.environ.get("RLFLOW_WRITE_DOCS"):
+        page = DOCS / block.page
+        page.write_text(page.read_text().replace(block.text, shown))
+    else:
+        assert block.text == shown
+
+
+@pytest.mark.torch
+def test_the_op_of_ones_own_runs(tmp_path, monkeypatch):
+    (block,) = [block for block in blocks("python") if "@rf.op" in block.text]
+    file, run = written(block, tmp_path), tmp_path / "run"
+    command = [sys.executable, "-m", "rlflow.cli", "run", str(file), "--run-dir", str(run)]
+    small = ["--iterations", "1", "--set", "prompts_per_iteration=4", "-q"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, *small], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (0, "") == (done.returncode, done.stderr)
+    assert "reward/mean" in (run / "metrics.jsonl").read_text()
+
+
+def test_the_design_names_the_passes_and_the_rules():
+    text = (DOCS / "design.md").read_text()
+    assert [name for name, _ in PASSES] == re.findall(r"^\d+\. `(\w+)` - ", text, re.MULTILINE)
+    rules = [rule.__name__ for _, rule in (*SHAPE, *MEANING)]
+    assert rules == re.findall(r"^\| `(\w+)` \| `\w+` \|", text, re.MULTILINE)
+
+
+def written(block: Block, folder: Path) -> Path:
+    file = folder / f"{Path(block.page).stem}_{block.line}.py"
+    file.write_text(block.text)
+    return file
+
+
+def printed(command: str) -> str:
+    """What a command of a page prints on standard output."""
+    program, *words = shlex.split(command.removeprefix("$ "))
+    assert program == "rlflow"
+    done = CliRunner().invoke(cli, words, catch_exceptions=False)
+    assert 0 == done.exit_code
+    return done.stdout
