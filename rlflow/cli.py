@@ -271,14 +271,12 @@ def main() -> None:
             traceback.print_exc()
         click.echo(painted(error.render()), err=True)
         raise SystemExit(error.exit_code) from None
-    except click.exceptions.Abort:
+    except click.exceptions.Abort:  # what click makes of Ctrl-C
+        click.echo("stopped at once; rlflow run --resume continues a run", err=True)
         raise SystemExit(INTERRUPTED) from None
     except click.ClickException as error:
         error.show()
         raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        click.echo("stopped at once; --resume continues from the last checkpoint", err=True)
-        raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None

@@ -73,7 +73,7 @@ def launch(
         )
     if no_color:
         os.environ["NO_COLOR"] = "1"
-    existing = _existing_run(resume, planned) if resume else None
+    existing = _existing_run(resume, run_dir, planned) if resume else None
     return _execute(planned, count, existing, run_dir, save_every, quiet or as_json)
 
 
@@ -93,10 +93,11 @@ def _require_local(plan: Plan) -> None:
     )
 
 
-def _existing_run(resume: str, planned: Planned) -> Path:
-    if resume == "latest":
-        return latest_run(pipeline=planned.target.pipeline)
-    return Path(resume)
+def _existing_run(resume: str, run_dir: str | None, planned: Planned) -> Path:
+    """The run that `--resume` names; without a name `--run-dir`, or else the latest one."""
+    if resume != "latest":
+        return Path(resume)
+    return Path(run_dir) if run_dir else latest_run(pipeline=planned.target.pipeline)
 
 
 def _preflight(graph: Graph, planned: Planned) -> None:
@@ -118,10 +119,12 @@ def _execute(
 
     from rlflow.runtime.allocator import keep_freed_memory
     from rlflow.runtime.display import Display
+    from rlflow.runtime.durable import check_armed
     from rlflow.runtime.metrics import read_metrics
     from rlflow.runtime.run import Run, Settings
     from rlflow.runtime.worker import Worker
 
+    check_armed()
     keep_freed_memory()
     plan, near = planned.compiled.plan, planned.declared.pipeline.path
     config = planned.declared.config

@@ -6,9 +6,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,8 +18,7 @@ SMALL = ("--set", "prompts_per_iteration=4")
 QUICK = ("--set", "eval_every=3", "--threads", "1")
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """What a command printed, and its exit code."""
 
     code: int
@@ -62,3 +60,9 @@ def process(*words: Any, cwd: Path, **environment: str) -> subprocess.Popen[str]
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def ended(started: subprocess.Popen[str], timeout: float = 120) -> Result:
+    """Wait for a process; its exit code and what it printed."""
+    out, err = started.communicate(timeout=timeout)
+    return Result(started.returncode, out, err)

@@ -126,7 +126,9 @@ def test_pipelines_trace_and_compile(block, tmp_path, monkeypatch):
     for name, placement in pipeline.placements.items():
         devices = cluster.cpu_cluster(placement.num_devices(), threads=1, memory=4e9)
         plan = compile_plan(graph, placement, devices, name=name).plan
-        assert {a.node for a in plan.actions if a.kind == "run"} == {n.name for n in plan.graph.nodes}
+        assert {a.node for a in plan.actions if a.kind == "run"} == {
+            n.name for n in plan.graph.nodes
+        }
 
 
 @pytest.mark.parametrize("block", blocks("python fragment"), ids=name_of)

@@ -29,8 +29,20 @@ MAY_IMPORT = {
     "__init__": {"graph", "ops", "data"},
 }
 VIZ_READS_OF_RUNTIME = {"spans", "metrics", "rundir", "durable"}
-TORCH_FREE = ("errors", "data", "graph", "scheduler", "viz", "config", "commands", "cli", "doctor",
-              "launch", "export", "__init__")
+TORCH_FREE = (
+    "errors",
+    "data",
+    "graph",
+    "scheduler",
+    "viz",
+    "config",
+    "commands",
+    "cli",
+    "doctor",
+    "launch",
+    "export",
+    "__init__",
+)
 DOORS = {"cli", "commands", "launch", "export"}
 
 
@@ -75,7 +87,9 @@ def test_packages_import_one_way():
 
 
 def test_viz_reads_files_of_runs_and_nothing_else_of_the_runtime():
-    read = {parts[2] for _, source, target, parts in edges() if (source, target) == ("viz", "runtime")}
+    read = {
+        parts[2] for _, source, target, parts in edges() if (source, target) == ("viz", "runtime")
+    }
 
     assert read <= VIZ_READS_OF_RUNTIME
 
@@ -87,7 +101,9 @@ def test_torch_stays_in_bodies_engines_and_runtime():
             continue
         if "bodies" in path.parts or "math" in path.parts:
             continue
-        names = [name.split(".")[0] for name, _ in imported(ast.parse(path.read_text()), top_only=True)]
+        names = [
+            name.split(".")[0] for name, _ in imported(ast.parse(path.read_text()), top_only=True)
+        ]
         early += [f"{path.name}: {name}" for name in names if name in ("torch", "ray", "numpy")]
 
     assert [] == early
@@ -119,7 +135,10 @@ def test_declaring_commands_import_neither_torch_nor_ray():
     pipeline = str(ROOT / "pipelines" / "grpo_arithmetic.py")
     done = subprocess.run(
         [sys.executable, "-c", f"P = {pipeline!r}\n{program}"],
-        capture_output=True, text=True, cwd=ROOT, check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
     )
 
     assert "[]" == done.stdout.strip(), done.stderr

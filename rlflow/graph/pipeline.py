@@ -54,6 +54,9 @@ class Pipeline:
         with tracing() as trace:
             try:
                 self.function(config if config is not None else self.config())
+            except GraphError as error:
+                found = [*trace.findings, *error.findings]
+                raise GraphError(*found, summary=_summary(found, self.where)) from None
             except ValidationError as error:
                 where = raised_at(error, self.path)
                 found = [*trace.findings, *validation_findings(error, "E301", where=where)]

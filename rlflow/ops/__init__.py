@@ -1,5 +1,9 @@
 """The operators of a pipeline: `from rlflow import ops`. Declaring one runs nothing."""
 
+from typing import NoReturn
+
+from rlflow.errors import Finding, GraphError, near_names
+from rlflow.graph.trace import declared_at
 from rlflow.ops.declare import advantage, metrics, prompts, reward, tokenize
 from rlflow.ops.models import evaluate, log_probs, rollout, update, values
 
@@ -15,3 +19,23 @@ __all__ = [
     "update",
     "values",
 ]
+
+
+class UnknownOpError(GraphError, AttributeError):
+    """`ops` has no operator of that name."""
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    near = near_names(name, __all__)
+    raise UnknownOpError(
+        Finding(
+            code="E121",
+            what=f"there is no op {name!r}",
+            where=declared_at(),
+            expected=", ".join(__all__),
+            near=near,
+            fix=f"ops.{near[0]}(...)" if near else "an op of your own: @rf.op(per='row')",
+        )
+    )

@@ -32,6 +32,7 @@ class Display:
         self._began = time.perf_counter()
         self._last_line = 0.0
         self._last_done = 0
+        self._end = 0
 
     def say(self, text: str) -> None:
         """A plain line."""
@@ -47,7 +48,7 @@ class Display:
     @contextmanager
     def running(self, start: int, end: int) -> Iterator[None]:
         """A progress bar while a terminal looks on."""
-        self._last_done = start
+        self._last_done, self._end = start, end
         if self.quiet or not self.console.is_terminal:
             yield
             return
@@ -79,7 +80,8 @@ class Display:
         """Report an iteration: at once where it brings an evaluation, else every two seconds."""
         numbers = chosen_numbers(metrics)
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=iteration + 1, numbers=numbers)
+            completed = min(iteration + 1, self._end)
+            self._progress.update(self._task, completed=completed, numbers=numbers)
         evaluated = any(name.startswith("eval") for name in metrics)
         clock = time.perf_counter()
         if not metrics or not (evaluated or clock - self._last_line >= SECONDS_BETWEEN_LINES):

@@ -18,9 +18,17 @@ from typing import Any
 
 import torch
 
-from rlflow.errors import CheckpointError, Finding, Interrupted, RlflowError, RunError
+from rlflow.errors import (
+    CheckpointError,
+    Finding,
+    Interrupted,
+    RlflowError,
+    RunDirError,
+    RunError,
+)
 from rlflow.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from rlflow.runtime.display import Display
+from rlflow.runtime.durable import fault, register_faults
 from rlflow.runtime.executor import Completion, Executor
 from rlflow.runtime.local import LocalBackend
 from rlflow.runtime.metrics import MetricsLog, TensorBoardLog
@@ -28,6 +36,8 @@ from rlflow.runtime.rundir import RunDir
 from rlflow.runtime.spans import Span, SpanLog
 from rlflow.runtime.worker import Worker
 from rlflow.scheduler.plan import Action, Plan
+
+register_faults("run:iteration", "run:save", "run:saved")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +125,7 @@ class Run:
             self._metrics.write(iteration, metrics)
             self._events.write(iteration, metrics)
         self.display.iteration(iteration, metrics, self._spans.now())
+        fault("run:iteration")
         done = iteration + 1
         if done < self.settings.iterations and done % self.settings.save_every == 0:
             self._save(done)
@@ -129,6 +140,7 @@ class Run:
             components |= loaded.snapshot()
             state[loaded.instance.model] = loaded.train.optimizer_meta()
         self._metrics.sync()
+        fault("run:save")
         save_checkpoint(
             self.directory.checkpoints,
             done,
@@ -137,6 +149,7 @@ class Run:
             identity(self.plan, self.settings),
         )
         self.saved = done
+        fault("run:saved")
 
     def _restore(self) -> int:
         """Load the last complete checkpoint; returns the iterations that are done."""
@@ -146,10 +159,24 @@ class Run:
             return 0
         for rejected in checkpoint.rejected:
             self.display.warn(f"checkpoint {rejected.name} cannot be used: {rejected.reason}")
+        self._refuse_fewer(checkpoint.iteration)
         self.display.say(f"resuming after iteration {checkpoint.iteration} from {checkpoint.path}")
         for loaded in self.worker.trained():
             _load(checkpoint, loaded.instance.model, loaded)
         return checkpoint.iteration
+
+    def _refuse_fewer(self, done: int) -> None:
+        """A run that is past its end would lose its last evaluation and do nothing."""
+        if done > self.settings.iterations:
+            raise RunDirError(
+                Finding(
+                    code="E755",
+                    what=f"{self.directory.path} has done {done} iterations already",
+                    got=f"--iterations {self.settings.iterations}",
+                    expected=f"{done} or more",
+                    fix=f"--iterations {done}",
+                )
+            )
 
     @contextmanager
     def _stop_on_interrupt(self, executor: Executor) -> Iterator[None]:
@@ -162,7 +189,7 @@ class Run:
             if self._stopping:
                 raise KeyboardInterrupt
             self._stopping = True
-            self.display.warn("stopping after this iteration; Ctrl-C again stops now")
+            self.display.warn("stopping after what has begun; Ctrl-C again stops at once")
             executor.stop()
 
         previous = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}

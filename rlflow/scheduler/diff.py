@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.order import seconds_of
 from rlflow.scheduler.plan import HOST, Plan
-from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.text import action_what, duration, table
 
 
@@ -85,6 +85,8 @@ def _idle(plan: Plan) -> str:
 
 
 def _peak(plan: Plan) -> str:
+    if any(part.size is None for part in plan.parts):
+        return "?"
     return amount(max(plan.peaks.values(), default=0))
 
 
@@ -94,7 +96,8 @@ def _inserted(plan: Plan) -> str:
 
 
 def _moved(plan: Plan) -> str:
-    return amount(sum(a.cost.moved or 0 for a in plan.actions if a.kind != "run"))
+    moved = [action.cost.moved for action in plan.actions if action.kind != "run"]
+    return "?" if None in moved else amount(sum(size or 0 for size in moved))
 
 
 FIGURES = (

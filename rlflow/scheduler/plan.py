@@ -2,7 +2,8 @@
 
 An action instance is (action, iteration). It may start when all that it comes `after`
 has finished, each in the iteration that many distances earlier; nothing else orders
-it. An instance that `every` or `first` skips is over when what it comes after is over. The plan knows devices by number and bodies not at all.
+it. An instance that `every` or `first` skips is over when what it comes after is over.
+The plan knows devices by number and bodies not at all.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.order import device_name
 from rlflow.scheduler.plan import Action, Plan
-from rlflow.scheduler.cluster import amount
 
 HEADINGS = ("#", "action", "what", "on", "est", "peak", "because")
 
@@ -94,7 +94,8 @@ def plan_text(plan: Plan) -> str:
     )
     sizes = f"{counted(len(plan.graph.nodes), 'node')}, {counted(len(plan.graph.models), 'model')}"
     lines = [
-        f"{plan.graph.name}   {sizes}   placement {plan.placement} on {plan.cluster}   plan {plan.hash[:8]}",
+        f"{plan.graph.name}   {sizes}   placement {plan.placement} on {plan.cluster}"
+        f"   plan {plan.hash[:8]}",
         f"  pools      {pools}   backend {plan.backend}",
     ]
     if plan.instances:
@@ -190,8 +191,7 @@ def explain(plan: Plan, action: Action) -> str:
     rows.append(
         (
             "memory",
-            f"{amount(transient or 0)} while it runs, "
-            f"{_peak(action, plan)} in all",
+            f"{amount(transient or 0)} while it runs, {_peak(action, plan)} in all",
         )
     )
     rows.append(("estimate", f"{duration(action.cost.seconds)}   from {action.cost.source}"))

@@ -403,3 +403,16 @@ def test_nodes_are_numbered_where_the_user_gives_no_name():
         ops.reward(exact, samples)
 
     assert ["prompts", "actor.rollout", "reward", "reward_2"] == list(traced.nodes)
+
+
+def test_an_unknown_op_names_near_ones_beside_earlier_findings():
+    def declare():
+        actor, samples = actor_and_samples()
+        ops.advantage("grpo", samples)
+        ops.updat(actor, samples, loss=rf.PolicyLoss())
+
+    found = findings(declare)
+
+    assert ["E103", "E121"] == [f.code for f in found]
+    assert "ops.update(...)" == found[-1].fix
+    assert not hasattr(ops, "__nothing__")

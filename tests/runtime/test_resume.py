@@ -1,0 +1,243 @@
+"""Runs that end too soon: what is left, what continues, and that no bit differs."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from rlflow.runtime import durable
+from rlflow.runtime.checkpoint import list_checkpoints
+from tests.conftest import PIPELINES, QUICK, SMALL, ended, process
+
+pytestmark = pytest.mark.torch
+
+GRPO = PIPELINES / "grpo_arithmetic.py"
+WORDS = (*SMALL, *QUICK, "--set", "group_size=4", "--placement", "split", "--devices", "cpu:2")
+EVERY = ("--save-every", 2)
+
+
+def command(run: Path, iterations=7, *, resume=False):
+    where = ("--resume", run) if resume else ("--run-dir", run)
+    return ("run", GRPO, *WORDS, *EVERY, "--iterations", iterations, *where)
+
+
+def state(run: Path):
+    """The bytes of the metrics, and of every tensor of the last checkpoint."""
+    last = list_checkpoints(run / "checkpoints")[-1]
+    tensors = {
+        f"{file.stem}/{name}": tensor.contiguous().view(-1).numpy().tobytes()
+        for file in sorted(last.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+    return last.name, (run / "metrics.jsonl").read_bytes(), tensors
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run directory of seven iterations without an accident, made once."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    code, _, err = ended(process(*command(run), cwd=run.parent))
+    assert 0 == code, err
+    return run
+
+
+@pytest.fixture
+def broken(rlflow, tmp_path, monkeypatch):
+    """Start a run that breaks at a failpoint, in this process; returns its directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(fault, *, run=None):
+        resume = run is not None
+        run = run or tmp_path / "run"
+        monkeypatch.setenv(durable.FAULT_VARIABLE, fault)
+        durable.arm_from_environment()
+        result = rlflow(*command(run, resume=resume))
+        monkeypatch.delenv(durable.FAULT_VARIABLE)
+        durable.arm_from_environment()
+        assert 1 == result.code, result.err
+        assert "InjectedFault" in result.err
+        return run
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "run:iteration=raise@1",
+        "run:iteration=raise@5",
+        "run:iteration=raise@8",
+        "run:save=raise@2",
+        "run:saved=raise@3",
+        "ckpt:component:write=raise@5",
+        "ckpt:latest:rename=raise@2",
+        "metrics:write=raise@6",
+    ],
+)
+def test_a_run_that_broke_continues_to_the_same_bits(rlflow, broken, whole, fault):
+    run = broken(fault)
+    result = rlflow(*command(run, resume=True))
+    assert 0 == result.code, result.err
+    assert state(whole) == state(run)
+
+
+def test_a_run_that_breaks_twice_continues_to_the_same_bits(rlflow, broken, whole):
+    run = broken("run:iteration=raise@4")
+    broken("run:iteration=raise@2", run=run)
+    assert 0 == rlflow(*command(run, resume=True)).code
+    assert state(whole) == state(run)
+
+
+def test_a_finished_run_goes_on_to_more_iterations(rlflow, tmp_path, monkeypatch, whole):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    assert 0 == rlflow(*command(run, 3)).code
+    assert 0 == rlflow(*command(run, 5, resume=True)).code
+    assert 0 == rlflow(*command(run, 7, resume=True)).code
+    assert state(whole) == state(run)
+
+
+def test_a_finished_run_resumed_changes_nothing(rlflow, tmp_path, whole):
+    run = shutil.copytree(whole, tmp_path / "run")
+    assert 0 == rlflow(*command(run, resume=True)).code
+    assert state(whole) == state(run)
+
+
+def test_fewer_iterations_than_are_done_are_refused(rlflow, tmp_path, whole):
+    run = shutil.copytree(whole, tmp_path / "run")
+    result = rlflow(*command(run, 5, resume=True))
+    assert 2 == result.code
+    assert f"error[E755]: {run} has done 7 iterations already" in result.err
+    assert "  fix          --iterations 7" in result.err
+    assert state(whole) == state(run)
+
+
+def test_resume_without_a_name_takes_the_run_directory_or_the_latest(
+    rlflow, tmp_path, monkeypatch, whole
+):
+    monkeypatch.chdir(tmp_path)
+    run = shutil.copytree(whole, tmp_path / "mine")
+    result = rlflow(*command(run), "--resume")
+    assert 0 == result.code, result.err
+    assert f"resuming after iteration 7 from {run}" in result.err
+    (tmp_path / "runs").mkdir()
+    shutil.move(run, tmp_path / "runs" / "mine")
+    words = [word for word in command(run) if word not in ("--run-dir", run)]
+    result = rlflow(*words, "--resume")
+    assert 0 == result.code, result.err
+    assert "resuming after iteration 7 from runs/mine" in result.err
+
+
+def wait_for(started, beginning):
+    """Read what a process says until a line begins so."""
+    for line in started.stderr:
+        if line.startswith(beginning):
+            return
+    raise AssertionError(f"the process never said {beginning!r}")
+
+
+def damage(checkpoint: Path) -> None:
+    file = checkpoint / "actor.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(rlflow, tmp_path, whole):
+    run = shutil.copytree(whole, tmp_path / "run")
+    damage(list_checkpoints(run / "checkpoints")[-1])
+    result = rlflow(*command(run, resume=True))
+    assert 0 == result.code, result.err
+    assert "warning: checkpoint iteration-000007 cannot be used: " in result.err
+    assert "resuming after iteration 6" in result.err
+    assert state(whole) == state(run)
+
+
+def test_only_damaged_checkpoints_are_an_error_and_never_a_fresh_start(rlflow, tmp_path, whole):
+    run = shutil.copytree(whole, tmp_path / "run")
+    for checkpoint in list_checkpoints(run / "checkpoints"):
+        damage(checkpoint)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    result = rlflow(*command(run, resume=True))
+    assert 1 == result.code
+    assert "error[E720]" in result.err
+    assert f"No checkpoint in {run / 'checkpoints'} can be used, and a run is never" in result.err
+    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for changed in ("lock",):
+        before.pop(run / changed)
+        after.pop(run / changed)
+    assert before == after
+
+
+def test_another_graph_or_seed_is_refused(rlflow, tmp_path, whole):
+    run = shutil.copytree(whole, tmp_path / "run")
+    for setting, changed in (("lr=1e-3", "graph"), ("seed=3", "seed")):
+        result = rlflow(*command(run, resume=True), "--set", setting)
+        assert 1 == result.code
+        assert f"was saved by another run: {changed} changed" in result.err
+    assert state(whole) == state(run)
+
+
+def test_an_unknown_failpoint_is_refused(rlflow, tmp_path, monkeypatch):
+    monkeypatch.setenv(durable.FAULT_VARIABLE, "run:iteratoin=raise")
+    durable.arm_from_environment()
+    try:
+        result = rlflow(*command(tmp_path / "run"))
+    finally:
+        monkeypatch.delenv(durable.FAULT_VARIABLE)
+        durable.arm_from_environment()
+    assert 2 == result.code
+    assert "did you mean 'run:iteration'" in result.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault", ["run:iteration=kill9@5", "run:save=kill9@2", "run:saved=kill9@2"]
+)
+def test_kill_9_continues_to_the_same_bits(rlflow, tmp_path, monkeypatch, whole, fault):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    assert -signal.SIGKILL == ended(process(*command(run), cwd=tmp_path, RLFLOW_FAULT=fault))[0]
+    again = process(*command(run, resume=True), cwd=tmp_path, RLFLOW_FAULT="run:iteration=kill9@2")
+    assert -signal.SIGKILL == ended(again)[0]
+    assert 0 == rlflow(*command(run, resume=True)).code
+    assert state(whole) == state(run)
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_cleanly_and_its_line_continues(tmp_path):
+    run, straight = tmp_path / "run", tmp_path / "straight"
+    started = process(*command(run, 4000), cwd=tmp_path)
+    wait_for(started, "iter ")
+    started.send_signal(signal.SIGINT)
+    code, _, err = ended(started)
+    assert 130 == code, err
+    assert "Traceback" not in err
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("stopped after ")
+    done = int(last.split()[2])
+    assert [f"iteration-{done:06d}"] == [list_checkpoints(run / "checkpoints")[-1].name]
+    assert "; continue with: rlflow run " in last
+    assert str(run) in last
+    words = last.partition("continue with: rlflow ")[2].replace("4000", str(done + 3)).split()
+    assert 0 == ended(process(*words, cwd=tmp_path))[0]
+    assert 0 == ended(process(*command(straight, done + 3), cwd=tmp_path))[0]
+    assert state(straight) == state(run)
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_stops_at_once(tmp_path):
+    run = tmp_path / "run"
+    started = process(*command(run, 4000), cwd=tmp_path, RLFLOW_FAULT="run:iteration=sleep:3@3")
+    wait_for(started, "iter ")
+    started.send_signal(signal.SIGINT)
+    wait_for(started, "warning: stopping")
+    started.send_signal(signal.SIGINT)
+    code, _, err = ended(started)
+    assert 130 == code, err
+    assert "Traceback" not in err

@@ -1,0 +1,104 @@
+"""The README's commands, plan, pipeline and file map are true."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from rlflow.cli import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.S)
+COMMANDS = [
+    line
+    for language, block in BLOCKS
+    if not language
+    for line in block.splitlines()
+    if line.startswith("rlflow ") and "/ " not in line
+]
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def invoke(command, *more):
+    return CliRunner().invoke(cli, [*shlex.split(command)[1:], *more], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if c.split()[1] in ("check", "plan", "diff", "doctor")]
+)
+def test_commands_that_look_work_as_written(command):
+    assert 0 == invoke(command).exit_code
+
+
+def test_viz_writes_the_picture(tmp_path):
+    (command,) = [c for c in COMMANDS if c.startswith("rlflow viz")]
+    invoke(command.replace("grpo.svg", str(tmp_path / "grpo.svg")))
+
+    assert "<svg" in (tmp_path / "grpo.svg").read_text()
+
+
+@pytest.mark.torch
+def test_the_run_is_a_run():
+    (command,) = [c for c in COMMANDS if c.startswith("rlflow run")]
+    result = invoke(command, "--dry-run")
+
+    assert "dry run: 100 iterations would run" in result.output
+
+
+def test_the_printed_plan_is_the_plan():
+    command, _, shown = README.partition("$ rlflow plan ")[2].partition("\n")
+    printed = shown.partition("\n```")[0]
+
+    assert printed == invoke(f"rlflow plan {command}").stdout.rstrip()
+
+
+def test_the_pipeline_traces_and_compiles(tmp_path, monkeypatch):
+    (source,) = [block for language, block in BLOCKS if language == "python"]
+    path = tmp_path / "readme.py"
+    path.write_text(source)
+
+    assert "3 errors" not in invoke(f"rlflow check {path}").output
+    assert 0 == invoke(f"rlflow check {path}").exit_code
+
+
+def test_the_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    named = re.findall(r"(?:^|`)make ([a-z-]+)", README, flags=re.M)
+
+    assert {"demo", "test"} <= set(named)
+    assert [] == [name for name in named if not re.search(rf"^{name}:", makefile, flags=re.M)]
+
+
+def test_ci_calls_the_test_command():
+    assert "make test\n" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_file_map_names_every_module():
+    listed = README.partition("## Files")[2].partition("## Words")[0]
+    words = set(re.findall(r"[\w.-]+", listed))
+    tracked = subprocess.run(
+        ["git", "ls-files", "rlflow", "pipelines/*.py", "docs/*.md"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    ).stdout.split()
+    modules = [Path(name) for name in tracked if not name.endswith(("__init__.py", "py.typed"))]
+
+    assert [] == [str(path) for path in modules if not {path.stem, path.name} & words]
+
+
+def test_links_and_pictures_are_there():
+    targets = re.findall(r"\]\(([^)#]+)\)", README)
+
+    assert [] == [target for target in targets if not (ROOT / target).exists()]
