@@ -166,8 +166,22 @@ def test_the_op_of_ones_own_runs(tmp_path, monkeypatch):
 def test_the_design_names_the_passes_and_the_rules():
     text = (DOCS / "design.md").read_text()
     assert [name for name, _ in PASSES] == re.findall(r"^\d+\. `(\w+)` - ", text, re.MULTILINE)
-    rules = [rule.__name__ for _, rule in (*SHAPE, *MEANING)]
-    assert rules == re.findall(r"^\| `(\w+)` \| `\w+` \|", text, re.MULTILINE)
+    rules = [(rule.__name__, since) for since, rule in (*SHAPE, *MEANING)]
+    assert rules == re.findall(r"^\| `(\w+)` \| `(\w+)` \|", text, re.MULTILINE)
+
+
+def test_the_import_table_is_the_one_that_is_held():
+    text = (DOCS / "design.md").read_text().replace("\\_", "_")
+    table = text.partition("| package | may import |\n| --- | --- |\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in table.splitlines()]
+    shown = {name: {part for part in imports.split(", ") if part} for name, imports in rows}
+    tree = ast.parse((ROOT / "tests" / "test_layers.py").read_text())
+    (held,) = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MAY_IMPORT"
+    ]
+    assert eval(ast.unparse(held)) == shown
 
 
 def written(block: Block, folder: Path) -> Path:

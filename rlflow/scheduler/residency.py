@@ -169,7 +169,7 @@ def _does_not_fit(plan: Plan, action: Action, device: int, sizes: dict[str, int]
         where=plan.graph.node(action.node).where if action.node else None,
         got=f"{amount(total)} at once:\n" + "\n".join(rows),
         expected=f"at most {amount(plan.budget)}, the memory of one device",
-        fix="more devices in the pool, a smaller batch, or update(..., mini_batches=2)",
+        fix="more devices in the pool, a smaller batch, or more mini_batches in the update",
     )
 
 

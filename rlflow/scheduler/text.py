@@ -20,6 +20,13 @@ def duration(seconds: float | None) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.0f} us"
 
 
+def action_kind(action: Action) -> str:
+    """The kind of an action, and what becomes of the memory it moves."""
+    if action.kind == "sleep":
+        return f"sleep ({action.mode})"
+    return "wake (empty)" if action.kind == "wake" and action.mode == "discard" else action.kind
+
+
 def action_what(action: Action) -> str:
     """What an action does, without its kind."""
     if action.kind == "run":
@@ -33,7 +40,6 @@ def action_what(action: Action) -> str:
 
 def action_row(number: int, action: Action, plan: Plan) -> tuple[str, ...]:
     """The cells of one action's line."""
-    kind = action.kind if action.mode is None else f"{action.kind} ({action.mode})"
     moved = action.cost.moved
     because = action.reason.text
     if action.kind != "run" and moved:
@@ -42,7 +48,7 @@ def action_row(number: int, action: Action, plan: Plan) -> tuple[str, ...]:
         because += f" by {action.transport}"
     return (
         str(number),
-        kind,
+        action_kind(action),
         action_what(action),
         _where(action, plan),
         duration(action.cost.seconds),
@@ -173,7 +179,7 @@ def inserted(plan: Plan) -> str:
 def explain(plan: Plan, action: Action) -> str:
     """Everything the plan knows about one action."""
     rows = [
-        ("kind", action.kind if action.mode is None else f"{action.kind} ({action.mode})"),
+        ("kind", action_kind(action)),
         ("because", f"{action.reason.text}   (rule: {action.reason.rule})"),
         ("runs on", _where(action, plan)),
     ]
