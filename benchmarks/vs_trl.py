@@ -120,25 +120,27 @@ def cases(sizes: list[Size]) -> list[Case]:
 def measure(wanted: list[Case], counts: Counts, quick: bool) -> None:
     """Run all cases and write what was found."""
     facts = machine()
-    found = [compare(case, counts) for case in wanted]
-    rows = [case.row() for case in found]
-    print(text_table(HEADER, rows))
     folder = CACHE / "quick" if quick else RESULTS
     title = "GRPO: an iteration beside TRL 1.16.0"
-    page = markdown_report(title, facts, [markdown_table(HEADER, rows)], NOTES)
-    data = {"machine": facts, "cases": [case.as_json() for case in found]}
-    data["counts"] = asdict(counts)
-    write_results(folder, "vs_trl", data, page)
+    found: list[Compared] = []
+    for case in wanted:
+        found.append(compare(case, counts))
+        rows = [done.row() for done in found]
+        page = markdown_report(title, facts, [markdown_table(HEADER, rows)], NOTES)
+        data = {"machine": facts, "cases": [done.as_json() for done in found]}
+        data["counts"] = asdict(counts)
+        write_results(folder, "vs_trl", data, page)
+    print(text_table(HEADER, rows))
 
 
 def compare(case: Case, counts: Counts) -> Compared:
     """One case, both sides in turn."""
     warm = warm_directory(case.size)
-    model = endless_directory(warm) if case.fixed else warm
+    endless = endless_directory(warm) if case.fixed else warm
     return paired(
         case.name,
-        lambda: ours(case, model, counts),
-        lambda: theirs(case, model, counts),
+        lambda: ours(case, warm, counts),
+        lambda: theirs(case, endless, counts),
         pairs=counts.pairs,
         target=case.size.target,
     )

@@ -94,12 +94,13 @@ def main() -> None:
 
 def compare(case: Case, options: argparse.Namespace) -> Compared:
     """One case, both sides in turn."""
-    model = endless_directory(warm_directory(case.size))
+    warm = warm_directory(case.size)
+    endless = endless_directory(warm)
     total = options.warmup + options.iterations
     return paired(
         case.name,
-        lambda: ours(case, model, options.warmup, total),
-        lambda: theirs(case, model, options.warmup, total),
+        lambda: ours(case, warm, options.warmup, total),
+        lambda: theirs(case, endless, options.warmup, total),
         pairs=options.pairs,
         target=TARGET,
     )

@@ -32,6 +32,12 @@ Examples:
   rlflow run  pipelines/grpo_arithmetic.py --set group_size=16 --iterations 200
 """
 
+RUN_EXAMPLES = """\b
+Examples:
+  rlflow run pipelines/grpo_arithmetic.py --placement split --iterations 200
+  rlflow run pipelines/grpo_arithmetic.py --resume runs/grpo-20250131T142501Z
+"""
+
 
 def target_options(function: F) -> F:
     """The options by which every command is told what to look at."""
@@ -148,7 +154,7 @@ def plan(
     hint(f"next: rlflow run {again}     picture: rlflow viz {again} --level plan -o plan.svg")
 
 
-@cli.command()
+@cli.command(no_args_is_help=True, epilog=RUN_EXAMPLES)
 @target_options
 @click.option("-n", "--dry-run", is_flag=True, help="Compile and check everything; start nothing.")
 @click.option("--iterations", type=click.IntRange(1), help="Iterations; the config's by default.")

@@ -5,12 +5,13 @@ Imports neither torch nor ray. Every function raises the errors of `rlflow.error
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rlflow.config import load_pipeline, trace_error
 from rlflow.data import DataSource
-from rlflow.errors import Finding, RlflowError, UsageError, near_names
+from rlflow.errors import DataError, Finding, RlflowError, UsageError, near_names
 from rlflow.graph.graph import Graph
 from rlflow.graph.pipeline import Config, Pipeline, make_config
 from rlflow.graph.placement import Placement
@@ -18,7 +19,10 @@ from rlflow.scheduler.cluster import Cluster, parse_cluster
 from rlflow.scheduler.compile import Compiled, compile_plan
 from rlflow.scheduler.diff import PlanDiff, compare
 from rlflow.scheduler.plan import Plan
+from rlflow.scheduler.shapes import model_directory
 from rlflow.scheduler.text import explain, table
+
+NOTHING = "Nothing was started."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +77,31 @@ def plan_declared(declared: Declared, target: Target) -> Planned:
     """Compile a declared pipeline under the placement asked for."""
     name, placement = declared.pipeline.placement(target.placement)
     cluster = parse_cluster(target.devices, placement.num_devices(), target.threads)
-    compiled = compile_plan(
-        declared.graph, placement, cluster, name=name, near=declared.pipeline.path
-    )
+    compiled = _compiled(declared, name, placement, cluster)
     return Planned(declared=declared, target=target, cluster=cluster, compiled=compiled)
+
+
+def _compiled(declared: Declared, name: str, placement: Placement, cluster: Cluster) -> Compiled:
+    """The plan; a missing model or a broken row, met on the way, is the user's to mend."""
+    near = declared.pipeline.path
+    try:
+        return compile_plan(declared.graph, placement, cluster, name=name, near=near)
+    except DataError as error:
+        raise UsageError(*error.findings, summary=NOTHING) from None
+    except UsageError as error:
+        findings = model_findings(declared.graph, near) or list(error.findings)
+        raise UsageError(*findings, summary=NOTHING) from None
+
+
+def model_findings(graph: Graph, near: Path | None) -> list[Finding]:
+    """The models of a graph that are not where it says, each at the line that declares it."""
+    findings: list[Finding] = []
+    for model in graph.models:
+        try:
+            model_directory(model.path, near)
+        except UsageError as error:
+            findings += [replace(finding, where=model.where) for finding in error.findings]
+    return findings
 
 
 def data_findings(graph: Graph, *, remote: bool = False) -> list[Finding]:
@@ -99,7 +124,7 @@ def check_all(target: Target) -> dict[str, Any]:
     declared = declare(target)
     findings = data_findings(declared.graph)
     if findings:
-        raise UsageError(*findings, summary="Nothing was started.")
+        raise UsageError(*findings, summary=NOTHING)
     placements = declared.pipeline.placements
     wanted = [target.placement] if target.placement else list(placements)
     graph = declared.graph
@@ -122,8 +147,7 @@ def _check_placement(declared: Declared, name: str, placement: Placement, target
         cluster = parse_cluster(target.devices, needed, target.threads)
     else:
         cluster = cpu_cluster(needed, target.threads)
-    near = declared.pipeline.path
-    return compile_plan(declared.graph, placement, cluster, name=name, near=near).plan
+    return _compiled(declared, name, placement, cluster).plan
 
 
 def config_lines(planned: Planned) -> list[str]:

@@ -66,7 +66,7 @@ def _import(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except RlflowError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(
             Finding(
                 code="E307",

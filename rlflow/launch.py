@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlflow.commands import Planned, Target, compile_target, data_findings
+from rlflow.commands import NOTHING, Planned, Target, data_findings, declare, plan_declared
 from rlflow.errors import Finding, PlanError, UsageError
 from rlflow.graph.graph import Graph
 from rlflow.runtime.rundir import RunDir, latest_run
@@ -53,11 +53,13 @@ def launch(
     **options: Any,
 ) -> Outcome:
     """Compile, check, and run; or compile and check only."""
-    planned = compile_target(Target(**options))
-    plan = planned.compiled.plan
-    findings = data_findings(plan.graph, remote=True)
+    target = Target(**options)
+    declared = declare(target)
+    findings = data_findings(declared.graph, remote=True)
     if findings:
-        raise UsageError(*findings, summary="Nothing was started.")
+        raise UsageError(*findings, summary=NOTHING)
+    planned = plan_declared(declared, target)
+    plan = planned.compiled.plan
     _require_local(plan)
     count = iterations or planned.declared.config.iterations
     if dry_run:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import shlex
@@ -18,8 +19,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import rlflow as rf
+from rlflow import ops
 from rlflow.cli import cli
 from rlflow.config import load_pipeline
+from rlflow.errors import GraphError
 from rlflow.scheduler import cluster
 from rlflow.scheduler.compile import PASSES, compile_plan
 from rlflow.scheduler.verify import MEANING, SHAPE
@@ -34,9 +38,30 @@ CODE = re.compile(r"\bE[1-9]\d\d\b")
 # Codes with one meaning that more than one package can find.
 SHARED = {
     "E104": {"graph", "ops"},
+    "E502": {"engines", "runtime"},
     "E712": {"runtime", "viz"},
     "E714": {"runtime", "viz"},
 }
+
+
+NO_VALUES = """import rlflow as rf
+from rlflow import ops
+
+
+def exact_match(response: str, answer: str) -> float:
+    return float(response == answer)
+
+
+@rf.pipeline()
+def ppo(cfg: rf.Config) -> None:
+    actor = rf.Model("actor", "pipelines/assets/arith-tiny", optimizer=rf.AdamW(lr=1e-4))
+    prompts = ops.prompts(rf.data.arithmetic(), batch=64)
+    samples = ops.rollout(actor, prompts, max_new_tokens=12)
+    reward = ops.reward(exact_match, samples)
+
+    adv = ops.advantage("gae", samples, reward)
+    ops.update(actor, samples, adv, loss=rf.PolicyLoss())
+"""
 
 
 @dataclass(frozen=True)
@@ -94,6 +119,17 @@ def test_a_code_has_one_meaning_so_one_package_raises_it():
     assert several == SHARED
 
 
+def test_the_message_shown_is_a_real_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "pipelines" / "ppo.py"
+    file.parent.mkdir()
+    file.write_text(NO_VALUES)
+    with pytest.raises(GraphError) as raised:
+        load_pipeline("pipelines/ppo.py").trace()
+    (shown, *_) = [block for block in blocks("") if block.page == "errors.md"]
+    assert shown.text == raised.value.render() + "\n"
+
+
 def test_headings_stand_in_the_section_of_their_number():
     section = ""
     for line in (DOCS / "errors.md").read_text().splitlines():
@@ -129,6 +165,26 @@ def test_pipelines_trace_and_compile(block, tmp_path, monkeypatch):
         assert {a.node for a in plan.actions if a.kind == "run"} == {
             n.name for n in plan.graph.nodes
         }
+
+
+@pytest.mark.parametrize("op", ops.__all__)
+def test_every_option_of_an_op_is_in_its_section(op):
+    section = sections()[f"### ops.{op}"]
+    options = set(inspect.signature(getattr(ops, op)).parameters) - {"name", "handles", "options"}
+    assert set() == {option for option in options if not re.search(rf"\b{option}\b", section)}
+
+
+@pytest.mark.parametrize("kind", [rf.PolicyLoss, rf.ValueLoss, rf.SFTLoss, rf.Model, rf.AdamW])
+def test_every_option_of_losses_and_models_is_named(kind):
+    text = (DOCS / "pipelines.md").read_text()
+    options = set(kind.model_fields) - {"kind", "name", "path"}
+    assert set() == {option for option in options if not re.search(rf"`[^`]*\b{option}\b", text)}
+
+
+def sections() -> dict[str, str]:
+    """The text below each heading of pipelines.md."""
+    parts = re.split(r"^(###? .*)$", (DOCS / "pipelines.md").read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 @pytest.mark.parametrize("block", blocks("python fragment"), ids=name_of)

@@ -35,7 +35,9 @@ def grpo_speed(cfg: Config) -> None:
     actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=cfg.lr))
     ref = rf.Model("ref", cfg.model)
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=cfg.prompts_per_iteration)
-    samples = ops.rollout(actor, prompts, n=cfg.group_size, max_new_tokens=cfg.new_tokens)
+    samples = ops.rollout(
+        actor, prompts, n=cfg.group_size, max_new_tokens=cfg.new_tokens, ignore_eos=cfg.fixed
+    )
     reward = ops.reward(starts_right if cfg.fixed else exact_match, samples)
     ref_lp = ops.log_probs(ref, samples)
     adv = ops.advantage("grpo", samples, reward)

@@ -33,7 +33,7 @@ def ppo_speed(cfg: Config) -> None:
     ref = rf.Model("ref", cfg.model)
     scorer = rf.Model("scorer", cfg.model, head="value")
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=cfg.prompts_per_iteration)
-    samples = ops.rollout(actor, prompts, max_new_tokens=cfg.new_tokens)
+    samples = ops.rollout(actor, prompts, max_new_tokens=cfg.new_tokens, ignore_eos=True)
     scores = ops.values(scorer, samples)
     reward = ops.reward(score, samples, scores)
     ref_lp = ops.log_probs(ref, samples)

@@ -78,6 +78,7 @@ class ModelInUse(Protocol):
         temperature: float,
         top_p: float,
         top_k: int,
+        ignore_eos: bool,
     ) -> Generated:
         """Draw n responses to every prompt (ragged int64 [prompts, j]), prompt-major."""
 

@@ -130,6 +130,7 @@ def rollout(
     top_p: float = 1.0,
     top_k: int = 0,
     chat: bool = False,
+    ignore_eos: bool = False,
     name: str | None = None,
 ) -> Handle:
     """Sample `n` responses of at most `max_new_tokens` tokens to every prompt.
@@ -138,6 +139,7 @@ def rollout(
     of the sampled tokens at `temperature` (float32), `group` (which prompt) and every
     field of the prompts, repeated. `temperature=0` is greedy. With `chat` a prompt goes
     through the tokenizer's chat template: text as one user message, or messages as JSON.
+    With `ignore_eos` every response has exactly `max_new_tokens` tokens.
     """
     where = declared_at()
     checks = (
@@ -161,7 +163,12 @@ def rollout(
         outputs=(*ROLLOUT.outputs, *(row(o.name, o.field.dtype) for o in carried)),
     )
     params: dict[str, Any] = {"n": n, "max_new_tokens": max_new_tokens, "temperature": temperature}
-    unusual = (("top_p", top_p, 1.0), ("top_k", top_k, 0), ("chat", chat, False))
+    unusual = (
+        ("top_p", top_p, 1.0),
+        ("top_k", top_k, 0),
+        ("chat", chat, False),
+        ("ignore_eos", ignore_eos, False),
+    )
     params |= {key: value for key, value, off in unusual if value != off}
     return add_node(op, (prompts,), model=model, params=params, name=name)
 

@@ -24,7 +24,7 @@ from rlflow.engines.protocol import Generation, SampleKey, Sampling, StepResult
 from rlflow.engines.rng import permutation
 from rlflow.engines.rollout import TorchRollout
 from rlflow.engines.train import TrainEngine
-from rlflow.errors import Finding, RunError
+from rlflow.errors import Finding, RunError, UsageError
 from rlflow.graph.graph import Graph, Node
 from rlflow.ops.body import Call, Output
 from rlflow.runtime.store import ShardStore
@@ -125,6 +125,7 @@ class InUse:
         temperature: float,
         top_p: float,
         top_k: int,
+        ignore_eos: bool,
     ) -> Generation:
         """Draw n responses to every prompt."""
         sampling = Sampling(
@@ -133,7 +134,7 @@ class InUse:
             top_p=top_p,
             top_k=top_k,
             n=n,
-            stop_tokens=self._loaded.stop_tokens,
+            stop_tokens=() if ignore_eos else self._loaded.stop_tokens,
         )
         return self._loaded.rollout.generate(prompts, sampling, self._key, sample_ids)
 
@@ -302,9 +303,24 @@ class Worker:
 
 
 def _stop_tokens(model: TorchModel, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends a response: the tokenizer's EOS and those of the model's config."""
+    """Every token that ends a response: the tokenizer's EOS and those of the model's config.
+
+    Raises UsageError where the model cannot make the tokenizer's EOS.
+    """
     named = model.config.get_text_config().eos_token_id
     listed = named if isinstance(named, list) else [] if named is None else [named]
+    known = model.config.get_text_config().vocab_size
+    if tokenizer.eos_token_id >= known:
+        raise UsageError(
+            Finding(
+                code="E502",
+                what=f"the EOS token of {model.name}'s tokenizer, {tokenizer.eos_token!r}, is "
+                "unknown to the model, so no response can end",
+                got=f"token {tokenizer.eos_token_id}",
+                expected=f"a token below {known}, the size of the model's vocabulary",
+                fix='"eos_token" in tokenizer_config.json',
+            )
+        )
     return tuple(sorted({tokenizer.eos_token_id, *listed}))
 
 

@@ -52,7 +52,7 @@ def token_rows(call: Call, tokenizer: Any, texts: list[str], chat: bool) -> Tens
     if chat:
         rows = [_chat_tokens(call, tokenizer, text) for text in texts]
     else:
-        rows = tokenizer(texts, add_special_tokens=True)["input_ids"]
+        rows = tokenizer(texts, add_special_tokens=True, verbose=False)["input_ids"]
     for text, row in zip(texts, rows, strict=True):
         if not row:
             raise RunError(

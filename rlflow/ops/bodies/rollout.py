@@ -44,6 +44,7 @@ def rollout(call: Call) -> Output:
         temperature=params["temperature"],
         top_p=params.get("top_p", 1.0),
         top_k=params.get("top_k", 0),
+        ignore_eos="ignore_eos" in params,
     )
     parent = torch.arange(count).repeat_interleave(n)
     fields: dict[str, Tensor] = {
@@ -94,6 +95,7 @@ def evaluate(call: Call) -> Output:
         temperature=params["temperature"],
         top_p=1.0,
         top_k=0,
+        ignore_eos=False,
     )
     columns = {name: [as_text(row[name]) for row in rows] for name in rows[0] if name != "row_id"}
     columns["response"] = responses(model.tokenizer, made)
