@@ -5,7 +5,7 @@ live; a compiler derives the plan. Importing this package imports neither torch 
 """
 
 from rlflow import data, ops
-from rlflow.graph.fields import Group, Row, Token, Whole
+from rlflow.graph.fields import Row, Token
 from rlflow.graph.model import AdamW, Model
 from rlflow.graph.pipeline import Config, Pipeline, pipeline
 from rlflow.graph.placement import On, Placement, on
@@ -17,7 +17,6 @@ __version__ = "0.1.0"
 __all__ = [
     "AdamW",
     "Config",
-    "Group",
     "Model",
     "On",
     "Pipeline",
@@ -27,7 +26,6 @@ __all__ = [
     "SFTLoss",
     "Token",
     "ValueLoss",
-    "Whole",
     "data",
     "on",
     "op",

@@ -51,7 +51,11 @@ def target_options(function: F) -> F:
             metavar="KEY=VALUE",
             help="A field of the config; repeatable, later wins.",
         ),
-        click.option("--placement", metavar="NAME", help="A placement; the first one by default."),
+        click.option(
+            "--placement",
+            metavar="NAME",
+            help="A placement; the first one by default, all for check.",
+        ),
         click.argument("pipeline", metavar="PIPELINE"),
     ):
         function = option(function)
@@ -173,8 +177,7 @@ def plan(
     show_default=True,
     help="Iterations between checkpoints.",
 )
-@click.option("--backend", type=click.Choice(["local"]), help="Chosen by the plan if left out.")
-@click.option("-q", "--quiet", is_flag=True, help="Print warnings and the result only.")
+@click.option("-q", "--quiet", is_flag=True, help="Print warnings only.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON only.")
 @click.option("--no-color", is_flag=True, help="Plain text; NO_COLOR does the same.")
 def run(as_json: bool, **options: Any) -> None:

@@ -25,6 +25,8 @@ TOKENIZER_FILES = (
 def export(run: Path, output: Path, name: str | None) -> tuple[Path, int]:
     """Write config, tokenizer and safetensors; returns the directory and the iterations done.
 
+    Of a critic the body is written; a Hugging Face causal model has no place for its head.
+
     Raises CheckpointError where the run has no checkpoint that verifies, UsageError
     where the run trains no model of that name.
     """
@@ -50,7 +52,8 @@ def export(run: Path, output: Path, name: str | None) -> tuple[Path, int]:
         )
     models: list[dict[str, Any]] = json.loads((run / "graph.json").read_text())["models"]
     spec = next(model for model in models if model["name"] == chosen)
-    source = model_directory(str(spec["path"])) or Path(str(spec["path"]))
+    near = Path(str(directory.read_run()["pipeline"]).partition(":")[0])
+    source = model_directory(str(spec["path"]), near) or Path(str(spec["path"]))
     model = _empty_model(source, spec)
     model.load_tensors(checkpoint.components[chosen], checkpoint.iteration)
     output.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,6 @@ def launch(
     run_dir: str | None,
     resume: str | None,
     save_every: int,
-    backend: str | None,
     quiet: bool,
     as_json: bool,
     no_color: bool,
@@ -142,9 +141,6 @@ def _execute(
             pipeline=planned.target.pipeline,
             command=["rlflow", *sys.argv[1:]],
         )
-        directory.write_config(config.model_dump(mode="json"))
-        directory.write_graph(plan.graph.to_json())
-        directory.write_plan(plan_text(plan) + "\n", plan.to_json())
     with directory:
         settings = Settings(
             seed=config.seed,
@@ -156,6 +152,9 @@ def _execute(
         )
         display.say(f"\nrun directory: {directory.path}")
         run = Run(plan, settings, worker, directory, display)
+        directory.write_config(config.model_dump(mode="json"))
+        directory.write_graph(plan.graph.to_json())
+        directory.write_plan(plan_text(plan) + "\n", plan.to_json())
         done = run.execute()
     lines = read_metrics(directory.metrics)
     return Outcome(

@@ -7,7 +7,6 @@ import rlflow as rf
 PUBLIC = [
     "AdamW",
     "Config",
-    "Group",
     "Model",
     "On",
     "Pipeline",
@@ -17,7 +16,6 @@ PUBLIC = [
     "SFTLoss",
     "Token",
     "ValueLoss",
-    "Whole",
     "data",
     "on",
     "op",

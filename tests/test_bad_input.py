@@ -278,11 +278,14 @@ def test_a_pipeline_that_raises(rlflow, here):
 
 
 def test_a_graph_with_two_mistakes_has_two_findings(rlflow, here):
-    rewrite(here, "n=2, ", "")
+    rewrite(here, "samples, adv, loss", "samples, loss")
     rewrite(here, '"ppo_clip")', '"ppo_clip", kl_coef=0.1)')
     result = rlflow("run", "mine.py")
     assert 3 == result.code
-    assert 2 == result.err.count("error[E1")
+    line = line_of(here, "ops.update")
+    for field in ("advantages", "ref_log_probs"):
+        assert f"error[E103]: node 'actor.update' has no input '{field}'\n" in result.err
+    assert 2 == result.err.count(f"  mine.py:{line}   ops.update(")
     assert result.err.endswith("2 errors in mine.py. Nothing was started.\n")
 
 

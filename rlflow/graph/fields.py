@@ -11,7 +11,7 @@ import typing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-Level = Literal["token", "row", "group", "batch"]
+Level = Literal["token", "row"]
 DType = Literal["int64", "float32", "bool", "text"]
 Granularity = Literal["row", "group", "batch"]
 
@@ -33,12 +33,6 @@ if TYPE_CHECKING:
     class Row(Tensor, Generic[T]):
         """One value per row: a tensor `[rows]`."""
 
-    class Group(Tensor, Generic[T]):
-        """One value per group of rows: a tensor `[groups]`."""
-
-    class Whole(Tensor, Generic[T]):
-        """One value per iteration: a tensor without dimensions."""
-
 else:
 
     class Token(Generic[T]):
@@ -47,20 +41,9 @@ else:
     class Row(Generic[T]):
         """One value per row: a tensor `[rows]`."""
 
-    class Group(Generic[T]):
-        """One value per group of rows: a tensor `[groups]`."""
 
-    class Whole(Generic[T]):
-        """One value per iteration: a tensor without dimensions."""
-
-
-LEVELS: dict[Any, Level] = {Token: "token", Row: "row", Group: "group", Whole: "batch"}
-LEVEL_NAMES: dict[Level, str] = {
-    "token": "rf.Token",
-    "row": "rf.Row",
-    "group": "rf.Group",
-    "batch": "rf.Whole",
-}
+LEVELS: dict[Any, Level] = {Token: "token", Row: "row"}
+LEVEL_NAMES: dict[Level, str] = {level: f"rf.{kind.__name__}" for kind, level in LEVELS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +68,6 @@ def token(name: str, dtype: DType = "float32", mask: str | None = "response_mask
 def row(name: str, dtype: DType = "float32") -> Field:
     """A field with one value per row."""
     return Field(name=name, dtype=dtype, level="row")
-
-
-def whole(name: str, dtype: DType = "float32") -> Field:
-    """A field with one value per iteration."""
-    return Field(name=name, dtype=dtype, level="batch")
 
 
 def read_annotation(annotation: Any) -> tuple[DType, Level] | None:

@@ -1,7 +1,7 @@
 """What a user says about a model: a name, where its weights are, how it is trained.
 
 Nothing is loaded here: sizes are read from `config.json` and the headers of the
-safetensors files by `shape.py`, weights by the engines.
+safetensors files by the scheduler, weights by the engines.
 """
 
 from __future__ import annotations

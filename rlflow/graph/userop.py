@@ -114,7 +114,7 @@ def _outputs(
     fields = []
     for name, annotation in named.items():
         read = read_annotation(annotation)
-        if read is None:
+        if read is None or read[0] == "text":
             raise GraphError(_not_a_field(function, f"result {name!r}", "-> ", where))
         dtype, level = read
         mask = "response_mask" if level == "token" else None
@@ -128,6 +128,6 @@ def _not_a_field(function: Callable[..., Any], what: str, paste: str, where: Sou
         code="E104",
         what=f"{what} of op {function.__name__!r} has no field type",
         where=where,
-        expected="rf.Token, rf.Row, rf.Group or rf.Whole of int, float, bool or str",
+        expected="rf.Token or rf.Row of int, float or bool (a parameter: or str)",
         fix=fix,
     )

@@ -46,8 +46,8 @@ class Backend(Protocol):
     def submit(self, action: Action, iteration: int, done: Callable[[Completion], None]) -> None:
         """Start an action instance; `done` is called from any thread when it has ended."""
 
-    def close(self) -> None:
-        """Wait for what runs, and release the devices."""
+    def close(self, *, wait: bool = True) -> None:
+        """Release the devices, after what runs has ended unless told not to wait."""
 
 
 class Listener(Protocol):

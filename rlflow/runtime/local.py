@@ -1,4 +1,4 @@
-"""The `local` backend: this process, one thread for each pool and one for the host.
+"""The `local` backend: this process, one thread for each device and one for the host.
 
 The reference for every other backend: no serialisation, tensors stay where they are
 made. A device is a slot of threads; PyTorch's intra-op threads are shared out to it.
@@ -48,11 +48,11 @@ class LocalBackend:
         """Queue an action instance on its first device; the plan keeps its others free."""
         self._queues[action.devices[0]].put((action, iteration, done))
 
-    def close(self) -> None:
-        """End the threads once what they run has ended."""
+    def close(self, *, wait: bool = True) -> None:
+        """End the threads once what they run has ended, and wait for that unless told not to."""
         for jobs in self._queues.values():
             jobs.put(None)
-        for thread in self._threads:
+        for thread in self._threads if wait else ():
             thread.join()
 
     def _work(self, jobs: queue.SimpleQueue[Job | None], threads: int) -> None:

@@ -98,6 +98,9 @@ class Run:
             self._save(done)
         except Exception as error:
             raise self._with_log(error) from error.__cause__
+        except KeyboardInterrupt:
+            backend.close(wait=False)
+            raise
         finally:
             backend.close()
             self._spans.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlflow.errors import Finding, InvariantError, PlanError
@@ -142,8 +142,3 @@ def dump_plan(plan: Plan) -> str:
 def asdict_graph(plan: Plan) -> dict[str, object]:
     """The graph the plan runs, as plain data."""
     return dict(plan.graph.to_json())
-
-
-def dump_timing(plan: Plan) -> dict[str, object]:
-    """The timing as plain data; empty before the timing pass."""
-    return asdict(plan.timing) if plan.timing else {}
