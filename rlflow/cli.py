@@ -274,7 +274,7 @@ def main() -> None:
     """The entry point: runs a command and turns its error into a message and an exit code."""
     debug = "--debug" in sys.argv
     try:
-        cli(standalone_mode=False)
+        cli(prog_name="rlflow", standalone_mode=False)
     except RlflowError as error:
         if debug:
             traceback.print_exc()

@@ -10,7 +10,8 @@ from typing import Any
 from rlflow.errors import CheckpointError, Finding, UsageError, known_names, near_names
 from rlflow.scheduler.shapes import model_directory
 
-TOKENIZER_FILES = (
+KEPT_FILES = (
+    "config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -58,7 +59,7 @@ def export(run: Path, output: Path, name: str | None) -> tuple[Path, int]:
     model.load_tensors(checkpoint.components[chosen], checkpoint.iteration)
     output.mkdir(parents=True, exist_ok=True)
     save_model(model, str(output))
-    for file in TOKENIZER_FILES:
+    for file in KEPT_FILES:
         if (source / file).is_file() and (source / file).resolve() != (output / file).resolve():
             shutil.copyfile(source / file, output / file)
     return output, checkpoint.iteration
