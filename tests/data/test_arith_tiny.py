@@ -90,13 +90,13 @@ def test_the_chat_template(tokenizer):
 
 
 def test_the_model():
-    assert ("Qwen2ForCausalLM", 499_200) == parameters(ASSET)
+    assert ("Qwen2ForCausalLM", 400_896) == parameters(ASSET)
 
 
 def test_the_larger_model_of_the_benchmarks(tmp_path):
-    files = built(tmp_path, "--layers", "4", "--hidden", "256")
+    files = built(tmp_path, "--layers", "4", "--hidden", "256", "--intermediate", "1024")
 
-    assert 768 == json.loads(files["config.json"])["intermediate_size"]
+    assert 1024 == json.loads(files["config.json"])["intermediate_size"]
     assert ("Qwen2ForCausalLM", 3_949_568) == parameters(tmp_path)
 
 
