@@ -40,8 +40,8 @@ NOTES = (
     "An iteration lasts from the end of the one before it to its own end on the wall clock. "
     "Evaluation, checkpoints and TRL's logging are off; rlflow's spans, metrics and TensorBoard "
     "events are on, and counted.",
-    "eos: responses end at EOS. fixed: the tokenizer's EOS lies outside the vocabulary of the "
-    "same weights, so every response has 12 tokens, at no cost to either side.",
+    "eos: responses end at EOS. fixed: rlflow's rollout ignores EOS, TRL's tokenizer has its EOS "
+    "outside the vocabulary of the same weights, so every response has 12 tokens on both sides.",
     f"lr {LR:g}: the weights, and with them the lengths, stay what they were. ref: with a "
     "reference and a KL term of 0.04.",
     "ratio: the median over the pairs of (median of rlflow / median of TRL). Times are medians "

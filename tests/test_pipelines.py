@@ -94,10 +94,11 @@ def test_gsm8k_on_local_files_of_the_same_form(rlflow, tmp_path, monkeypatch):
 
 
 @pytest.mark.torch
-def test_gsm8k_needs_numbers_in_its_answers(rlflow, tmp_path, monkeypatch):
+def test_gsm8k_needs_its_columns(rlflow, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = local("grpo_gsm8k.py", tmp_path)
-    (tmp_path / "gsm8k" / "train.jsonl").write_text('{"question": "1+1"}\n')
+    for split in ("train", "test"):
+        (tmp_path / "gsm8k" / f"{split}.jsonl").write_text('{"question": "1+1"}\n')
     result = rlflow("run", PIPELINES / "grpo_gsm8k.py", *words, "--placement", "one")
     assert 2 == result.code
     assert "answer" in result.err

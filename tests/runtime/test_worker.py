@@ -1,0 +1,141 @@
+"""The worker: the verbs of a plan on real instances, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import rlflow as rf
+from rlflow import ops
+from rlflow.errors import RunError
+from rlflow.runtime.worker import Worker
+from rlflow.scheduler.cluster import cpu_cluster
+from rlflow.scheduler.compile import compile_plan
+from tests.conftest import TINY
+
+pytestmark = pytest.mark.torch
+
+
+def judge(response: str, answer: str) -> float:
+    return float(len(response))
+
+
+@rf.pipeline()
+def pipeline(cfg: rf.Config) -> None:
+    actor = rf.Model("actor", str(TINY), optimizer=rf.AdamW(lr=1e-3))
+    prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=4)
+    samples = ops.rollout(actor, prompts, n=2, max_new_tokens=4)
+    reward = ops.reward(judge, samples)
+    advantage = ops.advantage("grpo", samples, reward)
+    ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
+
+
+SPLIT = rf.Placement(
+    pools={"train": 1, "gen": 1},
+    assign={"actor": rf.on("train"), "actor.rollout": rf.on("gen")},
+)
+TOGETHER = rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")})
+
+
+def worker_of(placement, memory=None):
+    cluster = cpu_cluster(placement.num_devices(), threads=1, memory=memory)
+    plan = compile_plan(pipeline.trace(), placement, cluster, name="p").plan
+    return plan, Worker(plan, seed=0)
+
+
+def run(plan, worker, *iterations):
+    """Play the plan's actions in their order; returns the metrics by action and iteration."""
+    return {
+        (action.id, iteration): worker.run(action, iteration)
+        for iteration in iterations
+        for action in plan.actions
+        if iteration >= action.first and iteration % action.every == 0
+    }
+
+
+def tensors(loaded):
+    return {name: tensor.clone() for name, tensor in loaded.model.named_tensors().items()}
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+
+
+def test_a_reshard_copies_the_weights_that_the_update_wrote():
+    plan, worker = worker_of(SPLIT)
+    train, gen = worker.loaded["actor@train"], worker.loaded["actor@gen"]
+    run(plan, worker, 0)
+    assert (1, 0) == (train.version, gen.version)
+    assert not same(tensors(train), tensors(gen))
+    (reshard,) = [action for action in plan.actions if action.kind == "reshard"]
+    worker.run(reshard, 1)
+    assert (1, 1) == (train.version, gen.version)
+    assert same(tensors(train), tensors(gen))
+
+
+def test_stale_weights_are_refused():
+    plan, worker = worker_of(SPLIT)
+    run(plan, worker, 0)
+    worker.run(plan.action("prompts"), 1)
+    with pytest.raises(RunError) as caught:
+        worker.run(plan.action("actor.rollout"), 1)
+    assert "E752" == caught.value.findings[0].code
+    assert "actor.rollout declared version 1 of actor@gen, which holds 0" in str(caught.value)
+
+
+def test_the_store_is_empty_after_an_iteration():
+    plan, worker = worker_of(TOGETHER)
+    run(plan, worker, 0, 1)
+    assert 0 == len(worker.store)
+
+
+def test_only_the_trained_instance_is_saved():
+    _, worker = worker_of(SPLIT)
+    assert ["actor@train"] == [loaded.instance.name for loaded in worker.trained()]
+
+
+def test_a_snapshot_is_the_same_asleep_and_awake():
+    plan, worker = worker_of(TOGETHER)
+    run(plan, worker, 0)
+    (loaded,) = worker.trained()
+    awake = loaded.snapshot()
+    copied = {name: {k: t.clone() for k, t in part.items()} for name, part in awake.items()}
+    assert {"actor", "actor.optimizer"} == set(copied)
+    loaded.train.sleep_optimizer()
+    loaded.model.sleep("offload")
+    asleep = loaded.snapshot()
+    assert "offloaded" == loaded.model.state
+    for name, part in copied.items():
+        assert same(part, dict(asleep[name]))
+
+
+def test_restore_brings_back_weights_optimizer_and_version():
+    plan, worker = worker_of(TOGETHER)
+    run(plan, worker, 0)
+    (loaded,) = worker.trained()
+    found = loaded.snapshot()
+    kept = {name: {k: t.clone() for k, t in part.items()} for name, part in found.items()}
+    meta = loaded.train.optimizer_meta()
+    _, fresh = worker_of(TOGETHER)
+    (other,) = fresh.trained()
+    other.restore(kept["actor"], kept["actor.optimizer"], meta, 1)
+    assert 1 == other.version
+    for iteration in (1, 2):
+        run(plan, worker, iteration)
+        run(plan, fresh, iteration)
+    assert same(tensors(loaded), tensors(other))
+
+
+def test_the_same_seed_gives_the_same_numbers_and_another_does_not():
+    plan, first = worker_of(TOGETHER)
+    _, second = worker_of(TOGETHER)
+    other = Worker(plan, seed=7)
+    numbers = run(plan, first, 0)
+    assert numbers == run(plan, second, 0)
+    assert numbers != run(plan, other, 0)
+
+
+def test_a_body_gets_its_own_learning_rate_and_context():
+    plan, worker = worker_of(TOGETHER)
+    metrics = run(plan, worker, 0)["actor.update", 0]
+    assert 1e-3 == metrics["lr"]
