@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PIPELINES = ROOT / "pipelines"
 TINY = PIPELINES / "assets" / "arith-tiny"
 SMALL = ("--set", "prompts_per_iteration=4")
-QUICK = ("--set", "eval_every=3", "--threads", "1")
+QUICK = ("--set", "eval_every=5", "--threads", "1")
 
 
 class Result(NamedTuple):

@@ -91,6 +91,7 @@ class Run:
             end=self.settings.iterations,
             barrier=self.settings.save_every,
         )
+        wait = True
         try:
             shown = self.display.running(self.start, self.settings.iterations)
             with shown, self._stop_on_interrupt(executor):
@@ -99,10 +100,10 @@ class Run:
         except Exception as error:
             raise self._with_log(error) from error.__cause__
         except KeyboardInterrupt:
-            backend.close(wait=False)
+            wait = False
             raise
         finally:
-            backend.close()
+            backend.close(wait=wait)
             self._spans.close()
             self._metrics.close()
             self._events.close()

@@ -151,7 +151,7 @@ def over(plan, log, start, end):
     return is_over
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(plans(), st.integers(0, 2**32), st.integers(0, 3), st.integers(1, 6), st.integers(1, 4))
 def test_every_dependency_is_honoured_and_everything_due_runs_once(
     plan, seed, start, count, barrier
@@ -175,7 +175,7 @@ def test_every_dependency_is_honoured_and_everything_due_runs_once(
                 assert is_over(dep.action, iteration - dep.distance), (entry, dep)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(plans(), st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 7))
 def test_a_barrier_holds_until_its_listener_has_returned(plan, seed, barrier, end):
     _, machine = execute(plan, seed, end=end, barrier=barrier)
@@ -188,7 +188,7 @@ def test_a_barrier_holds_until_its_listener_has_returned(plan, seed, barrier, en
             assert entry[2] < end or whole >= end
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(plans(), st.integers(0, 2**32), st.integers(0, 2), st.integers(1, 8))
 def test_nothing_runs_ahead_by_more_than_the_window(plan, seed, start, count):
     _, machine = execute(plan, seed, start=start, end=start + count)
@@ -200,7 +200,7 @@ def test_nothing_runs_ahead_by_more_than_the_window(plan, seed, start, count):
             assert entry[2] < whole + AHEAD + plan.staleness
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(plans(), st.integers(0, 2**32), st.integers(0, 2), st.integers(1, 6))
 def test_metrics_come_whole_and_in_order(plan, seed, start, count):
     end = start + count
@@ -220,7 +220,7 @@ def test_metrics_come_whole_and_in_order(plan, seed, start, count):
     assert expected == machine.reported
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(plans(), st.integers(0, 2**32), st.integers(0, 40), st.integers(1, 4))
 def test_a_stop_ends_after_the_iterations_begun(plan, seed, stop_at, barrier):
     end = 6
@@ -266,7 +266,7 @@ def test_a_stop_during_the_closing_actions_does_not_drop_them():
     assert 1 == done
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(plans(), st.integers(0, 2**32), st.data())
 def test_an_error_is_raised_after_the_others_have_drained(plan, seed, data):
     failing = data.draw(st.sampled_from(plan.actions))

@@ -90,7 +90,7 @@ def test_another_seed_changes_the_numbers(train):
 
 
 def test_metrics_have_one_line_an_iteration_and_one_for_the_end(train):
-    run = train("run", GRPO, *GROUP, "--devices", "cpu:1", iterations=4)
+    run = train("run", GRPO, *GROUP, "--devices", "cpu:1", "--set", "eval_every=3", iterations=4)
     lines = read_metrics(run / "metrics.jsonl")
     assert [0, 1, 2, 3, 4] == [line.iteration for line in lines]
     assert [0, 3, 4] == [line.iteration for line in lines if "eval/reward" in line.metrics]

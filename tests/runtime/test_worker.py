@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 
 
 def judge(response: str, answer: str) -> float:
-    return float(len(response))
+    return float(sum(map(ord, response)) % 7)
 
 
 @rf.pipeline()
