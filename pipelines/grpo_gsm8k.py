@@ -4,10 +4,13 @@
     rlflow run  pipelines/grpo_gsm8k.py --set model=DIR --set data=FILE.jsonl --placement one
 
 The model and the data set are named as on the hub; a local directory and a local JSONL
-or Parquet file of the same columns (`question`, `answer` ending in `#### 42`) do as well.
+or Parquet file of the same columns (`question`, `answer` ending in `#### 42`) do as well;
+of a single file the evaluation reads the same rows.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import rlflow as rf
 from rlflow import ops
@@ -37,7 +40,7 @@ def correct(response: str, answer: str) -> float:
 def questions(name: str, split: str) -> rf.data.DataSource:
     return rf.data.huggingface(
         name,
-        split=split,
+        split="train" if Path(name).is_file() else split,
         subset="main" if name == "openai/gsm8k" else None,
         columns=("prompt", "answer"),
         rename={"question": "prompt"},
