@@ -122,6 +122,7 @@ class HuggingFace(ArrowSource):
         except ImportError as error:
             raise DataError(self._not_installed()) from error
         try:
+            datasets.disable_progress_bars()
             loaded = self._opener(datasets)()
         except Exception as error:
             raise DataError(self._not_loaded(str(error))) from error
