@@ -26,7 +26,7 @@ from common import (
 )
 from models import Size, warm_directory
 from sides import TRL, held_out, run_rlflow, run_trl
-from vs_trl import grpo_spec
+from vs_trl import GROUP, PROMPTS, grpo_spec
 
 PIPELINE = ROOT / "pipelines" / "grpo_arithmetic.py"
 LR = 1e-4
@@ -76,7 +76,15 @@ def compare_learning(size: Size, seeds: Iterable[int], *, quick: bool) -> None:
 
 def ours(model: Path, seed: int, iterations: int, every: int) -> Curve:
     """One run of rlflow."""
-    settings = {"model": str(model), "seed": seed, "lr": LR, "eval_every": every}
+    settings = {
+        "model": str(model),
+        "seed": seed,
+        "lr": LR,
+        "kl_coef": 0.0,
+        "prompts_per_iteration": PROMPTS,
+        "group_size": GROUP,
+        "eval_every": every,
+    }
     directory, _ = run_rlflow(f"learning-{seed}", PIPELINE, settings, iterations)
     spans = read_jsonl(directory / "spans" / "main.jsonl")
     accuracy = {
