@@ -98,13 +98,6 @@ def pad(values: Tensor, field_lengths: Tensor, fill: float = 0) -> Tensor:
     return padded.index_put((row_index(field_lengths), column_index(field_lengths)), values)
 
 
-def length_mask(field_lengths: Tensor) -> Tensor:
-    """True where `pad` put a value, bool `[rows, longest]`."""
-    width = int(field_lengths.max()) if len(field_lengths) else 0
-    columns = torch.arange(width, device=field_lengths.device)
-    return columns[None, :] < field_lengths[:, None]
-
-
 def unpad(padded: Tensor, field_lengths: Tensor) -> Tensor:
     """The inverse of `pad`: `[rows, longest]` back to flat `[total]`."""
     return padded[row_index(field_lengths), column_index(field_lengths)]
@@ -155,14 +148,3 @@ def concat_rows(batches: Sequence[Batch]) -> Batch:
         else:
             fields[name] = torch.cat(parts)
     return make_batch(fields, rows)
-
-
-def num_bytes(batch: Batch) -> int:
-    """Bytes of all tensors in a batch, offsets of ragged fields included."""
-    total = 0
-    for field in batch.values():
-        if is_ragged(field):
-            total += flat(field).nbytes + offsets(field).nbytes
-        else:
-            total += field.nbytes
-    return total

@@ -16,7 +16,7 @@ ROWS = [{"question": f"{i}+{i}=", "answer": f"#### {i + i}"} for i in range(5)]
 @pytest.fixture(autouse=True)
 def offline(tmp_path, monkeypatch):
     """A cache of its own, a working directory of its own, and no hub."""
-    datasets = pytest.importorskip("datasets")
+    import datasets
     import huggingface_hub.constants
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
