@@ -134,6 +134,7 @@ def recorded_ends(plan: Plan, total: int) -> list[float]:
     from rich.console import Console
 
     from rlflow.runtime.display import Display
+    from rlflow.runtime.local import LocalMachine
     from rlflow.runtime.run import Run, Settings
     from rlflow.runtime.rundir import RunDir
 
@@ -142,7 +143,8 @@ def recorded_ends(plan: Plan, total: int) -> list[float]:
     settings = Settings(seed=0, iterations=total, threads=1, save_every=total)
     display = Display(Console(stderr=True), quiet=True)
     with RunDir.create(path, plan.graph.name, pipeline="overhead", command=["overhead"]) as made:
-        Run(plan, settings, cast("Worker", Nothing()), made, display).execute()
+        machine = LocalMachine(plan, cast("Worker", Nothing()), threads=1)
+        Run(plan, settings, machine, made, display).execute()
     return iteration_ends(read_jsonl(path / "spans" / "main.jsonl"))[:total]
 
 

@@ -5,8 +5,9 @@ live; a compiler derives the plan. Importing this package imports neither torch 
 """
 
 from rlflow import data, ops
+from rlflow.graph.dispatch import register_dispatch
 from rlflow.graph.fields import Row, Token
-from rlflow.graph.model import AdamW, Model
+from rlflow.graph.model import AdamW, LoRA, Model
 from rlflow.graph.pipeline import Config, Pipeline, pipeline
 from rlflow.graph.placement import On, Placement, on
 from rlflow.graph.userop import op
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdamW",
     "Config",
+    "LoRA",
     "Model",
     "On",
     "Pipeline",
@@ -31,4 +33,5 @@ __all__ = [
     "op",
     "ops",
     "pipeline",
+    "register_dispatch",
 ]

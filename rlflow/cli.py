@@ -42,6 +42,11 @@ Examples:
 def target_options(function: F) -> F:
     """The options by which every command is told what to look at."""
     for option in (
+        click.option(
+            "--backend",
+            type=click.Choice(["local", "ray"]),
+            help="local is this process, ray one process a device; by the pools if left out.",
+        ),
         click.option("--threads", type=click.IntRange(1), help="Threads of each CPU device."),
         click.option("--devices", metavar="KIND:COUNT", help="Devices: cpu:2, cpu:2@4GB, h100:8."),
         click.option(
@@ -177,13 +182,27 @@ def plan(
     show_default=True,
     help="Iterations between checkpoints.",
 )
+@click.option("--address", metavar="HOST:PORT", help="Join a running Ray cluster.")
+@click.option(
+    "--check-sync", is_flag=True, help="After every reshard, compare hashes of both ends."
+)
+@click.option(
+    "--deadline",
+    type=float,
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="The longest wait for one action.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="Print warnings only.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON only.")
 @click.option("--no-color", is_flag=True, help="Plain text; NO_COLOR does the same.")
 def run(as_json: bool, **options: Any) -> None:
     """Run a pipeline; Ctrl-C stops after the iteration, --resume continues."""
+    from rlflow.commands import check_deadline
     from rlflow.launch import launch
 
+    check_deadline(options["deadline"])
     outcome = launch(as_json=as_json, **options)
     if as_json:
         emit(outcome.as_json())
@@ -222,6 +241,7 @@ def export(run_dir: str, output: str, name: str | None) -> None:
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE")
 @click.option("--devices", metavar="KIND:COUNT")
 @click.option("--threads", type=click.IntRange(1))
+@click.option("--backend", type=click.Choice(["local", "ray"]))
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the plans differ.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
 def diff(

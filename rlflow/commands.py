@@ -5,6 +5,7 @@ Imports neither torch nor ray. Every function raises the errors of `rlflow.error
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from rlflow.graph.placement import Placement
 from rlflow.scheduler.cluster import Cluster, parse_cluster
 from rlflow.scheduler.compile import Compiled, compile_plan
 from rlflow.scheduler.diff import PlanDiff, compare
-from rlflow.scheduler.plan import Plan
+from rlflow.scheduler.plan import Backend, Plan
 from rlflow.scheduler.shapes import model_directory
 from rlflow.scheduler.text import explain, table
 
@@ -34,6 +35,7 @@ class Target:
     settings: tuple[str, ...] = ()
     devices: str | None = None
     threads: int | None = None
+    backend: Backend | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +79,21 @@ def plan_declared(declared: Declared, target: Target) -> Planned:
     """Compile a declared pipeline under the placement asked for."""
     name, placement = declared.pipeline.placement(target.placement)
     cluster = parse_cluster(target.devices, placement.num_devices(), target.threads)
-    compiled = _compiled(declared, name, placement, cluster)
+    compiled = _compiled(declared, name, placement, cluster, target.backend)
     return Planned(declared=declared, target=target, cluster=cluster, compiled=compiled)
 
 
-def _compiled(declared: Declared, name: str, placement: Placement, cluster: Cluster) -> Compiled:
+def _compiled(
+    declared: Declared,
+    name: str,
+    placement: Placement,
+    cluster: Cluster,
+    backend: Backend | None,
+) -> Compiled:
     """The plan; a missing model or a broken row, met on the way, is the user's to mend."""
-    near = declared.pipeline.path
+    near, graph = declared.pipeline.path, declared.graph
     try:
-        return compile_plan(declared.graph, placement, cluster, name=name, near=near)
+        return compile_plan(graph, placement, cluster, name=name, near=near, backend=backend)
     except DataError as error:
         raise UsageError(*error.findings, summary=NOTHING) from None
     except UsageError as error:
@@ -147,7 +155,7 @@ def _check_placement(declared: Declared, name: str, placement: Placement, target
         cluster = parse_cluster(target.devices, needed, target.threads)
     else:
         cluster = cpu_cluster(needed, target.threads)
-    return _compiled(declared, name, placement, cluster).plan
+    return _compiled(declared, name, placement, cluster, target.backend).plan
 
 
 def config_lines(planned: Planned) -> list[str]:
@@ -174,6 +182,19 @@ def explain_action(plan: Plan, name: str) -> str:
             )
         )
     return explain(plan, plan.action(name))
+
+
+def check_deadline(seconds: float) -> None:
+    """Raise UsageError for a longest wait that is no time at all, or never ends."""
+    if not 0 < seconds < math.inf:
+        raise UsageError(
+            Finding(
+                code="E209",
+                what=f"--deadline {seconds:g} is not a time to wait",
+                expected="seconds above 0",
+                fix="--deadline 600",
+            )
+        )
 
 
 def diff_placements(pipeline: str, placements: tuple[str, ...], **options: Any) -> PlanDiff:

@@ -27,6 +27,7 @@ def export(run: Path, output: Path, name: str | None) -> tuple[Path, int]:
     """Write config, tokenizer and safetensors; returns the directory and the iterations done.
 
     Of a critic the body is written; a Hugging Face causal model has no place for its head.
+    Adapters are added to the weights that they adapt.
 
     Raises CheckpointError where the run has no checkpoint that verifies, UsageError
     where the run trains no model of that name.
@@ -55,7 +56,7 @@ def export(run: Path, output: Path, name: str | None) -> tuple[Path, int]:
     spec = next(model for model in models if model["name"] == chosen)
     near = Path(str(directory.read_run()["pipeline"]).partition(":")[0])
     source = model_directory(str(spec["path"]), near) or Path(str(spec["path"]))
-    model = _empty_model(source, spec)
+    model = _model(source, spec, int(checkpoint.identity["seed"]))
     model.load_tensors(checkpoint.components[chosen], checkpoint.iteration)
     output.mkdir(parents=True, exist_ok=True)
     save_model(model, str(output))
@@ -65,15 +66,20 @@ def export(run: Path, output: Path, name: str | None) -> tuple[Path, int]:
     return output, checkpoint.iteration
 
 
-def _empty_model(source: Path, spec: dict[str, Any]) -> Any:
+def _model(source: Path, spec: dict[str, Any], seed: int) -> Any:
+    """The model that the run began with, where a checkpoint needs what training left as it was."""
     import torch
 
     from rlflow.engines.loading import load_model
+    from rlflow.graph.model import LoRA
 
+    lora = LoRA(**spec["lora"]) if spec.get("lora") else None
     return load_model(
         str(source),
         dtype=getattr(torch, spec["dtype"]),
         device="cpu",
         head=spec["head"],
-        init="random",
+        seed=seed,
+        init="weights" if lora is not None and spec["init"] == "pretrained" else "random",
+        lora=lora,
     )

@@ -9,15 +9,16 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlflow.commands import NOTHING, Planned, Target, data_findings, declare, plan_declared
-from rlflow.errors import Finding, PlanError, UsageError
+from rlflow.errors import Finding, UsageError
 from rlflow.graph.graph import Graph
 from rlflow.runtime.rundir import RunDir, latest_run
-from rlflow.scheduler.plan import Plan
 from rlflow.scheduler.text import plan_text
 
 
@@ -39,6 +40,20 @@ class Outcome:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line asks of a run, besides the plan."""
+
+    iterations: int
+    run_dir: str | None
+    existing: Path | None
+    save_every: int
+    quiet: bool
+    address: str | None
+    check_sync: bool
+    deadline: float
+
+
 def launch(
     *,
     dry_run: bool,
@@ -49,9 +64,14 @@ def launch(
     quiet: bool,
     as_json: bool,
     no_color: bool,
+    address: str | None,
+    check_sync: bool,
+    deadline: float,
     **options: Any,
 ) -> Outcome:
     """Compile, check, and run; or compile and check only."""
+    if address is not None:
+        options["backend"] = _joining(options.get("backend"), address)
     target = Target(**options)
     declared = declare(target)
     findings = data_findings(declared.graph, remote=True)
@@ -59,7 +79,6 @@ def launch(
         raise UsageError(*findings, summary=NOTHING)
     planned = plan_declared(declared, target)
     plan = planned.compiled.plan
-    _require_local(plan)
     count = iterations or planned.declared.config.iterations
     if dry_run:
         _preflight(plan.graph, planned)
@@ -74,24 +93,30 @@ def launch(
         )
     if no_color:
         os.environ["NO_COLOR"] = "1"
-    existing = _existing_run(resume, run_dir, planned) if resume else None
-    return _execute(planned, count, existing, run_dir, save_every, quiet or as_json)
-
-
-def _require_local(plan: Plan) -> None:
-    """Refuse a plan that this process cannot run."""
-    if plan.backend == "local":
-        return
-    pools = ", ".join(f"{name} has {len(devices)}" for name, devices in plan.pools.items())
-    raise PlanError(
-        Finding(
-            code="E403",
-            what="the local backend runs CPU pools of one device each",
-            got=f"{pools}; devices: {plan.cluster}",
-            expected="one device a pool (several devices a pool are planned, not run, so far)",
-            fix="rlflow plan shows this placement; --placement chooses another",
-        )
+    asked = Asked(
+        iterations=count,
+        run_dir=run_dir,
+        existing=_existing_run(resume, run_dir, planned) if resume else None,
+        save_every=save_every,
+        quiet=quiet or as_json,
+        address=address,
+        check_sync=check_sync,
+        deadline=deadline,
     )
+    return _execute(planned, asked)
+
+
+def _joining(backend: str | None, address: str) -> str:
+    """The backend of a run that joins a cluster."""
+    if backend == "local":
+        raise UsageError(
+            Finding(
+                code="E210",
+                what=f"--address {address} joins a Ray cluster, --backend local uses none",
+                fix="leave out one of the two",
+            )
+        )
+    return "ray"
 
 
 def _existing_run(resume: str, run_dir: str | None, planned: Planned) -> Path:
@@ -107,65 +132,106 @@ def _preflight(graph: Graph, planned: Planned) -> None:
     check_prompts(graph, planned.declared.pipeline.path)
 
 
-def _execute(
-    planned: Planned,
-    iterations: int,
-    existing: Path | None,
-    run_dir: str | None,
-    save_every: int,
-    quiet: bool,
-) -> Outcome:
+def _execute(planned: Planned, asked: Asked) -> Outcome:
     os.environ.setdefault("OMP_NUM_THREADS", str(planned.cluster.threads))
     from rich.console import Console
 
-    from rlflow.runtime.allocator import keep_freed_memory
     from rlflow.runtime.display import Display
-    from rlflow.runtime.durable import check_armed
     from rlflow.runtime.metrics import read_metrics
     from rlflow.runtime.run import Run, Settings
-    from rlflow.runtime.worker import Worker
 
-    check_armed()
-    keep_freed_memory()
     plan, near = planned.compiled.plan, planned.declared.pipeline.path
     config = planned.declared.config
-    display = Display(Console(stderr=True), quiet=quiet)
-    directory = RunDir.open(existing) if existing else None
+    display = Display(Console(stderr=True), quiet=asked.quiet)
     _preflight(plan.graph, planned)
-    display.say(plan_text(plan))
-    worker = Worker(plan, seed=config.seed, near=near)
-    if directory is None:
-        directory = RunDir.create(
-            Path(run_dir) if run_dir else None,
-            plan.graph.name,
-            pipeline=planned.target.pipeline,
-            command=["rlflow", *sys.argv[1:]],
-        )
-    with directory:
+    with _directory(planned, asked) as directory:
+        display.say(plan_text(plan))
         settings = Settings(
             seed=config.seed,
-            iterations=iterations,
+            iterations=asked.iterations,
             threads=planned.cluster.threads,
-            save_every=save_every,
+            save_every=asked.save_every,
             near=near,
-            resume_line=resume_line(planned, iterations, save_every, directory.path),
+            resume_line=resume_line(planned, asked, directory.path),
         )
-        display.say(f"\nrun directory: {directory.path}")
-        run = Run(plan, settings, worker, directory, display)
-        directory.write_config(config.model_dump(mode="json"))
-        directory.write_graph(plan.graph.to_json())
-        directory.write_plan(plan_text(plan) + "\n", plan.to_json())
-        done = run.execute()
+        with _machine(planned, asked) as machine:
+            ranks = "\n".join(["", *machine.device_map()])
+            display.say(f"{ranks}\nrun directory: {directory.path}")
+            directory.write_config(config.model_dump(mode="json"))
+            directory.write_graph(plan.graph.to_json())
+            directory.write_plan(f"{plan_text(plan)}\n{ranks}", plan.to_json())
+            run = Run(plan, settings, machine, directory, display)
+            done = run.execute()
     lines = read_metrics(directory.metrics)
     return Outcome(
         run_dir=directory.path,
         iterations=done,
         metrics=dict(lines[-1].metrics) if lines else {},
-        text="" if quiet else _summary(directory.path),
+        text="" if asked.quiet else _summary(directory.path),
     )
 
 
-def resume_line(planned: Planned, iterations: int, save_every: int, path: Path) -> str:
+@contextmanager
+def _directory(planned: Planned, asked: Asked) -> Iterator[RunDir]:
+    """The run directory, locked; a new one in which no run began is removed again."""
+    if asked.existing:
+        with RunDir.open(asked.existing) as directory:
+            yield directory
+        return
+    with RunDir.create(
+        Path(asked.run_dir) if asked.run_dir else None,
+        planned.compiled.plan.graph.name,
+        pipeline=planned.target.pipeline,
+        command=["rlflow", *sys.argv[1:]],
+    ) as directory:
+        try:
+            yield directory
+        finally:
+            if not (directory.path / "plan.json").exists():
+                directory.remove()
+
+
+@contextmanager
+def _machine(planned: Planned, asked: Asked) -> Iterator[Any]:
+    """Where the plan runs, with its models loaded; closed whatever happens."""
+    from rlflow.runtime.allocator import keep_freed_memory
+    from rlflow.runtime.durable import check_armed
+
+    plan, near = planned.compiled.plan, planned.declared.pipeline.path
+    seed, threads = planned.declared.config.seed, planned.cluster.threads
+    machine: Any
+    if plan.backend == "local":
+        from rlflow.runtime.local import LocalMachine
+        from rlflow.runtime.worker import Worker
+
+        check_armed()
+        keep_freed_memory()
+        machine = LocalMachine(
+            plan, Worker(plan, seed=seed, near=near, check_sync=asked.check_sync), threads=threads
+        )
+    else:
+        from rlflow.runtime.on_ray.machine import Options, RayMachine
+
+        check_armed()
+        machine = RayMachine(
+            plan,
+            Options(
+                kind=planned.cluster.kind.name,
+                threads=threads,
+                seed=seed,
+                near=near,
+                deadline=asked.deadline,
+                check_sync=asked.check_sync,
+                address=asked.address,
+            ),
+        )
+    try:
+        yield machine
+    finally:
+        machine.close()
+
+
+def resume_line(planned: Planned, asked: Asked, path: Path) -> str:
     """The command that continues a run."""
     target = planned.target
     words = ["rlflow", "run", target.pipeline]
@@ -174,7 +240,10 @@ def resume_line(planned: Planned, iterations: int, save_every: int, path: Path) 
         words += ["--set", setting]
     words += ["--devices", target.devices] if target.devices else []
     words += ["--threads", str(target.threads)] if target.threads else []
-    words += ["--iterations", str(iterations), "--save-every", str(save_every)]
+    words += ["--backend", target.backend] if target.backend else []
+    words += ["--address", asked.address] if asked.address else []
+    words += ["--check-sync"] if asked.check_sync else []
+    words += ["--iterations", str(asked.iterations), "--save-every", str(asked.save_every)]
     return shlex.join([*words, "--resume", str(path)])
 
 

@@ -7,6 +7,7 @@ import rlflow as rf
 PUBLIC = [
     "AdamW",
     "Config",
+    "LoRA",
     "Model",
     "On",
     "Pipeline",
@@ -21,6 +22,7 @@ PUBLIC = [
     "op",
     "ops",
     "pipeline",
+    "register_dispatch",
 ]
 OPERATORS = [
     "advantage",

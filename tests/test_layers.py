@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "doctor": {"scheduler", "errors"},
     "commands": {"config", "scheduler", "graph", "data", "errors"},
     "launch": {"commands", "runtime", "scheduler", "graph", "viz", "errors"},
-    "export": {"engines", "runtime", "scheduler", "errors"},
+    "export": {"engines", "graph", "runtime", "scheduler", "errors"},
     "cli": {"commands", "launch", "doctor", "export", "viz", "scheduler", "errors"},
     "__init__": {"graph", "ops", "data"},
 }

@@ -7,11 +7,13 @@ bytes. This file knows neither what the module computes nor who trains it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from rlflow.engines.protocol import Shard
 
 ALIGNMENT = 64
 
@@ -27,10 +29,15 @@ class Slot:
 
 
 class FlatParameters:
-    """Moves a module's parameters into buffers; they stay the same Parameter objects."""
+    """Moves a module's parameters into buffers; they stay the same Parameter objects.
 
-    def __init__(self, module: nn.Module) -> None:
-        named = sorted(module.named_parameters(), key=lambda item: item[1].ndim < 2)
+    `names` are those to move, None all of them.
+    """
+
+    def __init__(self, module: nn.Module, names: Container[str] | None = None) -> None:
+        wanted = (item for item in module.named_parameters() if names is None or item[0] in names)
+        named = sorted(wanted, key=lambda item: item[1].ndim < 2)
+        self.parameters: dict[str, nn.Parameter] = dict(named)
         self.slots: dict[str, Slot] = {}
         self.buffers: dict[torch.dtype, Tensor] = {}
         # Where the matrices end and the vectors begin.
@@ -70,6 +77,18 @@ class FlatParameters:
     def num_bytes(self) -> int:
         """Bytes of all parameters, the padding between them left out."""
         return sum((slot.stop - slot.start) * slot.dtype.itemsize for slot in self.slots.values())
+
+
+def whole_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
+    """Tensors that this process holds in full, as shards of themselves."""
+    return {
+        name: Shard(
+            shape=tuple(tensor.shape),
+            box=tuple((0, size) for size in tensor.shape),
+            tensor=tensor,
+        )
+        for name, tensor in tensors.items()
+    }
 
 
 def to_host(buffers: Iterable[Tensor]) -> list[Tensor]:

@@ -9,14 +9,15 @@ of layers, not how a model is loaded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlflow.engines.attention import Traits, current_state
-from rlflow.engines.kernels import gated_unit, linear, products, root_norm, rotate
+from rlflow.engines.kernels import gated_unit, linear, low_rank, products, root_norm, rotate
+from rlflow.engines.lora import AdaptedLinear
 
 # Attention modules that are: project, (norm,) rotate, attend, project.
 ATTENTIONS = {"LlamaAttention", "Qwen2Attention", "Qwen3Attention", "MistralAttention"}
@@ -29,31 +30,55 @@ class Joined:
     def __init__(self, layers: tuple[nn.Linear, ...]) -> None:
         self.layers = layers
         self.sizes = [layer.out_features for layer in layers]
-        self.weight = join([layer.weight for layer in layers])
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        self.bias = join(biases) if len(biases) == len(layers) else None
+        self.biases = [layer.bias for layer in layers if layer.bias is not None]
+        self.adapted = any(isinstance(layer, AdaptedLinear) for layer in layers)
 
     @property
     def whole(self) -> bool:
         """Whether weights, and biases if there are any, really lie that way."""
-        biased = any(layer.bias is not None for layer in self.layers)
-        return self.weight is not None and (self.bias is not None or not biased)
+        if self.biases and (len(self.biases) < len(self.layers) or not adjacent(self.biases)):
+            return False
+        return adjacent([layer.weight for layer in self.layers])
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """The weights as one, `[out, in]`; first asked for while they have memory."""
+        return span([layer.weight for layer in self.layers])
+
+    @cached_property
+    def bias(self) -> Tensor | None:
+        """The biases as one."""
+        return span(self.biases) if self.biases else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The outputs side by side for `x [rows, in]`."""
-        assert self.weight is not None
-        return products(x, self.weight, self.bias, self.layers)
+        output = products(x, self.weight, self.bias, self.layers)
+        if not self.adapted:
+            return output
+        changes = [change(layer, x) for layer in self.layers]
+        if all(part is None for part in changes):
+            return output
+        sized = zip(changes, self.sizes, strict=True)
+        return output + torch.cat(
+            [x.new_zeros(len(x), size) if part is None else part for part, size in sized], -1
+        )
 
 
-def join(parts: Sequence[Tensor]) -> Tensor | None:
-    """One view over tensors that follow each other in one storage, or None if they do not."""
-    first = parts[0].detach()
-    end = first.data_ptr()
+def adjacent(parts: Sequence[Tensor]) -> bool:
+    """Whether tensors follow each other in one storage, be it allocated or not."""
+    first = parts[0]
+    end = first.storage_offset()
     for part in parts:
-        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same or part.data_ptr() != end or part.shape[1:] != first.shape[1:]:
-            return None
-        end += part.numel() * part.element_size()
+        same = part.untyped_storage()._cdata == first.untyped_storage()._cdata
+        if not same or part.storage_offset() != end or part.shape[1:] != first.shape[1:]:
+            return False
+        end += part.numel()
+    return True
+
+
+def span(parts: Sequence[Tensor]) -> Tensor:
+    """One view over adjacent tensors."""
+    first = parts[0].detach()
     rows = sum(len(part) for part in parts)
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
@@ -75,7 +100,7 @@ def restore_forwards(module: nn.Module) -> None:
 def faster_forward(layer: nn.Module) -> Any:
     """The faster forward of a layer, or None where its form is another."""
     kind = type(layer).__name__
-    if type(layer) is nn.Linear:
+    if type(layer) is nn.Linear or isinstance(layer, AdaptedLinear):
         return partial(linear_forward, layer)
     if kind.endswith("RMSNorm") and hasattr(layer, "variance_epsilon"):
         weight: Any = layer.weight
@@ -91,8 +116,19 @@ def faster_forward(layer: nn.Module) -> Any:
 
 
 def linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The forward of `nn.Linear`."""
-    return linear(x, layer)
+    """The forward of `nn.Linear`, with the layer's adapter if it has one."""
+    output = linear(x, layer)
+    added = change(layer, x)
+    return output if added is None else output + added
+
+
+def change(layer: nn.Linear, x: Tensor) -> Tensor | None:
+    """What a layer's adapter adds to its output for `x [..., in]`, None where nothing does."""
+    if not isinstance(layer, AdaptedLinear) or not layer.adapters.active:
+        return None
+    rows = x.reshape(-1, x.shape[-1])
+    output = low_rank(rows, layer.lora_A, layer.lora_B, layer.adapters.scale)
+    return output.view(*x.shape[:-1], layer.out_features)
 
 
 def norm_forward(layer: Any, x: Tensor) -> Tensor:
@@ -102,8 +138,8 @@ def norm_forward(layer: Any, x: Tensor) -> Tensor:
 
 def feed_forward(layer: Any, x: Tensor) -> Tensor:
     """The forward of down(silu(gate(x)) * up(x))."""
-    hidden = gated_unit(linear(x, layer.gate_proj), linear(x, layer.up_proj))
-    return linear(hidden, layer.down_proj)
+    hidden = gated_unit(linear_forward(layer.gate_proj, x), linear_forward(layer.up_proj, x))
+    return linear_forward(layer.down_proj, hidden)
 
 
 def attention_forward(
@@ -132,4 +168,4 @@ def attention_forward(
     traits = Traits(scaling=layer.scaling, window=window)
     v = parts[:, heads + kv_heads :]
     output = current_state().attend(layer.layer_idx, q, k, v, traits)
-    return linear(output.flatten(1), layer.o_proj)[None], None
+    return linear_forward(layer.o_proj, output.flatten(1))[None], None

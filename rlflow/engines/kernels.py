@@ -59,9 +59,10 @@ class Products(torch.autograd.Function):
     ) -> Tensor:
         """`x [rows, in]`, `joined [out, in]` and its bias; `parts` are its weights, then biases."""
         half = len(parts) // 2
-        ctx.save_for_backward(x, joined)
+        trained = ctx.needs_input_grad[3]
+        ctx.save_for_backward(x if trained else None, joined)
         ctx.sizes = [len(weight) for weight in parts[:half] if weight is not None]
-        ctx.biased = joined_bias is not None
+        ctx.biased = joined_bias is not None and ctx.needs_input_grad[3 + half]
         return product(x, joined, joined_bias)
 
     @staticmethod
@@ -70,9 +71,7 @@ class Products(torch.autograd.Function):
         x, joined = ctx.saved_tensors
         grad_x = product(grad, joined.t()) if ctx.needs_input_grad[0] else None
         none = (None,) * len(ctx.sizes)
-        weights = (
-            torch.split(outer_product(grad, x), ctx.sizes) if ctx.needs_input_grad[3] else none
-        )
+        weights = none if x is None else torch.split(outer_product(grad, x), ctx.sizes)
         biases = torch.split(grad.sum(0), ctx.sizes) if ctx.biased else none
         return grad_x, None, None, *weights, *biases
 
@@ -98,6 +97,34 @@ def linear(x: Tensor, layer: nn.Linear) -> Tensor:
     return output.view(*x.shape[:-1], layer.out_features)
 
 
+class LowRank(torch.autograd.Function):
+    """`scale * (x @ down.T) @ up.T` (Hu et al., "LoRA", 2021, section 4.1)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+        """`x [rows, in]`, `down [rank, in]` and `up [out, rank]`."""
+        inner = product(x, down).mul_(scale)
+        ctx.save_for_backward(x, down, up, inner)
+        ctx.scale = scale
+        return product(inner, up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
+        """Gradients of x, down and up."""
+        x, down, up, inner = ctx.saved_tensors
+        grad_inner = product(grad, up.t()).mul_(ctx.scale)
+        grad_x = product(grad_inner, down.t()) if ctx.needs_input_grad[0] else None
+        return grad_x, outer_product(grad_inner, x), outer_product(grad, inner), None
+
+
+def low_rank(x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """`LowRank` for `x [rows, in]`, with gradient where that is enabled."""
+    if not torch.is_grad_enabled():
+        return product(product(x, down).mul_(scale), up)
+    output: Tensor = LowRank.apply(x, down, up, scale)  # type: ignore[no-untyped-call]
+    return output
+
+
 class RootNorm(torch.autograd.Function):
     """x / rms(x) * weight (Zhang and Sennrich, "Root mean square layer normalization", 2019)."""
 
@@ -109,12 +136,12 @@ class RootNorm(torch.autograd.Function):
         return (x * scale).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         """Gradients of x and weight."""
         x, weight, scale = ctx.saved_tensors
         unit = x * scale
         product = grad * unit
-        grad_weight = product.flatten(0, -2).sum(0)
+        grad_weight = product.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         mean = product.mul_(weight).mean(-1, keepdim=True)
         grad_x = (grad * weight).sub_(unit.mul_(mean)).mul_(scale)
         return grad_x, grad_weight, None

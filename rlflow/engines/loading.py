@@ -22,12 +22,16 @@ from rlflow.engines import attention
 from rlflow.engines.attention import DecodeAttention, PackedAttention
 from rlflow.engines.cache import KeyValueCache
 from rlflow.engines.fused import replace_forwards, restore_forwards
+from rlflow.engines.layers import HostLayers
+from rlflow.engines.lora import AdapterSpec, adapt, is_adapter
 from rlflow.engines.models import TorchModel, ValueModel
 from rlflow.engines.packed import TREE_WIDTH, pack, pack_prompts
 from rlflow.engines.protocol import Head
+from rlflow.engines.recompute import recompute_layers
 from rlflow.errors import Finding, UsageError, near_names
 
 Init = Literal["weights", "random"]
+Offload = Literal["layers"]
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
@@ -49,13 +53,19 @@ def load_model(
     head: Head = "lm",
     seed: int = 0,
     init: Init = "weights",
+    lora: AdapterSpec | None = None,
+    recompute: bool = False,
+    offload: Offload | None = None,
 ) -> TorchModel:
     """Load a causal language model, or its body with a value head, and check it.
 
     `path` is a directory in Hugging Face format or a hub name. With `init="random"` only
-    config.json is read and the weights are a pure function of `seed`. Raises UsageError for a
-    path that cannot be read, an architecture that packing would compute wrongly, missing
-    weights, or packed logits that differ from the model's own.
+    config.json is read and the weights are a pure function of `seed`. `lora` freezes them and
+    adds adapters, drawn from `seed` too; `recompute` keeps only the inputs of decoder layers
+    for the backward pass; `offload="layers"` keeps the decoder layers of a frozen model on the
+    host. Raises UsageError for a path that cannot be read, an architecture that packing would
+    compute wrongly, missing weights, packed logits that differ from the model's own, or an
+    option that does not fit the model.
     """
     check_path(path, init)
     with _loading, quiet():
@@ -63,15 +73,19 @@ def load_model(
         config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
         check_layers(path, config)
         module = read(path, lambda: build(path, config, head, dtype, seed, init))
+    layers = None if offload is None else HostLayers(module, torch.device(device))
     module.eval().to(device)
     plain = plain_outputs(module, config, head)
     with _loading, quiet():
         use_packed_attention(module, path)
-    model = TorchModel(module, config, head=head, name=path)
+    adapters = None if lora is None else adapt(module, lora, seed)
+    model = TorchModel(module, config, head=head, name=path, adapters=adapters, layers=layers)
     replace_forwards(module)
     if differences(model, plain):
         restore_forwards(module)
         check_outputs(model, plain)
+    if recompute:
+        recompute_layers(module)
     return model
 
 
@@ -310,11 +324,17 @@ def outputs(
 def save_model(model: TorchModel, path: str) -> None:
     """Write config.json and safetensors that `load_model` and transformers read.
 
-    A value model is written as its body; its head is in `named_tensors()`.
+    A value model is written as its body; its head is in `named_tensors()`. Adapters are
+    written as part of the weights that they adapt.
     """
-    body: Any = model.module.body if isinstance(model.module, ValueModel) else model.module
-    model.require_ready()
-    state = {name: tensor.detach().clone() for name, tensor in body.state_dict().items()}
+    valued = isinstance(model.module, ValueModel)
+    body: Any = model.module.body if valued else model.module
+    tensors = model.merged_tensors()
+    state = {
+        name: tensors.get(f"body.{name}" if valued else name, tensor).detach().clone()
+        for name, tensor in body.state_dict().items()
+        if not is_adapter(name)
+    }
     with _loading, quiet():
         body.save_pretrained(path, state_dict=state)
 

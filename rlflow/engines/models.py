@@ -6,7 +6,8 @@ knows neither optimizers nor sampling.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from rlflow.engines.attention import AttentionState, attending
-from rlflow.engines.flat import FlatParameters, free, restore, to_host
-from rlflow.engines.protocol import Head, SleepMode
+from rlflow.engines.flat import FlatParameters, free, restore, to_host, whole_shards
+from rlflow.engines.layers import HostLayers
+from rlflow.engines.lora import Adapters
+from rlflow.engines.protocol import Head, Shard, SleepMode
 from rlflow.errors import Finding, RunError, known_names, near_names
 
 State = Literal["ready", "offloaded", "discarded", "empty"]
@@ -39,15 +42,33 @@ class ValueModel(nn.Module):
 
 
 class TorchModel:
-    """A module with its weights; `version` counts the updates they have seen."""
+    """A module with its weights; `version` counts the updates they have seen.
 
-    def __init__(self, module: nn.Module, config: Any, *, head: Head, name: str) -> None:
+    With `adapters` they are what training changes, and the other weights are frozen. Weights
+    of `layers` live on the host; those are the ones that are given and taken by name.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Any,
+        *,
+        head: Head,
+        name: str,
+        adapters: Adapters | None = None,
+        layers: HostLayers | None = None,
+    ) -> None:
         self.module = module
         self.config = config
         self.head = head
         self.name = name
         self.version = 0
-        self.flat = FlatParameters(module)
+        self.adapters = adapters
+        self.layers = layers
+        resident = names_but(module, () if layers is None else layers.names())
+        # What training changes of the weights on the device, and all others there.
+        self.trained = FlatParameters(module, resident if adapters is None else adapters.names)
+        self.frozen = FlatParameters(module, resident - self.trained.slots.keys())
         self.state: State = "ready"
         self._host: list[Tensor] = []
 
@@ -86,6 +107,11 @@ class TorchModel:
         logits: Tensor = output.logits[0]
         return logits
 
+    def require_awake(self) -> None:
+        """Raise RunError unless the weights have memory on the device."""
+        if self.state != "empty":
+            self.require_ready()
+
     def require_ready(self) -> None:
         """Raise RunError unless the weights are on the device and whole."""
         if self.state == "ready":
@@ -101,24 +127,78 @@ class TorchModel:
     def named_tensors(self) -> dict[str, Tensor]:
         """The weights by name, views of the live storage; tied weights appear once."""
         self.require_ready()
-        return self.flat.named()
+        return self.all_tensors()
+
+    def trained_tensors(self) -> dict[str, Tensor]:
+        """Those of `named_tensors` that training changes: all, or adapters and a value head."""
+        names = self.trained_names()
+        return {name: tensor for name, tensor in self.named_tensors().items() if name in names}
+
+    def merged_tensors(self) -> dict[str, Tensor]:
+        """The weights by the names of the plain model, adapters added to what they adapt.
+
+        Views of the live storage but for adapted weights, which are new tensors.
+        """
+        tensors = self.named_tensors()
+        return tensors if self.adapters is None else self.adapters.merged(tensors)
+
+    @contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """Compute the model that adapters started from within the block, in every thread.
+
+        Raises RunError for a model without adapters, whose start is gone.
+        """
+        if self.adapters is None:
+            what = f"model {self.name!r} has no adapters, so there is no base model below it"
+            fix = 'rf.Model(..., lora=rf.LoRA(targets=("q_proj", "v_proj")))'
+            raise RunError(Finding(code="E516", what=what, fix=fix))
+        with self.adapters.off():
+            yield
+
+    def all_tensors(self) -> dict[str, Tensor]:
+        """The weights by name, whatever the state."""
+        hosted = {} if self.layers is None else self.layers.tensors()
+        return {**self.frozen.named(), **hosted, **self.trained.named()}
+
+    def shards(self) -> dict[str, Shard]:
+        """The weights by name as in `named_tensors`, each whole; usable to fill an empty model.
+
+        Raises RunError while asleep.
+        """
+        self.require_awake()
+        return whole_shards(self.all_tensors())
+
+    def trained_names(self) -> frozenset[str]:
+        """The names of the weights that training changes."""
+        if self.adapters is not None:
+            return self.adapters.names
+        hosted = frozenset() if self.layers is None else self.layers.names()
+        return hosted.union(self.trained.slots)
+
+    def loaded(self, version: int) -> None:
+        """Take note that every shard was written, with the weights of `version`.
+
+        Raises RunError while asleep.
+        """
+        self.require_awake()
+        self.version = version
+        self.state = "ready"
 
     def load_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Copy all weights in place and take `version`; nothing changes if a name is wrong.
+        """Copy weights in place and take `version`; nothing changes if a name is wrong.
 
-        Raises RunError for a missing, unknown or differently shaped tensor, or while asleep.
+        All that training changes must be there; frozen weights may be. Raises RunError for a
+        missing, unknown or differently shaped tensor, or while asleep.
         """
-        if self.state != "empty":
-            self.require_ready()
-        mine = self.flat.named()
-        findings = [*self.unknown(tensors, mine), *self.missing(tensors, mine)]
+        self.require_awake()
+        mine = self.all_tensors()
+        findings = [*self.unknown(tensors, mine), *self.missing(tensors)]
         if findings:
             raise RunError(*findings)
         with torch.no_grad():
-            for name, target in mine.items():
-                target.copy_(tensors[name])
-        self.version = version
-        self.state = "ready"
+            for name, tensor in tensors.items():
+                mine[name].copy_(tensor)
+        self.loaded(version)
 
     def unknown(self, tensors: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> list[Finding]:
         """What is wrong with the tensors that were given."""
@@ -138,33 +218,44 @@ class TorchModel:
                 )
         return findings
 
-    def missing(self, tensors: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> list[Finding]:
-        """One finding for all weights that were not given."""
-        absent = [name for name in mine if name not in tensors]
+    def missing(self, tensors: Mapping[str, Tensor]) -> list[Finding]:
+        """One finding for all weights that should have been given."""
+        absent = sorted(self.trained_names() - tensors.keys())
         if not absent:
             return []
         what = f"weights for model {self.name!r} are missing: {known_names(absent)}"
         return [Finding(code="E509", what=what)]
 
     def sleep(self, mode: SleepMode = "offload") -> None:
-        """Free the device memory; `offload` keeps a copy on the host, `discard` nothing."""
+        """Free the device memory; `offload` keeps a copy on the host.
+
+        `discard` keeps none of what training changes; frozen weights beside it, which no
+        update will bring back, go to the host.
+        """
         self.require_ready()
-        buffers = self.flat.buffers.values()
-        if mode == "offload":
-            self._host = to_host(buffers)
-            self.state = "offloaded"
-        else:
-            self.state = "discarded"
-        free(buffers)
+        kept = self.buffers() if mode == "offload" else list(self.frozen.buffers.values())
+        self._host = to_host(kept)
+        self.state = "offloaded" if mode == "offload" else "discarded"
+        free(self.buffers())
 
     def wake(self) -> None:
-        """Take the memory again; after `discard` only `load_tensors` makes the model whole."""
+        """Take the memory again; after `discard` only new weights make the model whole."""
         if self.state in {"ready", "empty"}:
             return
-        restore(self.flat.buffers.values(), self._host)
+        restore(self.buffers(), self._host)
         self._host = []
         self.state = "ready" if self.state == "offloaded" else "empty"
 
+    def buffers(self) -> list[Tensor]:
+        """The storage of all weights that live on the device, frozen ones first."""
+        return [*self.frozen.buffers.values(), *self.trained.buffers.values()]
+
     def num_bytes(self) -> int:
-        """Bytes of the weights when awake."""
-        return self.flat.num_bytes()
+        """Bytes of all weights, wherever they are."""
+        hosted = 0 if self.layers is None else self.layers.num_bytes()
+        return hosted + self.frozen.num_bytes() + self.trained.num_bytes()
+
+
+def names_but(module: nn.Module, others: Container[str]) -> set[str]:
+    """The names of a module's parameters that are not among `others`."""
+    return {name for name, _ in module.named_parameters() if name not in others}

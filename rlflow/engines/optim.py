@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from rlflow.engines.flat import free, restore, to_host
+from rlflow.engines.flat import free, restore, to_host, whole_shards
 from rlflow.engines.models import TorchModel
-from rlflow.engines.protocol import OptimizerSpec
+from rlflow.engines.protocol import OptimizerSpec, Shard
 from rlflow.errors import CheckpointError, Finding, RunError, UsageError, near_names
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -58,14 +58,18 @@ class AdamW:
     """
 
     def __init__(self, model: TorchModel, spec: OptimizerSpec) -> None:
+        if model.layers is not None:
+            what = f"model {model.name!r} is trained, so its layers cannot live on the host"
+            raise UsageError(Finding(code="E517", what=what, fix="leave out offload="))
         self.model = model
+        self.flat = model.trained
         self.spec = spec
         self.steps = 0
         self.asleep = False
         self._host: list[Tensor] = []
-        flat = model.flat.buffers
         self.masters = {
-            dtype: buffer if dtype in FULL else buffer.float() for dtype, buffer in flat.items()
+            dtype: buffer if dtype in FULL else buffer.float()
+            for dtype, buffer in self.flat.buffers.items()
         }
         self.exp_avg = {dtype: torch.zeros_like(master) for dtype, master in self.masters.items()}
         self.exp_avg_sq = {dtype: torch.zeros_like(m) for dtype, m in self.masters.items()}
@@ -74,7 +78,7 @@ class AdamW:
 
     def zero_grad(self) -> None:
         """Make every gradient zero, and the buffers that hold them if there are none."""
-        for dtype, buffer in self.model.flat.buffers.items():
+        for dtype, buffer in self.flat.buffers.items():
             if dtype not in self.grads:
                 self.grads[dtype] = torch.zeros_like(buffer)
                 low = dtype not in FULL
@@ -87,10 +91,15 @@ class AdamW:
 
     def attach(self, dtype: torch.dtype) -> None:
         """Point the parameters' gradients into the buffer."""
-        flat = self.model.flat
-        for name, parameter in self.model.module.named_parameters():
-            if flat.slots[name].dtype == dtype:
-                parameter.grad = flat.view(name, self.grads[dtype])
+        for name, parameter in self.flat.parameters.items():
+            if parameter.dtype == dtype:
+                parameter.grad = self.flat.view(name, self.grads[dtype])
+
+    def release_gradients(self) -> None:
+        """Give back the memory of the gradients; `zero_grad` takes it again."""
+        for parameter in self.flat.parameters.values():
+            parameter.grad = None
+        self.grads, self.sums = {}, {}
 
     def accumulate(self) -> None:
         """Add the gradients of a backward pass to float32 sums, where they are not such sums."""
@@ -109,7 +118,7 @@ class AdamW:
         """Update the weights with `scale` times the gradients."""
         spec, rate = self.spec, learning_rate(self.spec, self.steps)
         for dtype, master in self.masters.items():
-            total, cut = self.sums[dtype], self.model.flat.matrices[dtype]
+            total, cut = self.sums[dtype], self.flat.matrices[dtype]
             if scale != 1:
                 total *= scale
             for part, decay in ((slice(0, cut), spec.weight_decay), (slice(cut, None), 0.0)):
@@ -131,7 +140,7 @@ class AdamW:
                     eps=spec.eps,
                     maximize=False,
                 )
-            weights = self.model.flat.buffers[dtype]
+            weights = self.flat.buffers[dtype]
             if weights is not master:
                 weights.copy_(master)
         self.steps += 1
@@ -144,13 +153,25 @@ class AdamW:
     def tensors(self) -> dict[str, Tensor]:
         """Moments, and float32 copies of lower weights, as `kind.weight`; views, not copies."""
         self.require_awake()
-        flat = self.model.flat
         return {
-            f"{kind}.{name}": flat.view(name, buffers[slot.dtype])
+            f"{kind}.{name}": self.flat.view(name, buffers[slot.dtype])
             for kind, buffers in self.kinds().items()
-            for name, slot in flat.slots.items()
+            for name, slot in self.flat.slots.items()
             if slot.dtype in buffers
         }
+
+    def shards(self) -> dict[str, Shard]:
+        """The state by the names of `tensors()`, each whole."""
+        return whole_shards(self.tensors())
+
+    def trained_names(self) -> frozenset[str]:
+        """The names of the state that training changes: all of them."""
+        return frozenset(
+            f"{kind}.{name}"
+            for kind, buffers in self.kinds().items()
+            for name, slot in self.flat.slots.items()
+            if slot.dtype in buffers
+        )
 
     def load(self, tensors: Mapping[str, Tensor], meta: Mapping[str, int]) -> None:
         """Take the state that `tensors()` and `steps` gave; CheckpointError if it does not fit."""
@@ -173,9 +194,7 @@ class AdamW:
     def sleep(self) -> None:
         """Move the state to the host and drop the gradients."""
         self.require_awake()
-        for parameter in self.model.module.parameters():
-            parameter.grad = None
-        self.grads, self.sums = {}, {}
+        self.release_gradients()
         self._host = to_host(self.state_buffers())
         free(self.state_buffers())
         self.asleep = True
@@ -201,5 +220,5 @@ class AdamW:
         state = sum(buffer.numel() * buffer.element_size() for buffer in self.state_buffers())
         return state + sum(
             buffer.numel() * (buffer.element_size() if dtype in FULL else 6)
-            for dtype, buffer in self.model.flat.buffers.items()
+            for dtype, buffer in self.flat.buffers.items()
         )

@@ -20,6 +20,22 @@ Head = Literal["lm", "value"]
 Loss = Callable[["dict[str, Tensor]", "Batch"], "tuple[Tensor, dict[str, Tensor]]"]
 
 
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """The piece of one parameter that this process holds.
+
+    `box` has (start, stop) per dimension within the whole parameter's `shape`; `tensor` is a
+    view of the live storage with exactly the box's sizes. A box may be empty.
+    """
+
+    shape: tuple[int, ...]
+    box: Box
+    tensor: Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How tokens are drawn; temperature 0 is greedy, top_k 0 and top_p 1 keep every token."""

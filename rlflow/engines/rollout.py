@@ -58,13 +58,17 @@ class Responses:
 
     def add(self, position: int, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Draw the next token of every live row; the tokens and which rows go on."""
-        tokens, log_probs = choose(logits, self.uniform(position), self.sampling)
+        tokens, log_probs = self.choose(logits, self.uniform(position))
         self.tokens[self.live, position] = tokens
         self.log_probs[self.live, position] = log_probs
         self.sizes[self.live] = position + 1
         ended = (tokens[:, None] == self.stops).any(-1)
         self.finished[self.live] = ended
         return tokens, ~ended
+
+    def choose(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens of the live rows and their log-probs; see `sampling.choose`."""
+        return choose(logits, uniform, self.sampling)
 
     def result(self) -> Generation:
         """The rows as ragged fields, on the CPU."""
@@ -101,12 +105,20 @@ class TorchRollout:
         sizes = lengths(prompts)
         self.require_room(sizes, sampling)
         with torch.inference_mode():
-            responses = Responses(sampling, key, sample_ids, self.model.device)
+            responses = self.responses(sampling, key, sample_ids)
             if len(sample_ids):
                 self.run(prompts, sizes, responses)
         self._stats["prompt_tokens"] += float(sizes.sum())
         self._stats["new_tokens"] += float(responses.sizes.sum())
         return responses.result()
+
+    def responses(self, sampling: Sampling, key: SampleKey, sample_ids: Tensor) -> Responses:
+        """Rows without tokens."""
+        return Responses(sampling, key, sample_ids, self.model.device)
+
+    def stopped(self) -> bool:
+        """Whether the generation in flight was aborted."""
+        return self._abort.is_set()
 
     def run(self, prompts: Tensor, sizes: Tensor, responses: Responses) -> None:
         """Prefill, then decode until every row has ended or is at its limit."""
@@ -119,7 +131,7 @@ class TorchRollout:
         decode = DecodeAttention(cache)
         for position in range(sampling.max_new_tokens):
             tokens, going = responses.add(position, logits)
-            if position + 1 == sampling.max_new_tokens or self._abort.is_set():
+            if position + 1 == sampling.max_new_tokens or self.stopped():
                 return
             if not bool(going.all()):
                 places = cache.keep(going)

@@ -52,15 +52,7 @@ class TrainEngine:
         """
         parts = list(self.micro_batches(batch))
         computed = [self.compute(micro, outputs, temperature) for _, micro in parts]
-        if len(parts) == 1:
-            return {name: values.cpu() for name, values in computed[0].items()}
-        size = lengths(batch["response_tokens"])
-        places = torch.cat([flat_places(size, rows) for rows, _ in parts])
-        whole = {}
-        for name in outputs:
-            joined = torch.cat([values[name].cpu() for values in computed])
-            whole[name] = torch.empty_like(joined).index_copy_(0, places, joined)
-        return whole
+        return in_order(batch, [rows for rows, _ in parts], computed)
 
     def step(
         self,
@@ -89,14 +81,18 @@ class TrainEngine:
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.accumulate()
             combine(total, {"loss": loss, **metrics})
+        return self.finish({name: float(value) for name, value in total.items()}, max_grad_norm)
+
+    def finish(self, metrics: dict[str, float], max_grad_norm: float | None) -> StepResult:
+        """Update the weights with the gradients of the whole batch, if all is finite."""
+        optimizer = self.require_optimizer()
         norm = float(optimizer.grad_norm())
-        metrics_now = {name: float(value) for name, value in total.items()}
-        applied = math.isfinite(norm) and math.isfinite(metrics_now.get("loss", 0.0))
+        applied = math.isfinite(norm) and math.isfinite(metrics.get("loss", 0.0))
         if applied:
             clip = max_grad_norm is not None and norm > max_grad_norm
             optimizer.step(max_grad_norm / norm if clip and max_grad_norm is not None else 1.0)
             self.model.version += 1
-        return StepResult(metrics=metrics_now, grad_norm=norm, applied=applied)
+        return StepResult(metrics=metrics, grad_norm=norm, applied=applied)
 
     def compute(
         self, batch: Batch, outputs: Collection[str], temperature: float
@@ -187,6 +183,11 @@ class TrainEngine:
         """Take a state that `optimizer_tensors` and `optimizer_meta` gave."""
         self.require_optimizer().load(tensors, meta)
 
+    def release_gradients(self) -> None:
+        """Give back the memory of the gradients; the next step takes it again."""
+        if self.optimizer is not None:
+            self.optimizer.release_gradients()
+
     def sleep_optimizer(self) -> None:
         """Move the optimizer's state to the host and free the gradients."""
         if self.optimizer is not None:
@@ -213,6 +214,21 @@ def combine(total: dict[str, Tensor], metrics: Mapping[str, Tensor]) -> None:
             total[name] = torch.maximum(total[name], now)
         else:
             total[name] = total[name] + now
+
+
+def in_order(
+    batch: Batch, cuts: list[Tensor | None], computed: list[dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Outputs of micro-batches, whose rows `cuts` has, in the batch's order, on the CPU."""
+    if len(cuts) == 1:
+        return {name: values.cpu() for name, values in computed[0].items()}
+    size = lengths(batch["response_tokens"])
+    places = torch.cat([flat_places(size, rows) for rows in cuts])
+    whole = {}
+    for name in computed[0]:
+        joined = torch.cat([values[name].cpu() for values in computed])
+        whole[name] = torch.empty_like(joined).index_copy_(0, places, joined)
+    return whole
 
 
 def flat_places(size: Tensor, rows: Tensor | None) -> Tensor:

@@ -9,7 +9,15 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+)
 
 from rlflow.errors import Source
 
@@ -48,12 +56,38 @@ class AdamW(BaseModel):
         return f"adamw({', '.join(parts)})"
 
 
+class LoRA(BaseModel):
+    """Low-rank adapters in the place of full training (Hu et al. 2021, section 4.1).
+
+    Every linear layer whose name ends in one of `targets` computes W x + alpha / rank * B A x
+    with `A [rank, in]` and `B [out, rank]`. Training changes A and B alone, and a new head.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int = Field(default=8, ge=1)
+    alpha: float = Field(default=16, gt=0)
+    targets: tuple[str, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _several_names(cls, targets: Any) -> Any:
+        if isinstance(targets, str):
+            raise ValueError(f"targets is a list of names: targets=({targets!r},)")
+        return targets
+
+    def describe(self) -> str:
+        """The printed form."""
+        return f"lora(rank={self.rank}, alpha={self.alpha:g}, targets={'+'.join(self.targets)})"
+
+
 class Model(BaseModel):
     """A model by name; given an optimizer it is trainable.
 
     `path` is a directory in Hugging Face form or the name of a hub model. `head` is
     `lm` for a causal language model, `value` for the same body with a scalar head.
-    `init="random"` starts from fresh weights drawn from the run's seed.
+    `init="random"` starts from fresh weights drawn from the run's seed. With `lora` the
+    weights stay as they are and adapters are trained.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,6 +96,7 @@ class Model(BaseModel):
     path: str
     head: Literal["lm", "value"] = "lm"
     optimizer: AdamW | None = None
+    lora: LoRA | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     init: Literal["pretrained", "random"] = "pretrained"
     _where: Source | None = PrivateAttr(default=None)
@@ -70,10 +105,20 @@ class Model(BaseModel):
         super().__init__(name=name, path=path, **options)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Note where the model was declared, for messages."""
+        """Refuse adapters that nothing trains; note where the model was declared."""
         from rlflow.graph.trace import declared_at
 
+        if self.lora is not None and self.optimizer is None:
+            raise ValueError("lora= says what is trained, so it needs optimizer=")
         self._where = declared_at()
+
+    @model_serializer(mode="wrap")
+    def _without_absent_adapters(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Plain data; a model without adapters has no key for them, nor one in a graph's hash."""
+        found: dict[str, Any] = dump(self)
+        if self.lora is None:
+            found.pop("lora", None)
+        return found
 
     @field_validator("name")
     @classmethod
@@ -98,4 +143,6 @@ class Model(BaseModel):
             parts.append(f"init={self.init}")
         if self.optimizer is not None:
             parts.append(self.optimizer.describe())
+        if self.lora is not None:
+            parts.append(self.lora.describe())
         return "  ".join(parts)

@@ -14,6 +14,11 @@ from rlflow.graph.fields import DType, Field, Granularity, Level
 
 Use = Literal["train", "forward", "rollout"]
 RowSet = Literal["new", "expand", "same", "none"]
+Uneven = Literal["pad", "refuse"]
+
+# How rows reach the ranks of a pool: split over its row parts and replicated within each; all
+# of them to every rank; to the first rank alone; or as the producer's parts lie already.
+DISPATCHES = ("split", "all", "first", "parts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,12 @@ class Op:
     `rows` says what becomes of the row set: made new, each row expanded into several,
     kept, or dropped. `effect` is `pure` where running twice changes nothing. A `closing`
     op runs once more after the last iteration, on the final weights.
+
+    `dispatch` is one of `DISPATCHES` or the name of a registered pair of functions; left
+    empty it follows from `per`. A `collective` op's body sums over all parts of the batch
+    (`call.peers`), so ranks may share its rows though it is not cut in time. `uneven` says
+    whether parts may differ in their number of rows, filled up with rows of zero weight
+    where ranks must keep step, or the compiler refuses rows that do not divide.
     """
 
     name: str
@@ -55,7 +66,19 @@ class Op:
     rows: RowSet = "same"
     effect: Literal["pure", "effectful"] = "pure"
     closing: bool = False
+    dispatch: str = ""
+    collective: bool = False
+    uneven: Uneven = "pad"
     function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def dispatched(self) -> str:
+        """How its rows reach ranks: as said, or as its granularity allows."""
+        if self.dispatch:
+            return self.dispatch
+        if self.collective or self.per != "batch":
+            return "split"
+        return "first" if self.use is None else "all"
 
     def output(self, name: str) -> Field | None:
         """The output of that name, if the op has one."""

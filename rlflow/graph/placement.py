@@ -16,7 +16,10 @@ Count = Annotated[int, Field(ge=1)]
 class On(BaseModel):
     """A pool and a layout: `fsdp` ranks sharing the parameters, `tp` ranks sharing each layer.
 
-    `weights="own"` gives a rollout its own copy where it could share the trained one.
+    Devices left over by `fsdp` x `tp` hold replicas of that layout (hybrid sharding where
+    `fsdp` > 1). `weights="own"` gives a rollout its own copy where it could share the trained
+    one. `recompute` keeps only the inputs of each layer for the backward pass (Chen et al.
+    2016); `offload="layers"` keeps a frozen model on the host and brings it in layer by layer.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -26,6 +29,8 @@ class On(BaseModel):
     tp: Count | None = None
     engine: Literal["torch"] | None = None
     weights: Literal["shared", "own"] | None = None
+    recompute: bool | None = None
+    offload: Literal["layers"] | None = None
 
     def describe(self) -> str:
         """The printed form: the pool, then what was said."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from rlflow.errors import Finding, GraphError, Source
 from rlflow.graph.fields import Field, Granularity, is_optional, read_annotation
-from rlflow.graph.op import Input, Op, register
-from rlflow.graph.trace import Handle, add_node, short_path
+from rlflow.graph.op import DISPATCHES, Input, Op, Uneven, register
+from rlflow.graph.trace import Handle, add_node, declared_at, short_path
 
 USER_BODY = "rlflow.ops.bodies.user:call"
 
@@ -35,7 +35,9 @@ class UserOp:
         return add_node(self.op, handles, params=params, name=name)
 
 
-def op(*, per: Granularity) -> Callable[[Callable[..., Any]], UserOp]:
+def op(
+    *, per: Granularity, dispatch: str = "", uneven: Uneven = "pad"
+) -> Callable[[Callable[..., Any]], UserOp]:
     """Make an op of a function.
 
     `per="row"`: the function gets all rows at once and treats each by itself.
@@ -43,8 +45,15 @@ def op(*, per: Granularity) -> Callable[[Callable[..., Any]], UserOp]:
     `per="batch"`: it is called once with everything. Parameters before `*` are fields,
     keyword-only parameters are options. A parameter annotated `X | None` is optional.
 
-    Raises GraphError where an annotation is missing or is not a field type.
+    Where the op runs on several devices, `dispatch` says how rows reach them: `split` (groups
+    whole, the default but for batch ops), `all`, `first` (the default of batch ops), `parts`
+    (as they lie), or a name given to `rf.register_dispatch`. With `uneven="refuse"` a plan
+    whose rows do not divide over the devices is refused.
+
+    Raises GraphError where an annotation is missing or is not a field type, and for options
+    that cannot be.
     """
+    check_options(per, dispatch, uneven)
 
     def decorate(function: Callable[..., Any]) -> UserOp:
         where = _where(function)
@@ -63,11 +72,39 @@ def op(*, per: Granularity) -> Callable[[Callable[..., Any]], UserOp]:
             inputs=tuple(inputs),
             outputs=_outputs(function, hints, where),
             per=per,
+            dispatch=dispatch,
+            uneven=uneven,
             function=function,
         )
         return UserOp(register(made), tuple(options))
 
     return decorate
+
+
+def check_options(per: object, dispatch: object, uneven: object) -> None:
+    """Raise GraphError for options of an op that no op can have."""
+    cuts = ("split", "parts")
+    checks = (
+        (per in get_args(Granularity), f"per={per!r}", "row, group or batch"),
+        (
+            isinstance(dispatch, str),
+            f"dispatch={dispatch!r}",
+            f"{', '.join(DISPATCHES)}, or a name given to rf.register_dispatch",
+        ),
+        (
+            per != "batch" or dispatch not in cuts,
+            f'per="batch" and dispatch={dispatch!r}',
+            'all rows together: dispatch="first" or dispatch="all"',
+        ),
+        (uneven in get_args(Uneven), f"uneven={uneven!r}", "pad or refuse"),
+    )
+    findings = [
+        Finding(code="E123", what=f"an op with {got}", where=declared_at(), expected=expected)
+        for holds, got, expected in checks
+        if not holds
+    ]
+    if findings:
+        raise GraphError(*findings)
 
 
 def _where(function: Callable[..., Any]) -> Source:

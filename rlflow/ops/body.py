@@ -6,9 +6,10 @@ knows where it runs: models, random numbers and tokenizers come with the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlflow.errors import Source
 from rlflow.graph.op import Op
@@ -99,12 +100,71 @@ class ModelInUse(Protocol):
         """Make one optimizer step on the whole batch."""
 
 
+class Peers(Protocol):
+    """Those who run the same node on the other parts of its batch.
+
+    Each method is called by all of them, in the same order, and gives all the same answer.
+    """
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Add up number by number over the parts."""
+
+    def union(self, ids: Tensor) -> Tensor:
+        """The distinct values of int64 `ids [n]` of all parts, sorted."""
+
+    def share(self, n: int) -> range:
+        """Which of n things that no part of a batch brings along are this part's."""
+
+
+class Alone:
+    """The peers of a call that has the whole batch."""
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The values themselves."""
+        return list(values)
+
+    def union(self, ids: Tensor) -> Tensor:
+        """The distinct values, sorted."""
+        found: Tensor = ids.unique()  # type: ignore[no-untyped-call]
+        return found
+
+    def share(self, n: int) -> range:
+        """All of them."""
+        return range(n)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stat:
+    """A number over the rows of a part, in a form that parts can be joined in.
+
+    `mean` and `std` (of the population) are over `count` values with sum `total`, whose squared
+    deviations from their own mean are `spread` on average; `max` and `min` have their value in
+    `total`, and a `count` of 0 where there was none.
+    """
+
+    kind: Literal["mean", "std", "max", "min"]
+    total: float
+    count: float = 1.0
+    spread: float = 0.0
+
+    @property
+    def value(self) -> float:
+        """The number itself; 0 over nothing."""
+        if not self.count:
+            return 0.0
+        if self.kind == "mean":
+            return self.total / self.count
+        return math.sqrt(self.spread) if self.kind == "std" else self.total
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One run of a node: its inputs, options, and what it may draw on.
 
     `wanted` names the outputs that somebody reads. `permutation(n, *salt)` gives the
     numbers below n in an order that depends on seed, iteration, node and salt only.
+    The inputs are a part of the batch: `rows` int64 `[rows]` numbers them within its
+    `total` rows, and `peers` have the others.
     """
 
     node: str
@@ -116,6 +176,9 @@ class Call:
     permutation: Callable[..., Any]
     tokenizer: Callable[[str], Any]
     inputs: Batch | None = None
+    rows: Tensor | None = None
+    total: int = 0
+    peers: Peers = field(default_factory=Alone)
     model: ModelInUse | None = None
     where: Source | None = None
 
@@ -127,8 +190,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What a body made: fields of `rows` rows each, and numbers to log."""
+    """What a body made: fields of `rows` rows each, and numbers to log.
+
+    `factor` is how many rows it makes of each row of its inputs, said also where there was none.
+    A plain number among the metrics is the same for every part; a `Stat` is of this part.
+    """
 
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     rows: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    factor: int = 1
+    metrics: Mapping[str, float | Stat] = field(default_factory=dict)

@@ -77,6 +77,7 @@ UPDATE = register(
         use="train",
         rows="none",
         effect="effectful",
+        collective=True,
     )
 )
 EVALUATE = register(
@@ -90,6 +91,7 @@ EVALUATE = register(
         rows="none",
         effect="effectful",
         closing=True,
+        collective=True,
     )
 )
 

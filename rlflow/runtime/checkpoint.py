@@ -24,7 +24,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from rlflow.errors import CheckpointError, Finding
 from rlflow.runtime.durable import (
@@ -56,6 +56,8 @@ from rlflow.runtime.tensorfile import file_parts, header_of, load_tensors
 if TYPE_CHECKING:
     from rlflow.runtime.tensorfile import AnyTensor
 
+    Component: TypeAlias = "Mapping[str, AnyTensor] | Elsewhere"
+
 LATEST = "LATEST"
 SUFFIX = ".safetensors"
 NAME_FORM = re.compile(r"iteration-(\d{6,})", re.ASCII)
@@ -76,12 +78,38 @@ register_faults(
 )
 
 
+class Elsewhere(Protocol):
+    """A component that other processes write; `size` bytes of a safetensors file."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+
+    def write(self, path: Path) -> FileRecord:
+        """Write and sync the file; its size and digest."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
     """A checkpoint, or LATEST, that could not be used, and why."""
 
     name: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A checkpoint of which every byte was verified: its files by component, and the state.
+
+    `rejected` lists what was tried before it, newest first; the caller warns about them.
+    """
+
+    iteration: int
+    files: Mapping[str, Path]
+    state: Mapping[str, JSON]
+    identity: Mapping[str, str]
+    path: Path
+    rejected: tuple[Rejected, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,22 +141,26 @@ def list_checkpoints(root: Path) -> tuple[Path, ...]:
 def save_checkpoint(
     root: Path,
     iteration: int,
-    components: Mapping[str, Mapping[str, AnyTensor]],
+    components: Mapping[str, Component],
     state: Mapping[str, JSON],
     identity: Mapping[str, str],
     keep: int = 2,
 ) -> Path:
     """Write one complete, durable checkpoint and return its directory.
 
-    Tensors may be torch (any device, one at a time is copied to the host) or numpy;
+    Tensors may be torch (any device, one at a time is copied to the host) or numpy, or be
+    written by somebody else;
     `state` is JSON whose floats come back bit for bit; `identity` holds the hashes a resumed
     run must share. The newest `keep` (at least 1) complete checkpoints stay. A damaged
     checkpoint of the same iteration is replaced, a good one is not. Raises `CheckpointError`,
     with the previous checkpoints as they were and nothing half-written.
     """
     assert keep >= 1
-    headers = {name: header_of(name, tensors) for name, tensors in components.items()}
-    needed = sum(size for _, size in headers.values()) + SPACE_MARGIN
+    writers: dict[str, Elsewhere] = {
+        name: _Here(name, found) if isinstance(found, Mapping) else found
+        for name, found in components.items()
+    }
+    needed = sum(writer.size for writer in writers.values()) + SPACE_MARGIN
     with disk_errors(CheckpointError, f"save iteration {iteration} in {root}", root):
         root.mkdir(parents=True, exist_ok=True)
         _sweep(root)
@@ -138,7 +170,12 @@ def save_checkpoint(
         older = [path.name for path in list_checkpoints(root) if path != final]
         temporary = temporary_name(final)
         try:
-            files = _write_components(temporary, components, headers)
+            temporary.mkdir()
+            fault("ckpt:mkdir")
+            files = {
+                name + SUFFIX: writer.write(temporary / (name + SUFFIX))
+                for name, writer in writers.items()
+            }
             manifest = Manifest(
                 iteration=iteration,
                 parent=older[-1] if older else None,
@@ -185,18 +222,15 @@ def _refuse_complete(final: Path) -> bool:
     )
 
 
-def _write_components(
-    temporary: Path,
-    components: Mapping[str, Mapping[str, AnyTensor]],
-    headers: Mapping[str, tuple[bytes, int]],
-) -> dict[str, FileRecord]:
-    temporary.mkdir()
-    fault("ckpt:mkdir")
-    files = {}
-    for name, tensors in components.items():
-        parts = file_parts(headers[name][0], tensors)
-        files[name + SUFFIX] = write_file(temporary / (name + SUFFIX), parts, COMPONENT_POINTS)
-    return files
+class _Here:
+    """A component whose tensors are in this process."""
+
+    def __init__(self, name: str, tensors: Mapping[str, AnyTensor]) -> None:
+        self._tensors = tensors
+        self._header, self.size = header_of(name, tensors)
+
+    def write(self, path: Path) -> FileRecord:
+        return write_file(path, file_parts(self._header, self._tensors), COMPONENT_POINTS)
 
 
 def _publish(temporary: Path, final: Path, aside: bool) -> None:
@@ -247,6 +281,26 @@ def load_checkpoint(
     `CheckpointError` if there are checkpoints and none verifies, or if `identity` is given
     and differs from the one saved. `framework` says what the tensors are: torch or numpy.
     """
+    found = find_checkpoint(root, identity=identity)
+    if found is None:
+        return None
+    with disk_errors(CheckpointError, f"load {found.path}", found.path):
+        components = {name: load_tensors(file, framework) for name, file in found.files.items()}
+    return Checkpoint(
+        iteration=found.iteration,
+        components=components,
+        state=found.state,
+        identity=found.identity,
+        path=found.path,
+        rejected=found.rejected,
+    )
+
+
+def find_checkpoint(root: Path, *, identity: Mapping[str, str] | None = None) -> Found | None:
+    """The newest checkpoint of `root` that verifies, its tensors not loaded.
+
+    None and raises as `load_checkpoint` does.
+    """
     found = list_checkpoints(root)
     rejected = _doubt_latest(root, found)
     if not found and not rejected:
@@ -260,14 +314,9 @@ def load_checkpoint(
             continue
         if identity is not None:
             _check_identity(path, manifest.identity, identity)
-        with disk_errors(CheckpointError, f"load {path}", path):
-            components = {
-                name.removesuffix(SUFFIX): load_tensors(path / name, framework)
-                for name in manifest.files
-            }
-        return Checkpoint(
+        return Found(
             iteration=manifest.iteration,
-            components=components,
+            files={name.removesuffix(SUFFIX): path / name for name in manifest.files},
             state=manifest.state,
             identity=manifest.identity,
             path=path,

@@ -20,13 +20,17 @@ from rlflow.scheduler.plan import Action, Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """An action instance that has ended: seconds on the backend's clock, numbers, or an error."""
+    """An action instance that has ended: seconds on the backend's clock, numbers, or an error.
+
+    `moved` is bytes that went from one process to another, None where nobody counts them.
+    """
 
     action: str
     iteration: int
     start: float
     end: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    moved: int | None = None
     error: BaseException | None = None
 
 
@@ -218,5 +222,5 @@ def closing_actions(plan: Plan) -> frozenset[str]:
         for action in before
         if action.closing
         or action.kind in ("sleep", "wake")
-        or (action.kind == "reshard" and action.target in read)
+        or (action.kind == "reshard" and read.intersection(action.targets))
     )

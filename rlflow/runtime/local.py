@@ -9,12 +9,17 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from rlflow.runtime.checkpoint import Found
 from rlflow.runtime.executor import Completion
 from rlflow.scheduler.plan import Action, Plan
+
+if TYPE_CHECKING:
+    from rlflow.runtime.checkpoint import Component
+    from rlflow.runtime.worker import Worker
 
 Job = tuple[Action, int, Callable[[Completion], None]]
 
@@ -24,6 +29,44 @@ class Runs(Protocol):
 
     def run(self, action: Action, iteration: int) -> Mapping[str, float]:
         """The numbers it logs."""
+
+
+class LocalMachine:
+    """One process with all instances of a plan: what a run starts, saves and restores."""
+
+    def __init__(self, plan: Plan, worker: Worker, *, threads: int) -> None:
+        self._plan = plan
+        self._worker = worker
+        self._threads = threads
+
+    def backend(self, now: Callable[[], float]) -> LocalBackend:
+        """Start taking actions; seconds are those of `now`."""
+        torch.set_num_threads(self._threads)
+        return LocalBackend(self._plan, self._worker, threads=self._threads, now=now)
+
+    def components(self) -> tuple[dict[str, Component], dict[str, dict[str, int]]]:
+        """What a checkpoint holds by component, and the optimizers' counters by model."""
+        components: dict[str, Component] = {}
+        counters = {}
+        for loaded in self._worker.trained():
+            components |= loaded.snapshot()
+            counters[loaded.instance.model] = loaded.train.optimizer_meta()
+        return components, counters
+
+    def restore(self, found: Found, counters: Mapping[str, Mapping[str, int]]) -> None:
+        """Take the weights and optimizer states of a checkpoint."""
+        from rlflow.runtime.saving import restore_components
+
+        for loaded in self._worker.trained():
+            meta = counters[loaded.instance.model]
+            restore_components(loaded, found.files, meta, found.iteration)
+
+    def device_map(self) -> list[str]:
+        """Nothing to tell: every device is this process."""
+        return []
+
+    def close(self) -> None:
+        """Nothing is left but this process."""
 
 
 class LocalBackend:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -26,16 +26,17 @@ from rlflow.errors import (
     RunDirError,
     RunError,
 )
-from rlflow.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from rlflow.runtime.checkpoint import Found, find_checkpoint, save_checkpoint
 from rlflow.runtime.display import Display
 from rlflow.runtime.durable import fault, register_faults
-from rlflow.runtime.executor import Completion, Executor
-from rlflow.runtime.local import LocalBackend
+from rlflow.runtime.executor import Backend, Completion, Executor
 from rlflow.runtime.metrics import MetricsLog, TensorBoardLog
 from rlflow.runtime.rundir import RunDir
 from rlflow.runtime.spans import Span, SpanLog
-from rlflow.runtime.worker import Worker
 from rlflow.scheduler.plan import Action, Plan
+
+if TYPE_CHECKING:
+    from rlflow.runtime.checkpoint import Component
 
 register_faults("run:iteration", "run:save", "run:saved")
 
@@ -52,15 +53,31 @@ class Settings:
     resume_line: str = ""
 
 
+class Machine(Protocol):
+    """Where a plan runs: this process, or worker processes of a cluster."""
+
+    def backend(self, now: Callable[[], float]) -> Backend:
+        """Start taking actions; seconds are those of `now`."""
+
+    def components(self) -> tuple[dict[str, Component], dict[str, dict[str, int]]]:
+        """What a checkpoint holds by component, and the optimizers' counters by model."""
+
+    def restore(self, found: Found, counters: Mapping[str, Mapping[str, int]]) -> None:
+        """Take the weights and optimizer states of a checkpoint."""
+
+    def close(self) -> None:
+        """Give back everything it holds."""
+
+
 class Run:
     """Executes a plan in a run directory, from its last checkpoint if there is one."""
 
     def __init__(
-        self, plan: Plan, settings: Settings, worker: Worker, directory: RunDir, display: Display
+        self, plan: Plan, settings: Settings, machine: Machine, directory: RunDir, display: Display
     ) -> None:
         self.plan = plan
         self.settings = settings
-        self.worker = worker
+        self.machine = machine
         self.directory = directory
         self.display = display
         self.start = self._restore()
@@ -79,10 +96,7 @@ class Run:
         Raises Interrupted after Ctrl-C, and the error of an action that failed; both leave
         a run directory that `--resume` continues.
         """
-        torch.set_num_threads(self.settings.threads)
-        backend = LocalBackend(
-            self.plan, self.worker, threads=self.settings.threads, now=self._spans.now
-        )
+        backend = self.machine.backend(self._spans.now)
         executor = Executor(
             self.plan,
             backend,
@@ -138,18 +152,14 @@ class Run:
         """Save what the run needs to continue after `done` iterations, if it is not saved."""
         if done <= self.saved:
             return
-        components: dict[str, Mapping[str, Any]] = {}
-        state: dict[str, Any] = {}
-        for loaded in self.worker.trained():
-            components |= loaded.snapshot()
-            state[loaded.instance.model] = loaded.train.optimizer_meta()
+        components, counters = self.machine.components()
         self._metrics.sync()
         fault("run:save")
         save_checkpoint(
             self.directory.checkpoints,
             done,
             components,
-            {"optimizers": state},
+            {"optimizers": dict(counters)},
             identity(self.plan, self.settings),
         )
         self.saved = done
@@ -158,15 +168,18 @@ class Run:
     def _restore(self) -> int:
         """Load the last complete checkpoint; returns the iterations that are done."""
         known = identity(self.plan, self.settings)
-        checkpoint = load_checkpoint(self.directory.checkpoints, identity=known)
+        checkpoint = find_checkpoint(self.directory.checkpoints, identity=known)
         if checkpoint is None:
             return 0
         for rejected in checkpoint.rejected:
             self.display.warn(f"checkpoint {rejected.name} cannot be used: {rejected.reason}")
         self._refuse_fewer(checkpoint.iteration)
         self.display.say(f"resuming after iteration {checkpoint.iteration} from {checkpoint.path}")
-        for loaded in self.worker.trained():
-            _load(checkpoint, loaded.instance.model, loaded)
+        counters: Any = checkpoint.state["optimizers"]
+        for instance in self.plan.instances:
+            if instance.trained:
+                _require_model(checkpoint, instance.model)
+        self.machine.restore(checkpoint, counters)
         return checkpoint.iteration
 
     def _refuse_fewer(self, done: int) -> None:
@@ -224,23 +237,21 @@ def identity(plan: Plan, settings: Settings) -> dict[str, str]:
     }
 
 
-def _load(checkpoint: Checkpoint, name: str, loaded: Any) -> None:
-    weights = checkpoint.components.get(name)
-    optimizer = checkpoint.components.get(f"{name}.optimizer")
-    if weights is None or optimizer is None:
+def _require_model(found: Found, name: str) -> None:
+    """Raise CheckpointError where a checkpoint lacks a model that the plan trains."""
+    if not {name, f"{name}.optimizer"} <= set(found.files):
         raise CheckpointError(
             Finding(
                 code="E753",
-                what=f"checkpoint {checkpoint.path} has no model {name!r}",
-                got=", ".join(sorted(checkpoint.components)),
+                what=f"checkpoint {found.path} has no model {name!r}",
+                got=", ".join(sorted(found.files)),
             )
         )
-    states: Any = checkpoint.state["optimizers"]
-    loaded.restore(weights, optimizer, states[name], checkpoint.iteration)
 
 
 def _span(action: Action, completion: Completion) -> Span:
     moved = action.cost.moved if action.kind != "run" else None
+    moved = moved if completion.moved is None else completion.moved
     return Span(
         action=action.id,
         node=action.node or "",

@@ -129,6 +129,10 @@ class RunDir:
             os.close(self._lock)
             self._lock = None
 
+    def remove(self) -> None:
+        """Delete a directory in which no run has begun."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
     def read_run(self) -> Mapping[str, JSON]:
         """What run.json says. Raises `RunDirError` if it is damaged."""
         return _read_run(self.path)

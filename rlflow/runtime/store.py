@@ -1,14 +1,14 @@
-"""The shard store: what nodes made, kept until the last reader has run.
+"""The shard store: the rows that actions leave in this process, kept until the last reader.
 
-Keys are (node, iteration). This file knows neither models nor time.
+Keys are (action, iteration): a node's run, or the transfer that brought a copy of its rows.
+This file knows neither models nor time.
 """
 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from rlflow.graph.graph import Graph
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,37 +16,44 @@ if TYPE_CHECKING:
 Key = tuple[str, int]
 
 
-class ShardStore:
-    """Fields by node and iteration, freed when every reader of that iteration has run."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """Fields of the rows that this process holds.
 
-    def __init__(self, graph: Graph) -> None:
-        self._readers: dict[str, int] = dict.fromkeys((node.name for node in graph.nodes), 0)
-        for node in graph.nodes:
-            for source in node.sources:
-                self._readers[source] += 1
-        self._fields: dict[Key, dict[str, Tensor]] = {}
+    `rows` int64 `[rows held]` numbers them within the batch's `total` rows; None for all of them.
+    """
+
+    fields: dict[str, Tensor]
+    total: int
+    rows: Tensor | None = None
+
+
+class ShardStore:
+    """Rows by action and iteration, freed when everybody that reads them has."""
+
+    def __init__(self) -> None:
+        self._held: dict[Key, Stored] = {}
         self._left: dict[Key, int] = {}
         self._lock = threading.Lock()
 
-    def put(self, node: str, iteration: int, fields: dict[str, Tensor]) -> None:
-        """Keep what a node made, if anybody reads it."""
-        readers = self._readers[node]
+    def put(self, action: str, iteration: int, stored: Stored, readers: int) -> None:
+        """Keep what an action made until `readers` have released it; nothing for no reader."""
         if readers:
             with self._lock:
-                self._fields[node, iteration] = fields
-                self._left[node, iteration] = readers
+                self._held[action, iteration] = stored
+                self._left[action, iteration] = readers
 
-    def get(self, node: str, iteration: int) -> dict[str, Tensor]:
-        """What a node made in an iteration; KeyError once its last reader has run."""
-        return self._fields[node, iteration]
+    def get(self, action: str, iteration: int) -> Stored:
+        """What an action made in an iteration; KeyError once its last reader has run."""
+        return self._held[action, iteration]
 
-    def release(self, node: str, iteration: int) -> None:
-        """Note that one reader has run; the last one frees the fields."""
-        key = (node, iteration)
+    def release(self, action: str, iteration: int) -> None:
+        """Note that one reader has run; the last one frees the rows."""
+        key = (action, iteration)
         with self._lock:
             self._left[key] -= 1
             if self._left[key] == 0:
-                del self._fields[key], self._left[key]
+                del self._held[key], self._left[key]
 
     def __len__(self) -> int:
-        return len(self._fields)
+        return len(self._held)

@@ -60,7 +60,7 @@ def _dtype(component: str, name: str, tensor: AnyTensor) -> tuple[str, int]:
     return DTYPES[dtype]
 
 
-def _ordered(tensors: Mapping[str, AnyTensor]) -> list[tuple[str, AnyTensor]]:
+def ordered(tensors: Mapping[str, AnyTensor]) -> list[tuple[str, AnyTensor]]:
     """Wide elements first, so that every tensor is aligned in the file; then by name."""
     return sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
 
@@ -82,7 +82,7 @@ def header_of(component: str, tensors: Mapping[str, AnyTensor]) -> tuple[bytes, 
         )
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, tensor in _ordered(tensors):
+    for name, tensor in ordered(tensors):
         code, width = _dtype(component, name, tensor)
         shape = [int(length) for length in tensor.shape]
         end = offset + math.prod(shape) * width
@@ -97,11 +97,11 @@ def header_of(component: str, tensors: Mapping[str, AnyTensor]) -> tuple[bytes, 
 def file_parts(header: bytes, tensors: Mapping[str, AnyTensor]) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file: the header, then one tensor at a time."""
     yield header
-    for _, tensor in _ordered(tensors):
-        yield _raw(tensor)
+    for _, tensor in ordered(tensors):
+        yield raw_bytes(tensor)
 
 
-def _raw(tensor: AnyTensor) -> memoryview:
+def raw_bytes(tensor: AnyTensor) -> memoryview:
     """The elements of a tensor in row-major order as bytes."""
     import numpy as np
 

@@ -1,214 +1,169 @@
 """A worker: the model instances of one process, and the verbs that a plan has for them.
 
 It runs bodies, reshards, and puts parts to sleep and wakes them; it refuses what the
-state of an instance forbids. It knows no order and no other worker.
+state of an instance forbids. It knows no order. Ranks that share an instance or a reshard
+meet in the groups that its `world` has for them.
 """
 
 from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlflow.batch import make_batch
-from rlflow.engines.loading import load_model, load_tokenizer
-from rlflow.engines.models import TorchModel
-from rlflow.engines.optim import learning_rate
-from rlflow.engines.protocol import Generation, SampleKey, Sampling, StepResult
+from rlflow.batch import lengths, make_batch
+from rlflow.engines.loading import load_tokenizer
+from rlflow.engines.protocol import SampleKey
 from rlflow.engines.rng import permutation
-from rlflow.engines.rollout import TorchRollout
-from rlflow.engines.train import TrainEngine
-from rlflow.errors import Finding, RunError, UsageError
+from rlflow.errors import Finding, RunError
 from rlflow.graph.graph import Graph, Node
-from rlflow.ops.body import Call, Output
-from rlflow.runtime.store import ShardStore
-from rlflow.scheduler.plan import Action, Instance, Plan
+from rlflow.ops.body import Alone, Call, Output, Stat
+from rlflow.runtime.flow import Flow
+from rlflow.runtime.loaded import InUse, Loaded, load_instance
+from rlflow.runtime.stats import join
+from rlflow.runtime.store import ShardStore, Stored
+from rlflow.scheduler.plan import Action, Plan
 from rlflow.scheduler.shapes import model_directory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlflow.batch import Batch
-    from rlflow.ops.body import LossFunction
+    from rlflow.runtime.world import World
 
-MICRO_TOKENS = 32768
-
-
-@dataclass(slots=True)
-class Loaded:
-    """A model instance in this process; `version` is None while its weights are discarded."""
-
-    instance: Instance
-    model: TorchModel
-    train: TrainEngine
-    rollout: TorchRollout
-    tokenizer: Any
-    stop_tokens: tuple[int, ...]
-    version: int | None = 0
-
-    def snapshot(self) -> dict[str, Mapping[str, Tensor]]:
-        """Weights and optimizer state by component; copies where they sleep on the host."""
-        asleep = self._asleep()
-        with self._awake():
-            found = {
-                self.instance.model: self.model.named_tensors(),
-                f"{self.instance.model}.optimizer": self.train.optimizer_tensors(),
-            }
-            if not asleep:
-                return dict(found)
-            return {
-                name: {key: tensor.clone() for key, tensor in part.items()}
-                for name, part in found.items()
-            }
-
-    def restore(
-        self,
-        weights: Mapping[str, Tensor],
-        optimizer: Mapping[str, Tensor],
-        meta: Mapping[str, int],
-        version: int,
-    ) -> None:
-        """Take weights and optimizer state of a checkpoint, and the version they are."""
-        with self._awake():
-            self.model.load_tensors(weights, version)
-            self.train.load_optimizer(optimizer, meta)
-        self.version = version
-
-    def _asleep(self) -> list[str]:
-        optimizer = self.train.optimizer
-        parts = ["weights"] if self.model.state == "offloaded" else []
-        return parts + (["optimizer"] if optimizer is not None and optimizer.asleep else [])
-
-    @contextmanager
-    def _awake(self) -> Iterator[None]:
-        """Everything awake inside the block, and asleep again after it if it was."""
-        parts = self._asleep()
-        self.model.wake()
-        self.train.wake_optimizer()
-        try:
-            yield
-        finally:
-            if "optimizer" in parts:
-                self.train.sleep_optimizer()
-            if "weights" in parts:
-                self.model.sleep("offload")
+SIZED_BY = ("prompt_tokens", "response_tokens")
 
 
-class InUse:
-    """A loaded instance as one call of a body sees it: random numbers are tied to that call."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What an action instance did here: numbers to log, and the rows it left if it made any.
 
-    def __init__(self, loaded: Loaded, key: SampleKey) -> None:
-        self._loaded = loaded
-        self._key = key
-        self.tokenizer = loaded.tokenizer
-        self.context = loaded.model.context
+    `tokens` int64 `[rows]` are the lengths of prompt and response together, where the rows
+    have them; `moved` is bytes that other processes sent.
+    """
 
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the next optimizer step; 0 for a frozen model."""
-        optimizer = self._loaded.train.optimizer
-        return 0.0 if optimizer is None else learning_rate(optimizer.spec, optimizer.steps)
-
-    def generate(
-        self,
-        prompts: Tensor,
-        sample_ids: Tensor,
-        *,
-        n: int,
-        max_new_tokens: int,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        ignore_eos: bool,
-    ) -> Generation:
-        """Draw n responses to every prompt."""
-        sampling = Sampling(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            n=n,
-            stop_tokens=() if ignore_eos else self._loaded.stop_tokens,
-        )
-        return self._loaded.rollout.generate(prompts, sampling, self._key, sample_ids)
-
-    def forward(
-        self, batch: Batch, *, outputs: Collection[str], temperature: float
-    ) -> dict[str, Tensor]:
-        """Score response tokens without gradient."""
-        return self._loaded.train.forward(batch, outputs=outputs, temperature=temperature)
-
-    def step(
-        self,
-        batch: Batch,
-        loss: LossFunction,
-        *,
-        outputs: Collection[str],
-        temperature: float,
-        max_grad_norm: float | None,
-    ) -> StepResult:
-        """Make one optimizer step."""
-        return self._loaded.train.step(
-            batch, loss, outputs=outputs, temperature=temperature, max_grad_norm=max_grad_norm
-        )
+    metrics: Mapping[str, float | Stat] = field(default_factory=dict)
+    rows: int = 0
+    total: int = 0
+    tokens: Tensor | None = None
+    moved: int | None = None
 
 
 class Worker:
-    """Loads the instances of a plan and runs its actions, one call an action instance."""
+    """Loads the instances of a plan and runs its actions, one call an action instance.
 
-    def __init__(self, plan: Plan, seed: int, near: Path | None = None) -> None:
+    With a `world` it is one rank of several: it loads the instances of its device only.
+    `check_sync` compares hashes of both ends after every reshard.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        seed: int,
+        near: Path | None = None,
+        *,
+        world: World | None = None,
+        check_sync: bool = False,
+    ) -> None:
         self.plan = plan
         self.graph: Graph = plan.graph
         self.seed = seed
         self.near = near
-        self.store = ShardStore(plan.graph)
-        self.loaded = {instance.name: self._load(instance) for instance in plan.instances}
+        self.world = world
+        self.check_sync = check_sync
+        self.flow = Flow(plan)
+        self.store = ShardStore()
+        self._resharders: dict[str, Any] = {}
         self._wanted = {node.name: _fields_read(plan.graph, node) for node in plan.graph.nodes}
         self._tokenizer = functools.cache(self._load_tokenizer)
+        held = plan.instances if world is None else world.instances
+        self.loaded = {
+            instance.name: load_instance(
+                instance,
+                self.graph.model(instance.model),
+                self._path(self.graph.model(instance.model).path),
+                seed=seed,
+                device="cpu" if world is None else world.device,
+                mesh=None if world is None else world.mesh(instance),
+            )
+            for instance in held
+        }
         for part in plan.parts:
-            if part.name not in plan.awake_at_start:
-                self._sleep(part.name, "offload")
+            if part.name not in plan.awake_at_start and part.instance in self.loaded:
+                self._sleep(part.name, part.kind, "offload")
 
     def trained(self) -> list[Loaded]:
         """The instances that the plan trains, in the plan's order."""
         return [loaded for loaded in self.loaded.values() if loaded.instance.trained]
 
     def run(self, action: Action, iteration: int) -> Mapping[str, float]:
-        """Carry out one action instance; returns the numbers it logs.
+        """Carry out one action instance with all its rows; returns the numbers it logs.
 
         Raises what the body raises, and RunError for what the state forbids.
         """
-        if action.kind == "run":
-            return self._run(action, iteration)
-        if action.kind == "reshard":
-            self._reshard(action, iteration)
-        elif action.kind == "sleep" and action.part and action.mode:
-            self._sleep(action.part, action.mode)
-        elif action.kind == "wake" and action.part:
-            self._wake(action.part)
-        return {}
+        return join([self.perform(action, iteration).metrics])
 
-    def _run(self, action: Action, iteration: int) -> Mapping[str, float]:
+    def perform(self, action: Action, iteration: int, keep: Tensor | None = None) -> Result:
+        """Carry out this process's part of an action instance.
+
+        `keep` int64 names the rows, by place, whose results stay; None for all of them.
+        """
+        if action.kind == "run":
+            return self._run(action, iteration, keep)
+        if action.kind == "reshard":
+            return Result(moved=self._reshard(action, iteration))
+        if action.part:
+            self._move(action, action.part)
+        return Result()
+
+    def _run(self, action: Action, iteration: int, keep: Tensor | None) -> Result:
         node = self.graph.node(str(action.node))
         loaded = self.loaded[action.instance] if action.instance else None
         if loaded is not None:
             self._require_version(action, iteration, loaded)
-        output: Output = _body(node.op.body)(self._call(node, iteration, loaded))
+        call = self._call(action, node, iteration, loaded)
+        output: Output = _body(node.op.body)(call)
         for name, lag in action.writes:
             self.loaded[name].version = iteration - lag
-        self.store.put(node.name, iteration, dict(output.fields))
-        for source in node.sources:
+        made = self._made(node, call, output, keep)
+        if made is not None:
+            self.store.put(action.id, iteration, made, self.flow.readers(action.id, iteration))
+        for source in self.flow.sources(action.id):
             self.store.release(source, iteration)
-        return output.metrics
+        return Result(
+            metrics=output.metrics,
+            rows=output.rows,
+            total=made.total if made else 0,
+            tokens=None if made is None or node.op.rows != "expand" else _tokens(made),
+        )
 
-    def _call(self, node: Node, iteration: int, loaded: Loaded | None) -> Call:
+    def _made(self, node: Node, call: Call, output: Output, keep: Tensor | None) -> Stored | None:
+        """The rows of an output under their numbers in the whole batch."""
+        if not node.op.outputs:
+            return None
+        fields = dict(output.fields)
+        if call.rows is None:
+            return Stored(fields=fields, total=output.rows)
+        factor = output.rows // max(len(call.rows), 1) if node.op.rows == "expand" else 1
+        rows, total = call.rows, call.total * factor
+        if factor > 1:
+            rows = (rows[:, None] * factor + torch.arange(factor)).flatten()
+        if keep is not None:
+            from rlflow.batch import select_field
+
+            fields = {name: select_field(value, keep) for name, value in fields.items()}
+            rows = rows[keep]
+        return Stored(fields=fields, total=total, rows=rows)
+
+    def _call(self, action: Action, node: Node, iteration: int, loaded: Loaded | None) -> Call:
         key = SampleKey(seed=self.seed, iteration=iteration, stream=node.name)
+        inputs, rows, total = self._inputs(action, node, iteration)
+        shared = None if self.world is None else self.world.peers(action)
         return Call(
             node=node.name,
             op=node.op,
@@ -218,21 +173,28 @@ class Worker:
             wanted=self._wanted[node.name],
             permutation=functools.partial(_permutation, self.seed, iteration, node.name),
             tokenizer=self._tokenizer,
-            inputs=self._inputs(node, iteration),
+            inputs=inputs,
+            rows=rows,
+            total=total,
+            peers=Alone() if shared is None else shared,
             model=None if loaded is None else InUse(loaded, key),
             where=node.where,
         )
 
-    def _inputs(self, node: Node, iteration: int) -> Batch | None:
-        """The fields the node reads, under the names it reads them by."""
+    def _inputs(
+        self, action: Action, node: Node, iteration: int
+    ) -> tuple[Batch | None, Tensor | None, int]:
+        """The fields the node reads under the names it reads them by, and whose rows they are."""
         if not node.inputs:
-            return None
-        fields = {
-            bound.name: self.store.get(bound.source, iteration)[bound.field.name]
-            for bound in node.inputs
+            return None, None, 0
+        held = {
+            source: self.store.get(self.flow.source(action.id, source), iteration)
+            for source in node.sources
         }
+        fields = {bound.name: held[bound.source].fields[bound.field.name] for bound in node.inputs}
+        first = held[node.sources[0]]
         rows = next((len(value) for value in fields.values() if value.dim()), 0)
-        return make_batch(fields, rows)
+        return make_batch(fields, rows), first.rows, first.total
 
     def _require_version(self, action: Action, iteration: int, loaded: Loaded) -> None:
         for _, lag in action.reads:
@@ -248,26 +210,53 @@ class Worker:
                     )
                 )
 
-    def _reshard(self, action: Action, iteration: int) -> None:
-        source, target = self.loaded[str(action.instance)], self.loaded[str(action.target)]
-        self._require_version(action, iteration, source)
-        target.rollout.update_weights(source.model.named_tensors(), iteration)
-        target.version = iteration
+    def _reshard(self, action: Action, iteration: int) -> int:
+        """Bring the source's weights to the targets; bytes that came from other processes."""
+        source = self.loaded.get(str(action.instance))
+        targets = [self.loaded[name] for name in action.targets if name in self.loaded]
+        if source is not None:
+            self._require_version(action, iteration, source)
+        received = self._bring(action, source, targets)
+        for target in targets:
+            target.model.loaded(iteration)
+            target.version = iteration
+        return received
 
-    def _sleep(self, part: str, mode: str) -> None:
-        loaded = self.loaded[self.plan.part(part).instance]
-        if self.plan.part(part).kind == "optimizer":
-            loaded.train.sleep_optimizer()
-            return
-        loaded.model.sleep("discard" if mode == "discard" else "offload")
-        if mode == "discard":
-            loaded.version = None
+    def _bring(self, action: Action, source: Loaded | None, targets: list[Loaded]) -> int:
+        if action.id not in self._resharders:
+            from rlflow.runtime.world import resharder
 
-    def _wake(self, part: str) -> None:
-        loaded = self.loaded[self.plan.part(part).instance]
-        if self.plan.part(part).kind == "optimizer":
-            loaded.train.wake_optimizer()
+            self._resharders[action.id] = resharder(self.world, action, source, targets)
+        made = self._resharders[action.id]
+        received: int = made.run().received
+        if self.check_sync:
+            _require_same(action, made.check())
+        return received
+
+    def _move(self, action: Action, part: str) -> None:
+        kind = self.plan.part(part).kind
+        if action.kind == "sleep":
+            self._sleep(part, kind, str(action.mode))
         else:
+            self._wake(part, kind)
+
+    def _sleep(self, part: str, kind: str, mode: str) -> None:
+        loaded = self.loaded[self.plan.part(part).instance]
+        if kind == "gradients":
+            loaded.train.release_gradients()
+        elif kind == "optimizer":
+            loaded.train.sleep_optimizer()
+        else:
+            loaded.model.sleep("discard" if mode == "discard" else "offload")
+            if mode == "discard":
+                loaded.version = None
+
+    def _wake(self, part: str, kind: str) -> None:
+        """Bring a part back; gradients take their memory when the next step makes them."""
+        loaded = self.loaded[self.plan.part(part).instance]
+        if kind == "optimizer":
+            loaded.train.wake_optimizer()
+        elif kind == "weights":
             loaded.model.wake()
 
     def _path(self, path: str) -> str:
@@ -277,51 +266,26 @@ class Worker:
     def _load_tokenizer(self, path: str) -> Any:
         return load_tokenizer(self._path(path))
 
-    def _load(self, instance: Instance) -> Loaded:
-        spec = self.graph.model(instance.model)
-        path = self._path(spec.path)
-        model = load_model(
-            path,
-            dtype=getattr(torch, spec.dtype),
-            device="cpu",
-            head=spec.head,
-            seed=self.seed,
-            init="random" if spec.init == "random" else "weights",
-        )
-        model.name = instance.name
-        tokenizer = load_tokenizer(path)
-        return Loaded(
-            instance=instance,
-            model=model,
-            train=TrainEngine(
-                model, spec.optimizer if instance.trained else None, micro_tokens=MICRO_TOKENS
-            ),
-            rollout=TorchRollout(model),
-            tokenizer=tokenizer,
-            stop_tokens=_stop_tokens(model, tokenizer),
-        )
+
+def _tokens(made: Stored) -> Tensor | None:
+    """Tokens of each row, where the rows have prompts or responses."""
+    found = [lengths(made.fields[name]) for name in SIZED_BY if name in made.fields]
+    return sum(found[1:], start=found[0]) if found else None
 
 
-def _stop_tokens(model: TorchModel, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends a response: the tokenizer's EOS and those of the model's config.
-
-    Raises UsageError where the model cannot make the tokenizer's EOS.
-    """
-    named = model.config.get_text_config().eos_token_id
-    listed = named if isinstance(named, list) else [] if named is None else [named]
-    known = model.config.get_text_config().vocab_size
-    if tokenizer.eos_token_id >= known:
-        raise UsageError(
-            Finding(
-                code="E502",
-                what=f"the EOS token of {model.name}'s tokenizer, {tokenizer.eos_token!r}, is "
-                "unknown to the model, so no response can end",
-                got=f"token {tokenizer.eos_token_id}",
-                expected=f"a token below {known}, the size of the model's vocabulary",
-                fix='"eos_token" in tokenizer_config.json',
-            )
+def _require_same(action: Action, different: Mapping[str, tuple[int, int]]) -> None:
+    """Raise RunError where the two ends of a reshard do not hold the same bits."""
+    if not different:
+        return
+    name, (sent, held) = next(iter(different.items()))
+    raise RunError(
+        Finding(
+            code="E757",
+            what=f"{action.id}: {len(different)} parameters differ between the two ends",
+            got=f"{name}: {held & (2**64 - 1):016x}",
+            expected=f"{name}: {sent & (2**64 - 1):016x}",
         )
-    return tuple(sorted({tokenizer.eos_token_id, *listed}))
+    )
 
 
 def _permutation(seed: int, iteration: int, node: str, n: int, *salt: int | str) -> Any:

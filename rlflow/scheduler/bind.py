@@ -1,112 +1,36 @@
-"""Passes `rewrite` and `bind`: what is left to do, and which instance does it where.
+"""Pass `bind`: which instance runs each node, on which devices, and how its rows lie there.
 
-Layouts that the placement leaves out are derived here and shown; sizes that do not
-divide are refused here. Time and memory come later.
+Everything that a placement gets wrong about models, pools and rows is refused here, all
+of a kind together. Time and memory come later.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from rlflow.errors import Finding, PlanError, known_names, near_names
-from rlflow.graph.check import num_prompts
 from rlflow.graph.graph import Graph, Node
-from rlflow.graph.op import Use
 from rlflow.graph.placement import On, Placement
-from rlflow.scheduler.cluster import Cluster
-from rlflow.scheduler.costs import Costs
-from rlflow.scheduler.plan import HOST, Action, Dep, Instance, Part, Plan, Reason
-from rlflow.scheduler.shapes import Shape
-
-USES: tuple[Use, ...] = ("train", "forward", "rollout")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
-    """What the passes look things up in, and do not change."""
-
-    placement: Placement
-    cluster: Cluster
-    costs: Costs
-    near: Path | None = None
-
-
-def rewrite(plan: Plan, context: Context) -> Plan:
-    """Merge nodes that are equal; drop nodes and models that nothing needs."""
-    plan = _merge_equal(plan)
-    while True:
-        unused = _first_unused(plan.graph)
-        if unused is None:
-            break
-        plan = _drop(plan, unused)
-    used = {node.model for node in plan.graph.nodes}
-    used |= {dict(node.params).get("tokenizer") for node in plan.graph.nodes}
-    for model in plan.graph.models:
-        if model.name not in used and model.path not in used:
-            plan = plan.noting("unused model", f"model {model.name} is not loaded: no node uses it")
-    kept = tuple(model for model in plan.graph.models if model.name in used)
-    return replace(plan, graph=replace(plan.graph, models=kept))
-
-
-def _merge_equal(plan: Plan) -> Plan:
-    seen: dict[tuple[object, ...], str] = {}
-    for node in plan.graph.nodes:
-        if node.op.effect != "pure" or node.op.rows != "same":
-            continue
-        key = (
-            node.op,
-            node.inputs,
-            repr(node.params),
-            node.model,
-            node.every,
-            id(node.op.function),
-        )
-        first = seen.setdefault(key, node.name)
-        if first != node.name:
-            nodes = tuple(
-                replace(
-                    other,
-                    inputs=tuple(
-                        replace(b, source=first) if b.source == node.name else b
-                        for b in other.inputs
-                    ),
-                )
-                for other in plan.graph.nodes
-                if other.name != node.name
-            )
-            text = f"{node.name} computes what {first} computes: done once"
-            return _merge_equal(
-                replace(plan, graph=replace(plan.graph, nodes=nodes)).noting("equal nodes", text)
-            )
-    return plan
-
-
-def _first_unused(graph: Graph) -> Node | None:
-    read = {source for node in graph.nodes for source in node.sources}
-    for node in reversed(graph.nodes):
-        if node.op.effect == "pure" and node.name not in read:
-            return node
-    return None
-
-
-def _drop(plan: Plan, unused: Node) -> Plan:
-    why = next(
-        (
-            f"{node.name} does not read {declined.field}: {declined.why}"
-            for node in plan.graph.nodes
-            for declined in node.declined
-            if declined.source == unused.name
-        ),
-        "nobody reads what it makes",
-    )
-    nodes = tuple(node for node in plan.graph.nodes if node.name != unused.name)
-    dropped = replace(plan, graph=replace(plan.graph, nodes=nodes))
-    return dropped.noting("unused node", f"{unused.name} is dropped: {why}")
+from rlflow.scheduler.context import Context
+from rlflow.scheduler.instances import (
+    USES,
+    layout_findings,
+    make_instances,
+    parts_of,
+    serving_instance,
+    trained_twice,
+)
+from rlflow.scheduler.plan import HOST, Action, Dep, Plan, Reason, Spread
+from rlflow.scheduler.rowchecks import dispatch_findings, division_findings
+from rlflow.scheduler.spreads import Place, makes, num_parts, takes
 
 
 def bind(plan: Plan, context: Context) -> Plan:
-    """Give every node a pool and, where it uses a model, an instance with a layout."""
+    """Give every node a pool, where it uses a model an instance, and its rows a place.
+
+    Raises PlanError with every finding of the first kind that there is: models without a
+    place, layouts that do not fit, rows that cannot lie as their op says.
+    """
     findings: list[Finding] = []
     chosen: dict[str, On] = {}
     for node in plan.graph.nodes:
@@ -115,23 +39,60 @@ def bind(plan: Plan, context: Context) -> Plan:
             chosen[node.name] = where
         elif node.model is not None:
             findings.append(_unplaced(node, plan, context.placement))
-    if findings:
-        raise PlanError(*findings)
-    made = replace(plan, instances=_instances(plan, chosen))
+    _refuse(findings)
+    made = replace(plan, instances=make_instances(plan, chosen))
     served = {
         serving_instance(made, node, chosen[node.name]).name
         for node in plan.graph.nodes
         if node.model is not None
     }
     instances = tuple(instance for instance in made.instances if instance.name in served)
-    findings = _trained_twice(plan, instances)
-    findings += [f for instance in instances for f in _layout_findings(instance, plan, context)]
+    findings = trained_twice(plan, instances)
+    findings += [f for i in instances for f in layout_findings(i, plan, context.costs)]
+    _refuse(findings)
+    parts = tuple(part for instance in instances for part in parts_of(instance, context.costs))
+    bound = replace(plan, instances=instances, parts=parts)
+    places = {n.name: _place(n, chosen.get(n.name), bound) for n in plan.graph.nodes}
+    spreads = _spread_rows(bound, places)
+    return replace(
+        bound,
+        actions=tuple(
+            _run(node, places[node.name], *spreads[node.name], bound, context)
+            for node in plan.graph.nodes
+        ),
+    )
+
+
+def _refuse(findings: list[Finding]) -> None:
     if findings:
         raise PlanError(*findings)
-    parts = tuple(part for instance in instances for part in _parts(instance, context.costs))
-    bound = replace(plan, instances=instances, parts=parts)
-    actions = tuple(_run(node, chosen.get(node.name), bound, context) for node in plan.graph.nodes)
-    return replace(bound, actions=actions)
+
+
+def _place(node: Node, where: On | None, plan: Plan) -> Place:
+    if where is None:
+        return Place(pool="host", devices=(HOST,), instance=None)
+    instance = serving_instance(plan, node, where) if node.model else None
+    return Place(pool=where.pool, devices=plan.pools[where.pool], instance=instance)
+
+
+def _spread_rows(
+    plan: Plan, places: dict[str, Place]
+) -> dict[str, tuple[Spread | None, Spread | None]]:
+    """What every node takes and makes, by its name; a node comes after those it reads."""
+    found: dict[str, tuple[Spread | None, Spread | None]] = {}
+    made: dict[str, Spread] = {}
+    findings: list[Finding] = []
+    for name in plan.graph.order():
+        node, place = plan.graph.node(name), places[name]
+        findings += dispatch_findings(node, place, made)
+        taken = takes(node, place, made)
+        findings += division_findings(plan.graph, node, taken)
+        left = makes(node, place, taken)
+        found[name] = taken, left
+        if left is not None:
+            made[name] = left
+    _refuse(findings)
+    return found
 
 
 def assignment(node: Node, placement: Placement) -> On | None:
@@ -185,159 +146,15 @@ def _unplaced(node: Node, plan: Plan, placement: Placement) -> Finding:
     )
 
 
-def _instances(plan: Plan, chosen: dict[str, On]) -> tuple[Instance, ...]:
-    """One instance per model, pool and layout; a rollout shares the trained one where it may."""
-    instances: dict[str, Instance] = {}
-    for model in plan.graph.models:
-        nodes = [node for node in plan.graph.nodes if node.model == model.name]
-        nodes.sort(key=lambda node: USES.index(node.op.use or "forward"))
-        for node in nodes:
-            made = _instance(node, chosen[node.name], plan, instances)
-            known = instances.get(made.name)
-            if known is not None and (known.fsdp, known.tp) != (made.fsdp, made.tp):
-                raise PlanError(_two_layouts(node, made, known))
-            uses = made.uses if known is None else tuple(dict.fromkeys((*known.uses, *made.uses)))
-            instances[made.name] = replace(known or made, uses=uses)
-    return tuple(instances.values())
-
-
-def _instance(node: Node, where: On, plan: Plan, known: dict[str, Instance]) -> Instance:
-    devices = plan.pools[where.pool]
-    use = node.op.use or "forward"
-    tp = where.tp or 1
-    fsdp = where.fsdp or (1 if use == "rollout" else max(1, len(devices) // tp))
-    name = f"{node.model}@{where.pool}"
-    shared = known.get(name)
-    alone = use == "rollout" and (
-        where.weights == "own" or (shared is not None and (shared.fsdp, shared.tp) != (fsdp, tp))
-    )
-    if alone and where.weights != "shared":
-        name = f"{name}/rollout"
-    return Instance(
-        name=name,
-        model=str(node.model),
-        pool=where.pool,
-        devices=devices,
-        uses=(use,),
-        trained=use == "train",
-        fsdp=fsdp,
-        tp=tp,
-    )
-
-
-def _two_layouts(node: Node, made: Instance, known: Instance) -> Finding:
-    return Finding(
-        code="E216",
-        what=f"{node.name} wants another layout of {made.name} than its other uses have",
-        where=node.where,
-        got=f"{made.layout()}; the others: {known.layout()}",
-        expected="one layout for the uses of a model that share its weights on a pool",
-        fix='rf.on(pool, weights="own") for a rollout, or a pool of its own',
-    )
-
-
-def _trained_twice(plan: Plan, instances: tuple[Instance, ...]) -> list[Finding]:
-    """A finding for every model whose updates are placed on more than one pool."""
-    findings = []
-    for model in plan.graph.models:
-        trained = [i.name for i in instances if i.trained and i.model == model.name]
-        if len(trained) > 1:
-            updates = plan.graph.updates(model.name)
-            findings.append(
-                Finding(
-                    code="E215",
-                    where=updates[1].where,
-                    what=f"the updates of model {model.name!r} are placed on several pools",
-                    got=f"trained: {', '.join(trained)}",
-                    expected="one pool that holds the weights all of them write",
-                    fix=f'"{model.name}.train": rf.on("{instances[0].pool}")',
-                )
-            )
-    return findings
-
-
-def _layout_findings(instance: Instance, plan: Plan, context: Context) -> list[Finding]:
-    shape: Shape | None = context.costs.shapes[instance.model]
-    model = plan.graph.model(instance.model)
-    ranks, count = instance.fsdp * instance.tp, len(instance.devices)
-    findings = []
-    if count % ranks:
-        findings.append(
-            Finding(
-                code="E212",
-                where=model.where,
-                what=f"{instance.name}: fsdp={instance.fsdp} x tp={instance.tp} does not fit "
-                f"pool {instance.pool!r} of {count} devices",
-                got=f"{count} % {ranks} = {count % ranks}",
-            )
-        )
-        return findings
-    if shape is not None and (shape.heads % instance.tp or shape.kv_heads % instance.tp):
-        findings.append(
-            Finding(
-                code="E213",
-                where=model.where,
-                what=f"{instance.name}: tp={instance.tp} does not divide the heads of {model.path}",
-                got=f"{shape.heads} heads, {shape.kv_heads} key-value heads",
-            )
-        )
-    replicas = count // instance.tp
-    for node in plan.graph.nodes:
-        prompts = num_prompts(plan.graph, node) if node.model == instance.model else None
-        parts = dict(node.params).get("mini_batches", 1)
-        if prompts is not None and (prompts // parts) % replicas and replicas > 1:
-            findings.append(
-                Finding(
-                    code="E214",
-                    where=node.where,
-                    what=f"{node.name}: {prompts // parts} prompts do not split over "
-                    f"{replicas} ranks of pool {instance.pool!r}, groups kept whole",
-                    expected=f"a multiple of {replicas}",
-                )
-            )
-    return findings
-
-
-def _parts(instance: Instance, costs: Costs) -> list[Part]:
-    ranks = instance.fsdp * instance.tp
-
-    def per_device(total: int | None) -> int | None:
-        return None if total is None else -(-total // ranks)
-
-    weights = Part(
-        name=instance.weights,
-        instance=instance.name,
-        kind="weights",
-        size=per_device(costs.weight_bytes(instance.model)),
-        devices=instance.devices,
-    )
-    if not instance.trained:
-        return [weights]
-    moments = per_device(costs.optimizer_bytes(instance.model))
-    return [
-        weights,
-        Part(
-            name=instance.optimizer,
-            instance=instance.name,
-            kind="optimizer",
-            size=moments,
-            devices=instance.devices,
-        ),
-    ]
-
-
-def serving_instance(plan: Plan, node: Node, where: On) -> Instance:
-    """The instance that serves a node on the pool it is assigned to."""
-    use = node.op.use
-    candidates = [i for i in plan.instances if i.model == node.model and i.pool == where.pool]
-    own = [i for i in candidates if i.name.endswith("/rollout")]
-    if use == "rollout" and own:
-        return own[0]
-    return next(i for i in candidates if not i.name.endswith("/rollout"))
-
-
-def _run(node: Node, where: On | None, plan: Plan, context: Context) -> Action:
-    instance = serving_instance(plan, node, where) if where and node.model else None
+def _run(
+    node: Node,
+    place: Place,
+    taken: Spread | None,
+    left: Spread | None,
+    plan: Plan,
+    context: Context,
+) -> Action:
+    instance = place.instance
     after = tuple(
         Dep(action=edge.source, distance=edge.distance, kind="data")
         for edge in plan.graph.edges
@@ -350,22 +167,23 @@ def _run(node: Node, where: On | None, plan: Plan, context: Context) -> Action:
         needs = (instance.weights,)
         reads = ((instance.name, plan.graph.lag(node)),)
         if node.op.use == "train":
-            needs = (instance.weights, instance.optimizer)
+            needs = (instance.weights, instance.gradients, instance.optimizer)
             writes = ((instance.name, -1),)
-    pool = where.pool if where else "host"
     return Action(
         id=node.name,
         kind="run",
         node=node.name,
-        pool=pool,
-        devices=plan.pools[where.pool] if where else (HOST,),
+        pool=place.pool,
+        devices=place.devices,
         instance=instance.name if instance else None,
         reason=Reason(rule="declared", text=_as_declared(node)),
         after=after,
         needs=needs,
         reads=reads,
         writes=writes,
-        cost=context.costs.run(node, instance),
+        takes=taken,
+        makes=left,
+        cost=context.costs.run(node, instance, num_parts(node, place, taken, left)),
         every=node.every,
         closing=node.op.closing,
     )

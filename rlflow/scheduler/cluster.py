@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rlflow.errors import Finding, PlanError, UsageError, near_names
+from rlflow.errors import Finding, UsageError, near_names
 
 GB = 1e9
 SPEC = re.compile(r"(?P<kind>[a-z0-9]+):(?P<count>\d+)(?:@(?P<memory>[\d.]+)(?P<unit>[MG]B))?")
 UNITS = {"MB": 1e6, "GB": 1e9}
 CPU_MEMORY_SHARE = 0.8
+GPUS_PER_HOST = 8
 
 
 def amount(size: float) -> str:
@@ -81,11 +82,16 @@ CPU_BANDWIDTH = 20e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`count` equal devices of one kind; `threads` per device where the kind is `cpu`."""
+    """`count` equal devices of one kind; `threads` per device where the kind is `cpu`.
+
+    `cores` is how many cores CPU devices share that are more than the cores, 0 otherwise.
+    """
 
     kind: Kind
     count: int
     threads: int = 1
+    hosts: int = 1
+    cores: int = 0
 
     @property
     def is_cpu(self) -> bool:
@@ -95,7 +101,8 @@ class Cluster:
     def describe(self) -> str:
         """The printed form: kind, count, memory each, threads each."""
         threads = f", {self.threads} thread{'s' if self.threads > 1 else ''}" if self.is_cpu else ""
-        return f"{self.kind.name}:{self.count} ({amount(self.kind.memory)}{threads} each)"
+        hosts = f", {self.hosts} hosts" if self.hosts > 1 else ""
+        return f"{self.kind.name}:{self.count} ({amount(self.kind.memory)}{threads} each{hosts})"
 
 
 def machine_memory() -> float:
@@ -126,12 +133,11 @@ def cpu_cluster(count: int, threads: int | None = None, memory: float | None = N
 def parse_cluster(text: str | None, needed: int, threads: int | None = None) -> Cluster:
     """The cluster that `--devices` names; without it, CPU devices, as many as are needed.
 
-    Raises UsageError for a spelling or kind that is not known, PlanError where this
-    machine has fewer cores than the CPU devices asked for.
+    More CPU devices than this machine has cores share the cores, one thread each. Accelerators
+    are taken to be eight to a host. Raises UsageError for a spelling or kind that is not known.
     """
     if text is None:
-        _enough_cores(needed)
-        return cpu_cluster(needed, threads)
+        return _sharing_cores(cpu_cluster(needed, threads))
     match = SPEC.fullmatch(text)
     if match is None:
         raise UsageError(
@@ -147,8 +153,7 @@ def parse_cluster(text: str | None, needed: int, threads: int | None = None) -> 
     if count < 1:
         raise UsageError(Finding(code="E202", what=f"--devices {text!r} has no device"))
     if kind == "cpu":
-        _enough_cores(count)
-        return cpu_cluster(count, threads, memory)
+        return _sharing_cores(cpu_cluster(count, threads, memory))
     if kind not in KINDS:
         raise UsageError(
             Finding(
@@ -168,17 +173,9 @@ def parse_cluster(text: str | None, needed: int, threads: int | None = None) -> 
             link=known.link,
             source=known.source,
         )
-    return Cluster(kind=known, count=count)
+    return Cluster(kind=known, count=count, hosts=-(-count // GPUS_PER_HOST))
 
 
-def _enough_cores(count: int) -> None:
+def _sharing_cores(cluster: Cluster) -> Cluster:
     cores = machine_cores()
-    if count > cores:
-        raise PlanError(
-            Finding(
-                code="E203",
-                what=f"{count} CPU devices are asked for, this machine has {cores} cores",
-                expected="one core or more for each device",
-                fix=f"--devices cpu:{cores}, or --devices h100:{count} to plan for GPUs",
-            )
-        )
+    return replace(cluster, cores=cores) if cluster.count > cores else cluster

@@ -14,15 +14,18 @@ from pathlib import Path
 from rlflow.errors import Finding, InvariantError, PlanError
 from rlflow.graph.graph import Graph
 from rlflow.graph.placement import Placement
-from rlflow.scheduler.bind import Context, bind, rewrite, unknown_assignments
+from rlflow.scheduler.bind import bind, unknown_assignments
 from rlflow.scheduler.cluster import Cluster
+from rlflow.scheduler.context import Context
 from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.order import chain, order, timing
-from rlflow.scheduler.plan import Plan
+from rlflow.scheduler.plan import Backend, Plan
 from rlflow.scheduler.residency import residency
+from rlflow.scheduler.rewrite import rewrite
 from rlflow.scheduler.shapes import Shape, model_shape
+from rlflow.scheduler.transfer import transfer
 from rlflow.scheduler.verify import verify
-from rlflow.scheduler.weights import transfer, weights
+from rlflow.scheduler.weights import weights
 
 Pass = Callable[[Plan, Context], Plan]
 
@@ -53,15 +56,20 @@ def compile_plan(
     *,
     name: str = "placement",
     near: Path | None = None,
+    backend: Backend | None = None,
 ) -> Compiled:
     """Compile a graph under a placement for a cluster.
 
-    Raises PlanError where the placement does not fit, with every finding; UsageError
-    where a model's files are missing; InvariantError where a pass breaks an invariant.
+    Without a `backend` the plan is for this process where its pools are CPU devices, one
+    each, and for Ray otherwise. Raises PlanError where the placement does not fit, with every
+    finding; UsageError where a model's files are missing; InvariantError where a pass breaks
+    an invariant.
     """
     if placement.num_devices() > cluster.count:
         raise PlanError(_too_few_devices(placement, cluster, name))
     findings = [*unknown_assignments(graph, placement), *_not_compiled(placement, name)]
+    if backend == "local":
+        findings += not_local(placement, cluster)
     if findings:
         raise PlanError(*findings)
     shapes: dict[str, Shape | None] = {m.name: model_shape(m, near) for m in graph.models}
@@ -69,17 +77,18 @@ def compile_plan(
         placement=placement,
         cluster=cluster,
         costs=Costs(graph=graph, cluster=cluster, shapes=shapes),
-        near=near,
     )
     plan = Plan(
         graph=graph,
         placement=name,
         cluster=cluster.describe(),
         budget=int(cluster.kind.memory),
-        backend="local" if _is_local(placement, cluster) else "ray",
+        backend=backend or ("ray" if not_local(placement, cluster) else "local"),
         staleness=placement.staleness,
         pools=placement.devices(),
+        hosts=cluster.hosts,
     )
+    plan = _noting_devices(plan, placement, cluster, chosen=backend is None)
     stages = []
     for title, run in PASSES:
         plan = run(plan, context)
@@ -116,9 +125,36 @@ def _not_compiled(placement: Placement, name: str) -> list[Finding]:
     return findings
 
 
-def _is_local(placement: Placement, cluster: Cluster) -> bool:
-    """Whether one process can run it: pools of one device each."""
-    return cluster.is_cpu and all(len(devices) == 1 for devices in placement.devices().values())
+def _noting_devices(plan: Plan, placement: Placement, cluster: Cluster, *, chosen: bool) -> Plan:
+    """What the devices mean for the plan: why it is for Ray, how many cores are shared."""
+    reasons = not_local(placement, cluster)
+    if chosen and reasons:
+        plan = plan.noting("backend ray", f"one process a device: {reasons[0].got}")
+    if cluster.cores:
+        text = f"{cluster.count} CPU devices share {cluster.cores} cores"
+        plan = plan.noting("shared cores", text)
+    return plan
+
+
+def not_local(placement: Placement, cluster: Cluster) -> list[Finding]:
+    """Why one process cannot run it: a pool of several devices, or devices of another kind."""
+    pools = [
+        f"pool {name!r} has {len(devices)} devices"
+        for name, devices in placement.devices().items()
+        if len(devices) > 1
+    ]
+    kinds = [] if cluster.is_cpu else [f"the devices are {cluster.kind.name}"]
+    if not pools and not kinds:
+        return []
+    return [
+        Finding(
+            code="E403",
+            what="the local backend runs CPU pools of one device each",
+            got=", ".join([*kinds, *pools]),
+            expected="one CPU device a pool, or a process for every device",
+            fix="--backend ray",
+        )
+    ]
 
 
 def _too_few_devices(placement: Placement, cluster: Cluster, name: str) -> Finding:

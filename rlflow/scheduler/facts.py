@@ -61,6 +61,7 @@ class Facts:
         for i in self.plan.instances:
             found[i.weights] = (i.name, "weights", i.devices)
             if i.trained:
+                found[i.gradients] = (i.name, "gradients", i.devices)
                 found[i.optimizer] = (i.name, "optimizer", i.devices)
         return found
 
@@ -76,7 +77,7 @@ class Facts:
         if instance is None:
             return (), (), ()
         if node.op.use == "train":
-            needs = (instance.weights, instance.optimizer)
+            needs = (instance.weights, instance.gradients, instance.optimizer)
             return needs, ((instance.name, 0),), ((instance.name, -1),)
         return (instance.weights,), ((instance.name, self.plan.graph.lag(node)),), ()
 
@@ -94,8 +95,8 @@ class Facts:
         """The reshards into each instance."""
         found: dict[str, list[Action]] = {}
         for action in self.plan.actions:
-            if action.kind == "reshard":
-                found.setdefault(str(action.target), []).append(action)
+            for target in action.targets:
+                found.setdefault(target, []).append(action)
         return found
 
     def writers(self, instance: str) -> list[Action]:
@@ -114,8 +115,15 @@ class Facts:
 
     @cached_property
     def one_process(self) -> bool:
-        """Whether all devices share one memory, so that rows need not be carried."""
-        return self.plan.cluster.startswith("cpu:")
+        """Whether everything runs in one process, so that rows need not be carried."""
+        return self.plan.backend == "local"
+
+    def meets(self, action: Action) -> bool:
+        """Whether the ranks of an action meet in collectives: those of an instance or a reshard."""
+        instance = self.instances.get(action.instance or "")
+        if action.kind == "run" and instance is not None:
+            return len(instance.devices) > 1
+        return action.kind == "reshard" and len(action.devices) > 1
 
     @cached_property
     def sorted_ids(self) -> list[str]:

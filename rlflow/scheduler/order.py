@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import replace
 
-from rlflow.scheduler.bind import Context
+from rlflow.scheduler.context import Context
 from rlflow.scheduler.plan import Action, Dep, Plan, Timing
 
 UNKNOWN_SECONDS = 1.0

@@ -21,6 +21,8 @@ from rlflow.graph.op import Use
 ActionKind = Literal["run", "transfer", "reshard", "sleep", "wake"]
 DepKind = Literal["data", "weights", "order", "device"]
 Mode = Literal["offload", "discard"]
+Backend = Literal["local", "ray"]
+Transport = Literal["copy", "shared memory", "collective", "ipc", "object store"]
 
 HOST = -1
 
@@ -61,22 +63,49 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How the rows of a batch lie over devices: `parts[i]` are the devices that hold part i.
+
+    `rule` says which rows a part has: `whole` (there is one part, with all of them),
+    `balanced` (groups whole, tokens evened out), `generated` (as their parents were spread), or
+    the name of a registered dispatch function.
+    """
+
+    parts: tuple[tuple[int, ...], ...]
+    rule: str = "whole"
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Every device that holds rows, part by part."""
+        return tuple(device for part in self.parts for device in part)
+
+    def describe(self) -> str:
+        """The printed form: `whole`, `2 parts, balanced`."""
+        return self.rule if len(self.parts) == 1 else f"{len(self.parts)} parts, {self.rule}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A piece of memory that can sleep: an instance's weights or its optimizer state.
+    """A piece of memory that can sleep: an instance's weights, gradients or optimizer state.
 
     `size` is bytes on each of `devices`; None where the model's files are not here.
+    Gradients never outlive an update, so they are only ever discarded.
     """
 
     name: str
     instance: str
-    kind: Literal["weights", "optimizer"]
+    kind: Literal["weights", "gradients", "optimizer"]
     size: int | None
     devices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """A model loaded on a pool: its layout and the uses it serves; one of them is trained."""
+    """A model loaded on a pool: its layout and the uses it serves; one of them is trained.
+
+    Its ranks are a mesh (replicas, fsdp, tp), row-major over `devices`: the last `tp` of
+    them share each layer, and so the rows.
+    """
 
     name: str
     model: str
@@ -86,6 +115,13 @@ class Instance:
     trained: bool
     fsdp: int = 1
     tp: int = 1
+    recompute: bool = False
+    offload: str | None = None
+
+    @property
+    def row_parts(self) -> int:
+        """Ranks that see different rows: all but those that share each layer."""
+        return len(self.devices) // self.tp
 
     @property
     def replicas(self) -> int:
@@ -98,16 +134,29 @@ class Instance:
         return f"{self.name}/weights"
 
     @property
+    def gradients(self) -> str:
+        """The name of the part that holds the gradients while it is trained."""
+        return f"{self.name}/gradients"
+
+    @property
     def optimizer(self) -> str:
         """The name of the part that holds the optimizer's moments."""
         return f"{self.name}/optimizer"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether its ranks compute together; otherwise each has a replica of its own."""
+        return len(self.devices) > 1 and (self.trained or self.fsdp * self.tp > 1)
 
     def layout(self) -> str:
         """The printed layout."""
         parts = [f"fsdp={self.fsdp}"] if self.fsdp > 1 else []
         parts += [f"tp={self.tp}"] if self.tp > 1 else []
         parts += [f"x{self.replicas}"] if self.replicas > 1 else []
-        return " ".join(parts) or "whole"
+        parts = parts or ["whole"]
+        parts += ["recompute"] if self.recompute else []
+        parts += [f"offload={self.offload}"] if self.offload else []
+        return " ".join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +164,10 @@ class Action:
     """One entry of the plan. `first` is the first iteration it runs in, `every` its period.
 
     `reads` and `writes` are (instance, lag): the version of the weights, relative to
-    the iteration, that it reads or writes. A `closing` action runs once more at the end.
+    the iteration, that it reads or writes. A reshard fills its `targets`, all in one pass
+    over the source, which is its `instance`. `takes` is how its input rows lie, `makes` how
+    those it leaves behind do; a transfer brings rows from one to the other. A `closing`
+    action runs once more at the end.
     """
 
     id: str
@@ -126,14 +178,16 @@ class Action:
     after: tuple[Dep, ...] = ()
     node: str | None = None
     instance: str | None = None
-    target: str | None = None
+    targets: tuple[str, ...] = ()
     part: str | None = None
     mode: Mode | None = None
-    transport: str | None = None
+    transport: Transport | None = None
     fields: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     reads: tuple[tuple[str, int], ...] = ()
     writes: tuple[tuple[str, int], ...] = ()
+    takes: Spread | None = None
+    makes: Spread | None = None
     cost: Cost = field(default_factory=Cost)
     peak: int | None = None
     every: int = 1
@@ -173,9 +227,10 @@ class Plan:
     placement: str
     cluster: str
     budget: int
-    backend: str
+    backend: Backend
     staleness: int
     pools: Mapping[str, tuple[int, ...]]
+    hosts: int = 1
     instances: tuple[Instance, ...] = ()
     parts: tuple[Part, ...] = ()
     actions: tuple[Action, ...] = ()
@@ -219,6 +274,7 @@ class Plan:
             "backend": self.backend,
             "staleness": self.staleness,
             "pools": {name: list(devices) for name, devices in self.pools.items()},
+            "hosts": self.hosts,
             "instances": [asdict(instance) for instance in self.instances],
             "parts": [asdict(part) for part in self.parts],
             "actions": [asdict(action) for action in self.actions],

@@ -1,9 +1,10 @@
 """Pass `residency`: what stays in a device's memory, what sleeps and when it returns.
 
 With the order known, next uses are known: paging with a known future (Belady 1966),
-the victim is the part whose next use is farthest away. Weights that a reshard will
-overwrite before they are read are discarded, everything else is offloaded to the
-host. Nothing is put to sleep that fits.
+the victim is the part whose next use is farthest away; gradients go first, for they move
+no byte. They are always discarded, and so are weights that a reshard will overwrite
+before they are read; everything else is offloaded to the host. Nothing is put to sleep
+that fits.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rlflow.errors import Finding, PlanError
-from rlflow.scheduler.bind import Context
 from rlflow.scheduler.cluster import amount
+from rlflow.scheduler.context import Context
 from rlflow.scheduler.order import device_name
 from rlflow.scheduler.plan import HOST, Action, Dep, Mode, Part, Plan, Reason
 
@@ -135,10 +136,15 @@ def _victims(
             candidates = [p for p in left - needed if device in plan.part(p).devices]
             if not candidates:
                 raise PlanError(_does_not_fit(plan, action, device, sizes))
-            victim = max(candidates, key=lambda part: (_next_use(plan, index, part), part))
+            victim = max(candidates, key=lambda part: _farness(plan, index, part))
             left.discard(victim)
             victims.append(victim)
     return victims
+
+
+def _farness(plan: Plan, index: int, name: str) -> tuple[bool, int, str]:
+    """How readily a part is given up at `index`: for nothing first, then by its next use."""
+    return plan.part(name).kind == "gradients", _next_use(plan, index, name), name
 
 
 def _load(plan: Plan, device: int, awake: set[str], action: Action, sizes: dict[str, int]) -> int:
@@ -192,25 +198,26 @@ def _insert(plan: Plan, moves: list[Move], start: frozenset[str], context: Conte
         if index < len(plan.actions):
             actions.append(plan.actions[index])
     awake = tuple(part.name for part in plan.parts if part.name in start)
-    discarded = {plan.part(m.part).instance for m, mode in modes.items() if mode == "discard"}
-    actions = [
-        replace(a, first=0) if a.kind == "reshard" and a.target in discarded else a for a in actions
-    ]
+    emptied = {m.part for m, mode in modes.items() if mode == "discard"}
+    discarded = {plan.part(name).instance for name in emptied if plan.part(name).kind == "weights"}
+    actions = [replace(a, first=0) if discarded.intersection(a.targets) else a for a in actions]
     return replace(plan, actions=_order_moves(actions), awake_at_start=awake)
 
 
 def _modes(plan: Plan, moves: list[Move]) -> dict[Move, Mode]:
-    """Discard what a reshard overwrites before anyone reads it; offload the rest."""
+    """Discard what is made anew before anyone reads it; offload the rest.
+
+    A reshard makes all weights of an instance anew, but of a model with adapters only these.
+    """
     modes: dict[Move, Mode] = {}
     for move in moves:
+        part = plan.part(move.part)
         following = [*plan.actions[move.index :], *plan.actions[: move.index]]
         user = next((a for a in following if move.part in a.needs), None)
-        overwritten = (
-            user is not None
-            and user.kind == "reshard"
-            and user.target == plan.part(move.part).instance
-        )
-        modes[move] = "discard" if overwritten else "offload"
+        filled = user is not None and part.instance in user.targets
+        adapters = plan.graph.model(plan.instance(part.instance).model).lora is not None
+        anew = part.kind == "gradients" or (filled and not adapters)
+        modes[move] = "discard" if anew else "offload"
     return modes
 
 
@@ -220,14 +227,15 @@ def _action(plan: Plan, move: Move, mode: Mode, number: int, context: Context) -
     before = plan.actions[move.index].id if move.index < len(plan.actions) else "the next iteration"
     suffix = f"#{number}" if number > 1 else ""
     instance = plan.instance(part.instance)
+    gradients, empty = part.kind == "gradients", mode == "discard"
     if move.wake:
-        text = f"{before} needs it" + (
-            ": allocated, the reshard fills it" if mode == "discard" else ""
-        )
+        maker = "each step makes it anew" if gradients else "the reshard fills it"
+        text = f"{before} needs it" + (f": allocated, {maker}" if empty else "")
         rule = "needed"
     else:
-        text = f"{before} would not fit; farthest next use"
-        text += "; overwritten before it is read" if mode == "discard" else ""
+        chosen = "of no use after an update" if gradients else "farthest next use"
+        text = f"{before} would not fit; {chosen}"
+        text += "; overwritten before it is read" if empty and not gradients else ""
         rule = "memory"
     return Action(
         id=f"{kind}:{part.name}{suffix}",

@@ -24,17 +24,42 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What costs need to know of a model: `parameters` is a count, the rest widths."""
+    """What costs need to know of a model: `parameters` is a count, the rest widths.
+
+    `embedding` counts the parameters of the embedding and of a head that is not tied to it;
+    `ffn` is the width inside a feed-forward layer.
+    """
 
     parameters: int
+    embedding: int
     layers: int
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
+    ffn: int
     vocab: int
     context: int
     source: str
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer."""
+        return max(self.parameters - self.embedding, 0) // self.layers
+
+    def linear(self, name: str) -> tuple[int, int] | None:
+        """Input and output width of the linear layer of that name; None where none is known."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        widths = {
+            "q_proj": (self.hidden, queries),
+            "k_proj": (self.hidden, keys),
+            "v_proj": (self.hidden, keys),
+            "o_proj": (queries, self.hidden),
+            "gate_proj": (self.hidden, self.ffn),
+            "up_proj": (self.hidden, self.ffn),
+            "down_proj": (self.ffn, self.hidden),
+        }
+        return widths.get(name.rpartition(".")[2])
 
 
 def model_directory(path: str, near: Path | None = None) -> Path | None:
@@ -105,21 +130,24 @@ def read_shape(directory: Path) -> Shape:
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
     ffn = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
+    tied = config.get("tie_word_embeddings", True)
+    embedding = (1 if tied else 2) * vocab * hidden
     counted = count_parameters(directory)
     if counted is None:
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        tied = config.get("tie_word_embeddings", True)
-        counted = layers * (attention + 3 * hidden * ffn) + (1 if tied else 2) * vocab * hidden
+        counted = layers * (attention + 3 * hidden * ffn) + embedding
         source = "config.json"
     else:
         source = "safetensors headers"
     return Shape(
         parameters=counted,
+        embedding=embedding,
         layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
+        ffn=ffn,
         vocab=vocab,
         source=source,
         context=config.get("max_position_embeddings") or config.get("n_positions") or 0,
@@ -158,6 +186,22 @@ def model_shape(model: Model, near: Path | None = None) -> Shape | None:
     """The shape of a declared model, or None where its files are not on this machine."""
     directory = model_directory(model.path, near)
     return None if directory is None else read_shape(directory)
+
+
+def trained_parameters(model: Model, shape: Shape) -> int | None:
+    """How many parameters an update changes: all of them, or the adapters and a new head.
+
+    An adapter of rank r of a layer with inputs n and outputs m has r (n + m) parameters (Hu
+    et al. 2021, section 4.1). None where a target is no layer whose widths are known.
+    """
+    if model.lora is None:
+        return shape.parameters
+    widths = [shape.linear(name) for name in model.lora.targets]
+    sizes = [sum(pair) for pair in widths if pair is not None]
+    if len(sizes) < len(widths):
+        return None
+    head = shape.hidden if model.head == "value" else 0
+    return shape.layers * model.lora.rank * sum(sizes) + head
 
 
 def dtype_bytes(model: Model) -> int:

@@ -6,8 +6,15 @@ from collections.abc import Sequence
 
 from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.order import device_name
-from rlflow.scheduler.plan import Action, Plan
+from rlflow.scheduler.plan import HOST, Action, Plan, Spread
 
+TRANSPORTS = {
+    "copy": "same process",
+    "shared memory": "other processes of one host",
+    "collective": "across hosts or GPUs",
+    "ipc": "other processes of one GPU",
+    "object store": "shared memory of each node",
+}
 HEADINGS = ("#", "action", "what", "on", "est", "peak", "because")
 
 
@@ -32,7 +39,7 @@ def action_what(action: Action) -> str:
     if action.kind == "run":
         return action.id
     if action.kind == "reshard":
-        return f"{action.instance} -> {action.target}"
+        return f"{action.instance} -> {' + '.join(action.targets)}"
     if action.kind == "transfer":
         return f"{action.node}: {', '.join(action.fields)}"
     return f"{action.part}"
@@ -45,16 +52,22 @@ def action_row(number: int, action: Action, plan: Plan) -> tuple[str, ...]:
     if action.kind != "run" and moved:
         because += f"; {amount(moved)}"
     if action.transport:
-        because += f" by {action.transport}"
+        because += f" by {action.transport} ({TRANSPORTS[action.transport]})"
     return (
         str(number),
         action_kind(action),
         action_what(action),
-        _where(action, plan),
+        _where(action, plan) + _in_parts(action),
         duration(action.cost.seconds),
         _peak(action, plan),
         because,
     )
+
+
+def _in_parts(action: Action) -> str:
+    """How the rows of an action lie, where they lie in parts: of a transfer, those it brings."""
+    spread = action.makes if action.kind == "transfer" else action.takes or action.makes
+    return f"  {spread.describe()}" if spread is not None and len(spread.parts) > 1 else ""
 
 
 def _peak(action: Action, plan: Plan) -> str:
@@ -67,6 +80,13 @@ def _peak(action: Action, plan: Plan) -> str:
 def _unknown(plan: Plan) -> set[int]:
     """The devices that hold something of unknown size."""
     return {device for part in plan.parts if part.size is None for device in part.devices}
+
+
+def _parts(spread: Spread) -> str:
+    """The devices of every part: `[0] [1]`, `host`."""
+    if spread.devices == (HOST,):
+        return "host"
+    return " ".join(f"[{', '.join(str(d) for d in part)}]" for part in spread.parts)
 
 
 def _where(action: Action, plan: Plan) -> str:
@@ -127,7 +147,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def _resharded(plan: Plan, instance: str) -> bool:
-    return any(action.target == instance for action in plan.actions)
+    return any(instance in action.targets for action in plan.actions)
 
 
 def _footer(plan: Plan) -> list[str]:
@@ -189,6 +209,9 @@ def explain(plan: Plan, action: Action) -> str:
         rows.append(("reads", f"{instance} version {'i' if lag == 0 else f'i-{lag}'}"))
     for instance, lag in action.writes:
         rows.append(("writes", f"{instance} version {'i' if lag == 0 else f'i+{-lag}'}"))
+    for label, spread in (("rows in", action.takes), ("rows out", action.makes)):
+        if spread is not None:
+            rows.append((label, f"{spread.describe()}   {_parts(spread)}"))
     for dep in action.after:
         turn = "" if dep.distance == 0 else f" of {dep.distance} iteration before"
         rows.append(("waits for", f"{dep.action}{turn}   ({dep.kind})"))

@@ -12,14 +12,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import pairwise
-from math import gcd
 
 from rlflow.scheduler.facts import Facts
-from rlflow.scheduler.plan import HOST, Action, Part, Plan
+from rlflow.scheduler.plan import HOST, Plan
+from rlflow.scheduler.verify_memory import (
+    communicators_are_alone,
+    devices_take_turns,
+    list_is_an_order,
+    memory_fits,
+    moves_are_needed,
+    time_adds_up,
+)
+from rlflow.scheduler.verify_rows import data_is_there, rows_are_carried, spreads_are_right
+from rlflow.scheduler.verify_weights import (
+    instances_are_placed,
+    one_instance_is_trained,
+    reshards_are_right,
+    updates_take_turns,
+    versions_are_exact,
+)
 
 STAGES = ("rewrite", "bind", "weights", "transfer", "order", "residency", "chain", "timing")
-TOLERANCE = 1e-6
 
 
 def verify(plan: Plan, stage: str) -> list[str]:
@@ -65,10 +78,10 @@ def actions_are_formed(facts: Facts) -> Iterator[str]:
     known = {device for devices in plan.pools.values() for device in devices} | {HOST}
     wanted = {
         "run": ("node",),
-        "transfer": ("node", "fields"),
+        "transfer": ("node", "fields", "takes", "makes"),
         "sleep": ("part", "mode"),
         "wake": ("part", "mode"),
-        "reshard": ("instance", "target", "reads", "writes"),
+        "reshard": ("instance", "targets", "reads", "writes"),
     }
     for name, times in Counter(a.id for a in plan.actions).items():
         if times > 1:
@@ -84,7 +97,7 @@ def actions_are_formed(facts: Facts) -> Iterator[str]:
             yield f"{a.kind} {a.id} has no {' and no '.join(missing)}"
         if not a.devices or len(set(a.devices)) < len(a.devices) or not known.issuperset(a.devices):
             yield f"{a.id} runs on devices {list(a.devices)}, the pools have {sorted(known)}"
-        named = {name for name, _ in (*a.reads, *a.writes)} | ({a.instance, a.target} - {None})
+        named = {name for name, _ in (*a.reads, *a.writes)} | {*a.targets} | ({a.instance} - {None})
         for name in sorted(str(name) for name in named.difference(facts.instances)):
             yield f"{a.id} names instance {name}, which does not exist"
         for name in sorted({*a.needs, *([a.part] if a.part else [])}.difference(facts.parts)):
@@ -118,39 +131,6 @@ def deps_are_sound(facts: Facts) -> Iterator[str]:
         yield f"within one iteration a cycle holds up {', '.join(rest)}"
 
 
-def instances_are_placed(facts: Facts) -> Iterator[str]:
-    """Instances are on real pools, in layouts that fit, each used, with the parts they need."""
-    plan = facts.plan
-    names = Counter([i.name for i in plan.instances] + [p.name for p in plan.parts])
-    yield from (f"{times} things are called {name}" for name, times in names.items() if times > 1)
-    served = {action.instance for action in plan.actions if action.kind == "run"}
-    expected = facts.expected_parts
-    for i in plan.instances:
-        if plan.pools.get(i.pool) != i.devices:
-            yield f"{i.name} is on {list(i.devices)}, which is not pool {i.pool}"
-        if len(i.devices) % (i.fsdp * i.tp):
-            yield f"{i.name}: {i.fsdp} x {i.tp} ranks on {len(i.devices)} devices"
-        if i.name not in served:
-            yield f"no node runs on instance {i.name}"
-    for name in sorted(expected.keys() ^ facts.parts.keys()):
-        yield f"part {name} is {'missing' if name in expected else 'of nothing that is loaded'}"
-    for p in plan.parts:
-        if expected.get(p.name, ()) not in ((), (p.instance, p.kind, p.devices)):
-            yield f"part {p.name} is {p.kind} of {p.instance} on {list(p.devices)}"
-
-
-def one_instance_is_trained(facts: Facts) -> Iterator[str]:
-    """All updates of a model run on the one instance that is marked as trained."""
-    for model in facts.plan.graph.models:
-        marked = {i.name for i in facts.plan.instances if i.model == model.name and i.trained}
-        written = {str(update.instance) for update in facts.updates.get(model.name, [])}
-        if marked != written or len(marked) > 1:
-            yield (
-                f"{model.name} is updated on {', '.join(sorted(written)) or 'no instance'}, "
-                f"trained: {', '.join(sorted(marked)) or 'none'}"
-            )
-
-
 def runs_match_nodes(facts: Facts) -> Iterator[str]:
     """A run has its node's model, period, parts and versions, on its instance's devices."""
     for name, a in facts.runs.items():
@@ -172,206 +152,6 @@ def runs_match_nodes(facts: Facts) -> Iterator[str]:
             )
 
 
-def data_is_there(facts: Facts) -> Iterator[str]:
-    """A node starts after all that it reads was made, and is made at least as often as read."""
-    for edge in facts.plan.graph.edges:
-        if edge.kind != "data":
-            continue
-        source, target = facts.runs[edge.source], facts.runs[edge.target]
-        if not facts.precedes(source.id, target.id, edge.distance):
-            yield f"{target.id} may start before {source.id} has made {', '.join(edge.fields)}"
-        if target.every % source.every:
-            yield (
-                f"{target.id} runs every {target.every} iterations and reads {source.id}, "
-                f"which runs every {source.every}"
-            )
-
-
-def updates_take_turns(facts: Facts) -> Iterator[str]:
-    """Updates of a model write in the order declared, an iteration's first after the last one's."""
-    for model, updates in facts.updates.items():
-        turns = [*pairwise(updates), (updates[-1], updates[0])]
-        for number, (before, after) in enumerate(turns, 1):
-            gap = 1 if number == len(turns) else 0
-            if not facts.precedes(before.id, after.id, gap):
-                yield f"{after.id} may start before {before.id} has written {model}"
-
-
-def versions_are_exact(facts: Facts) -> Iterator[str]:
-    """Who reads weights is after the write of the version it declares and before the next."""
-    for a in facts.plan.actions:
-        for name, lag in a.reads:
-            model = facts.instances[name].model
-            if model not in facts.updates or a in facts.updates[model]:
-                continue
-            writers = facts.writers(name)
-            if not writers:
-                yield f"{a.id} reads {name}, which no reshard ever fills with what {model} learns"
-                continue
-            first, last = writers[0], writers[-1]
-            _, written = last.writes[0]
-            gap = lag - written
-            if not facts.precedes(last.id, a.id, gap):
-                yield f"{a.id} may read {name} before {last.id} has written version {_version(lag)}"
-            if not facts.precedes(a.id, first.id, 1 - gap):
-                yield f"{first.id} may overwrite version {_version(lag)} of {name} before {a.id}"
-            if a.every % last.every or gap % last.every or last.first > 1 + written:
-                yield (
-                    f"{a.id} (every {a.every}) finds an old version in {name}: {last.id} "
-                    f"writes it every {last.every} iterations from {last.first}"
-                )
-
-
-def _version(lag: int) -> str:
-    return "i" if lag == 0 else f"i{-lag:+d}"
-
-
-def reshards_are_right(facts: Facts) -> Iterator[str]:
-    """A reshard brings the version it reads to an instance of the model that somebody reads."""
-    for target, into in facts.reshards.items():
-        if len(into) > 1:
-            yield f"{target} is filled by {' and by '.join(a.id for a in into)}"
-        held = facts.instances[target]
-        readers = [a for a in facts.runs.values() if (target in dict(a.reads))]
-        for a in into:
-            source = facts.instances[str(a.instance)]
-            if source.model != held.model or source == held or held.trained:
-                yield f"{a.id} writes {source.name} into {target}"
-            if held.model not in facts.updates:
-                yield f"{a.id} is useless: nothing updates {held.model}"
-            if gcd(*(reader.every for reader in readers)) != a.every:
-                who = ", ".join(f"{reader.id} every {reader.every}" for reader in readers)
-                yield (
-                    f"{a.id} is useless in some iterations: it runs every {a.every}, "
-                    f"read by {who or 'nobody'}"
-                )
-            lag = dict(a.reads).get(source.name)
-            if a.reads != ((source.name, lag),) or a.writes != ((target, lag),):
-                yield f"{a.id} reads {list(a.reads)} and writes {list(a.writes)}"
-            if set(a.needs) != {source.weights, held.weights}:
-                yield f"{a.id} needs {list(a.needs)}"
-            if set(a.devices) != {*source.devices, *held.devices}:
-                yield f"{a.id} runs on {list(a.devices)}, not on both ends' devices"
-
-
-def rows_are_carried(facts: Facts) -> Iterator[str]:
-    """Rows read on other devices than they are made on are carried there, once, and no others."""
-    wanted: dict[tuple[str, tuple[int, ...]], set[str]] = {}
-    carried: dict[tuple[str, tuple[int, ...]], Action] = {}
-    for a in facts.plan.actions:
-        if a.kind == "transfer":
-            key = (str(a.node), a.devices)
-            if key in carried:
-                yield f"{a.id} carries what {carried[key].id} carries"
-            carried[key] = a
-    for edge in facts.plan.graph.edges:
-        source, target = facts.runs[edge.source], facts.runs[edge.target]
-        crosses = edge.kind == "data" and source.devices != target.devices
-        if not crosses or facts.one_process:
-            continue
-        wanted.setdefault((edge.source, target.devices), set()).update(edge.fields)
-        found = carried.get((edge.source, target.devices))
-        if found is None or not set(edge.fields) <= set(found.fields):
-            yield f"nothing carries {', '.join(edge.fields)} of {source.id} to {target.id}"
-        elif not facts.precedes(found.id, target.id, 0):
-            yield f"{target.id} may start before {found.id} has carried its rows"
-        elif not facts.precedes(source.id, found.id, 0) or found.every != source.every:
-            yield f"{found.id} may start before {source.id} has made the rows"
-    for key, a in carried.items():
-        useless = sorted(set(a.fields) - wanted.get(key, set()))
-        if useless:
-            yield f"{a.id} carries {', '.join(useless)}, which nobody reads there"
-
-
-def list_is_an_order(facts: Facts) -> Iterator[str]:
-    """Each action is listed after those of its iteration that it waits for."""
-    seen: set[str] = set()
-    for a in facts.plan.actions:
-        for dep in a.after:
-            if dep.distance == 0 and dep.action not in seen:
-                yield f"{a.id} is listed before {dep.action}, which it waits for"
-        seen.add(a.id)
-
-
-def memory_fits(facts: Facts) -> Iterator[str]:
-    """Nothing is used asleep, no device is ever over budget, and the peaks are as stated."""
-    plan, replay = facts.plan, facts.replay
-    yield from replay.broken
-    peaks = {device: 0 for devices in plan.pools.values() for device in devices}
-    for a, load in zip(plan.actions, replay.loads, strict=True):
-        away = {d for need in a.needs for d in facts.parts[need].devices}.difference(a.devices)
-        if away:
-            yield f"{a.id} needs parts on devices {sorted(away)}, which it does not take"
-        for device, size in load.items():
-            peaks[device] = max(peaks[device], size)
-            if size > plan.budget:
-                yield f"{a.id} holds {size} bytes on device {device}, the budget is {plan.budget}"
-        peak = max(load.values(), default=None)
-        if a.peak != peak:
-            yield f"{a.id} states a peak of {a.peak} bytes, it is {peak}"
-    if dict(plan.peaks) != peaks:
-        yield f"the plan states peaks of {dict(plan.peaks)}, they are {peaks}"
-
-
-def moves_are_needed(facts: Facts) -> Iterator[str]:
-    """Each sleep makes room that is needed, each wake has a user, and both lose no weights."""
-    actions, count = facts.plan.actions, len(facts.plan.actions)
-    for index, a in enumerate(actions):
-        if a.kind not in ("sleep", "wake"):
-            continue
-        part = facts.parts[str(a.part)]
-        if a.devices != part.devices:
-            yield f"{a.id} runs on {list(a.devices)}, {part.name} is on {list(part.devices)}"
-        following = [(index + ahead) % count for ahead in range(1, count)]
-        back = next((n for n in following if actions[n].part == part.name), index)
-        until = following[: (back - index - 1) % count]
-        used = any(part.name in actions[n].needs for n in until)
-        if a.kind == "wake" and not used:
-            yield f"{a.id} is useless: nobody needs {part.name} before it sleeps again"
-        held = facts.replay.most(until, part.devices)
-        if a.kind == "sleep" and held + (part.size or 0) <= facts.plan.budget:
-            yield f"{a.id} is useless: {part.name} would have fitted until {actions[back].id}"
-        yield from _mode_is_right(facts, a, part, following)
-
-
-def _mode_is_right(facts: Facts, a: Action, part: Part, following: list[int]) -> Iterator[str]:
-    """Discarded is what a reshard fills before anyone reads it, and only that."""
-    actions = facts.plan.actions
-    user = next((actions[n] for n in following if part.name in actions[n].needs), None)
-    filled = user is not None and user.kind == "reshard" and user.target == part.instance
-    if (a.mode == "discard") is not filled:
-        after = f"{user.id} is next to use it" if user else "nobody uses it"
-        yield f"{a.id} is marked {a.mode}, and {after}"
-    empty = filled and a.kind == "wake" and part.name not in facts.plan.awake_at_start
-    if user is not None and empty and user.first:
-        yield f"{a.id} wakes {part.name} empty, and {user.id} first fills it in {user.first}"
-
-
-def devices_take_turns(facts: Facts) -> Iterator[str]:
-    """On each device an action is over before the next one starts, around the iteration too."""
-    for device, queue in sorted(facts.queues.items()):
-        turns = [*pairwise(queue), (queue[-1], queue[0])]
-        for number, (before, after) in enumerate(turns, 1):
-            if not facts.precedes(before, after, 1 if number == len(turns) else 0):
-                place = "the host" if device == HOST else f"device {device}"
-                yield f"{before} and {after} may run on {place} at the same time"
-
-
-def time_adds_up(facts: Facts) -> Iterator[str]:
-    """The period is stated where every cost is known, and is not below what bounds it."""
-    timing = facts.plan.timing
-    known = all(action.cost.seconds is not None for action in facts.plan.actions)
-    if (timing is not None) != known:
-        yield "timing is stated for unknown costs" if timing else "no timing is stated"
-    elif timing is None:
-        return
-    elif timing.period < max(timing.resource_bound, timing.recurrence_bound) * (1 - TOLERANCE):
-        yield (
-            f"the period is {timing.period:g} s, below its bounds {timing.resource_bound:g} s "
-            f"and {timing.recurrence_bound:g} s"
-        )
-
-
 SHAPE: tuple[tuple[str, Rule], ...] = (
     ("rewrite", graph_is_whole),
     ("bind", actions_are_formed),
@@ -385,6 +165,7 @@ MEANING: tuple[tuple[str, Rule], ...] = (
     ("bind", instances_are_placed),
     ("bind", one_instance_is_trained),
     ("bind", data_is_there),
+    ("bind", spreads_are_right),
     ("weights", updates_take_turns),
     ("weights", versions_are_exact),
     ("weights", reshards_are_right),
@@ -393,6 +174,7 @@ MEANING: tuple[tuple[str, Rule], ...] = (
     ("residency", memory_fits),
     ("residency", moves_are_needed),
     ("chain", devices_take_turns),
+    ("chain", communicators_are_alone),
     ("timing", time_adds_up),
 )
 """The invariants, each with the first pass after which it must hold."""

@@ -1,4 +1,4 @@
-"""Passes `weights` and `transfer`: what has to move so that everybody reads what it declared.
+"""Pass `weights`: reshards, so that everybody reads the version of the weights it declared.
 
 A use that reads weights its instance does not hold gets a reshard after the update; a
 use of the trained instance gets none, and is ordered before the write instead.
@@ -7,12 +7,26 @@ use of the trained instance gets none, and is ordered before the write instead.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import gcd
 
-from rlflow.graph.graph import Graph, Node
-from rlflow.scheduler.bind import Context
-from rlflow.scheduler.plan import Action, Dep, Instance, Plan, Reason
+from rlflow.graph.graph import Node
+from rlflow.scheduler.context import Context
+from rlflow.scheduler.layouts import held_in_place
+from rlflow.scheduler.plan import Action, Dep, Instance, Plan, Reason, Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """An instance that has to be filled every `every` iterations, because of its readers."""
+
+    target: Instance
+    readers: tuple[Action, ...]
+
+    @property
+    def every(self) -> int:
+        """The period that serves every reader."""
+        return gcd(*(reader.every for reader in self.readers))
 
 
 def weights(plan: Plan, context: Context) -> Plan:
@@ -24,6 +38,7 @@ def weights(plan: Plan, context: Context) -> Plan:
         if not updates:
             continue
         _chain_updates(updates, extra)
+        demands = []
         for instance in plan.instances:
             if instance.model != model.name:
                 continue
@@ -31,12 +46,14 @@ def weights(plan: Plan, context: Context) -> Plan:
             if instance.trained:
                 _order_readers(readers, updates, extra)
             elif readers:
-                reshard = _reshard(plan, instance, readers, updates, context)
-                extra[reshard.id] = []
-                extra[updates[0].name].append(Dep(action=reshard.id, distance=0, kind="order"))
-                for reader in readers:
-                    extra[reader.id].append(Dep(action=reshard.id, distance=0, kind="weights"))
-                actions.append(reshard)
+                demands.append(Demand(target=instance, readers=tuple(readers)))
+        for group in _shared_passes(plan, model.name, demands):
+            reshard = _reshard(plan, model.name, group, updates, context)
+            extra[reshard.id] = []
+            extra[updates[0].name].append(Dep(action=reshard.id, distance=0, kind="order"))
+            for reader in (reader for demand in group for reader in demand.readers):
+                extra[reader.id].append(Dep(action=reshard.id, distance=0, kind="weights"))
+            actions.append(reshard)
     return replace(plan, actions=tuple(replace(a, after=(*a.after, *extra[a.id])) for a in actions))
 
 
@@ -54,114 +71,90 @@ def _order_readers(
         extra[updates[0].name].append(Dep(action=reader.id, distance=0, kind="order"))
 
 
-def _reshard(
-    plan: Plan,
-    target: Instance,
-    readers: list[Action],
-    updates: tuple[Node, ...],
-    context: Context,
-) -> Action:
-    source = plan.trained_instance(target.model)
+def _shared_passes(plan: Plan, model: str, demands: list[Demand]) -> list[list[Demand]]:
+    """The targets of a model in groups that one pass over the source fills.
+
+    One pass reads the source once and keeps all ends busy until the last one is filled. So
+    targets share a pass where they are filled equally often, have a device in common (they
+    could not be filled side by side anyway; disjoint pools would wait for each other), and
+    fit a device together with the source.
+    """
+    groups: list[list[Demand]] = []
+    for demand in demands:
+        for group in groups:
+            devices = {device for other in group for device in other.target.devices}
+            shares = not devices.isdisjoint(demand.target.devices)
+            if shares and group[0].every == demand.every and _fits(plan, model, [*group, demand]):
+                group.append(demand)
+                break
+        else:
+            groups.append([demand])
+    return groups
+
+
+def _fits(plan: Plan, model: str, group: list[Demand]) -> bool:
+    """Whether the weights of both ends of one pass fit every device at once."""
+    ends = [_source(plan, model), *(demand.target for demand in group)]
+    held: dict[int, int] = {}
+    for part in {plan.part(end.weights) for end in ends}:
+        for device in part.devices:
+            held[device] = held.get(device, 0) + (part.size or 0)
+    return max(held.values()) <= plan.budget
+
+
+def _source(plan: Plan, model: str) -> Instance:
+    source = plan.trained_instance(model)
     if source is None:
-        raise AssertionError(f"{target.model} is updated and no instance is trained")
-    names = " and ".join(reader.id for reader in readers)
+        raise AssertionError(f"{model} is updated and no instance is trained")
+    return source
+
+
+def _reshard(
+    plan: Plan, model: str, group: list[Demand], updates: tuple[Node, ...], context: Context
+) -> Action:
+    source = _source(plan, model)
+    targets = [demand.target for demand in group]
+    readers = [reader for demand in group for reader in demand.readers]
+    pools = dict.fromkeys(target.pool for target in targets)
     text = (
-        f"{names} read{'s' if len(readers) == 1 else ''} v[i] on {target.pool}; "
-        f"{updates[-1].name} wrote it on {source.pool}"
+        f"{' and '.join(r.id for r in readers)} read{'s' if len(readers) == 1 else ''} v[i] on "
+        f"{' and '.join(pools)}; {updates[-1].name} wrote it on {source.pool}"
     )
+    if len(targets) > 1:
+        text += f"; one pass fills {len(targets)} instances"
     before = tuple(Dep(action=reader.id, distance=1, kind="order") for reader in readers)
-    moved = context.costs.weight_bytes(target.model)
+    how = transport(plan, source, targets, context)
+    sizes = [context.costs.resharded(source, t, in_place=how == "copy") for t in targets]
+    moved = None if None in sizes else sum(size or 0 for size in sizes)
+    lanes = len({device for target in targets for device in target.devices})
     return Action(
-        id=f"reshard:{source.name}->{target.name}",
+        id=f"reshard:{source.name}->{'+'.join(target.name for target in targets)}",
         kind="reshard",
         reason=Reason(rule="stale weights", text=text),
-        devices=tuple(sorted({*source.devices, *target.devices})),
-        pool=source.pool if source.pool == target.pool else f"{source.pool}+{target.pool}",
+        devices=tuple(sorted({*source.devices, *(d for t in targets for d in t.devices)})),
+        pool="+".join(dict.fromkeys((source.pool, *pools))),
         after=(Dep(action=updates[-1].name, distance=1, kind="weights"), *before),
         instance=source.name,
-        target=target.name,
-        needs=tuple(dict.fromkeys((source.weights, target.weights))),
+        targets=tuple(target.name for target in targets),
+        needs=tuple(dict.fromkeys((source.weights, *(target.weights for target in targets)))),
         reads=((source.name, 0),),
-        writes=((target.name, 0),),
-        transport=transport(source, target, context),
-        cost=context.costs.copy(moved),
-        every=gcd(*(reader.every for reader in readers)),
+        writes=tuple((target.name, 0) for target in targets),
+        transport=how,
+        cost=context.costs.copy(moved, lanes),
+        every=group[0].every,
         first=1,
     )
 
 
-def transport(source: Instance, target: Instance, context: Context) -> str:
-    """How weights get from one instance to another: within one process they are copied."""
-    if context.cluster.is_cpu or set(source.devices) == set(target.devices):
-        return "copy (one process)"
+def transport(plan: Plan, source: Instance, targets: list[Instance], context: Context) -> Transport:
+    """How weights get from an instance to others.
+
+    Where every process that is filled holds all that it needs already, it copies. Otherwise
+    ranks read each other's pieces: processes of one host through shared memory, accelerators
+    and several hosts by a collective.
+    """
+    if plan.backend == "local" or all(held_in_place(source, target) for target in targets):
+        return "copy"
+    if context.cluster.is_cpu and context.cluster.hosts == 1:
+        return "shared memory"
     return "collective"
-
-
-def transfer(plan: Plan, context: Context) -> Plan:
-    """Insert row redistribution between devices that do not share memory."""
-    if context.cluster.is_cpu:
-        crossing = _crossing_edges(plan)
-        if crossing:
-            return plan.noting(
-                "no transfer",
-                f"{len(crossing)} edges cross pools within one process: rows stay where they are",
-            )
-        return plan
-    return _insert_transfers(plan, _crossing_edges(plan), context)
-
-
-def _crossing_edges(plan: Plan) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Data edges whose two ends run on different devices, host included."""
-    graph: Graph = plan.graph
-    crossing = []
-    for edge in graph.edges:
-        if edge.kind != "data":
-            continue
-        source, target = plan.action(edge.source), plan.action(edge.target)
-        if source.devices != target.devices:
-            crossing.append((edge.source, edge.target, edge.fields))
-    return crossing
-
-
-def _insert_transfers(
-    plan: Plan, crossing: list[tuple[str, str, tuple[str, ...]]], context: Context
-) -> Plan:
-    """One transfer for each producer and destination, serving every consumer there."""
-    merged: dict[tuple[str, tuple[int, ...]], tuple[list[str], set[str]]] = {}
-    for source, target, fields in crossing:
-        key = (source, plan.action(target).devices)
-        consumers, names = merged.setdefault(key, ([], set()))
-        consumers.append(target)
-        names.update(fields)
-    actions = {action.id: action for action in plan.actions}
-    for (source, devices), (consumers, names) in merged.items():
-        pool = actions[consumers[0]].pool
-        moved = Action(
-            id=f"transfer:{source}->{pool}",
-            kind="transfer",
-            reason=Reason(
-                rule="rows elsewhere",
-                text=f"{source} makes {', '.join(sorted(names))} "
-                f"on {actions[source].pool}; {' and '.join(consumers)} read on {pool}",
-            ),
-            devices=devices,
-            pool=pool,
-            node=source,
-            fields=tuple(sorted(names)),
-            after=(Dep(action=source, distance=0, kind="data"),),
-            transport="point to point",
-            cost=context.costs.copy(
-                context.costs.fields(plan.graph.node(source), tuple(sorted(names)))
-            ),
-            every=actions[source].every,
-        )
-        actions[moved.id] = moved
-        for consumer in consumers:
-            after = tuple(
-                replace(dep, action=moved.id)
-                if dep.kind == "data" and dep.action == source
-                else dep
-                for dep in actions[consumer].after
-            )
-            actions[consumer] = replace(actions[consumer], after=after)
-    return replace(plan, actions=tuple(actions.values()))

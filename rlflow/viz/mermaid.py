@@ -101,7 +101,7 @@ def _action(action: Document, ids: Mapping[str, str]) -> str:
     seconds = duration(action["cost"]["seconds"])
     if action["kind"] == "run":
         return f"{ids[action['id']]}({_label([number + ' ' + action['id'], seconds])})"
-    what = action["target"] or action["part"] or action["node"]
+    what = " + ".join(action["targets"]) or action["part"] or action["node"]
     reason = shorten(action["reason"]["text"], REASON_WIDTH)
     label = _label([f"{number} {action['kind']} {what}", seconds, reason])
     return f"{ids[action['id']]}[{label}]"

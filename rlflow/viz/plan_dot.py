@@ -199,7 +199,8 @@ def _name(action: Document) -> str:
 
 def _subject(action: Document) -> list[str]:
     if action["kind"] == "reshard":
-        return [f"{action['instance']} → {action['target']}"]
+        first, *others = action["targets"]
+        return [f"{action['instance']} → {first}", *(f"and {other}" for other in others)]
     if action["kind"] == "transfer":
         return wrapped(f"{action['node']}: {', '.join(action['fields'])}", REASON_WIDTH, 3)
     if action["part"]:

@@ -36,7 +36,7 @@ def action_what(action: Document) -> str:
     if action["kind"] == "run":
         return str(action["id"])
     if action["kind"] == "reshard":
-        return f"{action['instance']} → {action['target']}"
+        return f"{action['instance']} → {' + '.join(action['targets'])}"
     if action["kind"] == "transfer":
         return f"{action['node']}: {', '.join(action['fields'])}"
     return str(action["part"])

@@ -60,3 +60,33 @@ def model_dir(tmp_path_factory):
         return made[family]
 
     return make
+
+
+@pytest.fixture
+def exact_softmax(monkeypatch):
+    """Keep float64 in the softmax of transformers' eager attention."""
+    import torch
+
+    real = torch.nn.functional.softmax
+
+    def softmax(x, dim=None, dtype=None, **more):
+        return real(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
+
+
+@pytest.fixture(scope="session")
+def world():
+    """A function from a number of ranks to processes that run functions together."""
+    from tests.engines.ranks import World
+
+    made = {}
+
+    def ranks(size):
+        if size not in made or not made[size].alive:
+            made[size] = World(size)
+        return made[size]
+
+    yield ranks
+    for group in made.values():
+        group.close()

@@ -28,6 +28,7 @@ from rlflow.ops.bodies import (
     user,
 )
 from rlflow.ops.body import Call
+from rlflow.runtime.stats import join
 from tests.conftest import TINY
 
 pytestmark = pytest.mark.torch
@@ -102,7 +103,7 @@ def test_each_epoch_has_an_order_of_its_own_and_it_repeats():
 
 def test_without_groups_a_row_is_its_own_group():
     batch = batch_of([0] * 6).exclude("group")
-    call = call_of(params={"epochs": 1, "mini_batches": 3})
+    call = call_of(inputs=batch, params={"epochs": 1, "mini_batches": 3})
     assert [2, 2, 2] == [len(mini["row"]) for mini in update.mini_batches(call, batch)]
 
 
@@ -167,7 +168,7 @@ def test_a_reward_per_sample_and_per_batch():
     assert [1.0, 2.0, 3.0] == one.fields["reward"].tolist() == whole.fields["reward"].tolist()
     assert torch.float32 == one.fields["reward"].dtype
     expected = {"mean": 2.0, "std": pytest.approx((2 / 3) ** 0.5), "min": 1.0, "max": 3.0}
-    assert expected == one.metrics
+    assert expected == join([one.metrics])
 
 
 def test_options_reach_the_reward_function():
@@ -226,7 +227,7 @@ def test_rows_of_a_field():
 
 def test_metrics_of_fields_and_of_a_function():
     inputs = make_batch({"a": torch.tensor([1.0, 3.0]), "t": tokens([1, 2])}, 2)
-    made = metrics.metrics(call_of(inputs=inputs)).metrics
+    made = join([metrics.metrics(call_of(inputs=inputs)).metrics])
     assert (2.0, 1.0, 3.0) == (made["a_mean"], made["a_min"], made["a_max"])
     assert 4.0 == made["t_max"]
     made = metrics.metrics(call_of(inputs=inputs, function=lambda a, t: {"n": len(a) + len(t[1])}))
@@ -432,7 +433,7 @@ def test_a_rollout_is_prompt_major_and_numbers_its_samples(tokenizer):
     assert list(range(30, 36)) == made.fields["sample"].tolist()
     assert ["7", "12"] * 3 == strings(made.fields["response"])
     assert [1, 2] * 3 == lengths(made.fields["response_mask"]).tolist()
-    assert {"length": 1.5, "length_max": 2.0, "finished": 0.5} == made.metrics
+    assert {"length": 1.5, "length_max": 2.0, "finished": 0.5} == join([made.metrics])
 
 
 @pytest.mark.parametrize(("limit", "count"), [(None, 4), (3, 3), (100, 4)])
@@ -451,7 +452,7 @@ def test_evaluate_counts_each_row_once(tokenizer, tmp_path, limit, count):
     made = rollout.evaluate(call_of(params=params | SAMPLING, model=model))
     assert [("1", "1"), ("0", "2"), ("3", "3"), ("0", "4")][:count] == seen
     assert [(count, list(range(count)), 1)] == [asked[:3] for asked in model.asked]
-    assert made.metrics["reward"] == pytest.approx(2 / count)
+    assert join([made.metrics])["reward"] == pytest.approx(2 / count)
 
 
 # --- scores and advantages ------------------------------------------------------------------
@@ -478,7 +479,7 @@ def test_scores_take_the_name_the_node_gives(body, output, temperature):
     made = getattr(forward, body)(call)
     assert [((output,), temperature)] == asked
     assert [[1.0], [2.0, 6.0]] == [row.tolist() for row in split_rows(made.fields["ref_log_probs"])]
-    assert {"mean": 3.0} == made.metrics
+    assert {"mean": 3.0} == join([made.metrics])
 
 
 def advantage_batch():
@@ -498,7 +499,7 @@ def advantage_batch():
 
 def test_grpo_counts_the_rows_that_teach_nothing():
     made = advantage.grpo(call_of(inputs=advantage_batch()))
-    assert 0.5 == made.metrics["zero"]
+    assert 0.5 == join([made.metrics])["zero"]
     first, second, *rest = made.fields["advantages"].tolist()
     assert first == -second > 0
     assert [0.0, 0.0] == rest
@@ -508,7 +509,7 @@ def test_a_kl_in_the_reward_is_subtracted_and_logged():
     plain = advantage.rloo(call_of(inputs=advantage_batch()))
     params = {"kl_coef": 0.5, "kl": "k1"}
     made = advantage.rloo(call_of(inputs=advantage_batch(), params=params))
-    assert 1.0 == made.metrics["kl"]
+    assert 1.0 == join([made.metrics])["kl"]
     assert "kl" not in plain.metrics
     assert [1.0, -1.0, 0.0, 0.0] == plain.fields["advantages"].tolist()
     assert [1.5, -1.5, 0.5, -0.5] == made.fields["advantages"].tolist()

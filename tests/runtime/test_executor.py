@@ -314,8 +314,8 @@ def test_a_finished_run_does_its_closing_actions_again_and_nothing_else():
 
 def test_closing_actions_bring_the_weights_they_read():
     plan = plan_of(
-        action("reshard:a", kind="reshard", target="a@gen", node=None),
-        action("reshard:b", kind="reshard", target="b@gen", node=None),
+        action("reshard:a", kind="reshard", targets=("a@gen",), node=None),
+        action("reshard:b", kind="reshard", targets=("b@gen",), node=None),
         action("wake:a", kind="wake", part="a@gen/weights", node=None),
         action("eval", reads=(("a@gen", 0),), closing=True),
         action("sleep:a", kind="sleep", part="a@gen/weights", node=None),

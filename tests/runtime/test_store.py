@@ -1,14 +1,18 @@
-"""The shard store: fields live until their last reader has run."""
+"""The shard store and who reads it: rows live until their last reader has run."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
 import rlflow as rf
 from rlflow import ops
-from rlflow.runtime.store import ShardStore
+from rlflow.runtime.flow import Flow, due
+from rlflow.runtime.store import ShardStore, Stored
+from rlflow.scheduler.cluster import cpu_cluster
+from rlflow.scheduler.compile import compile_plan
 from tests.conftest import TINY
 
 
@@ -24,61 +28,103 @@ def pipeline(cfg: rf.Config) -> None:
     reward = ops.reward(judge, samples)
     advantage = ops.advantage("grpo", samples, reward)
     ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
+    ops.metrics(reward)
 
 
-@pytest.fixture
-def store():
-    return ShardStore(pipeline.trace())
+ONE = rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")})
 
 
-def readers(name):
-    return sum(name in node.sources for node in pipeline.trace().nodes)
+def plan(backend, every=1):
+    """The plan, its metrics computed every so many iterations."""
+    cluster = cpu_cluster(1, threads=1)
+    made = compile_plan(pipeline.trace(), ONE, cluster, name="p", backend=backend).plan
+    seldom = (replace(a, every=every) if a.id == "metrics" else a for a in made.actions)
+    return replace(made, actions=tuple(seldom))
 
 
-def test_fields_go_with_their_last_reader(store):
-    fields = {"reward": object()}
-    count = readers("actor.rollout")
-    assert count > 1
-    store.put("actor.rollout", 0, fields)
-    for _ in range(count - 1):
-        store.release("actor.rollout", 0)
-        assert fields is store.get("actor.rollout", 0)
-    store.release("actor.rollout", 0)
+def rows(total=1):
+    return Stored(fields={}, total=total)
+
+
+def test_rows_go_with_their_last_reader():
+    store, kept = ShardStore(), rows()
+
+    store.put("a", 0, kept, 2)
+    store.release("a", 0)
+    assert kept is store.get("a", 0)
+    store.release("a", 0)
+
     assert 0 == len(store)
     with pytest.raises(KeyError):
-        store.get("actor.rollout", 0)
+        store.get("a", 0)
 
 
-def test_what_nobody_reads_is_not_kept(store):
-    assert 0 == readers("actor.update")
-    store.put("actor.update", 0, {"x": object()})
+def test_what_nobody_reads_is_not_kept():
+    store = ShardStore()
+
+    store.put("a", 0, rows(), 0)
+
     assert 0 == len(store)
 
 
-def test_iterations_are_kept_apart(store):
-    first, second = {"prompt": 0}, {"prompt": 1}
-    store.put("prompts", 0, first)
-    store.put("prompts", 1, second)
-    assert (first, second) == (store.get("prompts", 0), store.get("prompts", 1))
-    for _ in range(readers("prompts")):
-        store.release("prompts", 0)
-    assert second is store.get("prompts", 1)
+def test_iterations_are_kept_apart():
+    store, first, second = ShardStore(), rows(1), rows(2)
+
+    store.put("a", 0, first, 1)
+    store.put("a", 1, second, 1)
+    assert (first, second) == (store.get("a", 0), store.get("a", 1))
+    store.release("a", 0)
+
+    assert second is store.get("a", 1)
 
 
-def test_many_threads_release_each_reader_once(store):
-    count = readers("actor.rollout")
+def test_many_threads_release_each_reader_once():
+    store, count = ShardStore(), 4
     for iteration in range(200):
-        store.put("actor.rollout", iteration, {})
+        store.put("a", iteration, rows(), count)
     barrier = threading.Barrier(count)
 
     def read():
         barrier.wait()
         for iteration in range(200):
-            store.release("actor.rollout", iteration)
+            store.release("a", iteration)
 
     threads = [threading.Thread(target=read) for _ in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
     assert 0 == len(store)
+
+
+def test_in_one_process_nodes_read_each_other():
+    flow = Flow(plan("local"))
+
+    assert "actor.rollout" == flow.source("reward", "actor.rollout")
+    assert ("prompts",) == flow.sources("actor.rollout")
+    assert 0 == flow.readers("actor.update", 0)
+
+
+def test_a_reader_counts_only_in_the_iterations_it_is_due_in():
+    made = plan("local", every=5)
+    flow = Flow(made)
+    (seldom,) = [action for action in made.actions if action.every == 5]
+
+    counts = [flow.readers("reward", iteration) for iteration in range(6)]
+
+    assert [2, 1, 1, 1, 1, 2] == counts
+    assert [True, False] == [due(seldom, 5), due(seldom, 6)]
+
+
+def test_between_processes_a_transfer_reads_and_is_read():
+    made = plan("ray")
+    flow = Flow(made)
+    transfers = [action for action in made.actions if action.kind == "transfer"]
+
+    assert transfers
+    for transfer in transfers:
+        assert (transfer.node,) == flow.sources(transfer.id)
+        readers = [a for a in made.actions if transfer.id in flow.sources(a.id)]
+        assert len(readers) == flow.readers(transfer.id, 0) > 0
+        assert {reader.takes for reader in readers} == {transfer.makes}

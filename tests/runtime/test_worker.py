@@ -7,7 +7,9 @@ import torch
 
 import rlflow as rf
 from rlflow import ops
-from rlflow.errors import RunError
+from rlflow.errors import CheckpointError, RunError
+from rlflow.runtime.checkpoint import find_checkpoint, save_checkpoint
+from rlflow.runtime.local import LocalMachine
 from rlflow.runtime.worker import Worker
 from rlflow.scheduler.cluster import cpu_cluster
 from rlflow.scheduler.compile import compile_plan
@@ -109,21 +111,34 @@ def test_a_snapshot_is_the_same_asleep_and_awake():
         assert same(part, dict(asleep[name]))
 
 
-def test_restore_brings_back_weights_optimizer_and_version():
+def test_restore_brings_back_weights_optimizer_and_version(tmp_path):
     plan, worker = worker_of(TOGETHER)
     run(plan, worker, 0)
-    (loaded,) = worker.trained()
-    found = loaded.snapshot()
-    kept = {name: {k: t.clone() for k, t in part.items()} for name, part in found.items()}
-    meta = loaded.train.optimizer_meta()
+    components, counters = LocalMachine(plan, worker, threads=1).components()
+    save_checkpoint(tmp_path, 1, components, {}, {})
     _, fresh = worker_of(TOGETHER)
-    (other,) = fresh.trained()
-    other.restore(kept["actor"], kept["actor.optimizer"], meta, 1)
+
+    LocalMachine(plan, fresh, threads=1).restore(find_checkpoint(tmp_path), counters)
+
+    (loaded,), (other,) = worker.trained(), fresh.trained()
     assert 1 == other.version
     for iteration in (1, 2):
         run(plan, worker, iteration)
         run(plan, fresh, iteration)
     assert same(tensors(loaded), tensors(other))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    plan, worker = worker_of(TOGETHER)
+    components, counters = LocalMachine(plan, worker, threads=1).components()
+    for tensors_of in components.values():
+        tensors_of["surplus"] = torch.zeros(1)
+    save_checkpoint(tmp_path, 1, components, {}, {})
+
+    with pytest.raises(CheckpointError) as caught:
+        LocalMachine(plan, worker, threads=1).restore(find_checkpoint(tmp_path), counters)
+
+    assert "E760" == caught.value.findings[0].code
 
 
 def test_the_same_seed_gives_the_same_numbers_and_another_does_not():

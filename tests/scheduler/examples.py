@@ -8,6 +8,7 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.graph.graph import Graph
 from rlflow.scheduler.compile import Compiled, compile_plan
+from rlflow.scheduler.plan import Backend
 from tests.scheduler.strategies import PLENTY, cluster, exact, graph_of
 
 COLOCATE = rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")})
@@ -31,6 +32,24 @@ APART = rf.Placement(
 HYBRID = rf.Placement(
     pools={"train": [0, 1], "gen": [1, 2]},
     assign={"*": rf.on("train"), "actor.rollout": rf.on("gen"), "ref": rf.on("gen")},
+)
+MESH = rf.Placement(
+    pools={"all": 4, "cpus": 2},
+    assign={
+        "*": rf.on("all", fsdp=2, tp=2),
+        "actor.rollout": rf.on("all", tp=2),
+        "reward": rf.on("cpus"),
+    },
+)
+TWICE = rf.Placement(
+    pools={"train": 2, "gen": 2},
+    assign={
+        "*": rf.on("train", recompute=True),
+        "actor.rollout": rf.on("gen", weights="own"),
+        "actor.forward": rf.on("gen"),
+        "ref": rf.on("gen", offload="layers"),
+        "reward": rf.on("gen"),
+    },
 )
 
 
@@ -85,13 +104,15 @@ def compiled_with(
     memory: float = PLENTY,
     share: float | None = None,
     name: str = "placement",
+    backend: Backend | None = None,
 ) -> Compiled:
     """A plan; `share` is memory as a part of the peak that the plan has with plenty."""
     count = placement.num_devices()
     if share is not None:
-        roomy = compile_plan(graph, placement, cluster(kind, count, PLENTY))
+        roomy = compile_plan(graph, placement, cluster(kind, count, PLENTY), backend=backend)
         memory = int(share * max(roomy.plan.peaks.values()))
-    return compile_plan(graph, placement, cluster(kind, count, memory), name=name)
+    devices = cluster(kind, count, memory)
+    return compile_plan(graph, placement, devices, name=name, backend=backend)
 
 
 EXAMPLES: dict[str, Callable[[], Compiled]] = {
@@ -105,5 +126,10 @@ EXAMPLES: dict[str, Callable[[], Compiled]] = {
     "ppo_pressure": lambda: compiled_with(
         ppo(path="models/wide"), COLOCATE, share=0.6, name="colocate"
     ),
+    "ray_colocate": lambda: compiled_with(grpo(), COLOCATE, name="colocate", backend="ray"),
+    "ray_split": lambda: compiled_with(grpo(), SPLIT, name="split", backend="ray"),
+    "ray_mesh": lambda: compiled_with(grpo(), MESH, name="mesh"),
+    "ray_twice": lambda: compiled_with(grpo(epochs=2), TWICE, name="twice"),
+    "ray_pressure": lambda: compiled_with(grpo(path="models/wide"), MESH, share=0.6, name="mesh"),
     "grpo_gpus": lambda: compiled_with(grpo(), HYBRID, kind="h100", name="hybrid"),
 }

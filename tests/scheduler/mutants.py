@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from rlflow.scheduler.facts import Facts
-from rlflow.scheduler.plan import Action, Dep, Plan
+from rlflow.scheduler.plan import Action, Dep, Plan, Spread
 
 INSERTED = ("transfer", "reshard", "sleep", "wake")
 Mutant = tuple[str, Plan]
@@ -37,7 +37,8 @@ def without_action(plan: Plan, name: str) -> Plan:
 
 def mutants(plan: Plan) -> Iterator[Mutant]:
     """Every mutant of every kind."""
-    for kind in (removed, without_dep, swapped, moved, numbers, doubled, redirected, slept):
+    kinds = (removed, without_dep, swapped, moved, numbers, doubled, redirected, slept, spread)
+    for kind in kinds:
         yield from kind(plan)
 
 
@@ -118,11 +119,11 @@ def redirected(plan: Plan) -> Iterator[Mutant]:
     names = [instance.name for instance in plan.instances]
     for a in plan.actions:
         for name in names:
-            if a.target is not None and name != a.target:
-                yield (
-                    f"{a.id} fills {name}",
-                    with_action(plan, a.id, target=name, writes=((name, a.writes[0][1]),)),
-                )
+            if a.targets and name not in a.targets:
+                targets = (*a.targets[:-1], name)
+                writes = tuple((target, a.writes[0][1]) for target in targets)
+                changes = {"targets": targets, "writes": writes}
+                yield f"{a.id} fills {name}", with_action(plan, a.id, **changes)
             if a.instance is not None and a.part is None and name != a.instance:
                 yield (
                     f"{a.id} uses {name}",
@@ -156,3 +157,40 @@ def slept(plan: Plan) -> Iterator[Mutant]:
         if part.name not in plan.awake_at_start:
             more = (*plan.awake_at_start, part.name)
             yield f"{part.name} awake at the start", replace(plan, awake_at_start=more)
+
+
+def spread(plan: Plan) -> Iterator[Mutant]:
+    """Rows in other parts, by another rule, or none; weights by another transport."""
+    for a in plan.actions:
+        for word in ("takes", "makes"):
+            rows = getattr(a, word)
+            for text, other in _others(a, rows):
+                yield f"{a.id} {word} {text}", with_action(plan, a.id, **{word: other})
+        for transport in ("copy", "shared memory", "collective", "ipc", "object store"):
+            if a.transport not in (None, transport):
+                yield f"{a.id} by {transport}", with_action(plan, a.id, transport=transport)
+        if len(a.targets) > 1:
+            fewer = {"targets": a.targets[:1], "writes": a.writes[:1]}
+            yield f"{a.id} fills less", with_action(plan, a.id, **fewer)
+
+
+def _others(action: Action, rows: Spread | None) -> Iterator[tuple[str, Spread | None]]:
+    """Every way in which the rows of an action could lie and do not."""
+    if rows is None:
+        if action.kind == "run":
+            yield "rows", Spread(parts=(action.devices,))
+        return
+    yield "none", None
+    devices = action.devices
+    ways = [
+        Spread(parts=(devices,)),
+        Spread(parts=(devices[:1],)),
+        Spread(parts=tuple((device,) for device in devices), rule="balanced"),
+        replace(rows, rule="balanced"),
+        replace(rows, rule="generated"),
+        replace(rows, parts=rows.parts[::-1]),
+        replace(rows, parts=rows.parts[:-1]),
+    ]
+    for way in ways:
+        if way != rows:
+            yield str(way), way

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from random import Random
 
-from rlflow.scheduler.plan import HOST, Action, Plan
+from rlflow.scheduler.plan import HOST, Action, Plan, Spread
 
 
 class Player:
@@ -29,7 +29,7 @@ class Player:
         self.awake = set(plan.awake_at_start)
         self.over: set[tuple[str, int]] = set()
         self.made: set[tuple[str, int]] = set()
-        self.carried: dict[tuple[str, tuple[int, ...], int], set[str]] = defaultdict(set)
+        self.carried: dict[tuple[str, Spread, int], set[str]] = defaultdict(set)
         self.running: list[tuple[Action, int]] = []
         self.moving: dict[tuple[str, int], int | None] = {}
         self.broken: list[str] = []
@@ -50,7 +50,7 @@ class Player:
             if action.part not in self.awake:
                 self.broken.append(f"{action.id}@{i} puts to sleep what sleeps")
             self.awake.discard(action.part)
-            if action.mode == "discard":
+            if action.mode == "discard" and self.parts[action.part].kind == "weights":
                 self.content[self.parts[action.part].instance] = None
         if action.kind == "reshard":
             self.moving[action.id, i] = self.content[action.instance]
@@ -75,12 +75,15 @@ class Player:
                 continue
             source = self.runs[edge.source]
             there = (source.id, i) in self.made
-            if source.devices != action.devices and not self.plan.cluster.startswith("cpu:"):
-                there = set(edge.fields) <= self.carried[edge.source, action.devices, i]
+            own = action.takes.rule not in ("whole", "balanced", "generated")
+            if (own or source.makes != action.takes) and self.plan.backend != "local":
+                there = set(edge.fields) <= self.carried[edge.source, action.takes, i]
             if not there:
                 self.broken.append(f"{action.id}@{i} lacks {edge.fields} of {edge.source}")
-        if action.kind == "transfer" and (self.runs[action.node].id, i) not in self.made:
-            self.broken.append(f"{action.id}@{i} has nothing to carry")
+        if action.kind == "transfer":
+            source = self.runs[action.node]
+            if (source.id, i) not in self.made or source.makes != action.takes:
+                self.broken.append(f"{action.id}@{i} has nothing to carry")
 
     def weigh(self, action: Action, i: int) -> None:
         for device in set(action.devices) - {HOST}:
@@ -90,6 +93,12 @@ class Player:
             held += sum(a.cost.transient or 0 for a, _ in self.running if device in a.devices)
             if held > self.plan.budget:
                 self.broken.append(f"{action.id}@{i} makes {held} bytes on {device}")
+
+    def fill(self, target: str, version: int | None) -> None:
+        """Adapters alone do not make weights whole that were discarded."""
+        adapters = self.plan.graph.model(self.models[target]).lora is not None
+        if self.content[target] is not None or not adapters:
+            self.content[target] = version
 
     def finish(self, index: int) -> None:
         action, i = self.running.pop(index)
@@ -101,9 +110,10 @@ class Player:
         if action.kind == "sleep":
             self.resident.discard(action.part)
         if action.kind == "transfer":
-            self.carried[action.node, action.devices, i] |= set(action.fields)
+            self.carried[action.node, action.makes, i] |= set(action.fields)
         if action.kind == "reshard":
-            self.content[action.target] = self.moving[action.id, i]
+            for target in action.targets:
+                self.fill(target, self.moving[action.id, i])
         elif action.writes:
             turns = self.turns[self.models[action.instance]]
             wrote = i * len(turns) + turns.index(action.node) + 1

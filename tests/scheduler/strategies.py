@@ -6,8 +6,9 @@ the models' configs (`CONFIGS`) are written to disk by conftest. No weights, no 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import hypothesis.strategies as st
 
@@ -17,8 +18,10 @@ from rlflow.errors import PlanError
 from rlflow.graph.check import check_graph
 from rlflow.graph.graph import Graph
 from rlflow.graph.trace import Handle, tracing
+from rlflow.graph.userop import UserOp
 from rlflow.scheduler.cluster import KINDS, Cluster, cpu_cluster
 from rlflow.scheduler.compile import Compiled, compile_plan
+from rlflow.scheduler.plan import Backend
 
 Draw = Callable[[st.SearchStrategy], object]
 
@@ -60,6 +63,24 @@ def centred(reward: rf.Row[float]) -> rf.Row[float]:
     return reward
 
 
+def long_first(tokens: Sequence[int], groups: Sequence[int] | None, parts: int) -> list[list[int]]:
+    order = sorted(range(len(tokens)), key=lambda row: -tokens[row])
+    return [order[part::parts] for part in range(parts)]
+
+
+rf.register_dispatch("long_first", long_first)
+
+
+def judged(name: str, per: str, dispatch: str, uneven: str) -> UserOp:
+    """An op of that name that reads rewards, and whose rows are spread as said."""
+
+    def function(reward: rf.Row[float]) -> rf.Row[float]:
+        return reward
+
+    function.__name__ = name
+    return rf.op(per=per, dispatch=dispatch, uneven=uneven)(function)
+
+
 def graph_of(declare: Callable[[], object], name: str = "drawn") -> Graph:
     """The graph that a function of ops declares; AssertionError where it is not sound."""
     with tracing() as trace:
@@ -80,7 +101,8 @@ def _declare(draw: Draw) -> None:
     flag = st.booleans()
     adam = rf.AdamW(lr=1e-3)
     path = st.sampled_from(PATHS)
-    actor = rf.Model("actor", draw(path), optimizer=adam)
+    lora = rf.LoRA(rank=4) if draw(st.integers(0, 4)) == 0 else None
+    actor = rf.Model("actor", draw(path), optimizer=adam, lora=lora)
     ref = rf.Model("ref", draw(path))
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=draw(st.sampled_from([4, 8])))
     samples = ops.rollout(actor, prompts, n=draw(st.sampled_from([2, 4])), max_new_tokens=8)
@@ -93,6 +115,7 @@ def _declare(draw: Draw) -> None:
     given = [ops.log_probs(ref, samples)] if draw(flag) else []
     if given and draw(flag):
         ops.metrics(ops.log_probs(ref, samples, name="ref.twice"), name="ref.metrics")
+    seen += _judgements(draw, reward, samples)
     kl = draw(st.sampled_from([0.0, 0.1])) if given else 0.0
     if draw(flag):
         given.append(ops.log_probs(actor, samples))
@@ -124,6 +147,21 @@ def _declare(draw: Draw) -> None:
         )
 
 
+def _judgements(draw: Draw, reward: Handle, samples: Handle) -> list[Handle]:
+    """Ops of one's own, one after another, with rows spread in every way."""
+    made = []
+    for number in range(draw(st.sampled_from([0, 0, 1, 2]))):
+        per = draw(st.sampled_from(["row", "group", "batch"]))
+        ways = ["", "all", "first", "long_first"] + ([] if per == "batch" else ["split", "parts"])
+        uneven = draw(st.sampled_from(["pad", "pad", "refuse"]))
+        op = judged(f"judged{number}", per, draw(st.sampled_from(ways)), uneven)
+        given = (reward, samples) if per == "group" else (reward,)
+        made.append(op(*given))
+        if draw(st.booleans()):
+            reward = made[-1].rename(reward=f"judged{number}")
+    return made
+
+
 def _judge(draw: Draw, path: st.SearchStrategy[str], samples: Handle) -> None:
     """A frozen model that scores samples, and a student that imitates them."""
     if draw(st.booleans()):
@@ -143,28 +181,50 @@ def _second_rollout(draw: Draw, actor: rf.Model, ref: rf.Model, prompts: Handle)
 
 @st.composite
 def placements(draw: Draw, graph: Graph) -> rf.Placement:
-    """Pools of one to four devices, apart or overlapping, and assignments at every level."""
-    sizes = st.sampled_from([1, 1, 1, 2, 4])
-    lists = st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True)
+    """Pools of one to four devices, apart or overlapping, and assignments at every level.
+
+    Half of them have pools of one device only, as one process can run.
+    """
     names = ("red", "green", "blue")[: draw(st.integers(1, 3))]
-    pools = {name: draw(sizes | lists) for name in names}
-    keys = [model.name for model in graph.models]
-    keys += [f"{name}.{use}" for name in keys for use in ("train", "forward", "rollout")]
-    keys += [node.name for node in graph.nodes]
-    assign = {"*": draw(_ons(names))}
-    for key in draw(st.lists(st.sampled_from(keys), max_size=6, unique=True)):
-        assign[key] = draw(_ons(names))
+    if draw(st.booleans()):
+        pools = dict.fromkeys(names, 1)
+    else:
+        sizes = st.sampled_from([2, 2, 1, 4])
+        lists = st.sampled_from([[0, 1], [1, 0], [0, 1, 2, 3], [1, 2], [2], [0, 2, 3]])
+        pools = {name: draw(sizes | lists) for name in names}
+    assign = {"*": draw(_ons(pools))}
+    for model in graph.models:
+        if draw(st.booleans()):
+            assign[model.name] = draw(_ons(pools, frozen=model.optimizer is None))
+    for use in ("train", "forward", "rollout"):
+        if draw(st.integers(0, 2)) == 0:
+            assign[f"actor.{use}"] = draw(_ons(pools))
+    for node in graph.nodes:
+        if draw(st.integers(0, 1 if node.name.startswith("judged") else 5)) == 1:
+            assign[node.name] = draw(_ons(pools))
     return rf.Placement(pools=pools, assign=assign)
 
 
 @st.composite
-def _ons(draw: Draw, pools: tuple[str, ...]) -> rf.On:
+def _ons(draw: Draw, pools: dict[str, int | list[int]], *, frozen: bool = False) -> rf.On:
+    """A pool and a layout, which mostly fits it."""
+    pool = draw(st.sampled_from(sorted(pools)))
+    devices = pools[pool]
+    count = devices if isinstance(devices, int) else len(devices)
     options: dict[str, object] = {}
     if draw(st.integers(0, 2)) == 0:
         options["weights"] = draw(st.sampled_from(["own", "shared"]))
-    if draw(st.integers(0, 7)) == 0:
-        options[draw(st.sampled_from(["fsdp", "tp"]))] = draw(st.sampled_from([1, 2]))
-    return rf.on(draw(st.sampled_from(pools)), **options)
+    if count > 1 and draw(st.integers(0, 2)) == 0:
+        options["tp"] = tp = draw(st.sampled_from([2, 2, 1] if count % 2 == 0 else [1, 1, 2]))
+        if draw(st.booleans()):
+            options["fsdp"] = draw(st.sampled_from([1, max(1, count // tp)]))
+    elif count > 1 and draw(st.integers(0, 2)) == 0:
+        options["fsdp"] = draw(st.sampled_from([1, 2, count]))
+    if draw(st.integers(0, 7)) == 5:
+        options["recompute"] = True
+    if draw(st.integers(0, 3 if frozen else 40)) == 3:
+        options["offload"] = "layers"
+    return rf.on(pool, **options)
 
 
 def cluster(kind: str, count: int, memory: float) -> Cluster:
@@ -174,31 +234,48 @@ def cluster(kind: str, count: int, memory: float) -> Cluster:
     return Cluster(kind=replace(KINDS[kind], memory=memory), count=count)
 
 
+class Case(NamedTuple):
+    """What a plan is compiled from."""
+
+    graph: Graph
+    placement: rf.Placement
+    devices: Cluster
+    backend: Backend | None = None
+
+    def compile(self) -> Compiled:
+        return compile_plan(self.graph, self.placement, self.devices, backend=self.backend)
+
+    def with_memory(self, memory: float) -> Case:
+        kind = replace(self.devices.kind, memory=memory)
+        return self._replace(devices=replace(self.devices, kind=kind))
+
+    def compiles(self) -> bool:
+        try:
+            self.compile()
+        except PlanError:
+            return False
+        return True
+
+
 @st.composite
-def cases(draw: Draw) -> tuple[Graph, rf.Placement, Cluster]:
+def cases(draw: Draw) -> Case:
     """A graph, a placement, and a cluster with plenty, just enough or too little memory."""
     graph = draw(graphs())
     placement = draw(placements(graph))
     kind = draw(st.sampled_from(["cpu", "cpu", "h100"]))
-    room = cluster(kind, placement.num_devices(), PLENTY)
+    devices = cluster(kind, placement.num_devices(), PLENTY)
+    hosts = draw(st.sampled_from([1, 1, 2]))
+    backend = draw(st.sampled_from([None, "ray"]))
+    case = Case(graph, placement, replace(devices, hosts=hosts), backend)
     share = draw(st.sampled_from([2.0, 1.0, 0.98, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3]))
     try:
-        most = max(compile_plan(graph, placement, room).plan.peaks.values())
+        most = max(case.compile().plan.peaks.values())
     except PlanError:
-        return graph, placement, room
-    return graph, placement, cluster(kind, placement.num_devices(), max(1, int(share * most)))
+        return case
+    return case.with_memory(max(1, int(share * most)))
 
 
 @st.composite
 def compiled(draw: Draw) -> Compiled:
     """A case that compiles."""
-    graph, placement, devices = draw(cases().filter(lambda case: _compiles(*case)))
-    return compile_plan(graph, placement, devices)
-
-
-def _compiles(graph: Graph, placement: rf.Placement, devices: Cluster) -> bool:
-    try:
-        compile_plan(graph, placement, devices)
-    except PlanError:
-        return False
-    return True
+    return draw(cases().filter(Case.compiles)).compile()

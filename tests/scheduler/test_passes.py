@@ -11,7 +11,6 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Binding, Edge, Graph, Node
-from rlflow.scheduler.cluster import Cluster
 from rlflow.scheduler.compile import PASSES, compile_plan
 from rlflow.scheduler.facts import Facts
 from rlflow.scheduler.plan import Action, Dep, Instance, Part, Plan, Reason
@@ -26,7 +25,7 @@ from tests.scheduler.examples import (
     grpo,
     ppo,
 )
-from tests.scheduler.strategies import PLENTY, cases, cluster, exact, graph_of
+from tests.scheduler.strategies import PLENTY, Case, cases, cluster, exact, graph_of
 
 
 def ordered(plan: Plan, first: str, second: str) -> bool:
@@ -40,12 +39,9 @@ def kinds(plan: Plan, kind: str) -> list[Action]:
 
 
 @given(case=cases())
-def test_a_plan_verifies_after_every_pass_or_is_refused(
-    case: tuple[Graph, rf.Placement, Cluster],
-) -> None:
-    graph, placement, devices = case
+def test_a_plan_verifies_after_every_pass_or_is_refused(case: Case) -> None:
     try:
-        found = compile_plan(graph, placement, devices)
+        found = case.compile()
     except PlanError as refused:
         found = None
         findings = refused.findings
@@ -58,21 +54,17 @@ def test_a_plan_verifies_after_every_pass_or_is_refused(
 
 
 @given(case=cases())
-def test_memory_is_refused_only_where_one_action_alone_does_not_fit(
-    case: tuple[Graph, rf.Placement, Cluster],
-) -> None:
-    graph, placement, devices = case
+def test_memory_is_refused_only_where_one_action_alone_does_not_fit(case: Case) -> None:
     try:
-        compile_plan(graph, placement, devices)
+        case.compile()
     except PlanError as refused:
         codes = {finding.code for finding in refused.findings}
-        assert "E401" not in codes or largest_need(graph, placement, devices) > devices.kind.memory
+        assert "E401" not in codes or largest_need(case) > case.devices.kind.memory
 
 
-def largest_need(graph: Graph, placement: rf.Placement, devices: Cluster) -> int:
+def largest_need(case: Case) -> int:
     """The most bytes that one action needs on a device, asked of a plan with plenty."""
-    kind = "cpu" if devices.is_cpu else devices.kind.name
-    plan = compiled_with(graph, placement, kind=kind).plan
+    plan = case.with_memory(PLENTY).compile().plan
     sizes = {part.name: part.size or 0 for part in plan.parts}
     return max(
         (a.cost.transient or 0) + sum(sizes[p] for p in a.needs if device in plan.part(p).devices)
@@ -82,12 +74,12 @@ def largest_need(graph: Graph, placement: rf.Placement, devices: Cluster) -> int
 
 
 @given(case=cases())
-def test_nothing_with_an_effect_is_dropped(case: tuple[Graph, rf.Placement, Cluster]) -> None:
-    graph, placement, devices = case
+def test_nothing_with_an_effect_is_dropped(case: Case) -> None:
     try:
-        plan = compile_plan(graph, placement, devices).plan
+        plan = case.compile().plan
     except PlanError:
         return
+    graph = case.graph
     kept = {node.name for node in plan.graph.nodes}
     assert {node.name for node in graph.nodes if node.op.effect == "effectful"} <= kept
     gone = [node.name for node in graph.nodes if node.name not in kept]
@@ -162,7 +154,7 @@ def test_a_reshard_runs_as_seldom_as_its_reader() -> None:
     placement = rf.Placement(pools={"all": 1, "gen": 1}, assign=assign)
     plan = compiled_with(grpo(every=3), placement).plan
     assert {"actor@gen": 1, "actor@all/rollout": 3} == {
-        a.target: a.every for a in kinds(plan, "reshard")
+        target: a.every for a in kinds(plan, "reshard") for target in a.targets
     }
 
 
@@ -224,12 +216,18 @@ def test_one_model_cannot_be_trained_in_two_places() -> None:
 
 
 def test_weights_that_a_reshard_overwrites_are_discarded_and_others_offloaded() -> None:
-    """The rollout's copy is filled anew in each iteration; the reference has no other copy."""
+    """The rollout's copy is filled anew in each iteration; the reference has no other copy.
+
+    Gradients are of no use once the update is over.
+    """
     plan = EXAMPLES["grpo_pressure"]().plan
     modes = {(a.kind, a.part): a.mode for a in plan.actions if a.part}
     assert "discard" == modes["sleep", "actor@all/rollout/weights"]
     assert "discard" == modes["wake", "actor@all/rollout/weights"]
-    assert {"offload"} == {mode for (_, part), mode in modes.items() if "rollout" not in part}
+    assert {"discard"} == {mode for (_, part), mode in modes.items() if "gradients" in part}
+    others = {part: mode for (_, part), mode in modes.items() if "gradients" not in part}
+    del others["actor@all/rollout/weights"]
+    assert {"offload"} == set(others.values())
 
 
 def test_nothing_sleeps_that_fits() -> None:

@@ -14,14 +14,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-import rlflow as rf
 from rlflow.errors import PlanError
-from rlflow.graph.graph import Graph
-from rlflow.scheduler.cluster import Cluster
-from rlflow.scheduler.compile import compile_plan, dump_plan
+from rlflow.scheduler.compile import dump_plan
 from rlflow.scheduler.text import plan_text
 from tests.scheduler.examples import EXAMPLES
-from tests.scheduler.strategies import cases
+from tests.scheduler.strategies import Case, cases
 
 GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).parents[2]
@@ -38,9 +35,9 @@ def test_plans_print_as_the_golden_files_have_them(name: str) -> None:
 
 @settings(max_examples=40)
 @given(case=cases())
-def test_compiling_twice_gives_the_same_bytes(case: tuple[Graph, rf.Placement, Cluster]) -> None:
+def test_compiling_twice_gives_the_same_bytes(case: Case) -> None:
     try:
-        first, second = (compile_plan(*case).plan for _ in range(2))
+        first, second = (case.compile().plan for _ in range(2))
     except PlanError:
         return
     assert plan_text(first) == plan_text(second)

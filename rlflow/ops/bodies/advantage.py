@@ -9,7 +9,8 @@ from torch import Tensor
 
 from rlflow.batch import lengths, ragged_like, unpad
 from rlflow.ops.bodies.common import MASK, inputs_of, num_rows, padded_fields
-from rlflow.ops.body import Call, Output
+from rlflow.ops.bodies.stats import mean_of
+from rlflow.ops.body import Call, Output, Stat
 from rlflow.ops.math import advantages as formulas
 from rlflow.ops.math.kl import token_kl
 
@@ -66,14 +67,14 @@ def _kl(call: Call, fields: dict[str, Tensor]) -> Tensor | None:
     return token_kl(fields["rollout_log_probs"], fields["ref_log_probs"], fields[MASK], kind=kind)
 
 
-def _kl_metric(kl: Tensor | None, fields: dict[str, Tensor]) -> dict[str, float]:
+def _kl_metric(kl: Tensor | None, fields: dict[str, Tensor]) -> dict[str, Stat]:
     if kl is None:
         return {}
-    tokens = max(int(fields[MASK].sum()), 1)
-    return {"kl": kl.double().sum().item() / tokens}
+    tokens = float(fields[MASK].sum())
+    return {"kl": Stat(kind="mean", total=kl.double().sum().item(), count=tokens)}
 
 
-def _token_rewards(call: Call, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
+def _token_rewards(call: Call, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Stat]]:
     kl = _kl(call, fields)
     rewards = formulas.token_rewards(
         fields["reward"], fields[MASK], kl=kl, kl_coef=call.params.get("kl_coef", 0.0)
@@ -81,14 +82,14 @@ def _token_rewards(call: Call, fields: dict[str, Tensor]) -> tuple[Tensor, dict[
     return rewards, _kl_metric(kl, fields)
 
 
-def _row_rewards(call: Call, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
+def _row_rewards(call: Call, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Stat]]:
     kl = _kl(call, fields)
     if kl is None:
         return fields["reward"], {}
     return fields["reward"] - call.params["kl_coef"] * kl.sum(1), _kl_metric(kl, fields)
 
 
-def _token_output(call: Call, made: tuple[Tensor, Tensor], metrics: dict[str, float]) -> Output:
+def _token_output(call: Call, made: tuple[Tensor, Tensor], metrics: dict[str, Stat]) -> Output:
     inputs = inputs_of(call)
     like = inputs[MASK]
     named = dict(zip(("advantages", "returns"), made, strict=True))
@@ -100,10 +101,9 @@ def _token_output(call: Call, made: tuple[Tensor, Tensor], metrics: dict[str, fl
     return Output(fields=fields, rows=num_rows(inputs), metrics=metrics)
 
 
-def _row_output(call: Call, made: Tensor, metrics: dict[str, float]) -> Output:
-    zero = (made == 0).double().mean().item()
+def _row_output(call: Call, made: Tensor, metrics: dict[str, Stat]) -> Output:
     return Output(
         fields={"advantages": made.to(torch.float32)},
         rows=len(made),
-        metrics={**metrics, "zero": zero},
+        metrics={**metrics, "zero": mean_of(made == 0)},
     )

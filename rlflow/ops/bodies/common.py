@@ -1,8 +1,12 @@
-"""What several bodies need: inputs that must be there, and padding for the pure functions."""
+"""What several bodies need: inputs that must be there, row numbers, padding.
+
+This file knows no operator.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +38,16 @@ def num_rows(batch: Batch) -> int:
     return int(batch.batch_size[0])
 
 
+def row_numbers(call: Call) -> Tensor:
+    """Which rows of the whole batch the inputs of a call are, int64 `[rows]`."""
+    return torch.arange(num_rows(inputs_of(call))) if call.rows is None else call.rows
+
+
+def total_rows(call: Call) -> int:
+    """Rows of the whole batch that the inputs of a call are a part of."""
+    return num_rows(inputs_of(call)) if call.rows is None else call.total
+
+
 def padded_fields(batch: Batch, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Fields in the reference form: token fields `[rows, longest]`, others as they are."""
     found = {}
@@ -49,9 +63,10 @@ def token_rows(call: Call, tokenizer: Any, texts: list[str], chat: bool) -> Tens
 
     Raises RunError with the prompt where the tokenizer has no template or makes no token.
     """
+    rows: list[list[int]] = []
     if chat:
         rows = [_chat_tokens(call, tokenizer, text) for text in texts]
-    else:
+    elif texts:
         rows = tokenizer(texts, add_special_tokens=True, verbose=False)["input_ids"]
     for text, row in zip(texts, rows, strict=True):
         if not row:
@@ -83,9 +98,17 @@ def _chat_tokens(call: Call, tokenizer: Any, text: str) -> list[int]:
 
 
 def too_long(
-    call: Call, prompts: Tensor, texts: list[str], new_tokens: int, context: int | None
+    call: Call,
+    prompts: Tensor,
+    texts: list[str],
+    new_tokens: int,
+    context: int | None,
+    numbers: Sequence[int] | None = None,
 ) -> None:
-    """Raise RunError naming the first prompt that leaves no room for its response."""
+    """Raise RunError naming the first prompt that leaves no room for its response.
+
+    `numbers` are the row numbers to name; places within `texts` unless given.
+    """
     if context is None:
         return
     for index, size in enumerate(lengths(prompts).tolist()):
@@ -95,7 +118,8 @@ def too_long(
                     code="E631",
                     what=f"{call.node}: a prompt is longer than the context allows",
                     where=call.where,
-                    got=f"{size} prompt tokens + {new_tokens} new tokens, in row {index}: "
+                    got=f"{size} prompt tokens + {new_tokens} new tokens, in row "
+                    f"{index if numbers is None else numbers[index]}: "
                     f"{texts[index]!r:.120}",
                     expected=f"at most {context} tokens together",
                     fix="shorter prompts, fewer max_new_tokens, or a model with a longer context",

@@ -9,7 +9,7 @@ import torch
 
 from rlflow.batch import lengths, ragged_rows, strings, text
 from rlflow.errors import DataError, Finding
-from rlflow.ops.bodies.common import inputs_of, num_rows, token_rows
+from rlflow.ops.bodies.common import inputs_of, num_rows, row_numbers, token_rows
 from rlflow.ops.body import Call, Output
 
 
@@ -37,7 +37,7 @@ def tokenize(call: Call) -> Output:
     inputs = inputs_of(call)
     tokenizer = call.tokenizer(call.params["tokenizer"])
     written = strings(inputs[call.params["response"]])
-    for row, response in enumerate(written):
+    for row, response in zip(row_numbers(call).tolist(), written, strict=True):
         if not response:
             raise DataError(
                 Finding(
@@ -46,7 +46,7 @@ def tokenize(call: Call) -> Output:
                     where=call.where,
                 )
             )
-    encoded = tokenizer(written, add_special_tokens=False)["input_ids"]
+    encoded = tokenizer(written, add_special_tokens=False)["input_ids"] if written else []
     responses = ragged_rows([[*ids, tokenizer.eos_token_id] for ids in encoded], torch.int64)
     prompt_tokens = token_rows(call, tokenizer, strings(inputs["prompt"]), "chat" in call.params)
     mask = ragged_rows(

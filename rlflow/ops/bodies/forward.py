@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlflow.batch import ragged_like
 from rlflow.ops.bodies.common import inputs_of, model_of, num_rows
+from rlflow.ops.bodies.stats import mean_of
 from rlflow.ops.body import Call, Output
 
 
@@ -24,5 +25,5 @@ def _scored(call: Call, output: str, temperature: float) -> Output:
     return Output(
         fields={call.outputs[0]: field},
         rows=num_rows(inputs),
-        metrics={"mean": made.double().mean().item() if len(made) else 0.0},
+        metrics={"mean": mean_of(made)},
     )

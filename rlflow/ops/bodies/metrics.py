@@ -6,7 +6,8 @@ from rlflow.batch import flat, is_ragged
 from rlflow.errors import Finding, RunError
 from rlflow.ops.bodies.common import inputs_of
 from rlflow.ops.bodies.reward import rows_of
-from rlflow.ops.body import Call, Output
+from rlflow.ops.bodies.stats import max_of, mean_of, min_of
+from rlflow.ops.body import Call, Output, Stat
 
 
 def metrics(call: Call) -> Output:
@@ -17,14 +18,14 @@ def metrics(call: Call) -> Output:
     inputs = inputs_of(call)
     function = call.op.function
     if function is None:
-        found = {}
+        found: dict[str, Stat] = {}
         for name in inputs.keys():  # noqa: SIM118  a TensorDict iterates over rows
             field = inputs[name]
-            values = (flat(field) if is_ragged(field) else field).double()
+            values = flat(field) if is_ragged(field) else field
             if values.numel():
-                found[f"{name}_mean"] = values.mean().item()
-                found[f"{name}_min"] = values.min().item()
-                found[f"{name}_max"] = values.max().item()
+                found[f"{name}_mean"] = mean_of(values)
+                found[f"{name}_min"] = min_of(values)
+                found[f"{name}_max"] = max_of(values)
         return Output(metrics=found)
     columns = {name: rows_of(inputs[name]) for name in inputs.keys()}  # noqa: SIM118  as above
     try:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from rlflow.batch import is_ragged, split_rows, strings
 from rlflow.errors import Finding, RewardError
-from rlflow.ops.bodies.common import inputs_of, num_rows
+from rlflow.ops.bodies.common import inputs_of, row_numbers
+from rlflow.ops.bodies.stats import max_of, mean_of, min_of, std_of
 from rlflow.ops.body import Call, Output
 
 SHOWN = 160
@@ -28,14 +29,14 @@ def reward(call: Call) -> Output:
     options = {key: v for key, v in call.params.items() if key not in ("function", "batched")}
     columns = {name: rows_of(inputs[name]) for name in inputs.keys()}  # noqa: SIM118  rows otherwise
     function = call.params["function"]
-    scores = score(call, function, columns, num_rows(inputs), call.params["batched"], options)
+    numbers = row_numbers(call).tolist()
+    scores = score(call, function, columns, numbers, call.params["batched"], options)
     rewards = torch.tensor(scores, dtype=torch.float32)
-    wide = rewards.double()
     metrics = {
-        "mean": wide.mean().item(),
-        "std": wide.std(correction=0).item(),
-        "min": wide.min().item(),
-        "max": wide.max().item(),
+        "mean": mean_of(rewards),
+        "std": std_of(rewards),
+        "min": min_of(rewards),
+        "max": max_of(rewards),
     }
     return Output(fields={"reward": rewards}, rows=len(scores), metrics=metrics)
 
@@ -53,19 +54,22 @@ def score(
     call: Call,
     function: Callable[..., Any],
     columns: Mapping[str, Sequence[Any]],
-    rows: int,
+    numbers: Sequence[int],
     batched: bool,
     options: Mapping[str, Any] | None = None,
 ) -> list[float]:
-    """Run a reward function over rows; raises RewardError with the sample that broke it."""
+    """Run a reward function over rows; it is not called where there are none.
+
+    `numbers` are the row numbers. Raises RewardError with the sample that broke it.
+    """
     wanted = inspect.signature(function).parameters
     used = {name: column for name, column in columns.items() if name in wanted}
     extra = dict(options or {})
-    if batched:
-        return _whole(call, function, used, rows, extra)
+    if batched and numbers:
+        return _whole(call, function, used, numbers, extra)
     results = []
-    for index in range(rows):
-        sample = {name: column[index] for name, column in used.items()}
+    for place, index in enumerate(numbers):
+        sample = {name: column[place] for name, column in used.items()}
         try:
             value = function(**sample, **extra)
         except Exception as error:
@@ -80,18 +84,19 @@ def _whole(
     call: Call,
     function: Callable[..., Any],
     columns: Mapping[str, Sequence[Any]],
-    rows: int,
+    numbers: Sequence[int],
     extra: Mapping[str, Any],
 ) -> list[float]:
     try:
         values = list(function(**{name: list(c) for name, c in columns.items()}, **extra))
     except Exception as error:
         raise _broken(call, function, None, {}, f"{type(error).__name__}: {error}") from error
-    if len(values) != rows:
-        raise _broken(call, function, None, {}, f"{len(values)} rewards for {rows} samples")
+    if len(values) != len(numbers):
+        problem = f"{len(values)} rewards for {len(numbers)} samples"
+        raise _broken(call, function, None, {}, problem)
     return [
-        _number(call, function, i, {n: c[i] for n, c in columns.items()}, value)
-        for i, value in enumerate(values)
+        _number(call, function, index, {n: c[place] for n, c in columns.items()}, value)
+        for place, (index, value) in enumerate(zip(numbers, values, strict=True))
     ]
 
 

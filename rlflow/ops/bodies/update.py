@@ -1,7 +1,8 @@
 """The body of `update`: mini-batches, epochs, and the loss of each micro-batch.
 
 The engine cuts a mini-batch into micro-batches as it likes; the loss is scaled by the
-counts of the whole mini-batch, so the gradient is the same for every cut.
+counts of the whole mini-batch, all parts together, so the gradient is the same for every cut.
+A loss of no rows is 0.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from rlflow.batch import Batch, flat, lengths, pad, select_rows
 from rlflow.errors import Finding, NumericsError
-from rlflow.ops.bodies.common import MASK, inputs_of, model_of, num_rows, padded_fields
+from rlflow.ops.bodies.common import MASK, inputs_of, model_of, num_rows, padded_fields, row_numbers
 from rlflow.ops.body import Call, Output, Stepped
 from rlflow.ops.losses import Loss, PolicyLoss
 from rlflow.ops.math.aggregate import Totals
@@ -38,8 +39,9 @@ READ_BY_LOSSES = (
 def update(call: Call) -> Output:
     """Train on the batch: `epochs` times `mini_batches` optimizer steps.
 
-    Raises NumericsError where every step had to be skipped because a number was not
-    finite; a single skipped step is counted in the metrics.
+    Every part makes every step, without a row of its own where it has none of a mini-batch.
+    Raises NumericsError where every step had to be skipped because a number was not finite; a
+    single skipped step is counted in the metrics.
     """
     batch, model, params = inputs_of(call), model_of(call), call.params
     spec: Loss = params["loss"]
@@ -48,7 +50,8 @@ def update(call: Call) -> Output:
     learning_rate = model.learning_rate
     steps: list[Stepped] = []
     for mini in mini_batches(call, batch):
-        totals = Totals(tokens=float(flat(mini[MASK]).sum()), rows=float(num_rows(mini)))
+        tokens, rows = call.peers.sum([float(flat(mini[MASK]).sum()), float(num_rows(mini))])
+        totals = Totals(tokens=tokens, rows=rows)
         steps.append(
             model.step(
                 mini,
@@ -64,14 +67,20 @@ def update(call: Call) -> Output:
 
 
 def mini_batches(call: Call, batch: Batch) -> Iterator[Batch]:
-    """The mini-batches of all epochs; the rows of a group stay together."""
+    """The mini-batches of all epochs, of each the rows that are here; groups stay together.
+
+    They are cut from the groups of all parts, so they do not depend on who has which rows.
+    """
     epochs, parts = call.params["epochs"], call.params["mini_batches"]
     if parts == 1:
         for _ in range(epochs):
             yield batch
         return
-    groups = batch.get("group", torch.arange(num_rows(batch)))
-    names, member = torch.unique(groups, return_inverse=True)
+    groups = batch.get("group", None)
+    if groups is None:
+        groups = row_numbers(call)
+    names = call.peers.union(groups)
+    member = torch.searchsorted(names, groups.contiguous())
     for epoch in range(epochs):
         order = torch.as_tensor(call.permutation(len(names), "mini-batches", epoch))
         for chosen in order.chunk(parts):

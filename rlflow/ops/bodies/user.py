@@ -9,17 +9,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.batch import Batch, concat_rows, is_ragged, lengths, make_batch, select_rows
+from rlflow.batch import (
+    Batch,
+    concat_rows,
+    flat,
+    is_ragged,
+    lengths,
+    make_batch,
+    ragged,
+    ragged_like,
+    select_rows,
+)
 from rlflow.errors import Finding, RunError
+from rlflow.graph.fields import Field
 from rlflow.ops.bodies.common import inputs_of, num_rows
 from rlflow.ops.body import Call, Output
 
 
 def call(call: Call) -> Output:
-    """Run the function on all rows, or group by group where the op is per group."""
+    """Run the function on all rows, or group by group where the op is per group.
+
+    The function gets copies, for what it is given may be read by others or not be writable; a
+    part without rows does not call it.
+    """
     inputs = inputs_of(call)
+    if not num_rows(inputs):
+        return Output(fields={made.name: _no_rows(made) for made in call.op.outputs})
     if call.op.per != "group":
-        made = _made(call, inputs)
+        made = _made(call, _copy(inputs))
         return Output(fields=dict(made), rows=num_rows(inputs))
     groups = inputs["group"]
     order = torch.argsort(groups, stable=True)
@@ -55,6 +72,20 @@ def _made(call: Call, inputs: Batch) -> Mapping[str, Tensor]:
         ) from error
     named = result if isinstance(result, Mapping) else {call.outputs[0]: result}
     return {name: _checked(call, name, named.get(name), num_rows(inputs)) for name in call.outputs}
+
+
+def _copy(batch: Batch) -> Batch:
+    fields = {
+        name: ragged_like(flat(field).clone(), field) if is_ragged(field) else field.clone()
+        for name, field in batch.items()
+    }
+    return make_batch(fields, num_rows(batch))
+
+
+def _no_rows(made: Field) -> Tensor:
+    """A field of no rows."""
+    none = torch.empty(0, dtype=getattr(torch, made.dtype))
+    return ragged(none, torch.empty(0, dtype=torch.int64)) if made.level == "token" else none
 
 
 def _checked(call: Call, name: str, value: Any, rows: int) -> Tensor:

@@ -1,0 +1,93 @@
+"""The ranks that hold one model together, and what they agree on.
+
+A mesh has the axes `replicate`, `fsdp` and `tp`: ranks along `tp` share every layer and see the
+same rows; along the other two they see different rows, and along `fsdp` share the parameters.
+Every method that communicates is called by all ranks of the mesh, in the same order. This file
+knows neither models nor batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rlflow.errors import Finding, UsageError
+
+Axis = Literal["replicate", "fsdp", "tp"]
+
+AXES: tuple[Axis, ...] = ("replicate", "fsdp", "tp")
+# Ranks along these see different rows.
+ROWS: tuple[Axis, ...] = ("replicate", "fsdp")
+
+
+class MeshRanks:
+    """A rank among those of `mesh`; tensors that are communicated lie on `device`.
+
+    Raises UsageError for a mesh with other axes.
+    """
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        if mesh.mesh_dim_names != AXES:
+            raise UsageError(
+                Finding(
+                    code="E523",
+                    what="a model cannot be sharded over this mesh",
+                    got=f"axes {mesh.mesh_dim_names}",
+                    expected=", ".join(AXES),
+                    fix=f"DeviceMesh(kind, ranks, mesh_dim_names={AXES})",
+                )
+            )
+        self.mesh = mesh
+        self.device = device
+        self.sizes: dict[Axis, int] = {axis: mesh[axis].size() for axis in AXES}
+        self.groups = {axis: mesh.get_group(axis) for axis in AXES if self.sizes[axis] > 1}
+
+    def place(self, axis: Axis) -> int:
+        """The number of this rank along an axis."""
+        return int(self.mesh.get_local_rank(axis))
+
+    def total(self, values: Tensor, axes: Collection[Axis]) -> Tensor:
+        """Add up elementwise along `axes`, in place."""
+        for axis in axes:
+            if axis in self.groups:
+                dist.all_reduce(values, group=self.groups[axis])
+        return values
+
+    def most(self, value: int, axes: Collection[Axis] = AXES) -> int:
+        """The largest of everybody's values."""
+        largest = torch.tensor(value, device=self.device)
+        for axis in axes:
+            if axis in self.groups:
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.groups[axis])
+        return int(largest)
+
+    def gather(self, value: Any, axes: Collection[Axis] = ROWS) -> list[Any]:
+        """Everybody's values, in an order that is the same for all."""
+        found = [value]
+        for axis in axes:
+            if axis in self.groups:
+                parts: list[Any] = [None] * self.sizes[axis]
+                dist.all_gather_object(parts, found, group=self.groups[axis])
+                found = [item for part in parts for item in part]
+        return found
+
+    def first_says(self, values: Tensor, axis: Axis) -> Tensor:
+        """Replace `values` by those of the first rank along an axis, in place."""
+        if axis in self.groups:
+            dist.broadcast(values, group=self.groups[axis], group_src=0)
+        return values
+
+
+def chunk(size: int, parts: int, part: int) -> tuple[int, int]:
+    """Start and stop of one of `parts` chunks of `size` things, the last ones shorter or empty.
+
+    All but the last chunk that is not empty have ceil(size / parts), as `torch.chunk` has.
+    """
+    step = -(-size // parts)
+    start = min(part * step, size)
+    return start, min(start + step, size)

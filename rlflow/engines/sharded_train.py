@@ -1,0 +1,111 @@
+"""Training over the ranks of a mesh: every rank gives its own rows, and gets the sum's gradients.
+
+Ranks that share parameters must make equally many passes, so those with fewer micro-batches,
+or no rows, pass a single token whose gradient is zero. This file knows no algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.batch import Batch, lengths, make_batch, ragged_rows
+from rlflow.engines.protocol import Loss, OptimizerSpec, StepResult
+from rlflow.engines.sharded_model import ShardedModel
+from rlflow.engines.sharded_optim import ShardedAdamW
+from rlflow.engines.train import TrainEngine, combine, in_order
+
+
+class ShardedTrainEngine(TrainEngine):
+    """Computes with the ranks that hold `model`; the results are those of one rank with all rows.
+
+    Every rank of the mesh calls `forward` and `step` with the rows of its row part; ranks of
+    one part give the same rows.
+    """
+
+    def __init__(
+        self, model: ShardedModel, optimizer: OptimizerSpec | None, *, micro_tokens: int | None
+    ) -> None:
+        self.model: ShardedModel = model
+        self.optimizer = None if optimizer is None else ShardedAdamW(model, optimizer)
+        self.micro_tokens = micro_tokens
+
+    @torch.no_grad()
+    def forward(
+        self, batch: Batch, *, outputs: Collection[str], temperature: float
+    ) -> dict[str, Tensor]:
+        """See `TrainEngine.forward`; the outputs are those of this rank's own rows."""
+        parts = list(self.micro_batches(batch))
+        computed = [self.compute(micro, outputs, temperature) for _, micro in parts]
+        for _ in range(len(parts), self.model.ranks.most(len(parts))):
+            self.compute(one_token(), outputs, temperature)
+        return in_order(batch, [rows for rows, _ in parts], computed)
+
+    def step(
+        self,
+        batch: Batch,
+        loss_fn: Loss,
+        *,
+        outputs: Collection[str],
+        temperature: float,
+        max_grad_norm: float | None,
+    ) -> StepResult:
+        """See `TrainEngine.step`; `loss_fn` is called with micro-batches of this rank's own rows.
+
+        Metrics, the gradient's norm and whether the step was applied are of all ranks' rows, and
+        equal on every rank.
+        """
+        self.require_optimizer().zero_grad()
+        micros = [micro for _, micro in self.micro_batches(batch) if len(micro)]
+        passes = max(1, self.model.ranks.most(len(micros)))
+        total: dict[str, Tensor] = {}
+        for number in range(passes):
+            self.model.reduce_over_replicas(number + 1 == passes)
+            if number < len(micros):
+                combine(total, self.backward(micros[number], loss_fn, outputs, temperature))
+            else:
+                self.backward(one_token(), None, outputs, temperature)
+        return self.finish(self.metrics(total), max_grad_norm)
+
+    def backward(
+        self, micro: Batch, loss_fn: Loss | None, outputs: Collection[str], temperature: float
+    ) -> dict[str, Tensor]:
+        """Add a micro-batch's gradients, of zero where nothing depends on it; its metrics."""
+        with torch.enable_grad():
+            found = self.compute(micro, outputs, temperature)
+            metrics: dict[str, Tensor] = {}
+            if loss_fn is not None:
+                loss, metrics = loss_fn(found, micro)
+                metrics = {"loss": loss, **metrics}
+            if loss_fn is not None and loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+            else:
+                values = tuple(found.values())
+                torch.autograd.backward(values, tuple(torch.zeros_like(v) for v in values))
+        return metrics
+
+    def compute(
+        self, batch: Batch, outputs: Collection[str], temperature: float
+    ) -> dict[str, Tensor]:
+        """One forward pass, also where there is no response token."""
+        if int(lengths(batch["response_tokens"]).sum()):
+            return super().compute(batch, outputs, temperature)
+        found = super().compute(one_token(), outputs, temperature)
+        return {name: values[:0] for name, values in found.items()}
+
+    def metrics(self, own: dict[str, Tensor]) -> dict[str, float]:
+        """The metrics of all rows, of those of every part's rows."""
+        parts = self.model.ranks.gather({name: float(value) for name, value in own.items()})
+        total: dict[str, Any] = {}
+        for part in parts:
+            combine(total, {n: torch.tensor(v, dtype=torch.float64) for n, v in part.items()})
+        return {name: float(value) for name, value in total.items()}
+
+
+def one_token() -> Batch:
+    """The smallest row that a model can be asked about."""
+    token = ragged_rows([[0]], torch.int64)
+    return make_batch({"prompt_tokens": token, "response_tokens": token}, 1)

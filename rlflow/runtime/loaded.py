@@ -1,0 +1,241 @@
+"""A model instance in this process, as actions and bodies use it.
+
+Knows engines and one instance; neither the plan's order nor other instances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlflow.engines.loading import load_model, load_tokenizer
+from rlflow.engines.models import TorchModel
+from rlflow.engines.optim import learning_rate
+from rlflow.engines.protocol import Generation, SampleKey, Sampling, Shard, StepResult
+from rlflow.engines.rollout import TorchRollout
+from rlflow.engines.train import TrainEngine
+from rlflow.errors import Finding, UsageError
+from rlflow.graph.model import Model
+from rlflow.scheduler.plan import Instance
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from rlflow.batch import Batch
+    from rlflow.ops.body import LossFunction
+
+MICRO_TOKENS = 32768
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A model instance in this process; `version` is None while its weights are discarded."""
+
+    instance: Instance
+    model: Any
+    train: Any
+    rollout: Any
+    tokenizer: Any
+    stop_tokens: tuple[int, ...]
+    version: int | None = 0
+
+    def trained_shards(self) -> dict[str, Shard]:
+        """The pieces of the parameters that training changes."""
+        names = self.model.trained_names()
+        return {name: shard for name, shard in self.model.shards().items() if name in names}
+
+    def components(self) -> dict[str, dict[str, Shard]]:
+        """What a checkpoint holds of it, by component; read it inside `awake`."""
+        return {
+            self.instance.model: self.trained_shards(),
+            f"{self.instance.model}.optimizer": self.train.optimizer.shards(),
+        }
+
+    def snapshot(self) -> dict[str, Mapping[str, Tensor]]:
+        """Weights and optimizer state by component; copies where they sleep on the host."""
+        asleep = self._asleep()
+        with self.awake():
+            found = {
+                name: {key: shard.tensor for key, shard in shards.items()}
+                for name, shards in self.components().items()
+            }
+            if not asleep:
+                return dict(found)
+            return {
+                name: {key: tensor.clone() for key, tensor in part.items()}
+                for name, part in found.items()
+            }
+
+    def restored(self, meta: Mapping[str, int], version: int) -> None:
+        """Take note that the shards hold a checkpoint: its counters, and the version it is."""
+        self.train.optimizer.steps = meta["steps"]
+        self.model.loaded(version)
+        self.version = version
+
+    def _asleep(self) -> list[str]:
+        optimizer = self.train.optimizer
+        parts = ["weights"] if self.model.state == "offloaded" else []
+        return parts + (["optimizer"] if optimizer is not None and optimizer.asleep else [])
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Everything awake inside the block, and asleep again after it if it was."""
+        parts = self._asleep()
+        self.model.wake()
+        self.train.wake_optimizer()
+        try:
+            yield
+        finally:
+            if "optimizer" in parts:
+                self.train.sleep_optimizer()
+            if "weights" in parts:
+                self.model.sleep("offload")
+
+
+class InUse:
+    """A loaded instance as one call of a body sees it: random numbers are tied to that call."""
+
+    def __init__(self, loaded: Loaded, key: SampleKey) -> None:
+        self._loaded = loaded
+        self._key = key
+        self.tokenizer = loaded.tokenizer
+        self.context = loaded.model.context
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next optimizer step; 0 for a frozen model."""
+        optimizer = self._loaded.train.optimizer
+        return 0.0 if optimizer is None else learning_rate(optimizer.spec, optimizer.steps)
+
+    def generate(
+        self,
+        prompts: Tensor,
+        sample_ids: Tensor,
+        *,
+        n: int,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        ignore_eos: bool,
+    ) -> Generation:
+        """Draw n responses to every prompt."""
+        sampling = Sampling(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            n=n,
+            stop_tokens=() if ignore_eos else self._loaded.stop_tokens,
+        )
+        made: Generation = self._loaded.rollout.generate(prompts, sampling, self._key, sample_ids)
+        return made
+
+    def forward(
+        self, batch: Batch, *, outputs: Collection[str], temperature: float
+    ) -> dict[str, Tensor]:
+        """Score response tokens without gradient."""
+        made: dict[str, Tensor] = self._loaded.train.forward(
+            batch, outputs=outputs, temperature=temperature
+        )
+        return made
+
+    def step(
+        self,
+        batch: Batch,
+        loss: LossFunction,
+        *,
+        outputs: Collection[str],
+        temperature: float,
+        max_grad_norm: float | None,
+    ) -> StepResult:
+        """Make one optimizer step."""
+        made: StepResult = self._loaded.train.step(
+            batch, loss, outputs=outputs, temperature=temperature, max_grad_norm=max_grad_norm
+        )
+        return made
+
+
+def load_instance(
+    instance: Instance,
+    spec: Model,
+    path: str,
+    *,
+    seed: int,
+    device: str = "cpu",
+    mesh: DeviceMesh | None = None,
+) -> Loaded:
+    """Load an instance: whole in this process, or this process's shards of it over a mesh."""
+    optimizer = spec.optimizer if instance.trained else None
+    common: dict[str, Any] = {
+        "dtype": getattr(torch, spec.dtype),
+        "device": device,
+        "head": spec.head,
+        "seed": seed,
+        "init": "random" if spec.init == "random" else "weights",
+        "lora": spec.lora,
+        "recompute": instance.recompute,
+    }
+    tokenizer = load_tokenizer(path)
+    if mesh is not None:
+        return _load_sharded(instance, optimizer, path, tokenizer, mesh, common)
+    model = load_model(path, **common, offload=instance.offload)
+    model.name = instance.name
+    return Loaded(
+        instance=instance,
+        model=model,
+        train=TrainEngine(model, optimizer, micro_tokens=MICRO_TOKENS),
+        rollout=TorchRollout(model),
+        tokenizer=tokenizer,
+        stop_tokens=_stop_tokens(model, tokenizer),
+    )
+
+
+def _load_sharded(
+    instance: Instance,
+    optimizer: Any,
+    path: str,
+    tokenizer: Any,
+    mesh: DeviceMesh,
+    common: Mapping[str, Any],
+) -> Loaded:
+    from rlflow.engines.sharded import load_sharded
+    from rlflow.engines.sharded_rollout import ShardedRollout
+    from rlflow.engines.sharded_train import ShardedTrainEngine
+
+    model = load_sharded(path, mesh=mesh, trained=instance.trained, name=instance.name, **common)
+    return Loaded(
+        instance=instance,
+        model=model,
+        train=ShardedTrainEngine(model, optimizer, micro_tokens=MICRO_TOKENS),
+        rollout=ShardedRollout(model),
+        tokenizer=tokenizer,
+        stop_tokens=_stop_tokens(model, tokenizer),
+    )
+
+
+def _stop_tokens(model: TorchModel, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends a response: the tokenizer's EOS and those of the model's config.
+
+    Raises UsageError where the model cannot make the tokenizer's EOS.
+    """
+    named = model.config.get_text_config().eos_token_id
+    listed = named if isinstance(named, list) else [] if named is None else [named]
+    known = model.config.get_text_config().vocab_size
+    if tokenizer.eos_token_id >= known:
+        raise UsageError(
+            Finding(
+                code="E502",
+                what=f"the EOS token of {model.name}'s tokenizer, {tokenizer.eos_token!r}, is "
+                "unknown to the model, so no response can end",
+                got=f"token {tokenizer.eos_token_id}",
+                expected=f"a token below {known}, the size of the model's vocabulary",
+                fix='"eos_token" in tokenizer_config.json',
+            )
+        )
+    return tuple(sorted({tokenizer.eos_token_id, *listed}))

@@ -1,0 +1,270 @@
+"""The `ray` backend: one worker process a device, the controller passing metadata only.
+
+Submits action instances to the ranks of their devices, follows how rows lie, and turns the
+ranks' answers into completions. The first failure ends the run: the other ranks get a
+moment to say what they know, then every process is stopped. This file knows no algorithm.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rlflow.runtime.on_ray.deadline import cause_of
+
+from rlflow.errors import Finding, RlflowError, RunError
+from rlflow.runtime.executor import Completion
+from rlflow.runtime.on_ray.lying import Lying
+from rlflow.runtime.on_ray.rank import Failed, Made
+from rlflow.runtime.stats import join
+from rlflow.scheduler.plan import HOST, Action, Plan
+
+if TYPE_CHECKING:
+    from rlflow.runtime.on_ray.machine import Ranks
+
+GRACE = 3.0
+TICK = 0.5
+
+Done = Callable[[Completion], None]
+
+
+@dataclass(slots=True)
+class Flight:
+    """An action instance under way: who has answered what, and when it was submitted."""
+
+    action: Action
+    iteration: int
+    done: Done
+    asked: tuple[int, ...]
+    since: float
+    made: dict[int, Made] = field(default_factory=dict)
+    errors: dict[int, RlflowError] = field(default_factory=dict)
+    failed_at: float | None = None
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The devices that have not answered."""
+        return tuple(d for d in self.asked if d not in self.made and d not in self.errors)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one rank said about a flight: a result, or why there is none."""
+
+    flight: Flight
+    device: int
+    future: Any
+
+
+class RayBackend:
+    """Carries out action instances on the ranks of their devices.
+
+    `deadline` is seconds that one action instance may take before the run is given up.
+    """
+
+    def __init__(
+        self, plan: Plan, ranks: Ranks, *, deadline: float, now: Callable[[], float]
+    ) -> None:
+        self._ranks = ranks
+        self._deadline = deadline
+        self._now = now
+        self._offset = now() - time.time()
+        self._lying = Lying(plan)
+        self._inbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+        self._under_way: dict[int, Flight] = {}
+        self._lock = threading.Lock()
+        self._broken: RlflowError | None = None
+        self._thread = threading.Thread(target=self._collect, name="ray answers", daemon=True)
+        self._thread.start()
+
+    def submit(self, action: Action, iteration: int, done: Done) -> None:
+        """Send an action instance to its ranks; returns before they have answered."""
+        if self._broken is not None:
+            done(self._failure(action, iteration, self._broken))
+            return
+        asked = self._lying.asked(action)
+        flight = Flight(action, iteration, done, asked, time.monotonic())
+        with self._lock:
+            self._under_way[id(flight)] = flight
+        if action.kind == "transfer":
+            references = self._transfer(action, iteration)
+        else:
+            keep = self._lying.keep(action, iteration)
+            references = {
+                device: self._ranks.actor(device).run.remote(
+                    action.id, iteration, *([keep[device]] if device in keep else [])
+                )
+                for device in asked
+            }
+        for device, reference in references.items():
+            future = reference.future()
+            future.add_done_callback(
+                lambda ended, device=device: self._inbox.put(Answer(flight, device, ended))
+            )
+
+    def close(self, *, wait: bool = True) -> None:
+        """Stop listening; the ranks belong to the machine."""
+        self._inbox.put(None)
+        if wait:
+            self._thread.join(timeout=5)
+
+    def _transfer(self, action: Action, iteration: int) -> dict[int, Any]:
+        """Have the makers put rows into the object store, and the readers take them."""
+        moves = self._lying.exchange(action, iteration)
+        sent = {}
+        for device, wanted in moves.sends.items():
+            keeps = any(piece.sender is None for piece in moves.takes.get(device, ()))
+            sent[device] = self._ranks.actor(device).send.remote(
+                action.id, iteration, wanted, keeps
+            )
+        received = {}
+        for device, pieces in moves.takes.items():
+            senders = sorted({piece.sender for piece in pieces if piece.sender is not None})
+            rows, total = self._lying.rows(action, iteration, device)
+            received[device] = self._ranks.actor(device).receive.remote(
+                action.id,
+                iteration,
+                rows,
+                total,
+                pieces,
+                senders,
+                *(sent[sender] for sender in senders),
+            )
+        return received
+
+    def _collect(self) -> None:
+        """Turn answers into completions until told to stop."""
+        while True:
+            try:
+                answer = self._inbox.get(timeout=TICK)
+            except queue.Empty:
+                self._watch()
+                continue
+            if answer is None:
+                return
+            self._take(answer)
+
+    def _take(self, answer: Answer) -> None:
+        flight = answer.flight
+        if id(flight) not in self._under_way:
+            return
+        error = answer.future.exception()
+        if error is not None:
+            flight.errors[answer.device] = self._lost(flight, answer.device, error)
+        else:
+            found = answer.future.result()
+            if isinstance(found, Failed):
+                flight.errors[answer.device] = self._named(flight, answer.device, found)
+            else:
+                flight.made[answer.device] = found
+        if flight.errors:
+            flight.failed_at = flight.failed_at or time.monotonic()
+            if not flight.waiting:
+                self._give_up(flight)
+        elif not flight.waiting:
+            self._complete(flight)
+
+    def _complete(self, flight: Flight) -> None:
+        action, iteration = flight.action, flight.iteration
+        self._lying.note(action, iteration, flight.made)
+        answering = self._lying.answering(action)
+        moved = [made.moved for made in flight.made.values() if made.moved is not None]
+        with self._lock:
+            del self._under_way[id(flight)]
+        flight.done(
+            Completion(
+                action=action.id,
+                iteration=iteration,
+                start=self._offset + min(made.start for made in flight.made.values()),
+                end=self._offset + max(made.end for made in flight.made.values()),
+                metrics=join([flight.made[device].metrics for device in answering]),
+                moved=sum(moved) if moved else None,
+            )
+        )
+
+    def _watch(self) -> None:
+        """Give up what failed a moment ago, and what takes longer than the deadline."""
+        clock = time.monotonic()
+        with self._lock:
+            flights = list(self._under_way.values())
+        for flight in flights:
+            if flight.failed_at is not None and clock - flight.failed_at > GRACE:
+                self._give_up(flight)
+            elif clock - flight.since > self._deadline:
+                self._give_up(flight, self._late(flight))
+
+    def _give_up(self, flight: Flight, error: RlflowError | None = None) -> None:
+        """End the run: stop every process, and fail all that is under way with one error."""
+        with self._lock:
+            if self._broken is not None:
+                return
+            self._broken = error or _most_telling(flight.errors)
+            flights = list(self._under_way.values())
+            self._under_way.clear()
+        self._ranks.kill()
+        for other in flights:
+            other.done(self._failure(other.action, other.iteration, self._broken))
+
+    def _failure(self, action: Action, iteration: int, error: RlflowError) -> Completion:
+        clock = self._now()
+        return Completion(
+            action=action.id, iteration=iteration, start=clock, end=clock, error=error
+        )
+
+    def _named(self, flight: Flight, device: int, failed: Failed) -> RlflowError:
+        """An error that a rank returned, with its traceback as the cause."""
+        error = failed.raised()
+        error.__cause__ = RemoteTraceback(f"{self._ranks.name(device)}\n{failed.trace}")
+        return error
+
+    def _lost(self, flight: Flight, device: int, error: BaseException) -> RlflowError:
+        finding = Finding(
+            code="E759",
+            what=f"{flight.action.id} in iteration {flight.iteration}: "
+            f"{self._ranks.name(device)} was lost",
+            got=cause_of(error),
+            expected="the process of every device to live as long as the run",
+        )
+        lost = RankLost(finding)
+        lost.__cause__ = error
+        return lost
+
+    def _late(self, flight: Flight) -> RlflowError:
+        missing = ", ".join(self._ranks.name(device) for device in flight.waiting)
+        return RunError(
+            Finding(
+                code="E762",
+                what=f"{flight.action.id} in iteration {flight.iteration} took longer than "
+                f"{self._deadline:g} s",
+                got=f"no answer from {missing}",
+                expected="an answer of every rank within --deadline",
+                fix=f"--deadline {2 * self._deadline:g}",
+            )
+        )
+
+
+class RankLost(RunError):
+    """The process of a device died while an action ran on it."""
+
+
+class RemoteTraceback(Exception):
+    """The text of a traceback in another process."""
+
+
+def _most_telling(errors: Mapping[int, RlflowError]) -> RlflowError:
+    """A lost rank explains the others' broken connections; else a typed error, else any."""
+    found: Sequence[RlflowError] = list(errors.values())
+    for error in found:
+        if isinstance(error, RankLost):
+            return error
+    typed = [error for error in found if error.findings and error.findings[0].code != "E751"]
+    return (typed or found)[0]
+
+
+def device_name(device: int) -> str:
+    """A device as errors call it."""
+    return "the host worker" if device == HOST else f"rank of device {device}"

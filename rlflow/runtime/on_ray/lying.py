@@ -1,0 +1,189 @@
+"""How the rows of every action lie over devices, as far as the controller has to know.
+
+Row numbers and lengths only: what a transfer has to move, whom an action is sent to, whose
+answer counts. Partitions are computed once a row set and kept until their last reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlflow.graph.graph import Node
+from rlflow.runtime.flow import Flow
+from rlflow.runtime.on_ray.exchange import Exchange, exchange
+from rlflow.runtime.rows import dispatched, generated, places
+from rlflow.scheduler.plan import Action, Plan, Spread
+
+if TYPE_CHECKING:
+    from rlflow.runtime.on_ray.rank import Made
+
+Rows = NDArray[np.int64]
+Key = tuple[str, int]
+
+
+@dataclass(slots=True)
+class RowSet:
+    """Rows that one node made in one iteration, and the partitions computed of them.
+
+    `tokens` int64 `[rows]`, zeros where unknown; `groups` int64 `[rows]`, None without.
+    """
+
+    total: int
+    tokens: Rows
+    groups: Rows | None
+    partitions: dict[tuple[str, int], tuple[list[Rows], list[Rows]]] = field(default_factory=dict)
+
+
+class Lying:
+    """Partitions by action and iteration; `note` is called in the order actions end."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._flow = Flow(plan)
+        self._sets: dict[Key, RowSet] = {}
+        self._parts: dict[Key, list[Rows]] = {}
+        self._left: dict[Key, int] = {}
+
+    def asked(self, action: Action) -> tuple[int, ...]:
+        """The devices that an action is sent to."""
+        if action.kind == "transfer" and action.makes is not None:
+            return action.makes.devices
+        if action.kind == "run" and action.instance is None:
+            spread = action.takes or action.makes
+            return action.devices if spread is None else spread.devices
+        return action.devices
+
+    def answering(self, action: Action) -> tuple[int, ...]:
+        """One device for each part of an action's rows: those whose answers are joined."""
+        spread = action.makes or action.takes
+        if spread is not None:
+            return tuple(holders[0] for holders in spread.parts)
+        if action.kind == "run" and action.instance is not None:
+            return action.devices[:: self._plan.instance(action.instance).tp]
+        return self.asked(action)[:1]
+
+    def keep(self, action: Action, iteration: int) -> dict[int, Rows]:
+        """For each device the places of the rows whose results stay; empty where all do."""
+        spread = action.takes
+        if action.kind != "run" or spread is None or spread.rule in ("whole", "balanced"):
+            return {}
+        if spread.rule == "generated":
+            return {}
+        taken, kept = self._partition(action, iteration, spread)
+        found: dict[int, Rows] = {}
+        for part, holders in enumerate(spread.parts):
+            if len(taken[part]) != len(kept[part]):
+                where = places(kept[part], taken[part])
+                found |= dict.fromkeys(holders, where)
+        return found
+
+    def exchange(self, action: Action, iteration: int) -> Exchange:
+        """What a transfer has to move."""
+        source = self._flow.sources(action.id)[0]
+        assert action.takes is not None
+        assert action.makes is not None
+        wanted, _ = self._partition(action, iteration, action.makes)
+        return exchange(action.takes, self._parts[source, iteration], action.makes, wanted)
+
+    def rows(self, action: Action, iteration: int, device: int) -> tuple[Rows | None, int]:
+        """The row numbers a receiver gets, None for all of them, and the rows of the batch."""
+        assert action.makes is not None
+        total = self._row_set(action, iteration).total
+        if len(action.makes.parts) == 1 and action.makes.rule == "whole":
+            return None, total
+        wanted, _ = self._partition(action, iteration, action.makes)
+        part = next(i for i, held in enumerate(action.makes.parts) if device in held)
+        return wanted[part], total
+
+    def note(self, action: Action, iteration: int, made: Mapping[int, Made]) -> None:
+        """Remember how the rows lie that an action has left, and forget those it read last."""
+        if action.makes is not None and self._flow.readers(action.id, iteration):
+            key = (action.id, iteration)
+            self._parts[key] = self._made(action, iteration, made)
+            self._left[key] = self._flow.readers(action.id, iteration)
+        for source in self._flow.sources(action.id):
+            self._left[source, iteration] -= 1
+            if not self._left[source, iteration]:
+                del self._left[source, iteration], self._parts[source, iteration]
+        for key in [key for key in self._sets if key[1] < iteration - self._window]:
+            del self._sets[key]
+
+    @property
+    def _window(self) -> int:
+        return 3 + self._plan.staleness
+
+    def _made(self, action: Action, iteration: int, made: Mapping[int, Made]) -> list[Rows]:
+        assert action.makes is not None
+        if action.kind == "transfer":
+            return self._partition(action, iteration, action.makes)[0]
+        node = self._node(action)
+        first = made[self.answering(action)[0]]
+        if node.op.rows == "new":
+            self._sets[node.name, iteration] = _row_set(first.rows, None)
+            return [np.arange(first.rows, dtype=np.int64)]
+        if node.op.rows == "expand":
+            return self._expanded(action, node, iteration, made)
+        return self._partition(action, iteration, action.makes)[1]
+
+    def _expanded(
+        self, action: Action, node: Node, iteration: int, made: Mapping[int, Made]
+    ) -> list[Rows]:
+        """The rows of a rollout, part by part; their tokens make a row set of its own."""
+        answers = [made[device] for device in self.answering(action)]
+        parents = self._taken(action, iteration)
+        total = sum(answer.rows for answer in answers)
+        factor = total // max(sum(len(part) for part in parents), 1)
+        parts = generated(parents, factor)
+        groups = np.arange(total, dtype=np.int64) // max(factor, 1)
+        found = _row_set(total, groups)
+        for part, answer in zip(parts, answers, strict=True):
+            if answer.tokens is not None:
+                found.tokens[part] = answer.tokens
+        self._sets[node.name, iteration] = found
+        return parts
+
+    def _taken(self, action: Action, iteration: int) -> list[Rows]:
+        source = self._flow.sources(action.id)[0]
+        return self._parts[source, iteration]
+
+    def _partition(
+        self, action: Action, iteration: int, spread: Spread
+    ) -> tuple[list[Rows], list[Rows]]:
+        """The rows of each part of a spread: those taken, and those kept."""
+        if spread.rule == "generated":
+            held = self._taken(action, iteration)
+            return held, held
+        rows = self._row_set(action, iteration)
+        key = (spread.rule, len(spread.parts))
+        if key not in rows.partitions:
+            where = self._node(action).where
+            rows.partitions[key] = dispatched(
+                spread.rule, rows.tokens, rows.groups, len(spread.parts), where=where
+            )
+        return rows.partitions[key]
+
+    def _row_set(self, action: Action, iteration: int) -> RowSet:
+        """The row set that an action's rows belong to: that of the node which made them."""
+        node = self._node(action)
+        made_by_it = action.kind == "transfer" and node.op.rows in ("new", "expand")
+        origin = node if made_by_it else self._origin(node)
+        return self._sets[origin.name, iteration]
+
+    def _origin(self, node: Node) -> Node:
+        """The node that made the rows which a node reads."""
+        source = self._plan.graph.node(node.sources[0])
+        while source.op.rows == "same":
+            source = self._plan.graph.node(source.sources[0])
+        return source
+
+    def _node(self, action: Action) -> Node:
+        return self._plan.graph.node(str(action.node))
+
+
+def _row_set(total: int, groups: Rows | None) -> RowSet:
+    return RowSet(total=total, tokens=np.zeros(total, dtype=np.int64), groups=groups)

@@ -1,0 +1,261 @@
+"""The worker processes of a plan on Ray: reserved, started, asked to save, and stopped.
+
+One process a device and one for the host. What they hold stays with them; this process
+sees names, sizes and digests. It knows no order of actions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from rlflow.runtime.on_ray.deadline import wait
+from rlflow.runtime.on_ray.pools import Report, Reservation, device_map, reserve, stable_order
+from rlflow.runtime.on_ray.session import Session
+
+from rlflow.errors import RlflowError
+from rlflow.runtime.checkpoint import Found
+from rlflow.runtime.durable import FileRecord
+from rlflow.runtime.on_ray.backend import RayBackend, device_name
+from rlflow.runtime.on_ray.rank import Failed, Rank, Start
+from rlflow.runtime.on_ray.shipping import shipped
+from rlflow.scheduler.plan import HOST, Instance, Plan
+
+if TYPE_CHECKING:
+    from rlflow.runtime.checkpoint import Component
+
+START_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the processes of a plan are started with; `deadline` in seconds an action."""
+
+    kind: str
+    threads: int
+    seed: int
+    near: Path | None
+    deadline: float
+    check_sync: bool = False
+    address: str | None = None
+
+
+class Ranks:
+    """The actors of a plan by device, and where each of them is."""
+
+    def __init__(self, actors: Mapping[int, Any], reports: Mapping[int, Report]) -> None:
+        self._actors = dict(actors)
+        self.reports = dict(reports)
+
+    def actor(self, device: int) -> Any:
+        """The actor of a device, or of the host."""
+        return self._actors[device]
+
+    def name(self, device: int) -> str:
+        """A rank as errors call it: device, node and process."""
+        report = self.reports.get(device)
+        where = f" on node {report.address} (process {report.pid})" if report else ""
+        return device_name(device) + where
+
+    def devices(self) -> tuple[int, ...]:
+        """The devices that have a process, in order; not the host."""
+        return tuple(sorted(device for device in self._actors if device != HOST))
+
+    def everybody(self) -> tuple[int, ...]:
+        """All devices, and the host."""
+        return (*self.devices(), HOST)
+
+    def all(self) -> list[Any]:
+        """Every actor, the host's last."""
+        return [self._actors[device] for device in self.everybody()]
+
+    def kill(self) -> None:
+        """Stop every process now."""
+        for actor in self._actors.values():
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+
+
+class RayMachine:
+    """Starts the processes of a plan; raises RunError where they are not there in time."""
+
+    def __init__(self, plan: Plan, options: Options) -> None:
+        self.plan = plan
+        self.options = options
+        devices = sorted({d for i in plan.pools.values() for d in i})
+        cpus = len(devices) * options.threads if options.kind == "cpu" else len(devices)
+        gpus = 0 if options.kind == "cpu" else len(devices)
+        self._session = Session.start(
+            address=options.address, cpus=cpus, gpus=gpus, deadline=options.deadline
+        )
+        self._reservation: Reservation | None = None
+        self._ranks: Ranks | None = None
+        try:
+            self._reservation = reserve(
+                self._session,
+                len(devices),
+                kind=options.kind,
+                threads=options.threads,
+                deadline=options.deadline,
+            )
+            self._ranks = self._placed(devices, self._reservation)
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes."""
+        assert self._ranks is not None
+        return self._ranks
+
+    def device_map(self) -> list[str]:
+        """One line a rank: its device, node and process."""
+        reports = [self.ranks.reports[device] for device in self.ranks.devices()]
+        return list(device_map(reports, tuple(range(len(reports)))))
+
+    def backend(self, now: Callable[[], float]) -> RayBackend:
+        """Start taking actions; seconds are those of `now`."""
+        return RayBackend(self.plan, self.ranks, deadline=self.options.deadline, now=now)
+
+    def components(self) -> tuple[dict[str, Component], dict[str, dict[str, int]]]:
+        """What a checkpoint holds by component, and the optimizers' counters by model."""
+        components: dict[str, Component] = {}
+        counters = {}
+        for instance in self._trained():
+            asked = self._everywhere(instance, "sizes", instance.name)
+            sizes, meta = asked[instance.devices[0]]
+            counters[instance.model] = dict(meta)
+            components |= {name: Remote(self, instance, name, size) for name, size in sizes.items()}
+        return components, counters
+
+    def restore(self, found: Found, counters: Mapping[str, Mapping[str, int]]) -> None:
+        """Have every rank read its shards of a checkpoint."""
+        files = {name: str(path.resolve()) for name, path in found.files.items()}
+        for instance in self._trained():
+            meta = dict(counters[instance.model])
+            self._everywhere(instance, "restore", instance.name, files, meta, found.iteration)
+
+    def close(self) -> None:
+        """Stop the processes, and the cluster if it was started here."""
+        if self._ranks is not None:
+            self._ranks.kill()
+        if self._reservation is not None and not self._session.embedded:
+            with contextlib.suppress(Exception):
+                self._reservation.release()
+        self._session.close()
+
+    def _trained(self) -> list[Instance]:
+        return [instance for instance in self.plan.instances if instance.trained]
+
+    def _placed(self, devices: Sequence[int], reservation: Reservation) -> Ranks:
+        """A process in every slot; devices are numbered by where the processes are."""
+        made = [
+            ray.remote(Rank)
+            .options(
+                scheduling_strategy=slot.strategy,
+                num_cpus=slot.cpus,
+                num_gpus=slot.gpus,
+                concurrency_groups={"rows": 1},
+            )
+            .remote()
+            for slot in reservation.slots
+        ]
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        host = (
+            ray.remote(Rank)
+            .options(num_cpus=0, scheduling_strategy=here, concurrency_groups={"rows": 1})
+            .remote()
+        )
+        started = Ranks({**dict(enumerate(made)), HOST: host}, {})
+        self._ranks = started
+        asked = [actor.report.remote() for actor in started.all()]
+        reports = wait(asked, START_SECONDS, doing="starting the worker processes")
+        order = stable_order(reports[:-1], [slot.bundle for slot in reservation.slots])
+        actors = {device: made[place] for device, place in zip(devices, order, strict=True)}
+        found = {device: reports[place] for device, place in zip(devices, order, strict=True)}
+        return Ranks({**actors, HOST: host}, {**found, HOST: reports[-1]})
+
+    def _start(self) -> None:
+        """Send the plan to every process, and have them meet and load their models."""
+        devices = self.ranks.devices()
+        first = devices[0]
+        port = wait(
+            [self.ranks.actor(first).free_port.remote()],
+            START_SECONDS,
+            doing="finding a port for the ranks to meet at",
+        )[0]
+        options = self.options
+        start = Start(
+            own=HOST,
+            devices=devices,
+            master=self.ranks.reports[first].address,
+            port=port,
+            device="cpu" if options.kind == "cpu" else "cuda:0",
+            threads=options.threads,
+            seed=options.seed,
+            near=options.near.resolve() if options.near else None,
+            check_sync=options.check_sync,
+            timeout=options.deadline,
+        )
+        plan = ray.put(shipped(self.plan, options.near))
+        asked = {
+            device: self.ranks.actor(device).start.remote(plan, replace(start, own=device))
+            for device in self.ranks.everybody()
+        }
+        self.answers(asked, "loading the models", START_SECONDS + options.deadline)
+
+    def _everywhere(self, instance: Instance, verb: str, *words: Any) -> dict[int, Any]:
+        """Ask every rank of an instance at once; their answers by device."""
+        asked = {
+            device: getattr(self.ranks.actor(device), verb).remote(*words)
+            for device in instance.devices
+        }
+        return self.answers(asked, f"{verb} of {instance.name}", self.options.deadline)
+
+    def answers(self, asked: Mapping[int, Any], doing: str, seconds: float) -> dict[int, Any]:
+        """What ranks answer within so many seconds, by device; raises the first error."""
+        who = {place: self.ranks.name(device) for place, device in enumerate(asked)}
+        found = dict(
+            zip(asked, wait(list(asked.values()), seconds, doing=doing, who=who), strict=True)
+        )
+        raise_first(found.values())
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A component that the ranks of an instance write."""
+
+    machine: RayMachine
+    instance: Instance
+    name: str
+    size: int
+
+    def write(self, path: Path) -> FileRecord:
+        """Have the ranks write the file; its first device holds the pen."""
+        first = self.instance.devices[0]
+        ranks = self.machine.ranks
+        asked = {
+            device: ranks.actor(device).save.remote(
+                self.instance.name, self.name, str(path.resolve()) if device == first else None
+            )
+            for device in self.instance.devices
+        }
+        found = self.machine.answers(asked, f"saving {self.name}", self.machine.options.deadline)
+        record: FileRecord = found[first]
+        return record
+
+
+def raise_first(answers: Iterable[Any]) -> None:
+    """Raise the first error among what ranks returned."""
+    for answer in answers:
+        if isinstance(answer, Failed):
+            error: RlflowError = answer.raised()
+            raise error

@@ -1,0 +1,309 @@
+"""The worker process of one device, or of the host: a Ray actor around a `Worker`.
+
+Everything it returns is metadata; rows go through the object store. An error of an action
+is returned as a value, with the text of its traceback, so that the controller decides what
+becomes of the run. Rows are sent and received beside the action that runs. torch is imported
+when the plan arrives, after the number of threads is set.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from rlflow.runtime.on_ray.pools import Report, free_port, report
+from rlflow.runtime.on_ray.session import die_with_parent
+
+from rlflow.errors import Finding, RlflowError, RunError
+from rlflow.runtime.durable import FileRecord, fault, register_faults
+from rlflow.runtime.on_ray.exchange import Packed, Piece, joined, packed, unpacked
+from rlflow.scheduler.plan import HOST, Plan
+
+if TYPE_CHECKING:
+    from rlflow.ops.body import Stat
+    from rlflow.runtime.worker import Worker
+
+Rows = NDArray[np.int64]
+FAULT_RANK = "RLFLOW_FAULT_RANK"
+
+register_faults("rank:run", "rank:reshard", "rank:sleep", "rank:wake", "rank:send", "rank:receive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a rank needs to know besides the plan; `devices` are the plan's, by rank."""
+
+    own: int
+    devices: tuple[int, ...]
+    master: str
+    port: int
+    device: str
+    threads: int
+    seed: int
+    near: Path | None
+    check_sync: bool
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What an action instance did on this rank, on its own clock (seconds since the epoch)."""
+
+    start: float
+    end: float
+    metrics: Mapping[str, float | Stat] = field(default_factory=dict)
+    rows: int = 0
+    total: int = 0
+    tokens: Rows | None = None
+    moved: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """An error of an action; `error` is one of rlflow's, `trace` the text of its traceback."""
+
+    error: tuple[type[RlflowError], tuple[Finding, ...], str]
+    trace: str
+
+    def raised(self) -> RlflowError:
+        """The error itself."""
+        kind, findings, summary = self.error
+        return kind(*findings, summary=summary)
+
+
+class Rank:
+    """One process of the plan; the controller calls its methods one at a time.
+
+    `send` and `receive` run in the concurrency group `rows`, beside what the device does.
+    """
+
+    def __init__(self) -> None:
+        die_with_parent()
+        self._worker: Worker | None = None
+        self._own = HOST
+
+    def report(self) -> Report:
+        """Where this process is."""
+        return report()
+
+    def free_port(self) -> int:
+        """A port that is free on this node."""
+        return free_port()
+
+    def start(self, plan: bytes, start: Start) -> Made | Failed:
+        """Join the other ranks and load the models of this device."""
+        return _timed(lambda: self._start(plan, start))
+
+    def run(self, action: str, iteration: int, keep: Rows | None = None) -> Made | Failed:
+        """Carry out this rank's part of an action instance."""
+        return _timed(lambda: self._run(action, iteration, keep))
+
+    @ray.method(concurrency_group="rows")
+    def send(
+        self, transfer: str, iteration: int, wanted: Sequence[Rows | None], keeps: bool
+    ) -> list[Any] | Failed:
+        """Put rows of a part into the object store, one entry for each of `wanted`.
+
+        Rows are places in the part, None for all of it. Unless this rank `keeps` the part to
+        receive of itself, the transfer has read it.
+        """
+        try:
+            self._fault("rank:send")
+            worker = self._ready()
+            source = worker.flow.sources(transfer)[0]
+            fields = self._fields(transfer, source, iteration)
+            sent = [ray.put(packed(fields, rows)) for rows in wanted]
+            if not keeps:
+                worker.store.release(source, iteration)
+        except Exception as error:
+            return _failed(error)
+        return sent
+
+    @ray.method(concurrency_group="rows")
+    def receive(
+        self,
+        transfer: str,
+        iteration: int,
+        rows: Rows | None,
+        total: int,
+        pieces: Sequence[Piece],
+        senders: Sequence[int],
+        *sent: list[Any] | Failed,
+    ) -> Made | Failed:
+        """Take a part's rows from those who sent them, and from this rank's own store.
+
+        `rows` are their numbers in the batch of `total` rows, None for all of them.
+        """
+        by_sender: dict[int, list[Any]] = {}
+        for sender, found in zip(senders, sent, strict=True):
+            if isinstance(found, Failed):
+                return found
+            by_sender[sender] = found
+        return _timed(lambda: self._receive(transfer, iteration, rows, total, pieces, by_sender))
+
+    def save(self, instance: str, component: str, path: str | None) -> FileRecord | Failed | None:
+        """Write a component of a checkpoint, with the other ranks; the record on the writer."""
+        from rlflow.runtime.saving import save_component
+
+        try:
+            loaded = self._ready().loaded[instance]
+            world = self._ready().world
+            return save_component(loaded, component, None if path is None else Path(path), world)
+        except Exception as error:
+            return _failed(error)
+
+    def restore(
+        self, instance: str, files: Mapping[str, str], meta: Mapping[str, int], version: int
+    ) -> Made | Failed:
+        """Read this rank's shards of a checkpoint's components."""
+        from rlflow.runtime.saving import restore_components
+
+        paths = {name: Path(path) for name, path in files.items()}
+        loaded = self._ready().loaded[instance]
+        return _timed(lambda: restore_components(loaded, paths, meta, version))
+
+    def sizes(self, instance: str) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes of each component as a file has them, and the optimizer's counters."""
+        from rlflow.runtime.saving import component_sizes
+
+        loaded = self._ready().loaded[instance]
+        return component_sizes(loaded), loaded.train.optimizer_meta()
+
+    def held(self) -> int:
+        """How many entries the shard store has."""
+        return len(self._ready().store)
+
+    def _fault(self, point: str) -> None:
+        """Pass a failpoint, on the rank that RLFLOW_FAULT_RANK names if it is set."""
+        chosen = os.environ.get(FAULT_RANK)
+        if chosen is None or int(chosen) == self._own:
+            fault(point)
+
+    def _ready(self) -> Worker:
+        if self._worker is None:
+            raise RunError(Finding(code="E756", what="a rank is used before its plan arrived"))
+        return self._worker
+
+    def _start(self, plan: bytes, start: Start) -> Made:
+        began = time.time()
+        os.environ["OMP_NUM_THREADS"] = str(start.threads)
+        import torch
+
+        from rlflow.runtime.allocator import keep_freed_memory
+        from rlflow.runtime.on_ray.shipping import unshipped
+        from rlflow.runtime.worker import Worker
+
+        torch.set_num_threads(start.threads)
+        self._threads = start.threads
+        self._own = start.own
+        keep_freed_memory()
+        found: Plan = unshipped(plan)
+        self._actions = {action.id: action for action in found.actions}
+        world = _world(found, start)
+        self._worker = Worker(
+            found, seed=start.seed, near=start.near, world=world, check_sync=start.check_sync
+        )
+        return Made(start=began, end=time.time())
+
+    def _run(self, action: str, iteration: int, keep: Rows | None) -> Made:
+        import torch
+
+        torch.set_num_threads(self._threads)
+        entry = self._actions[action]
+        self._fault(f"rank:{entry.kind}")
+        began = time.time()
+        kept = None if keep is None else torch.from_numpy(keep)
+        result = self._ready().perform(entry, iteration, kept)
+        return Made(
+            start=began,
+            end=time.time(),
+            metrics=result.metrics,
+            rows=result.rows,
+            total=result.total,
+            tokens=None if result.tokens is None else result.tokens.numpy(),
+            moved=result.moved,
+        )
+
+    def _fields(self, transfer: str, source: str, iteration: int) -> dict[str, Any]:
+        held = self._ready().store.get(source, iteration).fields
+        return {name: held[name] for name in self._actions[transfer].fields}
+
+    def _receive(
+        self,
+        transfer: str,
+        iteration: int,
+        rows: Rows | None,
+        total: int,
+        pieces: Sequence[Piece],
+        sent: Mapping[int, list[Any]],
+    ) -> Made:
+        import torch
+
+        from rlflow.runtime.store import Stored
+
+        self._fault("rank:receive")
+        began = time.time()
+        worker = self._ready()
+        source = worker.flow.sources(transfer)[0]
+        references = [sent[p.sender][p.index] for p in pieces if p.sender is not None]
+        arrived = iter(ray.get(references))
+        moved = 0
+        found = []
+        for piece in pieces:
+            if piece.sender is None:
+                entries = packed(self._fields(transfer, source, iteration), piece.source)
+            else:
+                entries = next(arrived)
+                moved += _size(entries)
+            found.append((unpacked(entries), piece.target))
+        count = total if rows is None else len(rows)
+        stored = Stored(
+            fields=joined(found, count),
+            total=total,
+            rows=None if rows is None else torch.from_numpy(rows.copy()),
+        )
+        worker.store.put(transfer, iteration, stored, worker.flow.readers(transfer, iteration))
+        if any(piece.sender is None for piece in pieces):
+            worker.store.release(source, iteration)
+        return Made(start=began, end=time.time(), moved=moved)
+
+
+def _world(plan: Plan, start: Start) -> Any:
+    """The groups of this rank; the host has none."""
+    from rlflow.runtime.on_ray.here import Host, join_ranks
+
+    if start.own == HOST:
+        return Host(plan)
+    return join_ranks(plan, start)
+
+
+def _size(entries: Packed) -> int:
+    return sum(
+        raw.nbytes + (0 if bounds is None else bounds.nbytes)
+        for _, _, raw, bounds in entries.values()
+    )
+
+
+def _timed(action: Callable[[], Made | None]) -> Made | Failed:
+    """What an action made, or the error it raised as a value."""
+    began = time.time()
+    try:
+        return action() or Made(start=began, end=time.time())
+    except Exception as error:
+        return _failed(error)
+
+
+def _failed(error: Exception) -> Failed:
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, RlflowError):
+        return Failed(error=(type(error), error.findings, error.summary), trace=trace)
+    what = f"{type(error).__name__}: {error}"
+    return Failed(error=(RunError, (Finding(code="E751", what=what),), ""), trace=trace)

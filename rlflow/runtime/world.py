@@ -1,0 +1,196 @@
+"""One rank among the processes of a plan: its device mesh per instance, peers and reshards.
+
+Every rank makes the same groups in the same order, as `torch.distributed` wants it. A rank
+is a device of the plan; this file knows neither Ray nor what the ranks compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rlflow.scheduler.plan import Action, Instance, Plan
+
+if TYPE_CHECKING:
+    from rlflow.engines.protocol import Shard
+    from rlflow.runtime.loaded import Loaded
+
+MESH = ("replicate", "fsdp", "tp")
+
+
+class World:
+    """The groups of one rank; `devices` are the plan's devices in the order of their ranks.
+
+    The default process group has to be there, of `len(devices)` ranks, unless there is one.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        own: int,
+        devices: Sequence[int],
+        *,
+        device: str,
+        timeout: float,
+    ) -> None:
+        self.plan = plan
+        self.own = own
+        self.device = device
+        self._ranks = {number: rank for rank, number in enumerate(devices)}
+        self._wait = timedelta(seconds=timeout)
+        shared = [i for i in plan.instances if is_sharded(i)]
+        self._meshes = {i.name: self._mesh(i) for i in shared}
+        self._groups = {i.name: self._group(i.devices) for i in shared}
+        self._peers = {i.name: self._part_group(i) for i in plan.instances if i.row_parts > 1}
+        self._reshards = {
+            a.id: self._group(a.devices)
+            for a in plan.actions
+            if a.kind == "reshard" and len(a.devices) > 1
+        }
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """The instances that this rank holds."""
+        return tuple(i for i in self.plan.instances if self.own in i.devices)
+
+    def mesh(self, instance: Instance) -> DeviceMesh | None:
+        """The mesh of an instance that its ranks share; None where each holds all of it."""
+        return self._meshes.get(instance.name)
+
+    def group(self, instance: Instance) -> dist.ProcessGroup | None:
+        """All ranks of an instance that they share; None where each holds all of it."""
+        return self._groups.get(instance.name)
+
+    def peers(self, action: Action) -> GroupPeers | None:
+        """The ranks that run an action on the other parts of its rows; None without others."""
+        return self._peers.get(action.instance or "")
+
+    def reshard_group(self, action: Action) -> dist.ProcessGroup | None:
+        """The ranks that take part in a reshard; None where it is this one alone."""
+        return self._reshards.get(action.id)
+
+    def _mesh(self, instance: Instance) -> DeviceMesh:
+        ranks = torch.tensor([self._ranks[device] for device in instance.devices])
+        shape = (instance.replicas, instance.fsdp, instance.tp)
+        return DeviceMesh(self.device.partition(":")[0], ranks.view(shape), mesh_dim_names=MESH)
+
+    def _part_group(self, instance: Instance) -> GroupPeers | None:
+        """One group for each place within a row part; this rank's, if it has one."""
+        found = None
+        for place in range(instance.tp):
+            members = instance.devices[place :: instance.tp]
+            group = self._group(members)
+            if self.own in members:
+                found = GroupPeers(group, members.index(self.own), len(members))
+        return found
+
+    def _group(self, devices: Sequence[int]) -> dist.ProcessGroup:
+        ranks = sorted(self._ranks[device] for device in devices)
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=self._wait)
+        return group
+
+
+def is_sharded(instance: Instance) -> bool:
+    """Whether the ranks of an instance compute together; else each holds a whole replica."""
+    return len(instance.devices) > 1 and (instance.trained or instance.fsdp * instance.tp > 1)
+
+
+class GroupPeers:
+    """Those who hold the other parts of a batch, reached through a group; part by rank order."""
+
+    def __init__(self, group: dist.ProcessGroup, part: int, parts: int) -> None:
+        self._group = group
+        self._part = part
+        self._parts = parts
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Add up number by number; every part adds in the same order, exactly rounded."""
+        mine = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(self._parts)]
+        dist.all_gather(everyone, mine, group=self._group)
+        return [math.fsum(column) for column in torch.stack(everyone, 1).tolist()]
+
+    def union(self, ids: Tensor) -> Tensor:
+        """The distinct values of all parts, sorted."""
+        count = torch.tensor([len(ids)])
+        counts = [torch.empty_like(count) for _ in range(self._parts)]
+        dist.all_gather(counts, count, group=self._group)
+        widest = max(int(size) for size in counts)
+        mine = torch.zeros(widest, dtype=torch.int64)
+        mine[: len(ids)] = ids
+        everyone = [torch.empty_like(mine) for _ in range(self._parts)]
+        dist.all_gather(everyone, mine, group=self._group)
+        joined = torch.cat([part[: int(size)] for part, size in zip(everyone, counts, strict=True)])
+        found: Tensor = torch.unique(joined)
+        return found
+
+    def share(self, n: int) -> range:
+        """Every `parts`-th of them, from this part's own number on."""
+        return range(self._part, n, self._parts)
+
+
+def resharder(
+    world: World | None, action: Action, source: Loaded | None, targets: Sequence[Loaded]
+) -> Any:
+    """What carries out a reshard, this rank's part of it: computed moves, or copies in memory."""
+    group = None if world is None else world.reshard_group(action)
+    if group is None:
+        assert source is not None
+        return Copies(source, targets)
+    from rlflow.engines.reshard import Resharder
+
+    only = (targets[0] if source is None else source).model.trained_names()
+    held = None if source is None else source.model.shards()
+    return Resharder(
+        held,
+        _in_order(action, targets),
+        group,
+        transport=str(action.transport),
+        only=only,
+    )
+
+
+def _in_order(action: Action, targets: Sequence[Loaded]) -> list[Mapping[str, Shard]]:
+    """The shards of every target of the action, none for those that are not here."""
+    here = {target.instance.name: target.model.shards() for target in targets}
+    return [here.get(name, {}) for name in action.targets]
+
+
+class Copies:
+    """A reshard between whole models of one process: one copy of each parameter."""
+
+    def __init__(self, source: Loaded, targets: Sequence[Loaded]) -> None:
+        self._source = source
+        self._targets = targets
+
+    received = 0
+
+    def run(self) -> Copies:
+        """Copy what training changes."""
+        trained = self._source.trained_shards()
+        with torch.no_grad():
+            for target in self._targets:
+                held = target.model.shards()
+                for name, shard in trained.items():
+                    held[name].tensor.copy_(shard.tensor)
+        return self
+
+    def check(self) -> dict[str, tuple[int, int]]:
+        """Parameters whose hashes differ between the two ends."""
+        from rlflow.engines.reshard import checksum
+
+        sent = checksum(self._source.trained_shards())
+        different: dict[str, tuple[int, int]] = {}
+        for target in self._targets:
+            held = checksum(target.model.shards())
+            different |= {
+                name: (value, held[name]) for name, value in sent.items() if held[name] != value
+            }
+        return different

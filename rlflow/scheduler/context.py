@@ -1,0 +1,21 @@
+"""What the passes look things up in: the placement asked for, the devices, the estimates.
+
+Frozen, and the same for every pass. It knows no plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlflow.graph.placement import Placement
+from rlflow.scheduler.cluster import Cluster
+from rlflow.scheduler.costs import Costs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What the passes look things up in, and do not change."""
+
+    placement: Placement
+    cluster: Cluster
+    costs: Costs

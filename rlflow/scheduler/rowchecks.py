@@ -1,0 +1,103 @@
+"""What keeps rows from lying as an op says: the findings of pass `bind` about dispatch.
+
+An unknown rule, parts that lie on other devices, a rank left out of many that compute
+together, rows that do not divide. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlflow.errors import Finding, known_names, near_names
+from rlflow.graph.check import num_prompts
+from rlflow.graph.dispatch import RULES, registered
+from rlflow.graph.graph import Graph, Node
+from rlflow.graph.op import DISPATCHES
+from rlflow.scheduler.plan import Spread
+from rlflow.scheduler.spreads import Place
+
+
+def dispatch_findings(node: Node, place: Place, made: Mapping[str, Spread]) -> list[Finding]:
+    """What keeps a node's rows from lying as its op says."""
+    how = node.op.dispatched
+    if how not in DISPATCHES and how not in registered():
+        return [_unknown(node, how)]
+    if node.op.dispatch == "first" and place.sharded:
+        return [_left_out(node, place)]
+    if how == "parts" and node.inputs and len(place.row_parts) > 1:
+        return _parts_findings(node, place, made)
+    return []
+
+
+def _unknown(node: Node, how: str) -> Finding:
+    names = [*DISPATCHES, *registered()]
+    return Finding(
+        code="E219",
+        what=f"{node.name}: no dispatch {how!r} is registered",
+        where=node.where,
+        expected=known_names(names),
+        near=near_names(how, names),
+        fix=f'rf.register_dispatch("{how}", ...) at the top of the pipeline file',
+    )
+
+
+def _left_out(node: Node, place: Place) -> Finding:
+    count = len(place.devices)
+    return Finding(
+        code="E221",
+        what=f'{node.name}: dispatch="first" leaves out {count - 1} of {count} ranks of '
+        f"{place.instance.name if place.instance else place.pool}",
+        where=node.where,
+        got="its ranks compute together, so each of them has to take part",
+        fix='dispatch="all"',
+    )
+
+
+def _parts_findings(node: Node, place: Place, made: Mapping[str, Spread]) -> list[Finding]:
+    """Rows may stay as they lie where all sources left them alike, on the ranks that read them."""
+    spreads = {source: made[source] for source in node.sources}
+    one = next(iter(spreads.values()))
+    alike = len(set(spreads.values())) == 1 and one.rule in RULES
+    if alike and one.parts in (place.row_parts, (place.devices,)):
+        return []
+    rows = [
+        f"{source}: {spread.describe()} on devices {list(spread.devices)}"
+        for source, spread in spreads.items()
+    ]
+    return [
+        Finding(
+            code="E220",
+            what=f'{node.name}: dispatch="parts" reads rows as they lie, and they do not lie so '
+            f"on its devices {list(place.devices)}",
+            where=node.where,
+            got="\n".join(rows),
+            expected=f"{len(place.row_parts)} parts on these devices, or all rows on each of "
+            "them; rules of your own are asked anew by every op",
+            fix='dispatch="split"',
+        )
+    ]
+
+
+def division_findings(graph: Graph, node: Node, taken: Spread | None) -> list[Finding]:
+    """E214 where parts would be empty, or differ though the op refuses that.
+
+    Rows are shared out by prompt, the samples of one together, and mini-batch by mini-batch.
+    """
+    groups = num_prompts(graph, node)
+    if taken is None or groups is None or len(taken.parts) == 1:
+        return []
+    batches, parts = dict(node.params).get("mini_batches", 1), len(taken.parts)
+    each = groups // batches
+    too_few = each < parts and taken.rule == "balanced"
+    if not too_few and (node.op.uneven == "pad" or each % parts == 0):
+        return []
+    within = "" if batches == 1 else f", {batches} mini-batches of them"
+    return [
+        Finding(
+            code="E214",
+            what=f"{node.name}: {each} prompts do not split over {parts} ranks, groups kept whole",
+            where=node.where,
+            got=f"{groups} prompts{within}",
+            expected=f"{parts} or more" if too_few else f"a multiple of {parts}",
+        )
+    ]

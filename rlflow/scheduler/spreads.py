@@ -1,0 +1,99 @@
+"""How the rows of every run lie over devices, as its op's dispatch and its instance allow.
+
+Compile-time part of dispatch: which rows a part has is computed where the plan runs, and
+what cannot lie so is refused elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from rlflow.graph.dispatch import RULES
+from rlflow.graph.graph import Node
+from rlflow.scheduler.plan import HOST, Instance, Spread
+
+HOST_SPREAD = Spread(parts=((HOST,),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a node runs: a pool's devices and the instance that serves it, or the host."""
+
+    pool: str
+    devices: tuple[int, ...]
+    instance: Instance | None
+
+    @property
+    def row_parts(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each row part: those that share every layer share the rows."""
+        tp = self.instance.tp if self.instance else 1
+        return tuple(self.devices[n : n + tp] for n in range(0, len(self.devices), tp))
+
+    @property
+    def sharded(self) -> bool:
+        """Whether its ranks compute together, so that none of them may be left out."""
+        return self.instance is not None and self.instance.sharded
+
+    @property
+    def everywhere(self) -> Spread:
+        """One part with all rows, held by every device."""
+        return Spread(parts=(self.devices,))
+
+    @property
+    def first(self) -> Spread:
+        """One part with all rows, on the first device."""
+        return Spread(parts=(self.devices[:1],))
+
+
+def takes(node: Node, place: Place, made: Mapping[str, Spread]) -> Spread | None:
+    """How a node's input rows lie; `made` has what its sources left. None for no inputs.
+
+    With one row part all rows are wherever the instance's devices are, however dispatched. A
+    collective op without a model is not split: only the ranks of an instance reach each other.
+    """
+    if not node.inputs:
+        return None
+    if place.devices == (HOST,):
+        return HOST_SPREAD
+    parts, how = place.row_parts, node.op.dispatched
+    if how == "first" or (node.op.collective and place.instance is None):
+        return place.first
+    if how == "all" or len(parts) == 1:
+        return place.everywhere
+    if how == "parts":
+        return made[node.sources[0]]
+    return Spread(parts=parts, rule="balanced" if how == "split" else how)
+
+
+def makes(node: Node, place: Place, taken: Spread | None) -> Spread | None:
+    """How the rows that a node leaves lie; None where it makes none.
+
+    Rows that come from no other rows are made whole: on every rank of a model, on the first
+    device of a pool otherwise.
+    """
+    if not node.op.outputs:
+        return None
+    if taken is None:
+        alike = place.instance is not None or node.op.dispatch == "all"
+        return place.everywhere if alike else place.first
+    if node.op.rows == "expand" and len(taken.parts) > 1:
+        return replace(taken, rule="generated")
+    return taken
+
+
+def agree(left: Spread | None, wanted: Spread) -> bool:
+    """Whether rows need not be carried: they lie where they are read.
+
+    A rule of a user's own is asked anew by every op, as it may repeat rows for one that it keeps
+    once for the next, and tear groups that the next one needs whole.
+    """
+    return left == wanted and wanted.rule in RULES
+
+
+def num_parts(node: Node, place: Place, taken: Spread | None, made: Spread | None) -> int:
+    """In how many parts a node's work is done; ranks may share work that no rows bring along."""
+    spread = taken or made
+    if spread is not None:
+        return len(spread.parts)
+    return len(place.row_parts) if node.op.dispatched not in ("all", "first") else 1

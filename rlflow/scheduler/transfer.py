@@ -1,0 +1,136 @@
+"""Pass `transfer`: rows are brought to where they are read, once for everybody who reads them so.
+
+An edge whose two ends agree on how the rows lie needs nothing. Knows spreads; which rows
+a part has is found out where the plan runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rlflow.scheduler.context import Context
+from rlflow.scheduler.plan import Action, Dep, Plan, Reason, Spread
+from rlflow.scheduler.spreads import agree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Rows of `source` that lie otherwise than some actions read them: which, and fields."""
+
+    source: Action
+    takes: Spread
+    readers: tuple[Action, ...]
+    fields: tuple[str, ...]
+
+
+def transfer(plan: Plan, context: Context) -> Plan:
+    """Insert a transfer for each node and each way in which its rows are read elsewhere.
+
+    In one process rows stay where they are; a note says how many edges cross pools.
+    """
+    demands = list(_demands(plan))
+    if plan.backend == "local":
+        crossing = sum(len(demand.readers) for demand in demands)
+        if not crossing:
+            return plan
+        return plan.noting(
+            "no transfer",
+            f"{crossing} edges cross pools within one process: rows stay where they are",
+        )
+    actions = {action.id: action for action in plan.actions}
+    for demand in demands:
+        made = _transfer(plan, demand, set(actions), context)
+        actions[made.id] = made
+        for reader in demand.readers:
+            actions[reader.id] = _after(actions[reader.id], demand.source.id, made.id)
+    return replace(plan, actions=tuple(actions.values()))
+
+
+def _demands(plan: Plan) -> Iterator[Demand]:
+    """Edges whose ends differ, those of one source and one spread together."""
+    found: dict[tuple[str, Spread], tuple[list[Action], set[str]]] = {}
+    for edge in plan.graph.edges:
+        if edge.kind != "data":
+            continue
+        source, target = plan.action(edge.source), plan.action(edge.target)
+        if target.takes is not None and not agree(source.makes, target.takes):
+            readers, fields = found.setdefault((edge.source, target.takes), ([], set()))
+            readers.append(target)
+            fields.update(edge.fields)
+    for (name, spread), (readers, fields) in found.items():
+        yield Demand(
+            source=plan.action(name),
+            takes=spread,
+            readers=tuple(readers),
+            fields=tuple(sorted(fields)),
+        )
+
+
+def _transfer(plan: Plan, demand: Demand, taken: set[str], context: Context) -> Action:
+    source, pool = demand.source, demand.readers[0].pool
+    assert source.makes is not None
+    names = ", ".join(demand.fields)
+    readers = " and ".join(reader.id for reader in demand.readers)
+    elsewhere = set(source.makes.devices) != set(demand.takes.devices)
+    where = f"{source.id} makes {names} on {source.pool}" + _shared_out(source.makes)
+    verb = "read" if len(demand.readers) > 1 else "reads"
+    text = f"{where}; {readers} {verb} on {pool}{_shared_out(demand.takes)}"
+    whole = context.costs.fields(plan.graph.node(str(source.node)), demand.fields)
+    moved = int(whole * moved_share(source.makes, demand.takes))
+    return Action(
+        id=_unused(f"transfer:{source.id}->{pool}", taken),
+        kind="transfer",
+        reason=Reason(rule="rows elsewhere" if elsewhere else "other parts", text=text),
+        devices=demand.takes.devices,
+        pool=pool,
+        node=source.node,
+        fields=demand.fields,
+        after=(Dep(action=source.id, distance=0, kind="data"),),
+        takes=source.makes,
+        makes=demand.takes,
+        transport="object store",
+        cost=context.costs.copy(moved),
+        every=source.every,
+    )
+
+
+def _shared_out(spread: Spread) -> str:
+    """How rows lie over several parts, in words."""
+    if len(spread.parts) == 1:
+        return ", all on each rank" if len(spread.devices) > 1 else ""
+    rules = {"balanced": "balanced by tokens", "generated": "as generated"}
+    each = "parts" if len(spread.devices) > len(spread.parts) else "ranks"
+    return f", {rules.get(spread.rule, f'by {spread.rule}')} over {len(spread.parts)} {each}"
+
+
+def _unused(wanted: str, taken: set[str]) -> str:
+    """The name, or a numbered one where an action has it."""
+    number, name = 1, wanted
+    while name in taken:
+        number += 1
+        name = f"{wanted}#{number}"
+    return name
+
+
+def moved_share(source: Spread, target: Spread) -> float:
+    """The rows that have to move, as a part of all rows, where parts are equally large.
+
+    A row is put once for all ranks of a part that lack it. Rows of a part that is cut by
+    another rule are taken to lie anywhere: of a part of 1 / p of the rows, a process that holds
+    1 / q of them in the source has 1 / q. All rows in one process, none move.
+    """
+    if source == target:
+        return 0.0
+    held = {device: 1 / len(source.parts) for device in source.devices}
+    lacking = sum(max(1 - held.get(device, 0.0) for device in part) for part in target.parts)
+    return lacking / len(target.parts)
+
+
+def _after(reader: Action, source: str, moved: str) -> Action:
+    """A reader that waits for the transfer in place of the rows' source."""
+    after = tuple(
+        replace(dep, action=moved) if dep.kind == "data" and dep.action == source else dep
+        for dep in reader.after
+    )
+    return replace(reader, after=after)

@@ -1,0 +1,149 @@
+"""Rules of the verifier: how rows lie over devices, and that they are carried where that differs.
+
+Knows the graph and the plan; shares no code with the passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlflow.graph.graph import Node
+from rlflow.scheduler.facts import Facts
+from rlflow.scheduler.plan import HOST, Action, Spread
+
+OWN_RULES = ("whole", "balanced", "generated")
+
+
+def data_is_there(facts: Facts) -> Iterator[str]:
+    """A node starts after all that it reads was made, and is made at least as often as read."""
+    for edge in facts.plan.graph.edges:
+        if edge.kind != "data":
+            continue
+        source, target = facts.runs[edge.source], facts.runs[edge.target]
+        if not facts.precedes(source.id, target.id, edge.distance):
+            yield f"{target.id} may start before {source.id} has made {', '.join(edge.fields)}"
+        if target.every % source.every:
+            yield (
+                f"{target.id} runs every {target.every} iterations and reads {source.id}, "
+                f"which runs every {source.every}"
+            )
+
+
+def spreads_are_right(facts: Facts) -> Iterator[str]:
+    """Rows lie on their action's devices as its op and its instance allow."""
+    for name, a in facts.runs.items():
+        node = facts.plan.graph.node(name)
+        for word, spread, due in (
+            ("takes", a.takes, node.inputs),
+            ("makes", a.makes, node.op.outputs),
+        ):
+            if (spread is not None) != bool(due):
+                yield f"{a.id} {word} {'no rows' if due else 'rows'}: not what its op declares"
+            if spread is not None:
+                yield from _is_formed(facts, a, word, spread)
+        if a.takes is not None:
+            yield from _is_dispatched(facts, node, a, a.takes)
+        if a.makes is not None:
+            yield from _is_left(facts, node, a, a.makes)
+
+
+def _is_formed(facts: Facts, a: Action, word: str, spread: Spread) -> Iterator[str]:
+    """Parts have devices of the action, each once, and those that share layers share rows."""
+    held = spread.devices
+    if not all(spread.parts) or len(set(held)) < len(held) or not set(held) <= set(a.devices):
+        yield f"{a.id} {word} rows in parts {spread.parts}, it has devices {list(a.devices)}"
+    if (spread.rule == "whole") is not (len(spread.parts) == 1):
+        yield f"{a.id} {word} {len(spread.parts)} parts by the rule {spread.rule}"
+    instance = facts.instances.get(a.instance or "")
+    if instance is None:
+        return
+    if instance.sharded and set(held) != set(instance.devices):
+        yield f"{a.id} leaves out ranks of {instance.name}, which compute together"
+    part_of = {device: number for number, part in enumerate(spread.parts) for device in part}
+    for n in range(0, len(instance.devices), instance.tp):
+        peers = instance.devices[n : n + instance.tp]
+        if len({part_of.get(device) for device in peers}) > 1:
+            yield f"{a.id} {word} different rows on devices {list(peers)}, which share layers"
+
+
+def _is_dispatched(facts: Facts, node: Node, a: Action, spread: Spread) -> Iterator[str]:
+    """The rows that a node reads lie as its op says."""
+    instance = facts.instances.get(a.instance or "")
+    most = 1 if a.devices == (HOST,) else len(a.devices) // (instance.tp if instance else 1)
+    how = node.op.dispatched
+    unreached = node.op.collective and instance is None
+    if how in ("all", "first") or unreached or most == 1:
+        alone = how == "first" or unreached
+        wanted = set(a.devices[:1]) if alone else set(a.devices)
+        if len(spread.parts) != 1 or set(spread.devices) != wanted:
+            yield f"{a.id} takes parts {spread.parts}, and its rows are not to be split"
+    elif how == "parts":
+        alike = all(facts.runs[source].makes == spread for source in node.sources)
+        if not alike or spread.rule not in OWN_RULES:
+            yield f"{a.id} takes parts {spread.parts} that its sources do not leave so"
+    elif len(spread.parts) != most or len(spread.devices) != len(a.devices):
+        yield f"{a.id} takes {len(spread.parts)} parts, its devices hold {most}"
+    elif spread.rule != ("balanced" if how == "split" else how):
+        yield f"{a.id} takes parts by the rule {spread.rule}, its op says {how}"
+    cut = len(spread.parts) > 1 and how in ("split", "parts")
+    if cut and node.op.per == "batch" and not node.op.collective:
+        yield f"{a.id} is a batch op and gets its rows in {len(spread.parts)} parts"
+
+
+def _is_left(facts: Facts, node: Node, a: Action, spread: Spread) -> Iterator[str]:
+    """Rows stay where they were read; a rollout's lie with the prompts they came from."""
+    if a.takes is None:
+        if len(spread.parts) != 1:
+            yield f"{a.id} makes rows of no others in {len(spread.parts)} parts"
+        return
+    grown = node.op.rows == "expand" and len(a.takes.parts) > 1
+    if spread.parts != a.takes.parts or spread.rule != ("generated" if grown else a.takes.rule):
+        yield f"{a.id} takes {a.takes.describe()} and makes {spread.describe()} elsewhere"
+
+
+def rows_are_carried(facts: Facts) -> Iterator[str]:
+    """Rows are carried once wherever they are read otherwise than they lie, and no others."""
+    wanted: dict[tuple[str, Spread], set[str]] = {}
+    carried: dict[tuple[str, Spread | None], Action] = {}
+    for a in facts.plan.actions:
+        if a.kind == "transfer":
+            key = (str(a.node), a.makes)
+            if key in carried:
+                yield f"{a.id} carries what {carried[key].id} carries"
+            carried[key] = a
+            yield from _carries(facts, a)
+    for edge in facts.plan.graph.edges:
+        source, target = facts.runs[edge.source], facts.runs[edge.target]
+        if edge.kind != "data" or facts.one_process or _in_place(source, target):
+            continue
+        if target.takes is None:
+            yield f"{target.id} reads rows of {source.id} and takes none"
+            continue
+        wanted.setdefault((edge.source, target.takes), set()).update(edge.fields)
+        found = carried.get((edge.source, target.takes))
+        if found is None or not set(edge.fields) <= set(found.fields):
+            yield f"nothing carries {', '.join(edge.fields)} of {source.id} to {target.id}"
+        elif not facts.precedes(found.id, target.id, 0):
+            yield f"{target.id} may start before {found.id} has carried its rows"
+    for (name, spread), a in carried.items():
+        needed = wanted.get((name, spread), set()) if spread is not None else set()
+        useless = sorted(set(a.fields) - needed)
+        if useless:
+            yield f"{a.id} carries {', '.join(useless)}, which nobody reads there"
+
+
+def _in_place(source: Action, target: Action) -> bool:
+    """Whether rows are read just as they lie; a rule of a user's own is asked by each reader."""
+    known = target.takes is not None and target.takes.rule in OWN_RULES
+    return known and source.makes == target.takes
+
+
+def _carries(facts: Facts, a: Action) -> Iterator[str]:
+    """A transfer takes rows as their node left them, after it did, to the ranks that read them."""
+    source = facts.runs[str(a.node)]
+    if a.takes != source.makes or a.makes is None or set(a.devices) != set(a.makes.devices):
+        yield f"{a.id} takes and makes other parts than its ends"
+    if not facts.precedes(source.id, a.id, 0) or a.every != source.every:
+        yield f"{a.id} may start before {source.id} has made the rows"
+    if a.transport != "object store":
+        yield f"{a.id} goes by {a.transport}"

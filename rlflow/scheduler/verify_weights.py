@@ -1,0 +1,170 @@
+"""Rules of the verifier: instances, the versions of weights, and the reshards that bring them.
+
+Knows the graph and the plan; shares no code with the passes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from math import gcd
+
+from rlflow.scheduler.facts import Facts
+from rlflow.scheduler.plan import Action, Instance
+
+
+def instances_are_placed(facts: Facts) -> Iterator[str]:
+    """Instances are on real pools, in layouts that fit, each used, with the parts they need."""
+    plan = facts.plan
+    names = Counter([i.name for i in plan.instances] + [p.name for p in plan.parts])
+    yield from (f"{times} things are called {name}" for name, times in names.items() if times > 1)
+    served = {action.instance for action in plan.actions if action.kind == "run"}
+    expected = facts.expected_parts
+    for i in plan.instances:
+        if plan.pools.get(i.pool) != i.devices:
+            yield f"{i.name} is on {list(i.devices)}, which is not pool {i.pool}"
+        if len(i.devices) % (i.fsdp * i.tp):
+            yield f"{i.name}: {i.fsdp} x {i.tp} ranks on {len(i.devices)} devices"
+        if i.name not in served:
+            yield f"no node runs on instance {i.name}"
+    for name in sorted(expected.keys() ^ facts.parts.keys()):
+        yield f"part {name} is {'missing' if name in expected else 'of nothing that is loaded'}"
+    for p in plan.parts:
+        if expected.get(p.name, ()) not in ((), (p.instance, p.kind, p.devices)):
+            yield f"part {p.name} is {p.kind} of {p.instance} on {list(p.devices)}"
+
+
+def one_instance_is_trained(facts: Facts) -> Iterator[str]:
+    """All updates of a model run on the one instance that is marked as trained."""
+    for model in facts.plan.graph.models:
+        marked = {i.name for i in facts.plan.instances if i.model == model.name and i.trained}
+        written = {str(update.instance) for update in facts.updates.get(model.name, [])}
+        if marked != written or len(marked) > 1:
+            yield (
+                f"{model.name} is updated on {', '.join(sorted(written)) or 'no instance'}, "
+                f"trained: {', '.join(sorted(marked)) or 'none'}"
+            )
+
+
+def updates_take_turns(facts: Facts) -> Iterator[str]:
+    """Updates of a model write in the order declared, an iteration's first after the last one's."""
+    for model, updates in facts.updates.items():
+        turns = [*pairwise(updates), (updates[-1], updates[0])]
+        for number, (before, after) in enumerate(turns, 1):
+            gap = 1 if number == len(turns) else 0
+            if not facts.precedes(before.id, after.id, gap):
+                yield f"{after.id} may start before {before.id} has written {model}"
+
+
+def versions_are_exact(facts: Facts) -> Iterator[str]:
+    """Who reads weights is after the write of the version it declares and before the next."""
+    for a in facts.plan.actions:
+        for name, lag in a.reads:
+            model = facts.instances[name].model
+            if model not in facts.updates or a in facts.updates[model]:
+                continue
+            writers = facts.writers(name)
+            if not writers:
+                yield f"{a.id} reads {name}, which no reshard ever fills with what {model} learns"
+                continue
+            first, last = writers[0], writers[-1]
+            _, written = last.writes[0]
+            gap = lag - written
+            if not facts.precedes(last.id, a.id, gap):
+                yield f"{a.id} may read {name} before {last.id} has written version {_version(lag)}"
+            if not facts.precedes(a.id, first.id, 1 - gap):
+                yield f"{first.id} may overwrite version {_version(lag)} of {name} before {a.id}"
+            if a.every % last.every or gap % last.every or last.first > 1 + written:
+                yield (
+                    f"{a.id} (every {a.every}) finds an old version in {name}: {last.id} "
+                    f"writes it every {last.every} iterations from {last.first}"
+                )
+
+
+def _version(lag: int) -> str:
+    return "i" if lag == 0 else f"i{-lag:+d}"
+
+
+def reshards_are_right(facts: Facts) -> Iterator[str]:
+    """A reshard brings the version it reads to instances of the model that somebody reads."""
+    for target, into in facts.reshards.items():
+        if len(into) > 1:
+            yield f"{target} is filled by {' and by '.join(a.id for a in into)}"
+        held = facts.instances[target]
+        readers = [a for a in facts.runs.values() if (target in dict(a.reads))]
+        for a in into:
+            if facts.instances[str(a.instance)].model != held.model or held.trained:
+                yield f"{a.id} writes {a.instance} into {target}"
+            if held.model not in facts.updates:
+                yield f"{a.id} is useless: nothing updates {held.model}"
+            if gcd(*(reader.every for reader in readers)) != a.every:
+                who = ", ".join(f"{reader.id} every {reader.every}" for reader in readers)
+                yield (
+                    f"{a.id} is useless in some iterations: it runs every {a.every}, "
+                    f"{target} is read by {who or 'nobody'}"
+                )
+    for a in facts.plan.actions:
+        if a.kind == "reshard":
+            yield from _ends_are_right(facts, a)
+
+
+def _ends_are_right(facts: Facts, a: Action) -> Iterator[str]:
+    """Both ends of one reshard: versions, memory, devices, and how the weights travel."""
+    source = facts.instances[str(a.instance)]
+    targets = [facts.instances[name] for name in a.targets]
+    lag = dict(a.reads).get(source.name)
+    writes = tuple((name, lag) for name in a.targets)
+    if a.reads != ((source.name, lag),) or a.writes != writes or not source.trained:
+        yield f"{a.id} reads {list(a.reads)} and writes {list(a.writes)}"
+    if set(a.needs) != {source.weights, *(target.weights for target in targets)}:
+        yield f"{a.id} needs {list(a.needs)}"
+    if set(a.devices) != {*source.devices, *(d for target in targets for d in target.devices)}:
+        yield f"{a.id} runs on {list(a.devices)}, not on both ends' devices"
+    alone = [
+        target.name
+        for target in targets
+        if len(targets) > 1
+        and not any(set(target.devices) & set(o.devices) for o in targets if o is not target)
+    ]
+    if alone:
+        yield f"{a.id} makes {', '.join(alone)} wait for pools it has no device in common with"
+    if a.transport != _transport(facts, source, targets):
+        yield f"{a.id} goes by {a.transport}, not by {_transport(facts, source, targets)}"
+
+
+def _transport(facts: Facts, source: Instance, targets: list[Instance]) -> str:
+    """How weights have to travel, by what each process of the targets holds of the source."""
+    if facts.one_process or all(_held(source, target) for target in targets):
+        return "copy"
+    single = facts.plan.cluster.startswith("cpu:") and facts.plan.hosts == 1
+    return "shared memory" if single else "collective"
+
+
+def _held(source: Instance, target: Instance) -> bool:
+    """Whether every device of the target holds its pieces in the source: cell by cell."""
+    fine = source.fsdp * source.tp * target.fsdp * target.tp
+    return all(
+        device in source.devices and _cells(target, device, fine) <= _cells(source, device, fine)
+        for device in target.devices
+    )
+
+
+def _cells(instance: Instance, device: int, fine: int) -> set[tuple[str, int, int]]:
+    """The cells that a device holds of three parameters of `fine` x `fine` cells.
+
+    One is cut by `tp` along its first side, one along its second, one not; `fsdp` cuts each
+    along its first side.
+    """
+    rank = instance.devices.index(device) % (instance.fsdp * instance.tp)
+    shard, layer = divmod(rank, instance.tp)
+    by_tp, by_fsdp, both = fine // instance.tp, fine // instance.fsdp, fine
+    both //= instance.fsdp * instance.tp
+    top, left = layer * by_tp, layer * by_tp
+    first = range(top + shard * both, top + (shard + 1) * both)
+    lines = range(shard * by_fsdp, (shard + 1) * by_fsdp)
+    return {
+        *(("outputs", line, 0) for line in first),
+        *(("inputs", line, row) for line in lines for row in range(left, left + by_tp)),
+        *(("whole", line, 0) for line in lines),
+    }

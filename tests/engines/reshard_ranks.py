@@ -1,0 +1,270 @@
+"""What ranks of a gloo world are told to do, with the group that they do it in.
+
+Each case is built in every rank from the same seed, so a rank knows what it has to end up with.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rlflow.engines import ipc
+from rlflow.engines.fusions import LLAMA_FUSIONS
+from rlflow.engines.gather import stream_whole
+from rlflow.engines.hashing import hash_box
+from rlflow.engines.protocol import Shard
+from rlflow.engines.reshard import Resharder
+from rlflow.engines.segments import Segment, opened
+from rlflow.errors import RunError
+from tests.engines.reshard_layouts import at
+
+GROUPS = {}
+
+
+def in_group(rank, ranks, function, *arguments):
+    """Call a function in the first ranks of the world, with their group."""
+    if ranks not in GROUPS:
+        GROUPS[ranks] = dist.new_group(list(range(ranks)))
+    return function(GROUPS[ranks], *arguments) if rank < ranks else None
+
+
+def values(tables, seed):
+    """Whole parameters of all tables, the same in every process; bits of all kinds."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for rank in sorted(tables):
+        for name, (shape, dtype, _) in tables[rank].items():
+            if name not in found:
+                whole = torch.randn(shape, generator=generator, dtype=torch.float64) * 3
+                found[name] = whole.to(getattr(torch, dtype))
+    return found
+
+
+def shards_of(table, whole=None):
+    """Shards of a rank; -1 everywhere unless the whole parameters are given."""
+    found = {}
+    for name, (shape, dtype, box) in table.items():
+        if whole is None:
+            lengths = [stop - start for start, stop in box]
+            tensor = torch.full(lengths, -1, dtype=getattr(torch, dtype))
+        else:
+            tensor = whole[name][at(box)].clone()
+        found[name] = Shard(shape=shape, box=box, tensor=tensor)
+    return found
+
+
+def same_bits(a, b):
+    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)))
+
+
+def reshard(group, transport, source, targets, options):
+    """Reshard twice, with other weights the second time; what was moved, after comparing all."""
+    rank = dist.get_rank(group)
+    held = shards_of(source[rank], values(source, 0)) if rank in source else None
+    taken = [shards_of(target.get(rank, {})) for target in targets]
+    made = Resharder(held, taken, group, transport=transport, **options)
+    moved = []
+    for seed in (1, 2):
+        whole = values(source, seed)
+        for name, shard in (held or {}).items():
+            shard.tensor.copy_(whole[name][at(shard.box)])
+        moved.append(made.run())
+        assert_filled(rank, taken, whole)
+        assert {} == made.check()
+    made.close()
+    return moved
+
+
+def errors(group, transport, source, targets, options):
+    """The message of the error that making a resharder raises here."""
+    rank = dist.get_rank(group)
+    held = shards_of(source[rank], values(source, 0)) if rank in source else None
+    taken = [shards_of(target.get(rank, {})) for target in targets]
+    try:
+        Resharder(held, taken, group, transport=transport, **options)
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def errors_as(group, number, *words):
+    """The same where rank 0 gives its peers another number than that of its process."""
+    real = os.getpid
+    if dist.get_rank(group) == 0:
+        os.getpid = lambda: number
+    try:
+        return errors(group, *words)
+    finally:
+        os.getpid = real
+
+
+def errors_of_a_wrong_shard(group, source, target):
+    """The same where a tensor of rank 1 is larger than its box."""
+    rank = dist.get_rank(group)
+    held = shards_of(source[rank], values(source, 0))
+    if rank == 1:
+        held["norm"] = replace(held["norm"], tensor=torch.zeros(99))
+    try:
+        Resharder(held, [shards_of(target.get(rank, {}))], group, transport="collective")
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def fused(group, transport, source, target):
+    """What a target of other names holds after one run."""
+    rank = dist.get_rank(group)
+    held = shards_of(source[rank], values(source, 0)) if rank in source else None
+    taken = shards_of(target.get(rank, {}))
+    made = Resharder(held, [taken], group, transport=transport, rules=LLAMA_FUSIONS)
+    made.run()
+    assert {} == made.check()
+    made.close()
+    return {name: shard.tensor.tolist() for name, shard in taken.items()}
+
+
+def only(group, transport, source, target, names):
+    """What was moved, and whether all other parameters were left alone."""
+    rank = dist.get_rank(group)
+    held, taken = shards_of(source[rank], values(source, 0)), shards_of(target[rank])
+    made = Resharder(held, [taken], group, transport=transport, only=names)
+    moved = made.run()
+    assert {} == made.check()
+    for name in names:
+        assert same_bits(values(source, 0)[name], taken[name].tensor)
+    return moved, all(
+        bool((shard.tensor == -1).all()) for name, shard in taken.items() if name not in names
+    )
+
+
+def damaged(group, source, target, where):
+    """What the check finds where one element of one rank's `where` is changed."""
+    rank = dist.get_rank(group)
+    held, taken = shards_of(source[rank], values(source, 0)), shards_of(target[rank])
+    made = Resharder(held, [taken], group, transport="collective")
+    made.run()
+    side, number, name = where
+    if rank == number:
+        tensor = (held if side == "source" else taken)[name].tensor
+        tensor.view(-1)[-1] += 1
+    whole = values(source, 0)
+    box = tuple((0, length) for length in whole[name].shape)
+    dtype = taken[name].tensor.dtype
+    return made.check(), hash_box(whole[name], box, tuple(whole[name].shape), dtype)
+
+
+def gathered(group, source, to):
+    """Names and values that a stream of whole parameters gives here."""
+    rank = dist.get_rank(group)
+    whole = values(source, 0)
+    found = []
+    for name, tensor in stream_whole(shards_of(source[rank], whole), group, to=to):
+        found.append(name)
+        assert (tensor is None) == (rank != to)
+        if tensor is not None:
+            assert whole[name].shape == tensor.shape
+            assert same_bits(whole[name], tensor)
+    return found
+
+
+def make(group, transport, source, target):
+    """Make a resharder for `run_made`, and run it once."""
+    rank = dist.get_rank(group)
+    held = shards_of(source[rank], values(source, 0)) if rank in source else None
+    MADE[:] = [Resharder(held, [shards_of(target.get(rank, {}))], group, transport=transport)]
+    MADE[0].run()
+
+
+def run_made(rank):
+    """The message of the error that running it raises."""
+    try:
+        MADE[0].run()
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def mappings(group):
+    """Which files the process has in its memory."""
+    return Path("/proc/self/maps").read_text()
+
+
+def drop_made(group):
+    MADE[0].close()
+    MADE.clear()
+
+
+def lend_from_a_segment(tensor):
+    """Stands for a CUDA IPC handle: memory of this process that another one can open."""
+    (segment,) = (s for s in SEGMENTS if s.memory.data_ptr() == storage_of(tensor))
+    return opened, (segment.address,)
+
+
+def storage_of(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def in_a_segment(shards):
+    """The same shards in memory that other processes can open, all in one storage."""
+    total = sum(-(-shard.tensor.nbytes // 64) * 64 for shard in shards.values())
+    SEGMENTS[:] = [Segment(max(64, total))]
+    start, found = 0, {}
+    for name, shard in shards.items():
+        memory = SEGMENTS[0].memory[start : start + shard.tensor.nbytes]
+        tensor = memory.view(shard.tensor.dtype).view(shard.tensor.shape)
+        tensor.copy_(shard.tensor)
+        found[name] = replace(shard, tensor=tensor)
+        start += -(-shard.tensor.nbytes // 64) * 64
+    return found
+
+
+def by_handles(group, source, targets, options):
+    """Reshard through the code of CUDA IPC, with handles of host memory in place of a GPU's."""
+    rank = dist.get_rank(group)
+    whole = values(source, 0)
+    held = in_a_segment(shards_of(source[rank], whole)) if rank in source else None
+    taken = [shards_of(target.get(rank, {})) for target in targets]
+    real = ipc.lend, ipc.one_gpu
+    ipc.lend, ipc.one_gpu = lend_from_a_segment, lambda *_: True
+    try:
+        moved = Resharder(held, taken, group, transport="ipc", **options).run()
+    finally:
+        ipc.lend, ipc.one_gpu = real
+    assert_filled(rank, taken, whole)
+    return moved
+
+
+def assert_filled(rank, taken, whole):
+    for target in taken:
+        for name, shard in target.items():
+            expected = whole[name][at(shard.box)].to(shard.tensor.dtype)
+            assert same_bits(expected, shard.tensor.cpu()), (rank, name)
+
+
+def on_one_gpu(group, transport, source, target):
+    """Reshard twice between processes that share a GPU; what was moved."""
+    rank = dist.get_rank(group)
+    held, taken = (
+        {name: replace(s, tensor=s.tensor.cuda()) for name, s in shards.items()}
+        for shards in (
+            shards_of(source.get(rank, {}), values(source, 0)),
+            shards_of(target.get(rank, {})),
+        )
+    )
+    made = Resharder(held, [taken], group, transport=transport)
+    for seed in (1, 2):
+        whole = values(source, seed)
+        for name, shard in held.items():
+            shard.tensor.copy_(whole[name][at(shard.box)])
+        moved = made.run()
+        assert_filled(rank, [taken], whole)
+        assert {} == made.check()
+    return moved
+
+
+MADE: list[Resharder] = []
+SEGMENTS: list[Segment] = []

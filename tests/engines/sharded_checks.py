@@ -1,0 +1,120 @@
+"""What the ranks of a world do in the tests of sharded models."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from rlflow.batch import column_index, flat, lengths, select_rows
+from rlflow.engines.loading import load_model
+from rlflow.engines.mesh import AXES
+from rlflow.engines.sharded import load_sharded
+from rlflow.engines.sharded_train import ShardedTrainEngine
+from rlflow.engines.train import TrainEngine, flat_places
+from tests.engines.examples import Spec, exact, rows, weighted
+
+KINDS = {"lm": ("log_probs", "entropy"), "value": ("values",)}
+
+
+@cache
+def mesh(*shape):
+    size = torch.Size(shape).numel()
+    return DeviceMesh("cpu", torch.arange(size).view(shape), mesh_dim_names=AXES)
+
+
+def pair(path, shape, *, micro_tokens=None, spec=None, dtype=torch.float64, **options):
+    """Engines of one rank, and of the ranks of a mesh."""
+    spec = spec or Spec()
+    shared = {"dtype": dtype, "device": "cpu", **options}
+    model = load_sharded(path, mesh=mesh(*shape), trained=True, **shared)
+    sharded = ShardedTrainEngine(model, spec, micro_tokens=micro_tokens)
+    model = load_model(path, **shared)
+    if dtype == torch.float64:
+        exact(model.module)
+    return TrainEngine(model, spec, micro_tokens=micro_tokens), sharded
+
+
+def own_rows(sharded, count, uneven):
+    """Which rows this rank's part has; `uneven` gives the last part none, the first most."""
+    ranks = sharded.model.ranks
+    parts = ranks.sizes["replicate"] * ranks.sizes["fsdp"]
+    part = ranks.place("replicate") * ranks.sizes["fsdp"] + ranks.place("fsdp")
+    if not uneven or parts == 1:
+        return list(range(part, count, parts))
+    return [row for row in range(count) if row % (parts - 1) == part]
+
+
+def gradients(engine, batch, whole, kinds):
+    """What a step would use, by name."""
+    found = {}
+    real = engine.optimizer.step
+    engine.optimizer.step = lambda scale: found.update(held(engine))
+    engine.step(batch, weighted(whole), outputs=kinds, temperature=0.8, max_grad_norm=None)
+    engine.optimizer.step = real
+    engine.model.version -= 1
+    return found
+
+
+def held(engine):
+    if isinstance(engine, ShardedTrainEngine):
+        return {n: g.clone() for n, g in engine.optimizer.gradients().items()}
+    return {n: p.grad.clone() for n, p in engine.model.module.named_parameters()}
+
+
+def differ(expected, found, shards, limit):
+    """Names whose piece of the expected whole is not what was found."""
+    wrong = {}
+    assert expected.keys() == found.keys()
+    for name, tensor in found.items():
+        piece = expected[name][tuple(slice(*bounds) for bounds in shards[name].box)]
+        assert piece.shape == tensor.shape, (name, piece.shape, tensor.shape)
+        scale = float(expected[name].abs().max()) + 1e-3
+        worst = float((piece.double() - tensor.double()).abs().max()) if piece.numel() else 0.0
+        if not worst <= limit * scale:
+            wrong[name] = worst / scale
+    return wrong
+
+
+def check_equal(rank, path, shape, limit=1e-10, uneven=False, **options):
+    """Outputs, gradients, three steps and their metrics are those of one rank."""
+    head = options.get("head", "lm")
+    kinds = KINDS[head]
+    one, sharded = pair(path, shape, **options)
+    batch = rows(n=4)
+    chosen = own_rows(sharded, len(batch), uneven)
+    mine = select_rows(batch, chosen)
+    shards = sharded.model.shards()
+
+    expected = one.forward(batch, outputs=kinds, temperature=0.8)
+    found = sharded.forward(mine, outputs=kinds, temperature=0.8)
+    places = flat_places(lengths(batch["response_tokens"]), torch.tensor(chosen, dtype=torch.int64))
+    for name in kinds:
+        apart = (expected[name][places] - found[name]).abs()
+        assert not len(apart) or apart.max() <= limit * 10, (name, apart.max())
+
+    wrong = differ(
+        gradients(one, batch, batch, kinds), gradients(sharded, mine, batch, kinds), shards, limit
+    )
+    assert not wrong, wrong
+
+    for _ in range(3):
+        results = [
+            engine.step(part, weighted(batch), outputs=kinds, temperature=0.8, max_grad_norm=2.0)
+            for engine, part in ((one, batch), (sharded, mine))
+        ]
+        assert results[0].applied
+        assert results[1].applied
+        assert results[0].metrics.keys() == results[1].metrics.keys()
+        for name, value in results[0].metrics.items():
+            assert abs(results[1].metrics[name] - value) <= limit * 100 * max(1, abs(value)), name
+        assert abs(results[0].grad_norm - results[1].grad_norm) <= limit * results[0].grad_norm
+    weights = one.model.named_tensors()
+    wrong = differ(weights, sharded.model.named_tensors(), shards, limit * 10)
+    assert not wrong, wrong
+    return True
+
+
+def with_options(rank, path, shape, options):
+    return check_equal(rank, path, shape, **options)
