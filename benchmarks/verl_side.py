@@ -11,6 +11,7 @@ column's DataProtoFuture to the next call, so that it goes from worker to worker
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -132,6 +133,8 @@ def main() -> None:
     given, made = (Path(word) for word in sys.argv[1:3])
     spec = json.loads(given.read_text(encoding="utf-8"))
     torch.set_num_threads(1)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["VERL_DATAPROTO_SERIALIZATION_METHOD"] = spec["serialization"]
     ray.init(
         num_cpus=spec["workers"] + 1,
         include_dashboard=False,

@@ -34,6 +34,7 @@ REQUIRED = (
 OPTIONAL = {
     "datasets": "pip install 'rlflow-engine[datasets]'",
     "pygraphviz": "pip install pygraphviz",
+    "ray": "pip install -c constraints.txt ray",
 }
 
 

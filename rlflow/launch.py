@@ -111,7 +111,7 @@ def _joining(backend: str | None, address: str) -> str:
     if backend == "local":
         raise UsageError(
             Finding(
-                code="E210",
+                code="E222",
                 what=f"--address {address} joins a Ray cluster, --backend local uses none",
                 fix="leave out one of the two",
             )

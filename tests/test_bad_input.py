@@ -183,10 +183,59 @@ def test_an_unknown_placement(rlflow, here):
     assert nothing_started(here)
 
 
-def test_more_devices_than_exist(rlflow, here):
-    result = rlflow("run", "mine.py", "--devices", "cpu:4096")
+PLACED = """@rf.pipeline(
+    placements={
+        "one": rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")}),
+        "four": rf.Placement(pools={"all": 4}, assign={"*": rf.on("all")}),
+    }
+)"""
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "check"])
+def test_a_placement_larger_than_the_cluster(rlflow, here, command):
+    rewrite(here, "@rf.pipeline()", PLACED)
+    result = rlflow(command, "mine.py", "--placement", "four", "--devices", "cpu:2@4GB")
     assert 4 == result.code
-    assert result.err.startswith("error[E203]: 4096 CPU devices are asked for, this machine has ")
+    assert result.err.startswith(
+        "error[E203]: placement 'four' needs 4 devices, there are 2\n"
+        "  got          pools: all [0, 1, 2, 3]\n"
+    )
+    assert "  fix          --devices cpu:4\n" in result.err
+    assert nothing_started(here)
+
+
+def test_more_cpu_devices_than_cores_share_them(rlflow, here, monkeypatch):
+    rewrite(here, "@rf.pipeline()", PLACED)
+    rewrite(here, "batch=2", "batch=4")
+    monkeypatch.setattr("rlflow.scheduler.cluster.machine_cores", lambda: 2)
+    for words in (("--devices", "cpu:4"), ()):
+        result = rlflow("plan", "mine.py", "--placement", "four", *words)
+        assert 0 == result.code, result.err
+        assert "1 thread each" in result.out
+        assert "  shared cores: 4 CPU devices share 2 cores\n" in result.out
+    assert "shared cores" not in rlflow("plan", "mine.py", "--devices", "cpu:2").out
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "check"])
+def test_fewer_prompts_than_ranks(rlflow, here, command):
+    rewrite(here, "@rf.pipeline()", PLACED)
+    result = rlflow(command, "mine.py", "--placement", "four")
+    assert 4 == result.code
+    assert (
+        "error[E214]: actor.rollout: 2 prompts do not split over 4 ranks, groups kept whole\n"
+    ) in result.err
+    assert nothing_started(here)
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "check"])
+def test_a_dispatch_that_nobody_registered(rlflow, here, command):
+    own = '@rf.op(per="row", dispatch="firts")\ndef half(reward: rf.Row[float]) -> rf.Row[float]:'
+    rewrite(here, "@rf.pipeline()", f"{own}\n    return reward\n\n@rf.pipeline()")
+    rewrite(here, "    adv =", "    ops.metrics(half(reward))\n    adv =")
+    result = rlflow(command, "mine.py")
+    assert 4 == result.code
+    assert result.err.startswith("error[E219]: half: no dispatch 'firts' is registered\n")
+    assert "  did you mean 'first' or " in result.err
     assert nothing_started(here)
 
 
@@ -213,10 +262,33 @@ def test_devices_that_are_not_a_cluster(rlflow, here, devices, message):
     assert (2, message) == (result.code, result.err)
 
 
-def test_devices_that_this_process_cannot_run(rlflow, here):
-    result = rlflow("run", "mine.py", "--devices", "h100:1")
+@pytest.mark.parametrize("command", ["run", "plan", "check"])
+@pytest.mark.parametrize(
+    ("words", "got"),
+    [
+        (("--devices", "h100:1"), "the devices are h100"),
+        (("--placement", "four"), "pool 'all' has 4 devices"),
+    ],
+)
+def test_devices_that_this_process_cannot_run(rlflow, here, command, words, got):
+    rewrite(here, "@rf.pipeline()", PLACED)
+    words = words if "--placement" in words else ("--placement", "one", *words)
+    result = rlflow(command, "mine.py", *words, "--backend", "local")
     assert 4 == result.code
-    assert ": the local backend runs CPU pools of one device each\n" in result.err
+    assert (
+        "error[E403]: the local backend runs CPU pools of one device each\n"
+        f"  got          {got}\n"
+        "  expected     one CPU device a pool, or a process for every device\n"
+        "  fix          --backend ray\n"
+    ) == result.err
+    assert nothing_started(here)
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_a_deadline_that_is_no_time(rlflow, here, seconds):
+    result = rlflow("run", "mine.py", f"--deadline={seconds}")
+    assert 2 == result.code
+    assert result.err.startswith(f"error[E209]: --deadline {seconds} is not a time to wait\n")
     assert nothing_started(here)
 
 

@@ -162,6 +162,28 @@ def test_plan_prints_the_plan_and_names_the_next_command(rlflow):
     assert "after " in rlflow("plan", GRPO, "--show-passes").out
 
 
+def test_the_backend_is_chosen_or_said(rlflow):
+    split = ("plan", GRPO, "--placement", "split", "--devices", "cpu:2")
+    chosen, said = rlflow(*split), rlflow(*split, "--backend", "ray")
+    assert "   backend local\n" in chosen.out
+    assert " 0 transfer" in chosen.out
+    assert "   backend ray\n" in said.out
+    assert " 4 transfer" in said.out
+    gpu = rlflow("plan", GRPO, "--devices", "h100:1")
+    assert "  backend ray: one process a device: the devices are h100\n" in gpu.out
+    assert "backend ray:" not in said.out
+    assert 0 == rlflow("check", GRPO, "--backend", "ray").code
+    assert 2 == rlflow("plan", GRPO, "--backend", "rey").code
+
+
+def test_diff_tells_plans_of_a_backend_apart(rlflow):
+    words = ("diff", GRPO, "--devices", "cpu:2")
+    local, ray = (rlflow(*words, "--backend", backend) for backend in ("local", "ray"))
+    assert "only in split  reshard" in local.out
+    assert "transfer" not in local.out
+    assert "transfer prompts" in ray.out
+
+
 def test_plan_writes_the_same_bytes_twice(rlflow, tmp_path):
     for name in ("one.json", "two.json"):
         assert 0 == rlflow("plan", GRPO, "-o", name).code

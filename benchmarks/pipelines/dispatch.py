@@ -6,10 +6,13 @@ column that the op before it made. `verl_side.py` has the same rows and the same
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import rlflow as rf
 from rlflow import ops
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Config(rf.Config):
@@ -58,6 +61,14 @@ def batch(row_id: rf.Row[int], *, prompt: int, response: int) -> Batch:
     }
 
 
+def mean(left: Tensor, right: Tensor) -> Tensor:
+    import torch
+
+    return torch.nested.nested_tensor_from_jagged(
+        (left.values() + right.values()) / 2, left.offsets()
+    )
+
+
 @rf.op(per="row")
 def first(
     prompt_tokens: rf.Token[int],
@@ -67,7 +78,7 @@ def first(
     values: rf.Token[float],
     rewards: rf.Token[float],
 ) -> rf.Token[float]:
-    return log_probs * 0.5
+    return mean(log_probs, values)
 
 
 @rf.op(per="row")
@@ -80,7 +91,7 @@ def second(
     rewards: rf.Token[float],
     first: rf.Token[float],
 ) -> rf.Token[float]:
-    return first + 1.0
+    return mean(first, rewards)
 
 
 @rf.op(per="row")
@@ -93,7 +104,7 @@ def third(
     rewards: rf.Token[float],
     second: rf.Token[float],
 ) -> rf.Token[float]:
-    return second * 2.0
+    return mean(second, log_probs)
 
 
 @rf.pipeline(

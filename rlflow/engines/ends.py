@@ -65,6 +65,15 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+@dataclass(slots=True)
+class Carried:
+    """What a run carried: bytes from other ranks, bytes within the process, rounds taken."""
+
+    received: int = 0
+    copied: int = 0
+    buckets: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Ends:
     """What one rank holds of the source, and its part of every target."""
@@ -86,11 +95,24 @@ class Ends:
         for place in self.written(move):
             place.copy_(values.view(place.shape))
 
-    def copy_own(self, moves: Sequence[Move]) -> None:
-        """Carry out the moves within this process."""
+    def require_awake(self) -> None:
+        """Raise RunError (E506) where the memory of a shard was given back."""
+        for table in (self.source, *self.targets):
+            for name, shard in table.items():
+                if shard.tensor.numel() and not shard.tensor.untyped_storage().nbytes():
+                    what = f"the memory of {name!r} was given back: its model is asleep"
+                    raise RunError(Finding(code="E506", what=what, fix="wake both ends first"))
+
+    def copy_own(self, moves: Sequence[Move]) -> int:
+        """Carry out the moves within this process; returns their bytes."""
         for move in moves:
-            if move.sender == self.rank == move.receiver:
-                self.fill(move, self.read(move))
+            self.fill(move, self.read(move))
+        return sum(move.bytes for move in moves)
+
+
+def own(moves: Sequence[Move], rank: int) -> tuple[Move, ...]:
+    """What a rank moves to itself."""
+    return tuple(move for move in moves if move.sender == rank == move.receiver)
 
 
 def rank_in(group: Group) -> int:

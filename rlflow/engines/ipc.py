@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from rlflow.engines.boxes import sizes
-from rlflow.engines.ends import Ends, Group, dtype_name, dtype_of, exchange, view
+from rlflow.engines.ends import Carried, Ends, Group, dtype_name, dtype_of, exchange, own, view
 from rlflow.engines.protocol import Box, Shard
 from rlflow.engines.slices import Move
 from rlflow.errors import Finding, RunError
@@ -61,7 +61,7 @@ class DeviceMemory:
                 raise apart(move, gpus)
         self.ends = ends
         self.group = group
-        self.own = tuple(move for move in moves if not move.travels)
+        self.own = own(moves, ends.rank)
         mine = [move for move in moves if move.travels]
         self.taken = tuple(move for move in mine if move.receiver == ends.rank)
         self.given: dict[int, list[str]] = {}
@@ -70,11 +70,11 @@ class DeviceMemory:
             if names is not None and move.source not in names:
                 names.append(move.source)
 
-    def run(self) -> int:
+    def run(self) -> Carried:
         """Lend, read, and wait until all have read."""
         settle()
         loans = exchange(self.group, {to: self.loan(names) for to, names in self.given.items()})
-        self.ends.copy_own(self.own)
+        carried = Carried(copied=self.ends.copy_own(self.own))
         borrowed = {
             rank: borrow(loan[self.ends.rank])
             for rank, loan in enumerate(loans)
@@ -82,10 +82,11 @@ class DeviceMemory:
         }
         for move in self.taken:
             self.ends.fill(move, view(borrowed[move.sender][move.source], move.source_box))
+            carried.received += move.bytes
         settle()
         del borrowed
         exchange(self.group, None)
-        return 0
+        return carried
 
     def loan(self, names: Sequence[str]) -> Loan:
         """Handles of the storages that hold these shards. Each is to be opened exactly once."""

@@ -112,6 +112,8 @@ class LowRank(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
         """Gradients of x, down and up."""
         x, down, up, inner = ctx.saved_tensors
+        # A slice of wider rows would be multiplied a hundred times slower.
+        grad = grad.contiguous()
         grad_inner = product(grad, up.t()).mul_(ctx.scale)
         grad_x = product(grad_inner, down.t()) if ctx.needs_input_grad[0] else None
         return grad_x, outer_product(grad_inner, x), outer_product(grad, inner), None

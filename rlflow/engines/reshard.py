@@ -114,20 +114,21 @@ class Resharder:
     def run(self) -> Moved:
         """Make every target equal to the source. Collective.
 
-        On return the targets of this rank are whole and its source may change. Raises RunError
-        (E544) where a rank is lost; targets are then half written.
+        On return the targets of this rank are whole and its source may change. Raises RunError:
+        E506 where a model of this rank is asleep, E544 where a rank is lost; targets are then
+        half written.
         """
+        self.ends.require_awake()
         begin = time.perf_counter()
         with torch.no_grad():
-            buckets = self.transport.run()
+            carried = self.transport.run()
         if self.on_gpu and torch.cuda.is_available():
             torch.cuda.synchronize()
-        mine = [move for move in self.moves if move.receiver == self.ends.rank]
         return Moved(
-            received=sum(move.bytes for move in mine if move.travels),
-            copied=sum(move.bytes for move in mine if not move.travels),
+            received=carried.received,
+            copied=carried.copied,
             seconds=time.perf_counter() - begin,
-            buckets=buckets,
+            buckets=carried.buckets,
             staged=self.transport.staged,
         )
 

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlflow.engines.buckets import layout, piece_of, shared_rounds
-from rlflow.engines.ends import Ends, Group, dtype_of, exchange, losses
+from rlflow.engines.ends import Carried, Ends, Group, dtype_of, exchange, losses, own
 from rlflow.engines.slices import Move
 from rlflow.engines.transports import finish
 from rlflow.errors import Finding, RunError
 
 # Two halves of this size stay in the caches of a host; larger ones only cost fresh pages.
-HALF = 4 << 20
+HALF = 800 << 20
 FULL, READ = 1, 2
 
 
@@ -124,7 +124,7 @@ class SharedMemory:
             raise unusable(f"a process group of {dist.get_backend_config(group)}, without gloo")
         self.ends = ends
         self.group = group
-        self.own = tuple(move for move in moves if not move.travels)
+        self.own = own(moves, ends.rank)
         rounds = shared_rounds(moves, min(bucket_bytes, HALF))
         self.half = 0
         self.turns = [self.turn_of(moved) for moved in rounds]
@@ -172,23 +172,24 @@ class SharedMemory:
             self.close()
             raise RunError(found)
 
-    def run(self) -> int:
+    def run(self) -> Carried:
         """Turn after turn; on return the peers have read all of this rank's."""
         words = Words(self.group)
+        carried = Carried(buckets=sum(bool(turn.laid or turn.taken) for turn in self.turns))
         if not self.turns:
-            self.ends.copy_own(self.own)
+            carried.copied = self.ends.copy_own(self.own)
         for number, turn in enumerate(self.turns):
             words.await_read(number - 2)
             self.lay(turn, number % 2)
             words.tell_full(number, turn.readers)
             if number == 0:
-                self.ends.copy_own(self.own)
+                carried.copied = self.ends.copy_own(self.own)
             for sender, pieces in turn.taken.items():
                 words.await_full(sender)
-                self.take(sender, pieces, number % 2)
+                carried.received += self.take(sender, pieces, number % 2)
                 words.tell_read(sender)
         words.close()
-        return sum(bool(turn.laid or turn.taken) for turn in self.turns)
+        return carried
 
     def lay(self, turn: Turn, half: int) -> None:
         """Put the pieces of a turn into a half of the segment, in the dtypes they travel in."""
@@ -198,10 +199,11 @@ class SharedMemory:
             lane = lane_of(self.segment.memory, half, offset, move)
             lane.view(found.shape).copy_(found)
 
-    def take(self, sender: int, pieces: Placed, half: int) -> None:
-        """Copy pieces from a peer's half into their places."""
+    def take(self, sender: int, pieces: Placed, half: int) -> int:
+        """Copy pieces from a peer's half into their places; returns their bytes."""
         for move, offset in pieces:
             self.ends.fill(move, lane_of(self.peers[sender], half, offset, move))
+        return sum(move.bytes for move, _ in pieces)
 
     def close(self) -> None:
         """Drop the peers' memory and give back this rank's."""

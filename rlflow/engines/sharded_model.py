@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -172,11 +173,11 @@ class ShardedModel(TorchModel):
 
     def storages(self, names: Collection[str]) -> list[Tensor]:
         """The storage of some weights, in the model's order, each as one tensor of bytes."""
-        return [
-            storage_of(local(parameter))
-            for name, parameter in self.parameters.items()
-            if name in names
-        ]
+        return [storage for name, storage in self._storages.items() if name in names]
+
+    @cached_property
+    def _storages(self) -> dict[str, Tensor]:
+        return {name: storage_of(tensor) for name, tensor in self.all_tensors().items()}
 
     def num_bytes(self) -> int:
         """Bytes of this rank's pieces when awake."""

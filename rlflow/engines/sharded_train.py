@@ -39,8 +39,9 @@ class ShardedTrainEngine(TrainEngine):
     ) -> dict[str, Tensor]:
         """See `TrainEngine.forward`; the outputs are those of this rank's own rows."""
         parts = list(self.micro_batches(batch))
+        passes = self.model.ranks.most(len(parts))
         computed = [self.compute(micro, outputs, temperature) for _, micro in parts]
-        for _ in range(len(parts), self.model.ranks.most(len(parts))):
+        for _ in range(len(parts), passes):
             self.compute(one_token(), outputs, temperature)
         return in_order(batch, [rows for rows, _ in parts], computed)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlflow.engines.buckets import aligned, paired_rounds
-from rlflow.engines.ends import Ends, Group, dtype_of, losses, raw
+from rlflow.engines.ends import Carried, Ends, Group, dtype_of, losses, own, raw
 from rlflow.engines.slices import ITEMSIZE, Move
 from rlflow.errors import Finding, RunError
 
@@ -33,8 +33,8 @@ class Transport(Protocol):
 
     staged: int
 
-    def run(self) -> int:
-        """Move everything; returns the rounds that it took. Collective."""
+    def run(self) -> Carried:
+        """Move everything, and count what arrives. Collective."""
 
     def close(self) -> None:
         """Free what is kept between runs."""
@@ -58,13 +58,12 @@ class InProcess:
                 fix='transport="shared memory" on one host, "collective" between hosts',
             )
             raise RunError(finding)
-        self.moves = moves
+        self.own = own(moves, ends.rank)
         self.ends = ends
 
-    def run(self) -> int:
+    def run(self) -> Carried:
         """Copy piece by piece."""
-        self.ends.copy_own(self.moves)
-        return 0
+        return Carried(copied=self.ends.copy_own(self.own))
 
     def close(self) -> None:
         """Nothing is kept."""
@@ -111,7 +110,7 @@ class Collective:
         self.ends = ends
         self.group = group
         self.device = device
-        self.own = tuple(move for move in moves if not move.travels)
+        self.own = own(moves, ends.rank)
         on_host = self.device.type == "cpu"
         limit = min(bucket_bytes, HOST_BUCKET) if on_host else bucket_bytes
         shares = map(self.share_of, paired_rounds(moves, limit, MESSAGE if on_host else limit))
@@ -140,21 +139,23 @@ class Collective:
         same = found.dtype == dtype_of(move.dtype) and found.device.type == self.device.type
         return same and found.is_contiguous()
 
-    def run(self) -> int:
+    def run(self) -> Carried:
         """Round after round; on a host, packing and unpacking overlap with the network."""
         out, into = self.staging()
+        carried = Carried(buckets=len(self.rounds))
         if not self.rounds:
-            self.ends.copy_own(self.own)
+            carried.copied = self.ends.copy_own(self.own)
         for number, share in enumerate(self.rounds):
             arriving, leaving = self.post(share, out, into)
             if number == 0:
-                self.ends.copy_own(self.own)
+                carried.copied = self.ends.copy_own(self.own)
             for message, work in zip(share.receives, arriving, strict=True):
                 finish(work, message.peer)
                 self.unpack(message, into)
+                carried.received += message.bytes
             for message, work in zip(share.sends, leaving, strict=True):
                 finish(work, message.peer)
-        return len(self.rounds)
+        return carried
 
     def staging(self) -> tuple[Tensor, Tensor]:
         """Memory to send from and to receive into; kept on a host, where fresh pages cost most."""

@@ -12,11 +12,10 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
 
 from rlflow.errors import (
     CheckpointError,
@@ -232,7 +231,7 @@ def identity(plan: Plan, settings: Settings) -> dict[str, str]:
     return {
         "graph": plan.graph.hash,
         "seed": str(settings.seed),
-        "torch": torch.__version__,
+        "torch": version("torch"),
         "threads": str(settings.threads),
     }
 

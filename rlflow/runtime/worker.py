@@ -149,7 +149,7 @@ class Worker:
         fields = dict(output.fields)
         if call.rows is None:
             return Stored(fields=fields, total=output.rows)
-        factor = output.rows // max(len(call.rows), 1) if node.op.rows == "expand" else 1
+        factor = output.factor
         rows, total = call.rows, call.total * factor
         if factor > 1:
             rows = (rows[:, None] * factor + torch.arange(factor)).flatten()

@@ -138,7 +138,8 @@ def layout_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Findin
                 where=model.where,
                 what=f"{instance.name}: tp={instance.tp} does not divide the "
                 f"{' and the '.join(wrong)} of {model.path}",
-                got=", ".join(f"{width} {name}" for name, width in widths.items()),
+                got=f"{shape.heads} heads, {shape.kv_heads} key-value heads, "
+                f"feed-forward width {shape.ffn}",
             )
         )
     return findings

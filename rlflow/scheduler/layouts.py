@@ -94,4 +94,4 @@ def _lacks(source: Instance, target: Instance, device: int, how: Cut) -> Fractio
 
 def held_in_place(source: Instance, target: Instance) -> bool:
     """Whether every process of the target holds all that it needs in the source already."""
-    return not any(lacking(source, target).values())
+    return not any(_lacks(source, target, d, how) for d in target.devices for how in CUTS)

@@ -252,8 +252,12 @@ class Plan:
         return next((i for i in self.instances if i.model == model and i.trained), None)
 
     def part(self, name: str) -> Part:
-        """The part of that name."""
-        return next(part for part in self.parts if part.name == name)
+        """The part of that name; KeyError if there is none."""
+        return self._parts_by_name[name]
+
+    @cached_property
+    def _parts_by_name(self) -> dict[str, Part]:
+        return {part.name: part for part in self.parts}
 
     @cached_property
     def _by_id(self) -> dict[str, Action]:

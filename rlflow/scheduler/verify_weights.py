@@ -142,29 +142,30 @@ def _transport(facts: Facts, source: Instance, targets: list[Instance]) -> str:
 
 
 def _held(source: Instance, target: Instance) -> bool:
-    """Whether every device of the target holds its pieces in the source: cell by cell."""
-    fine = source.fsdp * source.tp * target.fsdp * target.tp
+    """Whether every device of the target holds its pieces in the source: side by side."""
+    cells = source.fsdp * source.tp * target.fsdp * target.tp
     return all(
-        device in source.devices and _cells(target, device, fine) <= _cells(source, device, fine)
+        device in source.devices
+        and all(
+            theirs.start <= mine.start and mine.stop <= theirs.stop
+            for mine, theirs in zip(
+                _sides(target, device, cells), _sides(source, device, cells), strict=True
+            )
+        )
         for device in target.devices
     )
 
 
-def _cells(instance: Instance, device: int, fine: int) -> set[tuple[str, int, int]]:
-    """The cells that a device holds of three parameters of `fine` x `fine` cells.
+def _sides(instance: Instance, device: int, cells: int) -> tuple[range, ...]:
+    """The cells that a device holds along the sides that are cut, of `cells` in each side.
 
-    One is cut by `tp` along its first side, one along its second, one not; `fsdp` cuts each
-    along its first side.
+    Of a parameter that `tp` cuts along its first side, of one it cuts along its second, and
+    of one it does not cut; `fsdp` cuts each along its first side.
     """
     rank = instance.devices.index(device) % (instance.fsdp * instance.tp)
     shard, layer = divmod(rank, instance.tp)
-    by_tp, by_fsdp, both = fine // instance.tp, fine // instance.fsdp, fine
-    both //= instance.fsdp * instance.tp
-    top, left = layer * by_tp, layer * by_tp
-    first = range(top + shard * both, top + (shard + 1) * both)
+    by_tp, by_fsdp = cells // instance.tp, cells // instance.fsdp
+    by_both = by_tp // instance.fsdp
+    first = layer * by_tp + shard * by_both
     lines = range(shard * by_fsdp, (shard + 1) * by_fsdp)
-    return {
-        *(("outputs", line, 0) for line in first),
-        *(("inputs", line, row) for line in lines for row in range(left, left + by_tp)),
-        *(("whole", line, 0) for line in lines),
-    }
+    return range(first, first + by_both), lines, range(layer * by_tp, (layer + 1) * by_tp)

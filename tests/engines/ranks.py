@@ -54,7 +54,7 @@ class World:
         return bool(self.processes) and all(process.is_alive() for process in self.processes)
 
     def run(self, function, *args, timeout=120.0):
-        """Call `function(rank, *args)` everywhere; AssertionError with the tracebacks of failures."""
+        """Call `function(rank, *args)` everywhere; AssertionError with tracebacks of failures."""
         for pipe in self.pipes:
             pipe.send((function, args))
         answers, failed = {}, {}

@@ -5,8 +5,10 @@ Each case is built in every rank from the same seed, so a rank knows what it has
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -28,7 +30,7 @@ GROUPS = {}
 def in_group(rank, ranks, function, *arguments):
     """Call a function in the first ranks of the world, with their group."""
     if ranks not in GROUPS:
-        GROUPS[ranks] = dist.new_group(list(range(ranks)))
+        GROUPS[ranks] = dist.new_group(list(range(ranks)), timeout=timedelta(seconds=30))
     return function(GROUPS[ranks], *arguments) if rank < ranks else None
 
 
@@ -155,6 +157,26 @@ def damaged(group, source, target, where):
     box = tuple((0, length) for length in whole[name].shape)
     dtype = taken[name].tensor.dtype
     return made.check(), hash_box(whole[name], box, tuple(whole[name].shape), dtype)
+
+
+def peak_of_a_run(group, transport, source, target):
+    """Megabytes that resident memory grew by at the highest during a first run."""
+    rank = dist.get_rank(group)
+    held = shards_of(source[rank], values(source, 0)) if rank in source else None
+    made = Resharder(held, [shards_of(target.get(rank, {}))], group, transport=transport)
+    # What the test itself has freed must not serve.
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    made.run()
+    grown = resident("VmHWM") - before
+    made.close()
+    return grown
+
+
+def resident(kind):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(kind))
 
 
 def gathered(group, source, to):

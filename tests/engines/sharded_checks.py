@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlflow.batch import column_index, flat, lengths, select_rows
+from rlflow.batch import lengths, select_rows
 from rlflow.engines.loading import load_model
 from rlflow.engines.mesh import AXES
 from rlflow.engines.sharded import load_sharded
@@ -60,7 +60,15 @@ def gradients(engine, batch, whole, kinds):
 def held(engine):
     if isinstance(engine, ShardedTrainEngine):
         return {n: g.clone() for n, g in engine.optimizer.gradients().items()}
-    return {n: p.grad.clone() for n, p in engine.model.module.named_parameters()}
+    flat = engine.optimizer.flat
+    sums = engine.optimizer.sums
+    return {name: flat.view(name, sums[slot.dtype]).clone() for name, slot in flat.slots.items()}
+
+
+def masters(one):
+    """What is trained, where that is not the weights themselves."""
+    tensors = one.optimizer_tensors().items()
+    return {n.removeprefix("master."): t for n, t in tensors if n.startswith("master.")}
 
 
 def differ(expected, found, shards, limit):
@@ -110,11 +118,14 @@ def check_equal(rank, path, shape, limit=1e-10, uneven=False, **options):
         for name, value in results[0].metrics.items():
             assert abs(results[1].metrics[name] - value) <= limit * 100 * max(1, abs(value)), name
         assert abs(results[0].grad_norm - results[1].grad_norm) <= limit * results[0].grad_norm
-    weights = one.model.named_tensors()
+    weights = {**one.model.named_tensors(), **masters(one)}
     wrong = differ(weights, sharded.model.named_tensors(), shards, limit * 10)
     assert not wrong, wrong
     return True
 
 
 def with_options(rank, path, shape, options):
+    """`check_equal`, with a dtype by name."""
+    if "dtype" in options:
+        options["dtype"] = getattr(torch, options["dtype"])
     return check_equal(rank, path, shape, **options)

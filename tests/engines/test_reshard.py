@@ -117,6 +117,17 @@ def test_dtypes_of_all_widths_share_a_message(call, transport):
 
 
 @pytest.mark.parametrize("transport", BETWEEN)
+def test_memory_grows_by_buckets_and_not_by_the_model(call, transport):
+    params = {f"p{number}": (2048, 1024) for number in range(12)}
+    source, target = tables(params, "tp rows", [0]), tables(params, "tp rows", [1], "bfloat16")
+
+    grown = call(2, reshard_ranks.peak_of_a_run, transport, source, target)
+
+    # The model has 96 MB, what travels 48, and the two buckets on a host 16.
+    assert max(grown) < 24
+
+
+@pytest.mark.parametrize("transport", BETWEEN)
 @pytest.mark.parametrize("seed", range(3))
 def test_layouts_drawn_at_random(call, transport, seed):
     drawn = random.Random(seed)

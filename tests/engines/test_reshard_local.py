@@ -58,6 +58,17 @@ def test_parameters_that_learn_are_written_without_a_gradient():
     assert target.grad_fn is None
 
 
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_model_that_sleeps_is_refused(end):
+    table = tables({"a": (4,), "empty": (0,)}, "whole", [0])
+    source, target = shards_of(table[0], values(table, 0)), shards_of(table[0])
+    made = alone(source, target)
+    (source, target)[end]["a"].tensor.untyped_storage().resize_(0)
+
+    with pytest.raises(RunError, match="E506"):
+        made.run()
+
+
 def test_a_piece_of_a_parameter_is_enough_for_a_piece():
     source = Shard(shape=(6,), box=((2, 6),), tensor=torch.arange(2.0, 6.0))
     target = Shard(shape=(6,), box=((3, 5),), tensor=torch.zeros(2))

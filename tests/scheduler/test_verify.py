@@ -15,7 +15,7 @@ from hypothesis import given, settings
 import rlflow.scheduler.verify as verifier
 from rlflow.scheduler.compile import PASSES, Compiled
 from rlflow.scheduler.facts import Facts
-from rlflow.scheduler.plan import Plan
+from rlflow.scheduler.plan import Plan, Spread
 from rlflow.scheduler.verify import MEANING, SHAPE, STAGES, verify
 from tests.scheduler.examples import COLOCATE, EXAMPLES, SPLIT, compiled_with, grpo
 from tests.scheduler.mutants import mutants, with_action, without_action
@@ -83,6 +83,16 @@ def test_a_mutant_that_verifies_plays_without_a_violation(found: Compiled, pick:
             assert [] == play(plan, seed), name
 
 
+def halved(plan: Plan, name: str) -> Spread:
+    """The rows of an action dealt out one device at a time, without regard of its layout."""
+    parts = tuple((device,) for device in plan.action(name).devices)
+    return Spread(parts=parts, rule="balanced")
+
+
+def reshard_of(plan: Plan) -> str:
+    return next(a.id for a in plan.actions if a.kind == "reshard")
+
+
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
@@ -94,6 +104,25 @@ def test_a_mutant_that_verifies_plays_without_a_violation(found: Compiled, pick:
          "actor.rollout may start before prompts has made"),
         ("grpo_colocate", lambda p: with_action(p, "eval", after=()),
          "actor.update and eval may run on device 0 at the same time"),
+        ("ray_split", lambda p: without_action(p, "transfer:advantage->train"),
+         "nothing carries advantages of advantage to actor.update"),
+        ("ray_split", lambda p: with_action(p, "transfer:advantage->train", transport="copy"),
+         "transfer:advantage->train goes by copy"),
+        ("ray_split", lambda p: replace(p, backend="local"),
+         "transfer:advantage->train carries advantages, which nobody reads there"),
+        ("ray_mesh", lambda p: with_action(p, "actor.update", takes=p.action("reward").takes),
+         "takes rows in parts ((4,), (5,)), it has devices [0, 1, 2, 3]"),
+        ("ray_mesh", lambda p: with_action(p, "ref.log_probs", takes=halved(p, "ref.log_probs")),
+         "different rows on devices [0, 1], which share layers"),
+        ("ray_mesh", lambda p: with_action(p, "actor.rollout", makes=None),
+         "actor.rollout makes no rows: not what its op declares"),
+        ("ray_mesh", lambda p: with_action(p, reshard_of(p), transport="copy"),
+         "goes by copy, not by shared memory"),
+        ("ray_mesh", lambda p: replace(p, hosts=2), "goes by shared memory, not by collective"),
+        ("ray_pressure", lambda p: with_action(p, "wake:actor@all/gradients", mode="offload"),
+         "is marked offload, and actor.update is next to use it"),
+        ("ray_mesh", lambda p: with_action(p, "eval", after=()),
+         "eval may be in flight together on devices [0, 1, 2, 3]"),
         ("grpo_pressure", lambda p: without_action(p, "wake:ref@all/weights"),
          "ref.log_probs needs ref@all/weights, which is asleep"),
     ],

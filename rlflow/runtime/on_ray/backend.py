@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rlflow.runtime.on_ray.deadline import cause_of
-
 from rlflow.errors import Finding, RlflowError, RunError
 from rlflow.runtime.executor import Completion
+from rlflow.runtime.on_ray.deadline import cause_of
 from rlflow.runtime.on_ray.lying import Lying
 from rlflow.runtime.on_ray.rank import Failed, Made
 from rlflow.runtime.stats import join
@@ -237,7 +236,7 @@ class RayBackend:
         missing = ", ".join(self._ranks.name(device) for device in flight.waiting)
         return RunError(
             Finding(
-                code="E762",
+                code="E763",
                 what=f"{flight.action.id} in iteration {flight.iteration} took longer than "
                 f"{self._deadline:g} s",
                 got=f"no answer from {missing}",

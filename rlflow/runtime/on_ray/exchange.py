@@ -1,36 +1,21 @@
 """Rows on their way from the ranks that made them to those that read them.
 
-A transfer is computed from row numbers: who sends which of its rows to whom. Rows travel as
-numpy arrays in Ray's object store, put there by the sender and read in place by the
-receivers; the controller passes references on. This file knows no op and no placement.
+A transfer is computed from row numbers: who sends which of its rows to whom. The controller
+works with this; it holds no tensor and imports no torch. This file knows no op.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from rlflow.batch import (
-    concat_rows,
-    flat,
-    is_ragged,
-    make_batch,
-    offsets,
-    select_field,
-    select_rows,
-)
 from rlflow.runtime.rows import Cut, cuts
 from rlflow.scheduler.plan import Spread
 
 Rows = NDArray[np.int64]
-Entry = tuple[str, tuple[int, ...], NDArray[np.uint8], Rows | None]
-Packed = dict[str, Entry]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,59 +89,3 @@ def _unless_all(places: Rows, count: int) -> Rows | None:
     """The places, or None where they are all of them in order."""
     whole = len(places) == count and bool((places == np.arange(count)).all())
     return None if whole else places
-
-
-def packed(fields: Mapping[str, Tensor], rows: Rows | None) -> Packed:
-    """Fields of some rows as arrays that another process can read in place.
-
-    An entry is dtype, shape, the values as bytes, and where rows begin if they are ragged.
-    """
-    if rows is not None:
-        index = torch.from_numpy(rows)
-        fields = {name: select_field(field, index) for name, field in fields.items()}
-    return {name: _packed_field(field) for name, field in fields.items()}
-
-
-def _packed_field(field: Tensor) -> Entry:
-    values = flat(field) if is_ragged(field) else field
-    bounds = offsets(field).cpu().numpy() if is_ragged(field) else None
-    host = values.detach().cpu().contiguous()
-    raw = host.view(-1).view(torch.uint8).numpy()
-    return str(host.dtype).removeprefix("torch."), tuple(host.shape), raw, bounds
-
-
-def unpacked(entries: Packed) -> dict[str, Tensor]:
-    """The fields again, views of the arrays, which are read-only where Ray shares them."""
-    return {name: _unpacked_field(*entry) for name, entry in entries.items()}
-
-
-def _unpacked_field(
-    dtype: str, shape: tuple[int, ...], raw: NDArray[np.uint8], bounds: Rows | None
-) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        kind = getattr(torch, dtype)
-        values = (
-            torch.from_numpy(raw).view(kind).view(shape)
-            if raw.size
-            else torch.empty(shape, dtype=kind)
-        )
-        if bounds is None:
-            return values
-        return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(bounds))
-
-
-def joined(
-    pieces: Sequence[tuple[dict[str, Tensor], Rows | None]], count: int
-) -> dict[str, Tensor]:
-    """One part's fields of pieces and their places in it; a whole piece is taken as it is."""
-    if len(pieces) == 1 and pieces[0][1] is None:
-        return pieces[0][0]
-    batches, places = [], []
-    for fields, target in pieces:
-        rows = np.arange(count) if target is None else target
-        batches.append(make_batch(fields, len(rows)))
-        places.append(rows)
-    back = np.empty(count, dtype=np.int64)
-    back[np.concatenate(places)] = np.arange(count)
-    return dict(select_rows(concat_rows(batches), torch.from_numpy(back)).items())

@@ -161,9 +161,14 @@ class Lying:
         rows = self._row_set(action, iteration)
         key = (spread.rule, len(spread.parts))
         if key not in rows.partitions:
-            where = self._node(action).where
+            node = self._node(action)
             rows.partitions[key] = dispatched(
-                spread.rule, rows.tokens, rows.groups, len(spread.parts), where=where
+                spread.rule,
+                rows.tokens,
+                rows.groups,
+                len(spread.parts),
+                whole_groups=node.op.per == "group",
+                where=node.where,
             )
         return rows.partitions[key]
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from rlflow.runtime.on_ray.deadline import wait
-from rlflow.runtime.on_ray.pools import Report, Reservation, device_map, reserve, stable_order
-from rlflow.runtime.on_ray.session import Session
 
 from rlflow.errors import RlflowError
 from rlflow.runtime.checkpoint import Found
 from rlflow.runtime.durable import FileRecord
 from rlflow.runtime.on_ray.backend import RayBackend, device_name
+from rlflow.runtime.on_ray.deadline import wait
+from rlflow.runtime.on_ray.pools import Report, Reservation, device_map, reserve, stable_order
 from rlflow.runtime.on_ray.rank import Failed, Rank, Start
+from rlflow.runtime.on_ray.session import Session
 from rlflow.runtime.on_ray.shipping import shipped
 from rlflow.scheduler.plan import HOST, Instance, Plan
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rlflow.runtime.checkpoint import Component
 
 START_SECONDS = 120.0
+RANK: Any = ray.remote(concurrency_groups={"rows": 1})(Rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,22 +158,15 @@ class RayMachine:
     def _placed(self, devices: Sequence[int], reservation: Reservation) -> Ranks:
         """A process in every slot; devices are numbered by where the processes are."""
         made = [
-            ray.remote(Rank)
-            .options(
+            RANK.options(
                 scheduling_strategy=slot.strategy,
                 num_cpus=slot.cpus,
                 num_gpus=slot.gpus,
-                concurrency_groups={"rows": 1},
-            )
-            .remote()
+            ).remote()
             for slot in reservation.slots
         ]
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        host = (
-            ray.remote(Rank)
-            .options(num_cpus=0, scheduling_strategy=here, concurrency_groups={"rows": 1})
-            .remote()
-        )
+        host = RANK.options(num_cpus=0, scheduling_strategy=here).remote()
         started = Ranks({**dict(enumerate(made)), HOST: host}, {})
         self._ranks = started
         asked = [actor.report.remote() for actor in started.all()]

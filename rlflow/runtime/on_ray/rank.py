@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from rlflow.runtime.on_ray.pools import Report, free_port, report
-from rlflow.runtime.on_ray.session import die_with_parent
 
 from rlflow.errors import Finding, RlflowError, RunError
 from rlflow.runtime.durable import FileRecord, fault, register_faults
-from rlflow.runtime.on_ray.exchange import Packed, Piece, joined, packed, unpacked
+from rlflow.runtime.on_ray.exchange import Piece
+from rlflow.runtime.on_ray.pools import Report, free_port, report
+from rlflow.runtime.on_ray.session import die_with_parent
 from rlflow.scheduler.plan import HOST, Plan
 
 if TYPE_CHECKING:
     from rlflow.ops.body import Stat
+    from rlflow.runtime.on_ray.packing import Packed
     from rlflow.runtime.worker import Worker
 
 Rows = NDArray[np.int64]
@@ -116,6 +117,8 @@ class Rank:
         receive of itself, the transfer has read it.
         """
         try:
+            from rlflow.runtime.on_ray.packing import packed
+
             self._fault("rank:send")
             worker = self._ready()
             source = worker.flow.sources(transfer)[0]
@@ -247,6 +250,7 @@ class Rank:
     ) -> Made:
         import torch
 
+        from rlflow.runtime.on_ray.packing import joined, packed, unpacked
         from rlflow.runtime.store import Stored
 
         self._fault("rank:receive")

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.batch import flat, is_ragged, lengths, ragged, select_field, text
-from rlflow.runtime.on_ray.exchange import exchange, joined, packed, unpacked
+from rlflow.runtime.on_ray.exchange import exchange
+from rlflow.runtime.on_ray.packing import joined, packed, unpacked
 from rlflow.scheduler.plan import HOST, Spread
 
 pytestmark = pytest.mark.torch
@@ -80,9 +81,7 @@ def spreads(draw):
         of = draw(st.lists(st.integers(0, parts - 1), min_size=rows, max_size=rows))
         order = draw(st.permutations(range(rows)))
         held = [np.array([r for r in order if of[r] == p], dtype=np.int64) for p in range(parts)]
-        groups = tuple(
-            tuple(devices[p * holders : (p + 1) * holders]) for p in range(parts)
-        )
+        groups = tuple(tuple(devices[p * holders : (p + 1) * holders]) for p in range(parts))
         return Spread(parts=groups, rule="balanced"), held
 
     return (*one(), *one())

@@ -14,7 +14,7 @@ from rlflow.runtime.on_ray.shipping import shipped
 
 pytestmark = [pytest.mark.ray, pytest.mark.torch]
 
-PIPELINE = '''
+PIPELINE = """
 import threading
 import helper_of_mine
 import rlflow as rf
@@ -48,7 +48,7 @@ def good(cfg: Config) -> None:
 @rf.pipeline()
 def bad(cfg: Config) -> None:
     declare(locked)(cfg)
-'''
+"""
 
 
 @pytest.fixture

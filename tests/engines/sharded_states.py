@@ -1,0 +1,285 @@
+"""What ranks do in the tests of what sharded models hold: loading, sleeping, saving, refusing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rlflow.batch import flat, select_rows
+from rlflow.engines.loading import load_model
+from rlflow.engines.sharded import load_sharded
+from rlflow.engines.sharded_loading import fill_from_safetensors
+from rlflow.engines.sharded_train import ShardedTrainEngine
+from rlflow.errors import RlflowError, RunError
+from tests.engines.examples import Spec, one_step, rows
+from tests.engines.sharded_checks import differ, mesh, own_rows, pair
+
+
+def trained(path, shape, dtype=torch.float32, spec=None, **options):
+    model = load_sharded(
+        path, mesh=mesh(*shape), trained=True, dtype=dtype, device="cpu", **options
+    )
+    return ShardedTrainEngine(model, spec or Spec(), micro_tokens=20)
+
+
+def part_of(engine, batch):
+    return select_rows(batch, own_rows(engine, len(batch), uneven=False))
+
+
+def contents(engine):
+    shards = {**engine.model.shards(), **engine.optimizer.shards()}
+    return {name: shard.tensor.clone() for name, shard in shards.items()}
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
+
+
+def shards_tile(rank, path, shape):
+    """Pieces of all ranks, put together, are the whole model; replicas hold the same ones."""
+    engine = trained(path, shape)
+    ranks = engine.model.ranks
+    one = load_model(path, dtype=torch.float32, device="cpu").named_tensors()
+    mine = {name: (shard.box, shard.tensor) for name, shard in engine.model.shards().items()}
+    parts = ranks.gather(mine, ("replicate", "fsdp", "tp"))
+    assert engine.model.num_bytes() == sum(4 * tensor.numel() for _, tensor in mine.values())
+    for name, whole in one.items():
+        counted, joined = torch.zeros(whole.shape), torch.zeros(whole.shape)
+        for box, tensor in (part[name] for part in parts):
+            counted[tuple(slice(*bounds) for bounds in box)] += 1
+            joined[tuple(slice(*bounds) for bounds in box)] = tensor
+        held_by = ranks.sizes["replicate"]
+        copies = held_by if name in engine.model.cuts else held_by * ranks.sizes["tp"]
+        assert (counted == copies).all(), name
+        assert torch.equal(joined, whole), name
+    return len(mine)
+
+
+def sleeping_changes_nothing(rank, path, shape):
+    """Weights and moments come back bit for bit, and so do the steps after."""
+    first, second = trained(path, shape), trained(path, shape)
+    batch = part_of(first, rows())
+    for engine in (first, second):
+        assert one_step(engine, batch).applied
+    before = contents(first)
+    buffers = [*first.model.buffers(), *first.optimizer.state_buffers()]
+
+    first.sleep_optimizer()
+    first.model.sleep("offload")
+
+    assert not any(buffer.untyped_storage().nbytes() for buffer in buffers)
+    for wrong in (lambda: one_step(first, batch), first.model.shards):
+        refused(wrong, "E506")
+    first.model.wake()
+    refused(lambda: one_step(first, batch), "E506")
+    first.wake_optimizer()
+    assert same(before, contents(first))
+    assert one_step(first, batch) == one_step(second, batch)
+    assert same(contents(first), contents(second))
+    return True
+
+
+def discarded_weights_come_by_shards(rank, path, shape):
+    """After `discard` the shards can be written, and only then computed with."""
+    engine = trained(path, shape)
+    batch = part_of(engine, rows())
+    expected = engine.forward(batch, outputs=("log_probs",), temperature=1.0)["log_probs"]
+    before = {name: shard.tensor.clone() for name, shard in engine.model.shards().items()}
+    engine.model.sleep("discard")
+    engine.model.wake()
+    refused(lambda: engine.forward(batch, outputs=("log_probs",), temperature=1.0), "E506")
+
+    for name, shard in engine.model.shards().items():
+        shard.tensor.copy_(before[name])
+    engine.model.loaded(5)
+
+    found = engine.forward(batch, outputs=("log_probs",), temperature=1.0)["log_probs"]
+    assert torch.equal(expected, found)
+    assert engine.model.version == 5
+    return True
+
+
+def writes_reach_the_next_pass(rank, path, shape):
+    """A write to the shards between two passes is seen, whole parameters kept or not."""
+    engine = trained(path, shape)
+    batch = part_of(engine, rows())
+    before = engine.forward(batch, outputs=("log_probs",), temperature=1.0)["log_probs"]
+    with torch.no_grad():
+        for shard in engine.model.shards().values():
+            shard.tensor.mul_(0.5)
+    after = engine.forward(batch, outputs=("log_probs",), temperature=1.0)["log_probs"]
+    assert not torch.allclose(before, after)
+    return True
+
+
+def a_number_that_is_not_finite(rank, path, shape, bad):
+    """One rank's bad number changes nothing on any rank; the next step is made."""
+    engine = trained(path, shape)
+    batch = part_of(engine, rows())
+    one_step(engine, batch)
+    before, version = contents(engine), engine.model.version
+
+    def loss(outputs, micro):
+        total = -outputs["log_probs"].sum()
+        if rank:
+            return total, {}
+        if bad == "loss":
+            return total * 0 + float("inf"), {}
+        return (total - total.detach()).abs().sqrt(), {}
+
+    result = one_step(engine, batch, loss)
+
+    assert not result.applied
+    assert same(before, contents(engine))
+    assert (version, 1) == (engine.model.version, engine.optimizer.steps)
+    assert one_step(engine, batch).applied
+    return True
+
+
+def losses_without_gradient(rank, path, shape):
+    """Rows without tokens, and a loss that depends on nothing, keep step with the others."""
+    one, sharded = pair(path, shape, micro_tokens=20)
+    batch = rows(response_sizes=(0, 4, 0, 3))
+    chosen = [row for row in range(len(batch)) if row % 2 == rank]
+    seen = []
+
+    def loss(outputs, micro):
+        seen.append(len(micro))
+        if rank and len(flat(micro["response_tokens"])) > 8:
+            return torch.zeros(()), {}
+        return -outputs["log_probs"].sum(), {}
+
+    part = select_rows(batch, chosen)
+    result = one_step(sharded, part, loss)
+
+    assert result.applied
+    assert sum(seen) == len(chosen)
+    assert all(seen)
+    nobody = one_step(sharded, select_rows(batch, []), loss)
+    assert (0.0, True, {}) == (nobody.grad_norm, nobody.applied, nobody.metrics)
+    return True
+
+
+class Held(TorchDispatchMode):
+    """The most bytes that tensors on the CPU have held at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = {}
+        self.bound = 0
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, output)):
+            if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.device.type == "cpu":
+                storage = leaf.untyped_storage()
+                _, before = self.known.get(storage._cdata, (None, 0))
+                if before != storage.nbytes():
+                    self.known[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                    self.bound += storage.nbytes() - before
+        # What was freed since is still in the bound; it is looked for where that would matter.
+        if self.bound > self.most:
+            live = {at: (ref, size_of(ref)) for at, (ref, _) in self.known.items()}
+            self.known = {at: found for at, found in live.items() if not found[0].expired()}
+            self.bound = sum(size for _, size in self.known.values())
+            self.most = max(self.most, self.bound)
+        return output
+
+
+def size_of(ref):
+    storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+    return 0 if storage is None else storage.nbytes()
+
+
+def most_held_while_loading(rank, path, shape, init):
+    """The most bytes at once, of `load_sharded` and of `load_model`, and those of all weights."""
+    options = {"dtype": torch.float32, "device": "cpu", "init": init}
+    with Held() as sharded:
+        model = load_sharded(path, mesh=mesh(*shape), trained=True, **options)
+    with Held() as whole:
+        one = load_model(path, **options)
+    wrong = differ(one.named_tensors(), model.named_tensors(), model.shards(), 0.0)
+    assert not wrong, wrong
+    return sharded.most, whole.most, one.num_bytes()
+
+
+def another_layout_continues(rank, path, shape, folder, dtype):
+    """What one rank saved after two steps, several continue; and theirs has the same names."""
+    dtype = getattr(torch, dtype)
+    one, sharded = pair(path, shape, dtype=dtype, spec=Spec(eps=1e-3))
+    batch = rows()
+    for _ in range(2):
+        one_step(one, batch)
+    file = Path(folder) / f"{rank}.safetensors"
+    state = {**one.model.named_tensors(), **one.optimizer_tensors()}
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, file)
+
+    for shards in (sharded.model.shards(), sharded.optimizer.shards()):
+        fill_from_safetensors(shards, dict.fromkeys(shards, file))
+    sharded.model.loaded(2)
+    sharded.optimizer.steps = 2
+
+    assert set(one.optimizer.shards()) == set(sharded.optimizer.shards())
+    assert one.optimizer.trained_names() == sharded.optimizer.trained_names()
+    ours = sharded.optimizer.shards()
+    wrong = differ(one.optimizer_tensors(), {n: s.tensor for n, s in ours.items()}, ours, 0.0)
+    assert not wrong, wrong
+    expected = one_step(one, batch)
+    found = one_step(sharded, part_of(sharded, batch))
+    limit = 1e-5 if dtype == torch.float32 else 0.05
+    assert abs(expected.metrics["loss"] - found.metrics["loss"]) < limit
+    assert abs(expected.grad_norm - found.grad_norm) < limit * 10
+    return True
+
+
+def adapters_merge_as_those_of_one_rank(rank, path, shape, lora):
+    """Merged pieces are those of one rank's merged weights, with adapters that say something."""
+    one, sharded = pair(path, shape, lora=lora)
+    for engine in (one, sharded):
+        assert engine.model.trained_names() == one.model.trained_names()
+    batch = rows()
+    for _ in range(2):
+        one_step(one, batch)
+        one_step(sharded, part_of(sharded, batch))
+    shards = sharded.model.merged_shards()
+    wrong = differ(
+        one.model.merged_tensors(), {n: s.tensor for n, s in shards.items()}, shards, 1e-9
+    )
+    assert not wrong, wrong
+    return True
+
+
+def refused(action, code):
+    with pytest.raises(RunError, match=code):
+        action()
+
+
+def refusal(rank, path, shape, options):
+    """What a load that cannot be made says."""
+    try:
+        load_sharded(path, mesh=mesh(*shape), device="cpu", dtype=torch.float32, **options)
+    except RlflowError as error:
+        return str(error)
+    return ""
+
+
+def refusal_of_axes(rank, path):
+    """What is said of a mesh with other axes."""
+    other = dist.device_mesh.init_device_mesh(
+        "cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)
+    )
+    try:
+        load_sharded(path, mesh=other, device="cpu", dtype=torch.float32, trained=False)
+    except RlflowError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,76 @@
+"""The math does not depend on the layout: outputs, gradients and steps of one rank, on several.
+
+A mesh is (replicate, fsdp, tp). qwen2's embeddings are tied, llama's are not, qwen3 has norms
+of its heads, and the tiny model a vocabulary of 51.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import rlflow as rf
+from tests.conftest import TINY
+from tests.engines import sharded_checks as checks
+from tests.engines.examples import Spec
+
+pytestmark = pytest.mark.torch
+
+LORA = rf.LoRA(rank=3, alpha=6, targets=("q_proj", "o_proj", "down_proj"))
+CUT = {"uneven": True, "micro_tokens": 20}
+
+
+def path_of(family, model_dir):
+    return str(TINY) if family == "tiny" else model_dir(family)
+
+
+def equal(world, path, shape, **options):
+    ranks = shape[0] * shape[1] * shape[2]
+    assert all(world(ranks).run(checks.with_options, path, shape, options))
+
+
+@pytest.mark.parametrize(
+    ("shape", "family", "options"),
+    [
+        pytest.param((1, 2, 1), "qwen2", {}, id="fsdp2"),
+        pytest.param((1, 2, 1), "llama", {**CUT, "recompute": True}, id="fsdp2-recompute"),
+        pytest.param((2, 1, 1), "qwen3", {**CUT, "head": "value"}, id="dp2-value"),
+        pytest.param((1, 1, 2), "qwen2", {"micro_tokens": 20}, id="tp2-tied"),
+        pytest.param((1, 1, 2), "llama", {"head": "value"}, id="tp2-value"),
+        pytest.param((1, 1, 2), "qwen3", {"recompute": True}, id="tp2-recompute"),
+        pytest.param((1, 1, 2), "tiny", {}, id="tp2-uneven-vocabulary"),
+        pytest.param((1, 1, 2), "mistral", {}, id="tp2-window"),
+        pytest.param((1, 1, 2), "llama", {"lora": LORA}, id="tp2-lora"),
+    ],
+)
+def test_two_ranks_compute_what_one_does(shape, family, options, world, model_dir):
+    equal(world, path_of(family, model_dir), shape, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "family", "options"),
+    [
+        pytest.param((1, 4, 1), "llama", {**CUT, "head": "value"}, id="fsdp4-value"),
+        pytest.param((2, 2, 1), "qwen2", {**CUT, "recompute": True}, id="hsdp"),
+        pytest.param((1, 2, 2), "qwen3", {**CUT, "recompute": True}, id="fsdp2xtp2-recompute"),
+        pytest.param((1, 2, 2), "qwen2", {"uneven": True, "init": "random", "seed": 7}, id="drawn"),
+        pytest.param((2, 1, 2), "tiny", CUT, id="dp2xtp2"),
+        pytest.param((1, 2, 2), "qwen3", {**CUT, "lora": LORA}, id="fsdp2xtp2-lora"),
+    ],
+)
+def test_four_ranks_compute_what_one_does(shape, family, options, world, model_dir):
+    equal(world, path_of(family, model_dir), shape, **options)
+
+
+# A gradient that is all rounding, such as that of a key's bias, would be scaled up to a step.
+STEADY = replace(Spec(), eps=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [pytest.param("float32", 1e-5), pytest.param("bfloat16", 0.1)]
+)
+def test_lower_precision_agrees_to_its_tolerance(dtype, limit, world, model_dir):
+    options = {"dtype": dtype, "limit": limit, "spec": STEADY, "micro_tokens": 20}
+
+    equal(world, model_dir("qwen2"), (1, 2, 2), **options)

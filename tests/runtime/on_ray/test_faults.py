@@ -1,0 +1,152 @@
+"""Processes that die or freeze in the middle of an action: one error in time, nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from rlflow.runtime.checkpoint import list_checkpoints
+from rlflow.runtime.metrics import read_metrics
+from tests.conftest import PIPELINES, QUICK, SMALL, ended, process
+
+pytestmark = [pytest.mark.ray, pytest.mark.torch]
+
+GRPO = PIPELINES / "grpo_arithmetic.py"
+WORDS = (*SMALL, *QUICK, "--set", "group_size=4", "--save-every", 2, "--backend", "ray", "-q")
+SPLIT = ("--placement", "split", "--devices", "cpu:2")
+TIGHT = ("--placement", "colocate", "--devices", "cpu:1@12MB", "--set", "kl_coef=0.05")
+MARK = "RLFLOW_TEST_MARK"
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Processes that inherited a mark in their environment, by pid, with their command."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                found[int(entry.name)] = command
+        except OSError:
+            continue
+    return found
+
+
+def all_gone(mark: str, seconds: float = 20) -> dict[int, str]:
+    """What is left of a run's processes after at most so many seconds."""
+    until = time.monotonic() + seconds
+    while (left := marked(mark)) and time.monotonic() < until:
+        time.sleep(0.2)
+    return left
+
+
+def start(run: Path, *words: object, iterations: int = 6, **environment: str):
+    where = () if "--resume" in words else ("--run-dir", run)
+    return process(
+        *("run", GRPO, *WORDS, *words, "--iterations", iterations, *where),
+        cwd=run.parent,
+        **{MARK: run.parent.name},
+        **environment,
+    )
+
+
+def rarely(*case: object):
+    """A case that only the long tests try, because each starts a cluster."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("point", "rank", "words", "names"),
+    [
+        ("rank:run=kill9@6", 0, SPLIT, "actor.update in iteration 5"),
+        ("rank:reshard=kill9@4", 1, SPLIT, "reshard:actor@train->actor@gen in iteration 4"),
+        rarely("rank:run=kill9@4", 1, SPLIT, "actor.rollout"),
+        rarely("rank:run=kill9@10", -1, SPLIT, "in iteration"),
+        rarely("rank:send=kill9@9", 1, SPLIT, "transfer:actor.rollout"),
+        rarely("rank:receive=kill9@4", 0, SPLIT, "transfer:"),
+        rarely("rank:sleep=kill9@9", 0, TIGHT, "sleep:"),
+        rarely("rank:wake=kill9@9", 0, TIGHT, "wake:"),
+    ],
+)
+def test_a_killed_rank_ends_the_run_with_one_error_and_no_process_left(
+    tmp_path, point, rank, words, names
+):
+    run = tmp_path / "run"
+    began = start(run, *words, RLFLOW_FAULT=point, RLFLOW_FAULT_RANK=str(rank))
+
+    code, _, err = ended(began, timeout=240)
+
+    assert 1 == code, err
+    assert 1 == err.count("error["), err
+    assert "E759" in err
+    assert names in err
+    who = "the host worker" if rank < 0 else f"rank of device {rank}"
+    assert f"{who} on node 127.0.0.1" in err
+    assert "SIGKILL" in err or "killed" in err, err
+    assert {} == all_gone(tmp_path.name)
+    assert list_checkpoints(run / "checkpoints"), "nothing to continue from"
+
+
+def test_what_a_killed_run_left_continues_on_another_number_of_ranks(tmp_path):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    broken = start(
+        run, *SPLIT, RLFLOW_FAULT="rank:run=kill9@5", RLFLOW_FAULT_RANK="0", iterations=6
+    )
+    assert 1 == ended(broken, timeout=240).code
+    (last,) = list_checkpoints(run / "checkpoints")[-1:]
+    assert "iteration-000004" == last.name
+
+    many = ("--placement", "fsdp", "--devices", "cpu:2", "--resume", run)
+    code, _, err = ended(start(run, *many), timeout=240)
+    assert 0 == code, err
+    assert 0 == ended(start(whole, *SPLIT), timeout=240).code
+
+    left = [line.metrics for line in read_metrics(run / "metrics.jsonl")]
+    right = [line.metrics for line in read_metrics(whole / "metrics.jsonl")]
+    assert left[:4] == right[:4]
+    assert left[4].keys() == right[4].keys()
+    assert left[4]["reward/mean"] == right[4]["reward/mean"]
+    assert right[4]["actor.update/loss"] == pytest.approx(left[4]["actor.update/loss"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_frozen_rank_is_an_error_within_the_deadline(tmp_path):
+    run = tmp_path / "run"
+    began = start(run, *SPLIT, "--deadline", 15, iterations=2000)
+    until = time.monotonic() + 120
+    while not (run / "spans").exists() or len(list_checkpoints(run / "checkpoints")) < 1:
+        assert time.monotonic() < until
+        assert began.poll() is None
+        time.sleep(0.2)
+    ranks = [pid for pid, command in marked(tmp_path.name).items() if "ray::Rank" in command]
+    os.kill(min(ranks), signal.SIGSTOP)
+    frozen = time.monotonic()
+
+    code, _, err = ended(began, timeout=120)
+
+    assert 1 == code, err
+    assert "E763" in err
+    assert "no answer from" in err
+    assert time.monotonic() - frozen < 60
+    assert {} == all_gone(tmp_path.name)
+
+
+def test_a_killed_controller_leaves_no_process(tmp_path):
+    run = tmp_path / "run"
+    began = start(run, *SPLIT, iterations=2000)
+    until = time.monotonic() + 120
+    while not list_checkpoints(run / "checkpoints"):
+        assert time.monotonic() < until
+        assert began.poll() is None, began.communicate()
+        time.sleep(0.2)
+    assert any("raylet" in command for command in marked(tmp_path.name).values())
+
+    began.kill()
+    began.communicate()
+
+    assert {} == all_gone(tmp_path.name)
