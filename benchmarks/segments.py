@@ -7,6 +7,7 @@ knows their protocols and nothing of what is behind them. Seconds are those of
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,8 +37,8 @@ class Moments:
     def segments(self) -> dict[str, float]:
         """Seconds between the moments; `out` is below 0 where a rank began before `returned`."""
         moments = (self.submitted, self.returned, self.start, self.end, self.done, self.heard)
-        pairs = zip(moments, moments[1:], strict=False)
-        return dict(zip(NAMES, (b - a for a, b in pairs), strict=True))
+        steps = (b - a for a, b in itertools.pairwise(moments))
+        return dict(zip(NAMES, steps, strict=True))
 
 
 class Watch:

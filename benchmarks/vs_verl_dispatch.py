@@ -39,7 +39,7 @@ from gauges import Turn
 VERL = Environment(
     name="verl",
     constraints="constraints-verl.txt",
-    packages=("--no-deps", "-r", str(HERE / "constraints-verl.txt")),
+    packages=("--no-deps", "-r", "benchmarks/constraints-verl.txt"),
 )
 PROMPT, RESPONSE, WORKERS, CALLS = 512, 1024, 2, 3
 BYTES_PER_ROW = 2 * 8 * (PROMPT + RESPONSE) + 3 * 4 * RESPONSE

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlflow.errors import Finding, UsageError
-
 Axis = Literal["replicate", "fsdp", "tp"]
 
 AXES: tuple[Axis, ...] = ("replicate", "fsdp", "tp")
@@ -26,22 +24,10 @@ ROWS: tuple[Axis, ...] = ("replicate", "fsdp")
 
 
 class MeshRanks:
-    """A rank among those of `mesh`; tensors that are communicated lie on `device`.
-
-    Raises UsageError for a mesh with other axes.
-    """
+    """A rank among those of `mesh`, of axes AXES; what is communicated lies on `device`."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
-        if mesh.mesh_dim_names != AXES:
-            raise UsageError(
-                Finding(
-                    code="E523",
-                    what="a model cannot be sharded over this mesh",
-                    got=f"axes {mesh.mesh_dim_names}",
-                    expected=", ".join(AXES),
-                    fix=f"DeviceMesh(kind, ranks, mesh_dim_names={AXES})",
-                )
-            )
+        assert mesh.mesh_dim_names == AXES, mesh
         self.mesh = mesh
         self.device = device
         self.sizes: dict[Axis, int] = {axis: mesh[axis].size() for axis in AXES}

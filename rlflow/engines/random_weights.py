@@ -48,6 +48,7 @@ class Kept:
         """Forget the contents."""
         self.storage.resize_(0)
 
+    @torch.no_grad()
     def fill(self) -> None:
         """Make the contents again, by doing the same once more."""
         if self.storage.nbytes() == self.size:

@@ -26,7 +26,7 @@ from rlflow.engines.transports import finish
 from rlflow.errors import Finding, RunError
 
 # Two halves of this size stay in the caches of a host; larger ones only cost fresh pages.
-HALF = 800 << 20
+HALF = 8 << 20
 FULL, READ = 1, 2
 
 

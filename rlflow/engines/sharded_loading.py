@@ -51,7 +51,9 @@ def skeleton(path: str, config: Any, head: Head, dtype: torch.dtype) -> nn.Modul
         if lost:
             what = f"model {path!r} has buffers that can be had only by loading it whole"
             got = f"{', '.join(lost)} of {type(layer).__name__}"
-            raise UsageError(Finding(code="E524", what=what, got=got, fix="rf.on(..., fsdp=1)"))
+            raise UsageError(
+                Finding(code="E523", what=what, got=got, fix="rf.on(..., fsdp=1, tp=1)")
+            )
     return built
 
 

@@ -12,6 +12,7 @@ does not know what a graph or a plan is.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -130,8 +131,11 @@ class RunDir:
             self._lock = None
 
     def remove(self) -> None:
-        """Delete a directory in which no run has begun."""
+        """Delete a directory in which no run has begun, and the folder of runs if it is empty."""
         shutil.rmtree(self.path, ignore_errors=True)
+        if self.path.parent.name == RUNS.name:
+            with contextlib.suppress(OSError):
+                self.path.parent.rmdir()
 
     def read_run(self) -> Mapping[str, JSON]:
         """What run.json says. Raises `RunDirError` if it is damaged."""

@@ -45,7 +45,7 @@ class World:
         self.device = device
         self._ranks = {number: rank for rank, number in enumerate(devices)}
         self._wait = timedelta(seconds=timeout)
-        shared = [i for i in plan.instances if is_sharded(i)]
+        shared = [i for i in plan.instances if i.sharded]
         self._meshes = {i.name: self._mesh(i) for i in shared}
         self._groups = {i.name: self._group(i.devices) for i in shared}
         self._peers = {i.name: self._part_group(i) for i in plan.instances if i.row_parts > 1}
@@ -95,11 +95,6 @@ class World:
         ranks = sorted(self._ranks[device] for device in devices)
         group: dist.ProcessGroup = dist.new_group(ranks, timeout=self._wait)
         return group
-
-
-def is_sharded(instance: Instance) -> bool:
-    """Whether the ranks of an instance compute together; else each holds a whole replica."""
-    return len(instance.devices) > 1 and (instance.trained or instance.fsdp * instance.tp > 1)
 
 
 class GroupPeers:
@@ -184,13 +179,20 @@ class Copies:
 
     def check(self) -> dict[str, tuple[int, int]]:
         """Parameters whose hashes differ between the two ends."""
-        from rlflow.engines.reshard import checksum
-
-        sent = checksum(self._source.trained_shards())
+        sent = _hashes(self._source.trained_shards())
         different: dict[str, tuple[int, int]] = {}
         for target in self._targets:
-            held = checksum(target.model.shards())
+            held = _hashes(target.model.shards())
             different |= {
                 name: (value, held[name]) for name, value in sent.items() if held[name] != value
             }
         return different
+
+
+def _hashes(shards: Mapping[str, Shard]) -> dict[str, int]:
+    from rlflow.engines.hashing import hash_box
+
+    return {
+        name: hash_box(shard.tensor, shard.box, shard.shape, shard.tensor.dtype)
+        for name, shard in shards.items()
+    }

@@ -222,6 +222,7 @@ def drop_made(group):
 
 def lend_from_a_segment(tensor):
     """Stands for a CUDA IPC handle: memory of this process that another one can open."""
+    LENT.append(tensor.nbytes)
     (segment,) = (s for s in SEGMENTS if s.memory.data_ptr() == storage_of(tensor))
     return opened, (segment.address,)
 
@@ -250,6 +251,7 @@ def by_handles(group, source, targets, options):
     whole = values(source, 0)
     held = in_a_segment(shards_of(source[rank], whole)) if rank in source else None
     taken = [shards_of(target.get(rank, {})) for target in targets]
+    LENT.clear()
     real = ipc.lend, ipc.one_gpu
     ipc.lend, ipc.one_gpu = lend_from_a_segment, lambda *_: True
     try:
@@ -257,7 +259,7 @@ def by_handles(group, source, targets, options):
     finally:
         ipc.lend, ipc.one_gpu = real
     assert_filled(rank, taken, whole)
-    return moved
+    return moved, len(LENT)
 
 
 def assert_filled(rank, taken, whole):
@@ -290,3 +292,4 @@ def on_one_gpu(group, transport, source, target):
 
 MADE: list[Resharder] = []
 SEGMENTS: list[Segment] = []
+LENT: list[int] = []

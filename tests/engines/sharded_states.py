@@ -6,20 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlflow.batch import flat, select_rows
+from rlflow.engines import sharded_forwards
 from rlflow.engines.loading import load_model
 from rlflow.engines.sharded import load_sharded
 from rlflow.engines.sharded_loading import fill_from_safetensors
 from rlflow.engines.sharded_train import ShardedTrainEngine
+from rlflow.engines.train import TrainEngine
 from rlflow.errors import RlflowError, RunError
 from tests.engines.examples import Spec, one_step, rows
-from tests.engines.sharded_checks import differ, mesh, own_rows, pair
+from tests.engines.sharded_checks import differ, gradients, mesh, own_rows, pair
 
 
 def trained(path, shape, dtype=torch.float32, spec=None, **options):
@@ -109,15 +110,23 @@ def discarded_weights_come_by_shards(rank, path, shape):
 
 
 def writes_reach_the_next_pass(rank, path, shape):
-    """A write to the shards between two passes is seen, whole parameters kept or not."""
+    """A write to the shards between two passes is seen everywhere, whole copies or not."""
     engine = trained(path, shape)
+    one = TrainEngine(load_model(path, dtype=torch.float32, device="cpu"), None, micro_tokens=20)
     batch = part_of(engine, rows())
-    before = engine.forward(batch, outputs=("log_probs",), temperature=1.0)["log_probs"]
+    engine.forward(batch, outputs=("log_probs",), temperature=1.0)
+
     with torch.no_grad():
         for shard in engine.model.shards().values():
-            shard.tensor.mul_(0.5)
-    after = engine.forward(batch, outputs=("log_probs",), temperature=1.0)["log_probs"]
-    assert not torch.allclose(before, after)
+            shard.tensor.mul_(0.8)
+        for tensor in one.model.named_tensors().values():
+            tensor.mul_(0.8)
+
+    expected, found = (
+        each.forward(batch, outputs=("log_probs",), temperature=1.0)["log_probs"]
+        for each in (one, engine)
+    )
+    assert torch.allclose(expected, found, atol=1e-5)
     return True
 
 
@@ -273,13 +282,23 @@ def refusal(rank, path, shape, options):
     return ""
 
 
-def refusal_of_axes(rank, path):
-    """What is said of a mesh with other axes."""
-    other = dist.device_mesh.init_device_mesh(
-        "cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)
-    )
+def wrong_forward_on_the_first_rank(rank, path, shape):
+    """Load with a feed-forward that is wrong on one rank; afterwards all is right."""
+    real = sharded_forwards.feed_forward
+    sharded_forwards.feed_forward = lambda *args: real(*args) * (1.5 if rank == 0 else 1.0)
     try:
-        load_sharded(path, mesh=other, device="cpu", dtype=torch.float32, trained=False)
-    except RlflowError as error:
-        return str(error)
-    return ""
+        one, sharded = pair(path, shape, dtype=torch.float32, micro_tokens=20)
+    finally:
+        sharded_forwards.feed_forward = real
+    layer = sharded.model.module.model.layers[0]
+    assert "forward" not in vars(layer.mlp)
+    batch = rows()
+    shards = sharded.model.shards()
+    wrong = differ(
+        gradients(one, batch, batch, ("log_probs",)),
+        gradients(sharded, part_of(sharded, batch), batch, ("log_probs",)),
+        shards,
+        1e-4,
+    )
+    assert not wrong, wrong
+    return True

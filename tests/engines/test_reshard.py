@@ -94,6 +94,8 @@ def test_several_targets_share_a_pass(call, transport):
         tables(PARAMS, "whole", [1, 2]),
         tables(PARAMS, "tp rows", [2, 3]),
         tables(PARAMS, "tp columns", [0, 1, 2]),
+        tables(PARAMS, "whole", [3]),
+        tables(PARAMS, "whole", [3]),
     ]
 
     found = call(4, reshard_ranks.reshard, transport, source, targets, {})
@@ -114,6 +116,19 @@ def test_dtypes_of_all_widths_share_a_message(call, transport):
     found = call(2, reshard_ranks.reshard, transport, source, [target], {"bucket_bytes": 256})
 
     assert 3 + 4 * 8 + 5 * 2 + 6 * 4 == found[1][0].received
+
+
+@pytest.mark.parametrize("transport", BETWEEN)
+def test_messages_of_two_senders_are_aligned_for_themselves(call, transport):
+    source = {
+        0: tables({"bytes": (3,)}, "whole", [0], "uint8")[0],
+        1: tables({"numbers": (5,)}, "whole", [1], "float64")[1],
+    }
+    target = {2: source[0] | source[1]}
+
+    found = call(3, reshard_ranks.reshard, transport, source, [target], {})
+
+    assert 3 + 5 * 8 == found[2][0].received
 
 
 @pytest.mark.parametrize("transport", BETWEEN)

@@ -27,9 +27,10 @@ def test_targets_are_filled_from_the_memory_of_their_sources(world, wanted):
     found = world(4).run(reshard_ranks.in_group, 4, reshard_ranks.by_handles, source, targets, {})
 
     each = 4 if wanted == "float32" else 2
-    received = [moved.received for moved in found]
+    received = [moved.received for moved, _ in found]
     assert [least(source, targets, rank, each) for rank in range(4)] == received
-    assert {0} == {moved.staged for moved in found}
+    assert {0} == {moved.staged for moved, _ in found}
+    assert max(handles for _, handles in found) <= 3, "a storage is lent once to each reader"
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rlflow.engines.gather import stream_whole
 from rlflow.engines.hashing import MODULUS, hash_box
 from rlflow.engines.protocol import Shard
 from rlflow.engines.reshard import Resharder
+from rlflow.engines.segments import Segment, opened
 from rlflow.errors import RunError
 from tests.engines.reshard_layouts import LAYOUTS, at, boxes, models, tables
 from tests.engines.reshard_ranks import same_bits, shards_of, values
@@ -100,6 +102,19 @@ def test_two_elements_that_change_places_are_found():
     target["a"].tensor[[0, 3]] = target["a"].tensor[[3, 0]]
 
     assert {"a"} == set(made.check())
+
+
+def test_a_segment_is_recognised_by_more_than_its_number():
+    segment = Segment(64)
+    segment.memory[5] = 7
+
+    assert 7 == int(opened(segment.address)[5])
+    for wrong in ({"inode": segment.address.inode + 1}, {"size": 128}):
+        with pytest.raises(RunError, match="another file"):
+            opened(replace(segment.address, **wrong))
+    segment.close()
+    with pytest.raises(RunError, match="E543"):
+        opened(segment.address)
 
 
 def by_hand(tensor, index):

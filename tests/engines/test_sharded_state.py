@@ -73,7 +73,6 @@ def test_no_rank_ever_holds_the_whole_model(init, world, tmp_path):
 
     for sharded, whole, weights in held:
         assert whole >= weights
-        print(sharded, whole, weights)
         assert sharded < 0.6 * weights
 
 
@@ -116,9 +115,3 @@ def test_weights_that_are_missing_are_named(world, model_dir, tmp_path):
     found = in_all(world, states.refusal, str(tmp_path), (1, 2, 1), {"trained": True})
 
     assert all("E507" in text and "layers.1.mlp.up_proj" in text for text in found)
-
-
-def test_a_mesh_with_other_axes_is_refused(world, model_dir):
-    found = world(2).run(states.refusal_of_axes, model_dir("llama"))
-
-    assert all("E523" in text and "('dp',)" in text for text in found)

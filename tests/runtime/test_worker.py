@@ -11,6 +11,7 @@ from rlflow.errors import CheckpointError, RunError
 from rlflow.runtime.checkpoint import find_checkpoint, save_checkpoint
 from rlflow.runtime.local import LocalMachine
 from rlflow.runtime.worker import Worker
+from rlflow.runtime.world import resharder
 from rlflow.scheduler.cluster import cpu_cluster
 from rlflow.scheduler.compile import compile_plan
 from tests.conftest import TINY
@@ -73,6 +74,21 @@ def test_a_reshard_copies_the_weights_that_the_update_wrote():
     worker.run(reshard, 1)
     assert (1, 1) == (train.version, gen.version)
     assert same(tensors(train), tensors(gen))
+
+
+def test_a_reshard_that_left_one_bit_different_is_found():
+    plan, worker = worker_of(SPLIT)
+    train, gen = worker.loaded["actor@train"], worker.loaded["actor@gen"]
+    run(plan, worker, 0)
+    (reshard,) = [action for action in plan.actions if action.kind == "reshard"]
+    copies = resharder(None, reshard, train, [gen])
+    copies.run()
+    assert {} == copies.check()
+    name, weight = next(iter(gen.model.named_tensors().items()))
+
+    weight.view(-1).view(torch.int32)[3] ^= 1
+
+    assert {name} == set(copies.check())
 
 
 def test_stale_weights_are_refused():

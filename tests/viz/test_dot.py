@@ -10,7 +10,9 @@ import pygraphviz
 from rlflow.scheduler.plan import Plan
 from rlflow.viz.graph_dot import graph_digraph
 from rlflow.viz.look import ACTION_STYLES, PALETTE, graph_colours, model_colours
+from rlflow.viz.mermaid import plan_mermaid
 from rlflow.viz.plan_dot import DEVICE_LINE, dependencies, plan_digraph
+from rlflow.viz.tables import action_what
 from tests.viz.examples import ppo, ppo_plan, small_graph
 
 GOLDEN = Path(__file__).parent / "golden" / "small.dot"
@@ -94,6 +96,17 @@ def test_gpu_plan_draws_transfers(home: Path):
     assert sum(a.kind == "transfer" for a in plan.actions) == fills.count(
         ACTION_STYLES["transfer"].fill
     )
+
+
+def test_a_reshard_names_everything_that_it_fills(split: Plan):
+    document, graph = split.to_json(), split.graph.to_json()
+    (reshard,) = [action for action in document["actions"] if action["kind"] == "reshard"]
+    reshard["targets"] = ["actor@gen", "actor@look"]
+    drawn = parsed(plan_digraph(document, graph, "TB").source)
+    label = str(drawn.get_node(reshard["id"].replace(":", "_")).attr["label"])
+    for text in (label, plan_mermaid(document, graph, "TB"), action_what(reshard)):
+        assert "actor@gen" in text
+        assert "actor@look" in text
 
 
 def test_edges_left_out_are_implied_by_those_that_are_drawn(squeezed: Plan):

@@ -143,6 +143,11 @@ class RayMachine:
             meta = dict(counters[instance.model])
             self._everywhere(instance, "restore", instance.name, files, meta, found.iteration)
 
+    def held(self) -> dict[int, int]:
+        """Entries in the shard store of every process, by device."""
+        asked = {d: self.ranks.actor(d).held.remote() for d in self.ranks.everybody()}
+        return self.answers(asked, "counting what is held", self.options.deadline)
+
     def close(self) -> None:
         """Stop the processes, and the cluster if it was started here."""
         if self._ranks is not None:

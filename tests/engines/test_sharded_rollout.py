@@ -1,0 +1,44 @@
+"""Generation by several ranks: tokens of one rank, and ranks that never part."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engines import sharded_rollouts as rollouts
+
+pytestmark = pytest.mark.torch
+
+
+def in_all(world, function, path, shape, *args):
+    return world(shape[0] * shape[1] * shape[2]).run(function, path, shape, *args)
+
+
+@pytest.mark.parametrize(
+    ("shape", "family", "trained"),
+    [
+        pytest.param((1, 1, 2), "qwen2", False, id="tp2"),
+        pytest.param((1, 1, 2), "qwen3", True, id="tp2-trained"),
+        pytest.param((1, 2, 1), "llama", True, id="fsdp2-trained"),
+        pytest.param((1, 2, 1), "qwen3", False, id="fsdp2"),
+        pytest.param((2, 1, 2), "mistral", False, id="dp2xtp2"),
+        pytest.param((1, 2, 2), "qwen2", True, id="fsdp2xtp2-trained"),
+    ],
+)
+def test_tokens_are_those_of_one_rank(shape, family, trained, world, model_dir):
+    assert all(in_all(world, rollouts.same_tokens, model_dir(family), shape, trained))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 2)])
+def test_ranks_of_a_part_have_equal_logits(shape, world, model_dir):
+    assert all(in_all(world, rollouts.same_logits, model_dir("llama"), shape))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1), (2, 1, 1)])
+def test_training_goes_on_as_if_nothing_had_been_generated(shape, world, model_dir):
+    assert all(in_all(world, rollouts.training_goes_on_after, model_dir("qwen2"), shape))
+
+
+def test_the_first_rank_decides_on_tokens_and_on_stopping(world, model_dir):
+    found = in_all(world, rollouts.first_rank_decides, model_dir("qwen2"), (1, 1, 2))
+
+    assert [[4] * 8] * 2 == found
