@@ -52,6 +52,8 @@ NOTES = (
     "the bytes are the minimum and rlflow is not slower.",
     "plan: making the resharder, once for all runs. staging: memory of a rank beside the weights; "
     "gathered: the largest parameter, which the other side holds whole beside them.",
+    "The other side takes fresh memory for every whole parameter, as `full_tensor` does; touching "
+    "it for the first time is a good part of its time on a host.",
     "The targets of both sides are compared, bit for bit, and rlflow's own check is run.",
 )
 

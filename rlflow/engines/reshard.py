@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,6 +56,8 @@ class Described:
     kinds: frozenset[str]
     source: dict[str, Entry]
     targets: tuple[dict[str, Entry], ...]
+    options: tuple[Any, ...] = ()
+    only: Names = None
 
 
 class Resharder:
@@ -62,8 +65,9 @@ class Resharder:
 
     Made and run by every rank of `group` (None: this process alone). `source` is None on ranks
     that hold nothing of it, a target's mapping empty on ranks without a part of it; all ranks
-    give the same number of targets. Shards are kept: their tensors must stay the live storage.
-    `rules` say how the targets fuse parameters, `only` limits to those parameters of the source.
+    give the same number of targets and the same options. Shards are kept: their tensors must stay
+    the live storage. `rules` say how the targets fuse parameters; `only` limits to those parameters
+    of the source, and what the ranks of the source say holds.
 
     Raises RunError on every rank: E540 for what no rank holds, E541 for ends that do not match,
     E542 for a fused parameter that cannot be cut so, E543 for a transport that cannot be used,
@@ -84,7 +88,7 @@ class Resharder:
         require_known(transport, bucket_bytes)
         self.group = group
         self.ends = Ends(rank_in(group), source or {}, tuple(targets))
-        ranks = described(self.ends, group)
+        ranks = described(self.ends, group, (transport, bucket_bytes, tuple(rules)), only)
         self.moves = plan_targets(
             {rank: its.source for rank, its in enumerate(ranks)},
             [
@@ -93,7 +97,7 @@ class Resharder:
             ],
             rules=rules,
             host_of={rank: its.host for rank, its in enumerate(ranks)},
-            only=only,
+            only=limited(ranks),
         )
         self.shapes = {name: e[0] for its in ranks for name, e in its.source.items()}
         kinds = frozenset[str]().union(*(its.kinds for its in ranks))
@@ -184,29 +188,49 @@ def regions(move: Move) -> list[Region]:
     return [(move.source, move.source_box, place.dtype) for place in move.places]
 
 
-def described(ends: Ends, group: Group) -> list[Described]:
+def described(
+    ends: Ends, group: Group, options: tuple[Any, ...] = (), only: Names = None
+) -> list[Described]:
     """What every rank has, by rank. Collective.
 
-    Raises RunError (E541) on all of them where one has a shard that is not its box, or another
-    number of targets.
+    Raises RunError (E541) on all of them where one has a shard that is not its box, or where
+    they disagree on the options or the number of targets.
     """
     mine: Described | Finding
     try:
         tables = [entries(shards) for shards in (ends.source, *ends.targets)]
         shards = [shard for table in (ends.source, *ends.targets) for shard in table.values()]
         kinds = frozenset(shard.tensor.device.type for shard in shards)
-        mine = Described(socket.gethostname(), kinds, tables[0], tuple(tables[1:]))
+        host = socket.gethostname()
+        mine = Described(host, kinds, tables[0], tuple(tables[1:]), options, only)
     except RunError as error:
         mine = error.findings[0]
     found = exchange(group, mine)
     for each in found:
         if isinstance(each, Finding):
             raise RunError(each)
-    counts = [len(each.targets) for each in found]
-    if len(set(counts)) > 1:
-        what = "ranks disagree on the number of targets"
-        raise RunError(Finding(code="E541", what=what, got=str(counts)))
+    require_one("the number of targets", [len(each.targets) for each in found])
+    require_one("the options", [each.options for each in found])
     return found
+
+
+def limited(ranks: Sequence[Described]) -> Names:
+    """Which parameters the source sends.
+
+    Raises RunError (E541) where its ranks disagree.
+    """
+    said = [its.only for its in ranks if its.source]
+    require_one("what is to be sent", [None if only is None else sorted(only) for only in said])
+    return said[0] if said else None
+
+
+def require_one(what: str, said: Sequence[Any]) -> None:
+    """Raise RunError (E541) unless all say the same."""
+    for other in said:
+        if other != said[0]:
+            message = f"the ranks of a reshard disagree on {what}"
+            got, expected = str(other), str(said[0])
+            raise RunError(Finding(code="E541", what=message, got=got, expected=expected))
 
 
 def require_known(transport: str, bucket_bytes: int) -> None:

@@ -7,6 +7,7 @@ travel nor what a model is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -214,7 +215,8 @@ def wanted(
                     want = Want(part.source_box, Place(index, name, part.target_box, entry[1]))
                     found.setdefault(part.source, {}).setdefault(rank, []).append(want)
     for name in sorted(only or ()):
-        if name not in found:
+        empty = name in shapes and not math.prod(shapes[name])
+        if name not in found and not empty:
             missing = "source has no" if name not in shapes else "targets take no"
             what = f"the {missing} parameter {name!r}, which is to be sent"
             raise RunError(Finding(code="E540", what=what, near=near_names(name, shapes)))

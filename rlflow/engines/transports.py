@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.engines.buckets import paired_rounds
+from rlflow.engines.buckets import aligned, paired_rounds
 from rlflow.engines.ends import Carried, Ends, Group, dtype_of, losses, own, raw
 from rlflow.engines.slices import ITEMSIZE, Move
 from rlflow.errors import Finding, RunError
@@ -261,7 +261,7 @@ def placed(moves: Mapping[int, Sequence[Move]], as_is: Callable[[Move], bool]) -
                 continue
             message = Message(peer, group, end)
             yield message
-            end = end + message.bytes
+            end = aligned(end + message.bytes)
 
 
 def end_of(messages: Sequence[Message]) -> int:

@@ -49,6 +49,7 @@ class Display:
     def running(self, start: int, end: int) -> Iterator[None]:
         """A progress bar while a terminal looks on."""
         self._last_done, self._end = start, end
+        self._began = time.perf_counter()
         if self.quiet or not self.console.is_terminal:
             yield
             return

@@ -116,7 +116,7 @@ class Instance:
     fsdp: int = 1
     tp: int = 1
     recompute: bool = False
-    offload: str | None = None
+    offload: Literal["layers"] | None = None
 
     @property
     def row_parts(self) -> int:

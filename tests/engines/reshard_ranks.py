@@ -68,6 +68,9 @@ def reshard(group, transport, source, targets, options):
     rank = dist.get_rank(group)
     held = shards_of(source[rank], values(source, 0)) if rank in source else None
     taken = [shards_of(target.get(rank, {})) for target in targets]
+    if "only" in options and held is None:
+        # Only the source knows what training changes.
+        options = {**options, "only": frozenset({"else"})}
     made = Resharder(held, taken, group, transport=transport, **options)
     moved = []
     for seed in (1, 2):
@@ -102,6 +105,11 @@ def errors_as(group, number, *words):
         return errors(group, *words)
     finally:
         os.getpid = real
+
+
+def errors_of_own_options(group, source, target, options):
+    """The same where every rank has options of its own."""
+    return errors(group, "collective", source, [target], options[dist.get_rank(group)])
 
 
 def errors_of_a_wrong_shard(group, source, target):

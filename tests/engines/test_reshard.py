@@ -121,8 +121,8 @@ def test_dtypes_of_all_widths_share_a_message(call, transport):
 @pytest.mark.parametrize("transport", BETWEEN)
 def test_messages_of_two_senders_are_aligned_for_themselves(call, transport):
     source = {
-        0: tables({"bytes": (3,)}, "whole", [0], "uint8")[0],
-        1: tables({"numbers": (5,)}, "whole", [1], "float64")[1],
+        0: tables({"a": (1,), "b": (2,)}, "whole", [0], "uint8")[0],
+        1: tables({"c": (1,), "d": (4,)}, "whole", [1], "float64")[1],
     }
     target = {2: source[0] | source[1]}
 
@@ -264,6 +264,33 @@ def test_what_cannot_be_done_is_refused_by_every_rank(call, transport, options, 
 
     assert 1 == len(set(found))
     assert found[0].startswith(f"error[{code}]")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"bucket_bytes": 64}, {"bucket_bytes": 128}),
+        ({"only": frozenset({"norm"})}, {"only": frozenset({"scale"})}),
+        ({"only": frozenset({"norm"})}, {}),
+        ({"rules": LLAMA_FUSIONS}, {}),
+    ],
+)
+def test_ranks_that_disagree_are_refused_by_every_rank(call, one, other):
+    source, target = tables(PARAMS, "fsdp", [0, 1]), tables(PARAMS, "whole", [1])
+
+    found = call(2, reshard_ranks.errors_of_own_options, source, target, [one, other])
+
+    assert 1 == len(set(found))
+    assert "E541" in found[0]
+
+
+def test_the_source_says_what_is_sent(call):
+    source, target = tables(PARAMS, "fsdp", [0]), tables(PARAMS, "whole", [1])
+    options = {"only": frozenset(PARAMS)}
+
+    found = call(2, reshard_ranks.reshard, "collective", source, [target], options)
+
+    assert least(source, [target], 1, 4) == found[1][0].received
 
 
 def test_a_shard_that_is_not_its_box_is_refused_by_every_rank(call):

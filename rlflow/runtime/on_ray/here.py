@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from rlflow.errors import Finding, RunError
 from rlflow.graph.graph import Graph
+from rlflow.runtime.on_ray.rendezvous import meet
 from rlflow.runtime.world import World
 from rlflow.scheduler.plan import Action, Instance, Plan
 
@@ -58,9 +59,14 @@ def join_ranks(plan: Plan, start: Start) -> World:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if size > 1:
         backend = "gloo" if start.device == "cpu" else "cpu:gloo,cuda:nccl"
+        store = meet(start.master, start.port, seconds=start.timeout)
         try:
             dist.init_process_group(
-                backend, rank=rank, world_size=size, timeout=timedelta(seconds=start.timeout)
+                backend,
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=start.timeout),
             )
         except (RuntimeError, ValueError) as error:
             raise RunError(

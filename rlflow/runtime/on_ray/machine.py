@@ -186,7 +186,7 @@ class RayMachine:
         devices = self.ranks.devices()
         first = devices[0]
         port = wait(
-            [self.ranks.actor(first).free_port.remote()],
+            [self.ranks.actor(first).hold_port.remote(self.ranks.reports[first].address)],
             START_SECONDS,
             doing="finding a port for the ranks to meet at",
         )[0]

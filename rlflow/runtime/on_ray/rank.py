@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from rlflow.errors import Finding, RlflowError, RunError
 from rlflow.runtime.durable import FileRecord, fault, register_faults
 from rlflow.runtime.on_ray.exchange import Piece
-from rlflow.runtime.on_ray.pools import Report, free_port, report
-from rlflow.runtime.on_ray.session import die_with_parent
+from rlflow.runtime.on_ray.fate import die_with_parent
+from rlflow.runtime.on_ray.pools import Report, report
 from rlflow.scheduler.plan import HOST, Plan
 
 if TYPE_CHECKING:
@@ -95,9 +95,11 @@ class Rank:
         """Where this process is."""
         return report()
 
-    def free_port(self) -> int:
-        """A port that is free on this node."""
-        return free_port()
+    def hold_port(self, address: str) -> int:
+        """A port of this node, kept for the ranks to meet at."""
+        from rlflow.runtime.on_ray.rendezvous import hold_port
+
+        return hold_port(address)
 
     def start(self, plan: bytes, start: Start) -> Made | Failed:
         """Join the other ranks and load the models of this device."""

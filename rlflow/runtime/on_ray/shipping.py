@@ -28,7 +28,7 @@ def shipped(plan: Plan, near: Path | None) -> bytes:
     """
     with _by_value(near):
         try:
-            found: bytes = cloudpickle.dumps(plan)  # type: ignore[no-untyped-call]
+            found: bytes = cloudpickle.dumps(plan)
         except (TypeError, pickle.PicklingError, AttributeError) as error:
             raise UsageError(
                 Finding(
@@ -53,12 +53,12 @@ def _by_value(near: Path | None) -> Iterator[None]:
     """Within it, what is defined in the pipeline's folder is pickled by value."""
     modules = [module for module in list(sys.modules.values()) if _is_near(module, near)]
     for module in modules:
-        cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
+        cloudpickle.register_pickle_by_value(module)
     try:
         yield
     finally:
         for module in modules:
-            cloudpickle.unregister_pickle_by_value(module)  # type: ignore[no-untyped-call]
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 def _is_near(module: ModuleType, near: Path | None) -> bool:

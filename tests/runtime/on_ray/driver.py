@@ -1,0 +1,56 @@
+"""A controller for tests to end: `python driver.py ADDRESS`, or `-` for a cluster of its own.
+
+Prints its session and who works for it. They cannot let go by themselves: one holds the
+interpreter's lock, one is stopped, one has started a process in a session of its own. The
+session is never closed; SIGTERM raises an exception.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import ray
+
+from rlflow.runtime.on_ray.deadline import wait
+from rlflow.runtime.on_ray.fate import die_with_parent
+from rlflow.runtime.on_ray.session import Session
+
+STOPPED = 7
+
+
+class Stubborn:
+    """A worker."""
+
+    def __init__(self) -> None:
+        die_with_parent()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def hold_the_lock(self) -> int:
+        return pow(3, 10**9)
+
+    def start_a_child(self) -> int:
+        return subprocess.Popen(["sleep", "300"], start_new_session=True).pid
+
+
+def main(address: str) -> None:
+    """Start a session and workers, print processes, and wait to be ended."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(STOPPED))
+    where = None if address == "-" else address
+    session = Session.start(address=where, cpus=2, deadline=120)
+    actors = [ray.remote(Stubborn).options(num_cpus=0).remote() for _ in range(3)]
+    pids = wait([actor.pid.remote() for actor in actors], 60, doing="starting")
+    pids += wait([actors[0].start_a_child.remote()], 60, doing="starting")
+    busy = actors[1].hold_the_lock.remote()
+    os.kill(pids[2], signal.SIGSTOP)
+    sys.stdout.write(f"{session.id} {session.directory} {' '.join(map(str, pids))}\n")
+    sys.stdout.flush()
+    wait([busy], 300, doing="holding the lock")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
