@@ -36,9 +36,9 @@ from common import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rlflow.engines.fusions import Entry
     from rlflow.engines.protocol import Shard
-    from rlflow.engines.reshard import Resharder
+    from rlflow.engines.reshard.fusions import Entry
+    from rlflow.engines.reshard.resharder import Resharder
 
 TARGET = 1.0
 HEADER = (
@@ -274,8 +274,8 @@ def empty(table: Mapping[str, Entry]) -> dict[str, Shard]:
     """A target's shards, of no sense yet, in memory that was touched."""
     import torch
 
-    from rlflow.engines.boxes import sizes
     from rlflow.engines.protocol import Shard
+    from rlflow.engines.reshard.boxes import sizes
 
     return {
         name: Shard(shape=shape, box=box, tensor=torch.full(sizes(box), -1.0))
@@ -287,10 +287,10 @@ def one_transport(case: Case, module: nn.Module, transport: str, pairs: int, war
     """Both sides in turn, `pairs` times after `warmup`; every rank gives the same answer."""
     import torch.distributed as dist
 
-    from rlflow.engines.ends import entries, exchange
-    from rlflow.engines.fusions import tensor_parallel_tables
-    from rlflow.engines.reshard import Resharder
-    from rlflow.engines.slices import minimum_bytes
+    from rlflow.engines.reshard.ends import entries, exchange
+    from rlflow.engines.reshard.fusions import tensor_parallel_tables
+    from rlflow.engines.reshard.resharder import Resharder
+    from rlflow.engines.reshard.slices import minimum_bytes
 
     group = dist.group.WORLD
     shapes = {name: (tuple(p.shape), "float32") for name, p in module.named_parameters()}

@@ -23,6 +23,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 SHORT_LIST = 12
 
@@ -79,6 +81,10 @@ class RlflowError(Exception):
         self.findings = findings
         self.summary = summary
         super().__init__(self.render())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by its findings: it comes back whole from another process."""
+        return partial(type(self), summary=self.summary), self.findings, self.__dict__
 
     def render(self) -> str:
         """All findings, the summary last."""

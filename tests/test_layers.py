@@ -109,6 +109,18 @@ def test_torch_stays_in_bodies_engines_and_runtime():
     assert [] == early
 
 
+def test_ray_stays_in_its_package():
+    outside = {
+        str(path.relative_to(PACKAGE))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if "on_ray" not in path.relative_to(PACKAGE).parts
+        for name, _ in imported(ast.parse(path.read_text()), top_only=False)
+        if "ray" == name.split(".")[0]
+    }
+
+    assert set() == outside
+
+
 def test_inner_imports_of_rlflow_are_at_the_doors():
     """Delayed imports of our own packages: only where a command reaches for the heavy ones."""
     inner = {

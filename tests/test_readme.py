@@ -48,11 +48,13 @@ def test_viz_writes_the_picture(tmp_path):
 
 
 @pytest.mark.torch
-def test_the_run_is_a_run():
-    (command,) = [c for c in COMMANDS if c.startswith("rlflow run")]
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("rlflow run")])
+def test_the_runs_are_runs(command):
     result = invoke(command, "--dry-run")
 
-    assert "dry run: 100 iterations would run" in result.output
+    iterations = re.search(r"--iterations (\d+)", command)
+    assert 0 == result.exit_code, result.output
+    assert f"dry run: {iterations[1] if iterations else 400} iterations" in result.output
 
 
 def test_the_printed_plan_is_the_plan():

@@ -197,7 +197,8 @@ def build(
             got = f"{len(lost)} missing or of another shape: {', '.join(lost[:5])}"
             raise UsageError(Finding(code="E507", what=what, got=got))
     if head == "value":
-        module = ValueModel(module, config.get_text_config().hidden_size).to(dtype)
+        module = ValueModel(module, config.get_text_config().hidden_size)
+        module.value_head.to(dtype)
     built: nn.Module = module
     return built
 

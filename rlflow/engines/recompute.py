@@ -37,7 +37,7 @@ def decoder_layers(module: nn.Module) -> dict[str, nn.Module]:
                 code="E515",
                 what=f"{type(module).__name__} has no layers that can be treated one by one",
                 expected="a model of transformers whose layers are GradientCheckpointingLayers",
-                fix="leave out recompute= and offload=",
+                fix="hold it whole: fsdp=1, without recompute= and offload=",
             )
         )
     return found

@@ -204,9 +204,9 @@ def _load_sharded(
     mesh: DeviceMesh,
     common: Mapping[str, Any],
 ) -> Loaded:
-    from rlflow.engines.sharded import load_sharded
-    from rlflow.engines.sharded_rollout import ShardedRollout
-    from rlflow.engines.sharded_train import ShardedTrainEngine
+    from rlflow.engines.sharded.build import load_sharded
+    from rlflow.engines.sharded.rollout import ShardedRollout
+    from rlflow.engines.sharded.train import ShardedTrainEngine
 
     model = load_sharded(path, mesh=mesh, trained=instance.trained, name=instance.name, **common)
     return Loaded(

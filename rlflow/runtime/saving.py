@@ -58,7 +58,7 @@ def restore_components(
     loaded: Loaded, files: Mapping[str, Path], meta: Mapping[str, int], version: int
 ) -> None:
     """Fill this process's shards from the components' files; raises CheckpointError for others."""
-    from rlflow.engines.sharded_loading import fill_from_safetensors
+    from rlflow.engines.sharded.loading import fill_from_safetensors
 
     with loaded.awake():
         for component, shards in loaded.components().items():
@@ -106,7 +106,7 @@ def _streamed(
     if group is None:
         yield from (shard.tensor for shard in shards.values())
         return
-    from rlflow.engines.gather import stream_whole
+    from rlflow.engines.reshard.gather import stream_whole
 
     yield from (tensor for _, tensor in stream_whole(shards, group, to=0))
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlflow.batch import lengths, make_batch
+from rlflow.batch import lengths, make_batch, select_field
 from rlflow.engines.loading import load_tokenizer
 from rlflow.engines.protocol import SampleKey
 from rlflow.engines.rng import permutation
@@ -27,6 +27,7 @@ from rlflow.runtime.flow import Flow
 from rlflow.runtime.loaded import InUse, Loaded, load_instance
 from rlflow.runtime.stats import join
 from rlflow.runtime.store import ShardStore, Stored
+from rlflow.runtime.world import resharder
 from rlflow.scheduler.plan import Action, Plan
 from rlflow.scheduler.shapes import model_directory
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlflow.batch import Batch
+    from rlflow.engines.reshard.resharder import Resharder
     from rlflow.runtime.world import World
 
 SIZED_BY = ("prompt_tokens", "response_tokens")
@@ -78,7 +80,7 @@ class Worker:
         self.check_sync = check_sync
         self.flow = Flow(plan)
         self.store = ShardStore()
-        self._resharders: dict[str, Any] = {}
+        self._resharders: dict[str, Resharder] = {}
         self._wanted = {node.name: _fields_read(plan.graph, node) for node in plan.graph.nodes}
         self._tokenizer = functools.cache(self._load_tokenizer)
         held = plan.instances if world is None else world.instances
@@ -154,8 +156,6 @@ class Worker:
         if factor > 1:
             rows = (rows[:, None] * factor + torch.arange(factor)).flatten()
         if keep is not None:
-            from rlflow.batch import select_field
-
             fields = {name: select_field(value, keep) for name, value in fields.items()}
             rows = rows[keep]
         return Stored(fields=fields, total=total, rows=rows)
@@ -224,8 +224,6 @@ class Worker:
 
     def _bring(self, action: Action, source: Loaded | None, targets: list[Loaded]) -> int:
         if action.id not in self._resharders:
-            from rlflow.runtime.world import resharder
-
             self._resharders[action.id] = resharder(self.world, action, source, targets)
         made = self._resharders[action.id]
         received: int = made.run().received

@@ -7,9 +7,9 @@ is a device of the plan; this file knows neither Ray nor what the ranks compute.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlflow.scheduler.plan import Action, Instance, Plan
 
 if TYPE_CHECKING:
-    from rlflow.engines.protocol import Shard
+    from rlflow.engines.reshard.resharder import Resharder
     from rlflow.runtime.loaded import Loaded
 
 MESH = ("replicate", "fsdp", "tp")
@@ -133,66 +133,16 @@ class GroupPeers:
 
 def resharder(
     world: World | None, action: Action, source: Loaded | None, targets: Sequence[Loaded]
-) -> Any:
-    """What carries out a reshard, this rank's part of it: computed moves, or copies in memory."""
+) -> Resharder:
+    """What carries out a reshard, this rank's part of it: moves computed from both ends."""
+    from rlflow.engines.reshard.resharder import Resharder
+
     group = None if world is None else world.reshard_group(action)
-    if group is None:
-        assert source is not None
-        return Copies(source, targets)
-    from rlflow.engines.reshard import Resharder
-
-    only = (targets[0] if source is None else source).model.trained_names()
-    held = None if source is None else source.model.shards()
-    return Resharder(
-        held,
-        _in_order(action, targets),
-        group,
-        transport=str(action.transport),
-        only=only,
-    )
-
-
-def _in_order(action: Action, targets: Sequence[Loaded]) -> list[Mapping[str, Shard]]:
-    """The shards of every target of the action, none for those that are not here."""
     here = {target.instance.name: target.model.shards() for target in targets}
-    return [here.get(name, {}) for name in action.targets]
-
-
-class Copies:
-    """A reshard between whole models of one process: one copy of each parameter."""
-
-    def __init__(self, source: Loaded, targets: Sequence[Loaded]) -> None:
-        self._source = source
-        self._targets = targets
-
-    received = 0
-
-    def run(self) -> Copies:
-        """Copy what training changes."""
-        trained = self._source.trained_shards()
-        with torch.no_grad():
-            for target in self._targets:
-                held = target.model.shards()
-                for name, shard in trained.items():
-                    held[name].tensor.copy_(shard.tensor)
-        return self
-
-    def check(self) -> dict[str, tuple[int, int]]:
-        """Parameters whose hashes differ between the two ends."""
-        sent = _hashes(self._source.trained_shards())
-        different: dict[str, tuple[int, int]] = {}
-        for target in self._targets:
-            held = _hashes(target.model.shards())
-            different |= {
-                name: (value, held[name]) for name, value in sent.items() if held[name] != value
-            }
-        return different
-
-
-def _hashes(shards: Mapping[str, Shard]) -> dict[str, int]:
-    from rlflow.engines.hashing import hash_box
-
-    return {
-        name: hash_box(shard.tensor, shard.box, shard.shape, shard.tensor.dtype)
-        for name, shard in shards.items()
-    }
+    return Resharder(
+        None if source is None else source.model.shards(),
+        [here.get(name, {}) for name in action.targets],
+        group,
+        transport=str(action.transport) if group is not None else "copy",
+        only=(targets[0] if source is None else source).model.trained_names(),
+    )

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlflow.engines import ipc
-from rlflow.engines.fusions import LLAMA_FUSIONS
-from rlflow.engines.gather import stream_whole
-from rlflow.engines.hashing import hash_box
 from rlflow.engines.protocol import Shard
-from rlflow.engines.reshard import Resharder
-from rlflow.engines.segments import Segment, opened
+from rlflow.engines.reshard import ipc
+from rlflow.engines.reshard.fusions import LLAMA_FUSIONS
+from rlflow.engines.reshard.gather import stream_whole
+from rlflow.engines.reshard.hashing import hash_box
+from rlflow.engines.reshard.resharder import Resharder
+from rlflow.engines.reshard.segments import Segment, opened
 from rlflow.errors import RunError
 from tests.engines.reshard_layouts import at
 

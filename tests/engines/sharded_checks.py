@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlflow.batch import lengths, select_rows
 from rlflow.engines.loading import load_model
-from rlflow.engines.mesh import AXES
-from rlflow.engines.sharded import load_sharded
-from rlflow.engines.sharded_train import ShardedTrainEngine
+from rlflow.engines.sharded.build import load_sharded
+from rlflow.engines.sharded.mesh import AXES
+from rlflow.engines.sharded.train import ShardedTrainEngine
 from rlflow.engines.train import TrainEngine, flat_places
 from tests.engines.examples import Spec, exact, rows, weighted
 

@@ -10,8 +10,8 @@ from rlflow.engines.loading import load_model
 from rlflow.engines.packed import pack
 from rlflow.engines.protocol import SampleKey, Sampling
 from rlflow.engines.rollout import TorchRollout
-from rlflow.engines.sharded import load_sharded
-from rlflow.engines.sharded_rollout import ShardedRollout
+from rlflow.engines.sharded.build import load_sharded
+from rlflow.engines.sharded.rollout import ShardedRollout
 from tests.engines.examples import one_step, rows
 from tests.engines.sharded_checks import mesh
 from tests.engines.sharded_states import part_of, trained

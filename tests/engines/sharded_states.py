@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlflow.batch import flat, select_rows
-from rlflow.engines import sharded_forwards
 from rlflow.engines.loading import load_model
-from rlflow.engines.sharded import load_sharded
-from rlflow.engines.sharded_loading import fill_from_safetensors
-from rlflow.engines.sharded_train import ShardedTrainEngine
+from rlflow.engines.sharded import forwards as sharded_forwards
+from rlflow.engines.sharded.build import load_sharded
+from rlflow.engines.sharded.loading import fill_from_safetensors
+from rlflow.engines.sharded.train import ShardedTrainEngine
 from rlflow.engines.train import TrainEngine
 from rlflow.errors import RlflowError, RunError
 from tests.engines.examples import Spec, one_step, rows

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rlflow.engines.fusions import LLAMA_FUSIONS, tensor_parallel_tables
+from rlflow.engines.reshard.fusions import LLAMA_FUSIONS, tensor_parallel_tables
 from tests.engines import reshard_ranks
 from tests.engines.ranks import World
 from tests.engines.reshard_layouts import SIZE, lacking, tables

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.engines.fusions import (
+from rlflow.engines.reshard.fusions import (
     LLAMA_FUSIONS,
     TIED_HEAD,
     FusionRule,
     tensor_parallel_tables,
 )
-from rlflow.engines.slices import minimum_bytes, plan_moves, plan_targets
+from rlflow.engines.reshard.slices import minimum_bytes, plan_moves, plan_targets
 from rlflow.errors import RunError
 from tests.engines.reshard_layouts import carried_out, lacking, tables, whole_arrays
 

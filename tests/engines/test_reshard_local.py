@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.engines.gather import stream_whole
-from rlflow.engines.hashing import MODULUS, hash_box
 from rlflow.engines.protocol import Shard
-from rlflow.engines.reshard import Resharder
-from rlflow.engines.segments import Segment, opened
+from rlflow.engines.reshard.gather import stream_whole
+from rlflow.engines.reshard.hashing import MODULUS, hash_box
+from rlflow.engines.reshard.resharder import Resharder
+from rlflow.engines.reshard.segments import Segment, opened
 from rlflow.errors import RunError
 from tests.engines.reshard_layouts import LAYOUTS, at, boxes, models, tables
 from tests.engines.reshard_ranks import same_bits, shards_of, values

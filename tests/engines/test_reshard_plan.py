@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.engines.boxes import cut, volume
-from rlflow.engines.buckets import aligned, layout, paired_rounds, piece_of, shared_rounds
-from rlflow.engines.slices import minimum_bytes, plan_moves, plan_targets
+from rlflow.engines.reshard.boxes import cut, volume
+from rlflow.engines.reshard.buckets import aligned, layout, paired_rounds, piece_of, shared_rounds
+from rlflow.engines.reshard.slices import minimum_bytes, plan_moves, plan_targets
 from rlflow.errors import RunError
 from tests.engines.reshard_layouts import (
     SIZE,

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from rlflow.engines import loading
-from rlflow.engines.mesh import chunk
 from rlflow.engines.protocol import Shard
-from rlflow.engines.random_weights import Draws, drawn_parameters
-from rlflow.engines.sharded_loading import (
+from rlflow.engines.sharded.loading import (
     candidates,
     fill_from_safetensors,
     skeleton,
     stored_names,
     tied_names,
 )
+from rlflow.engines.sharded.mesh import chunk
+from rlflow.engines.sharded.random_weights import Draws, drawn_parameters
 from rlflow.errors import UsageError
 from tests.engines.conftest import make_config
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rlflow.engines import loading
-from rlflow.engines.sharded_loading import skeleton
-from rlflow.engines.tensor_parallel import layer_roles
+from rlflow.engines.sharded.loading import skeleton
+from rlflow.engines.sharded.tensor_parallel import layer_roles
 from rlflow.errors import UsageError
 from tests.engines import sharded_states as states
 from tests.engines.conftest import make_config

@@ -17,11 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlflow.errors import Finding, PlanError, RunError
 from rlflow.runtime.on_ray.alive import bounded
+from rlflow.runtime.on_ray.causes import cause_of
 from rlflow.runtime.on_ray.holders import holders
 from rlflow.runtime.on_ray.places import address_key, device_key
 from rlflow.runtime.on_ray.session import Node, Session
@@ -197,6 +199,9 @@ def _reserved(shares: Sequence[tuple[Node, int]], need: Need) -> Reservation | N
     try:
         seconds = GROUP_SECONDS * len(shares) + ASK_SECONDS
         created = bounded(create, seconds, doing="creating placement groups")
+    except RayError as error:
+        refused = Finding(code="E774", what="devices cannot be reserved", got=cause_of(error))
+        raise RunError(refused) from error
     finally:
         reservation = Reservation(groups, slots)
         if not created:

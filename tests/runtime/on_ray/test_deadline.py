@@ -163,9 +163,10 @@ def test_a_death_explains_the_connections_it_broke(pair, mortal):
 
 
 def test_a_worker_stopped_by_us_and_one_that_never_was(mortal):
+    hanging = mortal[0].after.remote(300, None)
     ray.kill(mortal[0])
     with pytest.raises(RunError, match="stopped by this run"):
-        wait([mortal[0].pid.remote()], 30, doing="asking")
+        wait([hanging], 30, doing="asking")
     with pytest.raises(RunError, match="could not be created: ValueError: no such device"):
         wait([Unborn.remote().pid.remote()], 30, doing="asking")
 

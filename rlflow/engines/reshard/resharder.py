@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from rlflow.engines.boxes import holds
-from rlflow.engines.buckets import SMALLEST
-from rlflow.engines.ends import Ends, Group, dtype_of, entries, exchange, rank_in, view
-from rlflow.engines.fusions import Entry, FusionRule
-from rlflow.engines.hashing import MODULUS, hash_box
-from rlflow.engines.ipc import DeviceMemory
 from rlflow.engines.protocol import Box, Shard
-from rlflow.engines.segments import SharedMemory
-from rlflow.engines.slices import Move, Names, plan_targets
-from rlflow.engines.transports import Collective, InProcess, Transport, wire_device
+from rlflow.engines.reshard.boxes import holds
+from rlflow.engines.reshard.buckets import SMALLEST
+from rlflow.engines.reshard.ends import Ends, Group, dtype_of, entries, exchange, rank_in, view
+from rlflow.engines.reshard.fusions import Entry, FusionRule
+from rlflow.engines.reshard.hashing import MODULUS, hash_box
+from rlflow.engines.reshard.ipc import DeviceMemory
+from rlflow.engines.reshard.segments import SharedMemory
+from rlflow.engines.reshard.slices import Move, Names, plan_targets
+from rlflow.engines.reshard.transports import Collective, InProcess, Transport, wire_device
 from rlflow.errors import Finding, RunError, near_names
 
 TRANSPORTS = ("copy", "shared memory", "collective", "ipc")

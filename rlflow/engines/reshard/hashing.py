@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlflow.engines.boxes import cut, shift, sizes, whole
 from rlflow.engines.protocol import Box
+from rlflow.engines.reshard.boxes import cut, shift, sizes, whole
 
 MODULUS = 2**64
 GAMMA = 0x9E3779B97F4A7C15 - MODULUS

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rlflow.engines.boxes import volume, whole
 from rlflow.engines.protocol import Box
+from rlflow.engines.reshard.boxes import volume, whole
 from rlflow.errors import Finding, RunError, near_names
 
 Shape = tuple[int, ...]

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.engines.buckets import aligned, paired_rounds
-from rlflow.engines.ends import Carried, Ends, Group, dtype_of, losses, own, raw
-from rlflow.engines.slices import ITEMSIZE, Move
+from rlflow.engines.reshard.buckets import aligned, paired_rounds
+from rlflow.engines.reshard.ends import Carried, Ends, Group, dtype_of, losses, own, raw
+from rlflow.engines.reshard.slices import ITEMSIZE, Move
 from rlflow.errors import Finding, RunError
 
 # Larger staging gains nothing on a host and leaves its caches.

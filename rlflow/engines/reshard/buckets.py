@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from rlflow.engines.boxes import cut, shift
 from rlflow.engines.protocol import Box
-from rlflow.engines.slices import ITEMSIZE, Move, Place
+from rlflow.engines.reshard.boxes import cut, shift
+from rlflow.engines.reshard.slices import ITEMSIZE, Move, Place
 
 ALIGNMENT = 16
 # The least that a bucket may hold: any element, aligned.

@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlflow.engines.boxes import holds, meet, overlaps, refine, shift, volume
-from rlflow.engines.fusions import Entry, FusionRule, Shape, Slice, slices_of
 from rlflow.engines.protocol import Box
+from rlflow.engines.reshard.boxes import holds, meet, overlaps, refine, shift, volume
+from rlflow.engines.reshard.fusions import Entry, FusionRule, Shape, Slice, slices_of
 from rlflow.errors import Finding, RunError, known_names, near_names
 
 Table = Mapping[str, Entry]

@@ -17,7 +17,7 @@ from rlflow.engines.attention import Traits, current_state
 from rlflow.engines.fused import ATTENTIONS, EXACT, linear_forward, norm_forward
 from rlflow.engines.kernels import gated_unit, root_norm, rotate
 from rlflow.engines.lora import AdaptedLinear
-from rlflow.engines.tensor_parallel import Split
+from rlflow.engines.sharded.tensor_parallel import Split
 
 GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 

@@ -34,14 +34,14 @@ from rlflow.engines.loading import (
     use_packed_attention,
 )
 from rlflow.engines.lora import AdapterSpec, adapt
-from rlflow.engines.mesh import MeshRanks
 from rlflow.engines.models import TorchModel, ValueModel
 from rlflow.engines.protocol import Head
 from rlflow.engines.recompute import decoder_layers, recompute_layers
-from rlflow.engines.sharded_forwards import replace_forwards, restore_forwards
-from rlflow.engines.sharded_loading import fill_all, materialize, skeleton
-from rlflow.engines.sharded_model import ShardedModel
-from rlflow.engines.tensor_parallel import Cut, Split, parallelize
+from rlflow.engines.sharded.forwards import replace_forwards, restore_forwards
+from rlflow.engines.sharded.loading import fill_all, materialize, skeleton
+from rlflow.engines.sharded.mesh import MeshRanks
+from rlflow.engines.sharded.model import ShardedModel
+from rlflow.engines.sharded.tensor_parallel import Cut, Split, parallelize
 from rlflow.errors import Finding, UsageError
 
 __all__ = ["ShardedModel", "load_sharded"]

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.engines.buckets import layout, piece_of, shared_rounds
-from rlflow.engines.ends import Carried, Ends, Group, dtype_of, exchange, losses, own
-from rlflow.engines.slices import Move
-from rlflow.engines.transports import finish
+from rlflow.engines.reshard.buckets import layout, piece_of, shared_rounds
+from rlflow.engines.reshard.ends import Carried, Ends, Group, dtype_of, exchange, losses, own
+from rlflow.engines.reshard.slices import Move
+from rlflow.engines.reshard.transports import finish
 from rlflow.errors import Finding, RunError
 
 # Two halves of this size stay in the caches of a host; larger ones only cost fresh pages.

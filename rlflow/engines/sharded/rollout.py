@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlflow.engines.protocol import Generation, SampleKey, Sampling
 from rlflow.engines.rollout import Responses, TorchRollout
-from rlflow.engines.sharded_model import ShardedModel
+from rlflow.engines.sharded.model import ShardedModel
 
 
 class AgreedResponses(Responses):

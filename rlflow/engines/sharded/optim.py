@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from rlflow.engines.optim import FULL, AdamW, learning_rate
 from rlflow.engines.protocol import OptimizerSpec, Shard
-from rlflow.engines.sharded_model import ShardedModel, local
+from rlflow.engines.sharded.model import ShardedModel, local
 
 
 class ShardedAdamW(AdamW):

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.engines.boxes import sizes
-from rlflow.engines.fusions import Entry
 from rlflow.engines.protocol import Box, Shard
-from rlflow.engines.slices import Move
+from rlflow.engines.reshard.boxes import sizes
+from rlflow.engines.reshard.fusions import Entry
+from rlflow.engines.reshard.slices import Move
 from rlflow.errors import Finding, RunError
 
 Group = dist.ProcessGroup | None

@@ -21,8 +21,8 @@ from rlflow.engines.loading import Init, auto, build
 from rlflow.engines.lora import ADDED_HEAD, DOWN, initial_down, is_adapter
 from rlflow.engines.models import ValueModel
 from rlflow.engines.protocol import Head, Shard
-from rlflow.engines.random_weights import drawn_parameters
-from rlflow.engines.sharded_model import ShardedModel
+from rlflow.engines.sharded.model import ShardedModel
+from rlflow.engines.sharded.random_weights import drawn_parameters
 from rlflow.errors import Finding, UsageError, known_names
 
 INDEX = "model.safetensors.index.json"

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from rlflow.engines.kernels import linear, low_rank
 from rlflow.engines.lora import AdaptedLinear
-from rlflow.engines.mesh import chunk
+from rlflow.engines.sharded.mesh import chunk
 from rlflow.errors import Finding, UsageError
 
 Role = Literal["columns", "rows", "whole_columns", "vocabulary", "shared"]

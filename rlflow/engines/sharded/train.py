@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rlflow.batch import Batch, lengths, make_batch, ragged_rows
 from rlflow.engines.protocol import Loss, OptimizerSpec, StepResult
-from rlflow.engines.sharded_model import ShardedModel
-from rlflow.engines.sharded_optim import ShardedAdamW
+from rlflow.engines.sharded.model import ShardedModel
+from rlflow.engines.sharded.optim import ShardedAdamW
 from rlflow.engines.train import TrainEngine, combine, in_order
 
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from rlflow.engines.boxes import whole
-from rlflow.engines.ends import Ends, Group, dtype_of, rank_in
-from rlflow.engines.fusions import Entry
 from rlflow.engines.protocol import Shard
-from rlflow.engines.reshard import described
-from rlflow.engines.slices import Move, plan_targets
-from rlflow.engines.transports import Collective, wire_device
+from rlflow.engines.reshard.boxes import whole
+from rlflow.engines.reshard.ends import Ends, Group, dtype_of, rank_in
+from rlflow.engines.reshard.fusions import Entry
+from rlflow.engines.reshard.resharder import described
+from rlflow.engines.reshard.slices import Move, plan_targets
+from rlflow.engines.reshard.transports import Collective, wire_device
 
 BUCKET = 64 << 20
 

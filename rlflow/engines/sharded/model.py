@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from rlflow.engines.attention import AttentionState
 from rlflow.engines.flat import free, to_host
 from rlflow.engines.lora import DOWN, UP, Adapters, is_adapter
-from rlflow.engines.mesh import MeshRanks, chunk
 from rlflow.engines.models import TorchModel
 from rlflow.engines.protocol import Head, Shard, SleepMode
-from rlflow.engines.tensor_parallel import Cut
+from rlflow.engines.sharded.mesh import MeshRanks, chunk
+from rlflow.engines.sharded.tensor_parallel import Cut
 
 
 class ShardedModel(TorchModel):

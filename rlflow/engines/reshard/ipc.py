@@ -15,10 +15,19 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from rlflow.engines.boxes import sizes
-from rlflow.engines.ends import Carried, Ends, Group, dtype_name, dtype_of, exchange, own, view
 from rlflow.engines.protocol import Box, Shard
-from rlflow.engines.slices import Move
+from rlflow.engines.reshard.boxes import sizes
+from rlflow.engines.reshard.ends import (
+    Carried,
+    Ends,
+    Group,
+    dtype_name,
+    dtype_of,
+    exchange,
+    own,
+    view,
+)
+from rlflow.engines.reshard.slices import Move
 from rlflow.errors import Finding, RunError
 
 # What rebuilds a tensor in another process: a function and its arguments, both plain values.

@@ -1,0 +1,1 @@
+"""Models that several ranks hold and compute together."""
