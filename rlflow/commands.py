@@ -36,6 +36,8 @@ class Target:
     devices: str | None = None
     threads: int | None = None
     backend: Backend | None = None
+    rooms: tuple[int, ...] = ()
+    """Devices that each node of a running cluster has room for, in the order they are taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +81,22 @@ def plan_declared(declared: Declared, target: Target) -> Planned:
     """Compile a declared pipeline under the placement asked for."""
     name, placement = declared.pipeline.placement(target.placement)
     cluster = parse_cluster(target.devices, placement.num_devices(), target.threads)
+    if target.rooms:
+        cluster = replace(cluster, hosts=_hosts(target.rooms, placement.num_devices()))
     compiled = _compiled(declared, name, placement, cluster, target.backend)
     return Planned(declared=declared, target=target, cluster=cluster, compiled=compiled)
+
+
+def _hosts(rooms: tuple[int, ...], count: int) -> int:
+    """Nodes that so many devices take: one where one has room, else node by node."""
+    if max(rooms) >= count:
+        return 1
+    taken = 0
+    for nodes, room in enumerate(rooms, 1):
+        taken += room
+        if taken >= count:
+            return nodes
+    return len(rooms)
 
 
 def _compiled(

@@ -10,8 +10,8 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,8 @@ def launch(
     findings = data_findings(declared.graph, remote=True)
     if findings:
         raise UsageError(*findings, summary=NOTHING)
+    if address is not None:
+        target = replace(target, rooms=_rooms(address, target))
     planned = plan_declared(declared, target)
     plan = planned.compiled.plan
     count = iterations or planned.declared.config.iterations
@@ -119,6 +121,16 @@ def _joining(backend: str | None, address: str) -> str:
     return "ray"
 
 
+def _rooms(address: str, target: Target) -> tuple[int, ...]:
+    """How many devices each node of a running cluster has room for."""
+    from rlflow.runtime.on_ray.pools import rooms
+    from rlflow.runtime.on_ray.session import Session
+
+    kind = (target.devices or "cpu").partition(":")[0]
+    with closing(Session.start(address=address, cpus=0)) as session:
+        return rooms(session, kind=kind, threads=target.threads or 1)
+
+
 def _existing_run(resume: str, run_dir: str | None, planned: Planned) -> Path:
     """The run that `--resume` names; without a name `--run-dir`, or else the latest one."""
     if resume != "latest":
@@ -143,8 +155,8 @@ def _execute(planned: Planned, asked: Asked) -> Outcome:
     plan, near = planned.compiled.plan, planned.declared.pipeline.path
     config = planned.declared.config
     display = Display(Console(stderr=True), quiet=asked.quiet)
-    _preflight(plan.graph, planned)
     with _directory(planned, asked) as directory:
+        _preflight(plan.graph, planned)
         display.say(plan_text(plan))
         settings = Settings(
             seed=config.seed,

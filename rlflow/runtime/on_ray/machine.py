@@ -20,7 +20,14 @@ from rlflow.runtime.checkpoint import Found
 from rlflow.runtime.durable import FileRecord
 from rlflow.runtime.on_ray.backend import RayBackend, device_name
 from rlflow.runtime.on_ray.deadline import wait
-from rlflow.runtime.on_ray.pools import Report, Reservation, device_map, reserve, stable_order
+from rlflow.runtime.on_ray.pools import (
+    Report,
+    Reservation,
+    device_map,
+    num_gpus,
+    reserve,
+    stable_order,
+)
 from rlflow.runtime.on_ray.rank import Failed, Rank, Start
 from rlflow.runtime.on_ray.session import Session
 from rlflow.runtime.on_ray.shipping import shipped
@@ -90,7 +97,7 @@ class RayMachine:
         self.options = options
         devices = sorted({d for i in plan.pools.values() for d in i})
         cpus = len(devices) * options.threads if options.kind == "cpu" else len(devices)
-        gpus = 0 if options.kind == "cpu" else len(devices)
+        gpus = 0 if options.kind == "cpu" else num_gpus()
         self._session = Session.start(
             address=options.address, cpus=cpus, gpus=gpus, deadline=options.deadline
         )

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import ray
 from ray.exceptions import RayError
+from ray._private.accelerators import get_accelerator_manager_for_resource
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -80,7 +81,7 @@ def reserve(
     Devices that are taken are waited for, for `deadline` seconds, then RunError names who
     holds them. Raises PlanError at once where the cluster has too few, or none of that kind.
     """
-    need = {"CPU": float(threads)} if kind == "cpu" else {"GPU": 1.0, "CPU": 1.0}
+    need = _need(kind, threads)
     end = time.monotonic() + deadline
     fitting = _of_kind(session.nodes(), kind)
     if sum(_room(node.total, need) for node in fitting) < count:
@@ -94,6 +95,21 @@ def reserve(
             raise _taken(fitting, count, kind, need, deadline)
         time.sleep(POLL)
         fitting = _of_kind(session.nodes(), kind)
+
+
+def num_gpus() -> int:
+    """How many GPUs this machine has."""
+    manager = get_accelerator_manager_for_resource("GPU")
+    return 0 if manager is None else int(manager.get_current_node_num_accelerators())
+
+
+def rooms(session: Session, *, kind: str, threads: int) -> tuple[int, ...]:
+    """How many devices of a kind each node has room for now, in the order they are taken.
+
+    Raises PlanError where no node has any of that kind.
+    """
+    need = _need(kind, threads)
+    return tuple(_room(node.free, need) for node in _of_kind(session.nodes(), kind))
 
 
 def report() -> Report:
@@ -131,6 +147,11 @@ def device_map(reports: Sequence[Report], order: Sequence[int]) -> list[str]:
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def _need(kind: str, threads: int) -> Need:
+    """What one device takes of its node."""
+    return {"CPU": float(threads)} if kind == "cpu" else {"GPU": 1.0, "CPU": 1.0}
 
 
 def _room(resources: Mapping[str, float], need: Need) -> int:

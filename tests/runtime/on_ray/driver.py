@@ -1,8 +1,8 @@
 """A controller for tests to end: `python driver.py ADDRESS`, or `-` for a cluster of its own.
 
-Prints its session and who works for it. They cannot let go by themselves: one holds the
-interpreter's lock, one is stopped, one has started a process in a session of its own. SIGTERM
-is taken for Ctrl-C, and closes the session.
+Prints its session and who works for it. They cannot let go by themselves: one has
+started a process in a session of its own and holds the interpreter's lock, one is stopped.
+SIGTERM is taken for Ctrl-C, and closes the session.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def main(address: str) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     where = None if address == "-" else address
     with contextlib.closing(Session.start(address=where, cpus=2, deadline=120)) as session:
-        actors = [ray.remote(Stubborn).options(num_cpus=0).remote() for _ in range(3)]
+        actors = [ray.remote(Stubborn).options(num_cpus=0).remote() for _ in range(2)]
         pids = wait([actor.pid.remote() for actor in actors], 60, doing="starting")
         pids += wait([actors[0].start_a_child.remote()], 60, doing="starting")
-        busy = actors[1].hold_the_lock.remote()
-        os.kill(pids[2], signal.SIGSTOP)
+        busy = actors[0].hold_the_lock.remote()
+        os.kill(pids[1], signal.SIGSTOP)
         sys.stdout.write(f"{session.id} {session.directory} {' '.join(map(str, pids))}\n")
         sys.stdout.flush()
         wait([busy], 300, doing="holding the lock")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import ray
 
 from rlflow.commands import Target, compile_target
 from rlflow.runtime.executor import Executor
@@ -97,6 +98,12 @@ def played(plan, machine, iterations=3):
     return notes.found
 
 
+def object_store_bytes():
+    """Bytes of the cluster's object store that are taken."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return total["object_store_memory"] - free["object_store_memory"]
+
+
 @pytest.fixture
 def compiled(tmp_path):
     file = tmp_path / "spread.py"
@@ -135,6 +142,9 @@ def test_every_rule_gives_each_row_its_own_result(compiled, local, placement):
     try:
         found = played(plan, machine)
         left = machine.held()
+        until = time.monotonic() + 20
+        while (kept := object_store_bytes()) and time.monotonic() < until:
+            time.sleep(0.5)
     finally:
         machine.close()
 
@@ -145,5 +155,6 @@ def test_every_rule_gives_each_row_its_own_result(compiled, local, placement):
         same = {name for name, value in ours.items() if others[name] == value}
         assert {name for name in ours if "workers" not in name} <= same
     assert set(left.values()) == {0}
+    assert 0 == kept
     rules = {a.takes.rule for a in plan.actions if a.takes is not None}
     assert {"whole", "balanced", "mirrored"} <= rules

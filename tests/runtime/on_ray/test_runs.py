@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import re
 from pathlib import Path
 
 import pytest
@@ -91,21 +91,21 @@ def weights(run: Path):
     }
 
 
+def assert_close(one: Path, many: Path, iterations: int) -> None:
+    """The same tokens in every iteration, and all other numbers to float32 tolerance."""
+    whole = [line.metrics for line in read_metrics(one / "metrics.jsonl")]
+    parts = [line.metrics for line in read_metrics(many / "metrics.jsonl")]
+    assert iterations == len(whole) == len(parts)
+    for iteration, (left, right) in enumerate(zip(whole, parts, strict=True)):
+        assert left.keys() == right.keys()
+        for name, value in left.items():
+            if "digest" in name:
+                assert value == right[name], (iteration, name)
+            assert math.isclose(value, right[name], rel_tol=2e-3, abs_tol=2e-4), (iteration, name)
+
+
 def kinds(run: Path) -> set[str]:
     return {action["kind"] for action in json.loads((run / "plan.json").read_text())["actions"]}
-
-
-def orphans(session: str) -> list[str]:
-    """Processes that carry a run's mark in their environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                if session.encode() in (entry / "environ").read_bytes():
-                    found.append((entry / "cmdline").read_bytes().decode().replace("\0", " "))
-            except OSError:
-                continue
-    return found
 
 
 @pytest.mark.parametrize("placement", ["colocate", "split"])
@@ -123,12 +123,6 @@ def test_one_process_a_device_has_the_bits_of_one_process(train, placement):
         assert tensor.numpy().tobytes() == others[name].numpy().tobytes(), name
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """Twenty iterations in one process: metrics of every iteration."""
-    return tmp_path_factory.mktemp("greedy")
-
-
 @pytest.mark.parametrize("placement", ["dp2", "fsdp2", "tp2", "fsdp2tp2", "hsdp"])
 def test_sharded_ranks_make_the_same_tokens_and_losses(train, tmp_path, placement):
     file = tmp_path / "greedy.py"
@@ -139,12 +133,19 @@ def test_sharded_ranks_make_the_same_tokens_and_losses(train, tmp_path, placemen
 
     many = train("many", file, *words, "--check-sync", iterations=20)
 
-    whole = [line.metrics for line in read_metrics(one / "metrics.jsonl")]
-    parts = [line.metrics for line in read_metrics(many / "metrics.jsonl")]
-    assert len(whole) == len(parts) == 20
-    for iteration, (left, right) in enumerate(zip(whole, parts, strict=True)):
-        assert left.keys() == right.keys()
-        for name, value in left.items():
-            if "digest" in name:
-                assert value == right[name], (iteration, name)
-            assert math.isclose(value, right[name], rel_tol=2e-3, abs_tol=2e-4), (iteration, name)
+    assert_close(one, many, iterations=20)
+
+
+def test_two_nodes_make_the_same_tokens_as_one_process(train, tmp_path, two_nodes):
+    file = tmp_path / "greedy.py"
+    file.write_text(GREEDY)
+    one = train("one", file, "--placement", "one", "--threads", "1", iterations=5)
+    words = ("--placement", "fsdp2tp2", "--devices", "cpu:4", "--threads", "1")
+
+    many = train("many", file, *words, "--address", two_nodes, "--check-sync", iterations=5)
+
+    plan = (many / "plan.txt").read_text()
+    assert "by collective (across hosts or GPUs)" in plan
+    ranks = re.findall(r"^\d +cpu +(\S+) ", plan, flags=re.MULTILINE)
+    assert ["127.0.0.2", "127.0.0.2", "127.0.0.10", "127.0.0.10"] == ranks
+    assert_close(one, many, iterations=5)

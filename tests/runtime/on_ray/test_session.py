@@ -182,7 +182,7 @@ def test_nothing_is_left_of_an_embedded_cluster_however_its_controller_ends(end,
 
     codes = {"SIGKILL": -signal.SIGKILL, "SIGTERM": STOPPED}
     assert codes[end] == driver.process.returncode
-    assert 4 == len(pids)
+    assert 3 == len(pids)
     assert set() == left_after(15, lambda: processes(session, directory) | living(pids))
     assert not left_after(5, directory.exists)
 
@@ -191,7 +191,7 @@ def test_workers_on_a_running_cluster_end_with_their_controller(drivers):
     _, directory, pids = drivers["two nodes", "SIGKILL"].finish()
 
     assert Path("None") == directory
-    assert 4 == len(pids)
+    assert 3 == len(pids)
     assert set() == left_after(15, lambda: living(pids))
 
 
