@@ -30,11 +30,11 @@ REQUIRED = (
     "matplotlib",
     "tensorboard",
     "pyarrow",
+    "ray",
 )
 OPTIONAL = {
     "datasets": "pip install 'rlflow-engine[datasets]'",
     "pygraphviz": "pip install pygraphviz",
-    "ray": "pip install -c constraints.txt ray",
 }
 
 

@@ -109,7 +109,8 @@ def raw_bytes(tensor: AnyTensor) -> memoryview:
         return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
     import torch
 
-    host = tensor.detach().cpu().contiguous().reshape(-1)
+    # A copy, for storage that numpy has seen can never be resized, and so never put to sleep.
+    host = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)
     return host.view(torch.uint8).numpy().data
 
 

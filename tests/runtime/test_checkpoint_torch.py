@@ -34,6 +34,15 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+def test_saving_leaves_the_storage_free_to_sleep(tmp_path):
+    tensor = torch.arange(4.0)
+
+    save_checkpoint(tmp_path, 1, {"m": {"t": tensor}}, {}, {})
+
+    tensor.untyped_storage().resize_(0)
+    assert 0 == tensor.untyped_storage().nbytes()
+
+
 def test_every_dtype_comes_back_bit_for_bit(tmp_path):
     tensors = {str(dtype): torch.tensor([0, 1, 2, 3]).to(dtype) for dtype in DTYPES}
     path = save_checkpoint(tmp_path, 1, {"m": tensors}, {}, {})

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import Finding, RlflowError, RunError
 from rlflow.runtime.executor import Completion
-from rlflow.runtime.on_ray.deadline import cause_of
+from rlflow.runtime.on_ray.alive import require_cluster
+from rlflow.runtime.on_ray.causes import cause_of, unwrapped
 from rlflow.runtime.on_ray.lying import Lying
 from rlflow.runtime.on_ray.rank import Failed, Made
 from rlflow.runtime.stats import join
@@ -190,6 +191,11 @@ class RayBackend:
         clock = time.monotonic()
         with self._lock:
             flights = list(self._under_way.values())
+        try:
+            require_cluster()
+        except RunError as error:
+            for flight in flights[:1]:
+                self._give_up(flight, error)
         for flight in flights:
             if flight.failed_at is not None and clock - flight.failed_at > GRACE:
                 self._give_up(flight)
@@ -221,10 +227,12 @@ class RayBackend:
         return error
 
     def _lost(self, flight: Flight, device: int, error: BaseException) -> RlflowError:
+        """The error for a process that died: the asked one, or the one whose rows it awaited."""
+        victim = self._ranks.device_of(unwrapped(error), device)
         finding = Finding(
             code="E759",
             what=f"{flight.action.id} in iteration {flight.iteration}: "
-            f"{self._ranks.name(device)} was lost",
+            f"{self._ranks.name(victim)} was lost",
             got=cause_of(error),
             expected="the process of every device to live as long as the run",
         )

@@ -70,6 +70,14 @@ class Ranks:
         where = f" on node {report.address} (process {report.pid})" if report else ""
         return device_name(device) + where
 
+    def device_of(self, error: BaseException, asked: int) -> int:
+        """The device whose process an error is about; the one asked where it does not say."""
+        found = getattr(error, "actor_id", None)
+        for device, actor in self._actors.items():
+            if found and actor._actor_id.hex() == found:
+                return device
+        return asked
+
     def devices(self) -> tuple[int, ...]:
         """The devices that have a process, in order; not the host."""
         return tuple(sorted(device for device in self._actors if device != HOST))

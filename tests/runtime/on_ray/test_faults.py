@@ -68,7 +68,7 @@ def rarely(*case: object):
         rarely("rank:run=kill9@4", 1, SPLIT, "actor.rollout"),
         rarely("rank:run=kill9@10", -1, SPLIT, "in iteration"),
         rarely("rank:send=kill9@9", 1, SPLIT, "transfer:actor.rollout"),
-        rarely("rank:receive=kill9@4", 0, SPLIT, "transfer:"),
+        rarely("rank:receive=kill9@6", 0, SPLIT, "transfer:"),
         rarely("rank:sleep=kill9@9", 0, TIGHT, "sleep:"),
         rarely("rank:wake=kill9@9", 0, TIGHT, "wake:"),
     ],
