@@ -96,7 +96,7 @@ class Run:
         a run directory that `--resume` continues.
         """
         backend = self.machine.backend(self._spans.now)
-        executor = Executor(
+        executor = self._executor = Executor(
             self.plan,
             backend,
             self,
@@ -144,7 +144,8 @@ class Run:
         self.display.iteration(iteration, metrics, self._spans.now())
         fault("run:iteration")
         done = iteration + 1
-        if done < self.settings.iterations and done % self.settings.save_every == 0:
+        # The iteration past the end has closing actions only: it is none that was done.
+        if done <= self._executor.end and done % self.settings.save_every == 0:
             self._save(done)
 
     def _save(self, done: int) -> None:

@@ -115,6 +115,43 @@ def test_what_a_killed_run_left_continues_on_another_number_of_ranks(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path):
+    run = tmp_path / "run"
+    began = start(run, *SPLIT, RLFLOW_FAULT="ckpt:component:fsync=kill9@3")
+
+    code, _, err = ended(began, timeout=240)
+
+    assert 1 == code, err
+    assert "E776" in err
+    assert "saving actor" in err
+    assert "rank of device 0" in err
+    left = [path.name for path in (run / "checkpoints").iterdir()]
+    assert ["LATEST", "iteration-000002"] == sorted(left)
+    assert {} == all_gone(tmp_path.name)
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_ends_well(tmp_path):
+    run = tmp_path / "run"
+    began = start(run, *SPLIT, iterations=2000)
+    until = time.monotonic() + 120
+    while not list_checkpoints(run / "checkpoints"):
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    ranks = [pid for pid, command in marked(tmp_path.name).items() if "ray::Rank" in command]
+
+    for pid in (began.pid, *ranks):  # a terminal tells everybody
+        os.kill(pid, signal.SIGINT)
+    code, _, err = ended(began, timeout=120)
+
+    assert 130 == code, err
+    assert "continue with: rlflow run" in err
+    done = len(read_metrics(run / "metrics.jsonl"))
+    assert f"iteration-{done:06d}" == list_checkpoints(run / "checkpoints")[-1].name
+    assert {} == all_gone(tmp_path.name)
+
+
+@pytest.mark.slow
 def test_a_frozen_rank_is_an_error_within_the_deadline(tmp_path):
     run = tmp_path / "run"
     began = start(run, *SPLIT, "--deadline", 15, iterations=2000)
