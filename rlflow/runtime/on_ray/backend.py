@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import Finding, RlflowError, RunError
@@ -50,14 +51,19 @@ class Flight:
         """The devices that have not answered."""
         return tuple(d for d in self.asked if d not in self.made and d not in self.errors)
 
+    @property
+    def complete(self) -> bool:
+        """Whether everybody asked has done its part."""
+        return len(self.made) == len(self.asked)
+
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What one rank said about a flight: a result, or why there is none."""
+class Refusal:
+    """What a rank said instead of doing its part of a flight."""
 
     flight: Flight
     device: int
-    future: Any
+    error: BaseException | Failed
 
 
 class RayBackend:
@@ -74,7 +80,7 @@ class RayBackend:
         self._now = now
         self._offset = now() - time.time()
         self._lying = Lying(plan)
-        self._inbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Refusal | None] = queue.SimpleQueue()
         self._under_way: dict[int, Flight] = {}
         self._lock = threading.Lock()
         self._broken: RlflowError | None = None
@@ -94,17 +100,15 @@ class RayBackend:
             references = self._transfer(action, iteration)
         else:
             keep = self._lying.keep(action, iteration)
+            order = f"{iteration} {action.id}"
             references = {
                 device: self._ranks.actor(device).run.remote(
-                    action.id, iteration, *([keep[device]] if device in keep else [])
+                    order, *([keep[device]] if device in keep else [])
                 )
                 for device in asked
             }
         for device, reference in references.items():
-            future = reference.future()
-            future.add_done_callback(
-                lambda ended, device=device: self._inbox.put(Answer(flight, device, ended))
-            )
+            reference._on_completed(partial(self._answered, flight, device))
 
     def close(self, *, wait: bool = True) -> None:
         """Stop listening; the ranks belong to the machine."""
@@ -136,52 +140,55 @@ class RayBackend:
             )
         return received
 
+    def _answered(self, flight: Flight, device: int, found: Any) -> None:
+        """Take a rank's answer in the thread of Ray that brings it; errors go to our own."""
+        if isinstance(found, (BaseException, Failed)):
+            self._inbox.put(Refusal(flight, device, found))
+            return
+        with self._lock:
+            flight.made[device] = Made.unpacked(found)
+            if not flight.complete or self._under_way.pop(id(flight), None) is None:
+                return
+        self._complete(flight)
+
     def _collect(self) -> None:
-        """Turn answers into completions until told to stop."""
+        """Look after what goes wrong until told to stop."""
         while True:
             try:
-                answer = self._inbox.get(timeout=TICK)
+                refusal = self._inbox.get(timeout=TICK)
             except queue.Empty:
                 self._watch()
                 continue
-            if answer is None:
+            if refusal is None:
                 return
-            self._take(answer)
+            self._refused(refusal.flight, refusal.device, refusal.error)
 
-    def _take(self, answer: Answer) -> None:
-        flight = answer.flight
-        if id(flight) not in self._under_way:
-            return
-        error = answer.future.exception()
-        if error is not None:
-            flight.errors[answer.device] = self._lost(flight, answer.device, error)
+    def _refused(self, flight: Flight, device: int, error: BaseException | Failed) -> None:
+        """Note an error; the run ends once the others have said theirs, or a moment later."""
+        if isinstance(error, Failed):
+            flight.errors[device] = self._named(device, error)
         else:
-            found = answer.future.result()
-            if isinstance(found, Failed):
-                flight.errors[answer.device] = self._named(flight, answer.device, found)
-            else:
-                flight.made[answer.device] = found
-        if flight.errors:
-            flight.failed_at = flight.failed_at or time.monotonic()
-            if not flight.waiting:
-                self._give_up(flight)
-        elif not flight.waiting:
-            self._complete(flight)
+            flight.errors[device] = self._lost(flight, device, error)
+        flight.failed_at = flight.failed_at or time.monotonic()
+        if not flight.waiting:
+            self._give_up(flight)
 
     def _complete(self, flight: Flight) -> None:
         action, iteration = flight.action, flight.iteration
-        self._lying.note(action, iteration, flight.made)
-        answering = self._lying.answering(action)
+        try:
+            self._lying.note(action, iteration, flight.made)
+            metrics = join([flight.made[d].metrics for d in self._lying.answering(action)])
+        except RlflowError as error:
+            flight.done(self._failure(action, iteration, error))
+            return
         moved = [made.moved for made in flight.made.values() if made.moved is not None]
-        with self._lock:
-            del self._under_way[id(flight)]
         flight.done(
             Completion(
                 action=action.id,
                 iteration=iteration,
                 start=self._offset + min(made.start for made in flight.made.values()),
                 end=self._offset + max(made.end for made in flight.made.values()),
-                metrics=join([flight.made[device].metrics for device in answering]),
+                metrics=metrics,
                 moved=sum(moved) if moved else None,
             )
         )
@@ -220,7 +227,7 @@ class RayBackend:
             action=action.id, iteration=iteration, start=clock, end=clock, error=error
         )
 
-    def _named(self, flight: Flight, device: int, failed: Failed) -> RlflowError:
+    def _named(self, device: int, failed: Failed) -> RlflowError:
         """An error that a rank returned, with its traceback as the cause."""
         error = failed.raised()
         error.__cause__ = RemoteTraceback(f"{self._ranks.name(device)}\n{failed.trace}")
