@@ -19,8 +19,7 @@ from rlflow.batch import (
     is_ragged,
     make_batch,
     offsets,
-    select_field,
-    select_rows,
+    ragged,
 )
 
 Rows = NDArray[np.int64]
@@ -31,12 +30,41 @@ Packed = dict[str, Entry]
 def packed(fields: Mapping[str, Tensor], rows: Rows | None) -> Packed:
     """Fields of some rows as arrays that another process can read in place.
 
-    An entry is dtype, shape, the values as bytes, and where rows begin if they are ragged.
+    An entry is dtype, shape, the values as bytes, and where rows begin if they are ragged. Rows
+    that follow each other are taken as they lie, without a copy.
     """
     if rows is not None:
-        index = torch.from_numpy(rows)
-        fields = {name: select_field(field, index) for name, field in fields.items()}
+        chosen = runs(rows)
+        fields = {name: picked(field, chosen) for name, field in fields.items()}
     return {name: _packed_field(field) for name, field in fields.items()}
+
+
+def runs(rows: Rows) -> list[tuple[int, int]]:
+    """Row numbers as runs (first, last + 1) of rows that follow each other."""
+    if not len(rows):
+        return []
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    firsts = rows[np.concatenate([[0], breaks])]
+    lasts = rows[np.concatenate([breaks - 1, [len(rows) - 1]])]
+    return list(zip(firsts.tolist(), (lasts + 1).tolist(), strict=True))
+
+
+def picked(field: Tensor, chosen: Sequence[tuple[int, int]]) -> Tensor:
+    """The rows of some runs, in their order; a view where there is one run."""
+    if not is_ragged(field):
+        return _together([field[a:b] for a, b in chosen], field)
+    values, bounds = flat(field), offsets(field)
+    at = bounds.tolist()
+    kept = _together([values[at[a] : at[b]] for a, b in chosen], values)
+    size = _together([bounds[a + 1 : b + 1] - bounds[a:b] for a, b in chosen], bounds)
+    return ragged(kept, size)
+
+
+def _together(parts: list[Tensor], like: Tensor) -> Tensor:
+    """Parts one after the other; the part itself where there is one."""
+    if not parts:
+        return like[:0]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _packed_field(field: Tensor) -> Entry:
@@ -74,11 +102,11 @@ def joined(
     """One part's fields of pieces and their places in it; a whole piece is taken as it is."""
     if len(pieces) == 1 and pieces[0][1] is None:
         return pieces[0][0]
-    batches, places = [], []
-    for fields, target in pieces:
-        rows = np.arange(count) if target is None else target
-        batches.append(make_batch(fields, len(rows)))
-        places.append(rows)
+    placed = [np.arange(count) if target is None else target for _, target in pieces]
     back = np.empty(count, dtype=np.int64)
-    back[np.concatenate(places)] = np.arange(count)
-    return dict(select_rows(concat_rows(batches), torch.from_numpy(back)).items())
+    back[np.concatenate(placed)] = np.arange(count)
+    chosen = runs(back)
+    together = concat_rows(
+        [make_batch(fields, len(rows)) for (fields, _), rows in zip(pieces, placed, strict=True)]
+    )
+    return {name: picked(field, chosen) for name, field in together.items()}
