@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,17 @@ PIPELINES = ROOT / "pipelines"
 TINY = PIPELINES / "assets" / "arith-tiny"
 SMALL = ("--set", "prompts_per_iteration=4")
 QUICK = ("--set", "eval_every=5", "--threads", "1")
+
+
+@pytest.fixture(autouse=True)
+def _own_ops() -> Iterator[None]:
+    """Ops that a pipeline registers while a test runs are forgotten with it."""
+    from rlflow.graph.op import REGISTRY
+
+    before = dict(REGISTRY)
+    yield
+    REGISTRY.clear()
+    REGISTRY.update(before)
 
 
 class Result(NamedTuple):

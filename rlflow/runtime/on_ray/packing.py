@@ -71,7 +71,7 @@ def _packed_field(field: Tensor) -> Entry:
     values = flat(field) if is_ragged(field) else field
     bounds = offsets(field).cpu().numpy() if is_ragged(field) else None
     host = values.detach().cpu().contiguous()
-    raw = host.view(-1).view(torch.uint8).numpy()
+    raw = host.view(-1).view(torch.uint8).numpy() if host.numel() else np.empty(0, dtype=np.uint8)
     return str(host.dtype).removeprefix("torch."), tuple(host.shape), raw, bounds
 
 
