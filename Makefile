@@ -45,6 +45,8 @@ bench: $(STAMP)  ## side-by-side measurements; makes environments of its own
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/vs_trl.py
 	$(BIN)/python benchmarks/vs_trl_ppo.py
+	$(BIN)/python benchmarks/ray_overhead.py
+	$(BIN)/python benchmarks/vs_verl_dispatch.py
 
 clean:
 	rm -rf $(VENV) .venv-bench .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
