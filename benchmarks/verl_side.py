@@ -133,10 +133,14 @@ def main() -> None:
     given, made = (Path(word) for word in sys.argv[1:3])
     spec = json.loads(given.read_text(encoding="utf-8"))
     torch.set_num_threads(1)
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_enable_metrics_collection"] = "0"
-    os.environ["RAY_task_events_report_interval_ms"] = "0"
-    os.environ["VERL_DATAPROTO_SERIALIZATION_METHOD"] = spec["serialization"]
+    os.environ.update(
+        {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_enable_metrics_collection": "0",
+            "RAY_task_events_report_interval_ms": "0",
+            "VERL_DATAPROTO_SERIALIZATION_METHOD": spec["serialization"],
+        }
+    )
     ray.init(
         num_cpus=spec["workers"] + 1,
         include_dashboard=False,
