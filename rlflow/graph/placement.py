@@ -48,7 +48,9 @@ class Placement(BaseModel):
 
     A pool is a number of devices of its own, or a list of device numbers, which may
     overlap with another pool's. The most specific assignment wins: a node's name,
-    `model.use`, the model, `*`.
+    `model.use`, the model, `*`. With `staleness` k a rollout reads weights that are up to k
+    updates old, and so runs ahead. `stream` cuts chains of row ops across pools into so many
+    chunks, or into as many as shorten the estimated iteration (`auto`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,6 +58,7 @@ class Placement(BaseModel):
     pools: dict[str, Count | list[int]] = Field(min_length=1)
     assign: dict[str, On]
     staleness: int = Field(default=0, ge=0)
+    stream: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
 
     @model_validator(mode="after")
     def _pools_exist(self) -> Placement:

@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from rlflow.errors import known_names, near_names
+from rlflow.ops.corrections import ImportanceSampling
 
 Aggregation = Literal[
     "token-mean",
@@ -45,16 +46,20 @@ class LossKind:
     """A kind of policy loss: the dotted name of its token loss, and the options it reads.
 
     The body takes `(log_probs, old_log_probs, advantages, mask)` and its options as keyword
-    arguments, and returns `(token_loss, ratio)`.
+    arguments, and returns `(token_loss, ratio)`. `corrects` says that its ratio, taken against
+    the policy that sampled, makes up for samples of older weights.
     """
 
     body: str
     options: frozenset[str]
+    corrects: bool = False
 
 
 POLICY_LOSSES: dict[str, LossKind] = {
     "ppo_clip": LossKind(
-        body="rlflow.ops.math.losses:ppo_clip", options=frozenset({"clip", "dual_clip"})
+        body="rlflow.ops.math.losses:ppo_clip",
+        options=frozenset({"clip", "dual_clip"}),
+        corrects=True,
     ),
 }
 """Every kind of policy loss by name; the options of a kind are fields of `PolicyLoss`."""
@@ -111,6 +116,21 @@ class Loss(BaseModel):
     @abstractmethod
     def outputs(self) -> tuple[str, ...]:
         """What the training forward must compute for this loss, with gradient."""
+
+    def corrects(self, old: str, *, own: bool) -> bool:
+        """Whether rows older than the weights train it right; `own` rows it has sampled itself.
+
+        `old` is whose log-probs a policy's ratio is taken against, as the compiler chose it.
+        """
+        return False
+
+    def under_lag(self, old: str) -> str:
+        """Whose log-probs the ratio is taken against where rows are older than the weights."""
+        return old
+
+    def corrections(self) -> tuple[str, ...]:
+        """Losses that correct for older rows, each as a line to paste, the likest first."""
+        return policy_corrections()
 
     def idle(self) -> dict[str, str]:
         """Options that do nothing as the others stand, each with the reason."""
@@ -171,6 +191,8 @@ class PolicyLoss(Loss):
     entropy_coef: Coefficient = 0.0
     old: OldPolicy = "auto"
     """Whose log-probs the ratio is taken against: `auto` lets the compiler choose."""
+    correction: ImportanceSampling | None = None
+    """Weighs tokens by how likely they are under `old` against the policy that sampled."""
 
     def __init__(self, kind: str = "ppo_clip", **options: Any) -> None:
         super().__init__(**{"kind": kind, **options})
@@ -178,12 +200,40 @@ class PolicyLoss(Loss):
     def needs(self) -> tuple[str, ...]:
         """The batch fields this loss reads; with `old="auto"` the compiler may add one."""
         old = {"recomputed": ("old_log_probs",), "rollout": ("rollout_log_probs",)}
+        behaviour = ("rollout_log_probs",) if self.correction is not None else ()
         ref = ("ref_log_probs",) if self.kl_coef else ()
-        return ("response_mask", "advantages", *old.get(self.old, ()), *ref)
+        return ("response_mask", "advantages", *old.get(self.old, ()), *behaviour, *ref)
 
     def outputs(self) -> tuple[str, ...]:
         """The log-probs of the sampled tokens, and the entropy if it has a coefficient."""
         return ("log_probs", "entropy") if self.entropy_coef else ("log_probs",)
+
+    def corrects(self, old: str, *, own: bool) -> bool:
+        """By importance weights, or by the ratio itself against the policy that sampled."""
+        by_ratio = old == "rollout" and POLICY_LOSSES[self.kind].corrects
+        return self.correction is not None or by_ratio
+
+    def under_lag(self, old: str) -> str:
+        """The rollout's own, where the choice is the compiler's and nothing else corrects."""
+        ratio = self.old == "auto" and self.correction is None and POLICY_LOSSES[self.kind].corrects
+        return "rollout" if ratio else old
+
+    def corrections(self) -> tuple[str, ...]:
+        """As in `Loss`, with the options of this one; one that reads `old_log_probs` keeps it."""
+        ratio = [self.line(old="rollout")] if POLICY_LOSSES[self.kind].corrects else []
+        weights = [self.line(old="recomputed", correction=ImportanceSampling())]
+        found = weights + ratio if self.old == "recomputed" else ratio + weights
+        return tuple(dict.fromkeys((*found, *policy_corrections())))
+
+    def line(self, **changed: Any) -> str:
+        """The line that makes it, with some options changed."""
+        options = {
+            name: getattr(self, name)
+            for name, field in type(self).model_fields.items()
+            if name != "kind" and getattr(self, name) != field.default
+        }
+        words = [f"{name}={_pasted(value)}" for name, value in (options | changed).items()]
+        return f"rf.PolicyLoss({', '.join([_pasted(self.kind), *words])})"
 
     def idle(self) -> dict[str, str]:
         """As in `Loss`; and options of other kinds, and a KL estimator without a KL term."""
@@ -191,6 +241,8 @@ class PolicyLoss(Loss):
         reasons = dict.fromkeys(unread, f"{self.kind} does not read it")
         if not self.kl_coef:
             reasons["kl"] = "kl_coef is 0, so there is no KL term"
+        if self.old == "rollout":
+            reasons["correction"] = "old='rollout' is the policy that sampled, so the weight is 1"
         return {**super().idle(), **reasons}
 
     @model_validator(mode="after")
@@ -206,12 +258,20 @@ class PolicyLoss(Loss):
 
 
 class ValueLoss(Loss):
-    """The loss of a critic: half the squared error to the returns, clipped or not."""
+    """The loss of a critic: half the squared error to the returns, clipped or not.
+
+    Rows of older weights need no correction: returns are targets of a regression whichever
+    policy they came about under, and a baseline that is off biases no policy gradient.
+    """
 
     body: ClassVar[str] = "rlflow.ops.math.objective:value_objective"
 
     clip: Positive | None = 0.2
     """How far a value may move from the old one before its gradient stops; None: any."""
+
+    def corrects(self, old: str, *, own: bool) -> bool:
+        """Always: a regression weighs no sample by its probability."""
+        return True
 
     def needs(self) -> tuple[str, ...]:
         """The batch fields this loss reads; the old values only where it clips."""
@@ -228,6 +288,10 @@ class SFTLoss(Loss):
 
     body: ClassVar[str] = "rlflow.ops.math.objective:sft_objective"
 
+    def corrects(self, old: str, *, own: bool) -> bool:
+        """Only of responses that another model wrote: those are data, of whatever age."""
+        return not own
+
     def needs(self) -> tuple[str, ...]:
         """Only the mask: the tokens are the model's input."""
         return ("response_mask",)
@@ -237,8 +301,24 @@ class SFTLoss(Loss):
         return ("log_probs",)
 
 
+def policy_corrections() -> tuple[str, ...]:
+    """Every policy loss that corrects for older rows, as lines to paste."""
+    weights = PolicyLoss(old="recomputed", correction=ImportanceSampling())
+    kinds = [name for name, kind in POLICY_LOSSES.items() if kind.corrects]
+    return (*(PolicyLoss(kind, old="rollout").line() for kind in kinds), weights.line())
+
+
+def _pasted(value: object) -> str:
+    """A value as it is written in a file."""
+    if isinstance(value, ImportanceSampling):
+        return value.line()
+    return f'"{value}"' if isinstance(value, str) else repr(value).replace("inf", "math.inf")
+
+
 def _printed(value: object) -> str:
     """A value as in a call, without quotes; an equal pair as its one number."""
+    if isinstance(value, ImportanceSampling):
+        return value.describe()
     if isinstance(value, tuple) and len(set(value)) == 1:
         return str(value[0])
     return str(value)

@@ -1,11 +1,12 @@
 """The executor: one event loop for every mode of every plan.
 
-An action instance (action, iteration) starts when what it comes after has finished.
-Each action runs its iterations in order, so what is finished is one number an action.
-No action runs ahead of the first unfinished iteration by more than the plan's staleness and
-one more: what a free-running action (the prompts, say) makes early would only wait in memory,
-and a stop would have to carry it all out. Nothing here knows of algorithms, placements or
-asynchrony; a backend does the work.
+A run goes from checkpoint to checkpoint in segments, and within one turn by turn: in turn t
+an action runs iteration t + its `ahead`. An instance starts when what it comes after has
+finished; one whose iteration is none of the segment's, or is not due, is over when what it
+comes after is over. Each action runs its turns in order, so what is finished is one number an
+action. No action is more than `AHEAD` turns in front of the first unfinished one: what a
+free-running action (the prompts, say) makes early would only wait in memory. Nothing here
+knows of algorithms, placements or asynchrony; a backend does the work.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rlflow.ops.body import Stat
+from rlflow.runtime.stats import join
 from rlflow.scheduler.plan import Action, Plan
 
 
@@ -29,7 +32,7 @@ class Completion:
     iteration: int
     start: float
     end: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float | Stat] = field(default_factory=dict)
     moved: int | None = None
     error: BaseException | None = None
 
@@ -42,6 +45,16 @@ class Stop:
 Event = Completion | Stop
 
 AHEAD = 2
+
+
+class Events(Protocol):
+    """Where completions and requests to stop come in, from any thread."""
+
+    def put(self, event: Event, /) -> None:
+        """Bring an event."""
+
+    def get(self) -> Event:
+        """The next event, waiting for it."""
 
 
 class Backend(Protocol):
@@ -64,15 +77,75 @@ class Listener(Protocol):
         """An action instance has ended well."""
 
     def iteration_done(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """All actions of an iteration have finished; nothing later has passed a barrier."""
+        """All actions of an iteration have finished; of a segment's last one, everything has."""
+
+
+@dataclass(slots=True)
+class Segment:
+    """Iterations `start` to `end` between two checkpoints, and how far its turns have come.
+
+    `first` is its first turn and `turns[action]` the next one of each action. `opening` are
+    the reshards that bring version `start` to where nothing brought it before; in a `closing`
+    segment no other runs are due than the closing ones.
+    """
+
+    start: int
+    end: int
+    first: int
+    opening: frozenset[str]
+    closing: bool
+    turns: dict[str, int]
+    left: dict[int, int] = field(default_factory=dict)
+    whole: int = 0
+
+    def due(self, action: Action, iteration: int) -> bool:
+        """Whether an action does something for an iteration; sleeps and wakes do in every turn."""
+        if action.part is not None:
+            return True
+        if action.id in self.opening:
+            return iteration == self.start - 1 or self._within(action, iteration)
+        return self._within(action, iteration)
+
+    def _within(self, action: Action, iteration: int) -> bool:
+        if not self.start <= iteration < self.end:
+            return False
+        return action.closing if self.closing else action.due(iteration)
+
+    def iteration(self, action: Action) -> int:
+        """The iteration of an action's next turn; for a sleep or wake one that the segment has."""
+        iteration = self.turns[action.id] + action.ahead
+        if action.part is None:
+            return iteration
+        return min(max(iteration, self.start), self.end - 1)
+
+    def ready(self, action: Action) -> bool:
+        """Whether all that the next turn of an action comes after is over."""
+        turn = self.turns[action.id]
+        if turn >= self.end or turn >= self.whole + AHEAD:
+            return False
+        return all(
+            self.turns[dep.action] > turn - dep.distance or turn - dep.distance < self.first
+            for dep in action.after
+        )
+
+    def finish(self, name: str) -> bool:
+        """Count a turn of an action as over; whether that ends a turn of all."""
+        turn = self.turns[name]
+        self.turns[name] = turn + 1
+        self.left[turn] = self.left.get(turn, len(self.turns)) - 1
+        before = self.whole
+        while self.left.get(self.whole) == 0:
+            del self.left[self.whole]
+            self.whole += 1
+        return self.whole > before
 
 
 class Executor:
     """Runs iterations `start` to `end` of a plan, then the closing actions on the last weights.
 
-    With a `barrier` of n, no action of a later iteration starts before every n-th
-    iteration is done and its listener has returned. At most `AHEAD` iterations, and the
-    plan's staleness more, are under way at a time.
+    After every multiple of `barrier` iterations everything is over before more begins: a
+    listener that hears of that iteration may save a checkpoint. `events` is where a backend's
+    completions come in.
     """
 
     def __init__(
@@ -84,6 +157,7 @@ class Executor:
         start: int,
         end: int,
         barrier: int,
+        events: Events | None = None,
     ) -> None:
         self.actions = {action.id: action for action in plan.actions}
         self.backend = backend
@@ -91,16 +165,16 @@ class Executor:
         self.start = start
         self.end = end
         self.barrier = barrier
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.closing = closing_actions(plan)
-        self._done = dict.fromkeys(self.actions, start)
+        self.events: Events = queue.SimpleQueue() if events is None else events
+        self.stopped = False
+        self._most = max((action.ahead for action in plan.actions), default=0)
+        self._closing = closing_actions(plan)
         self._running: set[str] = set()
-        self._left: dict[int, int] = {}
-        self._metrics: dict[int, dict[str, float]] = {}
+        self._metrics: dict[int, dict[str, list[Mapping[str, float | Stat]]]] = {}
+        self._missing: dict[int, int] = {}
+        self._counted = sum(action.part is None for action in plan.actions)
         self._begun = start
         self._reported = start
-        self._window = AHEAD + plan.staleness
-        self._limit = self._next_barrier(start)
         self._followers: dict[str, list[str]] = {name: [] for name in self.actions}
         for action in plan.actions:
             for name in dict.fromkeys((action.id, *(dep.action for dep in action.after))):
@@ -115,11 +189,46 @@ class Executor:
 
         Raises the error of the first action that failed, after waiting for the others.
         """
-        self._advance(list(self.actions))
+        start = self.start
+        while start < self.end:
+            end = min((start // self.barrier + 1) * self.barrier, self.end)
+            start = self._run(self._segment(start, end))
+        if not self.stopped and self._closing:
+            self._run(self._segment(self.end, self.end + 1))
+        return min(self._reported, self.end)
+
+    def _segment(self, start: int, end: int) -> Segment:
+        """The next segment; past the end of the run it is that of the closing actions."""
+        closing = start >= self.end
+        opening = self._opening(start, closing)
+        first = start - self._most - (1 if opening else 0)
+        turns = dict.fromkeys(self.actions, first)
+        return Segment(start, end, first, opening, closing, turns, whole=first)
+
+    def _opening(self, start: int, closing: bool) -> frozenset[str]:
+        """The reshards whose targets lack the weights that a segment begins with.
+
+        A resumed run has loaded only what is trained; what closing actions read may have
+        been filled a few iterations ago.
+        """
+        resumed = start == self.start > 0
+        found = []
+        for action in self.actions.values():
+            if action.kind != "reshard" or start == 0:
+                continue
+            late = resumed or not action.due(start - 1)
+            wanted = action.id in self._closing if closing else action.due(start - 1)
+            if late and wanted:
+                found.append(action.id)
+        return frozenset(found)
+
+    def _run(self, segment: Segment) -> int:
+        """Run a segment; returns the iteration that follows it."""
+        self._advance(segment, list(self.actions))
         while self._running:
             event = self.events.get()
             if isinstance(event, Stop):
-                self._stop_after_begun()
+                self._stop_after_begun(segment)
                 continue
             self._running.discard(event.action)
             if event.error is not None:
@@ -127,80 +236,60 @@ class Executor:
                 raise event.error
             action = self.actions[event.action]
             self.listener.finished(action, event)
-            self._finish(action, event.metrics)
-        return min(self._reported, self.end)
+            self._advance(segment, self._complete(segment, action, event.metrics))
+        self._report(segment.end)
+        return segment.end
 
-    def _advance(self, candidates: list[str]) -> None:
-        """Start what is ready among the candidates; skipped instances finish at once."""
+    def _advance(self, segment: Segment, candidates: list[str]) -> None:
+        """Start what is ready among the candidates; phantoms finish at once."""
         while candidates:
             action = self.actions[candidates.pop()]
-            iteration = self._done[action.id]
-            if action.id in self._running or not self._ready(action, iteration):
+            if action.id in self._running or not segment.ready(action):
                 continue
-            if self._due(action, iteration):
+            iteration = segment.iteration(action)
+            if segment.due(action, iteration):
                 self._running.add(action.id)
                 self._begun = max(self._begun, iteration)
                 self.listener.started(action, iteration)
                 self.backend.submit(action, iteration, self.events.put)
             else:
-                candidates += self._complete(action, {})
+                candidates += self._complete(segment, action, {})
 
-    def _finish(self, action: Action, metrics: Mapping[str, float]) -> None:
-        self._advance(self._complete(action, metrics))
+    def _complete(
+        self, segment: Segment, action: Action, metrics: Mapping[str, float | Stat]
+    ) -> list[str]:
+        """Count an instance as over; returns the actions that may have become ready."""
+        iteration = segment.iteration(action)
+        if action.part is None and segment.start <= iteration < segment.end:
+            if metrics:
+                found = self._metrics.setdefault(iteration, {})
+                found.setdefault(action.node or action.id, []).append(metrics)
+            missing = self._missing.get(iteration, self._counted) - 1
+            self._missing[iteration] = missing
+        turned = segment.finish(action.id)
+        self._report(segment.end - 1)
+        return list(self.actions) if turned else list(self._followers[action.id])
 
-    def _complete(self, action: Action, metrics: Mapping[str, float]) -> list[str]:
-        """Count an instance as finished; returns the actions that may have become ready."""
-        iteration = self._done[action.id]
-        self._done[action.id] = iteration + 1
-        prefix = action.node or action.id
-        found = self._metrics.setdefault(iteration, {})
-        found.update({f"{prefix}/{name}": value for name, value in metrics.items()})
-        self._left[iteration] = self._left.get(iteration, len(self.actions)) - 1
-        followers = self._followers[action.id]
-        if self._report_done():
-            return list(self.actions)
-        return list(followers)
-
-    def _report_done(self) -> bool:
-        """Report iterations that are whole, in order; True if there was one."""
-        before = self._reported
-        while self._left.get(self._reported) == 0:
+    def _report(self, end: int) -> None:
+        """Report iterations below `end` that are whole, in order."""
+        while self._reported < end and self._missing.get(self._reported, 1) == 0:
             iteration = self._reported
-            del self._left[iteration]
+            del self._missing[iteration]
             self._reported += 1
-            self.listener.iteration_done(iteration, self._metrics.pop(iteration))
-            if self._reported >= self._limit:
-                self._limit = self._next_barrier(self._reported)
-        return self._reported > before
+            parts = self._metrics.pop(iteration, {})
+            metrics = {
+                f"{node}/{name}": value
+                for node, found in parts.items()
+                for name, value in join(found).items()
+            }
+            self.listener.iteration_done(iteration, metrics)
 
-    def _ready(self, action: Action, iteration: int) -> bool:
-        if iteration > self.end or iteration >= min(self._limit, self._reported + self._window):
-            return False
-        return all(
-            self._done[dep.action] > iteration - dep.distance
-            or iteration - dep.distance < self.start
-            for dep in action.after
-        )
-
-    def _due(self, action: Action, iteration: int) -> bool:
-        """Whether the action does something in this iteration; the one past the end is closing."""
-        if iteration == self.end:
-            return action.id in self.closing
-        return iteration >= action.first and iteration % action.every == 0
-
-    def _next_barrier(self, done: int) -> int:
-        """Iterations below this one may start: up to the next multiple of the barrier."""
-        if done >= self.end:
-            return self.end + 1
-        return min((done // self.barrier + 1) * self.barrier, self.end)
-
-    def _stop_after_begun(self) -> None:
+    def _stop_after_begun(self, segment: Segment) -> None:
         """Let nothing start in iterations that no action has begun; closing ones go on."""
-        if self._begun >= self.end:
+        if segment.closing:
             return
-        self.end = self._begun + 1
-        self._limit = min(self._limit, self.end)
-        self.closing = frozenset()
+        self.stopped = True
+        self.end = segment.end = min(self._begun + 1, segment.end)
 
     def _drain(self) -> None:
         """Wait for everything that runs; later errors are those of a run that has failed."""
@@ -211,16 +300,8 @@ class Executor:
 
 
 def closing_actions(plan: Plan) -> frozenset[str]:
-    """The closing actions, and the reshards, wakes and sleeps that come before the last of them."""
-    places = [index for index, action in enumerate(plan.actions) if action.closing]
-    if not places:
-        return frozenset()
-    before = plan.actions[: places[-1] + 1]
-    read = {name for action in before if action.closing for name, _ in action.reads}
+    """The closing actions, and the reshards that fill what they read."""
+    read = {name for action in plan.actions if action.closing for name, _ in action.reads}
     return frozenset(
-        action.id
-        for action in before
-        if action.closing
-        or action.kind in ("sleep", "wake")
-        or (action.kind == "reshard" and read.intersection(action.targets))
+        action.id for action in plan.actions if action.closing or read.intersection(action.targets)
     )

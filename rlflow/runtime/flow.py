@@ -8,11 +8,6 @@ from __future__ import annotations
 from rlflow.scheduler.plan import Action, Plan
 
 
-def due(action: Action, iteration: int) -> bool:
-    """Whether an action does something in an iteration."""
-    return iteration >= action.first and iteration % action.every == 0
-
-
 class Flow:
     """For every run the actions that deliver its inputs, and for every action its readers."""
 
@@ -42,4 +37,4 @@ class Flow:
 
     def readers(self, action: str, iteration: int) -> int:
         """How many actions read in an iteration what `action` left."""
-        return sum(due(reader, iteration) for reader in self._readers[action])
+        return sum(reader.due(iteration) for reader in self._readers[action])

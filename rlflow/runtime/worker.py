@@ -197,10 +197,15 @@ class Worker:
         return make_batch(fields, rows), first.rows, first.total
 
     def _require_version(self, action: Action, iteration: int, loaded: Loaded) -> None:
+        """Refuse weights of another version than declared; fresher ones where a lag is allowed.
+
+        A lag is not reached in the first iterations after a checkpoint, where the newest are read.
+        """
         for _, lag in action.reads:
             updated = self.plan.trained_instance(loaded.instance.model) is not None
+            newest = max(iteration - min(lag, 0), 0) if updated else 0
             declared = max(iteration - lag, 0) if updated else 0
-            if loaded.version != declared:
+            if loaded.version is None or not declared <= loaded.version <= newest:
                 raise RunError(
                     Finding(
                         code="E752",
@@ -218,8 +223,8 @@ class Worker:
             self._require_version(action, iteration, source)
         received = self._bring(action, source, targets)
         for target in targets:
-            target.model.loaded(iteration)
-            target.version = iteration
+            target.version = iteration - dict(action.writes)[target.instance.name]
+            target.model.loaded(target.version)
         return received
 
     def _bring(self, action: Action, source: Loaded | None, targets: list[Loaded]) -> int:

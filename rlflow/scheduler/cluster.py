@@ -17,6 +17,8 @@ SPEC = re.compile(r"(?P<kind>[a-z0-9]+):(?P<count>\d+)(?:@(?P<memory>[\d.]+)(?P<
 UNITS = {"MB": 1e6, "GB": 1e9}
 CPU_MEMORY_SHARE = 0.8
 GPUS_PER_HOST = 8
+HOST = -1
+HOST_MEMORY = 2e12
 
 
 def amount(size: float) -> str:
@@ -94,9 +96,22 @@ class Cluster:
     cores: int = 0
 
     @property
+    def host_memory(self) -> float:
+        """Bytes of one host's memory that no CPU device has; of accelerators' hosts by the table."""
+        if self.is_cpu:
+            return max(machine_memory() - self.count * self.kind.memory, 0.0)
+        return HOST_MEMORY
+
+    @property
     def is_cpu(self) -> bool:
         """Whether the devices are slots of threads of this machine."""
         return self.kind.name == "cpu"
+
+    def budgets(self) -> dict[int, int]:
+        """Bytes of memory of every device, and under -1 those of one host for what sleeps there."""
+        each = int(self.kind.memory)
+        devices = dict.fromkeys(range(self.count), each)
+        return {HOST: int(self.host_memory), **devices}
 
     def describe(self) -> str:
         """The printed form: kind, count, memory each, threads each."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlflow.errors import Finding, InvariantError, PlanError
@@ -79,10 +79,10 @@ def compile_plan(
         costs=Costs(graph=graph, cluster=cluster, shapes=shapes),
     )
     plan = Plan(
-        graph=graph,
+        graph=replace(graph, staleness=placement.staleness),
         placement=name,
         cluster=cluster.describe(),
-        budget=int(cluster.kind.memory),
+        budgets=cluster.budgets(),
         backend=backend or ("ray" if not_local(placement, cluster) else "local"),
         staleness=placement.staleness,
         pools=placement.devices(),
@@ -105,15 +105,6 @@ def compile_plan(
 def _not_compiled(placement: Placement, name: str) -> list[Finding]:
     """A finding for what a placement may say and this compiler does not honour."""
     findings = []
-    if placement.staleness:
-        findings.append(
-            Finding(
-                code="E402",
-                what=f"placement {name!r} asks for staleness={placement.staleness}",
-                expected="staleness=0: this version compiles synchronous plans only",
-                fix="staleness=0",
-            )
-        )
     if "host" in placement.pools:
         findings.append(
             Finding(

@@ -1,11 +1,12 @@
 """What the verifier's rules look things up in: orderings that are proven, memory replayed.
 
-Orderings are proven over unrolled instances (action, iteration): `Facts.before[k][b]`
-is the set of actions whose instance of iteration i has finished whenever `b` of iteration
-i + k starts, in every interleaving that `after` allows. As no distance is negative, a
-path between two instances stays between their iterations, so this holds for every i.
-An instance that an action skips (`every`, `first`) starts nothing, and is over when all
-that it comes after is over.
+Orderings are proven over unrolled instances (action, turn): `Facts.before[k][b]` is the set
+of actions whose instance of turn t has finished whenever `b` of turn t + k starts, in every
+interleaving that `after` allows. As no distance in turns is negative, a path between two
+instances stays between their turns, so this holds for every t. Until actions have turns,
+they are given some here that no distance contradicts: each runs ahead as far as its
+dependencies ask. An instance that is not due, or is none of the run's, starts nothing, and is
+over when all that it comes after is over.
 
 This file states no rule, and shares no code with the passes.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rlflow.graph.graph import Node
-from rlflow.scheduler.plan import HOST, Action, Instance, Part, Plan
+from rlflow.scheduler.plan import HOST, Action, Dep, Instance, Lane, Part, Plan
 
 ITERATIONS = 3
 
@@ -66,9 +67,13 @@ class Facts:
         return found
 
     @cached_property
-    def runs(self) -> dict[str, Action]:
-        """The run action of every node, by the node's name."""
-        return {str(a.node): a for a in self.plan.actions if a.kind == "run"}
+    def runs(self) -> dict[str, tuple[Action, ...]]:
+        """The run actions of every node, one for each chunk, by the node's name."""
+        found: dict[str, list[Action]] = {}
+        for action in self.plan.actions:
+            if action.kind == "run":
+                found.setdefault(str(action.node), []).append(action)
+        return {node: tuple(actions) for node, actions in found.items()}
 
     def declared(
         self, node: Node, instance: Instance | None
@@ -87,7 +92,7 @@ class Facts:
         found: dict[str, list[Action]] = {}
         for node in self.plan.graph.nodes:
             if node.op.use == "train":
-                found.setdefault(str(node.model), []).append(self.runs[node.name])
+                found.setdefault(str(node.model), []).extend(self.runs[node.name])
         return found
 
     @cached_property
@@ -105,12 +110,12 @@ class Facts:
         return self.updates[held.model] if held.trained else self.reshards.get(instance, [])
 
     @cached_property
-    def queues(self) -> dict[int, list[str]]:
-        """The ids of each device's actions, in the order of the list."""
-        found: dict[int, list[str]] = {}
+    def queues(self) -> dict[tuple[int, Lane], list[str]]:
+        """The ids of the actions on each lane of each device, in the order of the list."""
+        found: dict[tuple[int, Lane], list[str]] = {}
         for action in self.plan.actions:
             for device in action.devices:
-                found.setdefault(device, []).append(action.id)
+                found.setdefault((device, action.lane), []).append(action.id)
         return found
 
     @cached_property
@@ -126,14 +131,47 @@ class Facts:
         return action.kind == "reshard" and len(action.devices) > 1
 
     @cached_property
+    def ahead(self) -> dict[str, int]:
+        """How far each action runs ahead, by id: as stated, or as far as distances below 0 ask.
+
+        Distances are those of a difference system: B of distance d before A asks for
+        ahead(B) >= ahead(A) - d. Relaxed as by Bellman and Ford; a cycle of distance below 0 has
+        no answer, and ends the rounds.
+        """
+        found = {action.id: action.ahead for action in self.plan.actions}
+        if any(found.values()) or not self._backwards:
+            return found
+        for _ in self.plan.actions:
+            changed = False
+            for action in self.plan.actions:
+                for dep in action.after:
+                    if found[dep.action] < found[action.id] - dep.distance:
+                        found[dep.action] = found[action.id] - dep.distance
+                        changed = True
+            if not changed:
+                break
+        return found
+
+    @cached_property
+    def _backwards(self) -> bool:
+        return any(dep.distance < 0 for action in self.plan.actions for dep in action.after)
+
+    def turns(self, action: Action, dep: Dep) -> int:
+        """The distance of a dependency in turns."""
+        if not self._backwards:
+            return dep.distance
+        return dep.distance + self.ahead[dep.action] - self.ahead[action.id]
+
+    @cached_property
     def sorted_ids(self) -> list[str]:
-        """Ids so that each follows what it waits for in its own iteration; fewer on a cycle."""
-        waiting = {a.id: sum(dep.distance == 0 for dep in a.after) for a in self.plan.actions}
+        """Ids so that each follows what it waits for in its own turn; fewer on a cycle."""
+        waiting = dict.fromkeys(self.actions, 0)
         followers: dict[str, list[str]] = {name: [] for name in waiting}
         for action in self.plan.actions:
             for dep in action.after:
-                if dep.distance == 0:
+                if self.turns(action, dep) <= 0:
                     followers[dep.action].append(action.id)
+                    waiting[action.id] += 1
         done = [name for name, count in waiting.items() if count == 0]
         for name in done:
             for follower in followers[name]:
@@ -149,28 +187,37 @@ class Facts:
 
     @cached_property
     def before(self) -> list[dict[str, int]]:
-        """For k = 0, 1, ...: the set of actions of iteration i over before each one of i + k."""
+        """For k = 0, 1, ...: the set of actions of turn t over before each one of t + k."""
         sets: list[dict[str, int]] = []
-        for k in range(ITERATIONS + self.plan.graph.staleness):
+        reach = ITERATIONS + self.plan.graph.staleness + max(self.ahead.values(), default=0)
+        after = {
+            name: [(dep.action, self.turns(action, dep)) for dep in action.after]
+            for name, action in self.actions.items()
+        }
+        for k in range(reach):
             here: dict[str, int] = {}
             sets.append(here)
             for name in self.sorted_ids:
                 mask = 0
-                for dep in self.actions[name].after:
-                    if dep.distance <= k:
-                        mask |= sets[k - dep.distance][dep.action]
-                    if dep.distance == k:
-                        mask |= self.bit[dep.action]
+                for other, distance in after[name]:
+                    if distance <= k:
+                        mask |= sets[k - distance][other]
+                    if distance == k:
+                        mask |= self.bit[other]
                 here[name] = mask
         return sets
 
     def precedes(self, first: str, second: str, gap: int) -> bool:
-        """Whether `first` of iteration i is always over before `second` of i + gap starts.
+        """Whether `first` of turn t is always over before `second` of t + gap starts.
 
-        False where it is not known: `before` reaches a few iterations.
+        False where it is not known: `before` reaches a few turns.
         """
         known = 0 <= gap < len(self.before)
         return known and bool(self.before[gap][second] & self.bit[first])
+
+    def comes_before(self, first: str, second: str, gap: int) -> bool:
+        """Whether `first` of iteration i is always over before `second` of i + gap starts."""
+        return self.precedes(first, second, gap + self.ahead[first] - self.ahead[second])
 
     @cached_property
     def replay(self) -> Replay:

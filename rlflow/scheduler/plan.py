@@ -1,9 +1,11 @@
 """The plan: what the compiler emits, one action a line, frozen and hashed.
 
-An action instance is (action, iteration). It may start when all that it comes `after`
-has finished, each in the iteration that many distances earlier; nothing else orders
-it. An instance that `every` or `first` skips is over when what it comes after is over.
-The plan knows devices by number and bodies not at all.
+The actions are the kernel of a cyclic schedule: turn after turn, each once a turn. In turn t
+an action runs iteration t + `ahead`; rollouts that run ahead of the updates are those with an
+`ahead` above theirs. An instance may start when all that it comes `after` has finished, each
+that many turns earlier; nothing else orders it. An instance that `every` skips, or whose
+iteration is none of the run's, is over when what it comes after is over. The plan knows
+devices by number and bodies not at all.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ ActionKind = Literal["run", "transfer", "reshard", "sleep", "wake"]
 DepKind = Literal["data", "weights", "order", "device"]
 Mode = Literal["offload", "discard"]
 Backend = Literal["local", "ray"]
+Lane = Literal["compute", "copy"]
 Transport = Literal["copy", "shared memory", "collective", "ipc", "object store"]
 
 HOST = -1
@@ -41,7 +44,11 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dep:
-    """`action`, `distance` iterations earlier, has to have finished."""
+    """`action`, `distance` turns earlier, has to have finished.
+
+    Until pass `order` has given every action its `ahead`, a turn is an iteration, and a distance
+    may be below 0: the rollout k iterations later is over before these weights are overwritten.
+    """
 
     action: str
     distance: int
@@ -52,13 +59,15 @@ class Dep:
 class Cost:
     """Estimated seconds, bytes moved, and device memory used only while it runs (bytes).
 
-    None stands for a size that nothing on this machine tells. `source` says where the
-    figure comes from.
+    None stands for a size that nothing on this machine tells. `holds` says what `transient` is
+    made of, largest first: (`KV cache`, bytes), (`activations`, bytes). `source` says where the
+    seconds come from.
     """
 
     seconds: float | None = None
     moved: int | None = 0
     transient: int | None = 0
+    holds: tuple[tuple[str, int], ...] = ()
     source: str = "not estimated"
 
 
@@ -88,8 +97,9 @@ class Spread:
 class Part:
     """A piece of memory that can sleep: an instance's weights, gradients or optimizer state.
 
-    `size` is bytes on each of `devices`; None where the model's files are not here.
-    Gradients never outlive an update, so they are only ever discarded.
+    `size` is bytes on each of `devices`; None where the model's files are not here. `residual`
+    of them stay on the device while it sleeps. Gradients never outlive an update, so they are
+    only ever discarded.
     """
 
     name: str
@@ -97,6 +107,18 @@ class Part:
     kind: Literal["weights", "gradients", "optimizer"]
     size: int | None
     devices: tuple[int, ...]
+    residual: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Piece `index` of the `count` equal pieces in which an iteration's groups are worked on."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"[{self.index + 1}/{self.count}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,13 +183,14 @@ class Instance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One entry of the plan. `first` is the first iteration it runs in, `every` its period.
+    """One entry of the plan. It is due where the iteration modulo `every` is `phase`.
 
     `reads` and `writes` are (instance, lag): the version of the weights, relative to
-    the iteration, that it reads or writes. A reshard fills its `targets`, all in one pass
+    the iteration, that it reads or writes: lag 1 is one update old, -1 is what an update of this
+    iteration makes. A reshard fills its `targets`, all in one pass
     over the source, which is its `instance`. `takes` is how its input rows lie, `makes` how
-    those it leaves behind do; a transfer brings rows from one to the other. A `closing`
-    action runs once more at the end.
+    those it leaves behind do; a transfer brings rows from one to the other. A node that is
+    worked on in chunks has a run for each `chunk`. A `closing` action runs once more at the end.
     """
 
     id: str
@@ -190,9 +213,20 @@ class Action:
     makes: Spread | None = None
     cost: Cost = field(default_factory=Cost)
     peak: int | None = None
+    ahead: int = 0
     every: int = 1
-    first: int = 0
+    phase: int = 0
+    chunk: Chunk | None = None
     closing: bool = False
+
+    @property
+    def lane(self) -> Lane:
+        """What it occupies of its devices: their compute, or the copies to and from the host."""
+        return "copy" if self.kind in ("sleep", "wake") else "compute"
+
+    def due(self, iteration: int) -> bool:
+        """Whether it does something in an iteration; sleeps and wakes do in every turn."""
+        return iteration % self.every == self.phase
 
     @property
     def on_host(self) -> bool:
@@ -210,23 +244,36 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds an iteration: bounds from below, and the period that the order achieves."""
+    """Seconds an iteration: bounds from below, and the period that the order achieves.
+
+    `critical` are the actions of a slowest cycle, in its order: nothing shortens the period but
+    what shortens one of them. `slack` is how many seconds later an action may end without
+    lengthening the period, by id. `latency` is from the start of an iteration's first action to
+    the end of its last one.
+    """
 
     resource_bound: float
     recurrence_bound: float
     period: float
     busiest: str
     binding: Literal["resource", "recurrence", "order"]
+    critical: tuple[str, ...] = ()
+    slack: tuple[tuple[str, float], ...] = ()
+    latency: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A compiled pipeline: the graph that is left, and the actions in their cyclic order."""
+    """A compiled pipeline: the graph that is left, and the actions in their cyclic order.
+
+    `budgets` are bytes of memory of every device, and under HOST those of one host for what
+    sleeps there; `peaks` has the same keys. `hosts` share the devices evenly, in their order.
+    """
 
     graph: Graph
     placement: str
     cluster: str
-    budget: int
+    budgets: Mapping[int, int]
     backend: Backend
     staleness: int
     pools: Mapping[str, tuple[int, ...]]
@@ -238,6 +285,15 @@ class Plan:
     peaks: Mapping[int, int] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
     timing: Timing | None = None
+
+    def budget(self, device: int) -> int:
+        """Bytes of memory of a device, or of one host for HOST; 0 where none is known."""
+        return self.budgets.get(device, 0)
+
+    def host_of(self, device: int) -> int:
+        """The host that a device is in, by number."""
+        count = max((d for d in self.budgets if d != HOST), default=0) + 1
+        return device // -(-count // self.hosts)
 
     def action(self, name: str) -> Action:
         """The action of that id; KeyError if there is none."""
@@ -274,7 +330,7 @@ class Plan:
             "graph": self.graph.hash,
             "placement": self.placement,
             "cluster": self.cluster,
-            "budget": self.budget,
+            "budgets": {str(device): size for device, size in sorted(self.budgets.items())},
             "backend": self.backend,
             "staleness": self.staleness,
             "pools": {name: list(devices) for name, devices in self.pools.items()},

@@ -89,7 +89,7 @@ def _without_useless(
         undo, slots = _until_undone(plan, moves, sleep)
         places = [(slot, device) for slot in slots for device in plan.part(sleep.part).devices]
         size = sizes[sleep.part]
-        if all(loads[slot][device] + size <= plan.budget for slot, device in places):
+        if all(loads[slot][device] + size <= plan.budget(device) for slot, device in places):
             start = start | {sleep.part} if undo.index <= sleep.index else start
             moves = [move for move in moves if move not in (sleep, undo)]
             for slot, device in places:
@@ -132,7 +132,7 @@ def _victims(
     victims = []
     devices = {d for name in needed for d in plan.part(name).devices} | set(action.devices)
     for device in sorted(devices - {HOST}):
-        while _load(plan, device, left, action, sizes) > plan.budget:
+        while _load(plan, device, left, action, sizes) > plan.budget(device):
             candidates = [p for p in left - needed if device in plan.part(p).devices]
             if not candidates:
                 raise PlanError(_does_not_fit(plan, action, device, sizes))
@@ -174,7 +174,7 @@ def _does_not_fit(plan: Plan, action: Action, device: int, sizes: dict[str, int]
         what=f"action {action.id!r} does not fit on {device_name(plan, device)}",
         where=plan.graph.node(action.node).where if action.node else None,
         got=f"{amount(total)} at once:\n" + "\n".join(rows),
-        expected=f"at most {amount(plan.budget)}, the memory of one device",
+        expected=f"at most {amount(plan.budget(device))}, the memory of one device",
         fix="more devices in the pool, a smaller batch, or more mini_batches in the update",
     )
 
@@ -198,9 +198,6 @@ def _insert(plan: Plan, moves: list[Move], start: frozenset[str], context: Conte
         if index < len(plan.actions):
             actions.append(plan.actions[index])
     awake = tuple(part.name for part in plan.parts if part.name in start)
-    emptied = {m.part for m, mode in modes.items() if mode == "discard"}
-    discarded = {plan.part(name).instance for name in emptied if plan.part(name).kind == "weights"}
-    actions = [replace(a, first=0) if discarded.intersection(a.targets) else a for a in actions]
     return replace(plan, actions=_order_moves(actions), awake_at_start=awake)
 
 

@@ -153,7 +153,7 @@ def _resharded(plan: Plan, instance: str) -> bool:
 def _footer(plan: Plan) -> list[str]:
     lines = [f"  {note.rule}: {note.text}" for note in plan.notes]
     if plan.peaks:
-        lines.append(f"  peak memory: {_peaks(plan)}   of {amount(plan.budget)} each")
+        lines.append(f"  peak memory: {_peaks(plan)}   of {amount(plan.budget(0))} each")
     lines.append(f"  {inserted(plan)}")
     unknown = sum(action.cost.seconds is None for action in plan.actions)
     if unknown and plan.peaks:

@@ -32,7 +32,17 @@ from rlflow.scheduler.verify_weights import (
     versions_are_exact,
 )
 
-STAGES = ("rewrite", "bind", "weights", "transfer", "order", "residency", "chain", "timing")
+STAGES = (
+    "rewrite",
+    "bind",
+    "stream",
+    "weights",
+    "transfer",
+    "order",
+    "residency",
+    "chain",
+    "timing",
+)
 
 
 def verify(plan: Plan, stage: str) -> list[str]:
@@ -90,8 +100,10 @@ def actions_are_formed(facts: Facts) -> Iterator[str]:
         if not a.reason.rule or not a.reason.text:
             yield f"{a.id} has no reason"
         skips = a.kind in ("run", "reshard", "transfer")
-        if a.every < 1 or (a.every > 1 and not skips) or not 0 <= a.first <= (a.kind == "reshard"):
-            yield f"{a.id} runs first in iteration {a.first} and every {a.every}"
+        if a.every < 1 or (a.every > 1 and not skips) or not 0 <= a.phase < a.every:
+            yield f"{a.id} runs every {a.every} iterations, at {a.phase}"
+        if a.ahead < 0:
+            yield f"{a.id} runs {-a.ahead} iterations behind"
         missing = [name for name in wanted[a.kind] if not getattr(a, name)]
         if missing:
             yield f"{a.kind} {a.id} has no {' and no '.join(missing)}"
@@ -107,39 +119,59 @@ def actions_are_formed(facts: Facts) -> Iterator[str]:
 
 
 def nodes_run_once(facts: Facts) -> Iterator[str]:
-    """Every node of the graph has exactly one run action, and there are no others."""
+    """Every node of the graph has exactly one run action, or one for each of its chunks."""
     graph = facts.plan.graph
-    times = Counter(a.node for a in facts.plan.actions if a.kind == "run")
     for node in graph.nodes:
-        if times[node.name] != 1:
-            yield f"node {node.name} has {times[node.name]} run actions"
+        chunks = [a.chunk for a in facts.runs.get(node.name, ())]
+        count = chunks[0].count if chunks and chunks[0] is not None else 1
+        found = sorted((c.index, c.count) if c is not None else (0, 1) for c in chunks)
+        if found != [(index, count) for index in range(count)]:
+            yield f"node {node.name} has {len(chunks)} run actions of {count}"
     for a in facts.plan.actions:
         if a.node is not None and not graph.has_node(a.node):
             yield f"{a.id} is for node {a.node}, which the graph does not have"
+        if a.chunk is not None and a.kind not in ("run", "transfer"):
+            yield f"{a.id} is a {a.kind} of a chunk"
 
 
 def deps_are_sound(facts: Facts) -> Iterator[str]:
-    """Dependencies name actions at a distance of 0 or more, and none waits for itself."""
+    """Dependencies name actions, and none waits for itself however far others run ahead."""
     sound = True
     for a in facts.plan.actions:
         for dep in a.after:
-            if dep.action not in facts.actions or dep.distance < 0:
+            if dep.action not in facts.actions:
                 sound = False
-                yield f"{a.id} waits for {dep.action} at distance {dep.distance}"
-    if sound and len(facts.sorted_ids) < len(facts.actions):
+                yield f"{a.id} waits for {dep.action}, which does not exist"
+    if not sound:
+        return
+    for a in facts.plan.actions:
+        for dep in a.after:
+            if facts.turns(a, dep) < 0:
+                yield f"{a.id} waits for {dep.action} of a turn that is to come"
+    if len(facts.sorted_ids) < len(facts.actions):
         rest = sorted(set(facts.actions).difference(facts.sorted_ids))
-        yield f"within one iteration a cycle holds up {', '.join(rest)}"
+        yield f"within one turn a cycle holds up {', '.join(rest)}"
+
+
+def turns_are_given(facts: Facts) -> Iterator[str]:
+    """Distances are in turns, none below 0, and somebody is not ahead of anybody."""
+    for a in facts.plan.actions:
+        for dep in a.after:
+            if dep.distance < 0:
+                yield f"{a.id} waits for {dep.action} at distance {dep.distance}"
+    if min((a.ahead for a in facts.plan.actions), default=0):
+        yield "every action runs ahead"
 
 
 def runs_match_nodes(facts: Facts) -> Iterator[str]:
     """A run has its node's model, period, parts and versions, on its instance's devices."""
-    for name, a in facts.runs.items():
-        node = facts.plan.graph.node(name)
+    for a in (a for runs in facts.runs.values() for a in runs):
+        node = facts.plan.graph.node(str(a.node))
         host = a.pool == "host" and a.devices == (HOST,)
         if not host and facts.plan.pools.get(a.pool) != a.devices:
             yield f"{a.id} runs on {list(a.devices)}, which is not pool {a.pool}"
-        if (a.every, a.first) != (node.every, 0):
-            yield f"{a.id} runs every {a.every} from {a.first}, declared every {node.every}"
+        if (a.every, a.phase) != (node.every, 0):
+            yield f"{a.id} runs every {a.every} at {a.phase}, declared every {node.every}"
         instance = facts.instances.get(a.instance or "")
         if (instance.model if instance else None) != node.model:
             yield f"{a.id} runs on instance {a.instance}, its model is {node.model}"
@@ -170,6 +202,7 @@ MEANING: tuple[tuple[str, Rule], ...] = (
     ("weights", versions_are_exact),
     ("weights", reshards_are_right),
     ("transfer", rows_are_carried),
+    ("order", turns_are_given),
     ("order", list_is_an_order),
     ("residency", memory_fits),
     ("residency", moves_are_needed),

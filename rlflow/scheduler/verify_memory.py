@@ -35,8 +35,8 @@ def memory_fits(facts: Facts) -> Iterator[str]:
             yield f"{a.id} needs parts on devices {sorted(away)}, which it does not take"
         for device, size in load.items():
             peaks[device] = max(peaks[device], size)
-            if size > plan.budget:
-                yield f"{a.id} holds {size} bytes on device {device}, the budget is {plan.budget}"
+            if size > plan.budget(device):
+                yield f"{a.id} holds {size} bytes on device {device}, the budget is {plan.budget(device)}"
         peak = max(load.values(), default=None)
         if a.peak != peak:
             yield f"{a.id} states a peak of {a.peak} bytes, it is {peak}"
@@ -60,7 +60,7 @@ def moves_are_needed(facts: Facts) -> Iterator[str]:
         if a.kind == "wake" and not used:
             yield f"{a.id} is useless: nobody needs {part.name} before it sleeps again"
         held = facts.replay.most(until, part.devices)
-        if a.kind == "sleep" and held + (part.size or 0) <= facts.plan.budget:
+        if a.kind == "sleep" and held + (part.size or 0) <= facts.plan.budget(part.devices[0]):
             yield f"{a.id} is useless: {part.name} would have fitted until {actions[back].id}"
         yield from _mode_is_right(facts, a, part, following)
 
@@ -79,14 +79,11 @@ def _mode_is_right(facts: Facts, a: Action, part: Part, following: list[int]) ->
     if (a.mode == "discard") is not anew:
         after = f"{user.id} is next to use it" if user else "nobody uses it"
         yield f"{a.id} is marked {a.mode}, and {after}"
-    empty = filled and a.kind == "wake" and part.name not in facts.plan.awake_at_start
-    if user is not None and empty and user.first:
-        yield f"{a.id} wakes {part.name} empty, and {user.id} first fills it in {user.first}"
 
 
 def devices_take_turns(facts: Facts) -> Iterator[str]:
     """On each device an action is over before the next one starts, around the iteration too."""
-    for device, queue in sorted(facts.queues.items()):
+    for (device, _), queue in sorted(facts.queues.items()):
         turns = [*pairwise(queue), (queue[-1], queue[0])]
         for number, (before, after) in enumerate(turns, 1):
             if not facts.precedes(before, after, 1 if number == len(turns) else 0):

@@ -19,8 +19,8 @@ def data_is_there(facts: Facts) -> Iterator[str]:
     for edge in facts.plan.graph.edges:
         if edge.kind != "data":
             continue
-        source, target = facts.runs[edge.source], facts.runs[edge.target]
-        if not facts.precedes(source.id, target.id, edge.distance):
+        source, target = facts.runs[edge.source][0], facts.runs[edge.target][0]
+        if not facts.comes_before(source.id, target.id, edge.distance):
             yield f"{target.id} may start before {source.id} has made {', '.join(edge.fields)}"
         if target.every % source.every:
             yield (
@@ -31,7 +31,7 @@ def data_is_there(facts: Facts) -> Iterator[str]:
 
 def spreads_are_right(facts: Facts) -> Iterator[str]:
     """Rows lie on their action's devices as its op and its instance allow."""
-    for name, a in facts.runs.items():
+    for name, (a, *_) in facts.runs.items():
         node = facts.plan.graph.node(name)
         for word, spread, due in (
             ("takes", a.takes, node.inputs),
@@ -78,7 +78,7 @@ def _is_dispatched(facts: Facts, node: Node, a: Action, spread: Spread) -> Itera
         if len(spread.parts) != 1 or set(spread.devices) != wanted:
             yield f"{a.id} takes parts {spread.parts}, and its rows are not to be split"
     elif how == "parts":
-        alike = all(facts.runs[source].makes == spread for source in node.sources)
+        alike = all(facts.runs[source][0].makes == spread for source in node.sources)
         if not alike or spread.rule not in OWN_RULES:
             yield f"{a.id} takes parts {spread.parts} that its sources do not leave so"
     elif len(spread.parts) != most or len(spread.devices) != len(a.devices):
@@ -113,7 +113,7 @@ def rows_are_carried(facts: Facts) -> Iterator[str]:
             carried[key] = a
             yield from _carries(facts, a)
     for edge in facts.plan.graph.edges:
-        source, target = facts.runs[edge.source], facts.runs[edge.target]
+        source, target = facts.runs[edge.source][0], facts.runs[edge.target][0]
         if edge.kind != "data" or facts.one_process or _in_place(source, target):
             continue
         if target.takes is None:
@@ -123,7 +123,7 @@ def rows_are_carried(facts: Facts) -> Iterator[str]:
         found = carried.get((edge.source, target.takes))
         if found is None or not set(edge.fields) <= set(found.fields):
             yield f"nothing carries {', '.join(edge.fields)} of {source.id} to {target.id}"
-        elif not facts.precedes(found.id, target.id, 0):
+        elif not facts.comes_before(found.id, target.id, 0):
             yield f"{target.id} may start before {found.id} has carried its rows"
     for (name, spread), a in carried.items():
         needed = wanted.get((name, spread), set()) if spread is not None else set()
@@ -140,10 +140,10 @@ def _in_place(source: Action, target: Action) -> bool:
 
 def _carries(facts: Facts, a: Action) -> Iterator[str]:
     """A transfer takes rows as their node left them, after it did, to the ranks that read them."""
-    source = facts.runs[str(a.node)]
+    source = facts.runs[str(a.node)][0]
     if a.takes != source.makes or a.makes is None or set(a.devices) != set(a.makes.devices):
         yield f"{a.id} takes and makes other parts than its ends"
-    if not facts.precedes(source.id, a.id, 0) or a.every != source.every:
+    if not facts.comes_before(source.id, a.id, 0) or a.every != source.every:
         yield f"{a.id} may start before {source.id} has made the rows"
     if a.transport != "object store":
         yield f"{a.id} goes by {a.transport}"

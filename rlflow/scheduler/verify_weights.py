@@ -53,7 +53,7 @@ def updates_take_turns(facts: Facts) -> Iterator[str]:
         turns = [*pairwise(updates), (updates[-1], updates[0])]
         for number, (before, after) in enumerate(turns, 1):
             gap = 1 if number == len(turns) else 0
-            if not facts.precedes(before.id, after.id, gap):
+            if not facts.comes_before(before.id, after.id, gap):
                 yield f"{after.id} may start before {before.id} has written {model}"
 
 
@@ -71,14 +71,14 @@ def versions_are_exact(facts: Facts) -> Iterator[str]:
             first, last = writers[0], writers[-1]
             _, written = last.writes[0]
             gap = lag - written
-            if not facts.precedes(last.id, a.id, gap):
+            if not facts.comes_before(last.id, a.id, gap):
                 yield f"{a.id} may read {name} before {last.id} has written version {_version(lag)}"
-            if not facts.precedes(a.id, first.id, 1 - gap):
+            if not facts.comes_before(a.id, first.id, 1 - gap):
                 yield f"{first.id} may overwrite version {_version(lag)} of {name} before {a.id}"
-            if a.every % last.every or gap % last.every or last.first > 1 + written:
+            if a.every % last.every or (a.phase - gap - last.phase) % last.every:
                 yield (
                     f"{a.id} (every {a.every}) finds an old version in {name}: {last.id} "
-                    f"writes it every {last.every} iterations from {last.first}"
+                    f"writes it every {last.every} iterations, at {last.phase}"
                 )
 
 
@@ -92,16 +92,17 @@ def reshards_are_right(facts: Facts) -> Iterator[str]:
         if len(into) > 1:
             yield f"{target} is filled by {' and by '.join(a.id for a in into)}"
         held = facts.instances[target]
-        readers = [a for a in facts.runs.values() if (target in dict(a.reads))]
+        readers = [a for runs in facts.runs.values() for a in runs if target in dict(a.reads)]
         for a in into:
             if facts.instances[str(a.instance)].model != held.model or held.trained:
                 yield f"{a.id} writes {a.instance} into {target}"
             if held.model not in facts.updates:
                 yield f"{a.id} is useless: nothing updates {held.model}"
-            if gcd(*(reader.every for reader in readers)) != a.every:
+            wanted = gcd(*(reader.every for reader in readers))
+            if (a.every, a.phase) != (wanted, wanted - 1):
                 who = ", ".join(f"{reader.id} every {reader.every}" for reader in readers)
                 yield (
-                    f"{a.id} is useless in some iterations: it runs every {a.every}, "
+                    f"{a.id} is useless in some iterations: it runs every {a.every} at {a.phase}, "
                     f"{target} is read by {who or 'nobody'}"
                 )
     for a in facts.plan.actions:
@@ -115,7 +116,7 @@ def _ends_are_right(facts: Facts, a: Action) -> Iterator[str]:
     targets = [facts.instances[name] for name in a.targets]
     lag = dict(a.reads).get(source.name)
     writes = tuple((name, lag) for name in a.targets)
-    if a.reads != ((source.name, lag),) or a.writes != writes or not source.trained:
+    if a.reads != ((source.name, -1),) or a.writes != writes or not source.trained:
         yield f"{a.id} reads {list(a.reads)} and writes {list(a.writes)}"
     if set(a.needs) != {source.weights, *(target.weights for target in targets)}:
         yield f"{a.id} needs {list(a.needs)}"

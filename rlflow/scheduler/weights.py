@@ -1,7 +1,8 @@
 """Pass `weights`: reshards, so that everybody reads the version of the weights it declared.
 
 A use that reads weights its instance does not hold gets a reshard after the update; a
-use of the trained instance gets none, and is ordered before the write instead.
+use of the trained instance gets none, and is ordered before the write instead. A use that
+may be k updates behind comes k iterations later, by the distances of its dependencies alone.
 """
 
 from __future__ import annotations
@@ -42,19 +43,31 @@ def weights(plan: Plan, context: Context) -> Plan:
         for instance in plan.instances:
             if instance.model != model.name:
                 continue
-            readers = [a for a in actions if a.instance == instance.name and not a.writes]
+            readers = [a for a in actions if _reads(a, instance) and not a.writes]
             if instance.trained:
-                _order_readers(readers, updates, extra)
+                _order_readers(readers, instance, updates, extra)
             elif readers:
                 demands.append(Demand(target=instance, readers=tuple(readers)))
         for group in _shared_passes(plan, model.name, demands):
             reshard = _reshard(plan, model.name, group, updates, context)
             extra[reshard.id] = []
-            extra[updates[0].name].append(Dep(action=reshard.id, distance=0, kind="order"))
-            for reader in (reader for demand in group for reader in demand.readers):
-                extra[reader.id].append(Dep(action=reshard.id, distance=0, kind="weights"))
+            extra[updates[0].name].append(Dep(action=reshard.id, distance=1, kind="order"))
+            for demand in group:
+                for reader in demand.readers:
+                    behind = 1 + lag_of(reader, demand.target)
+                    dep = Dep(action=reshard.id, distance=behind, kind="weights")
+                    extra[reader.id].append(dep)
             actions.append(reshard)
     return replace(plan, actions=tuple(replace(a, after=(*a.after, *extra[a.id])) for a in actions))
+
+
+def _reads(action: Action, instance: Instance) -> bool:
+    return action.instance == instance.name and instance.name in dict(action.reads)
+
+
+def lag_of(reader: Action, instance: Instance) -> int:
+    """How many updates old the weights are that a reader reads of an instance."""
+    return dict(reader.reads)[instance.name]
 
 
 def _chain_updates(updates: tuple[Node, ...], extra: dict[str, list[Dep]]) -> None:
@@ -64,11 +77,17 @@ def _chain_updates(updates: tuple[Node, ...], extra: dict[str, list[Dep]]) -> No
 
 
 def _order_readers(
-    readers: list[Action], updates: tuple[Node, ...], extra: dict[str, list[Dep]]
+    readers: list[Action],
+    instance: Instance,
+    updates: tuple[Node, ...],
+    extra: dict[str, list[Dep]],
 ) -> None:
+    """Readers of the trained instance come between the writes of their version and the next."""
     for reader in readers:
-        extra[reader.id].append(Dep(action=updates[-1].name, distance=1, kind="weights"))
-        extra[updates[0].name].append(Dep(action=reader.id, distance=0, kind="order"))
+        lag = lag_of(reader, instance)
+        written = Dep(action=updates[-1].name, distance=1 + lag, kind="weights")
+        extra[reader.id].append(written)
+        extra[updates[0].name].append(Dep(action=reader.id, distance=-lag, kind="order"))
 
 
 def _shared_passes(plan: Plan, model: str, demands: list[Demand]) -> list[list[Demand]]:
@@ -99,7 +118,7 @@ def _fits(plan: Plan, model: str, group: list[Demand]) -> bool:
     for part in {plan.part(end.weights) for end in ends}:
         for device in part.devices:
             held[device] = held.get(device, 0) + (part.size or 0)
-    return max(held.values()) <= plan.budget
+    return all(size <= plan.budget(device) for device, size in held.items())
 
 
 def _source(plan: Plan, model: str) -> Instance:
@@ -116,13 +135,21 @@ def _reshard(
     targets = [demand.target for demand in group]
     readers = [reader for demand in group for reader in demand.readers]
     pools = dict.fromkeys(target.pool for target in targets)
+    lags = sorted({lag_of(reader, d.target) for d in group for reader in d.readers})
+    behind = f", {' or '.join(map(str, lags))} iterations behind" if lags[-1] else ""
+    nodes = list(dict.fromkeys(str(reader.node) for reader in readers))
     text = (
-        f"{' and '.join(r.id for r in readers)} read{'s' if len(readers) == 1 else ''} v[i] on "
-        f"{' and '.join(pools)}; {updates[-1].name} wrote it on {source.pool}"
+        f"{' and '.join(nodes)} read{'s' if len(nodes) == 1 else ''} v[i+1] on "
+        f"{' and '.join(pools)}{behind}; {updates[-1].name} writes it on {source.pool}"
     )
     if len(targets) > 1:
         text += f"; one pass fills {len(targets)} instances"
-    before = tuple(Dep(action=reader.id, distance=1, kind="order") for reader in readers)
+    before = tuple(
+        Dep(action=reader.id, distance=-lag_of(reader, demand.target), kind="order")
+        for demand in group
+        for reader in demand.readers
+    )
+    every = group[0].every
     how = transport(plan, source, targets, context)
     sizes = [context.costs.resharded(source, t, in_place=how == "copy") for t in targets]
     moved = None if None in sizes else sum(size or 0 for size in sizes)
@@ -133,16 +160,16 @@ def _reshard(
         reason=Reason(rule="stale weights", text=text),
         devices=tuple(sorted({*source.devices, *(d for t in targets for d in t.devices)})),
         pool="+".join(dict.fromkeys((source.pool, *pools))),
-        after=(Dep(action=updates[-1].name, distance=1, kind="weights"), *before),
+        after=(Dep(action=updates[-1].name, distance=0, kind="weights"), *before),
         instance=source.name,
         targets=tuple(target.name for target in targets),
         needs=tuple(dict.fromkeys((source.weights, *(target.weights for target in targets)))),
-        reads=((source.name, 0),),
-        writes=tuple((target.name, 0) for target in targets),
+        reads=((source.name, -1),),
+        writes=tuple((target.name, -1) for target in targets),
         transport=how,
         cost=context.costs.copy(moved, lanes),
-        every=group[0].every,
-        first=1,
+        every=every,
+        phase=every - 1,
     )
 
 

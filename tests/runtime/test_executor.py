@@ -14,6 +14,7 @@ from rlflow.runtime.executor import AHEAD, Completion, Executor, closing_actions
 from rlflow.scheduler.plan import Action, Dep, Plan, Reason
 
 REASON = Reason(rule="test", text="a test")
+AHEADS = [0, 0, 0, 1, 2, 3]
 
 
 def action(name, *after, **options):
@@ -23,15 +24,15 @@ def action(name, *after, **options):
     return Action(id=name, reason=REASON, after=deps, **shape)
 
 
-def plan_of(*actions, staleness=0):
+def plan_of(*actions):
     graph = Graph(name="made", nodes=(), models=())
     return Plan(
         graph=graph,
         placement="p",
         cluster="cpu:1",
-        budget=0,
+        budgets={},
         backend="local",
-        staleness=staleness,
+        staleness=0,
         pools={},
         actions=tuple(actions),
     )
@@ -39,7 +40,7 @@ def plan_of(*actions, staleness=0):
 
 @st.composite
 def plans(draw):
-    """Up to seven actions: distance 0 to earlier ones, distance 1 and 2 to any."""
+    """Up to seven actions: distance 0 to earlier ones, distance 1 and 2 to any, some ahead."""
     count = draw(st.integers(1, 7))
     names = [f"a{index}" for index in range(count)]
     actions = []
@@ -48,10 +49,10 @@ def plans(draw):
         after -= {(name, 0)}
         after |= draw(st.sets(st.tuples(st.sampled_from(names), st.integers(1, 2)), max_size=3))
         period = draw(st.sampled_from([1, 1, 1, 2, 3]))
-        first = draw(st.sampled_from([0, 0, 0, 1, 2]))
+        shape = {"phase": draw(st.integers(0, period - 1)), "ahead": draw(st.sampled_from(AHEADS))}
         closing = draw(st.integers(0, 4)) == 0
-        actions.append(action(name, *sorted(after), every=period, first=first, closing=closing))
-    return plan_of(*actions, staleness=draw(st.sampled_from([0, 0, 1, 3])))
+        actions.append(action(name, *sorted(after), every=period, closing=closing, **shape))
+    return plan_of(*actions)
 
 
 class Machine:
@@ -126,27 +127,34 @@ def execute(plan, seed, **options):
     return executor.run(), machine
 
 
-def due(action, iteration, end, closing):
+def due(action, iteration, end):
+    return action.closing if iteration == end else action.due(iteration)
+
+
+def bounds(iteration, start, end, barrier):
+    """The segment that an iteration is in."""
     if iteration == end:
-        return action.id in closing
-    return iteration >= action.first and iteration % action.every == 0
+        return end, end + 1
+    low = max(start, iteration // barrier * barrier)
+    return low, min(end, (iteration // barrier + 1) * barrier)
 
 
-def over(plan, log, start, end):
-    """The instances that are over after a log: ended, or skipped and all they follow over."""
+def over(plan, log, low, high, end):
+    """Whether (action, turn) of a segment is over after a log: ended, or a phantom held by none."""
     ended = {entry[1:] for entry in log if entry[0] == "end"}
-    closing = closing_actions(plan)
+    first = low - max(item.ahead for item in plan.actions)
     known = set()
 
-    def is_over(name, iteration):
-        if iteration < start or (name, iteration) in known:
+    def is_over(name, turn):
+        if turn < first or (name, turn) in known:
             return True
         item = plan.action(name)
-        if due(item, iteration, end, closing):
+        iteration = turn + item.ahead
+        if low <= iteration < high and due(item, iteration, end):
             return (name, iteration) in ended
-        deps = [(dep.action, iteration - dep.distance) for dep in item.after]
-        deps.append((name, iteration - 1))
-        return all(is_over(*dep) for dep in deps) and not known.add((name, iteration))
+        deps = [(dep.action, turn - dep.distance) for dep in item.after]
+        deps.append((name, turn - 1))
+        return all(is_over(*dep) for dep in deps) and not known.add((name, turn))
 
     return is_over
 
@@ -158,31 +166,34 @@ def test_every_dependency_is_honoured_and_everything_due_runs_once(
 ):
     end = start + count
     done, machine = execute(plan, seed, start=start, end=end, barrier=barrier)
-    closing = closing_actions(plan)
     expected = {
         (item.id, iteration)
         for item in plan.actions
         for iteration in range(start, end + 1)
-        if due(item, iteration, end, closing)
+        if due(item, iteration, end)
     }
     assert end == done
     assert Counter(expected) == Counter(machine.starts())
     for place, entry in enumerate(machine.log):
         if entry[0] == "start":
             _, name, iteration = entry
-            is_over = over(plan, machine.log[:place], start, end)
+            low, high = bounds(iteration, start, end, barrier)
+            is_over = over(plan, machine.log[:place], low, high, end)
+            turn = iteration - plan.action(name).ahead
             for dep in plan.action(name).after:
-                assert is_over(dep.action, iteration - dep.distance), (entry, dep)
+                assert is_over(dep.action, turn - dep.distance), (entry, dep)
 
 
 @settings(max_examples=60, deadline=None)
 @given(plans(), st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 7))
 def test_a_barrier_holds_until_its_listener_has_returned(plan, seed, barrier, end):
     _, machine = execute(plan, seed, end=end, barrier=barrier)
-    whole = 0
+    whole, running = 0, 0
     for entry in machine.log:
+        running += {"start": 1, "end": -1}.get(entry[0], 0)
         if entry[0] == "done":
             whole = entry[1] + 1
+            assert not running or whole % barrier and whole < end
         if entry[0] == "start":
             assert entry[2] < (whole // barrier + 1) * barrier or whole >= end
             assert entry[2] < end or whole >= end
@@ -192,12 +203,13 @@ def test_a_barrier_holds_until_its_listener_has_returned(plan, seed, barrier, en
 @given(plans(), st.integers(0, 2**32), st.integers(0, 2), st.integers(1, 8))
 def test_nothing_runs_ahead_by_more_than_the_window(plan, seed, start, count):
     _, machine = execute(plan, seed, start=start, end=start + count)
+    most = max(item.ahead for item in plan.actions)
     whole = start
     for entry in machine.log:
         if entry[0] == "done":
             whole = entry[1] + 1
         if entry[0] == "start":
-            assert entry[2] < whole + AHEAD + plan.staleness
+            assert entry[2] < whole + AHEAD + most
 
 
 @settings(max_examples=60, deadline=None)
@@ -205,17 +217,17 @@ def test_nothing_runs_ahead_by_more_than_the_window(plan, seed, start, count):
 def test_metrics_come_whole_and_in_order(plan, seed, start, count):
     end = start + count
     _, machine = execute(plan, seed, start=start, end=end)
-    closing = closing_actions(plan)
+    closing = any(item.closing for item in plan.actions)
     expected = [
         (
             iteration,
             {
                 f"{item.node}/n": float(iteration)
                 for item in plan.actions
-                if due(item, iteration, end, closing)
+                if due(item, iteration, end)
             },
         )
-        for iteration in range(start, end + 1)
+        for iteration in range(start, end + closing)
     ]
     assert expected == machine.reported
 
@@ -234,7 +246,7 @@ def test_a_stop_ends_after_the_iterations_begun(plan, seed, stop_at, barrier):
     assert all(iteration <= begun for iteration in later)
     for iteration in range(done):
         for item in plan.actions:
-            if due(item, iteration, end, frozenset()):
+            if item.due(iteration):
                 assert ("end", item.id, iteration) in machine.log
 
 
@@ -258,8 +270,8 @@ def test_no_closing_action_runs_after_a_stop():
 def test_a_stop_during_the_closing_actions_does_not_drop_them():
     plan = plan_of(
         action("train"),
-        action("eval", ("train", 1), every=100, first=100, closing=True),
-        action("more", ("eval", 0), every=100, first=100, closing=True),
+        action("eval", ("train", 1), every=100, phase=99, closing=True),
+        action("more", ("eval", 0), every=100, phase=99, closing=True),
     )
     done, machine = execute(plan, 0, end=1, stop_at=3)
     assert machine.log.index(("stop",)) < machine.log.index(("start", "more", 1))
@@ -312,14 +324,56 @@ def test_a_finished_run_does_its_closing_actions_again_and_nothing_else():
     assert (5, [("eval", 5)]) == (done, machine.starts())
 
 
+def reshard(name, target, *after, **options):
+    return action(name, *after, kind="reshard", targets=(target,), node=None, **options)
+
+
 def test_closing_actions_bring_the_weights_they_read():
     plan = plan_of(
-        action("reshard:a", kind="reshard", targets=("a@gen",), node=None),
-        action("reshard:b", kind="reshard", targets=("b@gen",), node=None),
-        action("wake:a", kind="wake", part="a@gen/weights", node=None),
+        reshard("reshard:a", "a@gen"),
+        reshard("reshard:b", "b@gen"),
         action("eval", reads=(("a@gen", 0),), closing=True),
-        action("sleep:a", kind="sleep", part="a@gen/weights", node=None),
         action("update"),
     )
-    assert {"reshard:a", "wake:a", "eval"} == closing_actions(plan)
+    assert {"reshard:a", "eval"} == closing_actions(plan)
     assert frozenset() == closing_actions(plan_of(action("update")))
+
+
+def periodic():
+    """An update, and an evaluation every 4 iterations on weights that a reshard brings."""
+    return plan_of(
+        action("eval", ("sync", 1), every=4, reads=(("a@gen", 0),), closing=True),
+        action("update", ("sync", 1)),
+        reshard("sync", "a@gen", ("update", 0), ("eval", 0), every=4, phase=3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "synced"),
+    [
+        (0, 4, [3]),  # the one that was due fills what the closing evaluation reads
+        (0, 6, [3, 5]),  # the closing evaluation needs one more
+        (4, 6, [3, 5]),  # resumed at an evaluation, whose weights nobody has brought
+        (5, 7, [6]),  # resumed between two: nobody reads before the end
+        (6, 6, [5]),  # resumed when all is done
+    ],
+)
+def test_a_reshard_is_made_up_for_where_its_target_lacks_the_weights(start, end, synced):
+    _, machine = execute(periodic(), 3, start=start, end=end)
+    starts = machine.starts()
+    assert synced == [iteration for name, iteration in starts if name == "sync"]
+    for iteration in [iteration for name, iteration in starts if name == "eval" and iteration]:
+        assert starts.index(("sync", iteration - 1)) < starts.index(("eval", iteration))
+
+
+def test_moves_act_in_every_turn_and_have_iterations_of_the_segment():
+    move = {"node": None, "part": "a/weights"}
+    plan = plan_of(
+        action("sleep", ("work", 0), kind="sleep", **move),
+        action("wake", ("sleep", 0), kind="wake", **move),
+        action("work", ahead=1),
+    )
+    _, machine = execute(plan, 0, end=4, barrier=2)
+    assert [0, 0, 1, 2, 2, 3] == [i for name, i in machine.starts() if name == "sleep"]
+    assert [0, 1, 2, 3] == [i for name, i in machine.starts() if name == "work"]
+    assert [0, 1, 2, 3] == [iteration for iteration, _ in machine.reported]

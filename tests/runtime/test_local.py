@@ -30,7 +30,7 @@ def plan_of(*actions):
         graph=Graph(name="made", nodes=(), models=()),
         placement="p",
         cluster="cpu:2",
-        budget=0,
+        budgets={},
         backend="local",
         staleness=0,
         pools={},

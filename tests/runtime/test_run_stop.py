@@ -30,7 +30,7 @@ PLAN = Plan(
     graph=Graph(name="made", nodes=(), models=()),
     placement="p",
     cluster="cpu:1",
-    budget=0,
+    budgets={},
     backend="local",
     staleness=0,
     pools={},

@@ -46,13 +46,13 @@ def worker_of(placement, memory=None):
     return plan, Worker(plan, seed=0)
 
 
-def run(plan, worker, *iterations):
+def run(plan, worker, *iterations, kinds=("run", "reshard", "sleep", "wake")):
     """Play the plan's actions in their order; returns the metrics by action and iteration."""
     return {
         (action.id, iteration): worker.run(action, iteration)
         for iteration in iterations
         for action in plan.actions
-        if iteration >= action.first and iteration % action.every == 0
+        if action.due(iteration) and action.kind in kinds
     }
 
 
@@ -67,11 +67,11 @@ def same(left, right):
 def test_a_reshard_copies_the_weights_that_the_update_wrote():
     plan, worker = worker_of(SPLIT)
     train, gen = worker.loaded["actor@train"], worker.loaded["actor@gen"]
-    run(plan, worker, 0)
+    run(plan, worker, 0, kinds=["run"])
     assert (1, 0) == (train.version, gen.version)
     assert not same(tensors(train), tensors(gen))
     (reshard,) = [action for action in plan.actions if action.kind == "reshard"]
-    worker.run(reshard, 1)
+    worker.run(reshard, 0)
     assert (1, 1) == (train.version, gen.version)
     assert same(tensors(train), tensors(gen))
 
@@ -93,7 +93,7 @@ def test_a_reshard_that_left_one_bit_different_is_found():
 
 def test_stale_weights_are_refused():
     plan, worker = worker_of(SPLIT)
-    run(plan, worker, 0)
+    run(plan, worker, 0, kinds=["run"])
     worker.run(plan.action("prompts"), 1)
     with pytest.raises(RunError) as caught:
         worker.run(plan.action("actor.rollout"), 1)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlflow.ops.losses import POLICY_LOSSES, Loss, PolicyLoss, SFTLoss, ValueLoss
 from rlflow.ops.math.aggregate import Totals, aggregate, token_mean
+from rlflow.ops.math.importance import importance_ratio, importance_weight
 from rlflow.ops.math.kl import token_kl
 from rlflow.ops.math.losses import clipped, nll, value_loss
 from rlflow.ops.math.masked import select

@@ -1,0 +1,52 @@
+"""Importance weights: how a sample of one policy counts in the loss of another.
+
+Log-probabilities are those of the sampled tokens, padded `[rows, tokens]` with a bool mask.
+Nothing here carries a gradient. This file knows neither losses nor where a policy's
+log-probs come from.
+
+    behaviour policy   pi_behave   sampled the tokens; its weights may be older
+    proximal policy    pi_prox     the weights when training on the batch began
+    current policy     pi          the weights at this optimizer step
+
+Decoupled PPO (Hilton, Cobbe and Schulman 2021, arXiv:2110.00641, section 3; AReaL, Fu et al.
+2025, arXiv:2505.24298, section 5.2) is `pi_prox / pi_behave` times the clipped surrogate of
+`pi / pi_prox`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlflow.ops.math.losses import LOG_RATIO_LIMIT, log_ratio
+from rlflow.ops.math.masked import select
+
+
+@torch.no_grad()
+def importance_ratio(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, level: str) -> Tensor:
+    """`pi_prox / pi_behave` for every token, `[rows, tokens]`; 1 where masked.
+
+    With `level="sequence"` each unmasked token has the product over the unmasked tokens of
+    its row. The log of a ratio, of a token or of a row, is held within +-20.
+    """
+    if level == "token":
+        return log_ratio(proximal, behaviour, mask).exp()
+    total = select(proximal - behaviour, mask).sum(-1, keepdim=True, dtype=torch.float64)
+    held = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).to(proximal.dtype)
+    return select(held.expand_as(proximal), mask).exp()
+
+
+@torch.no_grad()
+def importance_weight(
+    ratio: Tensor, *, mode: str, cap: float, floor: float | None = None
+) -> Tensor:
+    """The weight of every entry of `ratio`.
+
+    `truncate`: `min(ratio, cap)` (Ionides 2008, "Truncated importance sampling"; as a fix for
+    rollout engines Yao et al. 2025, fengyao.notion.site/off-policy-rl). `mask`: `ratio` where
+    `floor <= ratio <= cap`, else 0 (IcePop, Ling Team 2025, arXiv:2510.18855).
+    """
+    if mode == "truncate":
+        return ratio.clamp(max=cap)
+    kept = ratio <= cap if floor is None else (ratio <= cap) & (ratio >= floor)
+    return select(ratio, kept)
