@@ -1,6 +1,7 @@
 """GRPO on two-digit addition: the whole algorithm, and placements to compare.
 
 rlflow run pipelines/grpo_arithmetic.py --placement split
+rlflow run pipelines/grpo_arithmetic.py --placement async
 rlflow run pipelines/grpo_arithmetic.py --placement fsdp --devices cpu:2
 """
 
@@ -32,6 +33,11 @@ def exact_match(response: str, answer: str) -> float:
         "split": rf.Placement(
             pools={"train": 1, "gen": 1},
             assign={"actor": rf.on("train"), "actor.rollout": rf.on("gen"), "ref": rf.on("gen")},
+        ),
+        "async": rf.Placement(
+            pools={"train": 1, "gen": 1},
+            assign={"actor": rf.on("train"), "actor.rollout": rf.on("gen"), "ref": rf.on("gen")},
+            staleness=1,
         ),
         "fsdp": rf.Placement(pools={"all": 2}, assign={"*": rf.on("all")}),
         "fsdp_tp": rf.Placement(pools={"all": 4}, assign={"*": rf.on("all", tp=2)}),

@@ -11,6 +11,7 @@ from rlflow.graph.model import AdamW, LoRA, Model
 from rlflow.graph.pipeline import Config, Pipeline, pipeline
 from rlflow.graph.placement import On, Placement, on
 from rlflow.graph.userop import op
+from rlflow.ops.corrections import ImportanceSampling
 from rlflow.ops.losses import PolicyLoss, SFTLoss, ValueLoss
 
 __version__ = "0.1.0"
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdamW",
     "Config",
+    "ImportanceSampling",
     "LoRA",
     "Model",
     "On",

@@ -1,4 +1,4 @@
-"""The command line: check, viz, plan, run, report, diff, export, doctor.
+"""The command line: check, viz, plan, simulate, tune, run, profile, report, diff, export, doctor.
 
 Declaring never executes: only `run` and `report` reach for the runtime, and only `run`
 imports torch. Results go to standard output, everything else to standard error. Exit
@@ -12,16 +12,15 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from rlflow.commands import Target, compile_target, declare
 from rlflow.errors import RlflowError, UsageError
+from rlflow.options import model_shape_option, target_options
 
-F = TypeVar("F", bound=Callable[..., Any])
 BUG = 70
 INTERRUPTED = 130
 
@@ -39,34 +38,6 @@ Examples:
 """
 
 
-def target_options(function: F) -> F:
-    """The options by which every command is told what to look at."""
-    for option in (
-        click.option(
-            "--backend",
-            type=click.Choice(["local", "ray"]),
-            help="local is this process, ray one process a device; by the pools if left out.",
-        ),
-        click.option("--threads", type=click.IntRange(1), help="Threads of each CPU device."),
-        click.option("--devices", metavar="KIND:COUNT", help="Devices: cpu:2, cpu:2@4GB, h100:8."),
-        click.option(
-            "--set",
-            "settings",
-            multiple=True,
-            metavar="KEY=VALUE",
-            help="A field of the config; repeatable, later wins.",
-        ),
-        click.option(
-            "--placement",
-            metavar="NAME",
-            help="A placement; the first one by default, all for check.",
-        ),
-        click.argument("pipeline", metavar="PIPELINE"),
-    ):
-        function = option(function)
-    return function
-
-
 @click.group(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="rlflow-engine", prog_name="rlflow")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
@@ -76,6 +47,7 @@ def cli(debug: bool) -> None:
 
 @cli.command()
 @target_options
+@model_shape_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
 def check(as_json: bool, **options: Any) -> None:
     """Check a pipeline and all of its placements; run nothing."""
@@ -92,6 +64,7 @@ def check(as_json: bool, **options: Any) -> None:
 
 @cli.command()
 @target_options
+@model_shape_option
 @click.option("--level", type=click.Choice(["graph", "plan"]), default="graph", show_default=True)
 @click.option(
     "--format",
@@ -123,6 +96,7 @@ def viz(level: str, form: str | None, output: str | None, direction: str, **opti
 
 @cli.command()
 @target_options
+@model_shape_option
 @click.option("--show-passes", is_flag=True, help="Print the plan after every pass.")
 @click.option("--explain", metavar="ACTION", help="Everything about one action.")
 @click.option("--config", "show_config", is_flag=True, help="Print the resolved config.")
@@ -160,7 +134,8 @@ def plan(
     else:
         click.echo(plan_text(found.compiled.plan))
     again = f"{options['pipeline']} --placement {found.compiled.plan.placement}"
-    hint(f"next: rlflow run {again}     picture: rlflow viz {again} --level plan -o plan.svg")
+    if options["model_shape"] is None:
+        hint(f"next: rlflow run {again}     picture: rlflow viz {again} --level plan -o plan.svg")
 
 
 @cli.command(no_args_is_help=True, epilog=RUN_EXAMPLES)
@@ -210,6 +185,28 @@ def run(as_json: bool, **options: Any) -> None:
         click.echo(outcome.text)
 
 
+@cli.command(no_args_is_help=True)
+@target_options
+@click.option(
+    "--iterations",
+    type=click.IntRange(2),
+    default=3,
+    show_default=True,
+    help="Iterations that count, after one that warms up.",
+)
+@click.option("--address", metavar="HOST:PORT", help="Join a running Ray cluster.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
+def profile(iterations: int, address: str | None, as_json: bool, **options: Any) -> None:
+    """Run a few iterations, and keep how long everything took for later plans."""
+    from rlflow.profile import profile as calibrate
+
+    found = calibrate(iterations=iterations, address=address, **options)
+    if as_json:
+        emit(found.as_json())
+    else:
+        click.echo(found.text())
+
+
 @cli.command()
 @click.argument("run_dir", metavar="RUN")
 @click.option("-o", "--output", metavar="FILE", help="Where to write; RUN/report.html by default.")
@@ -236,26 +233,81 @@ def export(run_dir: str, output: str, name: str | None) -> None:
 
 
 @cli.command()
-@click.argument("pipeline", metavar="PIPELINE")
+@target_options
+@model_shape_option
+@click.option(
+    "--iterations", type=click.IntRange(1), help="Iterations to play; until they repeat by default."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
+@click.option("-o", "--output", metavar="FILE", help="Write a .svg, .png, .pdf, .html or .json.")
+def simulate(iterations: int | None, as_json: bool, output: str | None, **options: Any) -> None:
+    """Play the plan of a placement on a virtual clock: period, idle time and its causes."""
+    from rlflow.scheduler.simulate_text import simulation_text
+    from rlflow.simulating import format_of, simulate_target, simulation_json, write_simulation
+
+    if output is not None:
+        format_of(Path(output))
+    found = simulate_target(Target(**options), iterations)
+    if output is not None:
+        write_simulation(found, Path(output))
+        hint(f"wrote {output}")
+    click.echo(simulation_json(found).rstrip() if as_json else simulation_text(found))
+    if output is None and not as_json:
+        again = f"{options['pipeline']} --placement {found.plan.placement}"
+        hint(f"next: rlflow simulate {again} -o gantt.svg")
+
+
+@cli.command()
+@target_options
+@model_shape_option
+@click.option(
+    "--max-staleness",
+    type=click.IntRange(0),
+    metavar="K",
+    help="How far rollouts may run ahead; what the pipeline's placements have by default.",
+)
+@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="How many.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
+@click.option("-o", "--output", metavar="FILE.py", help="Write the best placement to a file.")
+def tune(
+    max_staleness: int | None, top: int, as_json: bool, output: str | None, **options: Any
+) -> None:
+    """Search pools, sizes and layouts for the placement with the shortest iteration."""
+    from rlflow.scheduler.tune_text import tuned_json, tuned_text
+    from rlflow.tuning import tune_target, write_placement
+
+    found = tune_target(Target(**options), max_staleness=max_staleness, top=top)
+    if output is not None:
+        write_placement(found, Path(output))
+        hint(f"wrote {output}")
+    if as_json:
+        emit(tuned_json(found))
+    else:
+        click.echo(tuned_text(found))
+
+
+@cli.command()
+@click.argument("targets", metavar="PIPELINE | PLAN.json PLAN.json", nargs=-1, required=True)
 @click.option("--placement", "placements", multiple=True, metavar="NAME", help="Given twice.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE")
 @click.option("--devices", metavar="KIND:COUNT")
 @click.option("--threads", type=click.IntRange(1))
 @click.option("--backend", type=click.Choice(["local", "ray"]))
+@model_shape_option
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the plans differ.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
 def diff(
-    pipeline: str,
+    targets: tuple[str, ...],
     placements: tuple[str, ...],
     exit_code: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Compare the plans of two placements side by side."""
-    from rlflow.commands import diff_placements
+    """Compare the plans of two placements, or two that `plan -o` wrote, side by side."""
     from rlflow.scheduler.diff import diff_text
+    from rlflow.simulating import diff_of
 
-    found = diff_placements(pipeline, placements, **options)
+    found = diff_of(targets, placements, **options)
     if as_json:
         emit(found.as_json())
     else:

@@ -6,6 +6,7 @@ Imports neither torch nor ray. Every function raises the errors of `rlflow.error
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from rlflow.graph.pipeline import Config, Pipeline, make_config
 from rlflow.graph.placement import Placement
 from rlflow.scheduler.cluster import Cluster, parse_cluster
 from rlflow.scheduler.compile import Compiled, compile_plan
+from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.diff import PlanDiff, compare
+from rlflow.scheduler.explain import explain
+from rlflow.scheduler.known_shapes import PREFIX, parse_model_shape
 from rlflow.scheduler.plan import Backend, Plan
-from rlflow.scheduler.shapes import model_directory
-from rlflow.scheduler.text import explain, table
+from rlflow.scheduler.shapes import model_directory, model_shape
+from rlflow.scheduler.text import table
 
 NOTHING = "Nothing was started."
 
@@ -36,6 +40,7 @@ class Target:
     devices: str | None = None
     threads: int | None = None
     backend: Backend | None = None
+    model_shape: str | None = None
     rooms: tuple[int, ...] = ()
     """Devices that each node of a running cluster has room for, in the order they are taken."""
 
@@ -69,7 +74,21 @@ def declare(target: Target, staleness: int = 0) -> Declared:
         raise
     except Exception as error:
         raise trace_error(pipeline, error) from None
+    if target.model_shape:
+        graph = with_shapes(graph, target.model_shape)
     return Declared(pipeline=pipeline, config=config, graph=graph)
+
+
+def with_shapes(graph: Graph, text: str) -> Graph:
+    """The graph with public models, known by shape alone, in the place of those named."""
+    taken = parse_model_shape(text, tuple(model.name for model in graph.models))
+    models = (
+        model.model_copy(update={"path": f"{PREFIX}{taken[model.name]}"})
+        if model.name in taken
+        else model
+        for model in graph.models
+    )
+    return replace(graph, models=tuple(models))
 
 
 def compile_target(target: Target) -> Planned:
@@ -77,14 +96,39 @@ def compile_target(target: Target) -> Planned:
     return plan_declared(declare(target), target)
 
 
-def plan_declared(declared: Declared, target: Target) -> Planned:
-    """Compile a declared pipeline under the placement asked for."""
+def plan_declared(declared: Declared, target: Target, cluster: Cluster | None = None) -> Planned:
+    """Compile a declared pipeline under the placement asked for, on its cluster or another."""
     name, placement = declared.pipeline.placement(target.placement)
-    cluster = parse_cluster(target.devices, placement.num_devices(), target.threads)
-    if target.rooms:
-        cluster = replace(cluster, hosts=_hosts(target.rooms, placement.num_devices()))
+    if cluster is None:
+        cluster = _cluster(target, placement)
     compiled = _compiled(declared, name, placement, cluster, target.backend)
     return Planned(declared=declared, target=target, cluster=cluster, compiled=compiled)
+
+
+def _cluster(target: Target, placement: Placement) -> Cluster:
+    """The devices asked for, with what is measured of them."""
+    cluster = parse_cluster(target.devices, placement.num_devices(), target.threads)
+    if cluster.measured.problem:
+        sys.stderr.write(f"warning: {cluster.measured.problem}; measured costs are ignored\n")
+    if target.rooms:
+        cluster = replace(cluster, hosts=_hosts(target.rooms, placement.num_devices()))
+    return cluster
+
+
+def costs_of(planned: Planned) -> Costs:
+    """The estimates that a plan was compiled with."""
+    graph, plan, near = (
+        planned.declared.graph,
+        planned.compiled.plan,
+        planned.declared.pipeline.path,
+    )
+    return Costs(
+        graph=graph,
+        cluster=planned.cluster,
+        shapes={model.name: model_shape(model, near) for model in graph.models},
+        backend=plan.backend,
+        staleness=plan.staleness,
+    )
 
 
 def _hosts(rooms: tuple[int, ...], count: int) -> int:
@@ -121,6 +165,8 @@ def model_findings(graph: Graph, near: Path | None) -> list[Finding]:
     """The models of a graph that are not where it says, each at the line that declares it."""
     findings: list[Finding] = []
     for model in graph.models:
+        if model.path.startswith(PREFIX):
+            continue
         try:
             model_directory(model.path, near)
         except UsageError as error:
@@ -215,7 +261,8 @@ def check_deadline(seconds: float) -> None:
 
 def diff_placements(pipeline: str, placements: tuple[str, ...], **options: Any) -> PlanDiff:
     """Compile two placements of one pipeline and compare their plans."""
-    declared = declare(Target(pipeline=pipeline, settings=options["settings"]))
+    shape = options.get("model_shape")
+    declared = declare(Target(pipeline=pipeline, settings=options["settings"], model_shape=shape))
     names = placements or tuple(declared.pipeline.placements)[:2]
     if len(names) != 2:
         raise UsageError(
@@ -230,4 +277,4 @@ def diff_placements(pipeline: str, placements: tuple[str, ...], **options: Any) 
     for name in names:
         target = Target(pipeline=pipeline, placement=name, **options)
         plans.append(plan_declared(declared, target).compiled.plan)
-    return compare(*plans)
+    return compare(plans[0], plans[1])

@@ -13,13 +13,25 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlflow.commands import NOTHING, Planned, Target, data_findings, declare, plan_declared
-from rlflow.errors import Finding, UsageError
+from rlflow.commands import (
+    NOTHING,
+    Planned,
+    Target,
+    costs_of,
+    data_findings,
+    declare,
+    plan_declared,
+)
+from rlflow.errors import Finding, Interrupted, UsageError
 from rlflow.graph.graph import Graph
 from rlflow.runtime.rundir import RunDir, latest_run
+from rlflow.scheduler.measured import Origin, costs_path
 from rlflow.scheduler.text import plan_text
+
+if TYPE_CHECKING:
+    from rlflow.runtime.display import Display
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +42,7 @@ class Outcome:
     iterations: int
     text: str
     metrics: dict[str, float]
+    planned: Planned | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The outcome as plain data."""
@@ -52,6 +65,7 @@ class Asked:
     address: str | None
     check_sync: bool
     deadline: float
+    origin: Origin
 
 
 def launch(
@@ -67,9 +81,13 @@ def launch(
     address: str | None,
     check_sync: bool,
     deadline: float,
+    origin: Origin = "run",
     **options: Any,
 ) -> Outcome:
-    """Compile, check, and run; or compile and check only."""
+    """Compile, check, and run; or compile and check only.
+
+    A run whose `origin` is `profile` saves no weights.
+    """
     if address is not None:
         options["backend"] = _joining(options.get("backend"), address)
     target = Target(**options)
@@ -81,6 +99,7 @@ def launch(
         target = replace(target, rooms=_rooms(address, target))
     planned = plan_declared(declared, target)
     plan = planned.compiled.plan
+    _require_one_kind(planned)
     count = iterations or planned.declared.config.iterations
     if dry_run:
         _preflight(plan.graph, planned)
@@ -104,8 +123,22 @@ def launch(
         address=address,
         check_sync=check_sync,
         deadline=deadline,
+        origin=origin,
     )
     return _execute(planned, asked)
+
+
+def _require_one_kind(planned: Planned) -> None:
+    """Raise UsageError for devices of several kinds: they are planned for, and not reserved."""
+    if planned.cluster.groups:
+        raise UsageError(
+            Finding(
+                code="E235",
+                what=f"a run takes devices of one kind, --devices {planned.target.devices} has "
+                f"{len(planned.cluster.groups)}",
+                expected="one kind; plan, simulate and tune take several",
+            )
+        )
 
 
 def _joining(backend: str | None, address: str) -> str:
@@ -173,14 +206,42 @@ def _execute(planned: Planned, asked: Asked) -> Outcome:
             directory.write_graph(plan.graph.to_json())
             directory.write_plan(f"{plan_text(plan)}\n{ranks}", plan.to_json())
             run = Run(plan, settings, machine, directory, display)
-            done = run.execute()
+            if asked.origin == "profile":
+                run.saved = asked.iterations
+            with _measured(planned, directory, display, begun=run.start, origin=asked.origin):
+                done = run.execute()
     lines = read_metrics(directory.metrics)
     return Outcome(
         run_dir=directory.path,
         iterations=done,
         metrics=dict(lines[-1].metrics) if lines else {},
         text="" if asked.quiet else _summary(directory.path),
+        planned=planned,
     )
+
+
+@contextmanager
+def _measured(
+    planned: Planned, directory: RunDir, display: Display, *, begun: int, origin: Origin
+) -> Iterator[None]:
+    """Keep what the run inside took, for later plans, where it ends well or is stopped."""
+    from rlflow.runtime.calibration import write_back
+
+    def keep() -> None:
+        path = costs_path()
+        if path is None:
+            return
+        plan, costs = planned.compiled.plan, costs_of(planned)
+        problem = write_back(plan, costs, directory, path, begun=begun, origin=origin)
+        if problem:
+            display.warn(problem)
+
+    try:
+        yield
+    except Interrupted:
+        keep()
+        raise
+    keep()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import rlflow as rf
 PUBLIC = [
     "AdamW",
     "Config",
+    "ImportanceSampling",
     "LoRA",
     "Model",
     "On",

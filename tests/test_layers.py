@@ -23,9 +23,10 @@ MAY_IMPORT = {
     "config": {"graph", "errors"},
     "doctor": {"scheduler", "errors"},
     "commands": {"config", "scheduler", "graph", "data", "errors"},
+    "simulating": {"commands", "scheduler", "viz", "errors"},
     "launch": {"commands", "runtime", "scheduler", "graph", "viz", "errors"},
     "export": {"engines", "graph", "runtime", "scheduler", "errors"},
-    "cli": {"commands", "launch", "doctor", "export", "viz", "scheduler", "errors"},
+    "cli": {"commands", "simulating", "launch", "doctor", "export", "viz", "scheduler", "errors"},
     "__init__": {"graph", "ops", "data"},
 }
 VIZ_READS_OF_RUNTIME = {"spans", "metrics", "rundir", "durable"}
@@ -37,13 +38,14 @@ TORCH_FREE = (
     "viz",
     "config",
     "commands",
+    "simulating",
     "cli",
     "doctor",
     "launch",
     "export",
     "__init__",
 )
-DOORS = {"cli", "commands", "launch", "export"}
+DOORS = {"cli", "commands", "simulating", "launch", "export"}
 
 
 def part_of(path):
@@ -139,7 +141,7 @@ def test_declaring_commands_import_neither_torch_nor_ray():
     program = (
         "import sys; from click.testing import CliRunner; from rlflow.cli import cli\n"
         "for words in (['check', P], ['viz', P], ['plan', P], ['diff', P], ['doctor'],\n"
-        "              ['viz', P, '--level', 'plan', '--format', 'mermaid']):\n"
+        "              ['simulate', P], ['viz', P, '--level', 'plan', '--format', 'mermaid']):\n"
         "    result = CliRunner().invoke(cli, words)\n"
         "    assert result.exit_code == 0, (words, result.output, result.exception)\n"
         "print([m for m in ('torch', 'ray', 'transformers', 'numpy') if m in sys.modules])\n"

@@ -12,7 +12,7 @@ from tests.conftest import PIPELINES, QUICK, SMALL, TINY
 
 FILES = sorted(path.name for path in PIPELINES.glob("*.py"))
 PLACEMENTS = {
-    "grpo_arithmetic.py": ["colocate", "fsdp", "fsdp_tp", "split"],
+    "grpo_arithmetic.py": ["async", "colocate", "fsdp", "fsdp_tp", "split"],
     "grpo_gsm8k.py": ["one", "colocate", "split"],
     "ppo_arithmetic.py": ["colocate", "split"],
     "sft_arithmetic.py": ["colocate"],

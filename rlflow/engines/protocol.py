@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rlflow.batch import Batch
 
 SleepMode = Literal["offload", "discard"]
+Temperature = float | tuple[float, ...]
 Head = Literal["lm", "value"]
 Loss = Callable[["dict[str, Tensor]", "Batch"], "tuple[Tensor, dict[str, Tensor]]"]
 
@@ -144,9 +145,12 @@ class Trainer(Protocol):
     """An engine that computes log-probs, values and updates."""
 
     def forward(
-        self, batch: Batch, *, outputs: Collection[str], temperature: float
+        self, batch: Batch, *, outputs: Collection[str], temperature: Temperature
     ) -> dict[str, Tensor]:
-        """Per response token, flat float32 `[total]`, without gradient."""
+        """Per response token, flat float32 `[total]`, without gradient.
+
+        `[total, temperatures]` for several temperatures.
+        """
 
     def step(
         self,

@@ -20,7 +20,7 @@ from rlflow.engines.attention import PackedAttention
 from rlflow.engines.models import TorchModel
 from rlflow.engines.optim import AdamW
 from rlflow.engines.packed import pack, prompt_groups
-from rlflow.engines.protocol import Loss, OptimizerSpec, StepResult
+from rlflow.engines.protocol import Loss, OptimizerSpec, StepResult, Temperature
 from rlflow.errors import Finding, RunError
 
 OUTPUTS = {"lm": ("log_probs", "entropy"), "value": ("values",)}
@@ -42,12 +42,13 @@ class TrainEngine:
 
     @torch.no_grad()
     def forward(
-        self, batch: Batch, *, outputs: Collection[str], temperature: float
+        self, batch: Batch, *, outputs: Collection[str], temperature: Temperature
     ) -> dict[str, Tensor]:
         """Per response token in the batch's order: flat float32 `[total]`, on the CPU.
 
         `outputs` names log_probs, entropy (nats) or values; a value belongs to the state
-        before its token. Log-probs and entropy are of log_softmax(logits / temperature).
+        before its token. Log-probs and entropy are of log_softmax(logits / temperature), for
+        several temperatures `[total, temperatures]`.
         float64 models give float64. Raises RunError while the model is asleep.
         """
         parts = list(self.micro_batches(batch))
@@ -95,7 +96,7 @@ class TrainEngine:
         return StepResult(metrics=metrics, grad_norm=norm, applied=applied)
 
     def compute(
-        self, batch: Batch, outputs: Collection[str], temperature: float
+        self, batch: Batch, outputs: Collection[str], temperature: Temperature
     ) -> dict[str, Tensor]:
         """One forward pass; with gradient where that is enabled."""
         self.require_outputs(outputs)
@@ -104,16 +105,18 @@ class TrainEngine:
         layout = pack(batch["prompt_tokens"], responses, self.model.device)
         self.require_context(layout.longest)
         if not layout.predictions:
-            return {name: torch.zeros(0, device=self.model.device) for name in outputs}
+            size = (0, len(temperature)) if isinstance(temperature, tuple) else (0,)
+            return {name: torch.zeros(size, device=self.model.device) for name in outputs}
         attention = PackedAttention(layout)
         logits = self.model.logits(layout.tokens, layout.positions, attention, layout.targets)
         logits = logits[: layout.predictions]
         if self.model.head == "value":
             return {"values": widen(logits[:, 0])}
-        log_probs, entropy = TokenScores.apply(  # type: ignore[no-untyped-call]
-            logits, flat(responses).to(logits.device), temperature, "entropy" in outputs
-        )
-        found = {"log_probs": log_probs, "entropy": entropy}
+        tokens, with_entropy = flat(responses).to(logits.device), "entropy" in outputs
+        if isinstance(temperature, tuple):
+            scores = [token_scores(logits, tokens, t, with_entropy) for t in temperature]
+            return {name: torch.stack([one[name] for one in scores], -1) for name in outputs}
+        found = token_scores(logits, tokens, temperature, with_entropy)
         return {name: found[name] for name in outputs}
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor | None, Batch]]:
@@ -197,6 +200,16 @@ class TrainEngine:
         """Bring the optimizer's state back."""
         if self.optimizer is not None:
             self.optimizer.wake()
+
+
+def token_scores(
+    logits: Tensor, tokens: Tensor, temperature: float, with_entropy: bool
+) -> dict[str, Tensor]:
+    """What `TokenScores` computes, by name."""
+    log_probs, entropy = TokenScores.apply(  # type: ignore[no-untyped-call]
+        logits, tokens, temperature, with_entropy
+    )
+    return {"log_probs": log_probs, "entropy": entropy}
 
 
 def widen(x: Tensor) -> Tensor:

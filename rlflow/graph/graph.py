@@ -68,6 +68,11 @@ class Node:
         return dict(self.params)[name]
 
     @property
+    def reads_base(self) -> bool:
+        """Whether its model's adapters are off: no update changes the weights that it reads."""
+        return self.op.use == "forward" and ("adapters", "off") in self.params
+
+    @property
     def sources(self) -> tuple[str, ...]:
         """The nodes that feed this one, each once, in order of the inputs."""
         return tuple(dict.fromkeys(binding.source for binding in self.inputs))
@@ -126,14 +131,20 @@ class Graph:
         return tuple(n for n in self.nodes if n.model == model and n.op.use == "train")
 
     def readers(self, model: str) -> tuple[Node, ...]:
-        """The nodes that read a model's weights without writing them."""
+        """The nodes that read what updates of a model write, without writing it."""
         return tuple(
-            n for n in self.nodes if n.model == model and n.op.use in ("forward", "rollout")
+            n
+            for n in self.nodes
+            if n.model == model and n.op.use in ("forward", "rollout") and not n.reads_base
         )
 
     def lag(self, node: Node) -> int:
-        """How many updates behind the newest weights a reader may be: the edge's distance - 1."""
-        return self.staleness if node.op.use == "rollout" and node.every == 1 else 0
+        """How many updates behind the newest weights a reader may be: the edge's distance - 1.
+
+        Only rollouts that make rows to learn from run ahead; an evaluation reads the newest.
+        """
+        makes_rows = node.op.use == "rollout" and node.op.rows == "expand"
+        return self.staleness if makes_rows and node.every == 1 else 0
 
     def _data_edges(self) -> list[Edge]:
         edges = []

@@ -21,7 +21,7 @@ from rlflow.errors import Finding, GraphError, Source, UsageError, known_names, 
 from rlflow.graph.check import check_graph
 from rlflow.graph.graph import Graph
 from rlflow.graph.placement import Placement, on
-from rlflow.graph.trace import raised_at, short_path, tracing
+from rlflow.graph.trace import declared_at, raised_at, short_path, tracing
 
 DEFAULT_PLACEMENTS = {"colocate": Placement(pools={"all": 1}, assign={"*": on("all")})}
 
@@ -37,12 +37,16 @@ class Config(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """A declared pipeline: the function, its config type and its placements by name."""
+    """A declared pipeline: the function, its config type and its placements by name.
+
+    `staleness` holds in every placement that does not say its own.
+    """
 
     name: str
     function: Callable[[Any], None]
     config: type[Config]
     placements: Mapping[str, Placement]
+    staleness: int = 0
     where: Source | None = None
     path: Path | None = None
 
@@ -65,6 +69,7 @@ class Pipeline:
             name=self.name,
             nodes=tuple(trace.nodes.values()),
             models=tuple(trace.models.values()),
+            staleness=self.staleness,
             source=self.where,
         )
         findings = [*trace.findings, *check_graph(graph, complete=not trace.findings)]
@@ -96,13 +101,27 @@ def _summary(findings: Sequence[Finding], where: Source | None) -> str:
 
 
 def pipeline(
-    *, placements: Mapping[str, Placement] | None = None, name: str | None = None
+    *,
+    placements: Mapping[str, Placement] | None = None,
+    staleness: int = 0,
+    name: str | None = None,
 ) -> Callable[[Callable[[Any], None]], Pipeline]:
     """Make a pipeline of a function of one config that calls ops.
 
-    Raises GraphError where the function does not take one parameter annotated with an
+    With `staleness` k a rollout may read weights that are up to k updates old, and so run
+    ahead; a placement that says its own wins. Raises GraphError for a staleness that is no
+    number of updates, and where the function does not take one parameter annotated with an
     `rf.Config`.
     """
+    if not isinstance(staleness, int) or isinstance(staleness, bool) or staleness < 0:
+        raise GraphError(
+            Finding(
+                code="E227",
+                what=f"a pipeline with staleness={staleness!r}",
+                where=declared_at(),
+                expected="how many updates old the weights of a rollout may be: 0, 1, 2, ...",
+            )
+        )
 
     def decorate(function: Callable[[Any], None]) -> Pipeline:
         code = function.__code__
@@ -116,6 +135,7 @@ def pipeline(
             function=function,
             config=_config_type(function, where),
             placements=dict(placements or DEFAULT_PLACEMENTS),
+            staleness=staleness,
             where=where,
             path=Path(code.co_filename),
         )

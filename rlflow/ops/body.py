@@ -66,6 +66,10 @@ class ModelInUse(Protocol):
         """How many tokens a row may have; None for no limit."""
 
     @property
+    def version(self) -> int:
+        """How many updates have made its weights; 0 for a model that is not trained."""
+
+    @property
     def learning_rate(self) -> float:
         """The learning rate of the next optimizer step."""
 
@@ -83,10 +87,21 @@ class ModelInUse(Protocol):
     ) -> Generated:
         """Draw n responses to every prompt (ragged int64 [prompts, j]), prompt-major."""
 
+    @property
+    def base(self) -> ModelInUse:
+        """The model that its adapters were added to, for `forward`."""
+
     def forward(
-        self, batch: Batch, *, outputs: Collection[str], temperature: float
+        self,
+        batch: Batch,
+        *,
+        outputs: Collection[str],
+        temperature: float | tuple[float, ...],
     ) -> dict[str, Tensor]:
-        """Per response token, flat float32 [total], without gradient."""
+        """Per response token, flat float32 [total], without gradient.
+
+        For several temperatures [total, temperatures].
+        """
 
     def step(
         self,

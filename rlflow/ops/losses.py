@@ -260,8 +260,8 @@ class PolicyLoss(Loss):
 class ValueLoss(Loss):
     """The loss of a critic: half the squared error to the returns, clipped or not.
 
-    Rows of older weights need no correction: returns are targets of a regression whichever
-    policy they came about under, and a baseline that is off biases no policy gradient.
+    Rows of older weights need no correction: returns are targets of a regression, which weighs
+    no sample by its probability. The values are then those of a policy that is as old.
     """
 
     body: ClassVar[str] = "rlflow.ops.math.objective:value_objective"

@@ -41,6 +41,7 @@ ROLLOUT = register(
             row("finished", "bool"),
             row("group", "int64"),
             row("sample", "int64"),
+            token("version", "int64"),
         ),
         per="row",
         use="rollout",
@@ -102,7 +103,12 @@ FIELD_INPUTS = {
         levels=("token", "row"),
         hint='adv = ops.advantage("grpo", samples, reward)',
     ),
-    "old_log_probs": Input(name="old_log_probs", dtype="float32", levels=("token",)),
+    "old_log_probs": Input(
+        name="old_log_probs",
+        dtype="float32",
+        levels=("token",),
+        hint="old_log_probs = ops.log_probs(actor, samples)",
+    ),
     "rollout_log_probs": Input(name="rollout_log_probs", dtype="float32", levels=("token",)),
     "ref_log_probs": Input(
         name="ref_log_probs",
@@ -137,11 +143,12 @@ def rollout(
 ) -> Handle:
     """Sample `n` responses of at most `max_new_tokens` tokens to every prompt.
 
-    Makes n rows of every prompt, prompt-major, with the tokens (int64), the log-probs
-    of the sampled tokens at `temperature` (float32), `group` (which prompt) and every
-    field of the prompts, repeated. `temperature=0` is greedy. With `chat` a prompt goes
-    through the tokenizer's chat template: text as one user message, or messages as JSON.
-    With `ignore_eos` every response has exactly `max_new_tokens` tokens.
+    Makes n rows of every prompt, prompt-major, with the tokens (int64), the log-probs of the
+    sampled tokens at `temperature` (float32), the `version` of the weights that sampled each
+    (int64), `group` (which prompt) and every field of the prompts, repeated. `temperature=0`
+    is greedy. With `chat` a prompt goes through the tokenizer's chat template: text as one
+    user message, or messages as JSON. With `ignore_eos` every response has exactly
+    `max_new_tokens` tokens.
     """
     where = declared_at()
     checks = (
@@ -321,19 +328,17 @@ def _loss_inputs(
         declined["ref_log_probs"] = "kl_coef is 0: no KL in the loss"
     old = loss.old
     if old == "auto":
-        if num_steps == 1:
-            old = "current"
-            declined["old_log_probs"] = (
-                "one optimizer step per rollout: the old policy is the current one, ratio 1"
-            )
+        several = num_steps > 1
+        if "old_log_probs" in offered or (several and loss.correction is not None):
+            old = "recomputed"
         else:
-            old = "recomputed" if "old_log_probs" in offered else "rollout"
+            old = "rollout" if several else "current"
     if old == "recomputed":
         inputs.append(FIELD_INPUTS["old_log_probs"])
     if old == "rollout":
         inputs.append(FIELD_INPUTS["rollout_log_probs"])
         declined.setdefault("old_log_probs", "the loss compares with the rollout's own log-probs")
-    elif "rollout_log_probs" in offered:
+    elif "rollout_log_probs" in offered and loss.correction is None:
         inputs.append(replace(FIELD_INPUTS["rollout_log_probs"], required=False))
     unique = tuple({wanted.name: wanted for wanted in inputs}.values())
     return unique, declined, {"old": old, "temperature": _temperature(handles)}

@@ -85,38 +85,52 @@ class Segment:
     """Iterations `start` to `end` between two checkpoints, and how far its turns have come.
 
     `first` is its first turn and `turns[action]` the next one of each action. `opening` are
-    the reshards that bring version `start` to where nothing brought it before; in a `closing`
-    segment no other runs are due than the closing ones.
+    the reshards that bring version `start` to where nothing brought it before, `refilled` those
+    whose targets are emptied in every turn, so that they have to be filled in every turn too. In a
+    `closing` segment no other runs are due than the closing ones.
     """
 
     start: int
     end: int
     first: int
     opening: frozenset[str]
+    refilled: frozenset[str]
     closing: bool
     turns: dict[str, int]
     left: dict[int, int] = field(default_factory=dict)
     whole: int = 0
 
-    def due(self, action: Action, iteration: int) -> bool:
-        """Whether an action does something for an iteration; sleeps and wakes do in every turn."""
+    def due(self, action: Action) -> bool:
+        """Whether the next turn of an action does something; sleeps and wakes do in every one.
+
+        The first turn of a segment with an opening has nothing else: it is before all others.
+        """
         if action.part is not None:
             return True
-        if action.id in self.opening:
-            return iteration == self.start - 1 or self._within(action, iteration)
-        return self._within(action, iteration)
-
-    def _within(self, action: Action, iteration: int) -> bool:
-        if not self.start <= iteration < self.end:
+        turn = self.turns[action.id]
+        iteration = turn + action.ahead
+        if action.id in self.opening and turn == self.first:
+            return True
+        within = self.start <= iteration < self.end
+        if action.kind == "reshard" and (self.closing or not within):
+            return action.id in self.refilled
+        if not within:
             return False
         return action.closing if self.closing else action.due(iteration)
 
-    def iteration(self, action: Action) -> int:
-        """The iteration of an action's next turn; for a sleep or wake one that the segment has."""
+    def done_for(self, action: Action) -> int:
+        """The iteration that the next turn of an action is done for, where it is due.
+
+        A sleep or wake is of no iteration: it gets one of the segment. A reshard beyond the
+        segment brings the version with which that begins, or ends.
+        """
         iteration = self.turns[action.id] + action.ahead
-        if action.part is None:
-            return iteration
-        return min(max(iteration, self.start), self.end - 1)
+        if action.part is not None:
+            return min(max(iteration, self.start), self.end - 1)
+        if action.kind == "reshard":
+            last = self.start - 1 if self.closing else self.end - 1
+            return min(max(iteration, self.start - 1), last)
+        return iteration
 
     def ready(self, action: Action) -> bool:
         """Whether all that the next turn of an action comes after is over."""
@@ -169,6 +183,7 @@ class Executor:
         self.stopped = False
         self._most = max((action.ahead for action in plan.actions), default=0)
         self._closing = closing_actions(plan)
+        self._refilled = refilled(plan)
         self._running: set[str] = set()
         self._metrics: dict[int, dict[str, list[Mapping[str, float | Stat]]]] = {}
         self._missing: dict[int, int] = {}
@@ -203,7 +218,7 @@ class Executor:
         opening = self._opening(start, closing)
         first = start - self._most - (1 if opening else 0)
         turns = dict.fromkeys(self.actions, first)
-        return Segment(start, end, first, opening, closing, turns, whole=first)
+        return Segment(start, end, first, opening, self._refilled, closing, turns, whole=first)
 
     def _opening(self, start: int, closing: bool) -> frozenset[str]:
         """The reshards whose targets lack the weights that a segment begins with.
@@ -246,8 +261,8 @@ class Executor:
             action = self.actions[candidates.pop()]
             if action.id in self._running or not segment.ready(action):
                 continue
-            iteration = segment.iteration(action)
-            if segment.due(action, iteration):
+            if segment.due(action):
+                iteration = segment.done_for(action)
                 self._running.add(action.id)
                 self._begun = max(self._begun, iteration)
                 self.listener.started(action, iteration)
@@ -259,7 +274,7 @@ class Executor:
         self, segment: Segment, action: Action, metrics: Mapping[str, float | Stat]
     ) -> list[str]:
         """Count an instance as over; returns the actions that may have become ready."""
-        iteration = segment.iteration(action)
+        iteration = segment.turns[action.id] + action.ahead
         if action.part is None and segment.start <= iteration < segment.end:
             if metrics:
                 found = self._metrics.setdefault(iteration, {})
@@ -305,3 +320,9 @@ def closing_actions(plan: Plan) -> frozenset[str]:
     return frozenset(
         action.id for action in plan.actions if action.closing or read.intersection(action.targets)
     )
+
+
+def refilled(plan: Plan) -> frozenset[str]:
+    """The reshards into weights that are discarded in every turn."""
+    emptied = {action.instance for action in plan.actions if action.mode == "discard"}
+    return frozenset(a.id for a in plan.actions if emptied.intersection(a.targets))

@@ -6,34 +6,41 @@ This file knows neither tensors nor processes.
 from __future__ import annotations
 
 from rlflow.scheduler.plan import Action, Plan
+from rlflow.scheduler.spreads import sources_of
 
 
 class Flow:
     """For every run the actions that deliver its inputs, and for every action its readers."""
 
     def __init__(self, plan: Plan) -> None:
-        brought = {(a.node, a.makes): a.id for a in plan.actions if a.kind == "transfer"}
-        runs = {a.node: a.id for a in plan.actions if a.kind == "run"}
-        self._sources: dict[str, dict[str, str]] = {}
+        brought = {(a.node, a.makes, a.chunk): a.id for a in plan.actions if a.kind == "transfer"}
+        runs: dict[str, list[Action]] = {}
+        for action in plan.actions:
+            if action.kind == "run":
+                runs.setdefault(str(action.node), []).append(action)
+        self._origins: dict[str, dict[str, tuple[str, ...]]] = {}
         self._readers: dict[str, list[Action]] = {action.id: [] for action in plan.actions}
         for action in plan.actions:
+            found = self._origins.setdefault(action.id, {})
             if action.kind == "transfer":
-                self._sources[action.id] = {str(action.node): runs[action.node]}
+                made = sources_of(runs[str(action.node)], action.chunk)
+                found[str(action.node)] = tuple(source.id for source in made)
             elif action.kind == "run":
-                self._sources[action.id] = {
-                    source: brought.get((source, action.takes)) or runs[source]
-                    for source in plan.graph.node(str(action.node)).sources
-                }
-            for source in set(self._sources.get(action.id, {}).values()):
+                for node in plan.graph.node(str(action.node)).sources:
+                    carried = brought.get((node, action.takes, action.chunk))
+                    made = sources_of(runs[node], action.chunk)
+                    found[node] = (carried,) if carried else tuple(source.id for source in made)
+            for source in self.sources(action.id):
                 self._readers[source].append(action)
 
-    def source(self, action: str, node: str) -> str:
-        """The action that brings a node's rows to where `action` reads them."""
-        return self._sources[action][node]
+    def origins(self, action: str, node: str) -> tuple[str, ...]:
+        """The actions that bring a node's rows to where `action` reads them, chunk by chunk."""
+        return self._origins[action][node]
 
     def sources(self, action: str) -> tuple[str, ...]:
         """The actions whose rows an action reads, each once."""
-        return tuple(dict.fromkeys(self._sources.get(action, {}).values()))
+        found = self._origins[action].values()
+        return tuple(dict.fromkeys(source for sources in found for source in sources))
 
     def readers(self, action: str, iteration: int) -> int:
         """How many actions read in an iteration what `action` left."""

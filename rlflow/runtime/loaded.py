@@ -6,7 +6,7 @@ Knows engines and one instance; neither the plan's order nor other instances.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,14 @@ import torch
 from rlflow.engines.loading import load_model, load_tokenizer
 from rlflow.engines.models import TorchModel
 from rlflow.engines.optim import learning_rate
-from rlflow.engines.protocol import Generation, SampleKey, Sampling, Shard, StepResult
+from rlflow.engines.protocol import (
+    Generation,
+    SampleKey,
+    Sampling,
+    Shard,
+    StepResult,
+    Temperature,
+)
 from rlflow.engines.rollout import TorchRollout
 from rlflow.engines.train import TrainEngine
 from rlflow.errors import Finding, UsageError
@@ -98,13 +105,29 @@ class Loaded:
 
 
 class InUse:
-    """A loaded instance as one call of a body sees it: random numbers are tied to that call."""
+    """A loaded instance as one call of a body sees it: random numbers are tied to that call.
 
-    def __init__(self, loaded: Loaded, key: SampleKey) -> None:
+    Not `adapted`, it scores tokens as the model that its adapters were added to.
+    """
+
+    def __init__(self, loaded: Loaded, key: SampleKey, *, adapted: bool = True) -> None:
         self._loaded = loaded
         self._key = key
+        self._adapted = adapted
         self.tokenizer = loaded.tokenizer
         self.context = loaded.model.context
+
+    @property
+    def version(self) -> int:
+        """How many updates have made the weights that are here."""
+        if self._loaded.version is None:
+            raise AssertionError(f"the weights of {self._loaded.instance.name} are discarded")
+        return self._loaded.version
+
+    @property
+    def base(self) -> InUse:
+        """The same with the adapters off; scoring raises RunError where there are none."""
+        return InUse(self._loaded, self._key, adapted=False)
 
     @property
     def learning_rate(self) -> float:
@@ -137,12 +160,13 @@ class InUse:
         return made
 
     def forward(
-        self, batch: Batch, *, outputs: Collection[str], temperature: float
+        self, batch: Batch, *, outputs: Collection[str], temperature: Temperature
     ) -> dict[str, Tensor]:
         """Score response tokens without gradient."""
-        made: dict[str, Tensor] = self._loaded.train.forward(
-            batch, outputs=outputs, temperature=temperature
-        )
+        with nullcontext() if self._adapted else self._loaded.model.adapters_off():
+            made: dict[str, Tensor] = self._loaded.train.forward(
+                batch, outputs=outputs, temperature=temperature
+            )
         return made
 
     def step(

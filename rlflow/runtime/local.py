@@ -1,7 +1,8 @@
-"""The `local` backend: this process, one thread for each device and one for the host.
+"""The `local` backend: this process, a thread for each lane of a device and one for the host.
 
 The reference for every other backend: no serialisation, tensors stay where they are
-made. A device is a slot of threads; PyTorch's intra-op threads are shared out to it.
+made. A device is a slot of threads; PyTorch's intra-op threads are shared out to it. Copies to
+and from the host have a thread of their own, so that they run beside what computes.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import torch
 
 from rlflow.runtime.checkpoint import Found
 from rlflow.runtime.executor import Completion
-from rlflow.scheduler.plan import Action, Plan
+from rlflow.scheduler.plan import Action, Lane, Plan
 
 if TYPE_CHECKING:
+    from rlflow.ops.body import Stat
     from rlflow.runtime.checkpoint import Component
     from rlflow.runtime.worker import Worker
 
@@ -27,7 +29,7 @@ Job = tuple[Action, int, Callable[[Completion], None]]
 class Runs(Protocol):
     """Carries out one action instance in the thread that calls it."""
 
-    def run(self, action: Action, iteration: int) -> Mapping[str, float]:
+    def run(self, action: Action, iteration: int) -> Mapping[str, float | Stat]:
         """The numbers it logs."""
 
 
@@ -70,26 +72,27 @@ class LocalMachine:
 
 
 class LocalBackend:
-    """Threads that run the actions of their device, in the order they are submitted."""
+    """Threads that run the actions of their lane, in the order they are submitted."""
 
     def __init__(self, plan: Plan, worker: Runs, *, threads: int, now: Callable[[], float]) -> None:
         self._worker = worker
         self._now = now
-        self._queues: dict[int, queue.SimpleQueue[Job | None]] = {}
+        self._queues: dict[tuple[int, Lane], queue.SimpleQueue[Job | None]] = {}
         self._threads = []
-        devices = sorted({device for action in plan.actions for device in action.devices})
-        for device in devices:
+        lanes = {(device, action.lane) for action in plan.actions for device in action.devices}
+        for device, lane in sorted(lanes):
             jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-            self._queues[device] = jobs
+            self._queues[device, lane] = jobs
+            name = f"device {device}" + (" copies" if lane == "copy" else "")
             thread = threading.Thread(
-                target=self._work, args=(jobs, threads), name=f"device {device}", daemon=True
+                target=self._work, args=(jobs, threads), name=name, daemon=True
             )
             thread.start()
             self._threads.append(thread)
 
     def submit(self, action: Action, iteration: int, done: Callable[[Completion], None]) -> None:
         """Queue an action instance on its first device; the plan keeps its others free."""
-        self._queues[action.devices[0]].put((action, iteration, done))
+        self._queues[action.devices[0], action.lane].put((action, iteration, done))
 
     def close(self, *, wait: bool = True) -> None:
         """End the threads once what they run has ended, and wait for that unless told not to."""

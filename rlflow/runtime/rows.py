@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from rlflow.errors import Finding, RunError, Source, known_names, near_names
 from rlflow.graph.dispatch import dispatch_pair, registered
 from rlflow.runtime.pairs import Asked
+from rlflow.scheduler.plan import Chunk
 
 Rows = NDArray[np.int64]
 
@@ -37,6 +38,16 @@ class Cut:
     target: int
     taken: Rows
     placed: Rows
+
+
+def chunk_rows(total: int, chunk: Chunk | None) -> tuple[int, int]:
+    """Of so many rows those that a chunk works on: the first, and the one after the last.
+
+    Rows follow their prompts, and chunks are equally many whole prompts.
+    """
+    if chunk is None:
+        return 0, total
+    return total * chunk.index // chunk.count, total * (chunk.index + 1) // chunk.count
 
 
 def balanced(tokens: Rows, groups: Rows | None, parts: int) -> list[Rows]:

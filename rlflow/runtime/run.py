@@ -121,11 +121,21 @@ class Run:
             self._metrics.close()
             self._events.close()
         if self._stopping and done < self.settings.iterations:
-            raise Interrupted(
-                summary=f"stopped after {done} of {self.settings.iterations} "
-                f"iterations; continue with: {self.settings.resume_line}"
-            )
+            raise Interrupted(summary=self._stopped(done))
         return done
+
+    def _stopped(self, done: int) -> str:
+        """What to say of a run that was asked to stop."""
+        text = (
+            f"stopped after {done} of {self.settings.iterations} "
+            f"iterations; continue with: {self.settings.resume_line}"
+        )
+        if self.plan.staleness and done % self.settings.save_every:
+            text += (
+                f"\nrollouts ran up to {self.plan.staleness} updates ahead and start on the newest "
+                "weights there: the numbers will differ from those of a run that was not stopped"
+            )
+        return text
 
     def started(self, action: Action, iteration: int) -> None:
         """Show that an action instance has begun."""
@@ -228,13 +238,17 @@ class Run:
 
 
 def identity(plan: Plan, settings: Settings) -> dict[str, str]:
-    """What a resumed run has to share with the one that saved: what decides its numbers."""
-    return {
+    """What a resumed run has to share with the one that saved: what decides its numbers.
+
+    Where rollouts run ahead, those after a checkpoint start on the newest weights.
+    """
+    known = {
         "graph": plan.graph.hash,
         "seed": str(settings.seed),
         "torch": version("torch"),
         "threads": str(settings.threads),
     }
+    return known | ({"save_every": str(settings.save_every)} if plan.staleness else {})
 
 
 def _require_model(found: Found, name: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from rlflow.errors import Finding, RunError
 from rlflow.ops.body import Stat
+from rlflow.scheduler.plan import Action
 
 # Sums of the same numbers may differ from rank to rank in their last digits, not in more.
 TOLERANCE = 1e-6
@@ -23,6 +24,11 @@ def join(parts: Sequence[Mapping[str, float | Stat]]) -> dict[str, float]:
     A `Stat` is joined over the parts that have it, and a single part keeps its value to the
     bit; a plain number is the same for every part. Raises RunError where it is not.
     """
+    return {name: _value(found) for name, found in merged(parts).items()}
+
+
+def merged(parts: Sequence[Mapping[str, float | Stat]]) -> dict[str, float | Stat]:
+    """The metrics of some parts, in a form that can be joined with those of others."""
     found: dict[str, list[float | Stat]] = {}
     for part in parts:
         for name, value in part.items():
@@ -30,10 +36,21 @@ def join(parts: Sequence[Mapping[str, float | Stat]]) -> dict[str, float]:
     return {name: _joined(name, values) for name, values in found.items()}
 
 
-def _joined(name: str, values: list[float | Stat]) -> float:
+def logged(
+    action: Action, parts: Sequence[Mapping[str, float | Stat]]
+) -> Mapping[str, float | Stat]:
+    """The numbers of an action's parts: its own, or to be joined where it is one of chunks."""
+    return join(parts) if action.chunk is None else merged(parts)
+
+
+def _value(found: float | Stat) -> float:
+    return found.value if isinstance(found, Stat) else found
+
+
+def _joined(name: str, values: list[float | Stat]) -> float | Stat:
     stats = [value for value in values if isinstance(value, Stat)]
     if stats:
-        return functools.reduce(_together, stats).value
+        return functools.reduce(_together, stats)
     plain = [float(value) for value in values if not isinstance(value, Stat)]
     if not all(_agree(plain[0], value) for value in plain):
         raise RunError(

@@ -7,11 +7,15 @@ This file knows neither models nor time.
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
+
+from rlflow.batch import concat_rows, make_batch, select_field
+from rlflow.runtime.rows import chunk_rows
+from rlflow.scheduler.plan import Chunk
 
 Key = tuple[str, int]
 
@@ -26,6 +30,36 @@ class Stored:
     fields: dict[str, Tensor]
     total: int
     rows: Tensor | None = None
+
+    @property
+    def held(self) -> int:
+        """How many rows are here."""
+        return self.total if self.rows is None else len(self.rows)
+
+    def of(self, chunk: Chunk | None) -> Stored:
+        """The rows that a chunk works on; this itself where it holds no others."""
+        first, last = chunk_rows(self.total, chunk)
+        numbers = torch.arange(self.total) if self.rows is None else self.rows
+        inside = (numbers >= first) & (numbers < last)
+        if bool(inside.all()):
+            return self
+        places = torch.nonzero(inside).flatten()
+        fields = {name: select_field(field, places) for name, field in self.fields.items()}
+        return Stored(fields=fields, total=self.total, rows=numbers[places])
+
+
+def together(pieces: Sequence[Stored], names: Collection[str]) -> Stored:
+    """Some fields of the pieces of one batch, one piece after the other."""
+    chosen = [{name: piece.fields[name] for name in names} for piece in pieces]
+    if len(pieces) == 1:
+        return Stored(fields=chosen[0], total=pieces[0].total, rows=pieces[0].rows)
+    joined = concat_rows(
+        [make_batch(fields, piece.held) for fields, piece in zip(chosen, pieces, strict=True)]
+    )
+    total = pieces[0].total
+    rows = torch.cat([p.rows for p in pieces if p.rows is not None])
+    whole = len(rows) == total and bool((rows == torch.arange(total)).all())
+    return Stored(fields=dict(joined.items()), total=total, rows=None if whole else rows)
 
 
 class ShardStore:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,8 @@ from rlflow.graph.graph import Graph, Node
 from rlflow.ops.body import Alone, Call, Output, Stat
 from rlflow.runtime.flow import Flow
 from rlflow.runtime.loaded import InUse, Loaded, load_instance
-from rlflow.runtime.stats import join
-from rlflow.runtime.store import ShardStore, Stored
+from rlflow.runtime.stats import logged
+from rlflow.runtime.store import ShardStore, Stored, together
 from rlflow.runtime.world import resharder
 from rlflow.scheduler.plan import Action, Plan
 from rlflow.scheduler.shapes import model_directory
@@ -103,12 +103,13 @@ class Worker:
         """The instances that the plan trains, in the plan's order."""
         return [loaded for loaded in self.loaded.values() if loaded.instance.trained]
 
-    def run(self, action: Action, iteration: int) -> Mapping[str, float]:
+    def run(self, action: Action, iteration: int) -> Mapping[str, float | Stat]:
         """Carry out one action instance with all its rows; returns the numbers it logs.
 
-        Raises what the body raises, and RunError for what the state forbids.
+        Those of a chunk are still to be joined with the others'. Raises what the body raises,
+        and RunError for what the state forbids.
         """
-        return join([self.perform(action, iteration).metrics])
+        return logged(action, [self.perform(action, iteration).metrics])
 
     def perform(self, action: Action, iteration: int, keep: Tensor | None = None) -> Result:
         """Carry out this process's part of an action instance.
@@ -135,8 +136,7 @@ class Worker:
         made = self._made(node, call, output, keep)
         if made is not None:
             self.store.put(action.id, iteration, made, self.flow.readers(action.id, iteration))
-        for source in self.flow.sources(action.id):
-            self.store.release(source, iteration)
+        self.release(action, iteration)
         return Result(
             metrics=output.metrics,
             rows=output.rows,
@@ -188,13 +188,25 @@ class Worker:
         if not node.inputs:
             return None, None, 0
         held = {
-            source: self.store.get(self.flow.source(action.id, source), iteration)
+            source: self.held(
+                action, source, iteration, {b.field.name for b in node.inputs if b.source == source}
+            ).of(action.chunk)
             for source in node.sources
         }
         fields = {bound.name: held[bound.source].fields[bound.field.name] for bound in node.inputs}
         first = held[node.sources[0]]
         rows = next((len(value) for value in fields.values() if value.dim()), 0)
         return make_batch(fields, rows), first.rows, first.total
+
+    def held(self, action: Action, source: str, iteration: int, names: Collection[str]) -> Stored:
+        """Fields of a node as they lie here for an action to read, chunks joined."""
+        origins = self.flow.origins(action.id, source)
+        return together([self.store.get(origin, iteration) for origin in origins], names)
+
+    def release(self, action: Action, iteration: int) -> None:
+        """Note that an action has read all that it reads here."""
+        for source in self.flow.sources(action.id):
+            self.store.release(source, iteration)
 
     def _require_version(self, action: Action, iteration: int, loaded: Loaded) -> None:
         """Refuse weights of another version than declared; fresher ones where a lag is allowed.

@@ -165,7 +165,7 @@ def _run(
     writes: tuple[tuple[str, int], ...] = ()
     if instance is not None:
         needs = (instance.weights,)
-        reads = ((instance.name, plan.graph.lag(node)),)
+        reads = () if node.reads_base else ((instance.name, plan.graph.lag(node)),)
         if node.op.use == "train":
             needs = (instance.weights, instance.gradients, instance.optimizer)
             writes = ((instance.name, -1),)
@@ -190,7 +190,8 @@ def _run(
 
 
 def _as_declared(node: Node) -> str:
-    model = f"({node.model})" if node.model else ""
+    adapters = ", adapters off" if node.reads_base else ""
+    model = f"({node.model}{adapters})" if node.model else ""
     period = f", every {node.every} iterations" if node.every != 1 else ""
     return (
         f"ops.{node.op.name}{model}{period}"

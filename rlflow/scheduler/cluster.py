@@ -1,24 +1,39 @@
-"""Devices: how many, of which kind, with how much memory and how many threads.
+"""Devices: how many, of which kinds, on which hosts, with how many threads.
 
-`cpu:4`, `h100:8`, `cpu:2@4GB`. Kinds of accelerators come from a table of their data
-sheets; a CPU device is a slot of threads with a share of this machine's memory.
+`cpu:4`, `h100:8`, `cpu:2@4GB`, `h100:8,a100:8`. Kinds of accelerators come from a table of
+data sheets; a CPU device is a slot of threads with a share of this machine's memory.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from rlflow.errors import Finding, UsageError, near_names
+from rlflow.scheduler.hardware import GB, GPUS_PER_HOST, KINDS, Kind, cpu_kind
+from rlflow.scheduler.measured import NOTHING, Measured, load_measured
 
-GB = 1e9
+__all__ = [
+    "GB",
+    "GPUS_PER_HOST",
+    "HOST",
+    "KINDS",
+    "Cluster",
+    "Kind",
+    "amount",
+    "cpu_cluster",
+    "machine_cores",
+    "machine_memory",
+    "mixed_pools",
+    "parse_cluster",
+]
+
 SPEC = re.compile(r"(?P<kind>[a-z0-9]+):(?P<count>\d+)(?:@(?P<memory>[\d.]+)(?P<unit>[MG]B))?")
 UNITS = {"MB": 1e6, "GB": 1e9}
 CPU_MEMORY_SHARE = 0.8
-GPUS_PER_HOST = 8
 HOST = -1
-HOST_MEMORY = 2e12
 
 
 def amount(size: float) -> str:
@@ -30,63 +45,13 @@ def amount(size: float) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """A kind of device: memory (bytes), dense bf16 flop/s, memory and link bandwidth (B/s)."""
-
-    name: str
-    memory: float
-    flops: float
-    bandwidth: float
-    link: float
-    source: str
-
-
-KINDS = {
-    kind.name: kind
-    for kind in (
-        Kind(
-            name="a100",
-            memory=80 * GB,
-            flops=312e12,
-            bandwidth=2.04e12,
-            link=3e11,
-            source="NVIDIA A100 80GB SXM data sheet",
-        ),
-        Kind(
-            name="h100",
-            memory=80 * GB,
-            flops=989e12,
-            bandwidth=3.35e12,
-            link=4.5e11,
-            source="NVIDIA H100 SXM data sheet",
-        ),
-        Kind(
-            name="h200",
-            memory=141 * GB,
-            flops=989e12,
-            bandwidth=4.8e12,
-            link=4.5e11,
-            source="NVIDIA H200 SXM data sheet",
-        ),
-        Kind(
-            name="b200",
-            memory=180 * GB,
-            flops=2250e12,
-            bandwidth=7.7e12,
-            link=9e11,
-            source="NVIDIA HGX B200 data sheet",
-        ),
-    )
-}
-CPU_FLOPS_PER_THREAD = 98e9
-CPU_BANDWIDTH = 20e9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`count` equal devices of one kind; `threads` per device where the kind is `cpu`.
+    """`count` devices, numbered from 0; `threads` per device where the kind is `cpu`.
 
-    `cores` is how many cores CPU devices share that are more than the cores, 0 otherwise.
+    All are of `kind`, unless `groups` has the kinds in the order of the devices and how many
+    there are of each; then `kind` is that of device 0. `cores` is how many cores CPU devices
+    share that are more than the cores, 0 otherwise. `measured` is what earlier runs took on
+    such devices.
     """
 
     kind: Kind
@@ -94,30 +59,61 @@ class Cluster:
     threads: int = 1
     hosts: int = 1
     cores: int = 0
+    groups: tuple[tuple[Kind, int], ...] = ()
+    measured: Measured = field(default=NOTHING, compare=False, repr=False)
+
+    @property
+    def kinds(self) -> tuple[tuple[Kind, int], ...]:
+        """The kinds in the order of the devices, and how many there are of each."""
+        return self.groups or ((self.kind, self.count),)
+
+    def kind_of(self, device: int) -> Kind:
+        """The kind of a device; of the host, that of device 0."""
+        first = 0
+        for kind, count in self.kinds:
+            first += count
+            if device < first:
+                return kind
+        raise IndexError(f"device {device} of {self.count}")
+
+    def host_of(self, device: int) -> int:
+        """The host that a device is in: eight accelerators each, or evenly over `hosts`."""
+        if not self.groups:
+            return device // -(-self.count // self.hosts)
+        host = 0
+        for _, count in self.groups:
+            if device < count:
+                return host + device // GPUS_PER_HOST
+            device -= count
+            host += -(-count // GPUS_PER_HOST)
+        raise IndexError(f"a device beyond the {self.count} there are")
 
     @property
     def host_memory(self) -> float:
-        """Bytes of one host's memory that no CPU device has; of accelerators' hosts by the table."""
-        if self.is_cpu:
-            return max(machine_memory() - self.count * self.kind.memory, 0.0)
-        return HOST_MEMORY
+        """Bytes of one host's memory that no CPU device has; the least where hosts differ."""
+        return min(kind.host_memory for kind, _ in self.kinds)
 
     @property
     def is_cpu(self) -> bool:
         """Whether the devices are slots of threads of this machine."""
-        return self.kind.name == "cpu"
+        return all(kind.name == "cpu" for kind, _ in self.kinds)
 
     def budgets(self) -> dict[int, int]:
         """Bytes of memory of every device, and under -1 those of one host for what sleeps there."""
-        each = int(self.kind.memory)
-        devices = dict.fromkeys(range(self.count), each)
+        devices = {device: int(self.kind_of(device).memory) for device in range(self.count)}
         return {HOST: int(self.host_memory), **devices}
 
     def describe(self) -> str:
-        """The printed form: kind, count, memory each, threads each."""
+        """The printed form: kinds, counts, memory each, threads each."""
         threads = f", {self.threads} thread{'s' if self.threads > 1 else ''}" if self.is_cpu else ""
         hosts = f", {self.hosts} hosts" if self.hosts > 1 else ""
-        return f"{self.kind.name}:{self.count} ({amount(self.kind.memory)}{threads} each{hosts})"
+        if not self.groups:
+            return (
+                f"{self.kind.name}:{self.count} ({amount(self.kind.memory)}{threads} each{hosts})"
+            )
+        named = ",".join(f"{kind.name}:{count}" for kind, count in self.groups)
+        each = ", ".join(f"{amount(kind.memory)} {kind.name}" for kind, _ in self.groups)
+        return f"{named} ({each}{hosts})"
 
 
 def machine_memory() -> float:
@@ -134,42 +130,74 @@ def cpu_cluster(count: int, threads: int | None = None, memory: float | None = N
     """`count` CPU devices with an even share of the cores and the memory, unless said."""
     each = threads if threads is not None else max(1, machine_cores() // count)
     share = memory if memory is not None else CPU_MEMORY_SHARE * machine_memory() / count
-    kind = Kind(
-        name="cpu",
-        memory=share,
-        flops=CPU_FLOPS_PER_THREAD * each,
-        bandwidth=CPU_BANDWIDTH,
-        link=CPU_BANDWIDTH,
-        source="float32 matrix product measured on one core of an AMD EPYC",
-    )
-    return Cluster(kind=kind, count=count, threads=each)
+    left = max(machine_memory() - count * share, 0.0)
+    return Cluster(kind=cpu_kind(share, each, left), count=count, threads=each)
 
 
 def parse_cluster(text: str | None, needed: int, threads: int | None = None) -> Cluster:
     """The cluster that `--devices` names; without it, CPU devices, as many as are needed.
 
-    More CPU devices than this machine has cores share the cores, one thread each. Accelerators
-    are taken to be eight to a host. Raises UsageError for a spelling or kind that is not known.
+    Kinds are separated by commas, devices numbered in the order written. More CPU devices than
+    this machine has cores share the cores, one thread each. Accelerators are taken to be eight
+    to a host. Comes with what earlier runs measured. Raises UsageError for a spelling or kind
+    that is not known.
     """
     if text is None:
-        return _sharing_cores(cpu_cluster(needed, threads))
-    match = SPEC.fullmatch(text)
+        found = cpu_cluster(needed, threads)
+    else:
+        parts = [_parsed(part, text) for part in text.split(",")]
+        found = _joined(text, parts, threads)
+    cores = machine_cores()
+    if found.is_cpu and found.count > cores:
+        found = replace(found, cores=cores)
+    return replace(found, measured=load_measured())
+
+
+def _joined(text: str, parts: list[tuple[str, int, float | None]], threads: int | None) -> Cluster:
+    """The devices of all parts, in their order; CPU devices only where they are alone."""
+    if len(parts) == 1:
+        name, count, memory = parts[0]
+        if name == "cpu":
+            return cpu_cluster(count, threads, memory)
+        return Cluster(kind=_kind(name, memory), count=count, hosts=-(-count // GPUS_PER_HOST))
+    if any(name == "cpu" for name, _, _ in parts):
+        raise UsageError(
+            Finding(
+                code="E202",
+                what=f"--devices {text!r} has accelerators and CPU devices",
+                expected="kinds of accelerators; ops without a model run on the host",
+                fix="--devices h100:8,a100:8",
+            )
+        )
+    groups = tuple((_kind(name, memory), count) for name, count, memory in parts)
+    return Cluster(
+        kind=groups[0][0],
+        count=sum(count for _, count in groups),
+        hosts=sum(-(-count // GPUS_PER_HOST) for _, count in groups),
+        groups=groups,
+    )
+
+
+def _kind(name: str, memory: float | None) -> Kind:
+    return KINDS[name] if memory is None else replace(KINDS[name], memory=memory)
+
+
+def _parsed(part: str, text: str) -> tuple[str, int, float | None]:
+    """Kind, count and memory of one part of `--devices`."""
+    match = SPEC.fullmatch(part)
     if match is None:
         raise UsageError(
             Finding(
                 code="E202",
                 what=f"--devices {text!r} is not a cluster",
-                expected="kind:count or kind:count@memory",
+                expected="kind:count or kind:count@memory, several with commas between",
                 fix="--devices cpu:2@4GB",
             )
         )
     kind, count = match["kind"], int(match["count"])
-    memory = float(match["memory"]) * UNITS[match["unit"]] if match["memory"] else None
     if count < 1:
         raise UsageError(Finding(code="E202", what=f"--devices {text!r} has no device"))
-    if kind == "cpu":
-        return _sharing_cores(cpu_cluster(count, threads, memory))
-    if kind not in KINDS:
+    if kind != "cpu" and kind not in KINDS:
         raise UsageError(
             Finding(
                 code="E202",
@@ -178,19 +206,32 @@ def parse_cluster(text: str | None, needed: int, threads: int | None = None) -> 
                 near=near_names(kind, ["cpu", *KINDS]),
             )
         )
-    known = KINDS[kind]
-    if memory is not None:
-        known = Kind(
-            name=kind,
-            memory=memory,
-            flops=known.flops,
-            bandwidth=known.bandwidth,
-            link=known.link,
-            source=known.source,
+    return kind, count, float(match["memory"]) * UNITS[match["unit"]] if match["memory"] else None
+
+
+def mixed_pools(pools: Mapping[str, tuple[int, ...]], cluster: Cluster) -> list[Finding]:
+    """A finding for every pool whose devices are of several kinds: its slowest would set the pace.
+
+    Pools that reach beyond the cluster are somebody else's to refuse.
+    """
+    findings = []
+    for pool, devices in pools.items():
+        if max(devices) >= cluster.count:
+            continue
+        kinds: dict[str, list[int]] = {}
+        for device in devices:
+            kinds.setdefault(cluster.kind_of(device).name, []).append(device)
+        if len(kinds) < 2:
+            continue
+        listed = ", ".join(f"{name} {numbers}" for name, numbers in kinds.items())
+        largest = max(kinds.values(), key=len)
+        findings.append(
+            Finding(
+                code="E223",
+                what=f"pool {pool!r} has devices of several kinds",
+                got=f"{listed} of {cluster.describe()}",
+                expected="a pool's devices work in step, so they are of one kind",
+                fix=f'"{pool}": {largest}',
+            )
         )
-    return Cluster(kind=known, count=count, hosts=-(-count // GPUS_PER_HOST))
-
-
-def _sharing_cores(cluster: Cluster) -> Cluster:
-    cores = machine_cores()
-    return replace(cluster, cores=cores) if cluster.count > cores else cluster
+    return findings

@@ -6,8 +6,9 @@ nothing of what they do.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,14 +16,15 @@ from rlflow.errors import Finding, InvariantError, PlanError
 from rlflow.graph.graph import Graph
 from rlflow.graph.placement import Placement
 from rlflow.scheduler.bind import bind, unknown_assignments
-from rlflow.scheduler.cluster import Cluster
+from rlflow.scheduler.cluster import Cluster, mixed_pools
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.order import chain, order, timing
 from rlflow.scheduler.plan import Backend, Plan
 from rlflow.scheduler.residency import residency
 from rlflow.scheduler.rewrite import rewrite
-from rlflow.scheduler.shapes import Shape, model_shape
+from rlflow.scheduler.shapes import Shape, model_shape, stand_ins
+from rlflow.scheduler.stream import choose, stream
 from rlflow.scheduler.transfer import transfer
 from rlflow.scheduler.verify import verify
 from rlflow.scheduler.weights import weights
@@ -32,6 +34,7 @@ Pass = Callable[[Plan, Context], Plan]
 PASSES: tuple[tuple[str, Pass], ...] = (
     ("rewrite", rewrite),
     ("bind", bind),
+    ("stream", stream),
     ("weights", weights),
     ("transfer", transfer),
     ("order", order),
@@ -57,42 +60,62 @@ def compile_plan(
     name: str = "placement",
     near: Path | None = None,
     backend: Backend | None = None,
+    costs: Costs | None = None,
+    verified: bool = True,
 ) -> Compiled:
     """Compile a graph under a placement for a cluster.
 
     Without a `backend` the plan is for this process where its pools are CPU devices, one
-    each, and for Ray otherwise. Raises PlanError where the placement does not fit, with every
-    finding; UsageError where a model's files are missing; InvariantError where a pass breaks
-    an invariant.
+    each, and for Ray otherwise. With `costs` of this graph and cluster no model's files are
+    read; a plan that is not `verified` is for comparing, not for running. Raises PlanError
+    where the placement does not fit, with every finding; UsageError where a model's files are
+    missing; InvariantError where a pass breaks an invariant.
     """
     if placement.num_devices() > cluster.count:
         raise PlanError(_too_few_devices(placement, cluster, name))
     findings = [*unknown_assignments(graph, placement), *_not_compiled(placement, name)]
+    findings += mixed_pools(placement.devices(), cluster)
     if backend == "local":
         findings += not_local(placement, cluster)
     if findings:
         raise PlanError(*findings)
-    shapes: dict[str, Shape | None] = {m.name: model_shape(m, near) for m in graph.models}
+    chosen: Backend = backend or ("ray" if not_local(placement, cluster) else "local")
+    if costs is None:
+        shapes: dict[str, Shape | None] = {m.name: model_shape(m, near) for m in graph.models}
+        costs = Costs(graph=graph, cluster=cluster, shapes=shapes)
     context = Context(
         placement=placement,
         cluster=cluster,
-        costs=Costs(graph=graph, cluster=cluster, shapes=shapes),
+        costs=replace(costs, backend=chosen, staleness=placement.staleness),
     )
     plan = Plan(
         graph=replace(graph, staleness=placement.staleness),
         placement=name,
         cluster=cluster.describe(),
         budgets=cluster.budgets(),
-        backend=backend or ("ray" if not_local(placement, cluster) else "local"),
+        backend=chosen,
         staleness=placement.staleness,
         pools=placement.devices(),
         hosts=cluster.hosts,
     )
     plan = _noting_devices(plan, placement, cluster, chosen=backend is None)
+    if placement.stream == "auto":
+        return _streamed(plan, context, verified=verified)
+    return _compiled(plan, replace(context, chunks=placement.stream), verified=verified)
+
+
+def _compiled(
+    plan: Plan,
+    context: Context,
+    passes: Sequence[tuple[str, Pass]] = PASSES,
+    *,
+    verified: bool,
+) -> Compiled:
+    """The plan after some passes, with the verifier after each where it is wanted."""
     stages = []
-    for title, run in PASSES:
+    for title, run in passes:
         plan = run(plan, context)
-        broken = verify(plan, stage=title)
+        broken = verify(plan, stage=title) if verified else []
         if broken:
             raise InvariantError(
                 *(Finding(code="E901", what=f"after pass {title!r}: {text}") for text in broken),
@@ -100,6 +123,23 @@ def compile_plan(
             )
         stages.append((title, plan))
     return Compiled(plan=plan, stages=tuple(stages))
+
+
+def _streamed(plan: Plan, context: Context, *, verified: bool) -> Compiled:
+    """The plan with as many chunks as shorten the estimated iteration."""
+    cut = [title for title, _ in PASSES].index("stream")
+    bound = _compiled(plan, context, PASSES[:cut], verified=verified)
+
+    def made_in(chunks: int, optimize: float) -> Compiled:
+        chunked = replace(context, chunks=chunks, optimize=optimize)
+        return _compiled(bound.plan, chunked, PASSES[cut:], verified=verified)
+
+    planned = functools.cache(lambda chunks: made_in(chunks, 0.0))
+    chunks, why = choose(bound.plan, lambda count: planned(count).plan)
+    made = made_in(chunks, context.optimize) if context.optimize else planned(chunks)
+    plan = made.plan.noting("stream", why)
+    stages = (*bound.stages, *made.stages[:-1], (made.stages[-1][0], plan))
+    return Compiled(plan=plan, stages=stages)
 
 
 def _not_compiled(placement: Placement, name: str) -> list[Finding]:
@@ -124,6 +164,8 @@ def _noting_devices(plan: Plan, placement: Placement, cluster: Cluster, *, chose
     if cluster.cores:
         text = f"{cluster.count} CPU devices share {cluster.cores} cores"
         plan = plan.noting("shared cores", text)
+    for text in stand_ins(plan.graph.models):
+        plan = plan.noting("model shape", text)
     return plan
 
 

@@ -14,8 +14,13 @@ from rlflow.scheduler.costs import Costs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What the passes look things up in, and do not change."""
+    """What the passes look things up in, and do not change.
+
+    `chunks` is into how many chunks `stream` cuts.
+    """
 
     placement: Placement
     cluster: Cluster
     costs: Costs
+    optimize: float = 0.0
+    chunks: int = 1

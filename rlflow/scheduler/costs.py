@@ -1,20 +1,26 @@
-"""Estimates of seconds and bytes, from model shapes and a table of device kinds.
+"""Estimates of seconds and bytes: measured where an earlier run did the same, else by roofline.
 
-Every figure is marked with its source. Rooflines after Williams et al. 2009: the
-larger of compute time and memory time. Nothing here decides anything.
+Every figure is marked with its source. What is not measured follows from model shapes and a
+table of device kinds. Nothing here decides anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from rlflow.graph.check import num_prompts, num_rows
 from rlflow.graph.graph import Graph, Node
+from rlflow.scheduler import keys
 from rlflow.scheduler.cluster import Cluster
+from rlflow.scheduler.collectives import copy_bandwidth, group_of
+from rlflow.scheduler.hardware import OBJECT_STORE, STORE_SECONDS
 from rlflow.scheduler.layouts import CUTS, Cut, area, lacking, parameters_per_rank, piece, shares
-from rlflow.scheduler.plan import Cost, Instance
+from rlflow.scheduler.lengths import Lengths, assumed, fitted, whole
+from rlflow.scheduler.measured import Record, Setting
+from rlflow.scheduler.plan import ActionKind, Backend, Cost, Instance, Transport
+from rlflow.scheduler.roofline import Load, Roofline
 from rlflow.scheduler.shapes import Shape, dtype_bytes, trained_parameters
 
 ASSUMED_PROMPT_TOKENS = 64
@@ -27,19 +33,25 @@ HOST_SECONDS = 2e-4
 ADAM_MOMENTS = 2
 FULL_BYTES = 4
 LAYERS_AT_ONCE = 2
-COMPUTE_SHARE = 0.4
-DECODE_OVERHEAD = 5e-4
-ACTIVATIONS_PER_LAYER = 16
+BUCKET = 64 << 20
+HOST_BUCKET = 8 << 20
+BUCKETS = 2
 TABLE = "model shape and device table"
+NOT_HERE = "the model's files are not here"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Estimates for one graph on one cluster; `shapes` has None for models that are not here."""
+    """Estimates for one graph on one cluster; `shapes` has None for models that are not here.
+
+    `backend` and `staleness` say which measurements stand for what is planned.
+    """
 
     graph: Graph
     cluster: Cluster
     shapes: Mapping[str, Shape | None]
+    backend: Backend = "local"
+    staleness: int = 0
 
     def weights(self, instance: Instance) -> int | None:
         """Bytes of parameters on each device; embedding and two layers where layers come and go.
@@ -121,9 +133,12 @@ class Costs:
         A prompt is taken to be as many tokens as the longest of the first rows of local
         data has characters, or an assumed number where the data is elsewhere.
         """
-        origin = self.graph.node(node.rows_of) if node.rows_of else node
-        longest = dict(origin.params).get("max_new_tokens", ASSUMED_RESPONSE_TOKENS)
+        longest = dict(self._origin(node).params).get("max_new_tokens", ASSUMED_RESPONSE_TOKENS)
         return self._prompt_tokens(node), int(longest)
+
+    def _origin(self, node: Node) -> Node:
+        """The node that made the rows."""
+        return self.graph.node(node.rows_of) if node.rows_of else node
 
     def _prompt_tokens(self, node: Node) -> int:
         origin = node
@@ -137,6 +152,18 @@ class Costs:
             return ASSUMED_PROMPT_TOKENS
         return max(len(str(row["prompt"])) for row in source.rows()[:LOOKED_AT])
 
+    def lengths(self, node: Node) -> Lengths:
+        """How long the responses of a node's rows get: as measured in earlier runs, or assumed."""
+        origin = self._origin(node)
+        _, longest = self.tokens(node)
+        if dict(origin.params).get("ignore_eos"):
+            return whole(longest)
+        record = self._record(keys.lengths(self.graph, origin, longest))
+        if record is None or record.setting.pipeline != self.graph.name:
+            return assumed(longest)
+        last = record.chosen[-1]
+        return fitted(longest, last.length, last.longest, self.rows(origin))
+
     def fields(self, node: Node, names: tuple[str, ...]) -> int:
         """Bytes of a node's outputs: 8 an integer, 4 a float, 1 a bool, 4 a token of text."""
         rows, (prompt, response) = self.rows(node), self.tokens(node)
@@ -149,77 +176,186 @@ class Costs:
                 total += rows * VALUE_BYTES[made.dtype] * (length if wide else 1)
         return total
 
-    def run(self, node: Node, instance: Instance | None, parts: int) -> Cost:
-        """The cost of running a node once, its rows in as many parts."""
+    def run(self, node: Node, instance: Instance | None, parts: int, chunks: int = 1) -> Cost:
+        """The cost of running a node once, its rows in as many parts; of one of equal `chunks`."""
+        estimate = self.table(node, instance, parts, chunks)
+        if not self.cluster.measured.records or (instance is not None and estimate.seconds is None):
+            return estimate
+        record = self._record(self.run_key(node, instance, parts, chunks))
+        if record is not None:
+            return _as_measured(estimate, record, self.setting)
+        if chunks > 1:
+            record = self._record(self.run_key(node, instance, parts, 1))
+            entire = self.table(node, instance, parts).seconds
+            if record is not None and entire and estimate.seconds is not None:
+                found = _as_measured(estimate, record, self.setting, estimate.seconds / entire)
+                return replace(found, source=f"{found.source}, a chunk's share of it")
+        return self._with_dispatch(estimate)
+
+    def table(self, node: Node, instance: Instance | None, parts: int, chunks: int = 1) -> Cost:
+        """The cost by model shape and device table alone."""
         if instance is None or node.model is None:
-            seconds = HOST_SECONDS + HOST_SECONDS_PER_ROW * self.rows(node) / parts
+            seconds = HOST_SECONDS + HOST_SECONDS_PER_ROW * self.rows(node) / parts / chunks
             return Cost(seconds=seconds, source="assumed per row of host work")
         shape = self.shapes[node.model]
         if shape is None:
-            return Cost(seconds=None, transient=None, source="the model's files are not here")
+            return Cost(seconds=None, transient=None, source=NOT_HERE)
+        roof = self.roofline(instance, shape)
         if node.op.use == "rollout":
-            return self._rollout(node, instance, shape, parts)
-        return self._passes(node, instance, shape, parts)
+            load = self._load(node, parts, chunks)
+            holds, seconds = roof.rollout_holds(load), roof.rollout(load)
+        elif node.op.use == "forward":
+            load = self._load(node, parts, chunks)
+            holds = roof.pass_holds(load, train=False, recompute=False)
+            seconds = roof.forward(load)
+        else:
+            epochs, batches = dict(node.params).get("epochs", 1), self._batches(node)
+            load = self._load(node, parts, chunks * batches)
+            holds = roof.pass_holds(load, train=True, recompute=instance.recompute)
+            trained = self._trained_per_rank(instance) or 0
+            sent = trained * max(roof.size, FULL_BYTES)
+            one = roof.update(load, sent, recompute=instance.recompute) + roof.step(trained)
+            seconds = epochs * batches * one
+        transient = sum(size for _, size in holds)
+        return Cost(seconds=seconds, transient=transient, holds=holds, source=TABLE)
 
-    def _passes(self, node: Node, instance: Instance, shape: Shape, parts: int) -> Cost:
-        """A forward, or the forwards and backwards of an update.
+    def _batches(self, node: Node) -> int:
+        return int(dict(node.params).get("mini_batches", 1))
 
-        A backward computes twice as much as a forward. Recomputing keeps the inputs of all
-        layers and the activations of one, and computes every forward twice (Chen et al. 2016).
-        """
-        rows, (prompt, response) = self.rows(node), self.tokens(node)
+    def _load(self, node: Node, parts: int, cuts: int) -> Load:
+        """The rows of one part in one of so many cuts of an iteration; whole rows at least."""
+        rows = self.rows(node)
         prompts = num_prompts(self.graph, node) or rows
-        ranks, batches = parts * instance.tp, dict(node.params).get("mini_batches", 1)
-        packed = prompts * prompt + rows * response
-        inputs = packed * shape.hidden * self._dtype_bytes(instance) // batches // ranks
-        activations, logits = (
-            inputs * ACTIVATIONS_PER_LAYER,
-            rows * response * shape.vocab * FULL_BYTES // batches // ranks,
+        prompt, _ = self.tokens(node)
+        share = parts * cuts
+        return Load(
+            rows=max(rows / share, 1.0),
+            prompts=max(prompts / share, 1.0),
+            prompt=prompt,
+            lengths=self.lengths(node),
+            peers=parts,
         )
-        forward = self._compute(2 * shape.parameters * packed, ranks)
-        if node.op.use == "forward":
-            seconds = max(forward, self._streamed(instance, shape))
-            return Cost(seconds=seconds, transient=activations + logits, source=TABLE)
-        seconds = (4 if instance.recompute else 3) * forward * dict(node.params).get("epochs", 1)
-        kept = activations * shape.layers
-        if instance.recompute:
-            kept = inputs * shape.layers + activations
-        return Cost(seconds=seconds, transient=kept + 2 * logits, source=TABLE)
 
-    def _streamed(self, instance: Instance, shape: Shape) -> float:
-        """Seconds to bring every layer from the host once; 0 for a model on the device."""
-        if not instance.offload:
-            return 0.0
-        count = parameters_per_rank(instance, shares(shape))
-        return count * self._dtype_bytes(instance) / self.cluster.kind.link
+    def roofline(self, instance: Instance, shape: Shape) -> Roofline:
+        """A model on an instance's ranks: a mesh (replicas, fsdp, tp), row-major."""
+        model, devices = self.graph.model(instance.model), instance.devices
+        across = instance.fsdp * instance.tp
+        low = dtype_bytes(model) < FULL_BYTES
+        return Roofline(
+            kind=self.cluster.kind_of(devices[0]),
+            shape=shape,
+            size=dtype_bytes(model),
+            predicts=model.head != "value",
+            gathers=instance.fsdp > 1 or (instance.trained and low),
+            streamed=bool(instance.offload),
+            tp=group_of(self.cluster, devices[: instance.tp]),
+            fsdp=group_of(self.cluster, devices[: across : instance.tp]),
+            replicas=group_of(self.cluster, devices[::across] if instance.trained else ()),
+        )
 
-    def copy(self, moved: int | None, lanes: int = 1) -> Cost:
-        """The cost of moving bytes between devices, or between a device and the host.
+    def copy(
+        self,
+        moved: int | None,
+        lanes: int | None = None,
+        *,
+        devices: Sequence[int] = (),
+        kind: ActionKind | None = None,
+        transport: Transport | None = None,
+    ) -> Cost:
+        """The cost of moving bytes between devices, or between devices and their hosts.
 
-        Accelerators receive side by side, CPU devices share one memory.
+        `moved` bytes in all, by `lanes` devices side by side: all of `devices` if it is not said,
+        one if there are none. A sleep or a wake goes over the link to the host, and so does what
+        has no `kind` and names devices; a transfer goes through the object store. Accelerators
+        copy side by side, CPU devices share one memory. A reshard that leaves its processes holds
+        buckets.
         """
         if moved is None:
-            return Cost(seconds=None, moved=None, source="the model's files are not here")
-        beside = 1 if self.cluster.is_cpu else lanes
-        seconds = moved / beside / self.cluster.kind.link
-        return Cost(seconds=seconds, moved=moved, source=TABLE)
-
-    def _compute(self, flops: float, ranks: int) -> float:
-        return flops / (self.cluster.kind.flops * COMPUTE_SHARE * ranks)
-
-    def _rollout(self, node: Node, instance: Instance, shape: Shape, parts: int) -> Cost:
-        """A prefill of the prompts, then a forward of one token a row for every token."""
-        rows, (prompt, response) = self.rows(node), self.tokens(node)
-        prompts = num_prompts(self.graph, node) or rows
-        ranks, size = parts * instance.tp, self._dtype_bytes(instance)
-        width = shape.kv_heads * shape.head_dim
-        cache = 2 * shape.layers * width * size * rows * (prompt + response) // ranks
-        prefill = self._compute(2 * shape.parameters * prompts * prompt, ranks)
-        compute = self._compute(2 * shape.parameters * rows, ranks)
-        read = shape.parameters * size / instance.tp + cache / 2
-        memory = max(read / self.cluster.kind.bandwidth, self._streamed(instance, shape))
-        return Cost(
-            seconds=prefill + response * (max(compute, memory) + DECODE_OVERHEAD),
-            transient=cache + rows * shape.vocab * FULL_BYTES // ranks,
+            return Cost(seconds=None, moved=None, source=NOT_HERE)
+        beside = lanes or len(devices) or 1
+        to_host = kind in ("sleep", "wake") or (kind is None and bool(devices))
+        if kind == "transfer":
+            bandwidth, beside = OBJECT_STORE, 1
+        elif to_host:
+            kinds = [self.cluster.kind_of(device) for device in devices] or [self.cluster.kind]
+            bandwidth = min(k.host_link * k.reached for k in kinds)
+        else:
+            bandwidth = copy_bandwidth(self.cluster, devices)
+        seconds = moved / (1 if self.cluster.is_cpu else beside) / bandwidth
+        seconds += STORE_SECONDS if kind == "transfer" else 0.0
+        holds = self._buckets(moved) if transport in ("shared memory", "collective") else ()
+        estimate = Cost(
+            seconds=seconds,
+            moved=moved,
+            transient=sum(size for _, size in holds),
+            holds=holds,
             source=TABLE,
         )
+        if not self.cluster.measured.records:
+            return estimate
+        record = self._record(self.copy_key(moved, beside, to_host=to_host))
+        if record is not None:
+            return _as_measured(estimate, record, self.setting)
+        return self._with_dispatch(estimate)
+
+    def _buckets(self, moved: int) -> tuple[tuple[str, int], ...]:
+        """Staging of a reshard, in and out: of the size that the transports take at the most."""
+        bucket = HOST_BUCKET if self.cluster.is_cpu else BUCKET
+        size = BUCKETS * min(bucket, moved)
+        return (("buckets", size),) if size else ()
+
+    @property
+    def setting(self) -> Setting:
+        """Beside what the actions are planned."""
+        return Setting(self.graph.name, self.cluster.count, self.staleness)
+
+    def run_key(self, node: Node, instance: Instance | None, parts: int, chunks: int) -> str:
+        """What a run is measured under: equal for equal work on equal hardware."""
+        shape = None if node.model is None else self.shapes.get(node.model)
+        prompt, longest = self.tokens(node)
+        rows = self.rows(node)
+        load = f"rows={rows} prompts={num_prompts(self.graph, node) or rows}"
+        load += f" tokens={prompt}+{longest} parts={parts} chunk=1/{chunks}"
+        model = None if node.model is None else self.graph.model(node.model)
+        return keys.joined(
+            self._hardware(instance.devices if instance else ()),
+            self.backend,
+            keys.work(node),
+            keys.model(model, shape, instance),
+            load,
+        )
+
+    def copy_key(self, moved: int, lanes: int, *, to_host: bool) -> str:
+        """What a copy is measured under: its bytes, and by how many devices."""
+        what = f"copy to or from the host by {lanes}" if to_host else f"copy by {lanes}"
+        return keys.joined(self._hardware(()), self.backend, what, f"{moved} bytes")
+
+    def _hardware(self, devices: Sequence[int]) -> str:
+        return keys.hardware(self.cluster.kind_of(max([0, *devices])).name, self.cluster.threads)
+
+    def _record(self, key: str) -> Record | None:
+        return self.cluster.measured.find(key, self.setting)
+
+    def dispatch_key(self) -> str:
+        """What the wait between actions is measured under."""
+        return keys.joined(self._hardware(()), self.backend, "dispatch")
+
+    def _with_dispatch(self, estimate: Cost) -> Cost:
+        """An estimate, with the measured wait until any action is started."""
+        record = self._record(self.dispatch_key())
+        if record is None or estimate.seconds is None:
+            return estimate
+        source = f"{estimate.source}; dispatch {record.source}"
+        return replace(estimate, seconds=estimate.seconds + record.wait, source=source)
+
+
+def _as_measured(estimate: Cost, record: Record, setting: Setting, share: float = 1.0) -> Cost:
+    """A cost with the seconds of a record, and where they are from if that was another setting."""
+    source, then = record.source, record.setting
+    if then.pipeline != setting.pipeline:
+        source += f" of {then.pipeline}"
+    if then.devices != setting.devices:
+        source += f" on {then.devices} device{'s' if then.devices > 1 else ''}"
+    if then.staleness != setting.staleness:
+        source += f" at staleness {then.staleness}"
+    return replace(estimate, seconds=record.seconds * share + record.wait, source=source)

@@ -1,4 +1,4 @@
-"""What the verifier's rules look things up in: orderings that are proven, memory replayed.
+"""What the verifier's rules look things up in: orderings that are proven.
 
 Orderings are proven over unrolled instances (action, turn): `Facts.before[k][b]` is the set
 of actions whose instance of turn t has finished whenever `b` of turn t + k starts, in every
@@ -17,21 +17,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rlflow.graph.graph import Node
-from rlflow.scheduler.plan import HOST, Action, Dep, Instance, Lane, Part, Plan
+from rlflow.scheduler.plan import Action, Dep, Instance, Lane, Part, Plan
 
 ITERATIONS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """One iteration's memory: bytes on each device during each action, and what went wrong."""
-
-    loads: tuple[dict[int, int], ...]
-    broken: tuple[str, ...]
-
-    def most(self, positions: list[int], devices: tuple[int, ...]) -> int:
-        """The most bytes that one of the devices holds during the actions at these positions."""
-        return max((self.loads[n].get(d, 0) for n in positions for d in devices), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,36 +206,3 @@ class Facts:
     def comes_before(self, first: str, second: str, gap: int) -> bool:
         """Whether `first` of iteration i is always over before `second` of i + gap starts."""
         return self.precedes(first, second, gap + self.ahead[first] - self.ahead[second])
-
-    @cached_property
-    def replay(self) -> Replay:
-        """The list of actions played once from the parts awake at the start."""
-        awake: set[str] = set()
-        held = {device: 0 for devices in self.plan.pools.values() for device in devices}
-        loads, broken = [], []
-
-        def hold(part: str, sign: int) -> None:
-            (awake.add if sign > 0 else awake.discard)(part)
-            for device in self.parts[part].devices:
-                held[device] += sign * (self.parts[part].size or 0)
-
-        for part in self.plan.awake_at_start:
-            hold(part, +1)
-        for a in self.plan.actions:
-            part = a.part or ""
-            if a.kind in ("sleep", "wake") and (part in awake) is (a.kind == "wake"):
-                state = "awake" if part in awake else "asleep"
-                broken.append(f"{a.id}: {part} is {state} already")
-            elif a.kind == "wake":
-                hold(part, +1)
-            broken += [
-                f"{a.id} needs {need}, which is asleep" for need in a.needs if need not in awake
-            ]
-            extra = a.cost.transient or 0
-            loads.append({d: held[d] + extra for d in a.devices if d != HOST})
-            if a.kind == "sleep" and part in awake:
-                hold(part, -1)
-        for part in sorted(awake.symmetric_difference(self.plan.awake_at_start)):
-            ends, began = ("awake", "asleep") if part in awake else ("asleep", "awake")
-            broken.append(f"{part} is {began} when an iteration begins and {ends} when it ends")
-        return Replay(loads=tuple(loads), broken=tuple(broken))

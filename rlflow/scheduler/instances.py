@@ -6,6 +6,7 @@ a pool are refused here. Time, rows and other instances' memory come later.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from rlflow.errors import Finding, PlanError
@@ -51,29 +52,39 @@ def _as_said(instance: Instance, said: list[tuple[Node, On]]) -> Instance:
     return replace(instance, recompute=recompute, offload=offload)
 
 
-def _instance(node: Node, where: On, plan: Plan, known: dict[str, Instance]) -> Instance:
-    devices = plan.pools[where.pool]
-    use = node.op.use or "forward"
+def layout_of(where: On, use: Use, pools: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """How many ranks share the parameters of a use and each layer: `fsdp` and `tp`."""
     tp = where.tp or 1
     alone = use == "rollout" or where.offload is not None
-    fsdp = where.fsdp or (1 if alone else max(1, len(devices) // tp))
-    name = f"{node.model}@{where.pool}"
-    shared = known.get(name)
-    apart = use == "rollout" and (
-        where.weights == "own" or (shared is not None and (shared.fsdp, shared.tp) != (fsdp, tp))
-    )
-    if apart and where.weights != "shared":
-        name = f"{name}/rollout"
+    return where.fsdp or (1 if alone else max(1, len(pools[where.pool]) // tp)), tp
+
+
+def instance_of(node: Node, where: On, pools: Mapping[str, tuple[int, ...]]) -> Instance:
+    """The instance that a node would have with nothing else on its pool."""
+    use = node.op.use or "forward"
+    fsdp, tp = layout_of(where, use, pools)
     return Instance(
-        name=name,
+        name=f"{node.model}@{where.pool}",
         model=str(node.model),
         pool=where.pool,
-        devices=devices,
+        devices=pools[where.pool],
         uses=(use,),
         trained=use == "train",
         fsdp=fsdp,
         tp=tp,
     )
+
+
+def _instance(node: Node, where: On, plan: Plan, known: dict[str, Instance]) -> Instance:
+    made = instance_of(node, where, plan.pools)
+    shared = known.get(made.name)
+    apart = node.op.use == "rollout" and (
+        where.weights == "own"
+        or (shared is not None and (shared.fsdp, shared.tp) != (made.fsdp, made.tp))
+    )
+    if apart and where.weights != "shared":
+        return replace(made, name=f"{made.name}/rollout")
+    return made
 
 
 def _two_layouts(node: Node, instance: Instance, wanted: str, known: str) -> Finding:

@@ -1,21 +1,36 @@
-"""Passes `order` and `chain`: the cyclic order of actions, and its explicit form.
+"""Passes `order`, `chain` and `timing`: the plan as a periodic schedule.
 
-`order` is list scheduling by critical path over devices that hold one exclusive action
-at a time (Graham 1969), ties broken by the order declared. `chain` writes the order
-on every device as dependencies, so that an executor needs to decide nothing.
+`order` turns the actions into a kernel: their order within a turn and by how many iterations
+each is ahead, for the shortest period that is found. `chain` writes the order on every device
+as dependencies, so that an executor needs to decide nothing. `timing` says how long a period
+of the finished plan takes, what bounds it and who could take longer. How schedules are found
+and measured is in `modulo` and its neighbours; this file knows actions.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from rlflow.scheduler.context import Context
+from rlflow.scheduler.cycles import slack_of
+from rlflow.scheduler.exact import optimise
+from rlflow.scheduler.modulo import (
+    Edge,
+    Kernel,
+    Problem,
+    Resource,
+    Task,
+    Timed,
+    evaluate,
+    turn_arcs,
+)
+from rlflow.scheduler.modulo_search import search
 from rlflow.scheduler.plan import Action, Dep, Plan, Timing
 
 UNKNOWN_SECONDS = 1.0
-WARM_UP = 8
-WINDOW = 8
+ALIKE = 1 + 1e-6
 
 
 def seconds_of(action: Action) -> float:
@@ -25,72 +40,98 @@ def seconds_of(action: Action) -> float:
 
 
 def order(plan: Plan, context: Context) -> Plan:
-    """Put the actions in the order in which one iteration would run them."""
-    rank = {action.id: index for index, action in enumerate(plan.actions)}
-    followers: dict[str, list[str]] = {action.id: [] for action in plan.actions}
-    waiting: dict[str, int] = {}
-    for action in plan.actions:
-        sources = {dep.action for dep in action.after if dep.distance == 0}
-        waiting[action.id] = len(sources)
-        for source in sources:
-            followers[source].append(action.id)
-    urgency = _critical_path(plan, followers)
-    ready = [name for name, count in waiting.items() if count == 0]
-    free: dict[int, float] = {}
-    running: list[tuple[float, int, str]] = []
-    started: list[tuple[float, int, str]] = []
-    now = 0.0
-    while ready or running:
-        ready.sort(key=lambda name: (-urgency[name], rank[name]))
-        for name in list(ready):
-            action = plan.action(name)
-            if all(free.get(device, 0.0) <= now for device in action.devices):
-                end = now + seconds_of(action)
-                free.update(dict.fromkeys(action.devices, end))
-                heapq.heappush(running, (end, rank[name], name))
-                started.append((now, len(started), name))
-                ready.remove(name)
-        now, _, done = heapq.heappop(running)
-        for follower in followers[done]:
-            waiting[follower] -= 1
-            if waiting[follower] == 0:
-                ready.append(follower)
-    return replace(plan, actions=tuple(plan.action(name) for _, _, name in started))
+    """Put the actions in the order of a turn, some ahead, with distances counted in turns.
+
+    Raises PlanError (E404) where an action waits for itself; UsageError (E230) where an exact
+    order is asked for and its solver is missing.
+    """
+    if not plan.actions:
+        return plan
+    problem = periodic_problem(plan)
+    found = search(problem)
+    timed = found.timed
+    if context.optimize > 0:
+        optimum = optimise(problem, context.optimize, start=timed)
+        gained = found.timed.period / optimum.timed.period - 1
+        share = optimum.timed.period / optimum.bound - 1
+        how = "proven optimal" if optimum.proven else f"within {share:.1%} of the optimum"
+        text = f"period {optimum.timed.period:.6g} s, {how}"
+        text += f", {gained:.1%} better than without" if gained > 1e-5 else ""
+        plan, timed = plan.noting("optimised order", text), optimum.timed
+    return replace(plan, actions=_in_turns(plan.actions, timed.kernel))
 
 
-def _critical_path(plan: Plan, followers: dict[str, list[str]]) -> dict[str, float]:
-    """Seconds from the start of each action to the end of the iteration."""
-    urgency: dict[str, float] = {}
-    stack = [action.id for action in plan.actions]
-    while stack:
-        name = stack[-1]
-        pending = [f for f in followers[name] if f not in urgency]
-        if name in urgency or not pending:
-            stack.pop()
-            longest = max((urgency[f] for f in followers[name]), default=0.0)
-            urgency[name] = longest + seconds_of(plan.action(name))
-        else:
-            stack.extend(pending)
-    return urgency
+def _in_turns(actions: Sequence[Action], kernel: Kernel) -> tuple[Action, ...]:
+    """The actions in the kernel's order, their distances in turns."""
+    ahead = {action.id: turns for action, turns in zip(actions, kernel.ahead, strict=True)}
+    result = []
+    for action in (actions[task] for task in kernel.order):
+        mine = ahead[action.id]
+        after = tuple(
+            dep if ahead[dep.action] == mine else _moved(dep, ahead[dep.action] - mine)
+            for dep in action.after
+        )
+        result.append(replace(action, ahead=mine, after=after))
+    return tuple(result)
+
+
+def _moved(dep: Dep, turns: int) -> Dep:
+    return replace(dep, distance=dep.distance + turns)
+
+
+def periodic_problem(plan: Plan, kinds: Sequence[str] = ("data", "weights", "order")) -> Problem:
+    """The actions as tasks, and their dependencies of some kinds as edges."""
+    place = {action.id: index for index, action in enumerate(plan.actions)}
+    tasks = tuple(
+        Task(name=action.id, seconds=seconds_of(action), resources=frozenset(resources))
+        for action, resources in zip(plan.actions, resources_of(plan.actions), strict=True)
+    )
+    edges = tuple(
+        Edge(place[dep.action], index, dep.distance)
+        for index, action in enumerate(plan.actions)
+        for dep in action.after
+        if dep.kind in kinds
+    )
+    return Problem(tasks=tasks, edges=edges)
+
+
+def resources_of(actions: Sequence[Action]) -> list[tuple[Resource, ...]]:
+    """The lanes that each action occupies: (device, lane), the first of those used alike.
+
+    Devices that the same actions occupy stand in one queue, and one of them stands for all.
+    """
+    sets = {(action.devices, action.lane): number for number, action in enumerate(actions)}
+    users: dict[Resource, list[int]] = {}
+    for (devices, lane), number in sets.items():
+        for device in devices:
+            users.setdefault((device, lane), []).append(number)
+    found: dict[int, list[Resource]] = {number: [] for number in sets.values()}
+    alike: dict[tuple[int, ...], Resource] = {}
+    for resource in sorted(users):
+        alike.setdefault(tuple(users[resource]), resource)
+    for numbers, resource in alike.items():
+        for number in numbers:
+            found[number].append(resource)
+    return [tuple(found[sets[action.devices, action.lane]]) for action in actions]
 
 
 def chain(plan: Plan, context: Context) -> Plan:
-    """Write each device's order as dependencies: the action before, and last turn's last one."""
-    last: dict[int, str] = {}
-    first: dict[int, str] = {}
+    """Write each lane's order as dependencies: the action before, and last turn's last one."""
+    last: dict[Resource, str] = {}
+    first: dict[Resource, str] = {}
     extra: dict[str, list[Dep]] = {action.id: [] for action in plan.actions}
-    for action in plan.actions:
-        for device in action.devices:
-            if device in last:
-                extra[action.id].append(Dep(action=last[device], distance=0, kind="device"))
-            first.setdefault(device, action.id)
-            last[device] = action.id
-    for device, name in first.items():
-        extra[name].append(Dep(action=last[device], distance=1, kind="device"))
+    for action, resources in zip(plan.actions, resources_of(plan.actions), strict=True):
+        for resource in resources:
+            if resource in last:
+                extra[action.id].append(Dep(action=last[resource], distance=0, kind="device"))
+            first.setdefault(resource, action.id)
+            last[resource] = action.id
+    for resource, name in first.items():
+        extra[name].append(Dep(action=last[resource], distance=1, kind="device"))
     return replace(plan, actions=tuple(_with_deps(a, extra[a.id]) for a in plan.actions))
 
 
-def _with_deps(action: Action, extra: list[Dep]) -> Action:
+def _with_deps(action: Action, extra: Sequence[Dep]) -> Action:
     """Add the dependencies that do not repeat one the action already has."""
     known = {(dep.action, dep.distance) for dep in action.after}
     added = []
@@ -98,34 +139,54 @@ def _with_deps(action: Action, extra: list[Dep]) -> Action:
         if (dep.action, dep.distance) not in known:
             known.add((dep.action, dep.distance))
             added.append(dep)
-    return replace(action, after=(*action.after, *added))
+    return replace(action, after=(*action.after, *added)) if added else action
 
 
 def timing(plan: Plan, context: Context) -> Plan:
-    """Bounds on the period and the period achieved; none where an action's cost is unknown."""
-    if any(action.cost.seconds is None for action in plan.actions):
+    """What bounds the period of the finished plan; nothing where an action's cost is unknown."""
+    if not plan.actions or any(action.cost.seconds is None for action in plan.actions):
         return plan
-    busy: dict[int, float] = {}
-    for action in plan.actions:
-        for device in action.devices:
-            busy[device] = busy.get(device, 0.0) + seconds_of(action)
-    busiest = max(busy, key=lambda device: (busy[device], -device))
-    resource = busy[busiest]
-    recurrence = _growth(plan, with_devices=False)
-    period = max(_growth(plan, with_devices=True), resource, recurrence)
-    binding = "order"
-    if period <= resource * (1 + 1e-6):
-        binding = "resource"
-    elif period <= recurrence * (1 + 1e-6):
-        binding = "recurrence"
+    problem = periodic_problem(plan)
+    count = len(plan.actions)
+    timed = evaluate(problem, Kernel(order=tuple(range(count)), ahead=(0,) * count))
+    slack = slack_of(problem.seconds, turn_arcs(problem, timed.kernel), timed.period, timed.starts)
+    resource, busy = problem.busiest
     found = Timing(
-        resource_bound=resource,
-        recurrence_bound=recurrence,
-        period=period,
-        busiest=device_name(plan, busiest),
-        binding=binding,  # type: ignore[arg-type]
+        resource_bound=busy,
+        recurrence_bound=problem.recurrence.ratio,
+        period=timed.period,
+        busiest=_lane_name(plan, resource),
+        binding=_binding(problem, timed),
+        critical=tuple(plan.actions[task].id for task in timed.critical),
+        slack=tuple((a.id, room) for a, room in zip(plan.actions, slack, strict=True)),
+        latency=_latency(plan, problem, timed),
     )
     return replace(plan, timing=found)
+
+
+def _binding(problem: Problem, timed: Timed) -> Literal["resource", "recurrence", "order"]:
+    """Which bound the period is at, or that only another order would shorten it."""
+    if timed.period <= problem.resource_bound * ALIKE:
+        return "resource"
+    return "recurrence" if timed.period <= problem.recurrence.ratio * ALIKE else "order"
+
+
+def _latency(plan: Plan, problem: Problem, timed: Timed) -> float:
+    """Seconds from the start of an iteration's first action to the end of its last one."""
+    spans = [
+        (start - action.ahead * timed.period, seconds)
+        for action, start, seconds in zip(plan.actions, timed.starts, problem.seconds, strict=True)
+        if action.part is None
+    ]
+    return max(start + seconds for start, seconds in spans) - min(start for start, _ in spans)
+
+
+def _lane_name(plan: Plan, resource: Resource | None) -> str:
+    """A lane as it is printed: its device, and whether it is the one for copies."""
+    if resource is None:
+        return "nothing"
+    device, lane = resource
+    return device_name(plan, device) + (" copies" if lane == "copy" else "")
 
 
 def device_name(plan: Plan, device: int) -> str:
@@ -134,22 +195,3 @@ def device_name(plan: Plan, device: int) -> str:
         return "host"
     pools = [name for name, devices in plan.pools.items() if device in devices]
     return f"{'/'.join(pools) or 'device'}[{device}]"
-
-
-def _growth(plan: Plan, with_devices: bool) -> float:
-    """Seconds an iteration adds once the plan is in its stride: played on a virtual clock.
-
-    The growth of a max-plus system is the largest cycle mean of its graph (Baccelli et
-    al. 1992, theorem 3.23).
-    """
-    finish: dict[str, list[float]] = {action.id: [] for action in plan.actions}
-    ends = []
-    for iteration in range(WARM_UP + WINDOW):
-        for action in plan.actions:
-            start = 0.0
-            for dep in action.after:
-                if (with_devices or dep.kind != "device") and dep.distance <= iteration:
-                    start = max(start, finish[dep.action][iteration - dep.distance])
-            finish[action.id].append(start + seconds_of(action))
-        ends.append(max(times[iteration] for times in finish.values()))
-    return (ends[-1] - ends[WARM_UP - 1]) / WINDOW

@@ -1,4 +1,4 @@
-"""What keeps rows from lying as an op says: the findings of pass `bind` about dispatch.
+"""What keeps rows from lying as an op says: the findings of passes `bind` and `stream`.
 
 An unknown rule, parts that lie on other devices, a rank left out of many that compute
 together, rows that do not divide. Decides nothing.
@@ -101,3 +101,28 @@ def division_findings(graph: Graph, node: Node, taken: Spread | None) -> list[Fi
             expected=f"{parts} or more" if too_few else f"a multiple of {parts}",
         )
     ]
+
+
+def uneven_chunks(node: Node, taken: Spread | None, each: int, count: int) -> list[Finding]:
+    """E225 where the `each` prompts of a chunk differ from part to part and the op refuses that."""
+    if taken is None or node.op.uneven == "pad" or each % len(taken.parts) == 0:
+        return []
+    parts = len(taken.parts)
+    return [
+        Finding(
+            code="E225",
+            what=f"{node.name}: the {each} prompts of a chunk do not split over {parts} ranks",
+            where=node.where,
+            got=f'{each * count} prompts in {count} chunks, and uneven="refuse"',
+            expected=f"chunks of a multiple of {parts} prompts",
+            fix='fewer chunks, or uneven="pad"',
+        )
+    ]
+
+
+def nearest_divisors(number: int, wanted: int) -> tuple[int, ...]:
+    """The divisors of a number next below and above what was wanted, ascending."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d < wanted]
+    above = [d for d in divisors if d > wanted]
+    return (*below[-1:], *above[:1])

@@ -11,12 +11,14 @@ import math
 import os
 import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlflow.errors import Finding, UsageError, near_names
 from rlflow.graph.model import Model
+from rlflow.scheduler.known_shapes import PREFIX, known_widths
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -183,9 +185,46 @@ def count_parameters(directory: Path) -> int | None:
 
 
 def model_shape(model: Model, near: Path | None = None) -> Shape | None:
-    """The shape of a declared model, or None where its files are not on this machine."""
+    """The shape of a declared model, or None where its files are not on this machine.
+
+    A path such as `shape:qwen2.5-7b` names a public model by its shape alone.
+    """
+    if model.path.startswith(PREFIX):
+        return known_shape(model.path.removeprefix(PREFIX))
     directory = model_directory(model.path, near)
     return None if directory is None else read_shape(directory)
+
+
+def known_shape(name: str) -> Shape:
+    """The shape of a public model, from the table. Raises UsageError for one not in it."""
+    widths = known_widths(name)
+    return Shape(
+        parameters=widths.parameters,
+        embedding=widths.embedding,
+        layers=widths.layers,
+        hidden=widths.hidden,
+        heads=widths.heads,
+        kv_heads=widths.kv_heads,
+        head_dim=widths.head_dim,
+        ffn=widths.ffn,
+        vocab=widths.vocab,
+        context=widths.context,
+        source=f"the widths of {name}",
+    )
+
+
+def stand_ins(models: Sequence[Model]) -> list[str]:
+    """Which models are taken as which public ones, a sentence each, with dtype as declared."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for model in models:
+        if model.path.startswith(PREFIX):
+            name = model.path.removeprefix(PREFIX)
+            found.setdefault((name, model.dtype), []).append(model.name)
+    return [
+        f"{' and '.join(names)} taken as {name}, {known_widths(name).parameters / 1e9:.2f} "
+        f"billion parameters, in {dtype} as declared"
+        for (name, dtype), names in found.items()
+    ]
 
 
 def trained_parameters(model: Model, shape: Shape) -> int | None:

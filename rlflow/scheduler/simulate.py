@@ -18,6 +18,7 @@ from rlflow.scheduler.plan import HOST, Action, Plan
 from rlflow.scheduler.playing import TURNS_UNDER_WAY, Played, Seconds, estimated, play
 
 WARM_UP = 6
+TAIL = 2
 SHORTEST_WINDOW = 12
 LONGEST_WINDOW = 120
 MOST_INSTANCES = 200_000
@@ -178,7 +179,7 @@ def _looked_at(plan: Plan) -> int:
 def _added_up(plan: Plan, spans: list[Played], iterations: int, barrier: int | None) -> Simulation:
     turns = _turn_ends(spans)
     most = max((action.ahead for action in plan.actions), default=0)
-    end = max(1, iterations - most)
+    end = max(1, iterations - most - (TAIL if iterations > 2 * (TAIL + most) else 0))
     repeat = None if barrier else _repeat(plan, spans, end)
     if barrier:
         first, end = 0, iterations
@@ -227,7 +228,7 @@ def _repeat(plan: Plan, spans: Sequence[Played], end: int) -> int | None:
             for action in plan.actions
             if (action.id, turn) in finish and (action.id, turn - shift) in finish
         ]
-        if grown and max(grown) - min(grown) <= CLOSE * max(1.0, max(grown)):
+        if grown and max(grown) - min(grown) <= CLOSE * max(1.0, *grown):
             return shift
     return None
 

@@ -6,12 +6,12 @@ what cannot lie so is refused elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.graph.dispatch import RULES
 from rlflow.graph.graph import Node
-from rlflow.scheduler.plan import HOST, Instance, Spread
+from rlflow.scheduler.plan import HOST, Action, Chunk, Instance, Spread
 
 HOST_SPREAD = Spread(parts=((HOST,),))
 
@@ -89,6 +89,21 @@ def agree(left: Spread | None, wanted: Spread) -> bool:
     once for the next, and tear groups that the next one needs whole.
     """
     return left == wanted and wanted.rule in RULES
+
+
+def sources_of(makers: Sequence[Action], chunk: Chunk | None) -> tuple[Action, ...]:
+    """The runs of a node whose rows are read for a chunk: its own one, else all of them."""
+    own = tuple(maker for maker in makers if chunk is not None and maker.chunk == chunk)
+    return own or tuple(makers)
+
+
+def in_place(source: Action, target: Action, wanted: Spread) -> bool:
+    """Whether an action reads rows just where one of its sources has left them.
+
+    Parts that were evened out chunk by chunk are not those of the whole batch, nor the other way.
+    """
+    alike = source.chunk == target.chunk or len(wanted.parts) == 1 or wanted.rule == "generated"
+    return alike and agree(source.makes, wanted)
 
 
 def num_parts(node: Node, place: Place, taken: Spread | None, made: Spread | None) -> int:

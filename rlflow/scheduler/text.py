@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
+from rlflow.graph.graph import Node
 from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.order import device_name
-from rlflow.scheduler.plan import HOST, Action, Plan, Spread
+from rlflow.scheduler.plan import HOST, Action, Plan, Spread, Timing
 
 TRANSPORTS = {
     "copy": "same process",
@@ -16,11 +18,16 @@ TRANSPORTS = {
     "object store": "shared memory of each node",
 }
 HEADINGS = ("#", "action", "what", "on", "est", "peak", "because")
+BINDS = {
+    "resource": "the device is never idle; more devices or less work on it help",
+    "recurrence": "the chain is the limit; shorter actions on it or more staleness help",
+}
+MOST_NAMES = 14
 
 
 def duration(seconds: float | None) -> str:
     """Seconds as they are printed: `41.0 s`, `3.2 ms`, `?` where unknown."""
-    if seconds is None:
+    if seconds is None or not seconds >= 0:
         return "?"
     if seconds >= 1:
         return f"{seconds:.1f} s"
@@ -35,14 +42,16 @@ def action_kind(action: Action) -> str:
 
 
 def action_what(action: Action) -> str:
-    """What an action does, without its kind."""
+    """What an action does, without its kind, and by how much it runs ahead of the others."""
+    ahead = f"  ({action.ahead} ahead)" if action.ahead else ""
     if action.kind == "run":
-        return action.id
+        return action.id + ahead
     if action.kind == "reshard":
-        return f"{action.instance} -> {' + '.join(action.targets)}"
+        return f"{action.instance} -> {' + '.join(action.targets)}{ahead}"
     if action.kind == "transfer":
-        return f"{action.node}: {', '.join(action.fields)}"
-    return f"{action.part}"
+        piece = f"{action.node}{action.chunk or ''}"
+        return f"{piece}: {', '.join(action.fields)}{ahead}"
+    return f"{action.part}{ahead}"
 
 
 def action_row(number: int, action: Action, plan: Plan) -> tuple[str, ...]:
@@ -57,9 +66,9 @@ def action_row(number: int, action: Action, plan: Plan) -> tuple[str, ...]:
         str(number),
         action_kind(action),
         action_what(action),
-        _where(action, plan) + _in_parts(action),
+        where(action, plan) + _in_parts(action),
         duration(action.cost.seconds),
-        _peak(action, plan),
+        peak_text(action, plan),
         because,
     )
 
@@ -70,7 +79,7 @@ def _in_parts(action: Action) -> str:
     return f"  {spread.describe()}" if spread is not None and len(spread.parts) > 1 else ""
 
 
-def _peak(action: Action, plan: Plan) -> str:
+def peak_text(action: Action, plan: Plan) -> str:
     """The peak memory of an action; unknown where a model on its devices has no known size."""
     if action.peak is None:
         return "-"
@@ -82,20 +91,18 @@ def _unknown(plan: Plan) -> set[int]:
     return {device for part in plan.parts if part.size is None for device in part.devices}
 
 
-def _parts(spread: Spread) -> str:
+def parts_text(spread: Spread) -> str:
     """The devices of every part: `[0] [1]`, `host`."""
     if spread.devices == (HOST,):
         return "host"
     return " ".join(f"[{', '.join(str(d) for d in part)}]" for part in spread.parts)
 
 
-def _where(action: Action, plan: Plan) -> str:
+def where(action: Action, plan: Plan) -> str:
+    """The pool and the devices that an action runs on: `train[0:4]`, `host`."""
     if action.on_host:
         return "host"
-    first, last = action.devices[0], action.devices[-1]
-    whole = len(action.devices) > 1 and action.devices == tuple(range(first, last + 1))
-    numbers = f"{first}:{last + 1}" if whole else ",".join(str(d) for d in action.devices)
-    return f"{action.pool}[{numbers}]"
+    return f"{action.pool}[{numbers(action.devices)}]"
 
 
 def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
@@ -115,9 +122,7 @@ def counted(number: int, noun: str) -> str:
 
 def plan_text(plan: Plan) -> str:
     """The whole plan: heading, instances, actions, what passes noted, memory and time."""
-    pools = ", ".join(
-        f"{name} [{', '.join(str(d) for d in devices)}]" for name, devices in plan.pools.items()
-    )
+    pools = ", ".join(f"{name} [{numbers(devices)}]" for name, devices in plan.pools.items())
     sizes = f"{counted(len(plan.graph.nodes), 'node')}, {counted(len(plan.graph.models), 'model')}"
     lines = [
         f"{plan.graph.name}   {sizes}   placement {plan.placement} on {plan.cluster}"
@@ -153,38 +158,129 @@ def _resharded(plan: Plan, instance: str) -> bool:
 def _footer(plan: Plan) -> list[str]:
     lines = [f"  {note.rule}: {note.text}" for note in plan.notes]
     if plan.peaks:
-        lines.append(f"  peak memory: {_peaks(plan)}   of {amount(plan.budget(0))} each")
+        lines.append(f"  peak memory: {_peaks(plan)}")
     lines.append(f"  {inserted(plan)}")
     unknown = sum(action.cost.seconds is None for action in plan.actions)
     if unknown and plan.peaks:
         lines.append(f"  iteration: not estimated, {counted(unknown, 'action')} of unknown cost")
     if plan.timing:
-        t = plan.timing
-        bound = {
-            "resource": f"device {t.busiest} is never idle",
-            "recurrence": "the longest chain from one update to the next is the limit",
-            "order": "neither bound is reached: devices wait for each other",
-        }[t.binding]
-        lines.append(
-            f"  iteration, estimated: {duration(t.period)}   bounds: {t.busiest} busy "
-            f"{duration(t.resource_bound)}, chain {duration(t.recurrence_bound)}   ({bound})"
-        )
-        sources = sorted({a.cost.source for a in plan.actions if a.cost.source})
-        lines.append(f"  estimates from: {'; '.join(sources)}")
+        lines += _timing_lines(plan, plan.timing)
+    samples = samples_text(plan)
+    if samples and plan.peaks:
+        lines.append(f"  samples: {samples}")
     return lines
 
 
-def _peaks(plan: Plan) -> str:
-    """The peak of every device; neighbours of one pool with equal peaks are joined."""
-    unknown = _unknown(plan)
-    shown: dict[tuple[str, str], list[int]] = {}
-    for device, peak in plan.peaks.items():
-        pool = device_name(plan, device).partition("[")[0]
-        shown.setdefault((pool, "?" if device in unknown else amount(peak)), []).append(device)
-    return ", ".join(
-        f"{pool}[{','.join(str(device) for device in devices)}] {peak}"
-        for (pool, peak), devices in shown.items()
+def _timing_lines(plan: Plan, timing: Timing) -> list[str]:
+    """Period, latency and idle share, the bounds, the critical cycle, where figures come from."""
+    latency = f"   latency {duration(timing.latency)}" if timing.latency else ""
+    idle = idle_share(plan)
+    idle_text = "" if idle is None else f"   idle {100 * idle:.0f} % of device time"
+    lines = [
+        f"  iteration, estimated: {duration(timing.period)}{latency}{idle_text}",
+        f"  bounds: {bound_text(plan, timing)}",
+    ]
+    if timing.critical:
+        lines.append(f"  critical cycle: {cycle_text(timing.critical)}")
+    return [*lines, f"  estimates from: {sources_text(plan)}"]
+
+
+def sources_text(plan: Plan) -> str:
+    """Where the seconds come from, and of how many actions; the source of most of them first."""
+    counts = Counter(action.cost.source for action in plan.actions)
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{source} ({counted(count, 'action')})" for source, count in ranked)
+
+
+def bound_text(plan: Plan, timing: Timing) -> str:
+    """Both bounds on an iteration, and which one it meets, in words."""
+    busy = f"{timing.busiest} busy {duration(timing.resource_bound)}"
+    chain = f"chain {duration(timing.recurrence_bound)}"
+    if timing.binding == "order":
+        above = timing.period / max(timing.resource_bound, timing.recurrence_bound) - 1
+        why = f"{100 * above:.1f} % above the larger: actions on devices wait for each other"
+    else:
+        why = BINDS[timing.binding]
+    return f"{busy}, {chain}   ({why})"
+
+
+def cycle_text(names: Sequence[str]) -> str:
+    """A cycle of actions, back to its first one; the middle of a long one is left out."""
+    shown = list(names)
+    if len(shown) > MOST_NAMES:
+        half = MOST_NAMES // 2
+        shown = [*shown[:half], f"({len(shown) - 2 * half} more)", *shown[-half:]]
+    return " -> ".join([*shown, f"{names[0]} again"])
+
+
+def idle_share(plan: Plan) -> float | None:
+    """The share of device time in which no action computes; None where the period is unknown."""
+    devices = {device for pool in plan.pools.values() for device in pool}
+    if plan.timing is None or plan.timing.period <= 0 or not devices:
+        return None
+    busy = sum(
+        (action.cost.seconds or 0.0) / action.every * len(devices.intersection(action.devices))
+        for action in plan.actions
+        if action.lane == "compute"
     )
+    return max(0.0, 1 - busy / (plan.timing.period * len(devices)))
+
+
+def samples_text(plan: Plan) -> str:
+    """How old the weights may be that make the samples which are trained on; empty without any."""
+    lags = {node.name: plan.graph.lag(node) for node in sampling(plan)}
+    if not lags:
+        return ""
+    most = max(lags.values())
+    if most == 0:
+        return "rollout weights are the newest: proven on-policy"
+    told = f"rollout weights at most {counted(most, 'update')} old"
+    fresh = [name for name, lag in lags.items() if lag == 0]
+    return f"{told}; {', '.join(fresh)} on-policy" if fresh else told
+
+
+def sampling(plan: Plan) -> list[Node]:
+    """The nodes that make samples with a model that is trained."""
+    trained = {instance.model for instance in plan.instances if instance.trained}
+    return [
+        node
+        for node in plan.graph.nodes
+        if node.op.use == "rollout" and node.op.name != "evaluate" and node.model in trained
+    ]
+
+
+def _peaks(plan: Plan) -> str:
+    """The peak of every device, and of the hosts where something sleeps there, with budgets.
+
+    Neighbours of one pool with equal peaks are joined.
+    """
+    unknown = _unknown(plan)
+    shown: dict[tuple[str, str, int], list[int]] = {}
+    for device, peak in plan.peaks.items():
+        if device != HOST:
+            pool = device_name(plan, device).partition("[")[0]
+            figure = "?" if device in unknown else amount(peak)
+            shown.setdefault((pool, figure, plan.budget(device)), []).append(device)
+    budgets = {budget for _, _, budget in shown}
+    told = []
+    for (pool, figure, budget), devices in shown.items():
+        own = f" of {amount(budget)}" if len(budgets) > 1 else ""
+        told.append(f"{pool}[{numbers(devices)}] {figure}{own}")
+    line = ", ".join(told)
+    if len(budgets) == 1:
+        line += f"   of {amount(budgets.pop())} each"
+    if plan.peaks.get(HOST):
+        of = f" of {amount(plan.budget(HOST))}" if plan.budget(HOST) else ""
+        line += f"; host {amount(plan.peaks[HOST])}{of}"
+    return line
+
+
+def numbers(devices: Sequence[int]) -> str:
+    """Device numbers as they are printed: `0:4` for several in a row, else `0,2`."""
+    first, last = devices[0], devices[-1]
+    if len(devices) > 1 and list(devices) == list(range(first, last + 1)):
+        return f"{first}:{last + 1}"
+    return ",".join(str(device) for device in devices)
 
 
 def inserted(plan: Plan) -> str:
@@ -194,34 +290,3 @@ def inserted(plan: Plan) -> str:
         for kind in ("reshard", "transfer", "sleep", "wake")
     ]
     return "inserted: " + ", ".join(counts)
-
-
-def explain(plan: Plan, action: Action) -> str:
-    """Everything the plan knows about one action."""
-    rows = [
-        ("kind", action_kind(action)),
-        ("because", f"{action.reason.text}   (rule: {action.reason.rule})"),
-        ("runs on", _where(action, plan)),
-    ]
-    if action.node and plan.graph.has_node(action.node):
-        rows.append(("declared", str(plan.graph.node(action.node).where)))
-    for instance, lag in action.reads:
-        rows.append(("reads", f"{instance} version {'i' if lag == 0 else f'i-{lag}'}"))
-    for instance, lag in action.writes:
-        rows.append(("writes", f"{instance} version {'i' if lag == 0 else f'i+{-lag}'}"))
-    for label, spread in (("rows in", action.takes), ("rows out", action.makes)):
-        if spread is not None:
-            rows.append((label, f"{spread.describe()}   {_parts(spread)}"))
-    for dep in action.after:
-        turn = "" if dep.distance == 0 else f" of {dep.distance} iteration before"
-        rows.append(("waits for", f"{dep.action}{turn}   ({dep.kind})"))
-    rows.append(("needs", ", ".join(action.needs) or "no weights"))
-    transient = action.cost.transient
-    rows.append(
-        (
-            "memory",
-            f"{amount(transient or 0)} while it runs, {_peak(action, plan)} in all",
-        )
-    )
-    rows.append(("estimate", f"{duration(action.cost.seconds)}   from {action.cost.source}"))
-    return "\n".join([action.id, *table(rows)])

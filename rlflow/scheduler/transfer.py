@@ -6,19 +6,22 @@ a part has is found out where the plan runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from rlflow.scheduler.context import Context
-from rlflow.scheduler.plan import Action, Dep, Plan, Reason, Spread
-from rlflow.scheduler.spreads import agree
+from rlflow.scheduler.plan import Action, Chunk, Dep, Plan, Reason, Spread
+from rlflow.scheduler.spreads import in_place, sources_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Rows of `source` that lie otherwise than some actions read them: which, and fields."""
+    """Rows of a node that lie otherwise than some actions read them: which, and fields.
 
-    source: Action
+    `sources` are the runs that make them: of all readers' chunk, or all where they have none.
+    """
+
+    sources: tuple[Action, ...]
     takes: Spread
     readers: tuple[Action, ...]
     fields: tuple[str, ...]
@@ -27,40 +30,49 @@ class Demand:
 def transfer(plan: Plan, context: Context) -> Plan:
     """Insert a transfer for each node and each way in which its rows are read elsewhere.
 
-    In one process rows stay where they are; a note says how many edges cross pools.
+    A reader's chunk is carried by itself; who reads all chunks gets them together, as what part
+    a row belongs to depends on all rows. In one process rows stay where they are; a note says
+    how many edges cross pools.
     """
     demands = list(_demands(plan))
     if plan.backend == "local":
-        crossing = sum(len(demand.readers) for demand in demands)
+        crossing = {(d.sources[0].node, reader.node) for d in demands for reader in d.readers}
         if not crossing:
             return plan
         return plan.noting(
             "no transfer",
-            f"{crossing} edges cross pools within one process: rows stay where they are",
+            f"{len(crossing)} edges cross pools within one process: rows stay where they are",
         )
     actions = {action.id: action for action in plan.actions}
     for demand in demands:
         made = _transfer(plan, demand, set(actions), context)
         actions[made.id] = made
+        sources = {source.id for source in demand.sources}
         for reader in demand.readers:
-            actions[reader.id] = _after(actions[reader.id], demand.source.id, made.id)
+            actions[reader.id] = _after(actions[reader.id], sources, made.id)
     return replace(plan, actions=tuple(actions.values()))
 
 
 def _demands(plan: Plan) -> Iterator[Demand]:
-    """Edges whose ends differ, those of one source and one spread together."""
-    found: dict[tuple[str, Spread], tuple[list[Action], set[str]]] = {}
+    """Edges whose ends differ, those of one node, one chunk and one spread together."""
+    runs: dict[str, list[Action]] = {}
+    for action in plan.actions:
+        if action.kind == "run":
+            runs.setdefault(str(action.node), []).append(action)
+    found: dict[tuple[str, Spread, Chunk | None], tuple[list[Action], set[str]]] = {}
     for edge in plan.graph.edges:
         if edge.kind != "data":
             continue
-        source, target = plan.action(edge.source), plan.action(edge.target)
-        if target.takes is not None and not agree(source.makes, target.takes):
-            readers, fields = found.setdefault((edge.source, target.takes), ([], set()))
-            readers.append(target)
-            fields.update(edge.fields)
-    for (name, spread), (readers, fields) in found.items():
+        for target in runs[edge.target]:
+            source = sources_of(runs[edge.source], target.chunk)[0]
+            if target.takes is not None and not in_place(source, target, target.takes):
+                key = (edge.source, target.takes, target.chunk)
+                readers, fields = found.setdefault(key, ([], set()))
+                readers.append(target)
+                fields.update(edge.fields)
+    for (name, spread, chunk), (readers, fields) in found.items():
         yield Demand(
-            source=plan.action(name),
+            sources=sources_of(runs[name], chunk),
             takes=spread,
             readers=tuple(readers),
             fields=tuple(sorted(fields)),
@@ -68,30 +80,33 @@ def _demands(plan: Plan) -> Iterator[Demand]:
 
 
 def _transfer(plan: Plan, demand: Demand, taken: set[str], context: Context) -> Action:
-    source, pool = demand.source, demand.readers[0].pool
+    source, pool, chunk = demand.sources[0], demand.readers[0].pool, demand.readers[0].chunk
     assert source.makes is not None
     names = ", ".join(demand.fields)
     readers = " and ".join(reader.id for reader in demand.readers)
     elsewhere = set(source.makes.devices) != set(demand.takes.devices)
-    where = f"{source.id} makes {names} on {source.pool}" + _shared_out(source.makes)
+    maker = source.id if len(demand.sources) == 1 else f"{source.node}"
+    where = f"{maker} makes {names} on {source.pool}" + _shared_out(source.makes)
+    where += f", in {len(demand.sources)} chunks" if len(demand.sources) > 1 else ""
     verb = "read" if len(demand.readers) > 1 else "reads"
     text = f"{where}; {readers} {verb} on {pool}{_shared_out(demand.takes)}"
     whole = context.costs.fields(plan.graph.node(str(source.node)), demand.fields)
     moved = int(whole * moved_share(source.makes, demand.takes))
     return Action(
-        id=_unused(f"transfer:{source.id}->{pool}", taken),
+        id=_unused(f"transfer:{source.node}->{pool}{chunk or ''}", taken),
         kind="transfer",
         reason=Reason(rule="rows elsewhere" if elsewhere else "other parts", text=text),
         devices=demand.takes.devices,
         pool=pool,
         node=source.node,
         fields=demand.fields,
-        after=(Dep(action=source.id, distance=0, kind="data"),),
+        after=tuple(Dep(action=s.id, distance=0, kind="data") for s in demand.sources),
         takes=source.makes,
         makes=demand.takes,
         transport="object store",
-        cost=context.costs.copy(moved),
+        cost=context.costs.copy(moved if chunk is None else moved // chunk.count),
         every=source.every,
+        chunk=chunk,
     )
 
 
@@ -127,10 +142,10 @@ def moved_share(source: Spread, target: Spread) -> float:
     return lacking / len(target.parts)
 
 
-def _after(reader: Action, source: str, moved: str) -> Action:
-    """A reader that waits for the transfer in place of the rows' source."""
-    after = tuple(
-        replace(dep, action=moved) if dep.kind == "data" and dep.action == source else dep
+def _after(reader: Action, sources: Collection[str], moved: str) -> Action:
+    """A reader that waits for the transfer in place of the runs that made the rows."""
+    after = dict.fromkeys(
+        replace(dep, action=moved) if dep.kind == "data" and dep.action in sources else dep
         for dep in reader.after
     )
-    return replace(reader, after=after)
+    return replace(reader, after=tuple(after))

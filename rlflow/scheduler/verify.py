@@ -1,9 +1,8 @@
 """The verifier: what must hold of a plan after each pass, by a method no pass shares.
 
 Each rule is a function that yields a sentence for everything that breaks it. Orderings
-are asked of what `after` implies in every interleaving, never of the place in the list;
-memory is replayed in the order of the list, which `devices_take_turns` proves to be the
-order on every device.
+are asked of what `after` implies in every interleaving, never of the place in the list, and so
+is memory: a part takes room while an action runs unless it is proven to be asleep.
 
 This file knows the graph and the plan; it shares no code with the passes.
 """
@@ -21,9 +20,14 @@ from rlflow.scheduler.verify_memory import (
     list_is_an_order,
     memory_fits,
     moves_are_needed,
-    time_adds_up,
 )
-from rlflow.scheduler.verify_rows import data_is_there, rows_are_carried, spreads_are_right
+from rlflow.scheduler.verify_rows import (
+    chunks_are_legal,
+    data_is_there,
+    rows_are_carried,
+    spreads_are_right,
+)
+from rlflow.scheduler.verify_time import time_adds_up
 from rlflow.scheduler.verify_weights import (
     instances_are_placed,
     one_instance_is_trained,
@@ -159,6 +163,8 @@ def turns_are_given(facts: Facts) -> Iterator[str]:
         for dep in a.after:
             if dep.distance < 0:
                 yield f"{a.id} waits for {dep.action} at distance {dep.distance}"
+        if a.part is not None and a.ahead:
+            yield f"{a.id} is of no iteration and runs {a.ahead} ahead"
     if min((a.ahead for a in facts.plan.actions), default=0):
         yield "every action runs ahead"
 
@@ -196,6 +202,7 @@ SHAPE: tuple[tuple[str, Rule], ...] = (
 MEANING: tuple[tuple[str, Rule], ...] = (
     ("bind", instances_are_placed),
     ("bind", one_instance_is_trained),
+    ("bind", chunks_are_legal),
     ("bind", data_is_there),
     ("bind", spreads_are_right),
     ("weights", updates_take_turns),
@@ -204,8 +211,8 @@ MEANING: tuple[tuple[str, Rule], ...] = (
     ("transfer", rows_are_carried),
     ("order", turns_are_given),
     ("order", list_is_an_order),
-    ("residency", memory_fits),
-    ("residency", moves_are_needed),
+    ("chain", memory_fits),
+    ("chain", moves_are_needed),
     ("chain", devices_take_turns),
     ("chain", communicators_are_alone),
     ("timing", time_adds_up),

@@ -1,11 +1,16 @@
-"""Rules of the verifier: the order of actions, turns on devices, memory, time.
+"""Rules of the verifier: memory in every interleaving, sleeps and wakes, turns on devices, time.
 
-Knows the plan; shares no code with the passes.
+A part counts as held while an action runs unless it is proven asleep: its sleep is over
+before the action starts, and its next wake starts after the action has ended. Knows the plan;
+shares no code with the passes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations, pairwise
 
 from rlflow.scheduler.facts import Facts
@@ -14,8 +19,212 @@ from rlflow.scheduler.plan import HOST, Action, Part
 TOLERANCE = 1e-6
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spell:
+    """What lies between two moves of a part that follow each other, `turns` apart.
+
+    `inside` are the actions that run between the two in every interleaving, as bits.
+    """
+
+    opens: Action
+    closes: Action
+    inside: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What each part does over a turn, and the bytes that may be held while each action runs."""
+
+    facts: Facts
+
+    @cached_property
+    def moves(self) -> dict[str, list[Action]]:
+        """The sleeps and wakes of each part that has any, in the order of the list."""
+        found: dict[str, list[Action]] = {}
+        for action in self.facts.plan.actions:
+            if action.part is not None:
+                found.setdefault(action.part, []).append(action)
+        return found
+
+    @cached_property
+    def followers(self) -> list[dict[str, int]]:
+        """For k = 0, 1: the actions of turn t + k that start when each one of turn t is over."""
+        facts = self.facts
+        waiting: dict[str, list[tuple[str, int]]] = {name: [] for name in facts.actions}
+        for action in facts.plan.actions:
+            for dep in action.after:
+                waiting[dep.action].append((action.id, facts.turns(action, dep)))
+        found: list[dict[str, int]] = []
+        for k in (0, 1):
+            here: dict[str, int] = {}
+            found.append(here)
+            for name in reversed(facts.sorted_ids):
+                mask = 0
+                for other, turns in waiting[name]:
+                    mask |= found[k - turns][other] if turns <= k else 0
+                    mask |= facts.bit[other] if turns == k else 0
+                here[name] = mask
+        return found
+
+    @cached_property
+    def spells(self) -> dict[str, list[Spell]]:
+        """From each move of a part to the next one around the cycle."""
+        before = self.facts.before
+        found: dict[str, list[Spell]] = {}
+        for part, own in self.moves.items():
+            for number, opens in enumerate(own):
+                closes = own[(number + 1) % len(own)]
+                turns, inside = int(number + 1 == len(own)), 0
+                for gap in range(turns + 1):
+                    inside |= self.followers[gap][opens.id] & before[turns - gap][closes.id]
+                found.setdefault(part, []).append(Spell(opens=opens, closes=closes, inside=inside))
+        return found
+
+    def asleep(self, part: str) -> int:
+        """The actions during which a part is asleep, always; as bits."""
+        return self._inside(part, "sleep")
+
+    def awake(self, part: str) -> int:
+        """The actions during which a part is awake, always; as bits."""
+        return self._inside(part, "wake")
+
+    def _inside(self, part: str, kind: str) -> int:
+        mask = 0
+        for spell in self.spells.get(part, ()):
+            mask |= spell.inside if spell.opens.kind == kind else 0
+        return mask
+
+    def beside(self, move: Action) -> list[Action]:
+        """The actions of the devices' other lane that may run at the same time as a move."""
+        earlier = [sets[move.id] for sets in self.facts.before[:2]]
+        later = [sets[move.id] for sets in self.followers]
+        ordered = (earlier[0] & later[1]) | (earlier[1] & later[0])
+        names = {
+            name: None
+            for device in self.kinds[move.devices]
+            for name in self.facts.queues.get((device, "compute"), ())
+            if not ordered & self.facts.bit[name]
+        }
+        return [self.facts.actions[name] for name in names]
+
+    @cached_property
+    def alike(self) -> dict[int, int]:
+        """For every device the first one that has the same parts, actions and budget."""
+        plan = self.facts.plan
+        marks: dict[int, list[int]] = {d: [] for pool in plan.pools.values() for d in pool}
+        for number, devices in enumerate(self._sets):
+            for device in devices:
+                if device != HOST:
+                    marks[device].append(number)
+        first: dict[tuple[int, ...], int] = {}
+        return {d: first.setdefault((plan.budget(d), *own), d) for d, own in sorted(marks.items())}
+
+    @cached_property
+    def kinds(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """For each set of devices that actions and parts have, one device of every kind."""
+        return {
+            devices: tuple(sorted({self.alike[d] for d in devices if d != HOST}))
+            for devices in self._sets
+        }
+
+    @cached_property
+    def _sets(self) -> list[tuple[int, ...]]:
+        """The sets of devices that actions and parts have."""
+        plan = self.facts.plan
+        sets = [*(a.devices for a in plan.actions), *(p.devices for p in plan.parts)]
+        return list(dict.fromkeys(sets))
+
+    @cached_property
+    def never_awake(self) -> frozenset[str]:
+        """The parts without moves that are asleep when a turn begins, and so ever."""
+        still = {part.name for part in self.facts.plan.parts}.difference(self.moves)
+        return frozenset(still.difference(self.facts.plan.awake_at_start))
+
+    @cached_property
+    def all_awake(self) -> dict[int, int]:
+        """Bytes on each kind of device with everything awake that ever is."""
+        found: dict[int, int] = dict.fromkeys(self.alike.values(), 0)
+        for part in self.facts.plan.parts:
+            for device in self.kinds[part.devices]:
+                asleep = given_back(part) if part.name in self.never_awake else 0
+                found[device] += (part.size or 0) - asleep
+        return found
+
+    @cached_property
+    def loads(self) -> dict[str, dict[int, int]]:
+        """Bytes that may be held on each kind of device of an action while it runs."""
+        facts, kinds = self.facts, self.kinds
+        found = {
+            a.id: {d: self.all_awake[d] + (a.cost.transient or 0) for d in kinds[a.devices]}
+            for a in facts.plan.actions
+        }
+        for name in self.moves:
+            part, asleep = facts.parts[name], self.asleep(name)
+            for a in facts.plan.actions:
+                if asleep & facts.bit[a.id]:
+                    for device in set(kinds[part.devices]).intersection(found[a.id]):
+                        found[a.id][device] -= given_back(part)
+        return found
+
+    @cached_property
+    def peaks(self) -> dict[str, int | None]:
+        """The most bytes on a device of each action: of a move, also while others run beside."""
+        found = {name: max(load.values(), default=None) for name, load in self.loads.items()}
+        for move in (move for own in self.moves.values() for move in own):
+            here = self.loads[move.id]
+            for action in self.beside(move):
+                for device, size in self.loads[action.id].items():
+                    if device in here:
+                        found[move.id] = max(found[move.id] or 0, size)
+        return found
+
+    @cached_property
+    def on_host(self) -> int:
+        """The most bytes that one host may hold of parts that sleep and are not discarded.
+
+        Held from when a sleep may start until its wake is over; and of parts never awake.
+        """
+        plan, bit = self.facts.plan, self.facts.bit
+        hosts = {d: plan.host_of(d) for d in {d for own in self._sets for d in own if d != HOST}}
+        near = {own: Counter(hosts[d] for d in own if d != HOST) for own in self._sets}
+        sleeps = [s.opens.id for own in self.spells.values() for s in own if _offloads(s.opens)]
+        most = 0
+        for instant in sleeps or [""][: len(self.never_awake)]:
+            there: Counter[tuple[int, ...]] = Counter()
+            for part in plan.parts:
+                away = part.name in self.never_awake and part.kind != "gradients"
+                if away or (instant and self._may_be_away(part.name, bit[instant])):
+                    there[part.devices] += given_back(part)
+            for host in set(hosts.values()):
+                most = max(most, sum(near[own][host] * size for own, size in there.items()))
+        return most
+
+    def _may_be_away(self, part: str, instant: int) -> bool:
+        """Whether a part may have a copy in host memory during an action."""
+        own = self.spells.get(part, [])
+        for number, spell in enumerate(own):
+            if _offloads(spell.opens):
+                wake, turns = spell.closes, int(number + 1 != len(own))
+                back = 0
+                for gap in range(turns + 1):
+                    ends = self.facts.before[turns - gap][spell.opens.id]
+                    back |= self.followers[gap][wake.id] & ends
+                if not back & instant:
+                    return True
+        return False
+
+
+def _offloads(move: Action) -> bool:
+    return (move.kind, move.mode) == ("sleep", "offload")
+
+
+def given_back(part: Part) -> int:
+    """Bytes of a device that a part's sleep frees."""
+    return max((part.size or 0) - part.residual, 0)
+
+
 def list_is_an_order(facts: Facts) -> Iterator[str]:
-    """Each action is listed after those of its iteration that it waits for."""
+    """Each action is listed after those of its turn that it waits for."""
     seen: set[str] = set()
     for a in facts.plan.actions:
         for dep in a.after:
@@ -25,56 +234,93 @@ def list_is_an_order(facts: Facts) -> Iterator[str]:
 
 
 def memory_fits(facts: Facts) -> Iterator[str]:
-    """Nothing is used asleep, no device is ever over budget, and the peaks are as stated."""
-    plan, replay = facts.plan, facts.replay
-    yield from replay.broken
-    peaks = {device: 0 for devices in plan.pools.values() for device in devices}
-    for a, load in zip(plan.actions, replay.loads, strict=True):
+    """Nothing is used asleep, no device or host is ever over budget, and peaks are as stated."""
+    plan, held = facts.plan, Held(facts=facts)
+    yield from _moves_alternate(held)
+    for a in plan.actions:
         away = {d for need in a.needs for d in facts.parts[need].devices}.difference(a.devices)
         if away:
             yield f"{a.id} needs parts on devices {sorted(away)}, which it does not take"
-        for device, size in load.items():
-            peaks[device] = max(peaks[device], size)
+        for need in a.needs:
+            if need in held.never_awake or (
+                need in held.moves and not held.awake(need) & facts.bit[a.id]
+            ):
+                yield f"{a.id} needs {need}, which is asleep or may be"
+        for device, size in held.loads[a.id].items():
             if size > plan.budget(device):
-                yield f"{a.id} holds {size} bytes on device {device}, the budget is {plan.budget(device)}"
-        peak = max(load.values(), default=None)
-        if a.peak != peak:
-            yield f"{a.id} states a peak of {a.peak} bytes, it is {peak}"
+                budget = plan.budget(device)
+                yield f"{a.id} holds {size} bytes on device {device}, the budget is {budget}"
+        if a.peak != held.peaks[a.id]:
+            yield f"{a.id} states a peak of {a.peak} bytes, it is {held.peaks[a.id]}"
+    running: dict[int, int] = {}
+    for load in held.loads.values():
+        for device, size in load.items():
+            running[device] = max(running.get(device, 0), size)
+    most = {**held.all_awake, **running}
+    peaks = {**dict.fromkeys(plan.budgets, 0), **{d: most[k] for d, k in held.alike.items()}}
+    if HOST in plan.budgets:
+        peaks[HOST] = held.on_host
+        if held.on_host > plan.budget(HOST):
+            yield f"a host holds {held.on_host} bytes, the budget is {plan.budget(HOST)}"
     if dict(plan.peaks) != peaks:
         yield f"the plan states peaks of {dict(plan.peaks)}, they are {peaks}"
 
 
+def _moves_alternate(held: Held) -> Iterator[str]:
+    """A part sleeps when it is awake and wakes when it sleeps, one after the other, always."""
+    facts = held.facts
+    for name, own in held.moves.items():
+        began = name in facts.plan.awake_at_start
+        if began is not (own[0].kind == "sleep"):
+            state = "awake" if began else "asleep"
+            yield f"{own[0].id}: {name} is {state} already"
+        for number, move in enumerate(own):
+            other = own[(number + 1) % len(own)]
+            if move.kind == other.kind:
+                state = "awake" if move.kind == "wake" else "asleep"
+                yield f"{other.id}: {name} is {state} already"
+            elif not facts.precedes(move.id, other.id, int(number + 1 == len(own))):
+                yield f"{other.id} may start before {move.id} is over"
+
+
 def moves_are_needed(facts: Facts) -> Iterator[str]:
     """Each sleep makes room that is needed, each wake has a user, and both lose no weights."""
-    actions, count = facts.plan.actions, len(facts.plan.actions)
-    for index, a in enumerate(actions):
-        if a.kind not in ("sleep", "wake"):
-            continue
-        part = facts.parts[str(a.part)]
-        if a.devices != part.devices:
-            yield f"{a.id} runs on {list(a.devices)}, {part.name} is on {list(part.devices)}"
-        following = [(index + ahead) % count for ahead in range(1, count)]
-        back = next((n for n in following if actions[n].part == part.name), index)
-        until = following[: (back - index - 1) % count]
-        used = any(part.name in actions[n].needs for n in until)
-        if a.kind == "wake" and not used:
-            yield f"{a.id} is useless: nobody needs {part.name} before it sleeps again"
-        held = facts.replay.most(until, part.devices)
-        if a.kind == "sleep" and held + (part.size or 0) <= facts.plan.budget(part.devices[0]):
-            yield f"{a.id} is useless: {part.name} would have fitted until {actions[back].id}"
-        yield from _mode_is_right(facts, a, part, following)
+    held = Held(facts=facts)
+    for name, spells in held.spells.items():
+        part = facts.parts[name]
+        for spell in spells:
+            a, inside = spell.opens, spell.inside
+            if a.devices != part.devices:
+                yield f"{a.id} runs on {list(a.devices)}, {name} is on {list(part.devices)}"
+            during = [b for b in facts.plan.actions if inside & facts.bit[b.id]]
+            if a.kind == "wake" and not any(name in b.needs for b in during):
+                yield f"{a.id} is useless: nobody needs {name} before it sleeps again"
+            if a.kind == "sleep" and not any(_lacks_room(held, part, b) for b in during):
+                yield f"{a.id} is useless: {name} would have fitted until {spell.closes.id}"
+            yield from _mode_is_right(facts, a, part)
 
 
-def _mode_is_right(facts: Facts, a: Action, part: Part, following: list[int]) -> Iterator[str]:
+def _lacks_room(held: Held, part: Part, action: Action) -> bool:
+    """Whether an action would not fit with a part awake beside it."""
+    load, plan = held.loads[action.id], held.facts.plan
+    return any(
+        device in load and load[device] + given_back(part) > plan.budget(device)
+        for device in held.kinds[part.devices]
+    )
+
+
+def _mode_is_right(facts: Facts, a: Action, part: Part) -> Iterator[str]:
     """Discarded is what is made anew before anyone reads it, and only that.
 
-    That is all gradients, and the weights that a reshard fills next, of a model whose
-    adapters are not all that it sends.
+    That is all gradients, and the weights that a reshard of every iteration fills next, of a
+    model whose adapters are not all that it sends.
     """
-    actions = facts.plan.actions
-    user = next((actions[n] for n in following if part.name in actions[n].needs), None)
+    at = facts.plan.actions.index(a)
+    following = (*facts.plan.actions[at + 1 :], *facts.plan.actions[:at])
+    user = next((b for b in following if part.name in b.needs), None)
     model = facts.plan.graph.model(facts.instances[part.instance].model)
-    filled = user is not None and part.instance in user.targets and model.lora is None
+    filled = user is not None and part.instance in user.targets and user.every == 1
+    filled = filled and model.lora is None
     anew = part.kind == "gradients" or filled
     if (a.mode == "discard") is not anew:
         after = f"{user.id} is next to use it" if user else "nobody uses it"
@@ -82,12 +328,17 @@ def _mode_is_right(facts: Facts, a: Action, part: Part, following: list[int]) ->
 
 
 def devices_take_turns(facts: Facts) -> Iterator[str]:
-    """On each device an action is over before the next one starts, around the iteration too."""
-    for (device, _), queue in sorted(facts.queues.items()):
+    """On each lane of a device an action is over before the next starts, around the turn too."""
+    alike: dict[tuple[str, ...], None] = {}
+    for (device, lane), queue in sorted(facts.queues.items()):
+        if tuple(queue) in alike:
+            continue
+        alike[tuple(queue)] = None
         turns = [*pairwise(queue), (queue[-1], queue[0])]
         for number, (before, after) in enumerate(turns, 1):
             if not facts.precedes(before, after, 1 if number == len(turns) else 0):
                 place = "the host" if device == HOST else f"device {device}"
+                place += "'s copies" if lane == "copy" else ""
                 yield f"{before} and {after} may run on {place} at the same time"
 
 
@@ -97,26 +348,13 @@ def communicators_are_alone(facts: Facts) -> Iterator[str]:
     Ranks that enter two collectives in different orders wait for each other for ever.
     """
     meeting = [a for a in facts.plan.actions if facts.meets(a)]
+    places = {a.devices: frozenset(a.devices) for a in meeting}
     for one, other in combinations(meeting, 2):
-        shared = sorted(set(one.devices) & set(other.devices))
-        in_turn = facts.precedes(one.id, other.id, 0) and facts.precedes(other.id, one.id, 1)
-        if shared and not in_turn:
+        if facts.precedes(one.id, other.id, 0) and facts.precedes(other.id, one.id, 1):
+            continue
+        shared = sorted(places[one.devices] & places[other.devices])
+        if shared:
             yield f"{one.id} and {other.id} may be in flight together on devices {shared}"
     for a in meeting:
         if not facts.precedes(a.id, a.id, 1):
             yield f"{a.id} of two iterations may be in flight together"
-
-
-def time_adds_up(facts: Facts) -> Iterator[str]:
-    """The period is stated where every cost is known, and is not below what bounds it."""
-    timing = facts.plan.timing
-    known = all(action.cost.seconds is not None for action in facts.plan.actions)
-    if (timing is not None) != known:
-        yield "timing is stated for unknown costs" if timing else "no timing is stated"
-    elif timing is None:
-        return
-    elif timing.period < max(timing.resource_bound, timing.recurrence_bound) * (1 - TOLERANCE):
-        yield (
-            f"the period is {timing.period:g} s, below its bounds {timing.resource_bound:g} s "
-            f"and {timing.recurrence_bound:g} s"
-        )

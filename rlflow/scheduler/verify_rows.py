@@ -7,11 +7,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlflow.graph.graph import Node
+from rlflow.graph.check import num_prompts
+from rlflow.graph.graph import Edge, Node
 from rlflow.scheduler.facts import Facts
-from rlflow.scheduler.plan import HOST, Action, Spread
+from rlflow.scheduler.plan import HOST, Action, Chunk, Spread
 
 OWN_RULES = ("whole", "balanced", "generated")
+
+Carried = tuple[str, Spread | None, Chunk | None]
+
+
+def chunks_are_legal(facts: Facts) -> Iterator[str]:
+    """Only what may be cut is cut, between groups, and the chunks of a node differ in nothing."""
+    graph = facts.plan.graph
+    for name, (first, *others) in facts.runs.items():
+        if first.chunk is None:
+            continue
+        node, count = graph.node(name), first.chunk.count
+        op = node.op
+        if op.per == "batch" or op.collective or op.effect != "pure":
+            yield f"{first.id} is a chunk of a node that takes its batch at once"
+        if op.closing or node.every > 1 or op.rows not in ("expand", "same"):
+            yield f"{first.id} is a chunk of a node that has no rows of every iteration"
+        prompts = num_prompts(graph, node)
+        if prompts is None or prompts % count:
+            yield f"{name} is cut into {count} chunks, within the groups of its {prompts} prompts"
+        if op.rows == "same" and not all(facts.runs[s][0].chunk for s in node.sources):
+            yield f"{name} is cut, and not all of what it reads is"
+        for a in others:
+            if _in_full(a) != _in_full(first):
+                yield f"{a.id} is done otherwise than {first.id}"
+
+
+def _in_full(a: Action) -> tuple[object, ...]:
+    """What the chunks of a node have in common."""
+    return (a.pool, a.devices, a.instance, a.takes, a.makes, a.needs, a.reads, a.every)
+
+
+def _read_by(facts: Facts, node: str, chunk: Chunk | None) -> list[Action]:
+    """The runs of a node that make what a chunk reads; None stands for the whole batch."""
+    runs = facts.runs[node]
+    if chunk is None or all(a.chunk is None or a.chunk.count != chunk.count for a in runs):
+        return list(runs)
+    return [a for a in runs if a.chunk == chunk]
 
 
 def data_is_there(facts: Facts) -> Iterator[str]:
@@ -19,20 +57,25 @@ def data_is_there(facts: Facts) -> Iterator[str]:
     for edge in facts.plan.graph.edges:
         if edge.kind != "data":
             continue
-        source, target = facts.runs[edge.source][0], facts.runs[edge.target][0]
-        if not facts.comes_before(source.id, target.id, edge.distance):
-            yield f"{target.id} may start before {source.id} has made {', '.join(edge.fields)}"
-        if target.every % source.every:
-            yield (
-                f"{target.id} runs every {target.every} iterations and reads {source.id}, "
-                f"which runs every {source.every}"
-            )
+        for target in facts.runs[edge.target]:
+            for source in _read_by(facts, edge.source, target.chunk):
+                yield from _is_made(facts, edge, source, target)
+
+
+def _is_made(facts: Facts, edge: Edge, source: Action, target: Action) -> Iterator[str]:
+    if not facts.comes_before(source.id, target.id, edge.distance):
+        yield f"{target.id} may start before {source.id} has made {', '.join(edge.fields)}"
+    if target.every % source.every:
+        yield (
+            f"{target.id} runs every {target.every} iterations and reads {source.id}, "
+            f"which runs every {source.every}"
+        )
 
 
 def spreads_are_right(facts: Facts) -> Iterator[str]:
     """Rows lie on their action's devices as its op and its instance allow."""
-    for name, (a, *_) in facts.runs.items():
-        node = facts.plan.graph.node(name)
+    for a in (a for runs in facts.runs.values() for a in runs):
+        node = facts.plan.graph.node(str(a.node))
         for word, spread, due in (
             ("takes", a.takes, node.inputs),
             ("makes", a.makes, node.op.outputs),
@@ -103,47 +146,56 @@ def _is_left(facts: Facts, node: Node, a: Action, spread: Spread) -> Iterator[st
 
 def rows_are_carried(facts: Facts) -> Iterator[str]:
     """Rows are carried once wherever they are read otherwise than they lie, and no others."""
-    wanted: dict[tuple[str, Spread], set[str]] = {}
-    carried: dict[tuple[str, Spread | None], Action] = {}
+    wanted: dict[Carried, set[str]] = {}
+    carried: dict[Carried, Action] = {}
     for a in facts.plan.actions:
         if a.kind == "transfer":
-            key = (str(a.node), a.makes)
+            key = (str(a.node), a.makes, a.chunk)
             if key in carried:
                 yield f"{a.id} carries what {carried[key].id} carries"
             carried[key] = a
             yield from _carries(facts, a)
     for edge in facts.plan.graph.edges:
-        source, target = facts.runs[edge.source][0], facts.runs[edge.target][0]
-        if edge.kind != "data" or facts.one_process or _in_place(source, target):
+        if edge.kind != "data" or facts.one_process:
             continue
-        if target.takes is None:
-            yield f"{target.id} reads rows of {source.id} and takes none"
-            continue
-        wanted.setdefault((edge.source, target.takes), set()).update(edge.fields)
-        found = carried.get((edge.source, target.takes))
-        if found is None or not set(edge.fields) <= set(found.fields):
-            yield f"nothing carries {', '.join(edge.fields)} of {source.id} to {target.id}"
-        elif not facts.comes_before(found.id, target.id, 0):
-            yield f"{target.id} may start before {found.id} has carried its rows"
-    for (name, spread), a in carried.items():
-        needed = wanted.get((name, spread), set()) if spread is not None else set()
-        useless = sorted(set(a.fields) - needed)
+        for target in facts.runs[edge.target]:
+            source = _read_by(facts, edge.source, target.chunk)[0]
+            if _in_place(source, target):
+                continue
+            if target.takes is None:
+                yield f"{target.id} reads rows of {source.id} and takes none"
+                continue
+            key = (edge.source, target.takes, target.chunk)
+            wanted.setdefault(key, set()).update(edge.fields)
+            found = carried.get(key)
+            if found is None or not set(edge.fields) <= set(found.fields):
+                yield f"nothing carries {', '.join(edge.fields)} of {source.id} to {target.id}"
+            elif not facts.comes_before(found.id, target.id, 0):
+                yield f"{target.id} may start before {found.id} has carried its rows"
+    for key, a in carried.items():
+        useless = sorted(set(a.fields) - wanted.get(key, set()))
         if useless:
             yield f"{a.id} carries {', '.join(useless)}, which nobody reads there"
 
 
 def _in_place(source: Action, target: Action) -> bool:
-    """Whether rows are read just as they lie; a rule of a user's own is asked by each reader."""
-    known = target.takes is not None and target.takes.rule in OWN_RULES
-    return known and source.makes == target.takes
+    """Whether rows are read just as they lie.
+
+    A rule of a user's own is asked by each reader. What one evens out chunk by chunk and the
+    other not lies otherwise, unless there is one part, or rows lie as they were generated.
+    """
+    spread = target.takes
+    if spread is None or spread.rule not in OWN_RULES or source.makes != spread:
+        return False
+    return source.chunk == target.chunk or spread.rule in ("whole", "generated")
 
 
 def _carries(facts: Facts, a: Action) -> Iterator[str]:
     """A transfer takes rows as their node left them, after it did, to the ranks that read them."""
-    source = facts.runs[str(a.node)][0]
-    if a.takes != source.makes or a.makes is None or set(a.devices) != set(a.makes.devices):
-        yield f"{a.id} takes and makes other parts than its ends"
-    if not facts.comes_before(source.id, a.id, 0) or a.every != source.every:
-        yield f"{a.id} may start before {source.id} has made the rows"
+    for source in _read_by(facts, str(a.node), a.chunk):
+        if a.takes != source.makes or a.makes is None or set(a.devices) != set(a.makes.devices):
+            yield f"{a.id} takes and makes other parts than its ends"
+        if not facts.comes_before(source.id, a.id, 0) or a.every != source.every:
+            yield f"{a.id} may start before {source.id} has made the rows"
     if a.transport != "object store":
         yield f"{a.id} goes by {a.transport}"

@@ -1,7 +1,8 @@
-"""One iteration as a Gantt chart: a row per device, a bar per action, as plain svg.
+"""Action instances over time as a chart: a row per device, a bar per action.
 
 Actions that overlap on a device get lanes of their own. Bars have the colour of their
-model, inserted actions that of their kind. This file knows spans and no run directory.
+model, inserted actions that of their kind. What is drawn was measured in a run, or played
+on a virtual clock. This file knows spans and no run directory.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlflow.runtime.spans import Span
+from rlflow.scheduler.playing import Played
+from rlflow.scheduler.simulate import Simulation
+from rlflow.scheduler.simulate_text import rows_of, typical_turn
 from rlflow.scheduler.text import duration
 from rlflow.viz.look import (
     ACTION_STYLES,
@@ -19,14 +23,13 @@ from rlflow.viz.look import (
     NO_MODEL,
     POOL_FILL,
     SOFT_INK,
-    SVG_FONT,
     Document,
-    escape,
     graph_colours,
     shorten,
     tint,
 )
 from rlflow.viz.runfiles import device_label, iteration_windows
+from rlflow.viz.shapes import Box, Chart, Group, Rule, Shape, Words
 
 WIDTH = 1040
 LEFT = 96
@@ -39,6 +42,7 @@ LEGEND = 26
 CHARACTER = 6.3
 TICKS = 8
 FAINT_SHARE = 0.25
+TURNS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,27 @@ class Scale:
         return LEFT + min(1.0, max(0.0, share)) * (WIDTH - LEFT - RIGHT)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A labelled row of the chart, and the spans in it."""
+
+    label: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What all bars of a chart share: the scale, and how one is told from another.
+
+    Bars of other iterations than `focus` are faint. Where it is None all are strong, and
+    numbered.
+    """
+
+    scale: Scale
+    focus: int | None
+    graph: Document | None
+
+
 def gantt_svg(
     spans: Sequence[Span], iteration: int, plan: Document | None, graph: Document | None
 ) -> str:
@@ -71,25 +96,64 @@ def gantt_svg(
     KeyError if no whole iteration of that number is in `spans`.
     """
     start, end = _reach(spans, iteration)
-    scale = Scale(start=start, end=end)
     shown = [s for s in spans if s.start < end and s.end > start]
-    rows = {
-        device: lanes_of([span for span in shown if device in span.devices])
+    rows = [
+        Row(
+            label=device_label(device, plan),
+            spans=tuple(span for span in shown if device in span.devices),
+        )
         for device in sorted({device for span in shown for device in span.devices})
-    }
-    height = TOP + BOTTOM + LEGEND + sum(len(lanes) * LANE + ROW_GAP for lanes in rows.values())
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        f'font-family="{SVG_FONT}" font-size="11" role="img">',
-        f"<title>iteration {iteration}</title>",
-        *_axis(scale, height - BOTTOM - LEGEND),
     ]
+    scene = Scene(scale=Scale(start=start, end=end), focus=iteration, graph=graph)
+    return _chart(rows, scene, f"iteration {iteration}").svg()
+
+
+def simulated_chart(found: Simulation) -> Chart:
+    """`TURNS` turns of a plan that was played: a row for devices with equal schedules."""
+    first, start, end = typical_turn(found)
+    end = start + TURNS * (end - start)
+    shown = [span for span in found.spans if span.start < end and span.end > start]
+    rows: dict[str, list[Span]] = {}
+    for row in rows_of(found.plan, shown):
+        lane = rows.setdefault(row.label.removesuffix(" copies"), [])
+        lane += [_span_of(span) for span in row.spans]
+    scene = Scene(scale=Scale(start=start, end=end), focus=None, graph=found.plan.graph.to_json())
+    title = f"{found.plan.graph.name}, {found.plan.placement}: {TURNS} turns from turn {first} on"
+    drawn = [Row(label=label, spans=tuple(spans)) for label, spans in rows.items()]
+    return _chart(drawn, scene, title)
+
+
+def _span_of(played: Played) -> Span:
+    """A simulated instance in the form of a measured one."""
+    action = played.action
+    return Span(
+        action=action.id,
+        node=action.node or "",
+        kind=action.kind,
+        iteration=played.iteration,
+        chunk=action.chunk.index if action.chunk else 0,
+        pool=action.pool,
+        devices=action.devices,
+        start=played.start,
+        end=played.end,
+        predicted=None,
+        bytes=action.cost.moved,
+        process="simulated",
+        ok=True,
+    )
+
+
+def _chart(rows: Sequence[Row], scene: Scene, title: str) -> Chart:
+    lanes = [lanes_of(row.spans) for row in rows]
+    height = TOP + BOTTOM + LEGEND + sum(max(1, len(each)) * LANE + ROW_GAP for each in lanes)
+    shapes: list[Shape] = [*_axis(scene.scale, height - BOTTOM - LEGEND)]
     top = float(TOP)
-    for device, lanes in rows.items():
-        parts += _row(device_label(device, plan), lanes, top, scale, iteration, graph)
-        top += len(lanes) * LANE + ROW_GAP
-    parts += _legend(shown, height - LEGEND + 2, graph)
-    return "\n".join([*parts, "</svg>"])
+    for row, dealt in zip(rows, lanes, strict=True):
+        shapes += _row(row.label, dealt, top, scene)
+        top += max(1, len(dealt)) * LANE + ROW_GAP
+    spans = [span for row in rows for span in row.spans]
+    shapes += _legend(spans, height - LEGEND + 2, scene.graph)
+    return Chart(title=title, width=WIDTH, height=height, shapes=tuple(shapes))
 
 
 def _reach(spans: Sequence[Span], iteration: int) -> tuple[float, float]:
@@ -133,23 +197,25 @@ def _model_of(span: Span, graph: Document | None) -> str | None:
     return models.get(span.node)
 
 
-def _axis(scale: Scale, bottom: float) -> list[str]:
-    parts = []
+def _axis(scale: Scale, bottom: float) -> list[Shape]:
+    shapes: list[Shape] = []
     whole = scale.end - scale.start
     spacing = tick_spacing(whole)
     for index in range(int(whole / spacing + 1e-9) + 1):
         x = scale.x(scale.start + index * spacing)
-        label = tick_label(index * spacing)
-        anchor = "end" if x > WIDTH - RIGHT - 20 else "middle"
-        parts.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 8}" y2="{bottom:.0f}" '
-            f'stroke="{LINE}" stroke-width="0.7"/>'
+        late = x > WIDTH - RIGHT - 20
+        shapes.append(Rule(x=x, top=TOP - 8, bottom=bottom, colour=LINE))
+        shapes.append(
+            Words(
+                x=x,
+                y=TOP - 13,
+                text=tick_label(index * spacing),
+                ink=FAINT,
+                anchor="end" if late else "middle",
+                size=10,
+            )
         )
-        parts.append(
-            f'<text x="{x:.1f}" y="{TOP - 13}" fill="{FAINT}" font-size="10" '
-            f'text-anchor="{anchor}">{label}</text>'
-        )
-    return parts
+    return shapes
 
 
 def tick_spacing(seconds: float) -> float:
@@ -172,66 +238,73 @@ def tick_label(seconds: float) -> str:
     return f"{seconds * 1e6:.4g} us"
 
 
-def _row(
-    label: str,
-    lanes: Sequence[Sequence[Span]],
-    top: float,
-    scale: Scale,
-    iteration: int,
-    graph: Document | None,
-) -> list[str]:
-    height = len(lanes) * LANE
-    parts = [
-        f'<rect x="{LEFT}" y="{top:.1f}" width="{WIDTH - LEFT - RIGHT}" height="{height}" '
-        f'fill="{POOL_FILL}"/>',
-        f'<text x="{LEFT - 8}" y="{top + height / 2 + 4:.1f}" fill="{SOFT_INK}" '
-        f'text-anchor="end">{escape(shorten(label, 14))}</text>',
+def _row(label: str, lanes: Sequence[Sequence[Span]], top: float, scene: Scene) -> list[Shape]:
+    height = max(1, len(lanes)) * LANE
+    shapes: list[Shape] = [
+        Box(x=LEFT, y=top, width=WIDTH - LEFT - RIGHT, height=height, fill=POOL_FILL),
+        Words(
+            x=LEFT - 8,
+            y=top + height / 2 + 4,
+            text=shorten(label, 14),
+            ink=SOFT_INK,
+            anchor="end",
+        ),
     ]
     for number, lane in enumerate(lanes):
-        starts = [scale.x(span.start) for span in lane]
+        starts = [scene.scale.x(span.start) for span in lane]
         for place, span in enumerate(lane):
             free = starts[place + 1] if place + 1 < len(lane) else float(WIDTH - RIGHT)
-            parts += _bar(span, top + number * LANE, free, scale, iteration, graph)
-    return parts
+            shapes.append(_bar(span, top + number * LANE, free, scene))
+    return shapes
 
 
-def _bar(
-    span: Span, top: float, free: float, scale: Scale, iteration: int, graph: Document | None
-) -> list[str]:
+def _bar(span: Span, top: float, free: float, scene: Scene) -> Group:
     """A bar, with its name inside where it fits, else beside it up to `free`, else nowhere."""
-    paint = paint_of(span, graph)
-    left = scale.x(span.start)
-    width = max(1.5, scale.x(span.end) - left)
-    faint = f' opacity="{FAINT_SHARE}"' if span.iteration != iteration else ""
+    paint = paint_of(span, scene.graph)
+    left = scene.scale.x(span.start)
+    width = max(1.5, scene.scale.x(span.end) - left)
+    left = min(left, WIDTH - RIGHT - width)
+    bar = Box(
+        x=left,
+        y=top + 3,
+        width=width,
+        height=LANE - 6,
+        fill=paint.fill,
+        line=paint.line,
+        rounded=True,
+    )
+    named = _name_beside(span, bar, free, scene, paint)
     predicted = f", predicted {duration(span.predicted)}" if span.predicted is not None else ""
     failed = "" if span.ok else ", failed"
-    tip = f"{span.action}, iteration {span.iteration}: {duration(span.seconds)}{predicted}{failed}"
-    parts = [
-        f'<g{faint}><title>{escape(tip)}</title><rect x="{left:.2f}" y="{top + 3:.1f}" '
-        f'width="{width:.2f}" height="{LANE - 6}" rx="2" fill="{paint.fill}" '
-        f'stroke="{paint.line}" stroke-width="1.2"/>'
-    ]
-    names = (span.action, span.action.rpartition(".")[2])
-    inside = next((name for name in names if _room(name) <= width), None)
-    beside = next((name for name in names if left + width + _room(name) <= free), None)
-    if inside is not None:
-        parts.append(
-            f'<text x="{left + width / 2:.1f}" y="{top + LANE / 2 + 4:.1f}" '
-            f'text-anchor="middle" fill="{paint.ink}">{escape(inside)}</text>'
-        )
-    elif beside is not None:
-        parts.append(
-            f'<text x="{left + width + 4:.1f}" y="{top + LANE / 2 + 4:.1f}" '
-            f'fill="{SOFT_INK}">{escape(beside)}</text>'
-        )
-    return [*parts, "</g>"]
+    return Group(
+        shapes=(bar, named) if named else (bar,),
+        tip=f"{span.action}, iteration {span.iteration}: {duration(span.seconds)}"
+        f"{predicted}{failed}",
+        opacity=1.0 if scene.focus in (None, span.iteration) else FAINT_SHARE,
+    )
+
+
+def _name_beside(span: Span, bar: Box, free: float, scene: Scene, paint: Paint) -> Words | None:
+    """The name of a bar, where there is room for it."""
+    names = [span.action, span.action.rpartition(".")[2]]
+    if scene.focus is None and span.kind not in ("sleep", "wake"):
+        names = [*(f"{name} {span.iteration}" for name in names), *names]
+    y = bar.y - 3 + LANE / 2 + 4
+    for name in names:
+        if _room(name) <= bar.width:
+            middle = bar.x + bar.width / 2
+            return Words(x=middle, y=y, text=name, ink=paint.ink, anchor="middle")
+    for name in names:
+        if bar.x + bar.width + _room(name) <= free:
+            return Words(x=bar.x + bar.width + 4, y=y, text=name, ink=SOFT_INK)
+    return None
 
 
 def _room(name: str) -> float:
     return len(name) * CHARACTER + 8
 
 
-def _legend(spans: Sequence[Span], top: float, graph: Document | None) -> list[str]:
+def _legend(spans: Sequence[Span], top: float, graph: Document | None) -> list[Shape]:
     """A swatch for every model, then the host, then every inserted kind that is in the chart."""
     entries: dict[tuple[int, str], Paint] = {}
     for span in spans:
@@ -241,15 +314,12 @@ def _legend(spans: Sequence[Span], top: float, graph: Document | None) -> list[s
             entries.setdefault((2, ACTION_STYLES[span.kind].word), paint)
         else:
             entries.setdefault((1, "no model") if model is None else (0, model), paint)
-    parts = []
+    shapes: list[Shape] = []
     left = float(LEFT)
     for (_, word), paint in sorted(entries.items(), key=lambda entry: entry[0][0]):
-        parts.append(
-            f'<rect x="{left:.1f}" y="{top:.0f}" width="12" height="12" rx="2" '
-            f'fill="{paint.fill}" stroke="{paint.line}" stroke-width="1.2"/>'
+        swatch = Box(
+            x=left, y=top, width=12, height=12, fill=paint.fill, line=paint.line, rounded=True
         )
-        parts.append(
-            f'<text x="{left + 17:.1f}" y="{top + 10:.0f}" fill="{SOFT_INK}">{escape(word)}</text>'
-        )
+        shapes += [swatch, Words(x=left + 17, y=top + 10, text=word, ink=SOFT_INK)]
         left += 17 + len(word) * (CHARACTER + 0.6) + 18
-    return parts
+    return shapes

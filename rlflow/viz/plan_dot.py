@@ -142,7 +142,8 @@ def _pool_facts(pool: str, plan: Document) -> str:
     text = f"pool {pool}: device{'s' if len(devices) > 1 else ''} {numbers}"
     peaks = [plan["peaks"].get(str(device), 0) for device in devices]
     if any(peaks):
-        text += f", peak memory {amount(max(peaks))} of {amount(plan['budget'])}"
+        budget = min(plan["budgets"].get(str(device), 0) for device in devices)
+        text += f", peak memory {amount(max(peaks))} of {amount(budget)}"
     return text
 
 

@@ -51,9 +51,8 @@ def test_a_loss_is_frozen_and_loads_from_what_it_saves(spec):
 
 def test_what_is_saved_holds_every_option_that_acts():
     saved = PolicyLoss(kl_coef=0.1).model_dump()
-    assert {"kind", "clip", "dual_clip", "kl_coef", "kl", "entropy_coef", "aggregate", "old"} == (
-        saved.keys()
-    )
+    options = {"clip", "dual_clip", "kl_coef", "kl", "entropy_coef", "old", "correction"}
+    assert {"kind", "aggregate", *options} == saved.keys()
     assert "kl" not in PolicyLoss().model_dump()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import rlflow as rf
 from rlflow import ops
-from rlflow.runtime.flow import Flow, due
+from rlflow.runtime.flow import Flow
 from rlflow.runtime.store import ShardStore, Stored
 from rlflow.scheduler.cluster import cpu_cluster
 from rlflow.scheduler.compile import compile_plan
@@ -101,7 +101,7 @@ def test_many_threads_release_each_reader_once():
 def test_in_one_process_nodes_read_each_other():
     flow = Flow(plan("local"))
 
-    assert "actor.rollout" == flow.source("reward", "actor.rollout")
+    assert ("actor.rollout",) == flow.origins("reward", "actor.rollout")
     assert ("prompts",) == flow.sources("actor.rollout")
     assert 0 == flow.readers("actor.update", 0)
 
@@ -114,7 +114,7 @@ def test_a_reader_counts_only_in_the_iterations_it_is_due_in():
     counts = [flow.readers("reward", iteration) for iteration in range(6)]
 
     assert [2, 1, 1, 1, 1, 2] == counts
-    assert [True, False] == [due(seldom, 5), due(seldom, 6)]
+    assert [True, False] == [seldom.due(5), seldom.due(6)]
 
 
 def test_between_processes_a_transfer_reads_and_is_read():

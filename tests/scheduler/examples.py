@@ -130,6 +130,6 @@ EXAMPLES: dict[str, Callable[[], Compiled]] = {
     "ray_split": lambda: compiled_with(grpo(), SPLIT, name="split", backend="ray"),
     "ray_mesh": lambda: compiled_with(grpo(), MESH, name="mesh"),
     "ray_twice": lambda: compiled_with(grpo(epochs=2), TWICE, name="twice"),
-    "ray_pressure": lambda: compiled_with(grpo(path="models/wide"), MESH, share=0.6, name="mesh"),
+    "ray_pressure": lambda: compiled_with(grpo(path="models/wide"), MESH, share=0.8, name="mesh"),
     "grpo_gpus": lambda: compiled_with(grpo(), HYBRID, kind="h100", name="hybrid"),
 }

@@ -65,7 +65,7 @@ def without_dep(plan: Plan) -> Iterator[Mutant]:
 def swapped(plan: Plan) -> Iterator[Mutant]:
     """Two actions of one device with each other's dependencies."""
     for one, other in combinations(plan.actions, 2):
-        if set(one.devices) & set(other.devices):
+        if one.lane == other.lane and set(one.devices) & set(other.devices):
             mutant = with_action(plan, one.id, after=other.after)
             yield f"{one.id} <-> {other.id}", with_action(mutant, other.id, after=one.after)
 
@@ -73,9 +73,14 @@ def swapped(plan: Plan) -> Iterator[Mutant]:
 def moved(plan: Plan) -> Iterator[Mutant]:
     """Two neighbours on a device the other way round in the list only."""
     for index, (one, other) in enumerate(zip(plan.actions, plan.actions[1:], strict=False)):
-        if set(one.devices) & set(other.devices):
+        if one.lane == other.lane and set(one.devices) & set(other.devices):
             actions = (*plan.actions[:index], other, one, *plan.actions[index + 2 :])
             yield f"{other.id} listed before {one.id}", replace(plan, actions=actions)
+
+
+def learns(plan: Plan, action: Action) -> bool:
+    """Whether an action uses weights that are updated."""
+    return any(plan.trained_instance(plan.instance(name).model) for name, _ in action.reads)
 
 
 def numbers(plan: Plan) -> Iterator[Mutant]:
@@ -92,14 +97,22 @@ def numbers(plan: Plan) -> Iterator[Mutant]:
             yield f"peak of {a.id}", with_action(plan, a.id, peak=a.peak - 1)
         if a.kind != "sleep" and a.kind != "wake":
             yield f"{a.id} every {a.every + 1}", with_action(plan, a.id, every=a.every + 1)
-        yield f"{a.id} first {a.first + 2}", with_action(plan, a.id, first=a.first + 2)
+        phase = (a.phase + 1) % (a.every + 1)
+        yield f"{a.id} at {phase}", with_action(plan, a.id, phase=phase)
+        if a.after and (a.kind != "run" or plan.graph.node(str(a.node)).inputs or learns(plan, a)):
+            yield f"{a.id} {a.ahead + 1} ahead", with_action(plan, a.id, ahead=a.ahead + 1)
         longer = tuple(replace(dep, distance=-1) for dep in a.after)
         if longer:
             yield f"{a.id} waits for the future", with_action(plan, a.id, after=longer)
     for device, peak in plan.peaks.items():
         if peak:
             yield f"peak of device {device}", replace(plan, peaks={**plan.peaks, device: peak - 1})
-    yield "one byte too few", replace(plan, budget=max(plan.peaks.values()) - 1)
+    for device, peak in plan.peaks.items():
+        if peak:
+            yield (
+                f"too few bytes on {device}",
+                replace(plan, budgets={**plan.budgets, device: peak - 1}),
+            )
 
 
 def doubled(plan: Plan) -> Iterator[Mutant]:

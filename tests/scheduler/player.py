@@ -9,15 +9,24 @@ from __future__ import annotations
 from collections import defaultdict
 from random import Random
 
-from rlflow.scheduler.plan import HOST, Action, Plan, Spread
+from rlflow.graph.graph import Edge
+from rlflow.scheduler.plan import HOST, Action, Chunk, Plan, Spread
 
 
 class Player:
-    """The state of a machine that runs a plan: instances are (action id, iteration)."""
+    """The state of a machine that runs iterations 0 to `end` of a plan.
 
-    def __init__(self, plan: Plan) -> None:
+    Instances are (action id, turn); what they do is of iteration turn + ahead.
+    """
+
+    def __init__(self, plan: Plan, end: int) -> None:
         self.plan = plan
-        self.runs = {a.node: a for a in plan.actions if a.kind == "run"}
+        self.end = end
+        self.first = -max(a.ahead for a in plan.actions)
+        self.runs: dict[str, list[Action]] = defaultdict(list)
+        for a in plan.actions:
+            if a.kind == "run":
+                self.runs[str(a.node)].append(a)
         self.parts = {part.name: part for part in plan.parts}
         self.models = {i.name: i.model for i in plan.instances}
         self.turns: dict[str, list[str]] = defaultdict(list)
@@ -27,19 +36,37 @@ class Player:
         self.content: dict[str, int | None] = dict.fromkeys(self.models, 0)
         self.resident = set(plan.awake_at_start)
         self.awake = set(plan.awake_at_start)
+        kept = {a.part for a in plan.actions if a.mode == "discard"} | self.awake
+        self.on_host = {part.name for part in plan.parts} - kept
         self.over: set[tuple[str, int]] = set()
         self.made: set[tuple[str, int]] = set()
-        self.carried: dict[tuple[str, Spread, int], set[str]] = defaultdict(set)
+        self.carried: dict[tuple[str, Spread, int, Chunk | None], set[str]] = defaultdict(set)
         self.running: list[tuple[Action, int]] = []
         self.moving: dict[tuple[str, int], int | None] = {}
         self.broken: list[str] = []
 
-    def ready(self, action: Action, i: int) -> bool:
-        return all(d.distance > i or (d.action, i - d.distance) in self.over for d in action.after)
+    def ready(self, action: Action, turn: int) -> bool:
+        return all(
+            turn - d.distance < self.first or (d.action, turn - d.distance) in self.over
+            for d in action.after
+        )
+
+    def due(self, action: Action, turn: int) -> bool:
+        """Sleeps and wakes act in every turn, the others for the iterations that there are.
+
+        What is emptied in every turn is filled in every turn, with the version that there is.
+        """
+        if action.part is not None:
+            return True
+        i = turn + action.ahead
+        if action.kind == "reshard" and not 0 <= i < self.end:
+            emptied = {a.instance for a in self.plan.actions if a.mode == "discard"}
+            return bool(emptied & set(action.targets))
+        return 0 <= i < self.end and i % action.every == action.phase
 
     def start(self, action: Action, i: int) -> None:
         for other, j in self.running:
-            if set(other.devices) & set(action.devices):
+            if set(other.devices) & set(action.devices) and other.lane == action.lane:
                 self.broken.append(f"{action.id}@{i} and {other.id}@{j} at the same time")
         self.running.append((action, i))
         if action.kind == "wake":
@@ -52,6 +79,8 @@ class Player:
             self.awake.discard(action.part)
             if action.mode == "discard" and self.parts[action.part].kind == "weights":
                 self.content[self.parts[action.part].instance] = None
+            elif action.mode == "offload":
+                self.on_host.add(action.part)
         if action.kind == "reshard":
             self.moving[action.id, i] = self.content[action.instance]
         self.look(action, i)
@@ -64,35 +93,47 @@ class Player:
             self.broken.append(f"{action.id}@{i} needs {need}")
         for name, lag in action.reads:
             turns = self.turns.get(self.models[name], [])
-            wanted = max(0, i - lag) * len(turns)
+            wanted = min(max(0, i - lag), self.end) * len(turns)
             wanted += turns.index(action.node) if action.node in turns else 0
             if self.content[name] != wanted:
                 self.broken.append(f"{action.id}@{i} reads {self.content[name]}, not {wanted}")
 
     def feed(self, action: Action, i: int) -> None:
         for edge in self.plan.graph.edges if action.kind == "run" else ():
-            if edge.kind != "data" or edge.target != action.node:
-                continue
-            source = self.runs[edge.source]
+            if edge.kind == "data" and edge.target == action.node:
+                self.take(action, i, edge)
+        if action.kind == "transfer":
+            for source in matching(action, self.runs[action.node]):
+                if (source.id, i) not in self.made or source.makes != action.takes:
+                    self.broken.append(f"{action.id}@{i} has nothing to carry")
+
+    def take(self, action: Action, i: int, edge: Edge) -> None:
+        """Rows of every chunk that an action reads, where it reads them."""
+        for source in matching(action, self.runs[edge.source]):
             there = (source.id, i) in self.made
             own = action.takes.rule not in ("whole", "balanced", "generated")
             if (own or source.makes != action.takes) and self.plan.backend != "local":
-                there = set(edge.fields) <= self.carried[edge.source, action.takes, i]
+                chunks = (source.chunk, action.chunk)
+                carried = [self.carried[edge.source, action.takes, i, chunk] for chunk in chunks]
+                there = any(set(edge.fields) <= fields for fields in carried)
             if not there:
-                self.broken.append(f"{action.id}@{i} lacks {edge.fields} of {edge.source}")
-        if action.kind == "transfer":
-            source = self.runs[action.node]
-            if (source.id, i) not in self.made or source.makes != action.takes:
-                self.broken.append(f"{action.id}@{i} has nothing to carry")
+                self.broken.append(f"{action.id}@{i} lacks {edge.fields} of {source.id}")
 
     def weigh(self, action: Action, i: int) -> None:
         for device in set(action.devices) - {HOST}:
-            held = sum(
-                self.parts[p].size or 0 for p in self.resident if device in self.parts[p].devices
-            )
+            held = 0
+            for name, part in self.parts.items():
+                if device in part.devices:
+                    held += (part.size or 0) if name in self.resident else part.residual
             held += sum(a.cost.transient or 0 for a, _ in self.running if device in a.devices)
-            if held > self.plan.budget:
+            if held > self.plan.budget(device):
                 self.broken.append(f"{action.id}@{i} makes {held} bytes on {device}")
+        hosts: dict[int, int] = defaultdict(int)
+        for name in self.on_host:
+            for device in self.parts[name].devices:
+                hosts[self.plan.host_of(device)] += self.parts[name].size or 0
+        if max(hosts.values(), default=0) > self.plan.budget(HOST):
+            self.broken.append(f"{action.id}@{i} makes {dict(hosts)} bytes on hosts")
 
     def fill(self, target: str, version: int | None) -> None:
         """Adapters alone do not make weights whole that were discarded."""
@@ -103,14 +144,15 @@ class Player:
     def finish(self, index: int) -> None:
         action, i = self.running.pop(index)
         self.look(action, i)
-        self.over.add((action.id, i))
+        self.over.add((action.id, i - action.ahead))
         self.made.add((action.id, i))
         if action.kind == "wake":
             self.awake.add(action.part)
+            self.on_host.discard(action.part)
         if action.kind == "sleep":
             self.resident.discard(action.part)
         if action.kind == "transfer":
-            self.carried[action.node, action.makes, i] |= set(action.fields)
+            self.carried[action.node, action.makes, i, action.chunk] |= set(action.fields)
         if action.kind == "reshard":
             for target in action.targets:
                 self.fill(target, self.moving[action.id, i])
@@ -120,21 +162,31 @@ class Player:
             self.content[action.instance] = wrote
 
 
+def matching(action: Action, sources: list[Action]) -> list[Action]:
+    """The chunks of a node that an action reads: its own where both are cut alike, else all."""
+    counts = {source.chunk.count for source in sources if source.chunk is not None}
+    if action.chunk is not None and counts == {action.chunk.count}:
+        return [source for source in sources if source.chunk == action.chunk]
+    return sources
+
+
 def play(plan: Plan, seed: int, iterations: int = 4) -> list[str]:
     """What goes wrong in one interleaving of a few iterations; [] if nothing does."""
     random = Random(seed)
-    player = Player(plan)
-    pending = [(action, i) for i in range(iterations) for action in plan.actions]
+    player = Player(plan, iterations)
+    pending = [
+        (action, turn) for turn in range(player.first, iterations) for action in plan.actions
+    ]
     eager = random.choice([0.3, 0.6, 0.95])
     while (pending or player.running) and not player.broken:
         ready = [item for item in pending if player.ready(*item)]
         if ready and (not player.running or random.random() < eager):
-            action, i = random.choice(ready)
-            pending.remove((action, i))
-            if i < action.first or i % action.every:
-                player.over.add((action.id, i))
+            action, turn = random.choice(ready)
+            pending.remove((action, turn))
+            if player.due(action, turn):
+                player.start(action, turn + action.ahead)
             else:
-                player.start(action, i)
+                player.over.add((action.id, turn))
         elif player.running:
             player.finish(random.randrange(len(player.running)))
         else:

@@ -202,7 +202,8 @@ def placements(draw: Draw, graph: Graph) -> rf.Placement:
     for node in graph.nodes:
         if draw(st.integers(0, 1 if node.name.startswith("judged") else 5)) == 1:
             assign[node.name] = draw(_ons(pools))
-    return rf.Placement(pools=pools, assign=assign)
+    staleness = draw(st.sampled_from([0, 0, 0, 1, 1, 2, 3]))
+    return rf.Placement(pools=pools, assign=assign, staleness=staleness)
 
 
 @st.composite

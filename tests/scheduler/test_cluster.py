@@ -1,11 +1,13 @@
-"""Clusters: what `--devices` names, how many hosts, whose cores."""
+"""Clusters: what `--devices` names, of which kinds, how many hosts, whose cores."""
 
 from __future__ import annotations
 
 import pytest
 
+import rlflow as rf
+from rlflow.errors import PlanError, UsageError
 from rlflow.scheduler import cluster
-from rlflow.scheduler.cluster import cpu_cluster, parse_cluster
+from rlflow.scheduler.cluster import HOST, KINDS, cpu_cluster, mixed_pools, parse_cluster
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +16,8 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "hosts"), [("h100:1", 1), ("h100:8", 1), ("a100:9", 2), ("b200:32", 4)]
+    ("text", "hosts"),
+    [("h100:1", 1), ("h100:8", 1), ("a100:9", 2), ("b200:32", 4), ("h100:8,a100:9", 3)],
 )
 def test_accelerators_are_eight_to_a_host(text: str, hosts: int) -> None:
     assert hosts == parse_cluster(text, 1).hosts
@@ -37,3 +40,71 @@ def test_cpu_devices_share_cores_where_there_are_fewer(
 
 def test_several_hosts_are_printed() -> None:
     assert "h100:16 (80.0 GB each, 2 hosts)" == parse_cluster("h100:16", 1).describe()
+
+
+def test_devices_of_several_kinds_are_numbered_as_written() -> None:
+    found = parse_cluster("h100:8,a100:4,h200:2@100GB", 1)
+
+    assert 14 == found.count
+    kinds = [found.kind_of(device).name for device in range(14)]
+    assert ["h100"] * 8 + ["a100"] * 4 + ["h200"] * 2 == kinds
+    assert [0] * 8 + [1] * 4 + [2] * 2 == [found.host_of(device) for device in range(14)]
+    assert "h100" == found.kind.name
+    assert (
+        "h100:8,a100:4,h200:2 (80.0 GB h100, 80.0 GB a100, 100.0 GB h200, 3 hosts)"
+        == found.describe()
+    )
+
+
+def test_each_device_has_the_memory_of_its_kind() -> None:
+    budgets = parse_cluster("b200:1,a100:1@40GB", 1).budgets()
+
+    assert {HOST: 2 * 10**12, 0: 180 * 10**9, 1: 40 * 10**9} == budgets
+
+
+def test_a_device_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(IndexError):
+        parse_cluster("h100:2", 1).kind_of(2)
+    with pytest.raises(IndexError):
+        parse_cluster("h100:2,a100:2", 1).host_of(4)
+
+
+@pytest.mark.parametrize(
+    "text", ["h100", "h100:0", "x100:8", "h100:8,", "h100:8,cpu:2", "cpu:1,cpu:1", "h100:8;a100:8"]
+)
+def test_what_is_no_cluster_is_refused(text: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_cluster(text, 1)
+
+    assert ["E202"] == [finding.code for finding in raised.value.findings]
+
+
+def test_a_pool_of_several_kinds_is_refused_with_what_each_device_is() -> None:
+    found = parse_cluster("h100:2,a100:2", 1)
+    (finding,) = mixed_pools({"train": (0, 1), "gen": (1, 2, 3)}, found)
+
+    assert "E223" == finding.code
+    assert "pool 'gen'" in finding.what
+    assert finding.got.startswith("h100 [1], a100 [2, 3] of h100:2,a100:2")
+    assert '"gen": [2, 3]' == finding.fix
+    assert [] == mixed_pools({"all": (0, 1, 2, 3)}, parse_cluster("h100:4", 1))
+
+
+def test_compiling_refuses_a_mixed_pool() -> None:
+    from rlflow.scheduler.compile import compile_plan
+    from tests.scheduler.examples import grpo
+
+    placement = rf.Placement(pools={"all": 2}, assign={"*": rf.on("all")})
+    with pytest.raises(PlanError) as raised:
+        compile_plan(grpo(), placement, parse_cluster("h100:1,a100:1", 1))
+
+    assert ["E223"] == [finding.code for finding in raised.value.findings]
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_the_table_is_within_the_bounds_of_physics(kind: cluster.Kind) -> None:
+    assert kind.host_link < kind.link < kind.bandwidth
+    assert kind.nic < kind.link
+    assert kind.flops32 < kind.flops
+    assert kind.rate(8) < kind.rate(4) < kind.rate(2)
+    assert "data sheet" in kind.source

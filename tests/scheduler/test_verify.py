@@ -98,7 +98,7 @@ def reshard_of(plan: Plan) -> str:
     [
         ("grpo_split", lambda p: without_action(p, "reshard:actor@train->actor@gen"),
          "actor.rollout reads actor@gen, which no reshard ever fills"),
-        ("grpo_split", lambda p: replace(p, budget=1000),
+        ("grpo_split", lambda p: replace(p, budgets=dict.fromkeys(p.budgets, 1000)),
          "bytes on device 0, the budget is 1000"),
         ("grpo_colocate", lambda p: with_action(p, "actor.rollout", after=()),
          "actor.rollout may start before prompts has made"),
@@ -122,7 +122,7 @@ def reshard_of(plan: Plan) -> str:
         ("ray_pressure", lambda p: with_action(p, "wake:actor@all/gradients", mode="offload"),
          "is marked offload, and actor.update is next to use it"),
         ("ray_mesh", lambda p: with_action(p, "eval", after=()),
-         "eval may be in flight together on devices [0, 1, 2, 3]"),
+         "eval of two iterations may be in flight together"),
         ("grpo_pressure", lambda p: without_action(p, "wake:ref@all/weights"),
          "ref.log_probs needs ref@all/weights, which is asleep"),
     ],

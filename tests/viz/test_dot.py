@@ -126,9 +126,9 @@ def test_edges_left_out_are_implied_by_those_that_are_drawn(squeezed: Plan):
 
 def test_device_turns_are_light_and_later_iterations_dashed(split: Plan):
     source = plan_digraph(split.to_json(), split.graph.to_json(), "TB").source
-    (turn,) = lines_between(source, "actor.update", "critic.update")
+    (turn,) = lines_between(source, "reshard_actor@train->actor@gen", "critic.update")
     assert DEVICE_LINE in turn
-    (weights,) = lines_between(source, "reshard_actor@train->actor@gen", "actor.update")
+    (weights,) = lines_between(source, "actor.rollout", "reshard_actor@train->actor@gen")
     assert "dashed" in weights
     assert ">@1<" in weights
 

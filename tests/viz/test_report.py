@@ -79,7 +79,7 @@ def test_the_page_is_balanced_html(page: str):
         "placement split on cpu:2",
         "0123456789ab", "with changes", "torch 2.13.0",
         "&#x27;pipelines/a b.py&#x27;",
-        "reshard", "actor.rollout reads v[i] on gen",
+        "reshard", "actor.rollout reads v[i+1] on gen",
         "the plan as a picture", "the plan as printed",
         ", the one of median length: 80.0 ms",
     ],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import Batch, lengths, make_batch, ragged_rows
-from rlflow.engines.protocol import Loss, OptimizerSpec, StepResult
+from rlflow.engines.protocol import Loss, OptimizerSpec, StepResult, Temperature
 from rlflow.engines.sharded.model import ShardedModel
 from rlflow.engines.sharded.optim import ShardedAdamW
 from rlflow.engines.train import TrainEngine, combine, in_order
@@ -35,7 +35,7 @@ class ShardedTrainEngine(TrainEngine):
 
     @torch.no_grad()
     def forward(
-        self, batch: Batch, *, outputs: Collection[str], temperature: float
+        self, batch: Batch, *, outputs: Collection[str], temperature: Temperature
     ) -> dict[str, Tensor]:
         """See `TrainEngine.forward`; the outputs are those of this rank's own rows."""
         parts = list(self.micro_batches(batch))
@@ -89,7 +89,7 @@ class ShardedTrainEngine(TrainEngine):
         return metrics
 
     def compute(
-        self, batch: Batch, outputs: Collection[str], temperature: float
+        self, batch: Batch, outputs: Collection[str], temperature: Temperature
     ) -> dict[str, Tensor]:
         """One forward pass, also where there is no response token."""
         if int(lengths(batch["response_tokens"]).sum()):

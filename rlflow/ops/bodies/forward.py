@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from rlflow.batch import ragged_like
+from rlflow.batch import Batch, ragged_like
 from rlflow.ops.bodies.common import inputs_of, model_of, num_rows
 from rlflow.ops.bodies.stats import mean_of
-from rlflow.ops.body import Call, Output
+from rlflow.ops.body import Call, ModelInUse, Output
 
 
 def log_probs(call: Call) -> Output:
-    """Log-probs of the response tokens, under the name that the node gives the field."""
-    return _scored(call, "log_probs", float(call.params["temperature"]))
+    """Log-probs of the response tokens, under the name that the node gives the field.
+
+    Of one forward, where there are several fields with a temperature each.
+    """
+    inputs, temperature = inputs_of(call), call.params["temperature"]
+    if isinstance(temperature, tuple):
+        return _at_temperatures(call, inputs, temperature)
+    return _scored(call, "log_probs", float(temperature))
 
 
 def values(call: Call) -> Output:
@@ -20,10 +26,27 @@ def values(call: Call) -> Output:
 
 def _scored(call: Call, output: str, temperature: float) -> Output:
     inputs = inputs_of(call)
-    made = model_of(call).forward(inputs, outputs=(output,), temperature=temperature)[output]
+    made = _model(call).forward(inputs, outputs=(output,), temperature=temperature)[output]
     field = ragged_like(made, inputs["response_tokens"])
     return Output(
         fields={call.outputs[0]: field},
         rows=num_rows(inputs),
         metrics={"mean": mean_of(made)},
     )
+
+
+def _at_temperatures(call: Call, inputs: Batch, temperatures: tuple[float, ...]) -> Output:
+    """The log-probs of every field; the mean of the first is logged as that of one would be."""
+    distinct = tuple(dict.fromkeys(temperatures))
+    made = _model(call).forward(inputs, outputs=("log_probs",), temperature=distinct)["log_probs"]
+    fields, metrics = {}, {}
+    for number, (name, temperature) in enumerate(zip(call.outputs, temperatures, strict=True)):
+        values = made[:, distinct.index(temperature)].contiguous()
+        fields[name] = ragged_like(values, inputs["response_tokens"])
+        metrics[f"{name}_mean" if number else "mean"] = mean_of(values)
+    return Output(fields=fields, rows=num_rows(inputs), metrics=metrics)
+
+
+def _model(call: Call) -> ModelInUse:
+    model = model_of(call)
+    return model.base if ("adapters", "off") in call.params.items() else model

@@ -32,6 +32,7 @@ CARRIED_BY_ENGINE = frozenset(
         "finished",
         "group",
         "sample",
+        "version",
     }
 )
 
@@ -40,7 +41,7 @@ def rollout(call: Call) -> Output:
     """Sample n responses to every prompt; rows are prompt-major.
 
     Sample s of row p of the batch has the same number, and so the same random numbers, in
-    whichever part the row is.
+    whichever part the row is. The version of a token is that of the weights that sampled it.
     """
     inputs, model, params = inputs_of(call), model_of(call), call.params
     n, count, numbers = params["n"], num_rows(inputs), row_numbers(call)
@@ -72,6 +73,9 @@ def rollout(call: Call) -> Output:
     if "response_mask" in call.wanted:
         everything = torch.ones(len(flat(made.response_tokens)), dtype=torch.bool)
         fields["response_mask"] = ragged_like(everything, made.response_tokens)
+    if "version" in call.wanted:
+        versions = torch.full_like(flat(made.response_tokens), model.version)
+        fields["version"] = ragged_like(versions, made.response_tokens)
     if "response" in call.wanted:
         fields["response"] = text(responses(model.tokenizer, made))
     for name in call.wanted - CARRIED_BY_ENGINE:

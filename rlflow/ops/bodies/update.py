@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import Batch, flat, lengths, pad, select_rows
-from rlflow.errors import Finding, NumericsError
+from rlflow.errors import Finding, NumericsError, RunError
 from rlflow.ops.bodies.common import MASK, inputs_of, model_of, num_rows, padded_fields, row_numbers
-from rlflow.ops.body import Call, Output, Stepped
+from rlflow.ops.bodies.stats import max_of, mean_of
+from rlflow.ops.body import Call, Output, Stat, Stepped
 from rlflow.ops.losses import Loss, PolicyLoss
 from rlflow.ops.math.aggregate import Totals
 
@@ -41,9 +42,11 @@ def update(call: Call) -> Output:
 
     Every part makes every step, without a row of its own where it has none of a mini-batch.
     Raises NumericsError where every step had to be skipped because a number was not finite; a
-    single skipped step is counted in the metrics.
+    single skipped step is counted in the metrics. Raises RunError for a sample that is older
+    than declared.
     """
     batch, model, params = inputs_of(call), model_of(call), call.params
+    ages = staleness(call, batch)
     spec: Loss = params["loss"]
     if isinstance(spec, PolicyLoss):
         spec = spec.model_copy(update={"old": params["old"]})
@@ -63,7 +66,32 @@ def update(call: Call) -> Output:
         )
     if not any(step.applied for step in steps):
         raise NumericsError(_not_finite(call, steps))
-    return Output(metrics={**step_metrics(steps), "lr": learning_rate})
+    return Output(metrics={**step_metrics(steps), "lr": learning_rate, **ages})
+
+
+def staleness(call: Call, batch: Batch) -> dict[str, Stat]:
+    """How many updates old the tokens here are, where they say their version.
+
+    Raises RunError where one that counts is older than the node's `staleness`.
+    """
+    versions = batch.get("version", None)
+    if versions is None:
+        return {}
+    counted = flat(versions)[flat(batch[MASK])]
+    ages, allowed = call.iteration - counted, call.params["staleness"]
+    if len(ages) and int(ages.max()) > allowed:
+        raise RunError(
+            Finding(
+                code="E764",
+                what=f"{call.node}: a sample of iteration {call.iteration} is older than declared",
+                where=call.where,
+                got=f"version {int(counted.min())}, {int(ages.max())} updates old",
+                expected=f"version {max(call.iteration - allowed, 0)} or newer: "
+                f"staleness={allowed}",
+                fix="report it as a bug: a plan never trains on older samples than it says",
+            )
+        )
+    return {"staleness/mean": mean_of(ages), "staleness/max": max_of(ages)}
 
 
 def mini_batches(call: Call, batch: Batch) -> Iterator[Batch]:

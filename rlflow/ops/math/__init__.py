@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from rlflow.ops.math.advantages import gae, grpo, reinforce_pp, rloo, token_rewards
 from rlflow.ops.math.aggregate import Totals, aggregate, count, token_mean
+from rlflow.ops.math.importance import importance_ratio, importance_weight
 from rlflow.ops.math.kl import absolute, k1, k2, k3, token_kl
 from rlflow.ops.math.losses import clipped, log_ratio, nll, ppo_clip, value_loss
 from rlflow.ops.math.masked import masked_mean, masked_sum, masked_var, masked_whiten, select
@@ -24,6 +25,8 @@ __all__ = [
     "count",
     "gae",
     "grpo",
+    "importance_ratio",
+    "importance_weight",
     "k1",
     "k2",
     "k3",

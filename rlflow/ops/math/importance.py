@@ -8,8 +8,8 @@ log-probs come from.
     proximal policy    pi_prox     the weights when training on the batch began
     current policy     pi          the weights at this optimizer step
 
-Decoupled PPO (Hilton, Cobbe and Schulman 2021, arXiv:2110.00641, section 3; AReaL, Fu et al.
-2025, arXiv:2505.24298, section 5.2) is `pi_prox / pi_behave` times the clipped surrogate of
+Decoupled PPO (Hilton, Cobbe and Schulman 2021, arXiv:2110.00641; AReaL, Fu et al. 2025,
+arXiv:2505.24298, section 5.2) is `pi_prox / pi_behave` times the clipped surrogate of
 `pi / pi_prox`.
 """
 

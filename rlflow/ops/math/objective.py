@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from rlflow.ops.corrections import ImportanceSampling
 from rlflow.ops.losses import POLICY_LOSSES, Loss, PolicyLoss, SFTLoss, ValueLoss
 from rlflow.ops.math.aggregate import Totals, aggregate, token_mean
 from rlflow.ops.math.importance import importance_ratio, importance_weight
@@ -39,19 +40,23 @@ def policy_objective(
     `outputs`: `log_probs`, and `entropy` (needed where it has a coefficient). `batch`:
     `response_mask` bool, `advantages` `[rows]` or `[rows, tokens]`, and where there
     `old_log_probs` (else the current ones, detached), `rollout_log_probs`, `ref_log_probs`.
+    With a `correction` the policy term of each token, and no other, is multiplied by its weight.
 
     Metrics: `policy_loss` (the aggregated policy term); as means over tokens `clip_fraction`,
     `approx_kl` (old minus current), `kl` if there is a reference, `entropy` if computed, and
     `rollout_gap` (|old minus rollout|, or current where old is the rollout's) if the rollout
-    left log-probs; `ratio_max` and `rollout_gap_max`.
+    left log-probs; `ratio_max` and `rollout_gap_max`; those of `_corrected`.
     """
     mask, log_probs = batch["response_mask"], outputs["log_probs"]
     old = _old_log_probs(spec, log_probs, batch)
     kind = POLICY_LOSSES[spec.kind]
     options = {name: getattr(spec, name) for name in kind.options}
     token_loss, ratio = _resolve(kind.body)(log_probs, old, batch["advantages"], mask, **options)
+    metrics: Metrics = {}
+    if spec.correction is not None:
+        token_loss = _corrected(spec.correction, token_loss, old, batch, totals, metrics)
     policy = _aggregate(spec, token_loss, mask, totals)
-    metrics = {"policy_loss": policy.detach()}
+    metrics["policy_loss"] = policy.detach()
     loss = _regularised(spec, policy, outputs, batch, totals, metrics)
     with torch.no_grad():
         metrics["approx_kl"] = token_mean(select(old - log_probs, mask), totals)
@@ -65,6 +70,30 @@ def policy_objective(
             metrics["rollout_gap"] = token_mean(gap, totals)
             metrics["rollout_gap_max"] = _max(gap)
     return loss, metrics
+
+
+def _corrected(
+    correction: ImportanceSampling,
+    token_loss: Tensor,
+    proximal: Tensor,
+    batch: Fields,
+    totals: Totals,
+    metrics: Metrics,
+) -> Tensor:
+    """`token_loss` times the weights of `proximal` against the rollout's log-probs.
+
+    Adds the metrics `importance_mean` (mean weight of a token), `importance_cut` (share of
+    tokens whose weight is not their ratio) and `importance_max` (the largest ratio).
+    """
+    mask, behaviour = batch["response_mask"], batch["rollout_log_probs"]
+    ratio = importance_ratio(proximal, behaviour, mask, level=correction.level)
+    weight = importance_weight(
+        ratio, mode=correction.mode, cap=correction.cap, floor=correction.floor
+    )
+    metrics["importance_mean"] = token_mean(select(weight, mask), totals)
+    metrics["importance_cut"] = token_mean(select(weight != ratio, mask).to(ratio.dtype), totals)
+    metrics["importance_max"] = _max(select(ratio, mask))
+    return token_loss * weight
 
 
 def _regularised(

@@ -21,7 +21,7 @@ from rlflow.runtime.on_ray.alive import require_cluster
 from rlflow.runtime.on_ray.causes import cause_of, unwrapped
 from rlflow.runtime.on_ray.lying import Lying
 from rlflow.runtime.on_ray.rank import Failed, Made
-from rlflow.runtime.stats import join
+from rlflow.runtime.stats import logged
 from rlflow.scheduler.plan import HOST, Action, Plan
 
 if TYPE_CHECKING:
@@ -98,6 +98,9 @@ class RayBackend:
             self._under_way[id(flight)] = flight
         if action.kind == "transfer":
             references = self._transfer(action, iteration)
+        elif action.lane == "copy":
+            order = f"{iteration} {action.mode} {action.id}"
+            references = {d: self._ranks.actor(d).move.remote(order) for d in asked}
         else:
             keep = self._lying.keep(action, iteration)
             order = f"{iteration} {action.id}"
@@ -177,7 +180,8 @@ class RayBackend:
         action, iteration = flight.action, flight.iteration
         try:
             self._lying.note(action, iteration, flight.made)
-            metrics = join([flight.made[d].metrics for d in self._lying.answering(action)])
+            answers = [flight.made[d].metrics for d in self._lying.answering(action)]
+            metrics = logged(action, answers)
         except RlflowError as error:
             flight.done(self._failure(action, iteration, error))
             return

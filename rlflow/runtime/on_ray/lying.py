@@ -16,14 +16,17 @@ from numpy.typing import NDArray
 from rlflow.graph.graph import Node
 from rlflow.runtime.flow import Flow
 from rlflow.runtime.on_ray.exchange import Exchange, exchange
-from rlflow.runtime.rows import dispatched, generated, places
-from rlflow.scheduler.plan import Action, Plan, Spread
+from rlflow.runtime.rows import chunk_rows, dispatched, generated, places
+from rlflow.scheduler.plan import Action, Chunk, Plan, Spread
 
 if TYPE_CHECKING:
     from rlflow.runtime.on_ray.rank import Made
 
 Rows = NDArray[np.int64]
 Key = tuple[str, int]
+
+# What a partition of the rows of a set depends on: its rule, the number of parts, the chunk.
+Partition = tuple[str, int, Chunk | None]
 
 
 @dataclass(slots=True)
@@ -36,7 +39,7 @@ class RowSet:
     total: int
     tokens: Rows
     groups: Rows | None
-    partitions: dict[tuple[str, int], tuple[list[Rows], list[Rows]]] = field(default_factory=dict)
+    partitions: dict[Partition, tuple[list[Rows], list[Rows]]] = field(default_factory=dict)
 
 
 class Lying:
@@ -48,6 +51,7 @@ class Lying:
         self._sets: dict[Key, RowSet] = {}
         self._parts: dict[Key, list[Rows]] = {}
         self._left: dict[Key, int] = {}
+        self._window = 3 + max((action.ahead for action in plan.actions), default=0)
 
     def asked(self, action: Action) -> tuple[int, ...]:
         """The devices that an action is sent to."""
@@ -84,17 +88,16 @@ class Lying:
 
     def exchange(self, action: Action, iteration: int) -> Exchange:
         """What a transfer has to move."""
-        source = self._flow.sources(action.id)[0]
         assert action.takes is not None
         assert action.makes is not None
         wanted, _ = self._partition(action, iteration, action.makes)
-        return exchange(action.takes, self._parts[source, iteration], action.makes, wanted)
+        return exchange(action.takes, self._held(action, iteration), action.makes, wanted)
 
     def rows(self, action: Action, iteration: int, device: int) -> tuple[Rows | None, int]:
         """The row numbers a receiver gets, None for all of them, and the rows of the batch."""
         assert action.makes is not None
         total = self._row_set(action, iteration).total
-        if len(action.makes.parts) == 1 and action.makes.rule == "whole":
+        if action.makes.rule == "whole" and action.chunk is None:
             return None, total
         wanted, _ = self._partition(action, iteration, action.makes)
         part = next(i for i, held in enumerate(action.makes.parts) if device in held)
@@ -113,10 +116,6 @@ class Lying:
         for key in [key for key in self._sets if key[1] < iteration - self._window]:
             del self._sets[key]
 
-    @property
-    def _window(self) -> int:
-        return 3 + self._plan.staleness
-
     def _made(self, action: Action, iteration: int, made: Mapping[int, Made]) -> list[Rows]:
         assert action.makes is not None
         if action.kind == "transfer":
@@ -133,43 +132,67 @@ class Lying:
     def _expanded(
         self, action: Action, node: Node, iteration: int, made: Mapping[int, Made]
     ) -> list[Rows]:
-        """The rows of a rollout, part by part; their tokens make a row set of its own."""
+        """The rows of a rollout, part by part; their tokens make a row set of its own.
+
+        The first chunk that ends makes the set, the others fill in theirs.
+        """
         answers = [made[device] for device in self.answering(action)]
         parents = self._taken(action, iteration)
-        total = sum(answer.rows for answer in answers)
-        factor = total // max(sum(len(part) for part in parents), 1)
+        count = max(sum(len(part) for part in parents), 1)
+        factor = sum(answer.rows for answer in answers) // count
         parts = generated(parents, factor)
-        groups = np.arange(total, dtype=np.int64) // max(factor, 1)
-        found = _row_set(total, groups)
+        key = (node.name, iteration)
+        if key not in self._sets:
+            total = self._row_set(action, iteration).total * factor
+            groups = np.arange(total, dtype=np.int64) // max(factor, 1)
+            self._sets[key] = _row_set(total, groups)
         for part, answer in zip(parts, answers, strict=True):
             if answer.tokens is not None:
-                found.tokens[part] = answer.tokens
-        self._sets[node.name, iteration] = found
+                self._sets[key].tokens[part] = answer.tokens
         return parts
 
+    def _held(self, action: Action, iteration: int) -> list[Rows]:
+        """The rows that an action's first source left for it, part by part, chunks joined."""
+        node = self._node(action)
+        source = node.name if action.kind == "transfer" else node.sources[0]
+        found = [self._parts[key, iteration] for key in self._flow.origins(action.id, source)]
+        if len(found) == 1:
+            return found[0]
+        return [np.concatenate(pieces) for pieces in zip(*found, strict=True)]
+
     def _taken(self, action: Action, iteration: int) -> list[Rows]:
-        source = self._flow.sources(action.id)[0]
-        return self._parts[source, iteration]
+        """Those of them that are of the action's chunk."""
+        held = self._held(action, iteration)
+        if action.chunk is None:
+            return held
+        first, last = chunk_rows(self._row_set(action, iteration).total, action.chunk)
+        return [rows[(rows >= first) & (rows < last)] for rows in held]
 
     def _partition(
         self, action: Action, iteration: int, spread: Spread
     ) -> tuple[list[Rows], list[Rows]]:
-        """The rows of each part of a spread: those taken, and those kept."""
+        """The rows of each part of a spread: those taken, and those kept.
+
+        A chunk is spread as a batch of its own.
+        """
         if spread.rule == "generated":
             held = self._taken(action, iteration)
             return held, held
         rows = self._row_set(action, iteration)
-        key = (spread.rule, len(spread.parts))
+        key = (spread.rule, len(spread.parts), action.chunk)
         if key not in rows.partitions:
             node = self._node(action)
-            rows.partitions[key] = dispatched(
+            first, last = chunk_rows(rows.total, action.chunk)
+            groups = None if rows.groups is None else rows.groups[first:last]
+            taken, kept = dispatched(
                 spread.rule,
-                rows.tokens,
-                rows.groups,
+                rows.tokens[first:last],
+                groups if groups is None or not first else groups - groups[0],
                 len(spread.parts),
                 whole_groups=node.op.per == "group",
                 where=node.where,
             )
+            rows.partitions[key] = _from(taken, first), _from(kept, first)
         return rows.partitions[key]
 
     def _row_set(self, action: Action, iteration: int) -> RowSet:
@@ -188,6 +211,11 @@ class Lying:
 
     def _node(self, action: Action) -> Node:
         return self._plan.graph.node(str(action.node))
+
+
+def _from(parts: list[Rows], first: int) -> list[Rows]:
+    """Row numbers within a chunk as those of the whole, which they are if it begins that."""
+    return [rows + first for rows in parts] if first else parts
 
 
 def _row_set(total: int, groups: Rows | None) -> RowSet:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rlflow.runtime.checkpoint import Component
 
 START_SECONDS = 120.0
-RANK: Any = ray.remote(concurrency_groups={"rows": 1})(Rank)
+RANK: Any = ray.remote(concurrency_groups={"rows": 1, "copies": 1})(Rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,9 @@
 
 Everything it returns is metadata; rows go through the object store. An error of an action
 is returned as a value, with the text of its traceback, so that the controller decides what
-becomes of the run. Rows are sent and received beside the action that runs. torch is imported
-when the plan arrives, after the number of threads is set.
+becomes of the run. Rows are sent and received, and parts go to the host and come back, beside
+the action that runs. torch is imported when the plan arrives, after the number of threads is
+set.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from rlflow.runtime.durable import FileRecord, fault, register_faults
 from rlflow.runtime.on_ray.exchange import Piece
 from rlflow.runtime.on_ray.fate import die_with_parent
 from rlflow.runtime.on_ray.pools import Report, report
-from rlflow.scheduler.plan import HOST, Plan
+from rlflow.scheduler.plan import HOST, Action, Plan
 
 if TYPE_CHECKING:
     from rlflow.ops.body import Stat
@@ -107,7 +108,8 @@ class Failed:
 class Rank:
     """One process of the plan; the controller calls its methods one at a time.
 
-    `send` and `receive` run in the concurrency group `rows`, beside what the device does.
+    `send` and `receive` run in the concurrency group `rows`, and `move` in `copies`, beside what
+    the device does.
     """
 
     def __init__(self) -> None:
@@ -136,7 +138,14 @@ class Rank:
         by itself, and takes its time for each.
         """
         iteration, _, action = order.partition(" ")
-        return _packed(_timed(lambda: self._run(action, int(iteration), keep)))
+        return _packed(_timed(lambda: self._run(self._actions[action], int(iteration), keep)))
+
+    @ray.method(concurrency_group="copies")
+    def move(self, order: str) -> list[Any] | Failed:
+        """Carry out this rank's part of a sleep or wake; `order` also has what becomes of it."""
+        iteration, mode, action = order.split(" ", 2)
+        entry = replace(self._actions[action], mode="discard" if mode == "discard" else "offload")
+        return _packed(_timed(lambda: self._run(entry, int(iteration), None)))
 
     @ray.method(concurrency_group="rows")
     def send(
@@ -152,11 +161,10 @@ class Rank:
 
             self._fault("rank:send")
             worker = self._ready()
-            source = worker.flow.sources(transfer)[0]
-            fields = self._fields(transfer, source, iteration)
+            fields = self._fields(transfer, iteration) if wanted else {}
             sent = [ray.put(packed(fields, rows)) for rows in wanted]
             if not keeps:
-                worker.store.release(source, iteration)
+                worker.release(self._actions[transfer], iteration)
         except Exception as error:
             return _failed(error)
         return sent
@@ -249,11 +257,10 @@ class Rank:
         )
         return Made(start=began, end=time.time())
 
-    def _run(self, action: str, iteration: int, keep: Rows | None) -> Made:
+    def _run(self, entry: Action, iteration: int, keep: Rows | None) -> Made:
         import torch
 
         torch.set_num_threads(self._threads)
-        entry = self._actions[action]
         self._fault(f"rank:{entry.kind}")
         began = time.time()
         kept = None if keep is None else torch.from_numpy(keep)
@@ -268,9 +275,9 @@ class Rank:
             moved=result.moved,
         )
 
-    def _fields(self, transfer: str, source: str, iteration: int) -> dict[str, Any]:
-        held = self._ready().store.get(source, iteration).fields
-        return {name: held[name] for name in self._actions[transfer].fields}
+    def _fields(self, transfer: str, iteration: int) -> dict[str, Any]:
+        action = self._actions[transfer]
+        return self._ready().held(action, str(action.node), iteration, action.fields).fields
 
     def _receive(
         self,
@@ -289,14 +296,15 @@ class Rank:
         self._fault("rank:receive")
         began = time.time()
         worker = self._ready()
-        source = worker.flow.sources(transfer)[0]
+        here = any(piece.sender is None for piece in pieces)
+        own = self._fields(transfer, iteration) if here else {}
         references = [sent[p.sender][p.index] for p in pieces if p.sender is not None]
         arrived = iter(ray.get(references))
         moved = 0
         found = []
         for piece in pieces:
             if piece.sender is None:
-                entries = packed(self._fields(transfer, source, iteration), piece.source)
+                entries = packed(own, piece.source)
             else:
                 entries = next(arrived)
                 moved += _size(entries)
@@ -308,8 +316,8 @@ class Rank:
             rows=None if rows is None else torch.from_numpy(rows.copy()),
         )
         worker.store.put(transfer, iteration, stored, worker.flow.readers(transfer, iteration))
-        if any(piece.sender is None for piece in pieces):
-            worker.store.release(source, iteration)
+        if here:
+            worker.release(self._actions[transfer], iteration)
         return Made(start=began, end=time.time(), moved=moved)
 
 

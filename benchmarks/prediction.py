@@ -1,0 +1,230 @@
+"""Predicted against measured iteration time, and what staleness and streaming gain.
+
+Each case runs once to calibrate, into a file of costs of its own; then it is planned from what
+that run measured, and run again. The plan's period is compared with the median iteration of
+the second run. The gains are ratios of measured throughput on the same two pools of one core,
+beside those that the plans promised.
+
+python benchmarks/prediction.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from common import (
+    CACHE,
+    HERE,
+    RESULTS,
+    ROOT,
+    between,
+    machine,
+    markdown_report,
+    markdown_table,
+    read_jsonl,
+    rlflow,
+    run,
+    say,
+    text_table,
+    write_results,
+)
+from sides import iteration_ends
+
+PIPELINE = HERE / "pipelines" / "balanced.py"
+PLACEMENTS = ("colocate", "split", "stale", "stream")
+BACKENDS = ("local", "ray")
+NEVER = 10**9
+WARMUP = 5
+TARGET = 0.10
+GAINS = {"stale": 1.6, "stream": 1.15}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One planned and one measured period, seconds an iteration."""
+
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is off, as a part of what was measured."""
+        return abs(self.predicted - self.measured) / self.measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A placement on a backend, measured a few times."""
+
+    placement: str
+    backend: str
+    by_table: float
+    turns: tuple[Turn, ...]
+
+    @property
+    def measured(self) -> float:
+        """The median measured period."""
+        return statistics.median(turn.measured for turn in self.turns)
+
+    @property
+    def predicted(self) -> float:
+        """The median predicted period."""
+        return statistics.median(turn.predicted for turn in self.turns)
+
+    @property
+    def error(self) -> float:
+        """The median error."""
+        return statistics.median(turn.error for turn in self.turns)
+
+    def row(self) -> tuple[str, ...]:
+        """A line of the table."""
+        return (
+            f"{self.placement}, {self.backend}",
+            f"{self.by_table * 1e3:.0f}",
+            f"{self.predicted * 1e3:.0f}",
+            f"{self.measured * 1e3:.0f}",
+            f"{100 * self.error:.1f} %",
+            " ".join(f"{100 * turn.error:.1f}" for turn in self.turns),
+        )
+
+
+HEADER = ("case", "table ms", "predicted ms", "measured ms", "off by", "each time, %")
+GAIN_HEADER = ("gain over split", "promised", "measured", "target", "met")
+
+
+def command(word: str, placement: str, backend: str, settings: Sequence[str]) -> list[str | Path]:
+    """An rlflow command on this benchmark's pipeline."""
+    devices = "cpu:1" if placement == "colocate" else "cpu:2"
+    found: list[str | Path] = [rlflow(), word, PIPELINE, "--placement", placement]
+    found += ["--devices", devices, "--threads", "1", "--backend", backend]
+    for setting in settings:
+        found += ["--set", setting]
+    return found
+
+
+def planned(placement: str, backend: str, settings: Sequence[str], costs: Path | None) -> float:
+    """The period of a plan, from measured costs or from the table."""
+    environment = {**os.environ, "RLFLOW_COSTS": str(costs) if costs else "off"}
+    words = [str(word) for word in command("plan", placement, backend, settings)]
+    made = subprocess.run(
+        [*words, "--json"], capture_output=True, text=True, check=True, cwd=ROOT, env=environment
+    )
+    period: float = json.loads(made.stdout)["timing"]["period"]
+    return period
+
+
+def measured(name: str, case: tuple[str, str], settings: Sequence[str], count: int) -> float:
+    """The median iteration of a run of a case, which adds to the file of costs."""
+    directory = CACHE / "runs" / name
+    shutil.rmtree(directory, ignore_errors=True)
+    words = command("run", *case, settings)
+    words += ["--iterations", str(count), "--save-every", str(NEVER), "--run-dir", directory, "-q"]
+    run(words, CACHE / "logs" / f"{name}.log")
+    rows = [row for row in read_jsonl(directory / "spans" / "main.jsonl") if "action" in row]
+    ends = iteration_ends(rows)[:count]
+    return statistics.median(between(ends, WARMUP))
+
+
+def measure(
+    placement: str, backend: str, settings: Sequence[str], *, turns: int, count: int
+) -> Case:
+    """Calibrate, predict and measure, `turns` times over, each with a file of costs of its own."""
+    found = []
+    for number in range(turns):
+        name = f"prediction-{placement}-{backend}-{number}"
+        costs = CACHE / "costs" / f"{name}.json"
+        costs.unlink(missing_ok=True)
+        os.environ["RLFLOW_COSTS"] = str(costs)
+        say(f"{placement} on {backend}: {number + 1} of {turns}")
+        measured(f"{name}-calibrating", (placement, backend), settings, count)
+        predicted = planned(placement, backend, settings, costs)
+        seen = measured(name, (placement, backend), settings, count)
+        found.append(Turn(predicted=predicted, measured=seen))
+    return Case(
+        placement=placement,
+        backend=backend,
+        by_table=planned(placement, backend, settings, None),
+        turns=tuple(found),
+    )
+
+
+def gains(cases: Mapping[tuple[str, str], Case], backend: str) -> list[tuple[str, ...]]:
+    """Throughput of the other placements over that of the synchronous split."""
+    base = cases.get(("split", backend))
+    rows = []
+    for placement, target in GAINS.items():
+        case = cases.get((placement, backend))
+        if base is None or case is None:
+            continue
+        gain = base.measured / case.measured
+        rows.append(
+            (
+                f"{placement}, {backend}",
+                f"{base.predicted / case.predicted:.2f}",
+                f"{gain:.2f}",
+                f">= {target:.2f}",
+                "yes" if gain >= target else "NO",
+            )
+        )
+    return rows
+
+
+def report(cases: Mapping[tuple[str, str], Case], facts: dict[str, Any], folder: Path) -> None:
+    """Print the tables and write them."""
+    rows = [case.row() for case in cases.values()]
+    off = statistics.median(case.error for case in cases.values())
+    verdict = "met" if off <= TARGET else "NOT met"
+    line = f"median over the cases: off by {100 * off:.1f} % (target 10 %, {verdict})"
+    gained = [row for backend in BACKENDS for row in gains(cases, backend)]
+    print(text_table(HEADER, rows), line, sep="\n")
+    parts = [markdown_table(HEADER, rows), line]
+    if gained:
+        print(text_table(GAIN_HEADER, gained))
+        parts.append(markdown_table(GAIN_HEADER, gained))
+    page = markdown_report("Predicted and measured iterations", facts, parts, NOTES)
+    document = {"machine": facts, "median_error": off, "cases": [asdict(c) for c in cases.values()]}
+    write_results(folder, "prediction", document, page)
+
+
+NOTES = (
+    "`table` is the estimate from model shapes alone, before anything was measured.",
+    "`predicted` is the plan's period after one calibrating run of the same case; `measured` the "
+    "median iteration of the next run, the first five left out.",
+    "`gain` compares medians of runs on two pools of one core each; `promised` is what the plans "
+    "said before.",
+)
+
+
+def main() -> None:
+    """Measure every case, print and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--set", action="append", default=[], help="a field of the config")
+    parser.add_argument("--quick", action="store_true", help="small counts, elsewhere")
+    given = parser.parse_args()
+    facts, cases = machine(), {}
+    turns, count = (1, 12) if given.quick else (given.turns, given.iterations)
+    for backend in BACKENDS:
+        for placement in PLACEMENTS:
+            if given.only in f"{placement}, {backend}":
+                cases[placement, backend] = measure(
+                    placement, backend, given.set, turns=turns, count=count
+                )
+                report(cases, facts, CACHE / "quick" if given.quick else RESULTS)
+
+
+if __name__ == "__main__":
+    main()

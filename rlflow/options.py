@@ -1,0 +1,47 @@
+"""Options that several commands have: what to look at, on which devices, models of which shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def target_options(function: F) -> F:
+    """The options by which every command is told what to look at."""
+    for option in (
+        click.option(
+            "--backend",
+            type=click.Choice(["local", "ray"]),
+            help="local is this process, ray one process a device; by the pools if left out.",
+        ),
+        click.option("--threads", type=click.IntRange(1), help="Threads of each CPU device."),
+        click.option(
+            "--devices", metavar="KIND:COUNT", help="Devices: cpu:2, cpu:2@4GB, h100:8,a100:8."
+        ),
+        click.option(
+            "--set",
+            "settings",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="A field of the config; repeatable, later wins.",
+        ),
+        click.option(
+            "--placement",
+            metavar="NAME",
+            help="A placement; the first one by default, all for check.",
+        ),
+        click.argument("pipeline", metavar="PIPELINE"),
+    ):
+        function = option(function)
+    return function
+
+
+model_shape_option = click.option(
+    "--model-shape",
+    metavar="NAME",
+    help="Take models as public ones of this shape: qwen2.5-7b, or actor=qwen2.5-7b,...",
+)

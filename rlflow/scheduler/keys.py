@@ -1,0 +1,94 @@
+"""Under which words measurements are kept: equal for equal work on equal hardware.
+
+Plain text, stable in every process. Knows neither seconds nor where records lie.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from rlflow.graph.graph import Graph, Node
+from rlflow.graph.model import Model
+from rlflow.graph.text import param_text
+from rlflow.scheduler.plan import Instance
+from rlflow.scheduler.shapes import Shape
+
+# Options that change numbers and not how long they take.
+WEIGHTLESS = {"max_grad_norm", "temperature", "batched", "field"}
+
+
+def joined(*parts: str) -> str:
+    """One key of its parts."""
+    return " | ".join(parts)
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The model name of this machine's processor, and the cores that this process may use."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return found[0] if found else name
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def hardware(kind: str, threads: int) -> str:
+    """A device: the kind of an accelerator, or the processor, its cores and a device's threads."""
+    if kind != "cpu":
+        return kind
+    return f"cpu {cpu_name()}, {cores()} cores, {threads} threads"
+
+
+def work(node: Node) -> str:
+    """What a node does, as far as that decides how long it takes."""
+    options = {key: _option(value) for key, value in sorted(node.params) if key not in WEIGHTLESS}
+    function = _function(node.op.function) if node.op.function is not None else ""
+    reads = ",".join(sorted(binding.name for binding in node.inputs))
+    made = ",".join(sorted(field.name for field in node.op.outputs))
+    said = " ".join(f"{key}={value}" for key, value in options.items())
+    return f"{node.op.name} {function} {said} reads {reads} makes {made}"
+
+
+def _option(value: object) -> str:
+    """An option as text; of a loss its kind, of a function its name."""
+    if callable(value) and hasattr(value, "__qualname__"):
+        return _function(value)
+    if hasattr(value, "needs"):
+        return type(value).__name__
+    return param_text(value)
+
+
+def _function(function: Callable[..., object]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def model(declared: Model | None, shape: Shape | None, instance: Instance | None) -> str:
+    """A model by its widths, dtype and adapters, in an instance's layout."""
+    if declared is None or shape is None or instance is None:
+        return "no model"
+    widths = {key: value for key, value in asdict(shape).items() if key != "source"}
+    digest = hashlib.sha256(json.dumps(widths, sort_keys=True).encode()).hexdigest()[:12]
+    lora = f" {declared.lora.describe()}" if declared.lora is not None else ""
+    trained = " trained" if instance.trained else ""
+    layout = f"{instance.layout()} on {len(instance.devices)}"
+    return f"{digest} {declared.head} {declared.dtype}{lora}{trained} {layout}"
+
+
+def lengths(graph: Graph, origin: Node, longest: int) -> str:
+    """The responses that a node makes: they depend on the weights, so on their path."""
+    path = graph.model(origin.model).path if origin.model is not None else ""
+    return joined("lengths", graph.name, origin.name, path, f"at most {longest}")

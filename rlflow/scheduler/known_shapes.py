@@ -1,0 +1,202 @@
+"""Widths of public models, as their `config.json` files say, and how many parameters follow.
+
+For plans of models that are not on this machine: `--model-shape qwen2.5-7b`. Knows no files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rlflow.errors import Finding, UsageError, near_names
+
+PREFIX = "shape:"
+QWEN_VOCAB, LLAMA_VOCAB = 151_936, 128_256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widths:
+    """The widths of a decoder with gated feed-forward layers and root-mean-square norms.
+
+    `tied` says whether the head is the embedding; `biases` whether the projections to queries,
+    keys and values have them; `head_norms` whether queries and keys are normed by head.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    context: int
+    tied: bool = False
+    biases: bool = False
+    head_norms: bool = False
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, and of the head where it is another matrix."""
+        return (1 if self.tied else 2) * self.vocab * self.hidden
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer: attention, feed-forward, biases and norms."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden * (2 * queries + 2 * keys)
+        biases = queries + 2 * keys if self.biases else 0
+        norms = 2 * self.hidden + (2 * self.head_dim if self.head_norms else 0)
+        return attention + biases + 3 * self.hidden * self.ffn + norms
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, those that are shared once, with the last norm."""
+        return self.layers * self.layer + self.embedding + self.hidden
+
+
+def _qwen25(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int = 152_064
+) -> Widths:
+    """Qwen2.5 (Yang et al. 2024): heads of 128 but in the smallest; tied up to 3B."""
+    return Widths(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        ffn=ffn,
+        vocab=vocab,
+        context=32_768,
+        tied=vocab == QWEN_VOCAB,
+        biases=True,
+    )
+
+
+def _qwen3(layers: int, hidden: int, heads: int, ffn: int, *, tied: bool = False) -> Widths:
+    """Qwen3, dense (Yang et al. 2025): 8 key-value heads, heads of 128, norms by head."""
+    return Widths(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=8,
+        head_dim=128,
+        ffn=ffn,
+        vocab=QWEN_VOCAB,
+        context=40_960,
+        tied=tied,
+        head_norms=True,
+    )
+
+
+def _llama(layers: int, hidden: int, heads: int, ffn: int, *, tied: bool = False) -> Widths:
+    """Llama 3.1 and 3.2 (Grattafiori et al. 2024): 8 key-value heads."""
+    return Widths(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=8,
+        head_dim=hidden // heads,
+        ffn=ffn,
+        vocab=LLAMA_VOCAB,
+        context=131_072,
+        tied=tied,
+    )
+
+
+_MISTRAL = Widths(
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    ffn=14_336,
+    vocab=32_768,
+    context=32_768,
+)
+_DISTILLED_1_5B = Widths(
+    layers=28,
+    hidden=1536,
+    heads=12,
+    kv_heads=2,
+    head_dim=128,
+    ffn=8960,
+    vocab=QWEN_VOCAB,
+    context=131_072,
+    biases=True,
+)
+
+KNOWN: dict[str, Widths] = {
+    "qwen2.5-0.5b": _qwen25(24, 896, 14, 2, 4864, QWEN_VOCAB),
+    "qwen2.5-1.5b": _qwen25(28, 1536, 12, 2, 8960, QWEN_VOCAB),
+    "qwen2.5-3b": _qwen25(36, 2048, 16, 2, 11_008, QWEN_VOCAB),
+    "qwen2.5-7b": _qwen25(28, 3584, 28, 4, 18_944),
+    "qwen2.5-14b": _qwen25(48, 5120, 40, 8, 13_824),
+    "qwen2.5-32b": _qwen25(64, 5120, 40, 8, 27_648),
+    "qwen2.5-72b": _qwen25(80, 8192, 64, 8, 29_568),
+    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied=True),
+    "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, tied=True),
+    "qwen3-4b": _qwen3(36, 2560, 32, 9728, tied=True),
+    "qwen3-8b": _qwen3(36, 4096, 32, 12_288),
+    "qwen3-14b": _qwen3(40, 5120, 40, 17_408),
+    "qwen3-32b": _qwen3(64, 5120, 64, 25_600),
+    "llama-3.1-8b": _llama(32, 4096, 32, 14_336),
+    "llama-3.1-70b": _llama(80, 8192, 64, 28_672),
+    "llama-3.2-1b": _llama(16, 2048, 32, 8192, tied=True),
+    "llama-3.2-3b": _llama(28, 3072, 24, 8192, tied=True),
+    "mistral-7b": _MISTRAL,
+    "deepseek-r1-distill-qwen-1.5b": _DISTILLED_1_5B,
+    "deepseek-r1-distill-qwen-7b": replace(_qwen25(28, 3584, 28, 4, 18_944), context=131_072),
+    "deepseek-r1-distill-qwen-14b": replace(_qwen25(48, 5120, 40, 8, 13_824), context=131_072),
+    "deepseek-r1-distill-qwen-32b": replace(_qwen25(64, 5120, 40, 8, 27_648), context=131_072),
+    "deepseek-r1-distill-llama-8b": _llama(32, 4096, 32, 14_336),
+    "deepseek-r1-distill-llama-70b": _llama(80, 8192, 64, 28_672),
+}
+
+
+def known_widths(name: str) -> Widths:
+    """The widths of a public model. Raises UsageError (E231) for a name that is not known."""
+    if name not in KNOWN:
+        raise UsageError(
+            Finding(
+                code="E231",
+                what=f"no model shape {name!r} is known",
+                expected=", ".join(KNOWN),
+                near=near_names(name, list(KNOWN)),
+            )
+        )
+    return KNOWN[name]
+
+
+def parse_model_shape(text: str, models: tuple[str, ...]) -> dict[str, str]:
+    """What `--model-shape` says, by model: one name for all, or `model=name` pairs.
+
+    `qwen2.5-7b,critic=qwen2.5-1.5b` gives the critic another shape than the rest. Raises
+    UsageError for a spelling, a model that the graph has not, a shape that is not known.
+    """
+    found: dict[str, str] = {}
+    rest: str | None = None
+    for part in text.split(","):
+        left, given, right = (word.strip() for word in part.partition("="))
+        if not left or (given and not right):
+            raise UsageError(
+                Finding(
+                    code="E233",
+                    what=f"--model-shape {text!r} is no shape, nor model=shape",
+                    fix="--model-shape qwen2.5-7b,critic=qwen2.5-1.5b",
+                )
+            )
+        known_widths(right or left)
+        if not given:
+            rest = left
+        elif left in models:
+            found[left] = right
+        else:
+            raise UsageError(
+                Finding(
+                    code="E232",
+                    what=f"--model-shape {text!r}: the graph has no model {left!r}",
+                    expected=", ".join(models),
+                    near=near_names(left, models),
+                )
+            )
+    others = {} if rest is None else dict.fromkeys(models, rest)
+    return others | found

@@ -1,0 +1,147 @@
+"""Sleeps and wakes as actions of a plan: their ids, places, reasons, and what waits for what.
+
+A sleep comes after the last use of its part; the first action that needs the room comes after
+it. A wake comes after the last one that does, and the next use after the wake. This file
+decides neither what moves nor when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rlflow.scheduler.context import Context
+from rlflow.scheduler.instants import leaving
+from rlflow.scheduler.paging import Trace
+from rlflow.scheduler.plan import Action, Cost, Dep, Mode, Part, Plan, Reason
+from rlflow.scheduler.prefetch import Nap, Spot, placed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A plan's cyclic trace, and the part and mode of each of its gaps."""
+
+    trace: Trace
+    parts: tuple[Part, ...]
+    modes: tuple[Mode, ...]
+
+
+def move_cost(context: Context, part: Part, mode: Mode) -> Cost:
+    """The cost of a sleep or wake: nothing is copied of what is discarded."""
+    moved = 0 if mode == "discard" else leaving(part) * len(part.devices)
+    return context.costs.copy(moved, len(part.devices))
+
+
+def with_moves(plan: Plan, traced: Traced, naps: Sequence[Nap], context: Context) -> Plan:
+    """The plan with a sleep and a wake for every nap, in its list and its dependencies."""
+    spots = placed(traced.trace, naps)
+    numbers: dict[tuple[str, bool], int] = {}
+    ids: dict[tuple[int, bool], str] = {}
+    for spot in spots:
+        part = traced.parts[spot.nap.gap].name
+        number = numbers[part, spot.wake] = numbers.get((part, spot.wake), 0) + 1
+        name = f"{'wake' if spot.wake else 'sleep'}:{part}" + (f"#{number}" if number > 1 else "")
+        ids[spot.nap.gap, spot.wake] = name
+    extra: dict[str, list[Dep]] = {}
+    made: dict[int, list[Action]] = {}
+    for spot in spots:
+        action = _action(plan, traced, spot, ids[spot.nap.gap, spot.wake], context)
+        made.setdefault(spot.slot, []).append(action)
+        for name, dep in _waits(plan, traced.trace, spot, action.id):
+            extra.setdefault(name, []).append(dep)
+    actions: list[Action] = []
+    for slot in range(len(plan.actions) + 1):
+        actions += [*made.get(slot, []), *plan.actions[slot : slot + 1]]
+    after = {a.id: tuple(dict.fromkeys((*a.after, *extra.get(a.id, ())))) for a in actions}
+    first = {str(a.part): a.kind for a in reversed(actions) if a.part is not None}
+    used = {name for a in actions for name in a.needs}
+    awake = tuple(p.name for p in plan.parts if p.name in used and first.get(p.name) != "wake")
+    return replace(
+        plan,
+        actions=tuple(replace(a, after=after[a.id]) for a in actions),
+        awake_at_start=awake,
+    )
+
+
+def _waits(plan: Plan, trace: Trace, spot: Spot, move: str) -> list[tuple[str, Dep]]:
+    """Who waits for what because of a move: (action, dependency)."""
+    gap, nap = trace.gaps[spot.nap.gap], spot.nap
+    actions, found = plan.actions, []
+    edges: dict[int, None] = {}
+    for ring in gap.rings:
+        here = set(trace.rings[ring].places)
+        places = [place for place in nap.places if place in here]
+        edges |= dict.fromkeys(places[-1:] if spot.wake else places[:1])
+    if spot.wake:
+        for place in edges:
+            found.append((move, _dep(actions[place].id, int(place >= spot.slot))))
+        found.append((actions[gap.until].id, _dep(move, int(gap.until < spot.slot))))
+    else:
+        found.append((move, _dep(actions[gap.since].id, 0)))
+        for place in edges:
+            found.append((actions[place].id, _dep(move, int(place < spot.slot))))
+    return found
+
+
+def _dep(action: str, distance: int) -> Dep:
+    return Dep(action=action, distance=distance, kind="order")
+
+
+def _action(plan: Plan, traced: Traced, spot: Spot, name: str, context: Context) -> Action:
+    part, mode = traced.parts[spot.nap.gap], traced.modes[spot.nap.gap]
+    text = _why_wake(plan, traced, spot.nap) if spot.wake else _why_sleep(plan, traced, spot.nap)
+    return Action(
+        id=name,
+        kind="wake" if spot.wake else "sleep",
+        reason=Reason(rule="needed" if spot.wake else "memory", text=text),
+        devices=part.devices,
+        pool=plan.instance(part.instance).pool,
+        instance=part.instance,
+        part=part.name,
+        mode=mode,
+        cost=move_cost(context, part, mode),
+    )
+
+
+def _why_wake(plan: Plan, traced: Traced, nap: Nap) -> str:
+    """Who needs the part, and what runs while it returns."""
+    gap, part = traced.trace.gaps[nap.gap], traced.parts[nap.gap]
+    text = f"needed by {plan.actions[gap.until].id}"
+    if traced.modes[nap.gap] == "discard":
+        maker = "each step makes it anew" if part.kind == "gradients" else "the reshard fills it"
+        return f"{text}: allocated, {maker}"
+    beside = _running(plan, nap.behind)
+    return f"{text}; returns while {beside}" if beside else f"{text}; nothing runs beside it"
+
+
+def _why_sleep(plan: Plan, traced: Traced, nap: Nap) -> str:
+    """For whom it makes room, why it is the one that leaves, and what runs while it does."""
+    part = traced.parts[nap.gap]
+    text = f"makes room for {plan.actions[nap.places[0]].id}; "
+    if part.kind == "gradients":
+        return text + "of no use after an update"
+    if traced.modes[nap.gap] == "discard":
+        return text + "overwritten before it is read"
+    text += "farthest next use" if _farthest(traced.trace, nap) else "fewest bytes to move"
+    beside = _running(plan, nap.before)
+    return f"{text}; leaves while {beside}" if beside else text
+
+
+def _farthest(trace: Trace, nap: Nap) -> bool:
+    """Whether no other part that could leave is used later than this one."""
+    place, length = nap.places[0], trace.length
+    own = set(trace.gaps[nap.gap].rings)
+    ahead = {
+        (gap.until - place) % length
+        for gap in trace.gaps
+        if own.intersection(gap.rings) and gap.covers(place, length)
+    }
+    return max(ahead) == (trace.gaps[nap.gap].until - place) % length
+
+
+def _running(plan: Plan, places: Sequence[int]) -> str:
+    """`a runs`, `a and b run`, `a to c run`; empty without places."""
+    names = [plan.actions[place].id for place in places]
+    if len(names) > 2:
+        return f"{names[0]} to {names[-1]} run"
+    return " and ".join(names) + (" runs" if len(names) == 1 else " run") if names else ""

@@ -1,0 +1,266 @@
+"""From what happened in a run to what is kept of it: medians per kind of work.
+
+Reads spans by their plan: which instance waited for which, and from when on it could have been
+started. Knows neither files nor how spans were written.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Protocol
+
+from rlflow.scheduler import keys
+from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.measured import Origin, Sample, Setting
+from rlflow.scheduler.plan import Action, Cost, Plan
+from rlflow.scheduler.spreads import Place, num_parts
+
+LEAST_ITERATIONS = 3
+
+Found = tuple[str, Setting, Sample]
+
+
+class Seen(Protocol):
+    """A measured action instance; seconds on one clock."""
+
+    @property
+    def action(self) -> str:
+        """The id of the action."""
+
+    @property
+    def iteration(self) -> int:
+        """Which iteration it worked on."""
+
+    @property
+    def start(self) -> float:
+        """When it began."""
+
+    @property
+    def end(self) -> float:
+        """When it ended."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The iterations of a run that count: from `first` on, before `end`; `begun` is its first."""
+
+    begun: int
+    first: int
+    end: int
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds that instances of one kind of work took, and waited although they could start."""
+
+    seconds: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+
+
+def window(spans: Sequence[Seen], begun: int) -> Window:
+    """The iterations of the session that began with `begun`, the first left out as warm-up.
+
+    The iteration past the last, in which closing actions run, is none of them.
+    """
+    present = Counter(span.iteration for span in spans if span.iteration >= begun)
+    usual = max(present.values(), default=0)
+    full = (number for number, count in present.items() if 2 * count > usual)
+    return Window(begun=begun, first=begun + 1, end=max(full, default=begun - 1) + 1)
+
+
+def samples(
+    plan: Plan,
+    costs: Costs,
+    spans: Sequence[Seen],
+    figures: Iterable[tuple[int, Mapping[str, float]]],
+    *,
+    begun: int,
+    origin: Origin,
+) -> list[Found]:
+    """What is kept of a run: seconds and waits of every kind of work, waits of all, lengths.
+
+    `figures` are the metrics by iteration. Spans of other plans, which an earlier session of the
+    run may have left, do not count. Empty where the run had too few iterations.
+    """
+    known = {action.id for action in plan.actions}
+    spans = [span for span in spans if span.action in known]
+    seen = window(spans, begun)
+    if seen.end - seen.begun < LEAST_ITERATIONS:
+        return []
+    by_key: dict[str, Times] = {}
+    by_action: dict[str, list[Seen]] = defaultdict(list)
+    for span in spans:
+        if span.ok and span.iteration >= seen.first:
+            by_action[span.action].append(span)
+    waited = waits(plan, spans, seen)
+    for action in plan.actions:
+        key = key_of(plan, costs, action)
+        if key is None:
+            continue
+        times = by_key.setdefault(key, Times())
+        for span in by_action[action.id]:
+            times.seconds.append(span.end - span.start)
+            wait = waited.get((span.action, span.iteration))
+            times.waits += [] if wait is None else [wait]
+    every = list(waited.values())
+    setting, dispatch = costs.setting, median(every) if every else 0.0
+    found = [
+        (
+            key,
+            setting,
+            Sample(
+                origin,
+                len(times.seconds),
+                median(times.seconds),
+                median(times.waits) if times.waits else dispatch,
+            ),
+        )
+        for key, times in by_key.items()
+        if times.seconds
+    ]
+    if every:
+        found.append((costs.dispatch_key(), setting, Sample(origin, len(every), 0.0, dispatch)))
+    return [*found, *_lengths(plan, costs, list(figures), seen, origin)]
+
+
+def key_of(plan: Plan, costs: Costs, action: Action) -> str | None:
+    """Under what an action is measured; None for a copy of an unknown size."""
+    if action.kind == "run":
+        node, chunks = plan.graph.node(str(action.node)), action.chunk
+        instance = plan.instance(action.instance) if action.instance else None
+        count = 1 if chunks is None else chunks.count
+        return costs.run_key(node, instance, parts_of(plan, action), count)
+    if action.cost.moved is None:
+        return None
+    to_host = action.kind in ("sleep", "wake")
+    return costs.copy_key(action.cost.moved, _lanes(plan, action), to_host=to_host)
+
+
+def estimate(plan: Plan, costs: Costs, action: Action) -> Cost:
+    """What an action would be estimated at by other costs than those of its plan."""
+    if action.kind == "run":
+        node, chunks = plan.graph.node(str(action.node)), action.chunk
+        instance = plan.instance(action.instance) if action.instance else None
+        count = 1 if chunks is None else chunks.count
+        return costs.run(node, instance, parts_of(plan, action), count)
+    lanes = _lanes(plan, action)
+    return costs.copy(action.cost.moved, lanes, devices=action.devices, kind=action.kind)
+
+
+def parts_of(plan: Plan, action: Action) -> int:
+    """In how many parts the work of a run is done."""
+    instance = plan.instance(action.instance) if action.instance else None
+    place = Place(pool=action.pool, devices=action.devices, instance=instance)
+    return num_parts(plan.graph.node(str(action.node)), place, action.takes, action.makes)
+
+
+def _lanes(plan: Plan, action: Action) -> int:
+    """The devices that copy side by side, as the passes count them."""
+    if action.kind == "transfer":
+        return 1
+    if action.kind == "reshard":
+        return len({device for name in action.targets for device in plan.instance(name).devices})
+    return len(action.devices)
+
+
+def waits(plan: Plan, spans: Sequence[Seen], seen: Window) -> dict[tuple[str, int], float]:
+    """Seconds from when an instance could start to when it did, by action and iteration.
+
+    It can start when all that it comes after is over; what is not due is over when what that
+    comes after is.
+    """
+    ends = {(span.action, span.iteration): span.end for span in spans if span.ok}
+    over: dict[tuple[str, int], float | None] = {}
+    found = {}
+    for span in spans:
+        if not span.ok or not seen.first <= span.iteration < seen.end:
+            continue
+        ready = _ready(plan, plan.action(span.action), span.iteration, ends, over, seen)
+        if ready is not None:
+            found[span.action, span.iteration] = max(span.start - ready, 0.0)
+    return found
+
+
+def _ready(
+    plan: Plan,
+    action: Action,
+    iteration: int,
+    ends: Mapping[tuple[str, int], float],
+    over: dict[tuple[str, int], float | None],
+    seen: Window,
+) -> float | None:
+    """When all that an instance comes after was over; None where that is not known."""
+    latest: float | None = None
+    for dep in action.after:
+        before = plan.action(dep.action)
+        at = iteration - action.ahead - dep.distance + before.ahead
+        end = _over(plan, before, at, ends, over, seen)
+        if end is not None and (latest is None or end > latest):
+            latest = end
+    return latest
+
+
+def _over(
+    plan: Plan,
+    action: Action,
+    iteration: int,
+    ends: Mapping[tuple[str, int], float],
+    over: dict[tuple[str, int], float | None],
+    seen: Window,
+) -> float | None:
+    """When an instance was over; one that was not due, when what it comes after was."""
+    key = (action.id, iteration)
+    if key in ends:
+        return ends[key]
+    if iteration < seen.begun:
+        return None
+    if key not in over:
+        over[key] = None
+        over[key] = _ready(plan, action, iteration, ends, over, seen)
+    return over[key]
+
+
+def _lengths(
+    plan: Plan,
+    costs: Costs,
+    figures: Sequence[tuple[int, Mapping[str, float]]],
+    seen: Window,
+    origin: Origin,
+) -> list[Found]:
+    """The mean length of each rollout's responses, and that of the longest of an iteration."""
+    found = []
+    for node in plan.graph.nodes:
+        if node.op.name != "rollout":
+            continue
+        rows = [
+            (values[f"{node.name}/length"], values[f"{node.name}/length_max"])
+            for iteration, values in figures
+            if iteration >= seen.first
+            and {f"{node.name}/length", f"{node.name}/length_max"} <= values.keys()
+        ]
+        if rows:
+            _, longest = costs.tokens(node)
+            mean, most = fmean(row[0] for row in rows), fmean(row[1] for row in rows)
+            sample = Sample(origin, len(rows), 0.0, 0.0, mean, most)
+            found.append((keys.lengths(costs.graph, node, longest), costs.setting, sample))
+    return found
+
+
+def period_of(spans: Sequence[Seen], begun: int) -> float | None:
+    """The median seconds from the end of one iteration to that of the next; None for too few."""
+    seen = window(spans, begun)
+    ends: dict[int, float] = {}
+    for span in spans:
+        if seen.first - 1 <= span.iteration < seen.end:
+            ends[span.iteration] = max(span.end, ends.get(span.iteration, 0.0))
+    ordered = [ends[number] for number in sorted(ends)]
+    between = [after - before for before, after in itertools.pairwise(ordered)]
+    return median(between) if between else None

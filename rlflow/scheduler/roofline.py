@@ -1,0 +1,256 @@
+"""Seconds and bytes of forwards, updates and rollouts of one model on the ranks that share it.
+
+The larger of compute time and memory time (Williams et al. 2009), no less than the launches
+of the kernels, and beside it what ranks send each other. Knows no graph and no plan.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rlflow.scheduler.collectives import ALONE, Group
+from rlflow.scheduler.hardware import Kind
+from rlflow.scheduler.lengths import Lengths, stages
+from rlflow.scheduler.shapes import Shape
+
+COMPUTE_SHARE = 0.4
+KERNELS_PER_LAYER = 12
+BESIDE_LAYERS = 2
+MICRO_TOKENS = 32_768
+FULL_BYTES = 4
+LAYERS_GATHERED = 2
+SCORE_BYTES = 8
+
+Holds = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Rows of one part: `rows` of `prompts` prompts of `prompt` tokens, responses as `lengths`.
+
+    `peers` parts end together. Rows of a prompt share it.
+    """
+
+    rows: float
+    prompts: float
+    prompt: int
+    lengths: Lengths
+    peers: int = 1
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that a forward sees, in expectation."""
+        return self.prompts * self.prompt + self.rows * self.lengths.mean
+
+    @property
+    def most_tokens(self) -> float:
+        """Tokens that a forward sees at the most."""
+        return self.prompts * self.prompt + self.rows * self.lengths.longest
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row."""
+        return self.prompt + self.lengths.longest
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of a token and one that it attends to, in expectation."""
+        mean = self.lengths.mean
+        of_responses = self.rows * mean * (self.prompt + mean / 2)
+        return self.prompts * self.prompt**2 / 2 + of_responses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """One model on its ranks: `tp` of them share each layer, `fsdp` the parameters.
+
+    `size` is bytes of a number; `predicts` says whether there is a head over the vocabulary;
+    `gathers` whether parameters have to be made whole before a layer computes; `streamed`
+    whether layers come from the host.
+    """
+
+    kind: Kind
+    shape: Shape
+    size: int
+    predicts: bool = True
+    gathers: bool = False
+    streamed: bool = False
+    tp: Group = ALONE
+    fsdp: Group = ALONE
+    replicas: Group = ALONE
+
+    @property
+    def weights(self) -> float:
+        """Bytes of the parameters that a rank computes with."""
+        return self.shape.parameters * self.size / self.tp.ranks
+
+    @property
+    def overhead(self) -> float:
+        """Seconds to launch the kernels of one pass over all layers."""
+        return (self.shape.layers + BESIDE_LAYERS) * KERNELS_PER_LAYER * self.kind.launch
+
+    def computed(self, tokens: float, predictions: float, pairs: float) -> float:
+        """Seconds of the products of a forward: 2 flop a parameter and token, 4 a pair and width.
+
+        The embedding is looked up; the head computes for predictions alone.
+        """
+        shape = self.shape
+        body = max(shape.parameters - shape.embedding, 0)
+        head = shape.vocab * shape.hidden if self.predicts else 0
+        attention = 4 * pairs * shape.layers * shape.heads * shape.head_dim
+        flops = 2 * body * tokens + 2 * head * predictions + attention
+        return flops / (self.kind.rate(self.size) * COMPUTE_SHARE * self.tp.ranks)
+
+    def read(self, size: float) -> float:
+        """Seconds to read bytes from a device's memory."""
+        return size / (self.kind.bandwidth * self.kind.reached)
+
+    def brought(self) -> float:
+        """Seconds to bring every layer from the host once."""
+        if not self.streamed:
+            return 0.0
+        return self.weights / (self.kind.host_link * self.kind.reached)
+
+    def launched(self, seconds: float) -> float:
+        """A pass with its launches: a device runs while kernels are launched, a CPU does both."""
+        if self.kind.name == "cpu":
+            return seconds + self.overhead
+        return max(seconds, self.overhead)
+
+    def agreed(self, tokens: float) -> float:
+        """Seconds of the two all-reduces a layer by which `tp` ranks add up their shares."""
+        summed = self.tp.all_reduce(tokens * self.shape.hidden * self.size)
+        return 2 * self.shape.layers * summed
+
+    def gathered(self) -> float:
+        """Seconds until all layers have been whole once: an all-gather each."""
+        layers = self.shape.layers + 1
+        return layers * self.fsdp.all_gather(self.weights / layers)
+
+    def beside(self, computed: float, sent: float) -> float:
+        """Computing while the next layer's parameters come; on a CPU one after the other."""
+        return computed + sent if self.kind.name == "cpu" else max(computed, sent)
+
+    def passes(self, load: Load) -> int:
+        """Micro-batches that rows are cut into."""
+        return max(1, math.ceil(load.tokens / max(MICRO_TOKENS, load.longest_row)))
+
+    def forward(self, load: Load) -> float:
+        """Seconds of a forward over the rows of a part."""
+        count, predictions = self.passes(load), load.rows * load.lengths.mean
+        computed = self.computed(load.tokens, predictions, load.pairs)
+        one = self.launched(max(computed / count, self.read(self.weights), self.brought()))
+        return count * self.beside(one, self.gathered()) + self.agreed(load.tokens)
+
+    def update(self, load: Load, trained: float, *, recompute: bool) -> float:
+        """Seconds of one optimizer step on the rows of a part.
+
+        A backward computes twice as much as a forward and gathers again; recomputing adds a
+        forward (Chen et al. 2016). Gradients are summed in every pass over `fsdp`, in the last
+        one over replicas, `trained` bytes a rank. The step itself reads and writes what it keeps.
+        """
+        count, predictions = self.passes(load), load.rows * load.lengths.mean
+        times = 4 if recompute else 3
+        computed = times * self.computed(load.tokens, predictions, load.pairs) / count
+        one = self.launched(max(computed, times * self.read(self.weights)))
+        layers = self.shape.layers + 1
+        summed = layers * self.fsdp.reduce_scatter(trained / layers)
+        sent = 2 * self.gathered() + summed
+        agreed = (times - 1) * self.agreed(load.tokens)
+        return count * self.beside(one, sent) + agreed + self.replicas.all_reduce(trained)
+
+    def step(self, trained: float) -> float:
+        """Seconds of AdamW on `trained` parameters: each read and written, with its moments.
+
+        Weights and two moments are read and written, the gradient is read, as float32 or wider;
+        the gradient is read once more for its norm.
+        """
+        return self.read(8 * max(self.size, FULL_BYTES) * trained)
+
+    def rollout(self, load: Load) -> float:
+        """Seconds to prefill the prompts and decode until the longest of all rows has ended.
+
+        A step computes for the rows that are left, reads the weights and their keys and values.
+        """
+        prompt = load.prompts * load.prompt
+        pairs = load.prompts * load.prompt**2 / 2
+        prefill = self.launched(
+            max(self.computed(prompt, load.prompts, pairs), self.read(self.weights), self.brought())
+        )
+        total = self.agreed(prompt) + prefill + (self.gathered() if self.gathers else 0.0)
+        for stage in stages(load.lengths, load.rows, load.peers):
+            context = load.prompt + stage.start + stage.tokens / 2
+            step = self.decode(stage.live, context)
+            total += stage.tokens * stage.goes_on * step
+        return total
+
+    def decode(self, rows: float, context: float) -> float:
+        """Seconds of one token for each of `rows` rows that have seen `context` tokens."""
+        computed = self.computed(rows, rows, rows * context)
+        read = self.read(self.weights + rows * context * self.cache_bytes)
+        seconds = self.launched(max(computed, read, self.brought()))
+        return seconds + self.agreed(rows)
+
+    @property
+    def cache_bytes(self) -> float:
+        """Bytes of keys and values of one token on each rank."""
+        width = self.shape.kv_heads * self.shape.head_dim
+        return 2 * self.shape.layers * width * self.size / self.tp.ranks
+
+    @property
+    def kept(self) -> float:
+        """Bytes that one layer keeps of a token for its backward.
+
+        In and out of two norms; queries, keys, values and what attention makes of them; gate,
+        up, the gate's unit and their product (Korthikanti et al. 2022, for gated layers). The
+        first are on every rank whole.
+        """
+        shape = self.shape
+        heads = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+        cut = heads + 4 * shape.ffn
+        return (4 * shape.hidden + cut / self.tp.ranks) * self.size
+
+    def scores(self, predictions: float) -> int:
+        """Bytes of logits and of their float32 log-probs, before and after the temperature."""
+        if not self.predicts:
+            return 0
+        return int(predictions * self.shape.vocab * (self.size + SCORE_BYTES))
+
+    def held_whole(self) -> int:
+        """Bytes of parameters made whole for a pass: embedding, head, and two layers."""
+        if not self.gathers:
+            return 0
+        count = self.shape.embedding + LAYERS_GATHERED * self.shape.layer
+        return int(min(count, self.shape.parameters) * self.size / self.tp.ranks)
+
+    def pass_holds(self, load: Load, *, train: bool, recompute: bool) -> Holds:
+        """What a forward, or a forward and a backward, of one micro-batch holds at the most."""
+        tokens = min(load.most_tokens, max(MICRO_TOKENS, load.longest_row))
+        predictions = min(load.rows * load.lengths.longest, tokens)
+        layers = self.shape.layers if train and not recompute else 1
+        activations = layers * self.kept * tokens
+        if recompute and train:
+            activations += self.shape.layers * self.shape.hidden * self.size * tokens
+        whole = self.held_whole()
+        return _largest_first(
+            ("activations", int(activations)),
+            ("logits", self.scores(predictions)),
+            ("gathered weights", 2 * whole if train else whole),
+        )
+
+    def rollout_holds(self, load: Load) -> Holds:
+        """What a rollout holds with every row at its longest."""
+        cache = load.rows * load.longest_row * self.cache_bytes
+        activations = self.kept * max(load.prompts * load.prompt, load.rows)
+        return _largest_first(
+            ("KV cache", int(cache)),
+            ("activations", int(activations)),
+            ("logits", self.scores(load.rows)),
+            ("gathered weights", int(self.weights) if self.gathers else 0),
+        )
+
+
+def _largest_first(*parts: tuple[str, int]) -> Holds:
+    """The parts that hold anything, the largest first."""
+    return tuple(sorted((part for part in parts if part[1]), key=lambda part: -part[1]))

@@ -1,0 +1,155 @@
+"""A plan read back from the JSON that `plan -o` writes: what can be compared, not what can be run.
+
+The graph comes back as data, with ops that have no body. A file whose content does not
+give the hash that it states is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlflow.errors import Finding, UsageError
+from rlflow.graph.fields import Field
+from rlflow.graph.graph import Binding, Graph, Node
+from rlflow.graph.model import Model
+from rlflow.graph.op import Op
+from rlflow.scheduler.plan import Action, Instance, Note, Part, Plan, Timing
+
+T = TypeVar("T")
+UNITED = (typing.Union, types.UnionType)
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a file. Raises UsageError where it cannot be read, or is not a whole plan."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        plan = plan_from_json(document)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(_not_a_plan(path, _said(error))) from error
+    if plan.hash != document.get("hash"):
+        got = f"it states the hash {str(document.get('hash'))[:8]}, its content has {plan.hash[:8]}"
+        raise UsageError(_not_a_plan(path, got))
+    return plan
+
+
+def _said(error: Exception) -> str:
+    """What an error says, in words of a file rather than of a program."""
+    if isinstance(error, OSError):
+        return str(error.strerror)
+    return f"no {error} in it" if isinstance(error, KeyError) else str(error)
+
+
+def _not_a_plan(path: Path, got: str) -> Finding:
+    return Finding(
+        code="E237",
+        what=f"{path} is not a saved plan of this version",
+        got=got,
+        expected="what `rlflow plan -o` wrote, unchanged",
+        fix="rlflow plan PIPELINE --placement NAME -o plan.json",
+    )
+
+
+def plan_from_json(document: Mapping[str, Any]) -> Plan:
+    """The plan of which `document` is the JSON, with its graph under `declared`.
+
+    Pools are in the order of their devices. Raises KeyError, TypeError or ValueError for
+    data of another form.
+    """
+    pools = {name: tuple(devices) for name, devices in document["pools"].items()}
+    return Plan(
+        graph=graph_from_json(document["declared"]),
+        placement=document["placement"],
+        cluster=document["cluster"],
+        budgets={int(device): size for device, size in document["budgets"].items()},
+        backend=document["backend"],
+        staleness=document["staleness"],
+        pools=dict(sorted(pools.items(), key=lambda item: (item[1], item[0]))),
+        hosts=document["hosts"],
+        instances=_built(tuple[Instance, ...], document["instances"]),
+        parts=_built(tuple[Part, ...], document["parts"]),
+        actions=_built(tuple[Action, ...], document["actions"]),
+        awake_at_start=tuple(document["awake_at_start"]),
+        peaks={int(device): peak for device, peak in document["peaks"].items()},
+        notes=_built(tuple[Note, ...], document["notes"]),
+        timing=_built(Timing | None, document["timing"]),
+    )
+
+
+def _built(kind: Any, value: Any) -> Any:
+    """A value of the type that an annotation names, from plain data."""
+    if is_dataclass(kind) and isinstance(kind, type):
+        hints = typing.get_type_hints(kind)
+        unknown = set(value) - {each.name for each in fields(kind)}
+        if unknown:
+            raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
+        return kind(**{name: _built(hints[name], held) for name, held in value.items()})
+    origin, given = typing.get_origin(kind), typing.get_args(kind)
+    if origin in UNITED:
+        rest = [each for each in given if each is not type(None)]
+        return None if value is None else _built(rest[0], value)
+    if origin is tuple:
+        if len(given) == 2 and given[1] is Ellipsis:
+            return tuple(_built(given[0], each) for each in value)
+        return tuple(_built(each, held) for each, held in zip(given, value, strict=True))
+    return value
+
+
+def graph_from_json(document: Mapping[str, Any]) -> Graph:
+    """The graph of which `document` is the JSON; its ops have neither a body nor options."""
+    return Graph(
+        name=document["name"],
+        nodes=tuple(_node(node, _sources(document, node["name"])) for node in document["nodes"]),
+        models=tuple(_model(model) for model in document["models"]),
+        staleness=document["staleness"],
+    )
+
+
+def _model(document: Mapping[str, Any]) -> Model:
+    options = {key: value for key, value in document.items() if key not in ("name", "path")}
+    return Model(document["name"], document["path"], **options)
+
+
+def _sources(graph: Mapping[str, Any], node: str) -> list[str]:
+    """The nodes that feed a node, in the order of its edges."""
+    edges: Sequence[Mapping[str, Any]] = graph["edges"]
+    return [edge["source"] for edge in edges if edge["target"] == node and edge["kind"] == "data"]
+
+
+def _node(document: Mapping[str, Any], sources: list[str]) -> Node:
+    bindings = []
+    for name, reference in document["inputs"].items():
+        source, _, field = reference.rpartition(".")
+        made = Field(name=field, dtype="float32", level="row")
+        bindings.append(Binding(name=name, source=source, field=made))
+    bindings.sort(key=lambda binding: (sources.index(binding.source), binding.name))
+    op = Op(
+        name=document["op"],
+        body="",
+        inputs=(),
+        outputs=tuple(_field(text) for text in document["outputs"]),
+        per=document["per"],
+        use=document["use"],
+    )
+    return Node(
+        name=document["name"],
+        op=op,
+        inputs=tuple(bindings),
+        params=tuple(document["params"].items()),
+        model=document["model"],
+        every=document["every"],
+    )
+
+
+def _field(text: str) -> Field:
+    """A field from its printed form: `response_tokens:int64[token|response_mask]`."""
+    name, _, rest = text.partition(":")
+    dtype, _, level = rest.rstrip("]").partition("[")
+    level, _, mask = level.partition("|")
+    kinds: Any = {"dtype": dtype, "level": level}
+    return Field(name=name, mask=mask or None, **kinds)

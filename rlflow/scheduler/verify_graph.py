@@ -1,0 +1,62 @@
+"""A rule of the verifier: work that the graph leaves out is not missed by what it keeps.
+
+Knows the graph and what ops declare; shares no code with the passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlflow.graph.graph import Graph, Node
+from rlflow.scheduler.facts import Facts
+
+
+def shared_work_is_exact(facts: Facts) -> Iterator[str]:
+    """Who computes for several, for another model or without old log-probs can do so exactly."""
+    graph = facts.plan.graph
+    for node in graph.nodes:
+        params = dict(node.params)
+        if params.get("adapters") == "off" and node.op.use is not None:
+            yield from _base_is_there(graph, node)
+        if node.op.name == "log_probs" and node.op.use == "forward":
+            yield from _outputs_are_told_apart(node)
+        if node.op.use == "train" and "old" in params:
+            yield from _old_policy_is_known(graph, node)
+
+
+def _base_is_there(graph: Graph, node: Node) -> Iterator[str]:
+    """Weights below adapters are as they were loaded; a value head is not, nor random weights."""
+    model = next((m for m in graph.models if m.name == node.model), None)
+    if model is None or model.lora is None or node.op.use != "forward":
+        yield f"{node.name} computes without adapters, {node.model} has none"
+    elif (model.head, model.init) != ("lm", "pretrained"):
+        yield f"{node.name} computes without adapters, and {model.name} trains more than those"
+
+
+def _outputs_are_told_apart(node: Node) -> Iterator[str]:
+    names = [made.name for made in node.op.outputs]
+    temperature = node.param("temperature")
+    count = len(temperature) if isinstance(temperature, tuple) else 1
+    if len(set(names)) < len(names) or len(names) != count:
+        yield f"{node.name} makes {', '.join(names)} at {count} temperatures"
+
+
+def _old_policy_is_known(graph: Graph, node: Node) -> Iterator[str]:
+    """Log-probs named by the loss are read; left unread, the update begins with the old policy."""
+    params, read = dict(node.params), {bound.name for bound in node.inputs}
+    wanted = {"recomputed": "old_log_probs", "rollout": "rollout_log_probs"}.get(params["old"])
+    if wanted and wanted not in read:
+        yield f"{node.name} compares with {wanted}, which it does not read"
+    unread = any(declined.field == "old_log_probs" for declined in node.declined)
+    chosen = getattr(params["loss"], "old", None) == "auto" and params["old"] == "current"
+    if not (unread and chosen):
+        return
+    if params["epochs"] * params["mini_batches"] > 1:
+        yield f"{node.name} makes several steps and reads no log-probs from before the first"
+    writers = [other.name for other in graph.nodes if other.model == node.model]
+    writers = [name for name in writers if graph.node(name).op.use == "train"]
+    if writers[0] != node.name:
+        yield f"{node.name} reads no old log-probs, and {writers[0]} changes {node.model} before it"
+    origin = graph.node(node.rows_of) if node.rows_of else node
+    if origin.op.use == "rollout" and graph.lag(origin):
+        yield f"{node.name} reads no old log-probs, and its samples come from older weights"

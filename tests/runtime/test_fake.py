@@ -1,0 +1,157 @@
+"""Plans on the virtual clock: in every interleaving the invariants hold, whatever fails.
+
+A seed chooses the plan, the latencies, the barriers and what fails. `RLFLOW_SEEDS=20000` tries
+more of them, `RLFLOW_SEED=17` that one alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from rlflow.commands import Target, declare
+from rlflow.errors import PlanError
+from rlflow.runtime.executor import Executor
+from rlflow.runtime.fake import FakeBackend, FakeError, random_seconds
+from rlflow.runtime.monitor import Monitor
+from rlflow.scheduler.cluster import cpu_cluster
+from rlflow.scheduler.compile import compile_plan
+from tests.runtime.kernels import lagging, sleeping
+from tests.scheduler.examples import EXAMPLES
+from tests.scheduler.strategies import CONFIGS, PLENTY
+
+ROOT = Path(__file__).parents[2]
+SEEDS = int(os.environ.get("RLFLOW_SEEDS", "1000"))
+CHUNKS = 5
+LOCAL, RAY, BOTH = ("local",), ("ray",), ("local", "ray")
+MODES = ((0, 1, BOTH), (0, 4, RAY), (1, 1, LOCAL), (1, 3, RAY), (2, 2, BOTH), (3, 1, LOCAL))
+PIPELINES = ("grpo_arithmetic", "ppo_arithmetic")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def models(tmp_path_factory):
+    """A working directory with the models that the examples declare."""
+    home = tmp_path_factory.mktemp("fake")
+    for name, config in CONFIGS.items():
+        folder = home / "models" / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        patch.setenv("HF_HUB_CACHE", str(home / "hub"))
+        yield home
+
+
+@cache
+def plans():
+    """Name and plan of the examples, and of the pipelines in every mode that compiles."""
+    found = [(name, plan) for name, make in EXAMPLES.items() for plan in made(make)]
+    found += [(f"lagging {lag}", lagging(lag)) for lag in range(4)]
+    found.append(("sleeping", sleeping()))
+    for name in PIPELINES:
+        file = str(ROOT / "pipelines" / f"{name}.py")
+        settings = ("eval_every=3",) if name.startswith("grpo") else ("eval_every=2",)
+        declared = declare(Target(pipeline=file, settings=settings))
+        for title, placement in declared.pipeline.placements.items():
+            for staleness, stream, backends in MODES:
+                mode = placement.model_copy(update={"staleness": staleness, "stream": stream})
+                for backend in backends:
+                    label = f"{name} {title} staleness={staleness} stream={stream} {backend}"
+                    found += [(label, plan) for plan in compiled(declared, mode, backend)]
+    return found
+
+
+def made(make):
+    """The plan of an example, nothing where it is refused."""
+    try:
+        return [make().plan]
+    except PlanError:
+        return []
+
+
+def compiled(declared, placement, backend):
+    """The plan with plenty of memory and one with four fifths of it, where they are not refused."""
+    count, found = placement.num_devices(), []
+    memory = PLENTY
+    for _ in range(2):
+        try:
+            near = declared.pipeline.path
+            devices = cpu_cluster(count, threads=1, memory=memory)
+            options = {"near": near, "backend": backend, "verified": False}
+            plan = compile_plan(declared.graph, placement, devices, **options).plan
+        except PlanError:
+            break
+        found.append(plan)
+        memory = int(0.8 * max(size for device, size in plan.peaks.items() if device >= 0))
+    return found
+
+
+def run(plan, seconds, *, start=0, end, barrier, fails=()):
+    """The monitor and the backend of a run; what it raises is raised."""
+    backend = FakeBackend(seconds=seconds, fails=fails)
+    monitor = Monitor(plan, start=start, end=end, barrier=barrier)
+    events = backend.events
+    executor = Executor(
+        plan, backend, monitor, start=start, end=end, barrier=barrier, events=events
+    )
+    try:
+        executor.run()
+    except FakeError:
+        assert [] == backend.running
+        return monitor, backend
+    monitor.finish()
+    return monitor, backend
+
+
+def outcome(plan, monitor, start=0):
+    """What was computed from which weights: each run with its iteration and versions."""
+    kinds = {action.id: action.kind for action in plan.actions}
+    return Counter(entry for entry in monitor.log if kinds[entry[0]] == "run" and entry[1] >= start)
+
+
+@cache
+def expected(index, end, barrier):
+    """What a plan of `plans` computes, at even latencies."""
+    plan = plans()[index][1]
+    return outcome(plan, run(plan, lambda action, iteration: 1.0, end=end, barrier=barrier)[0])
+
+
+def check(index, seed):
+    """What a seed tries on a plan: other latencies compute the same; so does a run that resumes."""
+    random = Random(seed)
+    plan = plans()[index][1]
+    end = random.randint(1, 5)
+    barrier = random.randint(1, end + 1)
+    whole, _ = run(plan, random_seconds(seed), end=end, barrier=barrier)
+    assert expected(index, end, barrier) == outcome(plan, whole)
+    if seed % 5:
+        return
+    victim = random.choice(whole.log)[:2]
+    broken, backend = run(plan, random_seconds(seed), end=end, barrier=barrier, fails={victim})
+    assert backend.failed
+    done = broken.reported
+    saved = min(done if done >= end else done // barrier * barrier, end)
+    resumed, _ = run(plan, random_seconds(-seed), start=saved, end=end, barrier=barrier)
+    assert outcome(plan, whole, saved) == outcome(plan, resumed, saved)
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_every_seed_keeps_the_invariants_fails_cleanly_and_resumes(chunk):
+    alone = os.environ.get("RLFLOW_SEED")
+    seeds = [int(alone)] if alone else range(chunk, SEEDS, CHUNKS)
+    for seed in seeds:
+        index = seed % len(plans())
+        try:
+            check(index, seed)
+        except (AssertionError, RuntimeError) as error:
+            pytest.fail(
+                f"seed {seed}, plan {plans()[index][0]}: {error}\n"
+                f"  again: RLFLOW_SEED={seed} pytest tests/runtime/test_fake.py",
+                pytrace=False,
+            )

@@ -1,0 +1,213 @@
+"""Estimates of nodes and copies: chunks, kinds, links, buckets, and what holds memory."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+import pytest
+
+import rlflow as rf
+from rlflow import ops
+from rlflow.graph.graph import Graph
+from rlflow.scheduler import costs as module
+from rlflow.scheduler.cluster import KINDS, cpu_cluster, parse_cluster
+from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.hardware import OBJECT_STORE, STORE_SECONDS
+from rlflow.scheduler.plan import Cost, Instance
+from rlflow.scheduler.roofline import MICRO_TOKENS
+from rlflow.scheduler.shapes import model_shape
+from tests.scheduler.strategies import exact, graph_of
+
+
+def big(*, ignore_eos: bool = False, path: str = "shape:qwen2.5-7b") -> Graph:
+    """GRPO of a 7B model in bfloat16: 128 prompts, 8 samples of up to 1024 tokens."""
+
+    def declare() -> None:
+        actor = rf.Model("actor", path, dtype="bfloat16", optimizer=rf.AdamW(lr=1e-6))
+        ref = rf.Model("ref", path, dtype="bfloat16")
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=128)
+        samples = ops.rollout(actor, prompts, n=8, max_new_tokens=1024, ignore_eos=ignore_eos)
+        reward = ops.reward(exact, samples)
+        ref_lp = ops.log_probs(ref, samples)
+        advantage = ops.advantage("grpo", samples, reward)
+        loss = rf.PolicyLoss("ppo_clip", kl_coef=0.1)
+        ops.update(actor, samples, advantage, ref_lp, loss=loss, mini_batches=2)
+
+    return graph_of(declare, "big")
+
+
+def costs_for(graph: Graph, devices: str = "h100:8") -> Costs:
+    shapes = {model.name: model_shape(model) for model in graph.models}
+    return Costs(graph=graph, cluster=parse_cluster(devices, 1), shapes=shapes, backend="ray")
+
+
+def on(devices: tuple[int, ...], *, trained: bool = False, fsdp: int = 1, tp: int = 1) -> Instance:
+    return Instance(
+        name="actor@pool",
+        model="actor",
+        pool="pool",
+        devices=devices,
+        uses=("train" if trained else "rollout",),
+        trained=trained,
+        fsdp=fsdp,
+        tp=tp,
+    )
+
+
+ALL = tuple(range(8))
+
+
+def run(costs: Costs, name: str, instance: Instance, parts: int = 8, chunks: int = 1) -> Cost:
+    return costs.run(costs.graph.node(name), instance, parts, chunks)
+
+
+def test_pieces_add_up_to_what_is_used_while_it_runs() -> None:
+    costs = costs_for(big())
+    made = [
+        run(costs, "actor.rollout", on(ALL)),
+        run(costs, "actor.update", on(ALL, trained=True, fsdp=8)),
+        run(costs, "ref.log_probs", on(ALL, fsdp=8)),
+    ]
+
+    for cost in made:
+        assert cost.transient == sum(size for _, size in cost.holds)
+        assert list(cost.holds) == sorted(cost.holds, key=lambda part: -part[1])
+        assert cost.source == module.TABLE
+    names = [{name for name, _ in cost.holds} for cost in made]
+    assert {"KV cache", "activations", "logits"} == names[0]
+    assert {"activations", "logits", "gathered weights"} == names[1] == names[2]
+
+
+def test_the_cache_of_a_rollout_by_hand() -> None:
+    """1024 rows over 8 ranks, 5 prompt tokens and 1024 more, 57,344 bytes a token."""
+    costs = costs_for(big())
+    prompt, longest = costs.tokens(costs.graph.node("actor.rollout"))
+
+    holds = dict(run(costs, "actor.rollout", on(ALL)).holds)
+
+    assert 1024 == longest
+    assert 128 * (prompt + 1024) * 57_344 == holds["KV cache"]
+
+
+def test_chunks_share_the_rows_but_each_reads_the_weights() -> None:
+    costs = costs_for(big())
+    whole, half = (run(costs, "actor.rollout", on(ALL), chunks=n) for n in (1, 2))
+    forward, quarter = (run(costs, "ref.log_probs", on(ALL), chunks=n) for n in (1, 4))
+
+    assert whole.seconds is not None
+    assert half.seconds is not None
+    assert whole.seconds / 2 < half.seconds < whole.seconds
+    assert 2 * dict(half.holds)["KV cache"] == dict(whole.holds)["KV cache"]
+    assert quarter.seconds == pytest.approx(forward.seconds / 4, rel=0.05)
+
+
+def test_host_work_is_cut_evenly() -> None:
+    costs = costs_for(big())
+    reward = costs.graph.node("reward")
+
+    assert costs.run(reward, None, 1).seconds == 2e-4 + 5e-6 * 1024
+    assert costs.run(reward, None, 2, chunks=4).seconds == 2e-4 + 5e-6 * 128
+
+
+def test_responses_of_the_full_length_take_longer() -> None:
+    some, full = costs_for(big()), costs_for(big(ignore_eos=True))
+
+    assert some.lengths(some.graph.node("actor.rollout")).mean == 512
+    assert full.lengths(full.graph.node("ref.log_probs")).fixed
+    short, long = (run(c, "actor.rollout", on(ALL)) for c in (some, full))
+    assert short.seconds < long.seconds
+    assert dict(short.holds) == dict(long.holds)
+
+
+def test_each_device_is_estimated_as_its_kind() -> None:
+    costs = costs_for(big(), "h100:8,a100:8")
+    fast = run(costs, "ref.log_probs", on(ALL))
+    slow = run(costs, "ref.log_probs", on(tuple(range(8, 16))))
+
+    assert fast.seconds is not None
+    assert slow.seconds == pytest.approx(fast.seconds * 989 / 312, rel=1e-6)
+
+
+def test_groups_that_leave_their_host_pay_the_network() -> None:
+    costs = costs_for(big(), "h100:16")
+    inside, across = (
+        run(costs, "actor.rollout", on(devices, tp=2), parts=1) for devices in ((0, 1), (7, 8))
+    )
+
+    assert inside.seconds < across.seconds
+
+
+def test_a_critic_and_a_policy_differ_by_the_head() -> None:
+    graph = big()
+    critic = replace(
+        graph, models=tuple(m.model_copy(update={"head": "value"}) for m in graph.models)
+    )
+    policy, value = (run(costs_for(g), "ref.log_probs", on(ALL)) for g in (graph, critic))
+
+    assert value.seconds < policy.seconds
+    assert "logits" not in dict(value.holds)
+
+
+def test_sleeps_go_over_the_link_to_the_host_and_reshards_between_devices() -> None:
+    costs, kind = costs_for(big()), KINDS["h100"]
+    asleep = costs.copy(8 * 10**9, 8, devices=ALL, kind="sleep")
+    moved = costs.copy(8 * 10**9, 8, devices=ALL, kind="reshard")
+
+    assert asleep.seconds == pytest.approx(1e9 / (0.8 * kind.host_link))
+    assert asleep == costs.copy(8 * 10**9, devices=ALL)
+    assert moved.seconds == pytest.approx(1e9 / (0.8 * kind.link))
+    assert moved.seconds == costs.copy(8 * 10**9, 8).seconds
+
+
+def test_a_reshard_over_hosts_is_as_fast_as_their_network() -> None:
+    costs = costs_for(big(), "h100:16")
+
+    assert costs.copy(10**9, 1, devices=(0, 8), kind="reshard").seconds == pytest.approx(
+        1e9 / (0.8 * 50e9)
+    )
+
+
+def test_rows_go_through_the_object_store() -> None:
+    seconds = costs_for(big()).copy(5 * 10**6, kind="transfer").seconds
+
+    assert seconds == pytest.approx(STORE_SECONDS + 5e6 / OBJECT_STORE)
+
+
+def test_cpu_devices_share_one_memory() -> None:
+    costs = replace(costs_for(big()), cluster=cpu_cluster(4, threads=1))
+
+    assert costs.copy(10**9, 4).seconds == costs.copy(10**9, 1).seconds
+
+
+def test_buckets_are_held_where_weights_leave_their_process() -> None:
+    costs = costs_for(big())
+    far = costs.copy(10**9, 8, kind="reshard", transport="collective")
+    small = costs.copy(1000, 8, kind="reshard", transport="collective")
+
+    assert (("buckets", 2 * module.BUCKET),) == far.holds
+    assert (2 * module.BUCKET, 2000) == (far.transient, small.transient)
+    assert () == costs.copy(10**9, 8, kind="reshard", transport="copy").holds
+
+
+def test_what_is_not_here_has_no_estimate() -> None:
+    costs = costs_for(big(path="nobody/has-this"))
+
+    assert (None, None) == (
+        run(costs, "actor.rollout", on(ALL)).seconds,
+        costs.copy(None).seconds,
+    )
+
+
+@pytest.mark.torch
+def test_sizes_are_those_of_the_engines() -> None:
+    from rlflow.engines.reshard.resharder import Resharder
+    from rlflow.engines.reshard.segments import HALF
+    from rlflow.engines.reshard.transports import HOST_BUCKET
+    from rlflow.runtime import loaded
+
+    parameters = inspect.signature(Resharder.__init__).parameters
+
+    assert module.BUCKET == parameters["bucket_bytes"].default
+    assert module.HOST_BUCKET == HALF == HOST_BUCKET
+    assert MICRO_TOKENS == loaded.MICRO_TOKENS

@@ -1,0 +1,160 @@
+"""Rooflines by hand and against public figures: decoding and training a 7B model on H100."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlflow.scheduler.cluster import Cluster, cpu_cluster
+from rlflow.scheduler.collectives import group_of
+from rlflow.scheduler.hardware import KINDS
+from rlflow.scheduler.lengths import Lengths, whole
+from rlflow.scheduler.roofline import MICRO_TOKENS, Load, Roofline
+from rlflow.scheduler.shapes import known_shape
+
+HOST = Cluster(kind=KINDS["h100"], count=8)
+SEVEN_B = Roofline(kind=KINDS["h100"], shape=known_shape("qwen2.5-7b"), size=2)
+SHARED = replace(SEVEN_B, tp=group_of(HOST, range(2)))
+SHARDED = replace(SEVEN_B, fsdp=group_of(HOST, range(8)), gathers=True)
+BATCH = Load(rows=128, prompts=16, prompt=256, lengths=Lengths(2048, 1024.0, 0.6), peers=8)
+
+
+def test_a_decode_step_of_64_rows_takes_5_to_8_milliseconds() -> None:
+    """15.2 GB of weights and 2.6 GB of keys and values at 80 % of 3.35 TB/s: 6.6 ms."""
+    weights, cache = 7_615_616_512 * 2, 64 * 700 * 2 * 28 * 4 * 128 * 2
+
+    assert 5e-3 < SEVEN_B.decode(64, 700) < 8e-3
+    assert SEVEN_B.decode(64, 700) == pytest.approx((weights + cache) / (0.8 * 3.35e12))
+
+
+def test_decoding_is_bound_by_computing_for_many_rows() -> None:
+    rows = 4096
+
+    assert SEVEN_B.decode(rows, 1) == pytest.approx(SEVEN_B.computed(rows, rows, rows))
+    assert SEVEN_B.decode(rows, 1) > SEVEN_B.decode(64, 1)
+
+
+def test_two_ranks_decode_faster_but_not_twice_as_fast() -> None:
+    one, two = SEVEN_B.decode(64, 700), SHARED.decode(64, 700)
+
+    assert 0.5 * one < two < 0.75 * one
+
+
+def test_a_small_model_is_bound_by_its_launches() -> None:
+    tiny = replace(SEVEN_B, shape=known_shape("qwen2.5-0.5b"))
+
+    assert tiny.decode(1, 10) == pytest.approx((24 + 2) * 12 * 4e-6)
+
+
+def test_training_reaches_about_two_fifths_of_the_peak() -> None:
+    """6 flop a parameter and token over the time of an update on 8 ranks of one host."""
+    seconds = SHARDED.update(BATCH, 7.6e9 * 4, recompute=False)
+    reached = 6 * 7.6e9 * BATCH.tokens / seconds / KINDS["h100"].flops
+
+    assert 0.35 < reached < 0.45
+
+
+def test_recomputing_costs_a_third_more() -> None:
+    plain = SEVEN_B.update(BATCH, 0, recompute=False)
+
+    assert SEVEN_B.update(BATCH, 0, recompute=True) == pytest.approx(4 / 3 * plain)
+
+
+def test_floats_are_computed_without_tensor_cores() -> None:
+    wide = replace(SEVEN_B, size=4)
+
+    assert wide.computed(1e6, 0, 0) / SEVEN_B.computed(1e6, 0, 0) == pytest.approx(989 / 67)
+
+
+def test_a_prefill_is_bound_by_computing_and_a_decode_by_reading() -> None:
+    prompts = Load(rows=16, prompts=16, prompt=2048, lengths=whole(1))
+
+    assert SEVEN_B.rollout(prompts) == pytest.approx(
+        SEVEN_B.computed(16 * 2048, 16, 16 * 2048**2 / 2) + SEVEN_B.decode(16, 2048.5)
+    )
+
+
+def test_a_rollout_of_one_length_is_steps_times_tokens() -> None:
+    load = Load(rows=8, prompts=8, prompt=10, lengths=whole(40))
+    steps = sum(SEVEN_B.decode(8, 10 + position + 0.5) for position in range(40))
+
+    assert SEVEN_B.rollout(load) == pytest.approx(steps + SEVEN_B.read(SEVEN_B.weights), rel=1e-6)
+
+
+def test_a_long_tail_takes_longer_than_the_same_tokens_evenly() -> None:
+    even = replace(BATCH, lengths=Lengths(2048, 700.0, 0.1))
+    tail = replace(BATCH, lengths=Lengths(2048, 700.0, 1.0))
+
+    assert SEVEN_B.rollout(tail) > 1.5 * SEVEN_B.rollout(even)
+
+
+def test_ranks_that_share_parameters_gather_them_once_for_a_rollout() -> None:
+    extra = SHARDED.rollout(BATCH) - SEVEN_B.rollout(BATCH)
+
+    assert extra == pytest.approx(SHARDED.gathered())
+    assert extra == pytest.approx(7 / 8 * 15.2e9 / 360e9, rel=0.05)
+
+
+def test_the_cache_is_held_at_the_longest_whatever_the_mean() -> None:
+    """2 x 28 layers x 4 heads x 128 x 2 bytes a token: 57,344."""
+    holds = dict(SEVEN_B.rollout_holds(BATCH))
+
+    assert 57_344 * 128 * (256 + 2048) == holds["KV cache"]
+    short = replace(BATCH, lengths=Lengths(2048, 10.0, 0.2))
+    assert holds == dict(SEVEN_B.rollout_holds(short))
+
+
+def test_what_a_pass_holds_by_hand() -> None:
+    """Ten rows of 30 + 20 tokens: four norms of 3584, twice 32 heads of 128, four of 18944."""
+    load = Load(rows=10, prompts=10, prompt=30, lengths=Lengths(20, 10.0))
+    token = (4 * 3584 + 2 * 32 * 128 + 4 * 18_944) * 2
+    forward = dict(SEVEN_B.pass_holds(load, train=False, recompute=False))
+    train = dict(SEVEN_B.pass_holds(load, train=True, recompute=False))
+    again = dict(SEVEN_B.pass_holds(load, train=True, recompute=True))
+
+    assert {"activations": 500 * token, "logits": 200 * 152_064 * 10} == forward
+    assert 28 * 500 * token == train["activations"]
+    assert 500 * (token + 28 * 3584 * 2) == again["activations"]
+
+
+def test_a_pass_holds_one_micro_batch() -> None:
+    small = Load(rows=64, prompts=1, prompt=0, lengths=whole(512))
+    large = replace(small, rows=6400)
+
+    assert SEVEN_B.pass_holds(small, train=True, recompute=True) == SEVEN_B.pass_holds(
+        large, train=True, recompute=True
+    )
+    assert (1, 100) == (SEVEN_B.passes(small), SEVEN_B.passes(large))
+    assert 64 * 512 == MICRO_TOKENS
+
+
+def test_parameters_made_whole_are_held() -> None:
+    shape = SHARDED.shape
+    holds = dict(SHARDED.pass_holds(BATCH, train=False, recompute=False))
+
+    assert (shape.embedding + 2 * shape.layer) * 2 == holds["gathered weights"]
+    assert 2 * shape.parameters == dict(SHARDED.rollout_holds(BATCH))["gathered weights"]
+
+
+def test_a_critic_has_no_logits() -> None:
+    critic = replace(SEVEN_B, predicts=False)
+
+    assert "logits" not in dict(critic.pass_holds(BATCH, train=True, recompute=False))
+    assert critic.computed(1, 1, 0) < SEVEN_B.computed(1, 1, 0)
+
+
+def test_layers_from_the_host_cost_its_link_every_step() -> None:
+    away = replace(SEVEN_B, streamed=True)
+
+    assert away.decode(1, 10) == pytest.approx(7_615_616_512 * 2 / (0.8 * 64e9))
+
+
+def test_a_cpu_computes_after_it_launches_and_after_it_gathers() -> None:
+    cpu = cpu_cluster(2, threads=1)
+    alone = Roofline(kind=cpu.kind, shape=known_shape("qwen2.5-0.5b"), size=4)
+    shared = replace(alone, fsdp=group_of(cpu, range(2)), gathers=True)
+    load = Load(rows=2, prompts=2, prompt=8, lengths=whole(8))
+
+    assert alone.decode(1, 8) > alone.overhead + alone.read(alone.weights)
+    assert shared.forward(load) == pytest.approx(alone.forward(load) + shared.gathered())

@@ -1,0 +1,102 @@
+"""Public models by shape: the published parameter counts, and how `--model-shape` is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlflow.errors import UsageError
+from rlflow.graph.model import Model
+from rlflow.scheduler.known_shapes import KNOWN, known_widths, parse_model_shape
+from rlflow.scheduler.shapes import known_shape, model_shape, stand_ins
+
+PUBLISHED = {
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_248_023_552,
+    "deepseek-r1-distill-qwen-1.5b": 1_777_088_000,
+    "deepseek-r1-distill-qwen-7b": 7_615_616_512,
+    "deepseek-r1-distill-qwen-14b": 14_770_033_664,
+    "deepseek-r1-distill-qwen-32b": 32_763_876_352,
+    "deepseek-r1-distill-llama-8b": 8_030_261_248,
+    "deepseek-r1-distill-llama-70b": 70_553_706_496,
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_widths_give_the_published_count(name: str) -> None:
+    assert PUBLISHED[name] == known_widths(name).parameters == known_shape(name).parameters
+
+
+def test_the_count_of_a_layer_by_hand() -> None:
+    """Qwen2.5-0.5B: q and o 896 x 896, k and v 896 x 128, three of 896 x 4864, biases, norms."""
+    layer = 2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864 + 896 + 2 * 128 + 2 * 896
+
+    assert layer == known_widths("qwen2.5-0.5b").layer
+    assert 494_032_768 == 24 * layer + 151_936 * 896 + 896
+
+
+def test_a_path_may_name_a_shape() -> None:
+    found = model_shape(Model("actor", "shape:qwen2.5-7b"))
+
+    assert found is not None
+    assert (28, 3584, 4, 152_064) == (found.layers, found.hidden, found.kv_heads, found.vocab)
+    assert "the widths of qwen2.5-7b" == found.source
+
+
+def test_one_name_is_for_all_and_pairs_for_some() -> None:
+    models = ("actor", "critic", "ref")
+
+    assert dict.fromkeys(models, "qwen3-8b") == parse_model_shape("qwen3-8b", models)
+    assert {"critic": "qwen3-4b"} == parse_model_shape("critic=qwen3-4b", models)
+    assert {
+        "actor": "qwen3-8b",
+        "critic": "qwen3-4b",
+        "ref": "qwen3-8b",
+    } == parse_model_shape("qwen3-8b, critic=qwen3-4b", models)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "near"),
+    [
+        ("qwen2.5-8b", "E231", "qwen2.5-7b"),
+        ("actor=qwen2.5-8b", "E231", "qwen2.5-7b"),
+        ("actr=qwen2.5-7b", "E232", "actor"),
+        ("actor=", "E233", ""),
+        ("qwen2.5-7b,", "E233", ""),
+        ("=qwen2.5-7b", "E233", ""),
+    ],
+)
+def test_what_is_not_known_is_refused_with_near_names(text: str, code: str, near: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_model_shape(text, ("actor", "ref"))
+
+    (finding,) = raised.value.findings
+    assert code == finding.code
+    assert near in (*finding.near, "")
+
+
+def test_a_note_says_what_stands_for_what_in_which_dtype() -> None:
+    models = [
+        Model("actor", "shape:qwen2.5-7b", dtype="bfloat16"),
+        Model("ref", "shape:qwen2.5-7b", dtype="bfloat16"),
+        Model("judge", "somewhere/else"),
+    ]
+
+    assert [
+        "actor and ref taken as qwen2.5-7b, 7.62 billion parameters, in bfloat16 as declared"
+    ] == stand_ins(models)

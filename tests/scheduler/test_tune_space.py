@@ -1,0 +1,280 @@
+"""Roles, ranges and layouts; bounds that no plan undercuts; placements that can be pasted."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+import rlflow as rf
+from rlflow.errors import PlanError
+from rlflow.scheduler.cluster import cpu_cluster, parse_cluster
+from rlflow.scheduler.compile import compile_plan
+from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.shapes import model_shape
+from rlflow.scheduler.tune import _rewritten
+from rlflow.scheduler.tune_bounds import Bounds, Figures, KnownCosts
+from rlflow.scheduler.tune_moves import Moves
+from rlflow.scheduler.tune_space import (
+    MOST_COMBINATIONS,
+    Candidate,
+    Choice,
+    Layout,
+    Role,
+    classes_of,
+    cut_points,
+    divisions,
+    hand_written,
+    layouts_of,
+    near_cuts,
+    pattern,
+    placement_of,
+    roles_of,
+    scaled,
+    unions,
+)
+from rlflow.scheduler.tune_text import placement_source
+from tests.scheduler.examples import HYBRID, MESH, SPLIT, TWICE, grpo, ppo
+
+
+def gpus(count):
+    return parse_cluster(f"h100:{count}", count)
+
+
+def shape_of(heads, kv_heads):
+    """A shape of which only what tensor parallelism divides matters."""
+    shape = model_shape(rf.Model("m", "shape:qwen2.5-7b"))
+    changed = {"heads": heads, "kv_heads": kv_heads, "ffn": 1024}
+    return type(shape)(**{name: getattr(shape, name) for name in shape.__slots__} | changed)
+
+
+def role(*, trained=False, rollout=False, source=None, key="m"):
+    return Role(key=key, model="m", nodes=(), trained=trained, rollout=rollout, source=source)
+
+
+def test_roles_are_what_trains_and_what_samples():
+    found = [(r.key, [n.name for n in r.nodes], r.trained, r.source) for r in roles_of(ppo())]
+
+    assert [
+        ("actor", ["actor.update"], True, None),
+        ("actor.rollout", ["actor.rollout"], False, 0),
+        ("ref", ["ref.log_probs"], False, None),
+        ("critic", ["critic.values", "critic.update"], True, None),
+    ] == found
+
+
+def test_few_devices_are_cut_everywhere_many_at_eighths():
+    assert (1, 2, 3) == cut_points(cpu_cluster(4))
+    assert (2, 4, 8, 16, 24, 32, 40, 48, 56, 60, 62) == cut_points(gpus(64))
+    assert 32 in cut_points(gpus(1024))
+    assert len(cut_points(gpus(1024))) < 15
+
+
+def test_kinds_meet_at_a_cut_and_share_no_range():
+    where = parse_cluster("h100:16,a100:8", 24)
+
+    assert 16 in cut_points(where)
+    for division in divisions(where):
+        assert all(stop <= 16 or start >= 16 for start, stop in unions(division, where))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 12, 64, 100])
+def test_divisions_cover_all_devices_in_order(count):
+    found = list(divisions(cpu_cluster(count)))
+
+    assert len(found) == len(set(found))
+    for division in found:
+        assert (0, count) == (division[0], division[-1])
+        assert sorted(set(division)) == list(division)
+
+
+@pytest.mark.parametrize("point", [2, 4, 24, 48, 62])
+def test_near_cuts_lie_on_both_sides(point):
+    found = near_cuts(point, gpus(64))
+
+    assert point not in found
+    assert all(0 < cut < 64 for cut in found)
+    assert min(found) < point < max(found) or point in (2, 62)
+
+
+def test_tensor_parallelism_divides_heads_and_stays_in_a_host():
+    def tps(where, heads=28, kv_heads=4, cluster=None):
+        shape = shape_of(heads, kv_heads)
+        found = layouts_of(role(rollout=True, source=0), where, shape, cluster or gpus(64))
+        return [layout.tp for layout in found]
+
+    assert [1, 2, 4] == tps((0, 64))
+    assert [1, 2, 4, 8] == tps((0, 64), heads=32, kv_heads=8)
+    assert [1] == tps((0, 64), heads=7, kv_heads=7)
+    assert [1, 2] == tps((2, 64))
+    assert [1] == tps((0, 63))
+
+
+def test_training_shards_over_all_a_host_or_not_at_all():
+    found = {
+        (layout.fsdp, layout.tp, layout.recompute)
+        for layout in layouts_of(role(trained=True), (0, 32), shape_of(28, 2), gpus(64))
+    }
+
+    assert {
+        (fsdp, tp, recompute)
+        for tp, sizes in {1: (32, 8, 1), 2: (16, 4, 1)}.items()
+        for fsdp in sizes
+        for recompute in (False, True)
+    } == found
+
+
+def test_only_frozen_models_stay_on_the_host():
+    def offloads(made):
+        return any(x.offload for x in layouts_of(made, (0, 4), shape_of(4, 2), cpu_cluster(4)))
+
+    assert offloads(role())
+    assert not offloads(role(trained=True))
+    assert not offloads(role(rollout=True, source=0))
+
+
+def test_many_roles_go_together_until_combinations_are_few():
+    few = (role(trained=True), role(rollout=True, source=0), role())
+    many = tuple(role(trained=n % 3 == 0, rollout=n % 3 == 1, key=f"m{n}") for n in range(12))
+
+    assert ((0,), (1,), (2,)) == classes_of(few, 6)
+    assert 3 == len(classes_of(many, 6))
+    assert set(range(12)) == {r for group in classes_of(many, 6) for r in group}
+    assert 6 ** len(classes_of(many, 6)) <= MOST_COMBINATIONS
+
+
+@pytest.mark.parametrize(
+    ("devices", "wanted"),
+    [
+        ([{0, 1}, {0, 1}], "="),
+        ([{0}, {0, 1}], "<"),
+        ([{0, 1}, {1}], ">"),
+        ([{0}, {1}], "|"),
+        ([{0, 1}, {1, 2}], "x"),
+        ([{0}, {0}, {1}], "=||"),
+    ],
+)
+def test_patterns(devices, wanted):
+    assert wanted == pattern(devices)
+
+
+def test_larger_pools_keep_their_order_and_layouts():
+    twice = scaled(HYBRID, 2)
+
+    assert {"train": [0, 1, 2, 3], "gen": [2, 3, 4, 5]} == twice.pools
+    assert HYBRID.assign == twice.assign
+    assert {"train": 3, "gen": 3} == scaled(SPLIT, 3).pools
+    assert {"split", "split x4"} == set(hand_written({"split": SPLIT}, 8))
+    assert {"split"} == set(hand_written({"split": SPLIT}, 3))
+
+
+def evaluated(placement):
+    return eval(placement_source(placement), {"rf": rf})
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        SPLIT,
+        HYBRID,
+        MESH,
+        TWICE,
+        rf.Placement(pools={"a": list(range(3, 40)), "b": [5, 1]}, assign={"*": rf.on("a")}),
+        rf.Placement(pools={"a": 2}, assign={"*": rf.on("a")}, staleness=0, stream="auto"),
+        rf.Placement(pools={"a": 2}, assign={"*": rf.on("a")}, staleness=3, stream=4),
+    ],
+)
+def test_pasted_it_is_the_same(placement):
+    again = evaluated(placement)
+
+    assert placement == again
+    assert "staleness" in again.model_fields_set or "staleness" not in placement.model_fields_set
+    assert "\n" not in placement_source(placement)
+
+
+def workshop(graph, where):
+    """Figures, bounds and moves of a graph on a cluster."""
+    shapes = {model.name: model_shape(model) for model in graph.models}
+    costs = KnownCosts(graph=graph, cluster=where, shapes=shapes)
+    plan = _rewritten(graph, where, costs)
+    figures = Figures(plan, costs, roles_of(plan.graph))
+    bounds = Bounds(plan.graph, figures)
+    return Moves(figures=figures, bounds=bounds, cluster=where, staleness=2, streams=(1, 2, 4))
+
+
+@pytest.mark.parametrize("build", [grpo, ppo])
+def test_no_plan_is_shorter_than_its_bound(build):
+    graph, where = build(), cpu_cluster(4, threads=1, memory=1e9)
+    moves = workshop(graph, where)
+    candidates = {c for _, c in sorted(moves.promising())[::40]}
+    first = min(moves.promising())[1]
+    candidates |= set(list(moves.neighbours(first))[::5])
+    compiled = 0
+    for candidate in sorted(candidates):
+        try:
+            placement = placement_of(candidate, moves.roles)
+            plan = compile_plan(graph, placement, where, verified=False).plan
+        except PlanError:
+            continue
+        compiled += 1
+        assert moves.bounds.resource(candidate) <= plan.timing.resource_bound * (1 + 1e-9)
+        assert moves.bounds.period(candidate) <= plan.timing.period * (1 + 1e-9)
+
+    assert compiled > 10
+
+
+def test_a_candidate_is_compiled_as_it_says():
+    graph, where = ppo(), cpu_cluster(4, threads=1, memory=1e9)
+    roles = workshop(graph, where).roles
+    candidate = Candidate(
+        (
+            Choice(0, 2, Layout(fsdp=2, recompute=True)),
+            Choice(0, 4, Layout(tp=2)),
+            Choice(2, 4, Layout(offload=True)),
+            Choice(2, 4, Layout(fsdp=1, tp=2)),
+        ),
+        staleness=1,
+        stream=2,
+    )
+    placement = placement_of(candidate, roles)
+    plan = compile_plan(graph, placement, where).plan
+
+    assert {
+        "actor@train_actor": "fsdp=2 recompute",
+        "actor@gen": "tp=2 x2",
+        "critic@train_critic": "tp=2",
+        "ref@train_critic": "x2 offload=layers",
+    } == {i.name: i.layout() for i in plan.instances}
+    assert (1, 2) == (placement.staleness, placement.stream)
+
+
+def test_rollouts_share_trained_weights_unless_they_want_their_own():
+    graph, where = grpo(kl_coef=0.0), cpu_cluster(2, threads=1, memory=1e9)
+    roles = workshop(graph, where).roles
+    train = Choice(0, 2, Layout(fsdp=2))
+
+    def instances(layout):
+        placement = placement_of(Candidate((train, Choice(0, 2, layout))), roles)
+        return [i.name for i in compile_plan(graph, placement, where).plan.instances]
+
+    assert ["actor@all"] == instances(Layout(fsdp=2))
+    assert ["actor@all", "actor@all/rollout"] == instances(Layout(fsdp=2, own=True))
+    assert ["actor@all", "actor@all/rollout"] == instances(Layout())
+
+
+@settings(max_examples=10)
+@given(st.data())
+def test_remembered_costs_are_the_costs(data):
+    graph, where = ppo(), cpu_cluster(4, threads=1)
+    moves = workshop(graph, where)
+    figures = moves.figures
+    plain = Costs(graph=graph, cluster=where, shapes=figures.costs.shapes)
+    number = data.draw(st.integers(0, len(moves.roles) - 1))
+    choices = figures.fitting(number, data.draw(st.sampled_from([(0, 4), (0, 2), (1, 3)])))
+    figure = figures.of(number, data.draw(st.sampled_from(choices)))
+    known = figures.costs
+    for kind, *key in list(known.memo):
+        if kind in ("weights", "gradients", "moments"):
+            assert getattr(plain, kind)(*key) == getattr(known, kind)(*key)
+    assert figure.need <= figure.room
+    assert figure.busy <= sum(figure.seconds)
