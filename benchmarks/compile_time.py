@@ -42,9 +42,10 @@ HEADER = ("case", "nodes", "actions", "devices", "seconds", "us a node", "target
 NOTES = (
     "Seconds are the least of several runs in a process that is warm, every pass verified; "
     "of `tune`, of one run.",
-    "A graph of n nodes is GRPO with n / 20 frozen models that look at its samples, and reward "
-    "functions with metrics for the rest; half of the devices train, a quarter sample, the rest "
-    "are four pools of frozen models.",
+    "`apart`: a graph of n nodes is GRPO with n / 20 frozen models that look at its samples, and "
+    "reward functions with metrics for the rest; half of the devices train, a quarter sample, the "
+    "rest are four pools of frozen models.",
+    "`together`: n / 4 frozen models, all on the same devices; with 12 GB each they take turns.",
     "`growth` is the exponent e of seconds ~ size^e from the row above, along one axis.",
 )
 
@@ -61,7 +62,9 @@ def main() -> None:
     along_nodes = [synthetic(count, devices[1], repeats) for count in nodes]
     along_devices = [synthetic(nodes[2], count, repeats) for count in devices]
     largest = synthetic(nodes[-1], devices[-1], repeats, target=LARGE_TARGET)
-    found += [*along_nodes, *along_devices, largest, tuned_case(quick=options.quick)]
+    few, many = devices[1], devices[-1]
+    together = [crowded(nodes[-1], many, ""), crowded(nodes[-1], few, "@12GB")]
+    found += [*along_nodes, *along_devices, largest, *together, tuned_case(quick=options.quick)]
     growth = {
         "nodes": exponents(along_nodes, "nodes"),
         "devices": exponents(along_devices, "devices"),
@@ -99,10 +102,20 @@ def synthetic(
     say(f"{count} nodes on {devices} devices")
     graph = graph_of(count)
     few = 2 if count * devices > 50_000 else repeats
-    return compiled("synthetic", graph, pools_of(graph, devices), devices, few, target)
+    return compiled("apart", graph, pools_of(graph, devices), devices, few, target)
 
 
-def graph_of(count: int) -> Graph:
+def crowded(count: int, devices: int, memory: str) -> dict[str, Any]:
+    """As many nodes, a quarter of them of models, all on the same devices."""
+    import rlflow as rf
+
+    say(f"{count} nodes together on {devices}{memory} devices")
+    graph = graph_of(count, models_every=4)
+    placement = rf.Placement(pools={"all": devices}, assign={"*": rf.on("all", fsdp=8)})
+    return compiled(f"together{memory}", graph, placement, devices, 2, None, memory)
+
+
+def graph_of(count: int, models_every: int = MODELS_EVERY) -> Graph:
     """GRPO, frozen models that look at its samples, and reward functions with their metrics."""
     import rlflow as rf
     from rlflow import ops
@@ -119,7 +132,7 @@ def graph_of(count: int) -> Graph:
         reward = ops.reward(score, samples, weight=0)
         advantage = ops.advantage("grpo", samples, reward)
         ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
-        frozen = count // MODELS_EVERY
+        frozen = count // models_every
         for number in range(frozen):
             model = rf.Model(f"ref{number}", path, dtype="bfloat16")
             looked = ops.log_probs(model, samples, name=f"look{number}")
@@ -151,12 +164,13 @@ def compiled(
     devices: int,
     repeats: int,
     target: float | None,
+    memory: str = "",
 ) -> dict[str, Any]:
     """The figures of compiling a graph, verified."""
     from rlflow.scheduler.cluster import parse_cluster
     from rlflow.scheduler.compile import compile_plan
 
-    cluster = parse_cluster(f"h100:{devices}", devices)
+    cluster = parse_cluster(f"h100:{devices}{memory}", devices)
     seconds, made = fastest(lambda: compile_plan(graph, placement, cluster), repeats)
     return {
         "case": name,

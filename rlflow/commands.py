@@ -41,6 +41,9 @@ class Target:
     threads: int | None = None
     backend: Backend | None = None
     model_shape: str | None = None
+    staleness: int | None = None
+    stream: str | None = None
+    optimize: float | None = None
     rooms: tuple[int, ...] = ()
     """Devices that each node of a running cluster has room for, in the order they are taken."""
 
@@ -99,10 +102,30 @@ def compile_target(target: Target) -> Planned:
 def plan_declared(declared: Declared, target: Target, cluster: Cluster | None = None) -> Planned:
     """Compile a declared pipeline under the placement asked for, on its cluster or another."""
     name, placement = declared.pipeline.placement(target.placement)
+    placement = changed(placement, target)
     if cluster is None:
         cluster = _cluster(target, placement)
-    compiled = _compiled(declared, name, placement, cluster, target.backend)
+    compiled = _compiled(declared, name, placement, cluster, target)
     return Planned(declared=declared, target=target, cluster=cluster, compiled=compiled)
+
+
+def changed(placement: Placement, target: Target) -> Placement:
+    """The placement with the staleness and the chunks that the command line asks for."""
+    said: dict[str, Any] = {}
+    if target.staleness is not None:
+        said["staleness"] = target.staleness
+    if target.stream is not None:
+        if target.stream != "auto" and not (target.stream.isdigit() and int(target.stream)):
+            raise UsageError(
+                Finding(
+                    code="E226",
+                    what=f"--stream {target.stream} is no number of chunks",
+                    expected="1 or more, or auto",
+                    fix="--stream auto",
+                )
+            )
+        said["stream"] = "auto" if target.stream == "auto" else int(target.stream)
+    return placement.model_copy(update=said) if said else placement
 
 
 def _cluster(target: Target, placement: Placement) -> Cluster:
@@ -148,12 +171,20 @@ def _compiled(
     name: str,
     placement: Placement,
     cluster: Cluster,
-    backend: Backend | None,
+    target: Target,
 ) -> Compiled:
     """The plan; a missing model or a broken row, met on the way, is the user's to mend."""
     near, graph = declared.pipeline.path, declared.graph
     try:
-        return compile_plan(graph, placement, cluster, name=name, near=near, backend=backend)
+        return compile_plan(
+            graph,
+            placement,
+            cluster,
+            name=name,
+            near=near,
+            backend=target.backend,
+            optimize=target.optimize or 0.0,
+        )
     except DataError as error:
         raise UsageError(*error.findings, summary=NOTHING) from None
     except UsageError as error:
@@ -212,12 +243,12 @@ def _check_placement(declared: Declared, name: str, placement: Placement, target
     """Compile a placement, on enough CPU devices of any size where none are named."""
     from rlflow.scheduler.cluster import cpu_cluster
 
-    needed = placement.num_devices()
+    needed, placement = placement.num_devices(), changed(placement, target)
     if target.devices:
         cluster = parse_cluster(target.devices, needed, target.threads)
     else:
         cluster = cpu_cluster(needed, target.threads)
-    return _compiled(declared, name, placement, cluster, target.backend).plan
+    return _compiled(declared, name, placement, cluster, target).plan
 
 
 def config_lines(planned: Planned) -> list[str]:

@@ -14,6 +14,23 @@ def target_options(function: F) -> F:
     """The options by which every command is told what to look at."""
     for option in (
         click.option(
+            "--optimize",
+            type=click.FloatRange(min=0, min_open=True),
+            metavar="SECONDS",
+            help="Let an exact solver improve the order for so long.",
+        ),
+        click.option(
+            "--stream",
+            metavar="COUNT",
+            help="Chunks of chains across pools, or auto; the placement's if left out.",
+        ),
+        click.option(
+            "--staleness",
+            type=click.IntRange(0),
+            metavar="UPDATES",
+            help="How many updates old rollout weights may be; the placement's if left out.",
+        ),
+        click.option(
             "--backend",
             type=click.Choice(["local", "ray"]),
             help="local is this process, ray one process a device; by the pools if left out.",

@@ -7,7 +7,9 @@ bytes. This file knows neither what the module computes nor who trains it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+import functools
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -91,9 +93,41 @@ def whole_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
     }
 
 
+@functools.cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a CUDA device on which parts go to the host and come back."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def beside_compute(buffers: list[Tensor]) -> Iterator[None]:
+    """Copies in the block begin after what is queued, run beside what is queued later, and end.
+
+    On CUDA they run on a stream of their own; elsewhere nothing is queued.
+    """
+    devices = {buffer.device for buffer in buffers if buffer.device.type == "cuda"}
+    if not devices:
+        yield
+        return
+    (device,) = devices
+    stream = copy_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
 def to_host(buffers: Iterable[Tensor]) -> list[Tensor]:
-    """Copies in host memory."""
-    return [buffer.to("cpu", copy=True) for buffer in buffers]
+    """Copies in host memory; of a CUDA device's in pages that stay where they are."""
+    kept = list(buffers)
+    copies = [
+        torch.empty_like(buffer, device="cpu", pin_memory=buffer.device.type == "cuda")
+        for buffer in kept
+    ]
+    with beside_compute(kept):
+        for copy, buffer in zip(copies, kept, strict=True):
+            copy.copy_(buffer, non_blocking=True)
+    return copies
 
 
 def free(buffers: Iterable[Tensor]) -> None:
@@ -107,5 +141,7 @@ def restore(buffers: Iterable[Tensor], host: Iterable[Tensor] | None = None) -> 
     kept = list(buffers)
     for buffer in kept:
         buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
-    for buffer, copy in zip(kept, host or (), strict=False):
-        buffer.copy_(copy)
+    copies = list(host or ())
+    with beside_compute(kept[: len(copies)]):
+        for buffer, copy in zip(kept, copies, strict=False):
+            buffer.copy_(copy, non_blocking=True)

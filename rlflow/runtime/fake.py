@@ -118,7 +118,7 @@ def random_seconds(seed: int) -> Seconds:
             shapes[action.id] = chosen
         scale, power = shapes[action.id]
         drawn = -math.log(1.0 - _uniform(f"{seed} {action.id} {iteration}"))
-        return scale * drawn**power
+        return scale * math.pow(drawn, power)
 
     return seconds
 

@@ -23,7 +23,9 @@ from rlflow.scheduler.order import chain, order, timing
 from rlflow.scheduler.plan import Backend, Plan
 from rlflow.scheduler.residency import residency
 from rlflow.scheduler.rewrite import rewrite
+from rlflow.scheduler.rewrite.beside import rewards_beside
 from rlflow.scheduler.shapes import Shape, model_shape, stand_ins
+from rlflow.scheduler.staleness import allowed, note_turns, stamp
 from rlflow.scheduler.stream import choose, stream
 from rlflow.scheduler.transfer import transfer
 from rlflow.scheduler.verify import verify
@@ -32,6 +34,7 @@ from rlflow.scheduler.weights import weights
 Pass = Callable[[Plan, Context], Plan]
 
 PASSES: tuple[tuple[str, Pass], ...] = (
+    ("stamp", stamp),
     ("rewrite", rewrite),
     ("bind", bind),
     ("stream", stream),
@@ -41,6 +44,7 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     ("residency", residency),
     ("chain", chain),
     ("timing", timing),
+    ("notes", lambda plan, context: rewards_beside(note_turns(plan, context), context)),
 )
 
 
@@ -62,14 +66,16 @@ def compile_plan(
     backend: Backend | None = None,
     costs: Costs | None = None,
     verified: bool = True,
+    optimize: float = 0.0,
 ) -> Compiled:
     """Compile a graph under a placement for a cluster.
 
     Without a `backend` the plan is for this process where its pools are CPU devices, one
     each, and for Ray otherwise. With `costs` of this graph and cluster no model's files are
-    read; a plan that is not `verified` is for comparing, not for running. Raises PlanError
-    where the placement does not fit, with every finding; UsageError where a model's files are
-    missing; InvariantError where a pass breaks an invariant.
+    read; a plan that is not `verified` is for comparing, not for running. An exact solver gets
+    `optimize` seconds to improve the order. Raises PlanError where the placement does not fit,
+    with every finding; UsageError where a model's files are missing, or a solver; InvariantError
+    where a pass breaks an invariant.
     """
     if placement.num_devices() > cluster.count:
         raise PlanError(_too_few_devices(placement, cluster, name))
@@ -83,18 +89,20 @@ def compile_plan(
     if costs is None:
         shapes: dict[str, Shape | None] = {m.name: model_shape(m, near) for m in graph.models}
         costs = Costs(graph=graph, cluster=cluster, shapes=shapes)
+    staleness = allowed(graph, placement)
     context = Context(
         placement=placement,
         cluster=cluster,
-        costs=replace(costs, backend=chosen, staleness=placement.staleness),
+        costs=replace(costs, backend=chosen, staleness=staleness),
+        optimize=optimize,
     )
     plan = Plan(
-        graph=replace(graph, staleness=placement.staleness),
+        graph=replace(graph, staleness=staleness),
         placement=name,
         cluster=cluster.describe(),
         budgets=cluster.budgets(),
         backend=chosen,
-        staleness=placement.staleness,
+        staleness=staleness,
         pools=placement.devices(),
         hosts=cluster.hosts,
     )

@@ -72,6 +72,8 @@ class Facts:
         if node.op.use == "train":
             needs = (instance.weights, instance.gradients, instance.optimizer)
             return needs, ((instance.name, 0),), ((instance.name, -1),)
+        if dict(node.params).get("adapters") == "off":
+            return (instance.weights,), (), ()
         return (instance.weights,), ((instance.name, self.plan.graph.lag(node)),), ()
 
     @cached_property

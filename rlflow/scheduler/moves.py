@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.instants import leaving
@@ -26,10 +27,12 @@ class Traced:
     modes: tuple[Mode, ...]
 
 
-def move_cost(context: Context, part: Part, mode: Mode) -> Cost:
+def move_cost(
+    context: Context, part: Part, mode: Mode, kind: Literal["sleep", "wake"] = "wake"
+) -> Cost:
     """The cost of a sleep or wake: nothing is copied of what is discarded."""
     moved = 0 if mode == "discard" else leaving(part) * len(part.devices)
-    return context.costs.copy(moved, len(part.devices))
+    return context.costs.copy(moved, devices=part.devices, kind=kind)
 
 
 def with_moves(plan: Plan, traced: Traced, naps: Sequence[Nap], context: Context) -> Plan:
@@ -90,16 +93,17 @@ def _dep(action: str, distance: int) -> Dep:
 def _action(plan: Plan, traced: Traced, spot: Spot, name: str, context: Context) -> Action:
     part, mode = traced.parts[spot.nap.gap], traced.modes[spot.nap.gap]
     text = _why_wake(plan, traced, spot.nap) if spot.wake else _why_sleep(plan, traced, spot.nap)
+    kind: Literal["sleep", "wake"] = "wake" if spot.wake else "sleep"
     return Action(
         id=name,
-        kind="wake" if spot.wake else "sleep",
+        kind=kind,
         reason=Reason(rule="needed" if spot.wake else "memory", text=text),
         devices=part.devices,
         pool=plan.instance(part.instance).pool,
         instance=part.instance,
         part=part.name,
         mode=mode,
-        cost=move_cost(context, part, mode),
+        cost=move_cost(context, part, mode, kind),
     )
 
 
@@ -117,19 +121,29 @@ def _why_wake(plan: Plan, traced: Traced, nap: Nap) -> str:
 def _why_sleep(plan: Plan, traced: Traced, nap: Nap) -> str:
     """For whom it makes room, why it is the one that leaves, and what runs while it does."""
     part = traced.parts[nap.gap]
-    text = f"makes room for {plan.actions[nap.places[0]].id}; "
+    fullest = _fullest(traced.trace, nap)
+    text = f"makes room for {plan.actions[fullest].id}; "
     if part.kind == "gradients":
         return text + "of no use after an update"
     if traced.modes[nap.gap] == "discard":
         return text + "overwritten before it is read"
-    text += "farthest next use" if _farthest(traced.trace, nap) else "fewest bytes to move"
+    text += "farthest next use" if _farthest(traced.trace, nap, fullest) else "fewest bytes to move"
     beside = _running(plan, nap.before)
     return f"{text}; leaves while {beside}" if beside else text
 
 
-def _farthest(trace: Trace, nap: Nap) -> bool:
-    """Whether no other part that could leave is used later than this one."""
-    place, length = nap.places[0], trace.length
+def _fullest(trace: Trace, nap: Nap) -> int:
+    """The place in a nap with the least room for what it does not need."""
+    rooms: dict[int, int] = {}
+    for ring, index in trace.gaps[nap.gap].rows:
+        place, room = trace.rings[ring].places[index], trace.room((ring, index))
+        rooms[place] = min(room, rooms.get(place, room))
+    return min(nap.places, key=lambda place: rooms[place])
+
+
+def _farthest(trace: Trace, nap: Nap, place: int) -> bool:
+    """Whether no other part that could leave at a place is used later than this one."""
+    length = trace.length
     own = set(trace.gaps[nap.gap].rings)
     ahead = {
         (gap.until - place) % length

@@ -135,6 +135,7 @@ def _node(document: Mapping[str, Any], sources: list[str]) -> Node:
         outputs=tuple(_field(text) for text in document["outputs"]),
         per=document["per"],
         use=document["use"],
+        rows="expand" if document["use"] == "rollout" and document["op"] != "evaluate" else "same",
     )
     return Node(
         name=document["name"],

@@ -371,4 +371,4 @@ def is_rollout(plan: Plan, action: Action) -> bool:
     if action.kind != "run" or action.node is None or not plan.graph.has_node(action.node):
         return False
     node = plan.graph.node(action.node)
-    return node.op.use == "rollout" and node.op.name != "evaluate"
+    return node.op.use == "rollout" and node.op.rows == "expand"

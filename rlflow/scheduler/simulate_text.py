@@ -18,6 +18,7 @@ from rlflow.scheduler.text import bound_text, counted, duration, sources_text, t
 COLUMNS = 72
 SMALLEST_SHARE = 0.005
 MOST_CAUSES = 4
+DIFFERENT = 0.005
 LETTERS = ascii_lowercase + ascii_uppercase
 
 
@@ -60,6 +61,9 @@ def _facts(found: Simulation) -> list[tuple[str, str]]:
     exact = "the same again and again" if found.exact else f"the mean of {counted(turns, 'turn')}"
     facts = [("iteration", f"{duration(found.period)}   {exact}{every}")]
     if timing is not None:
+        if rare and found.period > timing.period * (1 + DIFFERENT):
+            planned = f"{duration(timing.period)}, which counts rare actions by their share"
+            facts.append(("planned", planned))
         facts.append(("bounds", bound_text(plan, timing)))
     facts += [
         ("latency", f"{duration(found.latency)} from an iteration's first action to its last"),

@@ -52,10 +52,7 @@ def stale_rollouts(graph: Graph) -> dict[str, int]:
     return {
         node.name: graph.lag(node)
         for node in graph.nodes
-        if node.model is not None
-        and node.op.rows == "expand"
-        and graph.lag(node)
-        and graph.updates(node.model)
+        if node.model is not None and graph.lag(node) and graph.updates(node.model)
     }
 
 

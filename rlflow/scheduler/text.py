@@ -245,7 +245,7 @@ def sampling(plan: Plan) -> list[Node]:
     return [
         node
         for node in plan.graph.nodes
-        if node.op.use == "rollout" and node.op.name != "evaluate" and node.model in trained
+        if node.op.use == "rollout" and node.op.rows == "expand" and node.model in trained
     ]
 
 

@@ -27,7 +27,7 @@ from rlflow.scheduler.tune_search import Search, Tried
 from rlflow.scheduler.tune_space import Choice, divisions, roles_of, unions
 
 STREAMS = (1, 2, 4, 8)
-MOST_PLANS = 160
+MOST_PLANS = 240
 LEAST_PLANS = 40
 NODES_TIMES_DEVICES = 160_000
 

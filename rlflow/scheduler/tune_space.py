@@ -8,6 +8,7 @@ other words. Knows counts and divisors; neither seconds nor bytes.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -246,20 +247,25 @@ def _pool_names(candidate: Candidate, roles: tuple[Role, ...]) -> Mapping[Range,
         held.setdefault(choice.range, []).append(role)
     if len(held) == 1:
         return dict.fromkeys(held, "all")
-    trainers = sum(any(role.trained for role in group) for group in held.values())
+    several = Counter(_work(group) for group in held.values())
     names: dict[Range, str] = {}
     for where, group in held.items():
-        trained = [role.model for role in group if role.trained]
-        if trained:
-            name = "train" if trainers == 1 else f"train_{trained[0]}"
-        elif any(role.rollout for role in group):
-            name = "gen"
-        else:
-            name = group[0].model if len(group) == 1 else "frozen"
+        work = _work(group)
+        first = next(role.model for role in group if _work([role]) == work)
+        name = work if several[work] == 1 else f"{work}_{first}"
+        if work == "frozen" and len(group) == 1:
+            name = first
         while name in names.values() or name == "host":
             name += "_pool"
         names[where] = name
     return names
+
+
+def _work(group: Sequence[Role]) -> str:
+    """What roles on the same devices do, the heaviest of it."""
+    if any(role.trained for role in group):
+        return "train"
+    return "gen" if any(role.rollout for role in group) else "frozen"
 
 
 def hand_written(placements: Mapping[str, Placement], count: int) -> dict[str, Placement]:

@@ -25,6 +25,7 @@ HEADINGS = (
     "placement",
 )
 LIST_IN_FULL = 2
+HARDLY = 1.01
 
 
 def tuned_text(tuned: Tuned) -> str:
@@ -40,7 +41,7 @@ def tuned_text(tuned: Tuned) -> str:
     lines += [f"  does not fit: {name}: {why}" for name, why in tuned.misfits.items()]
     lines.append(f"  {_effort(tuned)}")
     lines += [f"  {_compared(tuned)}", "", f"  {placement_source(tuned.best.placement)}"]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_simpler(tuned)])
 
 
 def _rows(tuned: Tuned) -> Iterator[tuple[str, ...]]:
@@ -122,6 +123,23 @@ def _compared(tuned: Tuned) -> str:
     _, other = min(tuned.written, key=lambda pair: pair[1].rank())
     times = other.period / tuned.best.period
     return f"best, {times:.2f}x as fast as {other.name}; to paste into the pipeline's placements:"
+
+
+def _simpler(tuned: Tuned) -> list[str]:
+    """The row with the fewest pools that takes hardly longer than the best, if that has more."""
+    best = tuned.best
+    near = [
+        (len(tried.placement.pools), rank)
+        for rank, tried in enumerate(tuned.rows, 1)
+        if tried.period <= best.period * HARDLY and tried.plan.staleness <= best.plan.staleness
+    ]
+    pools, rank = min(near)
+    if pools >= len(best.placement.pools):
+        return []
+    simple = tuned.rows[rank - 1]
+    longer = 100 * (simple.period / best.period - 1)
+    text = f"#{rank} takes {longer:.1f} % longer, with {counted(pools, 'pool')}:"
+    return ["", f"  {text}", "", f"  {placement_source(simple.placement)}"]
 
 
 def placement_source(placement: Placement) -> str:

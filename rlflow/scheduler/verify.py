@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 from rlflow.scheduler.facts import Facts
 from rlflow.scheduler.plan import HOST, Plan
+from rlflow.scheduler.verify_graph import shared_work_is_exact
 from rlflow.scheduler.verify_memory import (
     communicators_are_alone,
     devices_take_turns,
@@ -37,6 +38,7 @@ from rlflow.scheduler.verify_weights import (
 )
 
 STAGES = (
+    "stamp",
     "rewrite",
     "bind",
     "stream",
@@ -46,6 +48,7 @@ STAGES = (
     "residency",
     "chain",
     "timing",
+    "notes",
 )
 
 
@@ -200,6 +203,7 @@ SHAPE: tuple[tuple[str, Rule], ...] = (
 """Rules without which the others make no sense, each with the first pass it must hold after."""
 
 MEANING: tuple[tuple[str, Rule], ...] = (
+    ("rewrite", shared_work_is_exact),
     ("bind", instances_are_placed),
     ("bind", one_instance_is_trained),
     ("bind", chunks_are_legal),

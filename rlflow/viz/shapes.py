@@ -146,10 +146,14 @@ def _paint(axes: Any, shapes: Sequence[Shape], opacity: float) -> None:
         if isinstance(shape, Group):
             _paint(axes, shape.shapes, shape.opacity)
         elif isinstance(shape, Box):
-            place = (shape.x, shape.y)
-            line = {"edgecolor": shape.line or "none", "linewidth": 1.2 if shape.line else 0}
             patch = Rectangle(
-                place, shape.width, shape.height, facecolor=shape.fill, alpha=opacity, **line
+                (shape.x, shape.y),
+                shape.width,
+                shape.height,
+                facecolor=shape.fill,
+                edgecolor=shape.line or "none",
+                linewidth=1.2 if shape.line else 0,
+                alpha=opacity,
             )
             axes.add_patch(patch).set_zorder(2)
         elif isinstance(shape, Rule):

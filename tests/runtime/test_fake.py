@@ -13,18 +13,19 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from rlflow.commands import Target, declare
 from rlflow.errors import PlanError
 from rlflow.runtime.executor import Executor
 from rlflow.runtime.fake import FakeBackend, FakeError, random_seconds
 from rlflow.runtime.monitor import Monitor
-from rlflow.scheduler.cluster import cpu_cluster
 from rlflow.scheduler.compile import compile_plan
 from tests.runtime.kernels import lagging, sleeping
 from tests.scheduler.examples import EXAMPLES
-from tests.scheduler.strategies import CONFIGS, PLENTY
+from tests.scheduler.strategies import CONFIGS, PLENTY, cluster, graphs, placements
 
 ROOT = Path(__file__).parents[2]
 SEEDS = int(os.environ.get("RLFLOW_SEEDS", "1000"))
@@ -82,7 +83,7 @@ def compiled(declared, placement, backend):
     for _ in range(2):
         try:
             near = declared.pipeline.path
-            devices = cpu_cluster(count, threads=1, memory=memory)
+            devices = cluster("cpu", count, memory)
             options = {"near": near, "backend": backend, "verified": False}
             plan = compile_plan(declared.graph, placement, devices, **options).plan
         except PlanError:
@@ -120,6 +121,34 @@ def expected(index, end, barrier):
     """What a plan of `plans` computes, at even latencies."""
     plan = plans()[index][1]
     return outcome(plan, run(plan, lambda action, iteration: 1.0, end=end, barrier=barrier)[0])
+
+
+@st.composite
+def drawn_plans(draw):
+    """A plan of a graph and a placement that are drawn, with plenty of memory or just enough."""
+    graph = draw(graphs())
+    placement = draw(placements(graph))
+    stream = draw(st.sampled_from([1, 1, 2, 4]))
+    placement = placement.model_copy(update={"stream": stream})
+    backend = draw(st.sampled_from([None, "ray"]))
+    options = {"backend": backend, "verified": False}
+    memory, plan = PLENTY, None
+    for share in (draw(st.sampled_from([1.0, 0.9, 0.7, 0.5])), 0):
+        try:
+            devices = cluster("cpu", placement.num_devices(), memory)
+            plan = compile_plan(graph, placement, devices, **options).plan
+        except PlanError:
+            break
+        memory = max(1, int(share * max(plan.peaks.values())))
+    return plan
+
+
+@settings(max_examples=60)
+@given(plan=drawn_plans(), seed=st.integers(0, 999))
+def test_plans_of_drawn_graphs_keep_the_invariants_in_every_interleaving(plan, seed):
+    if plan is not None:
+        for shift in range(3):
+            run(plan, random_seconds(seed + shift), end=4, barrier=3)
 
 
 def check(index, seed):

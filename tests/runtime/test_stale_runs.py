@@ -241,7 +241,7 @@ def test_a_finished_run_goes_on_from_its_checkpoint(rlflow, command, train, tmp_
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_process_a_device_has_the_bits_of_one_process(train, staleness):
     here = train(f"apart{staleness}")
     assert state(here) == state(train(f"apart{staleness}", "--backend", "ray"))

@@ -12,10 +12,12 @@ from rlflow.scheduler.order import chain
 from rlflow.scheduler.plan import HOST, Action, Cost, Dep, Instance, Part, Plan, Reason
 from rlflow.scheduler.residency import residency
 
-BANDWIDTH = 10.0
+BANDWIDTH = 20.0
 CONTEXT = SimpleNamespace(
     costs=SimpleNamespace(
-        copy=lambda moved, lanes=1: Cost(seconds=moved / lanes / BANDWIDTH, moved=moved)
+        copy=lambda moved, devices, kind: Cost(
+            seconds=moved / len(devices) / BANDWIDTH, moved=moved
+        )
     )
 )
 
@@ -60,9 +62,7 @@ def plan_of(
         pools={"p": tuple(devices)},
         hosts=hosts,
         instances=tuple(
-            Instance(
-                name=p.name, model=p.name, pool="p", devices=p.devices, uses=(), trained=False
-            )
+            Instance(name=p.name, model=p.name, pool="p", devices=p.devices, uses=(), trained=False)
             for p in parts
         ),
         parts=tuple(parts),
@@ -73,6 +73,20 @@ def plan_of(
 def planned(plan: Plan) -> Plan:
     """After `residency` and `chain`."""
     return chain(residency(plan, CONTEXT), CONTEXT)
+
+
+def line(budget: int, *, host: int = 10**9) -> Plan:
+    """Four actions in a row on one device, of which one needs `a` and one `b`.
+
+    one (a) -> two -> three (b, 10 bytes of its own) -> four
+    """
+    actions = [
+        action("one", 0, needs=("a",)),
+        action("two", 0, after=(dep("one"),)),
+        action("three", 0, needs=("b",), after=(dep("two"),), cost=Cost(seconds=2.0, transient=10)),
+        action("four", 0, after=(dep("three"),)),
+    ]
+    return plan_of(budget, [part("a", 20, 0), part("b", 20, 0)], actions, host=host)
 
 
 def random_plan(seed: int, *, parts: int = 5, length: int = 9, devices: int = 3) -> Plan:

@@ -94,12 +94,12 @@ def scores(*temperatures: float | None, fields: tuple[str | None, ...] = ()) -> 
     return graph_of(declare)
 
 
-def adapted(*, probe: bool = False, head: str = "lm", **ref: str) -> Graph:
-    """GRPO on adapters against a reference; `ref` are options of the reference."""
+def adapted(*, probe: bool = False, init: str = "pretrained", **ref: str) -> Graph:
+    """GRPO on adapters against a reference; `ref` are the reference's options."""
 
     def declare() -> None:
-        options = {"path": "models/mid", **ref}
-        actor = rf.Model("actor", "models/mid", optimizer=ADAM, lora=LORA)
+        options = {"path": "models/mid", "init": init, **ref}
+        actor = rf.Model("actor", "models/mid", optimizer=ADAM, lora=LORA, init=init)
         frozen = rf.Model("ref", **options)
         samples = rollout(actor)
         if probe:

@@ -231,7 +231,8 @@ def _ons(draw: Draw, pools: dict[str, int | list[int]], *, frozen: bool = False)
 def cluster(kind: str, count: int, memory: float) -> Cluster:
     """`count` devices of a kind with `memory` bytes each; CPU devices have one thread."""
     if kind == "cpu":
-        return cpu_cluster(count, threads=1, memory=memory)
+        made = cpu_cluster(count, threads=1, memory=memory)
+        return replace(made, kind=replace(made.kind, host_memory=PLENTY))
     return Cluster(kind=replace(KINDS[kind], memory=memory), count=count)
 
 

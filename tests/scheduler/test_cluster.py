@@ -56,6 +56,13 @@ def test_devices_of_several_kinds_are_numbered_as_written() -> None:
     )
 
 
+def test_a_kind_may_fill_several_hosts() -> None:
+    found = parse_cluster("h100:12,a100:2", 1)
+
+    assert [0, 0, 1, 1, 2, 2] == [found.host_of(device) for device in (0, 7, 8, 11, 12, 13)]
+    assert 3 == found.hosts
+
+
 def test_each_device_has_the_memory_of_its_kind() -> None:
     budgets = parse_cluster("b200:1,a100:1@40GB", 1).budgets()
 

@@ -11,6 +11,7 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.graph.graph import Graph
 from rlflow.scheduler import costs as module
+from rlflow.scheduler import keys
 from rlflow.scheduler.cluster import KINDS, cpu_cluster, parse_cluster
 from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.hardware import OBJECT_STORE, STORE_SECONDS
@@ -211,3 +212,80 @@ def test_sizes_are_those_of_the_engines() -> None:
     assert module.BUCKET == parameters["bucket_bytes"].default
     assert module.HOST_BUCKET == HALF == HOST_BUCKET
     assert MICRO_TOKENS == loaded.MICRO_TOKENS
+
+
+def with_option(graph: Graph, name: str, **options: object) -> Graph:
+    nodes = (
+        replace(n, params=tuple({**dict(n.params), **options}.items())) if n.name == name else n
+        for n in graph.nodes
+    )
+    return replace(graph, nodes=tuple(nodes))
+
+
+def test_epochs_repeat_an_update_and_mini_batches_cut_it() -> None:
+    instance = on(ALL, trained=True, fsdp=8)
+    one, two, four = (
+        run(costs_for(with_option(big(), "actor.update", **options)), "actor.update", instance)
+        for options in ({}, {"epochs": 2}, {"mini_batches": 8})
+    )
+
+    assert two.seconds == pytest.approx(2 * one.seconds)
+    assert two.holds == one.holds
+    assert four.seconds == pytest.approx(one.seconds, rel=0.1)
+    assert dict(four.holds)["activations"] < 0.6 * dict(one.holds)["activations"]
+
+
+def test_a_mesh_is_row_major_and_tp_is_next_to_each_other() -> None:
+    costs = costs_for(big(), "h100:16")
+    instance = on(tuple(range(16)), trained=True, fsdp=4, tp=2)
+    roof = costs.roofline(instance, costs.shapes["actor"])
+
+    assert (2, 4, 2) == (roof.tp.ranks, roof.fsdp.ranks, roof.replicas.ranks)
+    assert roof.tp.step == roof.fsdp.step == KINDS["h100"].hop
+    assert KINDS["h100"].far_hop == roof.replicas.step
+    frozen = costs.roofline(replace(instance, trained=False), costs.shapes["actor"])
+    assert 1 == frozen.replicas.ranks
+
+
+@pytest.mark.parametrize(
+    ("trained", "fsdp", "dtype", "gathers"),
+    [
+        (True, 1, "bfloat16", True),
+        (True, 1, "float32", False),
+        (False, 1, "bfloat16", False),
+        (False, 8, "float32", True),
+    ],
+)
+def test_parameters_are_made_whole_where_they_are_kept_otherwise(
+    trained: bool, fsdp: int, dtype: str, gathers: bool
+) -> None:
+    graph = big()
+    graph = replace(
+        graph, models=tuple(m.model_copy(update={"dtype": dtype}) for m in graph.models)
+    )
+    costs = costs_for(graph)
+
+    found = costs.roofline(on(ALL, trained=trained, fsdp=fsdp), costs.shapes["actor"])
+
+    assert gathers == found.gathers
+
+
+def test_the_longest_row_of_all_ranks_ends_a_rollout() -> None:
+    """One rank of 128 rows goes on until the longest of eight times as many has ended."""
+    costs = costs_for(big())
+    roof = costs.roofline(on(ALL), costs.shapes["actor"])
+    load = costs._load(costs.graph.node("actor.rollout"), 8, 1)
+
+    assert (128, 16, 8) == (load.rows, load.prompts, load.peers)
+    assert roof.rollout(load) >= roof.rollout(replace(load, peers=1))
+    few = replace(load, rows=2.0, prompts=2.0)
+    assert roof.rollout(few) > 1.2 * roof.rollout(replace(few, peers=1))
+
+
+def test_work_is_told_apart_by_the_options_that_change_it() -> None:
+    node = big().node("actor.update")
+    again = with_option(big(), "actor.update", epochs=2).node("actor.update")
+    clipped = with_option(big(), "actor.update", max_grad_norm=2.0).node("actor.update")
+
+    assert keys.work(node) != keys.work(again)
+    assert keys.work(node) == keys.work(clipped)

@@ -158,3 +158,41 @@ def test_a_cpu_computes_after_it_launches_and_after_it_gathers() -> None:
 
     assert alone.decode(1, 8) > alone.overhead + alone.read(alone.weights)
     assert shared.forward(load) == pytest.approx(alone.forward(load) + shared.gathered())
+
+
+def test_ranks_that_share_layers_share_their_products_and_add_them_up() -> None:
+    load = Load(rows=4, prompts=4, prompt=100, lengths=whole(100))
+    computed = SHARED.computed(load.tokens, 400, load.pairs)
+
+    assert computed == SEVEN_B.computed(load.tokens, 400, load.pairs) / 2
+    agreed = 2 * 28 * SHARED.tp.all_reduce(800 * 3584 * 2)
+    assert SHARED.forward(load) == pytest.approx(computed + agreed)
+
+
+def test_an_update_gathers_twice_and_sums_gradients() -> None:
+    """On CPU devices nothing overlaps, so that parts add up."""
+    cpu = cpu_cluster(4, threads=1)
+    shape = known_shape("qwen2.5-0.5b")
+    alone = Roofline(kind=cpu.kind, shape=shape, size=4)
+    two, load = group_of(cpu, [0, 1]), Load(rows=2, prompts=2, prompt=8, lengths=whole(8))
+    shared, twice = replace(alone, fsdp=two), replace(alone, replicas=two)
+    base, sent = alone.update(load, 1e9, recompute=False), 25 * two.reduce_scatter(1e9 / 25)
+
+    assert shared.update(load, 1e9, recompute=False) == pytest.approx(
+        base + 2 * shared.gathered() + sent
+    )
+    assert twice.update(load, 1e9, recompute=False) == pytest.approx(base + two.all_reduce(1e9))
+
+
+def test_an_optimizer_step_is_bound_by_its_memory() -> None:
+    """Eight floats a parameter: three read and written, the gradient read twice."""
+    assert SEVEN_B.step(1e9) == pytest.approx(32e9 / (0.8 * 3.35e12))
+
+
+def test_a_backward_holds_the_gradients_of_what_is_whole() -> None:
+    forward, train = (
+        dict(SHARDED.pass_holds(BATCH, train=train, recompute=False))["gathered weights"]
+        for train in (False, True)
+    )
+
+    assert train == 2 * forward

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+import rlflow as rf
+from rlflow import ops
 from rlflow.graph.graph import Graph
 from rlflow.scheduler import observed
 from rlflow.scheduler.cluster import Cluster, cpu_cluster
@@ -16,6 +18,7 @@ from rlflow.scheduler.measured import NOTHING, Measured
 from rlflow.scheduler.plan import HOST, Action, Plan
 from rlflow.scheduler.shapes import model_shape
 from tests.scheduler.examples import COLOCATE, SPLIT, grpo, ppo
+from tests.scheduler.strategies import exact, graph_of
 
 WAIT = 0.004
 
@@ -68,6 +71,19 @@ def learned(
     settings = {"begun": 0, "origin": "run", **options}
     found = observed.samples(plan, costs_of(graph, plan, cluster), spans, [], **settings)
     return NOTHING.adding(found)
+
+
+def stale_grpo() -> Graph:
+    """GRPO whose loss compares with the policy that sampled, so that rollouts may run ahead."""
+
+    def declare() -> None:
+        actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
+        advantage = ops.advantage("grpo", samples, ops.reward(exact, samples))
+        ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip", old="rollout"))
+
+    return graph_of(declare, "grpo")
 
 
 CASES = {"split": (grpo, SPLIT), "colocate": (grpo, COLOCATE), "ppo": (ppo, COLOCATE)}
@@ -164,6 +180,19 @@ def test_waits_are_measured_over_what_is_not_due() -> None:
 
     assert {WAIT} == {round(wait, 9) for wait in found.values()}
     assert any(name == "eval" for name, _ in found)
+
+
+def test_waits_are_measured_where_rollouts_run_ahead() -> None:
+    graph, cluster = stale_grpo(), cpu_cluster(2, threads=1, memory=4e9)
+    assign = {"actor": rf.on("train"), "actor.rollout": rf.on("gen")}
+    placement = rf.Placement(pools={"train": 1, "gen": 1}, assign=assign, staleness=1)
+    plan = compile_plan(graph, placement, cluster).plan
+    spans = played(plan, 9)
+
+    found = observed.waits(plan, spans, observed.window(spans, 0))
+
+    assert max(action.ahead for action in plan.actions) > 0
+    assert {WAIT} == {round(wait, 9) for wait in found.values()}
 
 
 def test_the_wait_is_added_to_what_is_only_estimated() -> None:

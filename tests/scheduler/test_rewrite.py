@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import rlflow as rf
@@ -9,7 +11,7 @@ from rlflow import ops
 from rlflow.scheduler.rewrite import rewrite
 from tests.scheduler.examples import SPLIT, grpo
 from tests.scheduler.rewriting import ADAM, before, learns, names, notes, rewritten, rollout, scores
-from tests.scheduler.strategies import exact, graph_of
+from tests.scheduler.strategies import exact, graph_of, judged
 
 
 def test_one_step_on_fresh_samples_needs_no_forward_of_the_old_policy() -> None:
@@ -67,6 +69,21 @@ def test_log_probs_of_another_model_are_no_old_policy() -> None:
     )
 
 
+def test_log_probs_of_other_tokens_are_kept() -> None:
+    """Responses that another node has made of the same rows."""
+    graph = learns()
+    old = graph.node("actor.log_probs")
+    bound = tuple(
+        replace(b, field=replace(b.field, name="edited")) if b.name == "response_tokens" else b
+        for b in old.inputs
+    )
+    nodes = tuple(replace(n, inputs=bound) if n is old else n for n in graph.nodes)
+
+    (text,) = notes(rewritten(replace(graph, nodes=nodes), only="old policy"), "old policy")
+
+    assert "actor.log_probs is kept for actor.update: its log-probs are of other tokens" == text
+
+
 def test_a_loss_that_names_its_old_policy_keeps_it() -> None:
     plan = rewritten(learns(old="recomputed"))
 
@@ -111,6 +128,19 @@ def test_chains_of_equal_nodes_fall_together() -> None:
     updates = plan.graph.updates("actor")
     assert 2 == len(updates)
     assert all("advantage" in update.sources for update in updates)
+
+
+def test_functions_that_differ_are_not_equal() -> None:
+    """Two ops of one name and contract, around two functions."""
+
+    def declare() -> None:
+        actor = rf.Model("actor", "models/tiny")
+        reward = ops.reward(exact, rollout(actor))
+        for number in range(2):
+            op = judged("judge", "row", "", "pad")
+            ops.metrics(op(reward, name=f"judge{number}"), name=f"seen{number}")
+
+    assert [] == notes(rewritten(graph_of(declare)), "equal nodes")
 
 
 def test_what_only_unused_nodes_read_goes_too() -> None:

@@ -23,7 +23,7 @@ from tests.scheduler.rewriting import (
     rollout,
     scores,
 )
-from tests.scheduler.strategies import graph_of
+from tests.scheduler.strategies import exact, graph_of
 
 
 def test_a_reference_with_the_base_weights_is_not_loaded() -> None:
@@ -61,6 +61,26 @@ def test_other_weights_are_no_base(ref: dict[str, str]) -> None:
     assert [] == notes(plan, "base weights")
 
 
+def test_random_weights_are_no_base() -> None:
+    assert "ref" == rewritten(adapted(init="random")).graph.node("ref.log_probs").model
+
+
+def test_a_value_head_is_trained_beside_the_adapters() -> None:
+    def declare() -> None:
+        critic = rf.Model("critic", "models/tiny", head="value", optimizer=ADAM, lora=LORA)
+        judge = rf.Model("judge", "models/tiny", head="value")
+        samples = rollout(rf.Model("actor", "models/tiny"))
+        ops.metrics(ops.values(judge, samples), name="seen")
+        values = ops.values(critic, samples)
+        advantage = ops.advantage("gae", samples, ops.reward(exact, samples), values)
+        ops.update(critic, samples, advantage, values, loss=rf.ValueLoss())
+
+    plan = rewritten(graph_of(declare))
+
+    assert "judge" == plan.graph.node("judge.values").model
+    assert [] == notes(plan, "base weights")
+
+
 def placed(**assign: rf.On) -> rf.Placement:
     named = {key.replace("__", "."): where for key, where in assign.items()}
     pools = {"train": [0, 1], "gen": [2, 3]}
@@ -94,6 +114,13 @@ def test_a_reference_that_is_placed_apart_is_loaded(placement: rf.Placement, why
 
     assert "ref" == plan.graph.node("ref.log_probs").model
     assert [f"ref is loaded, though actor holds its weights: {why}"] == notes(plan, "base weights")
+
+
+def test_on_one_device_a_reference_kept_on_the_host_is_loaded() -> None:
+    assign = {"*": rf.on("all"), "ref": rf.on("all", offload="layers")}
+    plan = rewritten(adapted(), rf.Placement(pools={"all": 1}, assign=assign))
+
+    assert "ref" == plan.graph.node("ref.log_probs").model
 
 
 @pytest.mark.parametrize(

@@ -149,12 +149,20 @@ def test_weights_that_come_every_few_iterations(phase, lag):
     assert {"eval": lag} == largest_lag(plan)
 
 
+def test_the_oldest_of_all_iterations_counts():
+    """What comes after 0, 3, ... is 2, 0 and 1 updates behind in iterations 3, 4 and 5."""
+    read = run("samples", "actor@gen", ("reshard", 1))
+    moved = reshard(("update", 0), every=3)
+    plan = plan_of(read, run("update", "actor@train", ("update", 1)), moved)
+    assert {"samples": 2} == largest_lag(plan)
+
+
 def test_the_oldest_chunk_counts():
     chunks = [
         run(
             "samples",
             "actor@train",
-            ("update", 1 + index),
+            ("update", 2 - index),
             id=f"samples[{index + 1}/2]",
             chunk=Chunk(index=index, count=2),
         )

@@ -355,6 +355,38 @@ def test_who_does_not_wait_for_the_last_chunk_is_rejected(backend):
     assert len(nodes) == checked
 
 
+def test_a_chunk_on_another_instance_is_rejected():
+    def declare() -> None:
+        actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))
+        ref = rf.Model("ref", "models/mid")
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
+        ops.metrics(ops.log_probs(ref, samples, name="here"), name="one")
+        ops.metrics(ops.log_probs(ref, samples, temperature=0.5, name="there"), name="two")
+        ops.update(actor, samples, loss=rf.SFTLoss())
+
+    placement = rf.Placement(
+        pools={"train": 1, "gen": 1, "look": 1},
+        assign={"*": rf.on("train"), "here": rf.on("gen"), "there": rf.on("look")},
+        stream=2,
+    )
+    plan = dict(compiled_with(graph_of(declare), placement).stages)["stream"]
+    last, other = plan.action("here[2/2]"), plan.action("there[2/2]")
+    moved = replace(
+        last,
+        pool=other.pool,
+        devices=other.devices,
+        instance=other.instance,
+        needs=other.needs,
+        reads=other.reads,
+        takes=other.takes,
+        makes=other.makes,
+    )
+    actions = tuple(moved if a.id == last.id else a for a in plan.actions)
+    broken = verify(replace(plan, actions=actions), "stream")
+    assert ["here[2/2] is done otherwise than here[1/2]"] == broken
+
+
 def test_chunks_within_a_group_are_rejected():
     plan = dict(compiled_with(grpo(every=0), streamed(THREE, 2)).stages)["stream"]
     nodes = tuple(

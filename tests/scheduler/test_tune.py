@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 
 import rlflow as rf
 from rlflow import ops
@@ -316,7 +316,11 @@ def test_kinds_of_devices_are_not_mixed_in_a_pool():
             assert 1 == len({where.kind_of(device).name for device in devices})
 
 
-@settings(max_examples=6, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=6,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=list(HealthCheck),
+)
 @given(graphs())
 def test_every_graph_can_be_tuned(graph):
     assume(not any(model.path.startswith("nobody") for model in graph.models))

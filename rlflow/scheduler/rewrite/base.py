@@ -46,7 +46,7 @@ def base_weights(plan: Plan, context: Context) -> Plan:
 def _is_base(frozen: Model, trained: Model) -> bool:
     """Whether adapters were added to just the weights that a frozen model has.
 
-    A value head is trained beside the adapters, and random weights are drawn model by model.
+    A value head is trained beside the adapters; of weights drawn at random nothing is promised.
     """
     same = ("path", "head", "dtype", "init")
     return (
