@@ -190,7 +190,7 @@ def _parsed(part: str, text: str) -> tuple[str, int, float | None]:
             Finding(
                 code="E202",
                 what=f"--devices {text!r} is not a cluster",
-                expected="kind:count or kind:count@memory, several with commas between",
+                expected="kind:count or kind:count@memory",
                 fix="--devices cpu:2@4GB",
             )
         )

@@ -248,8 +248,8 @@ class Timing:
 
     `critical` are the actions of a slowest cycle, in its order: nothing shortens the period but
     what shortens one of them. `slack` is how many seconds later an action may end without
-    lengthening the period, by id. `latency` is from the start of an iteration's first action to
-    the end of its last one.
+    lengthening the period, by id. `latency` is from the start of an iteration's first action on
+    a device to the end of its last one.
     """
 
     resource_bound: float

@@ -112,11 +112,10 @@ class Roofline:
             return 0.0
         return self.weights / (self.kind.host_link * self.kind.reached)
 
-    def launched(self, seconds: float) -> float:
-        """A pass with its launches: a device runs while kernels are launched, a CPU does both."""
-        if self.kind.name == "cpu":
-            return seconds + self.overhead
-        return max(seconds, self.overhead)
+    def launched(self, seconds: float, times: int = 1) -> float:
+        """So many passes with their launches: a device runs beside them, a CPU does both."""
+        overhead = times * self.overhead
+        return seconds + overhead if self.kind.name == "cpu" else max(seconds, overhead)
 
     def agreed(self, tokens: float) -> float:
         """Seconds of the two all-reduces a layer by which `tp` ranks add up their shares."""
@@ -153,7 +152,7 @@ class Roofline:
         count, predictions = self.passes(load), load.rows * load.lengths.mean
         times = 4 if recompute else 3
         computed = times * self.computed(load.tokens, predictions, load.pairs) / count
-        one = self.launched(max(computed, times * self.read(self.weights)))
+        one = self.launched(max(computed, times * self.read(self.weights)), times)
         layers = self.shape.layers + 1
         summed = layers * self.fsdp.reduce_scatter(trained / layers)
         sent = 2 * self.gathered() + summed
@@ -203,12 +202,12 @@ class Roofline:
         """Bytes that one layer keeps of a token for its backward.
 
         In and out of two norms; queries, keys, values and what attention makes of them; gate,
-        up, the gate's unit and their product (Korthikanti et al. 2022, for gated layers). The
-        first are on every rank whole.
+        up and their product (Korthikanti et al. 2022, for gated layers whose unit is computed
+        again). The first are on every rank whole.
         """
         shape = self.shape
         heads = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
-        cut = heads + 4 * shape.ffn
+        cut = heads + 3 * shape.ffn
         return (4 * shape.hidden + cut / self.tp.ranks) * self.size
 
     def scores(self, predictions: float) -> int:

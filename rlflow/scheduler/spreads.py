@@ -92,9 +92,9 @@ def agree(left: Spread | None, wanted: Spread) -> bool:
 
 
 def sources_of(makers: Sequence[Action], chunk: Chunk | None) -> tuple[Action, ...]:
-    """The runs of a node whose rows are read for a chunk: its own one, else all of them."""
+    """The runs of a node whose rows a chunk reads: of the same chunk, else all, in row order."""
     own = tuple(maker for maker in makers if chunk is not None and maker.chunk == chunk)
-    return own or tuple(makers)
+    return own or tuple(sorted(makers, key=lambda maker: maker.chunk.index if maker.chunk else 0))
 
 
 def in_place(source: Action, target: Action, wanted: Spread) -> bool:

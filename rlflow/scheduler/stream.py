@@ -14,6 +14,7 @@ from rlflow.errors import Finding, PlanError
 from rlflow.graph.check import num_prompts
 from rlflow.graph.graph import Graph, Node
 from rlflow.scheduler.context import Context
+from rlflow.scheduler.observed import parts_of
 from rlflow.scheduler.plan import Action, Chunk, Cost, Dep, Plan, Reason
 from rlflow.scheduler.rowchecks import nearest_divisors, uneven_chunks
 
@@ -251,5 +252,4 @@ def _cost(plan: Plan, action: Action, context: Context) -> Cost:
     """The cost of one chunk of a node's run."""
     node = plan.graph.node(str(action.node))
     instance = plan.instance(action.instance) if action.instance else None
-    parts = 1 if action.takes is None else len(action.takes.parts)
-    return context.costs.run(node, instance, parts, context.chunks)
+    return context.costs.run(node, instance, parts_of(plan, action), context.chunks)

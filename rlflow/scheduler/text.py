@@ -9,6 +9,7 @@ from rlflow.graph.graph import Node
 from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.order import device_name
 from rlflow.scheduler.plan import HOST, Action, Plan, Spread, Timing
+from rlflow.scheduler.staleness import largest_lag
 
 TRANSPORTS = {
     "copy": "same process",
@@ -26,11 +27,11 @@ MOST_NAMES = 14
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as they are printed: `41.0 s`, `3.2 ms`, `?` where unknown."""
+    """Seconds as they are printed: `41.0 s`, `1.25 s`, `3.2 ms`, `?` where unknown."""
     if seconds is None or not seconds >= 0:
         return "?"
     if seconds >= 1:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.0f} us"
 
 
@@ -228,7 +229,8 @@ def idle_share(plan: Plan) -> float | None:
 
 def samples_text(plan: Plan) -> str:
     """How old the weights may be that make the samples which are trained on; empty without any."""
-    lags = {node.name: plan.graph.lag(node) for node in sampling(plan)}
+    proven = largest_lag(plan)
+    lags = {node.name: proven.get(node.name, 0) for node in sampling(plan)}
     if not lags:
         return ""
     most = max(lags.values())

@@ -154,11 +154,13 @@ def _reshard(
     sizes = [context.costs.resharded(source, t, in_place=how == "copy") for t in targets]
     moved = None if None in sizes else sum(size or 0 for size in sizes)
     lanes = len({device for target in targets for device in target.devices})
+    devices = tuple(sorted({*source.devices, *(d for t in targets for d in t.devices)}))
+    cost = context.costs.copy(moved, lanes, devices=devices, kind="reshard", transport=how)
     return Action(
         id=f"reshard:{source.name}->{'+'.join(target.name for target in targets)}",
         kind="reshard",
         reason=Reason(rule="stale weights", text=text),
-        devices=tuple(sorted({*source.devices, *(d for t in targets for d in t.devices)})),
+        devices=devices,
         pool="+".join(dict.fromkeys((source.pool, *pools))),
         after=(Dep(action=updates[-1].name, distance=0, kind="weights"), *before),
         instance=source.name,
@@ -167,7 +169,7 @@ def _reshard(
         reads=((source.name, -1),),
         writes=tuple((target.name, -1) for target in targets),
         transport=how,
-        cost=context.costs.copy(moved, lanes),
+        cost=cost,
         every=every,
         phase=every - 1,
     )

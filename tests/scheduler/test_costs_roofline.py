@@ -106,9 +106,9 @@ def test_the_cache_is_held_at_the_longest_whatever_the_mean() -> None:
 
 
 def test_what_a_pass_holds_by_hand() -> None:
-    """Ten rows of 30 + 20 tokens: four norms of 3584, twice 32 heads of 128, four of 18944."""
+    """Ten rows of 30 + 20 tokens: four norms of 3584, twice 32 heads of 128, three of 18944."""
     load = Load(rows=10, prompts=10, prompt=30, lengths=Lengths(20, 10.0))
-    token = (4 * 3584 + 2 * 32 * 128 + 4 * 18_944) * 2
+    token = (4 * 3584 + 2 * 32 * 128 + 3 * 18_944) * 2
     forward = dict(SEVEN_B.pass_holds(load, train=False, recompute=False))
     train = dict(SEVEN_B.pass_holds(load, train=True, recompute=False))
     again = dict(SEVEN_B.pass_holds(load, train=True, recompute=True))

@@ -88,7 +88,7 @@ def test_what_an_order_puts_before_or_after_it_is_not_beside_it() -> None:
         replace(action("reward", "gen", "ref.log_probs"), instance=None),
         action("actor.update", "train", "reward", "last reward"),
     ]
-    expected = "runs on gen beside no use of a model: each is ordered before it or after it"
+    expected = "runs on gen beside no use of a model: each comes before it or after it"
     assert [f"reward {expected}"] == noted(*turns)
 
 
@@ -109,7 +109,7 @@ def test_a_reward_in_chunks_is_one_note_with_the_least_slack() -> None:
         action("reward", "host", "actor.rollout[2/2]", "reward[1/2]", chunk=2),
     ]
     slack = {"reward[1/2]": 2.0, "reward[2/2]": 1.5}
-    expected = "beside actor.rollout; the period is the same if it ends 1.5 s later"
+    expected = "beside actor.rollout; the period is the same if it ends 1.50 s later"
     assert [f"reward runs on the host {expected}"] == noted(*chunks, slack=slack)
 
 
@@ -123,8 +123,7 @@ def test_a_reward_waits_for_its_rollout_alone(placement: rf.Placement) -> None:
     reward = plan.action("reward")
 
     assert ["actor.rollout"] == [dep.action for dep in reward.after if dep.kind != "device"]
-    found = rewards_beside(plan, before(ppo(), COLOCATE)[1])
-    (text,) = [note.text for note in found.notes if note.rule == "reward beside"]
+    (text,) = [note.text for note in plan.notes if note.rule == "reward beside"]
     assert "reward runs on the host beside ref.log_probs and critic.values" in text
 
 

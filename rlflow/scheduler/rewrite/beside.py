@@ -58,7 +58,7 @@ def _beside(
     named = sorted(seconds, key=lambda name: -seconds[name])[:MOST_NAMED]
     where = "the host" if runs[0].on_host else runs[0].pool
     if not named:
-        return f"runs on {where} beside no use of a model: each is ordered before it or after it"
+        return f"runs on {where} with no use of a model beside it"
     return f"runs on {where} beside {' and '.join(named)}"
 
 

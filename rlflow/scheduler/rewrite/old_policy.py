@@ -62,10 +62,10 @@ def _several_steps(graph: Graph, node: Node, bound: Binding) -> str:
 
 
 def _stale_samples(graph: Graph, node: Node, bound: Binding) -> str:
-    """A correction for stale samples compares the old policy with the one that sampled."""
+    """Of stale samples the old policy is not the one that sampled; weights may make up for that."""
     origin = graph.node(node.rows_of) if node.rows_of else node
     lag = graph.lag(origin) if origin.op.use == "rollout" else 0
-    if not lag:
+    if not lag or getattr(node.param("loss"), "correction", None) is not None:
         return ""
     updates = f"{lag} update{'s' if lag > 1 else ''}"
     return f"the samples of {origin.name} may come from weights that are {updates} older"
