@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from rlflow.batch import Batch
     from rlflow.ops.body import LossFunction
 
-MICRO_TOKENS = 32768
-
 
 @dataclass(slots=True)
 class Loaded:
@@ -213,7 +211,7 @@ def load_instance(
     return Loaded(
         instance=instance,
         model=model,
-        train=TrainEngine(model, optimizer, micro_tokens=MICRO_TOKENS),
+        train=TrainEngine(model, optimizer, micro_tokens=instance.micro_tokens),
         rollout=TorchRollout(model),
         tokenizer=tokenizer,
         stop_tokens=_stop_tokens(model, tokenizer),
@@ -236,7 +234,7 @@ def _load_sharded(
     return Loaded(
         instance=instance,
         model=model,
-        train=ShardedTrainEngine(model, optimizer, micro_tokens=MICRO_TOKENS),
+        train=ShardedTrainEngine(model, optimizer, micro_tokens=instance.micro_tokens),
         rollout=ShardedRollout(model),
         tokenizer=tokenizer,
         stop_tokens=_stop_tokens(model, tokenizer),

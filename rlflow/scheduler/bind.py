@@ -20,7 +20,8 @@ from rlflow.scheduler.instances import (
     serving_instance,
     trained_twice,
 )
-from rlflow.scheduler.plan import HOST, Action, Dep, Plan, Reason, Spread
+from rlflow.scheduler.microbatches import in_micro_batches
+from rlflow.scheduler.plan import HOST, Action, Dep, Instance, Plan, Reason, Spread
 from rlflow.scheduler.rowchecks import dispatch_findings, division_findings
 from rlflow.scheduler.spreads import Place, makes, num_parts, takes
 
@@ -46,7 +47,11 @@ def bind(plan: Plan, context: Context) -> Plan:
         for node in plan.graph.nodes
         if node.model is not None
     }
-    instances = tuple(instance for instance in made.instances if instance.name in served)
+    instances = tuple(
+        _fitted(instance, made, chosen, context)
+        for instance in made.instances
+        if instance.name in served
+    )
     findings = trained_twice(plan, instances)
     findings += [f for i in instances for f in layout_findings(i, plan, context.costs)]
     _refuse(findings)
@@ -61,6 +66,17 @@ def bind(plan: Plan, context: Context) -> Plan:
             for node in plan.graph.nodes
         ),
     )
+
+
+def _fitted(instance: Instance, plan: Plan, chosen: dict[str, On], context: Context) -> Instance:
+    """The instance with micro-batches that fit, for all the nodes that it serves."""
+    nodes = [
+        node
+        for node in plan.graph.nodes
+        if node.model is not None and serving_instance(plan, node, chosen[node.name]) == instance
+    ]
+    room = min(plan.budget(device) for device in instance.devices)
+    return in_micro_batches(instance, nodes, room, context.costs)
 
 
 def _refuse(findings: list[Finding]) -> None:

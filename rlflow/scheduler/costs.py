@@ -20,7 +20,7 @@ from rlflow.scheduler.layouts import CUTS, Cut, area, lacking, parameters_per_ra
 from rlflow.scheduler.lengths import Lengths, assumed, fitted, whole
 from rlflow.scheduler.measured import Record, Setting
 from rlflow.scheduler.plan import ActionKind, Backend, Cost, Instance, Transport
-from rlflow.scheduler.roofline import Load, Roofline
+from rlflow.scheduler.roofline import Holds, Load, Roofline
 from rlflow.scheduler.shapes import Shape, dtype_bytes, trained_parameters
 
 ASSUMED_PROMPT_TOKENS = 64
@@ -200,24 +200,34 @@ class Costs:
         shape = self.shapes[node.model]
         if shape is None:
             return Cost(seconds=None, transient=None, source=NOT_HERE)
-        roof = self.roofline(instance, shape)
+        roof, load = self.roofline(instance, shape), self._load_of(node, parts, chunks)
         if node.op.use == "rollout":
-            load = self._load(node, parts, chunks)
-            holds, seconds = roof.rollout_holds(load), roof.rollout(load)
+            seconds = roof.rollout(load)
         elif node.op.use == "forward":
-            load = self._load(node, parts, chunks)
-            holds = roof.pass_holds(load, train=False, recompute=False)
             seconds = roof.forward(load)
         else:
             epochs, batches = dict(node.params).get("epochs", 1), self._batches(node)
-            load = self._load(node, parts, chunks * batches)
-            holds = roof.pass_holds(load, train=True, recompute=instance.recompute)
             trained = self._trained_per_rank(instance) or 0
             sent = trained * max(roof.size, FULL_BYTES)
             one = roof.update(load, sent, recompute=instance.recompute) + roof.step(trained)
             seconds = epochs * batches * one
+        holds = _holds(node, instance, roof, load)
         transient = sum(size for _, size in holds)
         return Cost(seconds=seconds, transient=transient, holds=holds, source=TABLE)
+
+    def held(self, node: Node, instance: Instance, parts: int) -> int:
+        """Bytes that running a node holds beside the model; 0 where its shape is not known."""
+        shape = self.shapes[instance.model]
+        if shape is None:
+            return 0
+        load = self._load_of(node, parts, 1)
+        holds = _holds(node, instance, self.roofline(instance, shape), load)
+        return sum(size for _, size in holds)
+
+    def _load_of(self, node: Node, parts: int, chunks: int) -> Load:
+        """The rows of one pass over a batch: those of a mini-batch where a node trains."""
+        batches = self._batches(node) if node.op.use == "train" else 1
+        return self._load(node, parts, chunks * batches)
 
     def _batches(self, node: Node) -> int:
         return int(dict(node.params).get("mini_batches", 1))
@@ -248,6 +258,7 @@ class Costs:
             predicts=model.head != "value",
             gathers=instance.fsdp > 1 or (instance.trained and low),
             streamed=bool(instance.offload),
+            micro_tokens=instance.micro_tokens,
             tp=group_of(self.cluster, devices[: instance.tp]),
             fsdp=group_of(self.cluster, devices[: across : instance.tp]),
             replicas=group_of(self.cluster, devices[::across] if instance.trained else ()),
@@ -347,6 +358,13 @@ class Costs:
             return estimate
         source = f"{estimate.source}; dispatch {record.source}"
         return replace(estimate, seconds=estimate.seconds + record.wait, source=source)
+
+
+def _holds(node: Node, instance: Instance, roof: Roofline, load: Load) -> Holds:
+    if node.op.use == "rollout":
+        return roof.rollout_holds(load)
+    train = node.op.use == "train"
+    return roof.pass_holds(load, train=train, recompute=train and instance.recompute)
 
 
 def _as_measured(estimate: Cost, record: Record, setting: Setting, share: float = 1.0) -> Cost:

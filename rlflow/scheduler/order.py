@@ -172,17 +172,15 @@ def _binding(problem: Problem, timed: Timed) -> Literal["resource", "recurrence"
 
 
 def _latency(plan: Plan, problem: Problem, timed: Timed) -> float:
-    """Seconds from the start of an iteration's first action on a device to the last one's end.
+    """Seconds from the start of an iteration's first run on a device to the end of the last one.
 
-    What the host does early costs nothing: prompts are drawn while the iteration before runs.
+    What is done early costs nothing: prompts are drawn while the iteration before runs. An
+    evaluation is of no iteration's chain.
     """
     timings = zip(plan.actions, timed.starts, problem.seconds, strict=True)
-    every = [
-        (action.on_host, start - action.ahead * timed.period, seconds)
-        for action, start, seconds in timings
-        if action.part is None
-    ]
-    spans = [span[1:] for span in every if not span[0]] or [span[1:] for span in every]
+    every = [(a, start - a.ahead * timed.period, seconds) for a, start, seconds in timings]
+    counted = [s for s in every if s[0].kind == "run" and s[0].every == 1 and not s[0].on_host]
+    spans = [(start, seconds) for _, start, seconds in counted or every]
     return max(start + seconds for start, seconds in spans) - min(start for start, _ in spans)
 
 

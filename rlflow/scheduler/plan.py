@@ -28,6 +28,7 @@ Lane = Literal["compute", "copy"]
 Transport = Literal["copy", "shared memory", "collective", "ipc", "object store"]
 
 HOST = -1
+MICRO_TOKENS = 32_768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,8 @@ class Instance:
     """A model loaded on a pool: its layout and the uses it serves; one of them is trained.
 
     Its ranks are a mesh (replicas, fsdp, tp), row-major over `devices`: the last `tp` of
-    them share each layer, and so the rows.
+    them share each layer, and so the rows. One pass sees at most `micro_tokens` tokens, or one
+    row.
     """
 
     name: str
@@ -139,6 +141,7 @@ class Instance:
     tp: int = 1
     recompute: bool = False
     offload: Literal["layers"] | None = None
+    micro_tokens: int = MICRO_TOKENS
 
     @property
     def row_parts(self) -> int:
@@ -178,6 +181,7 @@ class Instance:
         parts = parts or ["whole"]
         parts += ["recompute"] if self.recompute else []
         parts += [f"offload={self.offload}"] if self.offload else []
+        parts += [f"micro={self.micro_tokens}"] if self.micro_tokens != MICRO_TOKENS else []
         return " ".join(parts)
 
 
@@ -248,7 +252,7 @@ class Timing:
 
     `critical` are the actions of a slowest cycle, in its order: nothing shortens the period but
     what shortens one of them. `slack` is how many seconds later an action may end without
-    lengthening the period, by id. `latency` is from the start of an iteration's first action on
+    lengthening the period, by id. `latency` is from the start of an iteration's first run on
     a device to the end of its last one.
     """
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from rlflow.scheduler.collectives import ALONE, Group
 from rlflow.scheduler.hardware import Kind
 from rlflow.scheduler.lengths import Lengths, stages
+from rlflow.scheduler.plan import MICRO_TOKENS
 from rlflow.scheduler.shapes import Shape
 
 COMPUTE_SHARE = 0.4
 KERNELS_PER_LAYER = 12
 BESIDE_LAYERS = 2
-MICRO_TOKENS = 32_768
 FULL_BYTES = 4
 LAYERS_GATHERED = 2
 SCORE_BYTES = 8
@@ -67,7 +67,7 @@ class Roofline:
 
     `size` is bytes of a number; `predicts` says whether there is a head over the vocabulary;
     `gathers` whether parameters have to be made whole before a layer computes; `streamed`
-    whether layers come from the host.
+    whether layers come from the host. A pass sees at most `micro_tokens` tokens, or one row.
     """
 
     kind: Kind
@@ -76,6 +76,7 @@ class Roofline:
     predicts: bool = True
     gathers: bool = False
     streamed: bool = False
+    micro_tokens: int = MICRO_TOKENS
     tp: Group = ALONE
     fsdp: Group = ALONE
     replicas: Group = ALONE
@@ -133,7 +134,7 @@ class Roofline:
 
     def passes(self, load: Load) -> int:
         """Micro-batches that rows are cut into."""
-        return max(1, math.ceil(load.tokens / max(MICRO_TOKENS, load.longest_row)))
+        return max(1, math.ceil(load.tokens / max(self.micro_tokens, load.longest_row)))
 
     def forward(self, load: Load) -> float:
         """Seconds of a forward over the rows of a part."""
@@ -225,7 +226,7 @@ class Roofline:
 
     def pass_holds(self, load: Load, *, train: bool, recompute: bool) -> Holds:
         """What a forward, or a forward and a backward, of one micro-batch holds at the most."""
-        tokens = min(load.most_tokens, max(MICRO_TOKENS, load.longest_row))
+        tokens = min(load.most_tokens, max(self.micro_tokens, load.longest_row))
         predictions = min(load.rows * load.lengths.longest, tokens)
         layers = self.shape.layers if train and not recompute else 1
         activations = layers * self.kept * tokens

@@ -104,9 +104,7 @@ def _transfer(plan: Plan, demand: Demand, taken: set[str], context: Context) -> 
         takes=source.makes,
         makes=demand.takes,
         transport="object store",
-        cost=context.costs.copy(
-            moved if chunk is None else moved // chunk.count, kind="transfer"
-        ),
+        cost=context.costs.copy(moved if chunk is None else moved // chunk.count, kind="transfer"),
         every=source.every,
         chunk=chunk,
     )

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from rlflow.graph.graph import Graph, Node
 from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.instances import layout_findings
+from rlflow.scheduler.microbatches import in_micro_batches
 from rlflow.scheduler.plan import Cost, Instance, Plan, Spread
 from rlflow.scheduler.rowchecks import division_findings
 from rlflow.scheduler.tune_space import Candidate, Choice, Range, Role, alike, layouts_of
@@ -142,6 +143,7 @@ class Figures:
     def _figure(self, role: Role, choice: Choice) -> Figure:
         instance = _instance(role, choice)
         room = min(self.plan.budget(device) for device in instance.devices)
+        instance = in_micro_batches(instance, role.nodes, room, self.costs)
         seconds, need, at = [], 0, role.nodes[0].name
         why: Why | None = "layout" if layout_findings(instance, self.plan, self.costs) else None
         held = 0

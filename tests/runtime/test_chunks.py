@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.batch import flat, lengths, ragged
 from rlflow.ops.body import Stat
+from rlflow.runtime.flow import Flow
 from rlflow.runtime.metrics import read_metrics
 from rlflow.runtime.rows import chunk_rows
 from rlflow.runtime.stats import join, logged
@@ -256,3 +258,11 @@ def test_a_worker_keeps_nothing_and_gives_rows_their_numbers():
         "actor.rollout[2/2]": ([4, 5, 6, 7], 8, [2, 2, 3, 3]),
     }
     assert 0 == len(worker.store)
+
+
+def test_chunks_are_read_in_the_order_of_their_rows_whatever_that_of_the_plan():
+    plan = plan_in(2)
+    flow = Flow(replace(plan, actions=plan.actions[::-1]))
+    wanted = ("actor.rollout[1/2]", "actor.rollout[2/2]")
+    assert wanted == flow.origins("actor.update", "actor.rollout")
+    assert wanted[:1] == flow.origins("reward[1/2]", "actor.rollout")

@@ -16,7 +16,6 @@ from rlflow.scheduler.cluster import KINDS, cpu_cluster, parse_cluster
 from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.hardware import OBJECT_STORE, STORE_SECONDS
 from rlflow.scheduler.plan import Cost, Instance
-from rlflow.scheduler.roofline import MICRO_TOKENS
 from rlflow.scheduler.shapes import model_shape
 from tests.scheduler.strategies import exact, graph_of
 
@@ -205,13 +204,11 @@ def test_sizes_are_those_of_the_engines() -> None:
     from rlflow.engines.reshard.resharder import Resharder
     from rlflow.engines.reshard.segments import HALF
     from rlflow.engines.reshard.transports import HOST_BUCKET
-    from rlflow.runtime import loaded
 
     parameters = inspect.signature(Resharder.__init__).parameters
 
     assert module.BUCKET == parameters["bucket_bytes"].default
     assert module.HOST_BUCKET == HALF == HOST_BUCKET
-    assert MICRO_TOKENS == loaded.MICRO_TOKENS
 
 
 def with_option(graph: Graph, name: str, **options: object) -> Graph:

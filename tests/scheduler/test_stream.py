@@ -221,7 +221,11 @@ def timed(plan: Plan, period: float | None) -> Plan:
         ),
         ({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, 1, "one piece"),
         ({1: None, 2: None, 4: None, 8: None}, 1, "is not known"),
-        ({2: 2.0, 4: 1.0, 8: 1.0}, 4, "4 chunks, 1.00 s an iteration: in one piece it does not fit"),
+        (
+            {2: 2.0, 4: 1.0, 8: 1.0},
+            4,
+            "4 chunks, 1.00 s an iteration: in one piece it does not fit",
+        ),
         ({1: 2.0}, 1, "no plan with chunks fits"),
     ],
 )

@@ -108,6 +108,7 @@ def test_tensor_parallelism_divides_heads_and_stays_in_a_host():
     assert [1] == tps((0, 64), heads=7, kv_heads=7)
     assert [1, 2] == tps((2, 64))
     assert [1] == tps((0, 63))
+    assert [1, 2, 4] == tps((4, 60), heads=32, kv_heads=8)
 
 
 def test_training_shards_over_all_a_host_or_not_at_all():
