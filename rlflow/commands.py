@@ -263,8 +263,10 @@ def config_lines(planned: Planned) -> list[str]:
 
 
 def explain_action(plan: Plan, name: str) -> str:
-    """Everything about one action, by its id or the node it runs."""
+    """Everything about one action, by its id or the node it runs; of chunks, about the first."""
     names = [action.id for action in plan.actions]
+    runs = [a.id for a in plan.actions if a.kind == "run" and a.node == name]
+    name = runs[0] if runs and name not in names else name
     if name not in names:
         raise UsageError(
             Finding(

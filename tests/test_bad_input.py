@@ -337,7 +337,7 @@ def test_a_plan_that_does_not_fit(rlflow, here):
         "error[E401]: action 'actor.update' does not fit on all[0]\n"
         f"  mine.py:{line}   ops.update(actor, samples, adv, "
     )
-    assert "  expected     at most 5.0 MB, the memory of one device\n" in result.err
+    assert "  expected     at most 5.0 MB, the memory of the device\n" in result.err
     assert nothing_started(here)
 
 

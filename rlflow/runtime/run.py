@@ -271,7 +271,7 @@ def _span(action: Action, completion: Completion) -> Span:
         node=action.node or "",
         kind=action.kind,
         iteration=completion.iteration,
-        chunk=0,
+        chunk=action.chunk.index + 1 if action.chunk else 0,
         pool=action.pool,
         devices=action.devices,
         start=completion.start,

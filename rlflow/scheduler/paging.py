@@ -243,55 +243,55 @@ def _demand(trace: Trace, key: Callable[[Gap, int], int]) -> frozenset[int]:
 
 
 def _equal(trace: Trace) -> frozenset[int]:
-    """The most gaps that can stay where all are of one size on one ring.
-
-    For a number k, each turn takes the k gaps that end first among those that fit beside
-    what the turn before has taken. That is never behind any choice of k that is the same
-    every turn, so it settles on such a choice or runs out of gaps.
-    """
+    """The most gaps that can stay where all are of one size on one ring."""
     (ring,) = {ring for gap in trace.gaps for ring, _ in gap.rows}
-    count = len(trace.rings[ring].rooms)
     size = trace.gaps[0].size
     rooms = [room // size for room in trace.rings[ring].rooms]
     spans = []
     for number, gap in enumerate(trace.gaps):
-        stop = gap.rows[-1][1] + 1
-        spans.append((stop, stop - len(gap.rows), number))
+        start = gap.rows[0][1]
+        spans.append((start + len(gap.rows), start, number))
     spans.sort(key=lambda span: (span[0], -span[1], span[2]))
     least, most = 0, len(spans)
     best: frozenset[int] = frozenset()
     while least < most:
-        k = (least + most + 1) // 2
-        found = _settled(spans, rooms, count, k)
+        count = (least + most + 1) // 2
+        found = _settled(spans, rooms, count)
         if found is None:
-            most = k - 1
+            most = count - 1
         else:
-            least, best = k, found
+            least, best = count, found
     return best
 
 
 def _settled(
-    spans: list[tuple[int, int, int]], rooms: list[int], count: int, k: int
+    spans: list[tuple[int, int, int]], rooms: list[int], count: int
 ) -> frozenset[int] | None:
-    """A choice of k gaps (stop, start, number) that every turn can make; None if there is none."""
-    before: list[int] = [0] * count
+    """A choice of `count` gaps (stop, start, number) for every turn; None if there is none.
+
+    The list is cut where a turn begins. Each turn takes the gaps that stop first among those
+    that fit beside what reaches over from the turn before. What it takes is never behind a
+    choice that is the same every turn, and never before what the turn before took: so it
+    settles on such a choice, or runs out of gaps.
+    """
+    length = len(rooms)
+    over = [0] * length
     last: list[int] = []
     while True:
         taken: list[int] = []
-        held = before + [0] * count
+        held = over + [0] * length
         for stop, start, number in spans:
-            places = range(count + start, count + stop)
-            if all(held[place] < rooms[place % count] for place in places):
+            if all(held[place] < rooms[place % length] for place in range(start, stop)):
                 taken.append(number)
-                for place in places:
+                for place in range(start, stop):
                     held[place] += 1
-            if len(taken) == k:
-                break
-        else:
+                if len(taken) == count:
+                    break
+        if len(taken) < count:
             return None
         if taken == last:
             return frozenset(taken)
-        last, before = taken, held[count:]
+        last, over = taken, held[length:]
 
 
 @dataclass(frozen=True, slots=True)

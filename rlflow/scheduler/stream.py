@@ -17,6 +17,7 @@ from rlflow.scheduler.context import Context
 from rlflow.scheduler.observed import parts_of
 from rlflow.scheduler.plan import Action, Chunk, Cost, Dep, Plan, Reason
 from rlflow.scheduler.rowchecks import nearest_divisors, uneven_chunks
+from rlflow.scheduler.text import duration
 
 AUTO = (1, 2, 4, 8)
 MARGIN = 0.05
@@ -98,26 +99,22 @@ def _why(best: int, periods: dict[int, float | None]) -> str:
     if shortest is None:
         return f"{_pieces(best)}: how long an iteration takes is not known"
     figures = {n: period for n, period in periods.items() if n != best and period is not None}
-    said = f"{_pieces(best)}, {_seconds(shortest)} an iteration"
+    said = f"{_pieces(best)}, {duration(shortest)} an iteration"
     if 1 in figures:
-        return f"{said} against {_seconds(figures[1])} in one piece"
+        return f"{said} against {duration(figures[1])} in one piece"
     if best > 1:
         return f"{said}: in one piece it does not fit"
     if not figures:
         return f"{said}: no plan with chunks fits"
     rival = min(figures, key=lambda n: (figures[n], n))
     return (
-        f"{said}; {_pieces(rival)} would take {_seconds(figures[rival])}, and are taken where "
+        f"{said}; {_pieces(rival)} would take {duration(figures[rival])}, and are taken where "
         f"they save {MARGIN:.0%}"
     )
 
 
 def _pieces(count: int) -> str:
     return "one piece" if count == 1 else f"{count} chunks"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 def crossing_chains(plan: Plan) -> tuple[Chain, ...]:

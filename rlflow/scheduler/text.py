@@ -228,7 +228,12 @@ def idle_share(plan: Plan) -> float | None:
 
 
 def samples_text(plan: Plan) -> str:
-    """How old the weights may be that make the samples which are trained on; empty without any."""
+    """How old the weights may be that make the samples which are trained on; empty without any.
+
+    Until the passes have ordered them nothing is proven, and nothing said.
+    """
+    if not plan.peaks:
+        return ""
     proven = largest_lag(plan)
     lags = {node.name: proven.get(node.name, 0) for node in sampling(plan)}
     if not lags:

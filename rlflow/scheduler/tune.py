@@ -144,7 +144,7 @@ def _result(graph: Graph, search: Search, top: int, cluster: Cluster) -> Tuned:
     updates = [node for model in graph.models for node in graph.updates(model.name)]
     return Tuned(
         rows=tuple(rows),
-        written=tuple(sorted(written, key=lambda pair: (pair[0], pair[1].name))),
+        written=tuple(sorted(written, key=lambda pair: (pair[0], pair[1].rank()))),
         misfits=search.misfits,
         refused=dict(sorted(search.moves.refused.items())),
         looked_at=search.moves.looked_at,

@@ -37,7 +37,7 @@ REASONS = {
     "E221": "rows",
     "E224": "rows",
 }
-Rank = tuple[float, int, int, int, int, int, str]
+Rank = tuple[float, int, int, int, int, int, bool, str]
 Kind = tuple[str, int]
 
 
@@ -61,12 +61,12 @@ class Tried:
         return len({d for devices in self.plan.pools.values() for d in devices})
 
     def rank(self) -> Rank:
-        """The order of placements: period, then what comes to the same with less."""
+        """The order of placements: period, then what comes to the same with less, or was there."""
         peak = max(self.plan.peaks.values(), default=0)
         text = self.placement.model_dump_json()
         period, pools = float(f"{self.period:.6g}"), len(self.placement.pools)
         size = pools, len(self.plan.actions), peak
-        return period, self.plan.staleness, self.devices, *size, text
+        return period, self.plan.staleness, self.devices, *size, not self.name, text
 
 
 @dataclass(slots=True, kw_only=True)

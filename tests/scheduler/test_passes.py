@@ -129,15 +129,16 @@ def test_the_old_policy_is_read_before_it_is_updated(placement: rf.Placement) ->
 
 
 def test_a_rollout_with_its_own_weights_gets_one_reshard_after_each_update() -> None:
-    """actor.update -> (next iteration) reshard -> actor.rollout -> (next iteration) reshard."""
+    """actor.update -> reshard -> (next iteration) actor.rollout -> reshard."""
     for placement in (SPLIT, OWN):
         plan = compiled_with(grpo(every=0), placement).plan
         (reshard,) = kinds(plan, "reshard")
         facts = Facts(plan=plan)
-        assert facts.precedes("actor.update", reshard.id, 1)
-        assert facts.precedes(reshard.id, "actor.rollout", 0)
-        assert facts.precedes("actor.rollout", reshard.id, 1)
-        assert (1, 1) == (reshard.first, reshard.every)
+        assert facts.comes_before("actor.update", reshard.id, 0)
+        assert facts.comes_before(reshard.id, "actor.rollout", 1)
+        assert not facts.comes_before(reshard.id, "actor.rollout", 0)
+        assert facts.comes_before("actor.rollout", reshard.id, 0)
+        assert (0, 1) == (reshard.phase, reshard.every)
 
 
 def test_a_shared_rollout_gets_no_reshard() -> None:

@@ -88,7 +88,7 @@ def test_what_an_order_puts_before_or_after_it_is_not_beside_it() -> None:
         replace(action("reward", "gen", "ref.log_probs"), instance=None),
         action("actor.update", "train", "reward", "last reward"),
     ]
-    expected = "runs on gen beside no use of a model: each comes before it or after it"
+    expected = "runs on gen with no use of a model beside it"
     assert [f"reward {expected}"] == noted(*turns)
 
 

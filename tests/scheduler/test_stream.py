@@ -212,7 +212,11 @@ def timed(plan: Plan, period: float | None) -> Plan:
 @pytest.mark.parametrize(
     ("periods", "chosen", "said"),
     [
-        ({1: 2.6, 2: 2.4, 4: 2.1, 8: 2.05}, 4, "4 chunks, 2.1 s an iteration against 2.6 s in one"),
+        (
+            {1: 2.6, 2: 2.4, 4: 2.1, 8: 2.05},
+            4,
+            "4 chunks, 2.10 s an iteration against 2.60 s in one",
+        ),
         ({1: 1.0, 2: 0.96, 4: 0.94, 8: 0.93}, 4, "4 chunks, 940.0 ms an iteration"),
         (
             {1: 1.0, 2: 0.97, 4: 1.2, 8: 3.0},

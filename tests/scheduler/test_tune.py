@@ -302,9 +302,15 @@ def test_written_placements_are_listed_with_their_rank():
 
 def test_a_written_placement_that_is_the_best_keeps_its_name():
     best = tune(grpo(), {}, cpu_cluster(2)).best.placement
-    again = tune(grpo(), {"mine": best}, cpu_cluster(2))
+    renamed = {"one": best.pools.get("all", 2)}
+    by_hand = rf.Placement(
+        pools=renamed,
+        assign={key: on.model_copy(update={"pool": "one"}) for key, on in best.assign.items()},
+        stream=best.stream,
+    )
 
-    assert "mine" == again.best.name
+    for mine in (best, by_hand):
+        assert "mine" == tune(grpo(), {"mine": mine}, cpu_cluster(2)).best.name
 
 
 def test_kinds_of_devices_are_not_mixed_in_a_pool():

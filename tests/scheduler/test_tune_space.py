@@ -224,6 +224,28 @@ def test_no_plan_is_shorter_than_its_bound(build):
     assert compiled > 10
 
 
+def test_the_chain_from_update_to_update_is_shared_by_the_lag_and_cut_by_chunks():
+    graph, where = grpo(every=0), cpu_cluster(4, threads=1, memory=1e9)
+    moves = workshop(graph, where)
+    figures, bounds = moves.figures, moves.bounds
+    apart = (Choice(0, 2, Layout(fsdp=2)), Choice(2, 4, Layout()), Choice(2, 4, Layout(fsdp=2)))
+    update, rollout, ref = (figures.of(n, choice).seconds[0] for n, choice in enumerate(apart))
+    host = {
+        name: figures.costs.run(figures.plan.graph.node(name), None, 1).seconds
+        for name in ("prompts", "reward", "advantage")
+    }
+    judged = max(ref, host["reward"] + host["advantage"])
+    beside = max(ref / 4, (host["reward"] + host["advantage"]) / 4)
+
+    chain = rollout + judged + update
+    assert chain == pytest.approx(bounds.recurrence(Candidate(apart)))
+    late = bounds.recurrence(Candidate(apart, staleness=1))
+    assert max(chain / 2, update) == pytest.approx(late)
+    assert rollout / 4 + beside + update == pytest.approx(
+        bounds.recurrence(Candidate(apart, stream=4))
+    )
+
+
 def test_a_candidate_is_compiled_as_it_says():
     graph, where = ppo(), cpu_cluster(4, threads=1, memory=1e9)
     roles = workshop(graph, where).roles

@@ -57,4 +57,4 @@ def test_every_action_of_a_plan_is_there_once_and_inserted_ones_say_why(squeezed
     )
     sleeps = [m.group(3) for m in found if " sleep " in m.group(3)]
     assert sum(a.kind == "sleep" for a in squeezed.actions) == len(sleeps)
-    assert all("would not fit" in label for label in sleeps)
+    assert all("makes room for" in label for label in sleeps)

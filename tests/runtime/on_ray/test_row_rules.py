@@ -148,8 +148,8 @@ def test_every_rule_gives_each_row_its_own_result(compiled, local, placement):
     finally:
         machine.close()
 
-    assert len(found) == len(local) == 4
-    for ours, others in zip(local[:3], found[:3], strict=True):
+    assert len(found) == len(local) == 3
+    for ours, others in zip(local, found, strict=True):
         assert others["workers/process_min"] < others["workers/process_max"]
         assert ours.keys() == others.keys()
         same = {name for name, value in ours.items() if others[name] == value}
