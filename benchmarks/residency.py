@@ -35,10 +35,11 @@ from rlflow.commands import Declared, Target, declare, plan_declared
 from rlflow.scheduler.cluster import parse_cluster
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.gaps import Gap, Ring, Trace
 from rlflow.scheduler.instants import Memories
 from rlflow.scheduler.moves import with_moves
 from rlflow.scheduler.order import chain, timing
-from rlflow.scheduler.paging import Gap, Ring, Trace, choose, lru
+from rlflow.scheduler.paging import choose, lru
 from rlflow.scheduler.plan import Plan
 from rlflow.scheduler.prefetch import whole
 from rlflow.scheduler.residency import traced_of

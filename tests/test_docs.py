@@ -1,6 +1,6 @@
 """The documents: every error has its heading, every pipeline traces, every printed plan is real.
 
-`RLFLOW_WRITE_DOCS=1 pytest tests/test_docs.py` writes the printed plans anew.
+`RLFLOW_WRITE_DOCS=1 pytest tests/test_docs.py` writes the printed plans and the pictures anew.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rlflow.config import load_pipeline
 from rlflow.errors import GraphError
 from rlflow.scheduler import cluster
 from rlflow.scheduler.compile import PASSES, compile_plan
+from rlflow.scheduler.rewrite import REWRITES
 from rlflow.scheduler.verify import MEANING, SHAPE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,6 +83,12 @@ def blocks(*infos: str) -> list[Block]:
             line = text.count("\n", 0, match.start()) + 1
             found.append(Block(page.name, line, match["info"], match["text"]))
     return [block for block in found if block.info in infos]
+
+
+def pictures() -> list[str]:
+    """The commands of the pages that write a picture into docs/images."""
+    lines = [line for block in blocks("sh") for line in block.text.splitlines()]
+    return [line for line in lines if re.search(r" -o docs/images/\w+\.svg$", line)]
 
 
 def name_of(block: Block) -> str:
@@ -174,11 +181,29 @@ def test_every_option_of_an_op_is_in_its_section(op):
     assert set() == {option for option in options if not re.search(rf"\b{option}\b", section)}
 
 
-@pytest.mark.parametrize("kind", [rf.PolicyLoss, rf.ValueLoss, rf.SFTLoss, rf.Model, rf.AdamW])
+@pytest.mark.parametrize(
+    "kind",
+    [rf.PolicyLoss, rf.ImportanceSampling, rf.ValueLoss, rf.SFTLoss, rf.Model, rf.AdamW, rf.LoRA],
+)
 def test_every_option_of_losses_and_models_is_named(kind):
     text = (DOCS / "pipelines.md").read_text()
     options = set(kind.model_fields) - {"kind", "name", "path"}
     assert set() == {option for option in options if not re.search(rf"`[^`]*\b{option}\b", text)}
+
+
+@pytest.mark.parametrize("kind", [rf.Placement, type(rf.on("pool"))])
+def test_every_option_of_placements_is_named(kind):
+    text = (DOCS / "placements.md").read_text()
+    options = set(kind.model_fields) - {"engine"}
+    assert set() == {option for option in options if not re.search(rf"`[^`]*\b{option}\b", text)}
+
+
+@pytest.mark.parametrize("name", cli.commands)
+def test_every_command_and_option_is_on_some_page(name):
+    text = "\n".join(page.read_text() for page in PAGES)
+    options = [word for option in cli.commands[name].params for word in option.opts]
+    assert f"rlflow {name} " in text
+    assert [] == [word for word in options if word.startswith("--") and word not in text]
 
 
 def sections() -> dict[str, str]:
@@ -196,6 +221,7 @@ def test_fragments_are_python(block):
 def test_consoles_show_what_the_commands_print(block, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(cluster, "machine_cores", lambda: 2)
+    monkeypatch.setattr(cluster, "machine_memory", lambda: 32e9)
     commands = [line for line in block.text.splitlines() if line.startswith("$ ")]
     shown = "\n".join(f"{command}\n{printed(command)}" for command in commands)
     if os.environ.get("RLFLOW_WRITE_DOCS"):
@@ -203,6 +229,18 @@ def test_consoles_show_what_the_commands_print(block, monkeypatch):
         page.write_text(page.read_text().replace(block.text, shown))
     else:
         assert block.text == shown
+
+
+@pytest.mark.parametrize("command", pictures(), ids=lambda command: command.split()[-1])
+def test_pictures_are_what_the_commands_draw(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    path = ROOT / command.split()[-1]
+    if os.environ.get("RLFLOW_WRITE_DOCS"):
+        printed(command)
+        printed(command.replace(".svg", ".png"))
+    made = tmp_path / path.name
+    printed(command.replace(str(path.relative_to(ROOT)), str(made)))
+    assert path.read_bytes() == made.read_bytes()
 
 
 @pytest.mark.torch
@@ -222,6 +260,7 @@ def test_the_op_of_ones_own_runs(tmp_path, monkeypatch):
 def test_the_design_names_the_passes_and_the_rules():
     text = (DOCS / "design.md").read_text()
     assert [name for name, _ in PASSES] == re.findall(r"^\d+\. `(\w+)` - ", text, re.MULTILINE)
+    assert [name for name, _ in REWRITES] == re.findall(r"^- \*([\w ]+)\*: ", text, re.MULTILINE)
     rules = [(rule.__name__, since) for since, rule in (*SHAPE, *MEANING)]
     assert rules == re.findall(r"^\| `(\w+)` \| `(\w+)` \|", text, re.MULTILINE)
 

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from rlflow.cli import cli
+from rlflow.scheduler import cluster
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -23,10 +24,13 @@ COMMANDS = [
     if line.startswith("rlflow ") and "/ " not in line
 ]
 
+LOOKING = ("check", "plan", "diff", "simulate", "tune", "doctor")
+
 
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(cluster, "machine_memory", lambda: 32e9)
 
 
 def invoke(command, *more):
@@ -34,10 +38,14 @@ def invoke(command, *more):
 
 
 @pytest.mark.parametrize(
-    "command", [c for c in COMMANDS if c.split()[1] in ("check", "plan", "diff", "doctor")]
+    "command", [c for c in COMMANDS if c.split()[1] in LOOKING]
 )
 def test_commands_that_look_work_as_written(command):
     assert 0 == invoke(command).exit_code
+
+
+def test_the_commands_that_look_are_shown():
+    assert set(LOOKING) <= {command.split()[1] for command in COMMANDS}
 
 
 def test_viz_writes_the_picture(tmp_path):
@@ -70,6 +78,13 @@ def test_the_pipeline_traces_and_compiles(tmp_path, monkeypatch):
     path.write_text(source)
 
     assert 0 == invoke(f"rlflow check {path}").exit_code
+
+
+def test_the_printed_diff_is_the_diff():
+    command, _, shown = README.partition("$ rlflow diff ")[2].partition("\n")
+    printed = shown.partition("\n```")[0]
+
+    assert printed == invoke(f"rlflow diff {command}").stdout.rstrip()
 
 
 def test_the_make_targets_exist():

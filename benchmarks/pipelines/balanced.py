@@ -1,4 +1,4 @@
-"""GRPO whose rollouts take about as long as everything on the other pool: one core each.
+"""GRPO with adapters, whose rollouts take about as long as its updates: one core each.
 
 A frozen scorer gives the reward and a reference the KL; both run where training runs, so
 they are what streaming can hide behind the rollouts, and staleness everything.
@@ -16,9 +16,9 @@ APART = {"train": 1, "gen": 1}
 class Config(rf.Config):
     """What `--set` may change."""
 
-    prompts_per_iteration: int = 32
+    prompts_per_iteration: int = 8
     group_size: int = 8
-    new_tokens: int = 20
+    new_tokens: int = 110
     mini_batches: int = 1
     kl_coef: float = 0.02
     lr: float = 1e-6
@@ -38,7 +38,8 @@ def score(response: str, answer: str, values: list[float]) -> float:
     }
 )
 def balanced(cfg: Config) -> None:
-    actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=cfg.lr))
+    lora = rf.LoRA(rank=8)
+    actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=cfg.lr), lora=lora)
     ref = rf.Model("ref", cfg.model)
     scorer = rf.Model("scorer", cfg.model, head="value")
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=cfg.prompts_per_iteration)

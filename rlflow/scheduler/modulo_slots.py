@@ -17,7 +17,7 @@ from rlflow.scheduler.modulo import Problem, Schedule, in_order, turn_edges
 
 TRIES = 3
 LOOKS = 60
-ROUNDING = 1e-9
+ROUNDING = 1e-12
 NUDGE = 1 / 64
 
 
@@ -118,20 +118,27 @@ class _Board:
     def _conflict(
         self, taken: Sequence[tuple[float, int]], slot: float, duration: float
     ) -> float | None:
-        """The end of a slot taken that overlaps one wanted; None where none does."""
+        """The end of a slot taken that overlaps one wanted; None where none does.
+
+        What takes no time hides nothing: it may stand where a longer one begins or ends.
+        """
         if not taken:
             return None
         offset = slot % self.period
         at = bisect_right(taken, (offset + self.slip, len(self.seconds)))
-        start, task = taken[at - 1]
-        after = (offset - start) % self.period
-        if after > self.period - self.slip:
-            after -= self.period
-        if self.seconds[task] - after > self.slip:
-            return slot - after + self.seconds[task]
+        for place in range(at - 1, at - 1 - len(taken), -1):
+            start, task = taken[place]
+            if self.seconds[task] <= self.slip:
+                continue
+            after = (offset - start) % self.period
+            if after > self.period - self.slip:
+                after -= self.period
+            if self.seconds[task] - after > self.slip:
+                return slot - after + self.seconds[task]
+            break
         start, task = taken[at % len(taken)]
         until = (start - offset) % self.period
-        if duration - until > self.slip:
+        if until > self.slip and duration - until > self.slip:
             return slot + until + self.seconds[task]
         return None
 

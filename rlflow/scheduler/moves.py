@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlflow.scheduler.context import Context
+from rlflow.scheduler.gaps import Trace
 from rlflow.scheduler.instants import leaving
-from rlflow.scheduler.paging import Trace
 from rlflow.scheduler.plan import Action, Cost, Dep, Mode, Part, Plan, Reason
 from rlflow.scheduler.prefetch import Nap, Spot, placed
 

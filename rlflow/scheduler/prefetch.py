@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlflow.scheduler.paging import Trace
+from rlflow.scheduler.gaps import Trace
 
 Row = tuple[int, int]
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from rlflow.errors import Finding, PlanError
 from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.context import Context
+from rlflow.scheduler.gaps import Gap, Ring, Trace
 from rlflow.scheduler.instants import Instants, Memories, leaving
 from rlflow.scheduler.moves import Traced, move_cost, with_moves
 from rlflow.scheduler.order import device_name, seconds_of
-from rlflow.scheduler.paging import Choice, Gap, Ring, Trace, choose, lru
+from rlflow.scheduler.paging import Choice, choose, lru
 from rlflow.scheduler.plan import HOST, Action, Mode, Part, Plan
 from rlflow.scheduler.prefetch import shortened
 
