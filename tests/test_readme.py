@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -37,9 +38,7 @@ def invoke(command, *more):
     return CliRunner().invoke(cli, [*shlex.split(command)[1:], *more], catch_exceptions=False)
 
 
-@pytest.mark.parametrize(
-    "command", [c for c in COMMANDS if c.split()[1] in LOOKING]
-)
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.split()[1] in LOOKING])
 def test_commands_that_look_work_as_written(command):
     assert 0 == invoke(command).exit_code
 
@@ -65,11 +64,20 @@ def test_the_runs_are_runs(command):
     assert f"dry run: {iterations[1] if iterations else 400} iterations" in result.output
 
 
-def test_the_printed_plan_is_the_plan():
-    command, _, shown = README.partition("$ rlflow plan ")[2].partition("\n")
-    printed = shown.partition("\n```")[0]
+@pytest.mark.parametrize("word", ["plan", "diff"])
+def test_what_is_printed_is_what_the_commands_print(word):
+    """`RLFLOW_WRITE_DOCS=1` writes it anew."""
+    command, _, shown = README.partition(f"$ rlflow {word} ")[2].partition("\n")
+    shown = shown.partition("```")[0].rstrip()
+    printed = invoke(f"rlflow {word} {command}").stdout.rstrip()
 
-    assert printed == invoke(f"rlflow plan {command}").stdout.rstrip()
+    if os.environ.get("RLFLOW_WRITE_DOCS"):
+        path = ROOT / "README.md"
+        block = f"$ rlflow {word} {command}\n"
+        fresh = path.read_text().replace(f"{block}{shown}".rstrip(), f"{block}{printed}")
+        path.write_text(fresh)
+    else:
+        assert shown == printed
 
 
 def test_the_pipeline_traces_and_compiles(tmp_path, monkeypatch):
@@ -78,13 +86,6 @@ def test_the_pipeline_traces_and_compiles(tmp_path, monkeypatch):
     path.write_text(source)
 
     assert 0 == invoke(f"rlflow check {path}").exit_code
-
-
-def test_the_printed_diff_is_the_diff():
-    command, _, shown = README.partition("$ rlflow diff ")[2].partition("\n")
-    printed = shown.partition("\n```")[0]
-
-    assert printed == invoke(f"rlflow diff {command}").stdout.rstrip()
 
 
 def test_the_make_targets_exist():

@@ -1,7 +1,8 @@
-"""GRPO with adapters, whose rollouts take about as long as its updates: one core each.
+"""GRPO with a frozen scorer for the reward and a reference for the KL: two pools of one core.
 
-A frozen scorer gives the reward and a reference the KL; both run where training runs, so
-they are what streaming can hide behind the rollouts, and staleness everything.
+Where the frozen models run decides what can be hidden. With the rollouts, both pools have about
+as much to do, and staleness lets them do it side by side. With the training, they wait for
+rollouts that streaming brings piece by piece.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 import rlflow as rf
 from rlflow import ops
 
-ASSIGN = {"*": rf.on("train"), "actor.rollout": rf.on("gen")}
 APART = {"train": 1, "gen": 1}
+WITH_ROLLOUTS = {"*": rf.on("gen"), "actor.train": rf.on("train")}
+WITH_TRAINING = {"*": rf.on("train"), "actor.rollout": rf.on("gen")}
 
 
 class Config(rf.Config):
     """What `--set` may change."""
 
-    prompts_per_iteration: int = 8
+    prompts_per_iteration: int = 32
     group_size: int = 8
-    new_tokens: int = 110
-    mini_batches: int = 1
+    new_tokens: int = 24
     kl_coef: float = 0.02
     lr: float = 1e-6
     model: str = "pipelines/assets/arith-tiny"
@@ -32,16 +33,16 @@ def score(response: str, answer: str, values: list[float]) -> float:
 @rf.pipeline(
     placements={
         "colocate": rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")}),
-        "split": rf.Placement(pools=APART, assign=ASSIGN),
-        "stale": rf.Placement(pools=APART, assign=ASSIGN, staleness=1),
-        "stream": rf.Placement(pools=APART, assign=ASSIGN, stream="auto"),
+        "split": rf.Placement(pools=APART, assign=WITH_ROLLOUTS),
+        "stale": rf.Placement(pools=APART, assign=WITH_ROLLOUTS, staleness=1),
+        "chain": rf.Placement(pools=APART, assign=WITH_TRAINING),
+        "stream": rf.Placement(pools=APART, assign=WITH_TRAINING, stream="auto"),
     }
 )
 def balanced(cfg: Config) -> None:
-    lora = rf.LoRA(rank=8)
-    actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=cfg.lr), lora=lora)
-    ref = rf.Model("ref", cfg.model)
-    scorer = rf.Model("scorer", cfg.model, head="value")
+    actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=cfg.lr), init="random")
+    ref = rf.Model("ref", cfg.model, init="random")
+    scorer = rf.Model("scorer", cfg.model, head="value", init="random")
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=cfg.prompts_per_iteration)
     samples = ops.rollout(
         actor, prompts, n=cfg.group_size, max_new_tokens=cfg.new_tokens, ignore_eos=True
@@ -56,5 +57,4 @@ def balanced(cfg: Config) -> None:
         adv,
         ref_lp,
         loss=rf.PolicyLoss("ppo_clip", kl_coef=cfg.kl_coef, old="rollout"),
-        mini_batches=cfg.mini_batches,
     )

@@ -95,9 +95,11 @@ class Worker:
             )
             for instance in held
         }
+        emptied = {a.part for a in plan.actions if a.kind == "wake" and a.mode == "discard"}
         for part in plan.parts:
             if part.name not in plan.awake_at_start and part.instance in self.loaded:
-                self._sleep(part.name, part.kind, "offload")
+                mode = "discard" if part.name in emptied else "offload"
+                self._sleep(part.name, part.kind, mode)
 
     def trained(self) -> list[Loaded]:
         """The instances that the plan trains, in the plan's order."""

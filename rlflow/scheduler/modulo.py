@@ -302,7 +302,7 @@ def kernel_of(problem: Problem, schedule: Schedule) -> Kernel:
     where that order takes longer, because tasks of a resource overlap or a cycle is too long.
     """
     period, seconds = schedule.period, problem.seconds
-    offsets = [(start / period + TOLERANCE) % 1 - TOLERANCE for start in schedule.starts]
+    offsets = _offsets(schedule)
     shares = [duration / period for duration in seconds]
     stages = [
         Edge(s, t, d - math.ceil(offsets[s] + shares[s] - offsets[t] - 2 * TOLERANCE))
@@ -318,6 +318,19 @@ def kernel_of(problem: Problem, schedule: Schedule) -> Kernel:
     if timed.period > period * (1 + 1e-6):
         raise ValueError("two tasks of a resource overlap")
     return compact(problem, timed)
+
+
+def _offsets(schedule: Schedule) -> list[float]:
+    """Starts in a turn, in periods, where turns begin in the widest gap between two starts.
+
+    So no rounding moves a start from the end of a turn to the beginning of the next.
+    """
+    spots = [start / schedule.period % 1 for start in schedule.starts]
+    line = sorted(spots)
+    gaps = [(after - before, before) for before, after in itertools.pairwise(line)]
+    width, before = max([(1 - line[-1] + line[0], line[-1]), *gaps])
+    origin = before + width / 2
+    return [(spot - origin) % 1 for spot in spots]
 
 
 def _kernel(arcs: Iterable[Arc], ahead: tuple[int, ...], wanted: Sequence[float]) -> Kernel:

@@ -96,7 +96,7 @@ class _Board:
             self._remove(other)
         self.starts[task] = self.last[task] = slot
         for number in self.mine[task]:
-            insort(self.taken[number], (slot % self.period, task))
+            insort(self.taken[number], (self._offset(slot), task))
         return evicted
 
     def _free(self, task: int, early: float) -> float | None:
@@ -120,39 +120,44 @@ class _Board:
     ) -> float | None:
         """The end of a slot taken that overlaps one wanted; None where none does.
 
-        What takes no time hides nothing: it may stand where a longer one begins or ends.
+        What takes no time may stand where a longer one begins or ends, so it hides the longer
+        one: that is looked for further back.
         """
-        if not taken:
-            return None
-        offset = slot % self.period
+        offset = self._offset(slot)
         at = bisect_right(taken, (offset + self.slip, len(self.seconds)))
         for place in range(at - 1, at - 1 - len(taken), -1):
             start, task = taken[place]
-            if self.seconds[task] <= self.slip:
-                continue
-            after = (offset - start) % self.period
-            if after > self.period - self.slip:
-                after -= self.period
-            if self.seconds[task] - after > self.slip:
-                return slot - after + self.seconds[task]
-            break
-        start, task = taken[at % len(taken)]
-        until = (start - offset) % self.period
-        if until > self.slip and duration - until > self.slip:
-            return slot + until + self.seconds[task]
+            if self.seconds[task] > self.slip:
+                after = offset - start + (self.period if place < 0 else 0.0)
+                begins_here = after <= self.slip and duration <= self.slip
+                if self.seconds[task] - after > self.slip and not begins_here:
+                    return slot - after + self.seconds[task]
+                break
+        if taken:
+            start, task = taken[at % len(taken)]
+            until = start - offset + (self.period if at == len(taken) else 0.0)
+            if duration - until > self.slip:
+                return slot + until + self.seconds[task]
         return None
 
     def _in_the_way(self, task: int, slot: float) -> list[int]:
         """The tasks that overlap one in a slot."""
-        offset, duration = slot % self.period, self.seconds[task]
+        offset, duration, slip = self._offset(slot), self.seconds[task], self.slip
         found: dict[int, None] = {}
         for number in self.mine[task]:
             for start, other in self.taken[number]:
-                after = (offset - start) % self.period
-                until = self.period - after
-                if max(self.seconds[other] - after, duration - until) > self.slip:
+                after, lasts = offset - start, self.seconds[other]
+                if after < -slip:
+                    after += self.period
+                beyond = max(lasts - after, duration - (self.period - after))
+                if (min(lasts, duration) if after <= slip else beyond) > slip:
                     found[other] = None
         return list(found)
+
+    def _offset(self, slot: float) -> float:
+        """Seconds from the start of a period; 0 for what begins just before the next one."""
+        offset = slot % self.period
+        return offset if offset < self.period - self.slip else 0.0
 
     def _remove(self, task: int) -> None:
         start = self.starts[task]
@@ -161,4 +166,4 @@ class _Board:
         self.starts[task] = None
         for number in self.mine[task]:
             line = self.taken[number]
-            del line[bisect_left(line, (start % self.period, task))]
+            del line[bisect_left(line, (self._offset(start), task))]

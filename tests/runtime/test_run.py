@@ -77,7 +77,7 @@ def test_ppo_has_the_same_bits_colocated_and_split(train):
 )
 def test_memory_pressure_does_not_change_a_bit(train, pipeline, words):
     wide = train("wide", pipeline, *words, "--devices", "cpu:1")
-    tight = train("tight", pipeline, *words, "--devices", "cpu:1@12MB")
+    tight = train("tight", pipeline, *words, "--devices", "cpu:1@43MB")
     assert not {"sleep", "wake"} & kinds(wide)
     assert {"sleep", "wake"} <= kinds(tight)
     assert_equal(wide, tight)

@@ -120,8 +120,12 @@ def growth(problem: Problem, kernel: Kernel) -> float:
 
 
 def shortest_period(problem: Problem, reach: int = 2) -> float:
-    """The optimum, by trying every cyclic order on every resource and offsets up to `reach`."""
-    per_queue = [around(queue, reach) for queue in dict.fromkeys(problem.users.values())]
+    """The optimum, by trying every cyclic order on every resource and offsets up to `reach`.
+
+    Offsets count from the least by which distances below 0 ask tasks to be ahead.
+    """
+    queues = dict.fromkeys(problem.users.values())
+    per_queue = [around(queue, reach, problem.base.ahead) for queue in queues]
     tries = math.prod(len(lines) for lines in per_queue)
     if tries > MOST_TRIES:
         raise ValueError(f"{tries} orders")
@@ -138,14 +142,18 @@ def shortest_period(problem: Problem, reach: int = 2) -> float:
     return best
 
 
-def around(queue: tuple[int, ...], reach: int) -> list[list[tuple[int, int, int]]]:
+def around(
+    queue: tuple[int, ...], reach: int, ahead: tuple[int, ...]
+) -> list[list[tuple[int, int, int]]]:
     """The arcs of every cyclic order of a queue, iterations shifted by every offset."""
     first, *others = queue
     lines = []
     for line in itertools.permutations(others):
         for offsets in itertools.product(range(-reach, reach + 1), repeat=len(line)):
             ring = [(first, 0), *zip(line, offsets, strict=True), (first, 1)]
-            lines.append([(a, b, t - s) for (a, s), (b, t) in itertools.pairwise(ring)])
+            lines.append(
+                [(a, b, t - s + ahead[b] - ahead[a]) for (a, s), (b, t) in itertools.pairwise(ring)]
+            )
     return lines
 
 

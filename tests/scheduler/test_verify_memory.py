@@ -186,7 +186,7 @@ def loop() -> Plan:
         ({"slack": (("one", 1.0), ("two", 0.0))}, "one is critical and has 1 s of slack"),
         ({"slack": (("one", -1.0),)}, "one has -1 s of slack"),
         ({"binding": "order"}, "the order is said to bind"),
-        ({"latency": 1.0}, "an iteration takes 1 s, one of its actions 2 s"),
+        ({"latency": 1.0}, "an iteration takes 1 s, one of its runs 2 s"),
     ],
 )
 def test_times_that_do_not_add_up_are_seen(fields: dict[str, object], says: str) -> None:

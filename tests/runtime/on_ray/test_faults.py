@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.torch]
 GRPO = PIPELINES / "grpo_arithmetic.py"
 WORDS = (*SMALL, *QUICK, "--set", "group_size=4", "--save-every", 2, "--backend", "ray", "-q")
 SPLIT = ("--placement", "split", "--devices", "cpu:2")
-TIGHT = ("--placement", "colocate", "--devices", "cpu:1@12MB", "--set", "kl_coef=0.05")
+TIGHT = ("--placement", "colocate", "--devices", "cpu:1@43MB", "--set", "kl_coef=0.05")
 MARK = "RLFLOW_TEST_MARK"
 
 
@@ -64,13 +64,13 @@ def rarely(*case: object):
     ("point", "rank", "words", "names"),
     [
         ("rank:run=kill9@6", 0, SPLIT, "actor.update in iteration 5"),
-        ("rank:reshard=kill9@4", 1, SPLIT, "reshard:actor@train->actor@gen in iteration 4"),
+        ("rank:reshard=kill9@4", 1, SPLIT, "reshard:actor@train->actor@gen in iteration 3"),
         rarely("rank:run=kill9@4", 1, SPLIT, "actor.rollout"),
         rarely("rank:run=kill9@10", -1, SPLIT, "in iteration"),
         rarely("rank:send=kill9@9", 1, SPLIT, "transfer:actor.rollout"),
         rarely("rank:receive=kill9@6", 0, SPLIT, "transfer:"),
-        rarely("rank:sleep=kill9@9", 0, TIGHT, "sleep:"),
-        rarely("rank:wake=kill9@9", 0, TIGHT, "wake:"),
+        rarely("rank:sleep=kill9@4", 0, TIGHT, "sleep:"),
+        rarely("rank:wake=kill9@4", 0, TIGHT, "wake:"),
     ],
 )
 def test_a_killed_rank_ends_the_run_with_one_error_and_no_process_left(
