@@ -47,6 +47,10 @@ bench: $(STAMP)  ## side-by-side measurements; makes environments of its own
 	$(BIN)/python benchmarks/vs_trl_ppo.py
 	$(BIN)/python benchmarks/ray_overhead.py
 	$(BIN)/python benchmarks/vs_verl_dispatch.py
+	$(BIN)/python benchmarks/optimum.py
+	$(BIN)/python benchmarks/residency.py
+	$(BIN)/python benchmarks/compile_time.py
+	$(BIN)/python benchmarks/prediction.py
 
 clean:
 	rm -rf $(VENV) .venv-bench .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -45,7 +45,7 @@ WIDTHS = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
 PLACEMENTS = ("colocate", "split", "stale", "chain", "stream")
 BACKENDS = ("local", "ray")
 NEVER = 10**9
-WARMUP = 5
+WARMUP = 3
 TARGET = 0.10
 GAINS = {"stale": ("split", 1.6), "stream": ("chain", 1.15)}
 
@@ -214,7 +214,7 @@ def report(cases: Mapping[tuple[str, str], Case], facts: dict[str, Any], folder:
 NOTES = (
     "`table` is the estimate from model shapes alone, before anything was measured.",
     "`predicted` is the plan's period after one calibrating run of the same case; `measured` the "
-    "median iteration of the next run, the first five left out.",
+    "median iteration of the next run, the first three left out.",
     "`gain` compares medians of runs on two pools of one core each; `promised` is what the plans "
     "said before.",
 )
@@ -225,14 +225,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--iterations", type=int, default=13)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--set", action="append", default=[], help="a field of the config")
     parser.add_argument("--quick", action="store_true", help="small counts, elsewhere")
     given = parser.parse_args()
     facts, cases = machine(), {}
-    turns, count = (1, 12) if given.quick else (given.turns, given.iterations)
+    turns, count = (1, 6) if given.quick else (given.turns, given.iterations)
     for backend in BACKENDS:
         for placement in PLACEMENTS:
             if given.only in f"{placement}, {backend}":

@@ -161,6 +161,23 @@ def test_links_lead_somewhere(page):
     assert [] == [target for target in local if not (DOCS / target).exists()]
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_links_into_pages_name_their_headings(page):
+    found = re.findall(r"\]\(([\w./]*)#([\w-]+)\)", BLOCK.sub("", page.read_text()))
+    wrong = [
+        (target, anchor)
+        for target, anchor in found
+        if anchor not in anchors(page.parent / target if target else page)
+    ]
+    assert [] == wrong
+
+
+def anchors(page: Path) -> set[str]:
+    """What links to the headings of a page end in."""
+    titles = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("block", blocks("python"), ids=name_of)
 def test_pipelines_trace_and_compile(block, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)

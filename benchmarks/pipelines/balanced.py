@@ -18,9 +18,9 @@ WITH_TRAINING = {"*": rf.on("train"), "actor.rollout": rf.on("gen")}
 class Config(rf.Config):
     """What `--set` may change."""
 
-    prompts_per_iteration: int = 32
+    prompts_per_iteration: int = 64
     group_size: int = 8
-    new_tokens: int = 24
+    new_tokens: int = 12
     kl_coef: float = 0.02
     lr: float = 1e-6
     model: str = "pipelines/assets/arith-tiny"

@@ -42,13 +42,13 @@ def bind(plan: Plan, context: Context) -> Plan:
             findings.append(_unplaced(node, plan, context.placement))
     _refuse(findings)
     made = replace(plan, instances=make_instances(plan, chosen))
-    served = {
-        serving_instance(made, node, chosen[node.name]).name
-        for node in plan.graph.nodes
-        if node.model is not None
-    }
+    served: dict[str, list[Node]] = {}
+    for node in plan.graph.nodes:
+        if node.model is not None:
+            name = serving_instance(made, node, chosen[node.name]).name
+            served.setdefault(name, []).append(node)
     instances = tuple(
-        _fitted(instance, made, chosen, context)
+        _fitted(instance, served[instance.name], made, context)
         for instance in made.instances
         if instance.name in served
     )
@@ -68,13 +68,8 @@ def bind(plan: Plan, context: Context) -> Plan:
     )
 
 
-def _fitted(instance: Instance, plan: Plan, chosen: dict[str, On], context: Context) -> Instance:
+def _fitted(instance: Instance, nodes: list[Node], plan: Plan, context: Context) -> Instance:
     """The instance with micro-batches that fit, for all the nodes that it serves."""
-    nodes = [
-        node
-        for node in plan.graph.nodes
-        if node.model is not None and serving_instance(plan, node, chosen[node.name]) == instance
-    ]
     room = min(plan.budget(device) for device in instance.devices)
     return in_micro_batches(instance, nodes, room, context.costs)
 

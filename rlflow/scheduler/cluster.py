@@ -89,6 +89,14 @@ class Cluster:
         raise IndexError(f"a device beyond the {self.count} there are")
 
     @property
+    def host_starts(self) -> tuple[int, ...]:
+        """The first device of every host, where hosts do not share the devices evenly."""
+        if not self.groups:
+            return ()
+        hosts = [self.host_of(device) for device in range(self.count)]
+        return tuple(hosts.index(host) for host in range(self.hosts))
+
+    @property
     def host_memory(self) -> float:
         """Bytes of one host's memory that no CPU device has; the least where hosts differ."""
         return min(kind.host_memory for kind, _ in self.kinds)

@@ -27,6 +27,7 @@ from rlflow.scheduler.rewrite.beside import rewards_beside
 from rlflow.scheduler.shapes import Shape, model_shape, stand_ins
 from rlflow.scheduler.staleness import allowed, note_turns, stamp
 from rlflow.scheduler.stream import choose, stream
+from rlflow.scheduler.text import numbers
 from rlflow.scheduler.transfer import transfer
 from rlflow.scheduler.verify import verify
 from rlflow.scheduler.weights import weights
@@ -105,6 +106,7 @@ def compile_plan(
         staleness=staleness,
         pools=placement.devices(),
         hosts=cluster.hosts,
+        host_starts=cluster.host_starts,
     )
     plan = _noting_devices(plan, placement, cluster, chosen=backend is None)
     if placement.stream == "auto":
@@ -184,7 +186,8 @@ def not_local(placement: Placement, cluster: Cluster) -> list[Finding]:
         for name, devices in placement.devices().items()
         if len(devices) > 1
     ]
-    kinds = [] if cluster.is_cpu else [f"the devices are {cluster.kind.name}"]
+    named = " and ".join(dict.fromkeys(kind.name for kind, _ in cluster.kinds))
+    kinds = [] if cluster.is_cpu else [f"the devices are {named}"]
     if not pools and not kinds:
         return []
     return [
@@ -199,7 +202,8 @@ def not_local(placement: Placement, cluster: Cluster) -> list[Finding]:
 
 
 def _too_few_devices(placement: Placement, cluster: Cluster, name: str) -> Finding:
-    pools = ", ".join(f"{pool} {list(devices)}" for pool, devices in placement.devices().items())
+    placed = placement.devices().items()
+    pools = ", ".join(f"{pool} [{numbers(devices)}]" for pool, devices in placed)
     return Finding(
         code="E203",
         what=f"placement {name!r} needs {placement.num_devices()} devices, there are "

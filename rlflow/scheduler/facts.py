@@ -13,8 +13,9 @@ This file states no rule, and shares no code with the passes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from rlflow.graph.graph import Node
 from rlflow.scheduler.plan import Action, Dep, Instance, Lane, Part, Plan
@@ -27,6 +28,8 @@ class Facts:
     """A plan with the look-ups that rules share, each computed when a rule first asks."""
 
     plan: Plan
+    derived: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What several rules of one file derive from these look-ups, computed once."""
 
     @cached_property
     def actions(self) -> dict[str, Action]:
@@ -100,13 +103,23 @@ class Facts:
         return self.updates[held.model] if held.trained else self.reshards.get(instance, [])
 
     @cached_property
-    def queues(self) -> dict[tuple[int, Lane], list[str]]:
-        """The ids of the actions on each lane of each device, in the order of the list."""
-        found: dict[tuple[int, Lane], list[str]] = {}
-        for action in self.plan.actions:
-            for device in action.devices:
-                found.setdefault((device, action.lane), []).append(action.id)
-        return found
+    def queues(self) -> dict[tuple[int, Lane], tuple[str, ...]]:
+        """The ids of the actions on each lane of each device, in the order of the list.
+
+        Devices that the same actions take have one queue: the same object.
+        """
+        sets: dict[tuple[tuple[int, ...], Lane], list[int]] = {}
+        for place, action in enumerate(self.plan.actions):
+            sets.setdefault((action.devices, action.lane), []).append(place)
+        users: dict[tuple[int, Lane], list[int]] = {}
+        for number, (devices, lane) in enumerate(sets):
+            for device in devices:
+                users.setdefault((device, lane), []).append(number)
+        places, known = list(sets.values()), dict[tuple[int, ...], tuple[str, ...]]()
+        for own in {tuple(numbers): None for numbers in users.values()}:
+            line = sorted(place for number in own for place in places[number])
+            known[own] = tuple(self.plan.actions[place].id for place in line)
+        return {lane: known[tuple(numbers)] for lane, numbers in users.items()}
 
     @cached_property
     def one_process(self) -> bool:

@@ -235,20 +235,33 @@ class Instants:
         out = [move for move in self._moves if (move.kind, move.mode) == ("sleep", "offload")]
         for move in [action.id for action in out] or [""][: len(never)]:
             parts = never + (self._offloaded(move) if move else [])
-            for host in sorted({host for part in parts for host in self._hosts[part.name]}):
-                held = [(leaving(p) * self._hosts[p.name].get(host, 0), p.name) for p in parts]
-                total = sum(size for size, _ in held)
+            sizes: Counter[tuple[int, ...]] = Counter()
+            for part in parts:
+                sizes[part.devices] += leaving(part)
+            near = {part.devices: self._hosts[part.name] for part in parts}
+            for host in sorted({host for hosts in near.values() for host in hosts}):
+                total = sum(size * near[own].get(host, 0) for own, size in sizes.items())
                 if total > best[0]:
+                    held = [(leaving(p) * self._hosts[p.name].get(host, 0), p.name) for p in parts]
                     best = (total, move, tuple(sorted((h for h in held if h[0]), reverse=True)))
         return best
 
     def _offloaded(self, move: str) -> list[Part]:
         """The parts that may be in host memory during a move."""
-        bit, found = self._bit[move], []
+        bit = self._bit[move]
+        return [part for part, away in self._away if away & bit]
+
+    @cached_property
+    def _away(self) -> list[tuple[Part, int]]:
+        """The parts that are offloaded, and the actions during which they may be."""
+        found = []
         for part in self.plan.parts:
             naps = [nap for nap in self.naps.get(part.name, ()) if nap.sleep.mode == "offload"]
-            if any(not nap.outside & bit for nap in naps):
-                found.append(part)
+            away = 0
+            for nap in naps:
+                away |= ~nap.outside
+            if naps:
+                found.append((part, away))
         return found
 
     def _never_awake(self) -> list[Part]:

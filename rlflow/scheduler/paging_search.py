@@ -48,6 +48,8 @@ class Search:
         costly = [n for n, gap in enumerate(trace.gaps) if gap.cost]
         self.sizes = {n: trace.gaps[n].size for n in costly}
         self.costs = {n: trace.gaps[n].cost for n in costly}
+        cheap = sorted(costly, key=lambda n: Fraction(self.costs[n], self.sizes[n]))
+        self.ranks = {n: rank for rank, n in enumerate(cheap)}
         needs: dict[int, int] = {}
         for row, held in trace.tight.items():
             members = [n for n in held if n in self.sizes]
@@ -57,7 +59,7 @@ class Search:
 
     def _ask(self, need: int, mask: int) -> Ask:
         members = list(_members(mask))
-        best = min(members, key=lambda n: Fraction(self.costs[n], self.sizes[n]))
+        best = min(members, key=self.ranks.__getitem__)
         return Ask(
             need,
             mask,
@@ -102,13 +104,36 @@ class Search:
     def _branch(self, rows: list[Ask]) -> int:
         """Of the row that asks for most: who serves it, and then others, for the fewest bytes."""
         row = max(rows, key=lambda row: (row.need, -row.mask))
+        serves = self._served(rows, row.mask)
 
         def worth(number: int) -> tuple[float, int, int]:
-            size, bit = self.sizes[number], 1 << number
-            serves = sum(min(other.need, size) for other in rows if other.mask & bit)
-            return min(size, row.need) / self.costs[number], serves, -number
+            share = min(self.sizes[number], row.need) / self.costs[number]
+            return share, serves[number], -number
 
-        return max(_members(row.mask), key=worth)
+        return max(serves, key=worth)
+
+    def _served(self, rows: list[Ask], mask: int) -> dict[int, int]:
+        """Of what rows ask for, the bytes that each member of a mask gives them.
+
+        Where a row has most members of a size, those that it lacks are counted instead.
+        """
+        found = dict.fromkeys(_members(mask), 0)
+        sizes: dict[int, int] = {}
+        for number in found:
+            size = self.sizes[number]
+            sizes[size] = sizes.get(size, 0) | 1 << number
+        for size, own in sizes.items():
+            everywhere = 0
+            for row in rows:
+                share = min(row.need, size)
+                has, lacks = own & row.mask, own & ~row.mask
+                inverse = lacks.bit_count() < has.bit_count()
+                everywhere += share if inverse else 0
+                for number in _members(lacks if inverse else has):
+                    found[number] += -share if inverse else share
+            for number in _members(own):
+                found[number] += everywhere
+        return found
 
 
 def _bound(rows: list[Ask]) -> int:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
 
 from rlflow.graph.graph import Graph
@@ -87,7 +89,7 @@ class Spread:
     @property
     def devices(self) -> tuple[int, ...]:
         """Every device that holds rows, part by part."""
-        return tuple(device for part in self.parts for device in part)
+        return tuple(chain.from_iterable(self.parts))
 
     def describe(self) -> str:
         """The printed form: `whole`, `2 parts, balanced`."""
@@ -271,7 +273,8 @@ class Plan:
     """A compiled pipeline: the graph that is left, and the actions in their cyclic order.
 
     `budgets` are bytes of memory of every device, and under HOST those of one host for what
-    sleeps there; `peaks` has the same keys. `hosts` share the devices evenly, in their order.
+    sleeps there; `peaks` has the same keys. `hosts` share the devices evenly, in their order,
+    unless `host_starts` has the first device of each.
     """
 
     graph: Graph
@@ -282,6 +285,7 @@ class Plan:
     staleness: int
     pools: Mapping[str, tuple[int, ...]]
     hosts: int = 1
+    host_starts: tuple[int, ...] = ()
     instances: tuple[Instance, ...] = ()
     parts: tuple[Part, ...] = ()
     actions: tuple[Action, ...] = ()
@@ -296,8 +300,14 @@ class Plan:
 
     def host_of(self, device: int) -> int:
         """The host that a device is in, by number."""
+        if self.host_starts:
+            return bisect_right(self.host_starts, device) - 1
+        return device // self._devices_a_host
+
+    @cached_property
+    def _devices_a_host(self) -> int:
         count = max((d for d in self.budgets if d != HOST), default=0) + 1
-        return device // -(-count // self.hosts)
+        return -(-count // self.hosts)
 
     def action(self, name: str) -> Action:
         """The action of that id; KeyError if there is none."""
@@ -339,6 +349,7 @@ class Plan:
             "staleness": self.staleness,
             "pools": {name: list(devices) for name, devices in self.pools.items()},
             "hosts": self.hosts,
+            "host_starts": list(self.host_starts),
             "instances": [asdict(instance) for instance in self.instances],
             "parts": [asdict(part) for part in self.parts],
             "actions": [asdict(action) for action in self.actions],

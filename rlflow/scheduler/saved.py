@@ -71,6 +71,7 @@ def plan_from_json(document: Mapping[str, Any]) -> Plan:
         staleness=document["staleness"],
         pools=dict(sorted(pools.items(), key=lambda item: (item[1], item[0]))),
         hosts=document["hosts"],
+        host_starts=tuple(document["host_starts"]),
         instances=_built(tuple[Instance, ...], document["instances"]),
         parts=_built(tuple[Part, ...], document["parts"]),
         actions=_built(tuple[Action, ...], document["actions"]),

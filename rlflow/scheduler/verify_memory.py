@@ -160,10 +160,10 @@ class Held:
         }
         for name in self.moves:
             part, asleep = facts.parts[name], self.asleep(name)
-            for a in facts.plan.actions:
-                if asleep & facts.bit[a.id]:
-                    for device in set(kinds[part.devices]).intersection(found[a.id]):
-                        found[a.id][device] -= given_back(part)
+            near, freed = frozenset(kinds[part.devices]), given_back(part)
+            for load, bit in zip(found.values(), facts.bit.values(), strict=True):
+                for device in near.intersection(load) if asleep & bit else ():
+                    load[device] -= freed
         return found
 
     @cached_property
@@ -188,30 +188,38 @@ class Held:
         hosts = {d: plan.host_of(d) for d in {d for own in self._sets for d in own if d != HOST}}
         near = {own: Counter(hosts[d] for d in own if d != HOST) for own in self._sets}
         sleeps = [s.opens.id for own in self.spells.values() for s in own if _offloads(s.opens)]
+        kept = [(p.devices, given_back(p), self._always_back(p)) for p in plan.parts]
         most = 0
         for instant in sleeps or [""][: len(self.never_awake)]:
             there: Counter[tuple[int, ...]] = Counter()
-            for part in plan.parts:
-                away = part.name in self.never_awake and part.kind != "gradients"
-                if away or (instant and self._may_be_away(part.name, bit[instant])):
-                    there[part.devices] += given_back(part)
+            during = bit[instant] if instant else -1
+            for devices, size, back in kept:
+                if during & ~back:
+                    there[devices] += size
             for host in set(hosts.values()):
                 most = max(most, sum(near[own][host] * size for own, size in there.items()))
         return most
 
-    def _may_be_away(self, part: str, instant: int) -> bool:
-        """Whether a part may have a copy in host memory during an action."""
-        own = self.spells.get(part, [])
+    def _always_back(self, part: Part) -> int:
+        """The actions during which a part never has a copy in host memory, as bits."""
+        back = -1
+        if part.name in self.never_awake and part.kind != "gradients":
+            back = 0
+        own = self.spells.get(part.name, [])
         for number, spell in enumerate(own):
             if _offloads(spell.opens):
-                wake, turns = spell.closes, int(number + 1 != len(own))
-                back = 0
+                turns, here = int(number + 1 != len(own)), 0
                 for gap in range(turns + 1):
                     ends = self.facts.before[turns - gap][spell.opens.id]
-                    back |= self.followers[gap][wake.id] & ends
-                if not back & instant:
-                    return True
-        return False
+                    here |= self.followers[gap][spell.closes.id] & ends
+                back &= here
+        return back
+
+
+def held_of(facts: Facts) -> Held:
+    """What parts do over a turn of a plan, worked out once for all rules."""
+    found: Held = facts.derived.setdefault("held", Held(facts=facts))
+    return found
 
 
 def _offloads(move: Action) -> bool:
@@ -235,7 +243,7 @@ def list_is_an_order(facts: Facts) -> Iterator[str]:
 
 def memory_fits(facts: Facts) -> Iterator[str]:
     """Nothing is used asleep, no device or host is ever over budget, and peaks are as stated."""
-    plan, held = facts.plan, Held(facts=facts)
+    plan, held = facts.plan, held_of(facts)
     yield from _moves_alternate(held)
     for a in plan.actions:
         away = {d for need in a.needs for d in facts.parts[need].devices}.difference(a.devices)
@@ -285,7 +293,7 @@ def _moves_alternate(held: Held) -> Iterator[str]:
 
 def moves_are_needed(facts: Facts) -> Iterator[str]:
     """Each sleep makes room that is needed, each wake has a user, and both lose no weights."""
-    held = Held(facts=facts)
+    held = held_of(facts)
     for name, spells in held.spells.items():
         part = facts.parts[name]
         for spell in spells:
@@ -315,7 +323,7 @@ def _mode_is_right(facts: Facts, a: Action, part: Part) -> Iterator[str]:
     That is all gradients, and the weights that a reshard of every iteration fills next, of a
     model whose adapters are not all that it sends.
     """
-    at = facts.plan.actions.index(a)
+    at = list(facts.actions).index(a.id)
     following = (*facts.plan.actions[at + 1 :], *facts.plan.actions[:at])
     user = next((b for b in following if part.name in b.needs), None)
     model = facts.plan.graph.model(facts.instances[part.instance].model)
@@ -329,11 +337,11 @@ def _mode_is_right(facts: Facts, a: Action, part: Part) -> Iterator[str]:
 
 def devices_take_turns(facts: Facts) -> Iterator[str]:
     """On each lane of a device an action is over before the next starts, around the turn too."""
-    alike: dict[tuple[str, ...], None] = {}
+    alike: dict[int, None] = {}
     for (device, lane), queue in sorted(facts.queues.items()):
-        if tuple(queue) in alike:
+        if id(queue) in alike:
             continue
-        alike[tuple(queue)] = None
+        alike[id(queue)] = None
         turns = [*pairwise(queue), (queue[-1], queue[0])]
         for number, (before, after) in enumerate(turns, 1):
             if not facts.precedes(before, after, 1 if number == len(turns) else 0):

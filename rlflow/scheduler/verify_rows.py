@@ -82,7 +82,7 @@ def spreads_are_right(facts: Facts) -> Iterator[str]:
         ):
             if (spread is not None) != bool(due):
                 yield f"{a.id} {word} {'no rows' if due else 'rows'}: not what its op declares"
-            if spread is not None:
+            if spread is not None and (word == "takes" or spread is not a.takes):
                 yield from _is_formed(facts, a, word, spread)
         if a.takes is not None:
             yield from _is_dispatched(facts, node, a, a.takes)
@@ -93,15 +93,18 @@ def spreads_are_right(facts: Facts) -> Iterator[str]:
 def _is_formed(facts: Facts, a: Action, word: str, spread: Spread) -> Iterator[str]:
     """Parts have devices of the action, each once, and those that share layers share rows."""
     held = spread.devices
-    if not all(spread.parts) or len(set(held)) < len(held) or not set(held) <= set(a.devices):
+    wrong = held != a.devices and (len(set(held)) < len(held) or not set(held) <= set(a.devices))
+    if wrong or not all(spread.parts):
         yield f"{a.id} {word} rows in parts {spread.parts}, it has devices {list(a.devices)}"
     if (spread.rule == "whole") is not (len(spread.parts) == 1):
         yield f"{a.id} {word} {len(spread.parts)} parts by the rule {spread.rule}"
     instance = facts.instances.get(a.instance or "")
     if instance is None:
         return
-    if instance.sharded and set(held) != set(instance.devices):
+    if instance.sharded and held != instance.devices and set(held) != set(instance.devices):
         yield f"{a.id} leaves out ranks of {instance.name}, which compute together"
+    if instance.tp == 1:
+        return
     part_of = {device: number for number, part in enumerate(spread.parts) for device in part}
     for n in range(0, len(instance.devices), instance.tp):
         peers = instance.devices[n : n + instance.tp]
@@ -124,7 +127,7 @@ def _is_dispatched(facts: Facts, node: Node, a: Action, spread: Spread) -> Itera
         alike = all(facts.runs[source][0].makes == spread for source in node.sources)
         if not alike or spread.rule not in OWN_RULES:
             yield f"{a.id} takes parts {spread.parts} that its sources do not leave so"
-    elif len(spread.parts) != most or len(spread.devices) != len(a.devices):
+    elif len(spread.parts) != most or sum(map(len, spread.parts)) != len(a.devices):
         yield f"{a.id} takes {len(spread.parts)} parts, its devices hold {most}"
     elif spread.rule != ("balanced" if how == "split" else how):
         yield f"{a.id} takes parts by the rule {spread.rule}, its op says {how}"

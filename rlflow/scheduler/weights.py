@@ -136,7 +136,8 @@ def _reshard(
     readers = [reader for demand in group for reader in demand.readers]
     pools = dict.fromkeys(target.pool for target in targets)
     lags = sorted({lag_of(reader, d.target) for d in group for reader in d.readers})
-    behind = f", {' or '.join(map(str, lags))} iterations behind" if lags[-1] else ""
+    turns = "iteration" if lags[-1] == 1 else "iterations"
+    behind = f", {' or '.join(map(str, lags))} {turns} behind" if lags[-1] else ""
     nodes = list(dict.fromkeys(str(reader.node) for reader in readers))
     text = (
         f"{' and '.join(nodes)} read{'s' if len(nodes) == 1 else ''} v[i+1] on "

@@ -193,7 +193,7 @@ def test_a_barrier_holds_until_its_listener_has_returned(plan, seed, barrier, en
         running += {"start": 1, "end": -1}.get(entry[0], 0)
         if entry[0] == "done":
             whole = entry[1] + 1
-            assert not running or whole % barrier and whole < end
+            assert not running or (whole % barrier and whole < end)
         if entry[0] == "start":
             assert entry[2] < (whole // barrier + 1) * barrier or whole >= end
             assert entry[2] < end or whole >= end

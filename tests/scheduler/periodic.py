@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,11 @@ from rlflow.errors import PlanError
 from rlflow.scheduler.modulo import Edge, Kernel, Problem, Schedule, Task
 
 MOST_TRIES = 3_000
+DURATIONS = (
+    (0.0, 0.0, 0.5, 1.0, 1.0, 2.0, 3.0),
+    (0.0, 0.0, 0.1, 0.3, 0.7, 0.431, 1 / 3),
+    (0.0, 1e-12, 1.6e-9, 2.56e-8, 2.4e-4, 0.044, 1.0),
+)
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
@@ -59,6 +65,36 @@ def problems(draw: Draw, *, most: int = 8, pools: int = 3, staleness: int = 2) -
         except PlanError:
             continue
         edges.append(edge)
+    return Problem(tasks=tasks, edges=tuple(edges))
+
+
+def crowded(count: int, seed: int) -> Problem:
+    """So many tasks on up to five devices, of few durations that are equal, 0 or tiny.
+
+    Tasks have ranks and run up to 3 iterations ahead: no edge contradicts those, so none waits
+    for itself, however far below 0 distances are.
+    """
+    numbers = random.Random(seed)
+    pools = numbers.randint(1, 5)
+    seconds = numbers.choice(DURATIONS)
+    tasks = tuple(
+        Task(
+            name=f"t{task}",
+            seconds=numbers.choice(seconds),
+            resources=frozenset(
+                (device, "compute")
+                for device in numbers.sample(range(pools), numbers.randint(1, min(2, pools)))
+            ),
+        )
+        for task in range(count)
+    )
+    ahead = [numbers.randint(0, 3) for _ in tasks]
+    rank = numbers.sample(range(count), count)
+    edges = []
+    for _ in range(numbers.randint(count // 2, 2 * count)):
+        one, two = numbers.randrange(count), numbers.randrange(count)
+        turns = int(rank[one] >= rank[two]) + numbers.choice([0, 0, 0, 1])
+        edges.append(Edge(one, two, turns + ahead[two] - ahead[one]))
     return Problem(tasks=tasks, edges=tuple(edges))
 
 

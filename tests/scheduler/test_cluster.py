@@ -6,8 +6,10 @@ import pytest
 
 import rlflow as rf
 from rlflow.errors import PlanError, UsageError
+from rlflow.graph.graph import Graph
 from rlflow.scheduler import cluster
 from rlflow.scheduler.cluster import HOST, KINDS, cpu_cluster, mixed_pools, parse_cluster
+from rlflow.scheduler.plan import Plan
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +117,21 @@ def test_the_table_is_within_the_bounds_of_physics(kind: cluster.Kind) -> None:
     assert kind.flops32 < kind.flops
     assert kind.rate(8) < kind.rate(4) < kind.rate(2)
     assert "data sheet" in kind.source
+
+
+def test_a_plan_knows_the_hosts_of_an_uneven_cluster() -> None:
+    cluster = parse_cluster("h100:4,a100:12", 16)
+    plan = Plan(
+        graph=Graph(name="none", nodes=(), models=()),
+        placement="p",
+        cluster=cluster.describe(),
+        budgets=cluster.budgets(),
+        backend="ray",
+        staleness=0,
+        pools={},
+        hosts=cluster.hosts,
+        host_starts=cluster.host_starts,
+    )
+    devices = range(cluster.count)
+    assert [0] * 4 + [1] * 8 + [2] * 4 == [plan.host_of(device) for device in devices]
+    assert [cluster.host_of(d) for d in devices] == [plan.host_of(d) for d in devices]

@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from rlflow.errors import UsageError
 from rlflow.scheduler.exact import optimise
-from rlflow.scheduler.modulo import Problem, evaluate
-from rlflow.scheduler.modulo_fit import Work, fit
-from rlflow.scheduler.modulo_search import search
+from rlflow.scheduler.modulo import Problem, Timed, evaluate, kernel_of
+from rlflow.scheduler.modulo_fit import OutOfWork, Work, fit, fitted
+from rlflow.scheduler.modulo_search import _halved, _lists, search
 from rlflow.scheduler.modulo_slots import slotted
-from tests.scheduler.periodic import broken, problem_of, problems, shortest_period
+from tests.scheduler.periodic import broken, crowded, problem_of, problems, shortest_period
 
 # Two devices, each with two tasks; the chains x and y cross them in opposite directions.
 CROSSING = problem_of(
@@ -38,6 +38,13 @@ def tried(problem: Problem) -> float:
 
 @settings(max_examples=25)
 @given(problem=problems(most=4, pools=2, staleness=1))
+@example(
+    problem=problem_of(
+        {"t0": (0.0, "a"), "t1": (0.0, "a"), "t2": (0.0, "a"), "t3": (0.5, "a")},
+        ("t1", "t0", -1),
+        ("t3", "t1", -1),
+    )
+)
 def test_what_is_proven_is_what_trying_everything_finds(problem: Problem) -> None:
     best = tried(problem)
     found = search(problem)
@@ -49,7 +56,7 @@ def test_what_is_proven_is_what_trying_everything_finds(problem: Problem) -> Non
 @given(problem=problems(most=4, pools=2, staleness=1))
 def test_the_solver_finds_what_trying_everything_finds(problem: Problem) -> None:
     pytest.importorskip("ortools")
-    optimum = optimise(problem, 5.0, start=evaluate(problem, problem.base))
+    optimum = optimise(problem, 60.0, start=evaluate(problem, problem.base))
     assert optimum.proven
     assert optimum.timed.period == pytest.approx(tried(problem), rel=2e-5, abs=1e-6)
     assert [] == broken(problem, optimum.timed.schedule())
@@ -85,12 +92,100 @@ def test_a_period_fits_if_and_only_if_it_is_long_enough(problem: Problem) -> Non
     assert best <= problem.bound or fit(problem, best * 0.999, Work(left=10**7)) is None
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [
+        problem_of(
+            {"none": (0.0, "a"), "long": (1.0, "a"), "then": (0.0, "a")},
+            ("none", "then", 0),
+            ("then", "long", 0),
+        ),
+        problem_of(
+            {
+                "none": (0.0, "a"),
+                "x": (1.0, "a"),
+                "y": (0.0, "a"),
+                "z": (0.0, "a"),
+                "l": (2.0, "a"),
+            },
+            ("y", "l", 1),
+            ("l", "z", 1),
+            ("x", "y", 0),
+            ("z", "x", 0),
+        ),
+        problem_of(
+            {
+                "t0": (2.0, "a"),
+                "t1": (1.0, "a"),
+                "t2": (2.0, "ab"),
+                "t3": (0.0, "ab"),
+                "t4": (1.0, "b"),
+                "t5": (0.0, "ab"),
+            },
+            ("t3", "t0", 1),
+            ("t5", "t2", 0),
+            ("t2", "t3", 0),
+            ("t3", "t5", 1),
+            ("t4", "t2", 0),
+        ),
+    ],
+)
+def test_tasks_of_no_seconds_hide_no_others(problem: Problem) -> None:
+    """They stand where a long one begins or ends, or where a turn does."""
+    period = problem.bound * (1 + 1e-9)
+    schedule = slotted(problem, period)
+    assert schedule is not None
+    assert [] == broken(problem, schedule)
+    timed = evaluate(problem, kernel_of(problem, schedule))
+    assert timed.period == pytest.approx(problem.bound)
+    assert [] == broken(problem, timed.schedule())
+
+
+def valid(problem: Problem, timed: Timed, longest: float) -> bool:
+    """Whether a kernel honours edges and resources, at its period or a longer one."""
+    assert sorted(timed.kernel.order) == list(range(len(problem.tasks)))
+    assert problem.bound * (1 - 1e-9) <= timed.period <= longest * (1 + 1e-6)
+    return not broken(problem, timed.schedule(), iterations=2)
+
+
+@settings(max_examples=20)
+@given(count=st.integers(40, 120), seed=st.integers(0, 2**32))
+def test_lists_slots_and_halving_make_kernels_of_crowded_problems(count: int, seed: int) -> None:
+    problem = crowded(count, seed)
+    base = evaluate(problem, problem.base)
+    for kernel in _lists(problem):
+        timed = evaluate(problem, kernel)
+        assert valid(problem, timed, timed.period)
+    for share in (1 + 1e-9, 1.05, 1.3):
+        schedule = slotted(problem, problem.bound * share)
+        if schedule is not None:
+            timed = evaluate(problem, kernel_of(problem, schedule))
+            assert valid(problem, timed, schedule.period)
+    assert valid(problem, _halved(problem, base), base.period)
+    assert valid(problem, search(problem).timed, base.period)
+
+
+@settings(max_examples=20)
+@given(count=st.integers(20, 60), seed=st.integers(0, 2**32))
+def test_what_fits_is_a_kernel_of_crowded_problems(count: int, seed: int) -> None:
+    problem = crowded(count, seed)
+    base = evaluate(problem, problem.base)
+    assert valid(problem, fitted(problem, base)[0], base.period)
+    for share in (1.0, 1.1):
+        period = problem.bound * share + 1e-6
+        try:
+            timed = fit(problem, period, Work(left=500_000))
+        except OutOfWork:
+            continue
+        assert timed is None or valid(problem, timed, period)
+
+
 def test_an_order_between_the_bounds_and_the_first_one_is_found() -> None:
     """Device a: 2 + 1.5 + 1, chain x: 2 + 2 + 1; y fits beside x where it does not wait for z."""
     pytest.importorskip("ortools")
     best = shortest_period(CROSSING)
     found = search(CROSSING)
-    optimum = optimise(CROSSING, 10.0, start=evaluate(CROSSING, CROSSING.base))
+    optimum = optimise(CROSSING, 60.0, start=evaluate(CROSSING, CROSSING.base))
     assert 5.0 == CROSSING.bound
     assert best == pytest.approx(found.timed.period)
     assert best == pytest.approx(optimum.timed.period)
@@ -100,7 +195,7 @@ def test_an_order_between_the_bounds_and_the_first_one_is_found() -> None:
 def test_the_solver_is_the_same_twice() -> None:
     pytest.importorskip("ortools")
     start = evaluate(CROSSING, CROSSING.base)
-    assert optimise(CROSSING, 10.0, start=start) == optimise(CROSSING, 10.0, start=start)
+    assert optimise(CROSSING, 60.0, start=start) == optimise(CROSSING, 60.0, start=start)
 
 
 def test_without_ortools_a_line_to_paste(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ nothing but its notes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import replace
 
 from rlflow.scheduler.context import Context
@@ -20,17 +21,19 @@ RULE = "reward beside"
 
 def rewards_beside(plan: Plan, context: Context) -> Plan:
     """Note for every reward which uses of models run beside it, and its slack."""
-    before = {action.id: _now(action) for action in plan.actions}
-    after: dict[str, list[str]] = {action.id: [] for action in plan.actions}
-    for name, sources in before.items():
-        for source in sources:
-            after[source].append(name)
+    bit = {action.id: 1 << number for number, action in enumerate(plan.actions)}
+    ordered = _ordered(plan, bit)
+    uses = [(a, bit[a.id]) for a in plan.actions if a.kind == "run" and a.instance]
     slack = dict(plan.timing.slack) if plan.timing else {}
     notes = []
     for node in plan.graph.nodes:
+        if node.op.name != "reward":
+            continue
         runs = [a for a in plan.actions if a.kind == "run" and a.node == node.name]
-        if node.op.name == "reward" and runs:
-            texts = [_beside(plan, runs, before, after), _slack(runs, slack)]
+        if runs:
+            always = functools.reduce(int.__and__, (ordered[run.id] for run in runs))
+            beside = [action for action, own in uses if not always & own]
+            texts = [_beside(runs[0], beside), _slack(runs, slack)]
             text = f"{node.name} {'; '.join(text for text in texts if text)}"
             notes.append(Note(rule=RULE, text=text))
     return replace(plan, notes=(*plan.notes, *notes))
@@ -40,37 +43,32 @@ def _now(action: Action) -> list[str]:
     return [dep.action for dep in action.after if dep.distance == 0]
 
 
-def _beside(
-    plan: Plan,
-    runs: list[Action],
-    before: Mapping[str, list[str]],
-    after: Mapping[str, list[str]],
-) -> str:
-    """The uses of models that some run of a reward neither waits for nor holds up in its turn."""
-    ordered = set(before)
-    for run in runs:
-        ordered &= _reached(run.id, before) | _reached(run.id, after)
-    seconds: dict[str, float] = {}
+def _ordered(plan: Plan, bit: Mapping[str, int]) -> dict[str, int]:
+    """The actions of its turn that each action waits for or holds up, itself included; as bits.
+
+    An action is listed after those that it waits for.
+    """
+    before, after = dict(bit), dict(bit)
     for action in plan.actions:
-        if action.kind == "run" and action.instance and action.id not in ordered:
-            longest = max(seconds.get(str(action.node), 0.0), action.cost.seconds or 0.0)
-            seconds[str(action.node)] = longest
+        for name in _now(action):
+            before[action.id] |= before[name]
+    for action in reversed(plan.actions):
+        for name in _now(action):
+            after[name] |= after[action.id]
+    return {name: before[name] | after[name] for name in bit}
+
+
+def _beside(reward: Action, beside: list[Action]) -> str:
+    """The uses of models that some run of a reward neither waits for nor holds up in its turn."""
+    seconds: dict[str, float] = {}
+    for action in beside:
+        longest = max(seconds.get(str(action.node), 0.0), action.cost.seconds or 0.0)
+        seconds[str(action.node)] = longest
     named = sorted(seconds, key=lambda name: -seconds[name])[:MOST_NAMED]
-    where = "the host" if runs[0].on_host else runs[0].pool
+    where = "the host" if reward.on_host else reward.pool
     if not named:
         return f"runs on {where} with no use of a model beside it"
     return f"runs on {where} beside {' and '.join(named)}"
-
-
-def _reached(start: str, arcs: Mapping[str, Iterable[str]]) -> set[str]:
-    """What arcs lead to from an action, itself included."""
-    found, waiting = {start}, [start]
-    while waiting:
-        for name in arcs[waiting.pop()]:
-            if name not in found:
-                found.add(name)
-                waiting.append(name)
-    return found
 
 
 def _slack(runs: list[Action], slack: Mapping[str, float]) -> str:
