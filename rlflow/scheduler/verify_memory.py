@@ -260,11 +260,21 @@ def memory_fits(facts: Facts) -> Iterator[str]:
                 yield f"{a.id} holds {size} bytes on device {device}, the budget is {budget}"
         if a.peak != held.peaks[a.id]:
             yield f"{a.id} states a peak of {a.peak} bytes, it is {held.peaks[a.id]}"
+    yield from _peaks_are_right(held)
+
+
+def _peaks_are_right(held: Held) -> Iterator[str]:
+    """What devices and hosts hold at the most is as stated, also where nothing runs."""
+    plan = held.facts.plan
     running: dict[int, int] = {}
     for load in held.loads.values():
         for device, size in load.items():
             running[device] = max(running.get(device, 0), size)
     most = {**held.all_awake, **running}
+    for device in sorted(most.keys() - running):
+        if most[device] > plan.budget(device):
+            held_there = f"{most[device]} bytes, the budget is {plan.budget(device)}"
+            yield f"device {device}, on which nothing runs, holds {held_there}"
     peaks = {**dict.fromkeys(plan.budgets, 0), **{d: most[k] for d, k in held.alike.items()}}
     if HOST in plan.budgets:
         peaks[HOST] = held.on_host
