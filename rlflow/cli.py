@@ -19,7 +19,7 @@ import click
 
 from rlflow.commands import Target, compile_target, declare
 from rlflow.errors import RlflowError, UsageError
-from rlflow.options import model_shape_option, target_options
+from rlflow.options import model_shape_option, repeated, schedule_options, target_options
 
 BUG = 70
 INTERRUPTED = 130
@@ -47,6 +47,7 @@ def cli(debug: bool) -> None:
 
 @cli.command()
 @target_options
+@schedule_options
 @model_shape_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
 def check(as_json: bool, **options: Any) -> None:
@@ -64,6 +65,7 @@ def check(as_json: bool, **options: Any) -> None:
 
 @cli.command()
 @target_options
+@schedule_options
 @model_shape_option
 @click.option("--level", type=click.Choice(["graph", "plan"]), default="graph", show_default=True)
 @click.option(
@@ -96,6 +98,7 @@ def viz(level: str, form: str | None, output: str | None, direction: str, **opti
 
 @cli.command()
 @target_options
+@schedule_options
 @model_shape_option
 @click.option("--show-passes", is_flag=True, help="Print the plan after every pass.")
 @click.option("--explain", metavar="ACTION", help="Everything about one action.")
@@ -133,13 +136,14 @@ def plan(
             click.echo(f"after {title}\n{plan_text(stage)}\n")
     else:
         click.echo(plan_text(found.compiled.plan))
-    again = f"{options['pipeline']} --placement {found.compiled.plan.placement}"
+    again = repeated(options, found.compiled.plan.placement, run=True)
     if options["model_shape"] is None:
         hint(f"next: rlflow run {again}     picture: rlflow viz {again} --level plan -o plan.svg")
 
 
 @cli.command(no_args_is_help=True, epilog=RUN_EXAMPLES)
 @target_options
+@schedule_options
 @click.option("-n", "--dry-run", is_flag=True, help="Compile and check everything; start nothing.")
 @click.option("--iterations", type=click.IntRange(1), help="Iterations; the config's by default.")
 @click.option("--run-dir", metavar="DIR", help="Where to write; runs/NAME-TIME by default.")
@@ -187,6 +191,7 @@ def run(as_json: bool, **options: Any) -> None:
 
 @cli.command(no_args_is_help=True)
 @target_options
+@schedule_options
 @click.option(
     "--iterations",
     type=click.IntRange(2),
@@ -234,6 +239,7 @@ def export(run_dir: str, output: str, name: str | None) -> None:
 
 @cli.command()
 @target_options
+@schedule_options
 @model_shape_option
 @click.option(
     "--iterations", type=click.IntRange(1), help="Iterations to play; until they repeat by default."
@@ -253,7 +259,7 @@ def simulate(iterations: int | None, as_json: bool, output: str | None, **option
         hint(f"wrote {output}")
     click.echo(simulation_json(found).rstrip() if as_json else simulation_text(found))
     if output is None and not as_json:
-        again = f"{options['pipeline']} --placement {found.plan.placement}"
+        again = repeated(options, found.plan.placement, run=False)
         hint(f"next: rlflow simulate {again} -o gantt.svg")
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-SHORT_LIST = 12
+SHORT_LIST = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ graph and the plan are known to be right.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.commands import (
     NOTHING,
+    Declared,
     Planned,
     Target,
     costs_of,
@@ -97,6 +99,9 @@ def launch(
         raise UsageError(*findings, summary=NOTHING)
     if address is not None:
         target = replace(target, rooms=_rooms(address, target))
+    existing = _existing_run(resume, run_dir, target.pipeline) if resume else None
+    if existing is not None:
+        target = in_the_same_chunks(declared, target, existing)
     planned = plan_declared(declared, target)
     plan = planned.compiled.plan
     _require_one_kind(planned)
@@ -117,7 +122,7 @@ def launch(
     asked = Asked(
         iterations=count,
         run_dir=run_dir,
-        existing=_existing_run(resume, run_dir, planned) if resume else None,
+        existing=existing,
         save_every=save_every,
         quiet=quiet or as_json,
         address=address,
@@ -164,11 +169,26 @@ def _rooms(address: str, target: Target) -> tuple[int, ...]:
         return rooms(session, kind=kind, threads=target.threads or 1)
 
 
-def _existing_run(resume: str, run_dir: str | None, planned: Planned) -> Path:
+def _existing_run(resume: str, run_dir: str | None, pipeline: str) -> Path:
     """The run that `--resume` names; without a name `--run-dir`, or else the latest one."""
     if resume != "latest":
         return Path(resume)
-    return Path(run_dir) if run_dir else latest_run(pipeline=planned.target.pipeline)
+    return Path(run_dir) if run_dir else latest_run(pipeline=pipeline)
+
+
+def in_the_same_chunks(declared: Declared, target: Target, existing: Path) -> Target:
+    """The target with the chunks of the run that goes on, where they are chosen by estimates.
+
+    Another number would be as right, but sums of ragged rows would be of other bits.
+    """
+    _, placement = declared.pipeline.placement(target.placement)
+    said = target.stream or str(placement.stream)
+    try:
+        actions = json.loads((existing / "plan.json").read_text(encoding="utf-8"))["actions"]
+    except (OSError, ValueError, KeyError):
+        return target
+    chunks = [action["chunk"]["count"] for action in actions if action.get("chunk")]
+    return replace(target, stream=str(max(chunks, default=1))) if said == "auto" else target
 
 
 def _preflight(graph: Graph, planned: Planned) -> None:

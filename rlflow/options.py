@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,23 +14,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 def target_options(function: F) -> F:
     """The options by which every command is told what to look at."""
     for option in (
-        click.option(
-            "--optimize",
-            type=click.FloatRange(min=0, min_open=True),
-            metavar="SECONDS",
-            help="Let an exact solver improve the order for so long.",
-        ),
-        click.option(
-            "--stream",
-            metavar="COUNT",
-            help="Chunks of chains across pools, or auto; the placement's if left out.",
-        ),
-        click.option(
-            "--staleness",
-            type=click.IntRange(0),
-            metavar="UPDATES",
-            help="How many updates old rollout weights may be; the placement's if left out.",
-        ),
         click.option(
             "--backend",
             type=click.Choice(["local", "ray"]),
@@ -55,6 +39,44 @@ def target_options(function: F) -> F:
     ):
         function = option(function)
     return function
+
+
+def schedule_options(function: F) -> F:
+    """The options that change a schedule: staleness, chunks, the seconds of a solver."""
+    for option in (
+        click.option(
+            "--optimize",
+            type=click.FloatRange(min=0, min_open=True),
+            metavar="SECONDS",
+            help="Let an exact solver improve the order for so long.",
+        ),
+        click.option(
+            "--stream",
+            metavar="COUNT",
+            help="Chunks of chains across pools, or auto; the placement's if left out.",
+        ),
+        click.option(
+            "--staleness",
+            type=click.IntRange(0),
+            metavar="UPDATES",
+            help="How many updates old rollout weights may be; the placement's if left out.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def repeated(options: dict[str, Any], placement: str, *, run: bool) -> str:
+    """The pipeline and its options as they were typed; those that `rlflow run` has, where asked."""
+    words = [options["pipeline"], "--placement", placement]
+    for setting in options["settings"]:
+        words += ["--set", setting]
+    names = ["devices", "threads", "backend", "staleness", "stream", "optimize"]
+    names += [] if run else ["model_shape"]
+    for name in names:
+        if options.get(name) is not None:
+            words += [f"--{name.replace('_', '-')}", f"{options[name]}"]
+    return shlex.join(words)
 
 
 model_shape_option = click.option(

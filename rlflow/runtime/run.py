@@ -131,8 +131,9 @@ class Run:
             f"iterations; continue with: {self.settings.resume_line}"
         )
         if self.plan.staleness and done % self.settings.save_every:
+            ahead = f"{self.plan.staleness} update{'s' if self.plan.staleness > 1 else ''}"
             text += (
-                f"\nrollouts ran up to {self.plan.staleness} updates ahead and start on the newest "
+                f"\nrollouts ran up to {ahead} ahead and start on the newest "
                 "weights there: the numbers will differ from those of a run that was not stopped"
             )
         return text

@@ -338,13 +338,18 @@ class Plan:
         return replace(self, notes=(*self.notes, Note(rule=rule, text=text)))
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain data, stable to the byte when dumped with sorted keys."""
+        """The plan as plain data, stable to the byte when dumped with sorted keys.
+
+        How much memory hosts have is no part of a plan in which nothing sleeps there.
+        """
+        offloads = any(action.mode == "offload" for action in self.actions)
+        budgets = {d: size for d, size in sorted(self.budgets.items()) if offloads or d != HOST}
         return {
             "pipeline": self.graph.name,
             "graph": self.graph.hash,
             "placement": self.placement,
             "cluster": self.cluster,
-            "budgets": {str(device): size for device, size in sorted(self.budgets.items())},
+            "budgets": {str(device): size for device, size in budgets.items()},
             "backend": self.backend,
             "staleness": self.staleness,
             "pools": {name: list(devices) for name, devices in self.pools.items()},

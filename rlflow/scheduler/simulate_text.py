@@ -82,7 +82,9 @@ def lags_text(found: Simulation) -> str:
         if set(lags) == {0}:
             told.append(f"{node} reads the newest weights: on-policy")
             continue
-        shares = [f"{k} updates old in {percent(count / total)}" for k, count in lags.items()]
+        shares = [
+            f"{counted(k, 'update')} old in {percent(count / total)}" for k, count in lags.items()
+        ]
         told.append(f"{node} reads weights {', '.join(shares)}")
     return "; ".join(told)
 

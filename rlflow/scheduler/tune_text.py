@@ -49,7 +49,7 @@ def _rows(tuned: Tuned) -> Iterator[tuple[str, ...]]:
     shown = [(rank, tried) for rank, tried in enumerate(tuned.rows, 1)]
     names = {tried.name for tried in tuned.rows}
     shown += [(rank, tried) for rank, tried in tuned.written if tried.name not in names]
-    shown.sort(key=lambda pair: (pair[0], bool(pair[1].name), pair[1].rank()))
+    shown.sort(key=lambda pair: (pair[1].period, pair[0], bool(pair[1].name)))
     for rank, tried in shown:
         found = tried.name and tried.name in names
         yield _row(str(rank) if found or not tried.name else f"({rank})", tried, tuned.samples)

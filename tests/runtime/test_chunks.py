@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 import rlflow as rf
 from rlflow import ops
 from rlflow.batch import flat, lengths, ragged
+from rlflow.commands import Target, declare
+from rlflow.launch import in_the_same_chunks
 from rlflow.ops.body import Stat
 from rlflow.runtime.flow import Flow
 from rlflow.runtime.metrics import read_metrics
@@ -266,3 +268,13 @@ def test_chunks_are_read_in_the_order_of_their_rows_whatever_that_of_the_plan():
     wanted = ("actor.rollout[1/2]", "actor.rollout[2/2]")
     assert wanted == flow.origins("actor.update", "actor.rollout")
     assert wanted[:1] == flow.origins("reward[1/2]", "actor.rollout")
+
+
+@pytest.mark.parametrize(("said", "taken"), [("auto", "2"), (None, None), ("4", "4")])
+def test_a_run_that_goes_on_keeps_the_chunks_that_estimates_chose(tmp_path, said, taken):
+    chunk = {"index": 0, "count": 2}
+    saved = {"actions": [{"id": "a", "chunk": None}, {"id": "b[1/2]", "chunk": chunk}]}
+    (tmp_path / "plan.json").write_text(json.dumps(saved))
+    target = Target(pipeline=str(PIPELINES / "grpo_arithmetic.py"), stream=said)
+    assert taken == in_the_same_chunks(declare(target), target, tmp_path).stream
+    assert said == in_the_same_chunks(declare(target), target, tmp_path / "none").stream

@@ -197,7 +197,8 @@ def test_the_period_is_the_growth_that_is_measured(problem: Problem) -> None:
 @given(problem=problems())
 def test_the_critical_tasks_are_a_cycle_of_that_length(problem: Problem) -> None:
     timed = search(problem).timed
-    arcs = {(s, t): d for s, t, d in reversed(turn_arcs(problem, timed.kernel))}
+    by_distance = sorted(turn_arcs(problem, timed.kernel), key=lambda arc: -arc[2])
+    arcs = {(source, target): distance for source, target, distance in by_distance}
     around = [*timed.critical, *timed.critical[:1]]
     if timed.period == problem.resource_bound or not timed.period:
         return

@@ -68,7 +68,12 @@ def _beside(reward: Action, beside: list[Action]) -> str:
     where = "the host" if reward.on_host else reward.pool
     if not named:
         return f"runs on {where} with no use of a model beside it"
-    return f"runs on {where} beside {' and '.join(named)}"
+    *more, last = named
+    return (
+        f"runs on {where} beside {', '.join(more)} and {last}"
+        if more
+        else (f"runs on {where} beside {last}")
+    )
 
 
 def _slack(runs: list[Action], slack: Mapping[str, float]) -> str:
