@@ -108,15 +108,9 @@ def launch(
     count = iterations or planned.declared.config.iterations
     if dry_run:
         _preflight(plan.graph, planned)
-        return Outcome(
-            run_dir=None,
-            iterations=0,
-            metrics={},
-            text=""
-            if as_json
-            else f"{plan_text(plan)}\n\n  dry run: {count} iterations would run; "
-            "nothing was started",
-        )
+        said = f"  dry run: {count} iterations would run; nothing was started"
+        text = "" if as_json else f"{plan_text(plan)}\n\n{said}"
+        return Outcome(run_dir=None, iterations=0, metrics={}, text=text)
     if no_color:
         os.environ["NO_COLOR"] = "1"
     asked = Asked(
