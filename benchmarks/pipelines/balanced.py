@@ -23,6 +23,7 @@ class Config(rf.Config):
     new_tokens: int = 12
     kl_coef: float = 0.02
     lr: float = 1e-6
+    lora: int = 0
     model: str = "pipelines/assets/arith-tiny"
 
 
@@ -40,7 +41,9 @@ def score(response: str, answer: str, values: list[float]) -> float:
     }
 )
 def balanced(cfg: Config) -> None:
-    actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=cfg.lr), init="random")
+    lora = rf.LoRA(rank=cfg.lora) if cfg.lora else None
+    adam = rf.AdamW(lr=cfg.lr)
+    actor = rf.Model("actor", cfg.model, optimizer=adam, lora=lora, init="random")
     ref = rf.Model("ref", cfg.model, init="random")
     scorer = rf.Model("scorer", cfg.model, head="value", init="random")
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=cfg.prompts_per_iteration)
