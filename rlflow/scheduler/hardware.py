@@ -29,7 +29,8 @@ class Kind:
     `host_link` its way to the host's memory, of which a host has `host_memory` bytes. `launch`
     is the least time from one kernel to the next, `latency` that before a collective's first
     byte, `hop` and `far_hop` that of each rank it passes, in one host and between hosts.
-    `reached` is the part of the bandwidths that large copies get.
+    `reached` is the part of the bandwidths that large copies get, `sustained` the part of the
+    rates that whole layers get.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Kind:
     hop: float
     far_hop: float
     reached: float
+    sustained: float
     source: str
 
     def rate(self, itemsize: int) -> float:
@@ -89,6 +91,7 @@ def _gpu(
         hop=1e-6,
         far_hop=5e-6,
         reached=0.8,
+        sustained=0.4,
         source=source,
     )
 
@@ -166,5 +169,6 @@ def cpu_kind(memory: float, threads: int, host_memory: float) -> Kind:
         hop=5e-5,
         far_hop=2e-4,
         reached=1.0,
+        sustained=1.0,
         source=CPU_SOURCE,
     )

@@ -15,7 +15,6 @@ from rlflow.scheduler.lengths import Lengths, stages
 from rlflow.scheduler.plan import MICRO_TOKENS
 from rlflow.scheduler.shapes import Shape
 
-COMPUTE_SHARE = 0.4
 KERNELS_PER_LAYER = 12
 BESIDE_LAYERS = 2
 FULL_BYTES = 4
@@ -101,7 +100,7 @@ class Roofline:
         head = shape.vocab * shape.hidden if self.predicts else 0
         attention = 4 * pairs * shape.layers * shape.heads * shape.head_dim
         flops = 2 * body * tokens + 2 * head * predictions + attention
-        return flops / (self.kind.rate(self.size) * COMPUTE_SHARE * self.tp.ranks)
+        return flops / (self.kind.rate(self.size) * self.kind.sustained * self.tp.ranks)
 
     def read(self, size: float) -> float:
         """Seconds to read bytes from a device's memory."""
