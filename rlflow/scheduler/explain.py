@@ -65,6 +65,8 @@ def _versions(plan: Plan, action: Action) -> Rows:
     for name, lag in action.writes:
         made = "   (what the update of this iteration makes)" if lag == -1 else ""
         rows.append(("writes", f"{name} version {_relative(lag)}{made}"))
+    if action.kind == "reshard":
+        rows.append(("in flight", "what reads the old weights finishes first; nothing is paused"))
     for label, spread in (("rows in", action.takes), ("rows out", action.makes)):
         if spread is not None:
             rows.append((label, f"{spread.describe()}   {parts_text(spread)}"))
