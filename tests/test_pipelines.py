@@ -14,6 +14,7 @@ FILES = sorted(path.name for path in PIPELINES.glob("*.py"))
 PLACEMENTS = {
     "grpo_arithmetic.py": ["async", "colocate", "fsdp", "fsdp_tp", "split"],
     "grpo_gsm8k.py": ["one", "colocate", "split"],
+    "ppo_gsm8k.py": ["one", "colocate", "split", "rack", "rack_split"],
     "ppo_arithmetic.py": ["colocate", "split"],
     "sft_arithmetic.py": ["colocate"],
 }
@@ -66,7 +67,7 @@ def test_two_iterations(rlflow, tmp_path, monkeypatch, name, words, numbers):
 
 def local(name, folder):
     """Settings that point the pipeline of GSM8K at files of the same form."""
-    if name != "grpo_gsm8k.py":
+    if not name.endswith("gsm8k.py"):
         return ()
     data = folder / "gsm8k"
     data.mkdir()
@@ -75,6 +76,17 @@ def local(name, folder):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (data / f"{split}.jsonl").write_text(text)
     return ("--set", f"model={TINY}", "--set", f"data={data}", "--set", "max_new_tokens=8")
+
+
+@pytest.mark.torch
+def test_ppo_on_gsm8k_runs_on_local_files(rlflow, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = (*local("ppo_gsm8k.py", tmp_path), "--set", "prompts_per_iteration=4")
+    options = ("--placement", "one", "--iterations", 1, "--run-dir", "out", "-q")
+    result = rlflow("run", PIPELINES / "ppo_gsm8k.py", *words, *options)
+    assert 0 == result.code, result.err
+    (line,) = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert {"critic.update/loss", "actor.update/loss", "reward/mean"} <= set(line.metrics)
 
 
 @pytest.mark.torch
