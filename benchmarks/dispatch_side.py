@@ -128,7 +128,8 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def between(plan: Plan) -> int:
     """How many actions a turn has."""
-    names = [action.id for action in plan.actions]
+    in_turn = sorted(plan.actions, key=lambda action: -action.ahead)
+    names = [action.id for action in in_turn]
     made, back = ends(plan)
     return names.index(back) - names.index(made)
 

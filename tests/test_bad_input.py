@@ -198,7 +198,7 @@ def test_a_placement_larger_than_the_cluster(rlflow, here, command):
     assert 4 == result.code
     assert result.err.startswith(
         "error[E203]: placement 'four' needs 4 devices, there are 2\n"
-        "  got          pools: all [0, 1, 2, 3]\n"
+        "  got          pools: all [0:4]\n"
     )
     assert "  fix          --devices cpu:4\n" in result.err
     assert nothing_started(here)

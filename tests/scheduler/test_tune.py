@@ -302,10 +302,11 @@ def test_written_placements_are_listed_with_their_rank():
 
 def test_a_written_placement_that_is_the_best_keeps_its_name():
     best = tune(grpo(), {}, cpu_cluster(2)).best.placement
-    renamed = {"one": best.pools.get("all", 2)}
     by_hand = rf.Placement(
-        pools=renamed,
-        assign={key: on.model_copy(update={"pool": "one"}) for key, on in best.assign.items()},
+        pools={f"my_{name}": devices for name, devices in best.pools.items()},
+        assign={
+            key: on.model_copy(update={"pool": f"my_{on.pool}"}) for key, on in best.assign.items()
+        },
         stream=best.stream,
     )
 

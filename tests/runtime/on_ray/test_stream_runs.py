@@ -23,11 +23,11 @@ class Config(rf.Config):
 def judge(response: str, answer: str) -> float:
     return float(sum(map(ord, response)) % 7)
 
-rf.register_dispatch("odd_first", lambda tokens, groups, parts: [
+rf.register_dispatch("alternating", lambda tokens, groups, parts: [
     [r for r in range(len(tokens)) if (r + 1) % parts == part] for part in range(parts)
 ])
 
-@rf.op(per="row", dispatch="odd_first")
+@rf.op(per="row", dispatch="alternating")
 def bonus(reward: rf.Row[float], sample: rf.Row[int]) -> rf.Row[float]:
     return reward + (sample % 3) * 0.125
 
