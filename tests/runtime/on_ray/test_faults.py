@@ -168,8 +168,9 @@ def test_a_frozen_rank_is_an_error_within_the_deadline(tmp_path):
     code, _, err = ended(began, timeout=120)
 
     assert 1 == code, err
-    assert "E763" in err
-    assert "no answer from" in err
+    assert "E763" in err or "E775" in err, err  # it is frozen in an action, or in a save
+    assert "no answer" in err
+    assert "rank of device" in err
     assert time.monotonic() - frozen < 60
     assert {} == all_gone(tmp_path.name)
 
