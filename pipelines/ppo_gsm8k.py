@@ -1,7 +1,7 @@
 """PPO on GSM8K with hub models: four models on the GPUs of one node or of eight.
 
-    rlflow plan pipelines/ppo_gsm8k.py --placement split --devices h100:8 --model-shape qwen2.5-1.5b
-    rlflow diff pipelines/ppo_gsm8k.py --placement rack --placement rack_split --devices h200:64
+    rlflow plan pipelines/ppo_gsm8k.py --placement split --devices h100:8 --model-shape qwen2.5-7b
+    rlflow tune pipelines/ppo_gsm8k.py --devices h200:64 --model-shape qwen2.5-7b
 
 Models and data are named as in grpo_gsm8k.py, and may be local as there.
 """

@@ -99,6 +99,7 @@ def plan_mermaid(plan: Document, graph: Document, direction: Direction) -> str:
 def _action(action: Document, ids: Mapping[str, str]) -> str:
     number = ids[action["id"]][1:]
     seconds = duration(action["cost"]["seconds"])
+    seconds += f", {action['ahead']} ahead" if action["ahead"] else ""
     if action["kind"] == "run":
         return f"{ids[action['id']]}({_label([number + ' ' + action['id'], seconds])})"
     what = " + ".join(action["targets"]) or action["part"] or action["node"]

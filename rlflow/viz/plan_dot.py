@@ -202,11 +202,14 @@ def _subject(action: Document) -> list[str]:
     if action["kind"] == "reshard":
         first, *others = action["targets"]
         return [f"{action['instance']} → {first}", *(f"and {other}" for other in others)]
+    ahead = [f"{action['ahead']} ahead"] if action["ahead"] else []
     if action["kind"] == "transfer":
-        return wrapped(f"{action['node']}: {', '.join(action['fields'])}", REASON_WIDTH, 3)
+        fields = ", ".join(action["fields"])
+        return [*wrapped(f"{action['node']}: {fields}", REASON_WIDTH, 3), *ahead]
     if action["part"]:
         return [str(action["part"])]
-    return [] if action["every"] == 1 else [f"every {action['every']} iterations"]
+    period = [] if action["every"] == 1 else [f"every {action['every']} iterations"]
+    return [*period, *ahead]
 
 
 def _because(action: Document) -> str:
@@ -287,7 +290,7 @@ def _legend(plan: Document, graph: Document) -> tuple[list[Row], list[str]]:
         if any(edge[2] == kind for edge in edges):
             lines.append(line_sample(stroke, word, colour))
     if any(edge[3] for edge in edges):
-        lines.append(line_sample("╌ ╌ ▶", "@d: d iterations later", SOFT_INK))
+        lines.append(line_sample("╌ ╌ ▶", "@d: d turns later", SOFT_INK))
     models = {model_of(action, plan) for action in plan["actions"]}
     named = [model_swatch(*entry) for entry in graph_colours(graph).items() if entry[0] in models]
     inserted = [swatch(style) for kind, style in ACTION_STYLES.items() if kind in kinds]

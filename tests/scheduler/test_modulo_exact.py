@@ -55,7 +55,6 @@ def test_what_is_proven_is_what_trying_everything_finds(problem: Problem) -> Non
 @settings(max_examples=25)
 @given(problem=problems(most=4, pools=2, staleness=1))
 def test_the_solver_finds_what_trying_everything_finds(problem: Problem) -> None:
-    pytest.importorskip("ortools")
     optimum = optimise(problem, 60.0, start=evaluate(problem, problem.base))
     assert optimum.proven
     assert optimum.timed.period == pytest.approx(tried(problem), rel=2e-5, abs=1e-6)
@@ -65,7 +64,6 @@ def test_the_solver_finds_what_trying_everything_finds(problem: Problem) -> None
 @settings(max_examples=20)
 @given(problem=problems(most=10, pools=4))
 def test_the_heuristic_is_near_the_solver(problem: Problem) -> None:
-    pytest.importorskip("ortools")
     found = search(problem)
     optimum = optimise(problem, 2.0, start=found.timed)
     assert optimum.bound <= found.timed.period * (1 + 1e-9)
@@ -182,7 +180,6 @@ def test_what_fits_is_a_kernel_of_crowded_problems(count: int, seed: int) -> Non
 
 def test_an_order_between_the_bounds_and_the_first_one_is_found() -> None:
     """Device a: 2 + 1.5 + 1, chain x: 2 + 2 + 1; y fits beside x where it does not wait for z."""
-    pytest.importorskip("ortools")
     best = shortest_period(CROSSING)
     found = search(CROSSING)
     optimum = optimise(CROSSING, 60.0, start=evaluate(CROSSING, CROSSING.base))
@@ -193,7 +190,6 @@ def test_an_order_between_the_bounds_and_the_first_one_is_found() -> None:
 
 
 def test_the_solver_is_the_same_twice() -> None:
-    pytest.importorskip("ortools")
     start = evaluate(CROSSING, CROSSING.base)
     assert optimise(CROSSING, 60.0, start=start) == optimise(CROSSING, 60.0, start=start)
 

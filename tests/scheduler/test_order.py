@@ -156,7 +156,6 @@ def test_devices_used_alike_are_one_queue() -> None:
 
 
 def test_an_exact_order_is_noted_with_its_proof() -> None:
-    pytest.importorskip("ortools")
     plan = order(stale(1), SimpleNamespace(optimize=5.0))
     (note,) = plan.notes
     assert "optimised order" == note.rule

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from rlflow.scheduler.plan import Plan
 from rlflow.viz.mermaid import graph_mermaid, plan_mermaid, quoted
+from rlflow.viz.plan_dot import plan_digraph
 from tests.viz.examples import ppo, small_graph
 
 NODE = re.compile(r'^ +(n\d+|a\d+)(\[\(|\(|\[)"([^"]*)"(\)\]|\)|\])$')
@@ -58,3 +60,13 @@ def test_every_action_of_a_plan_is_there_once_and_inserted_ones_say_why(squeezed
     sleeps = [m.group(3) for m in found if " sleep " in m.group(3)]
     assert sum(a.kind == "sleep" for a in squeezed.actions) == len(sleeps)
     assert all("makes room for" in label for label in sleeps)
+
+
+@pytest.mark.parametrize("draw", [plan_mermaid, plan_digraph])
+def test_what_runs_ahead_says_so_in_a_picture(squeezed: Plan, draw):
+    name = squeezed.actions[0].id
+    actions = (replace(squeezed.actions[0], ahead=2), *squeezed.actions[1:])
+    plans = (squeezed, replace(squeezed, actions=actions))
+    before, after = (str(draw(p.to_json(), squeezed.graph.to_json(), "TB")) for p in plans)
+    assert name in after
+    assert ("2 ahead" in before, "2 ahead" in after) == (False, True)

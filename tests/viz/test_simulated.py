@@ -62,8 +62,9 @@ def test_pictures_are_of_their_format_and_the_same_each_time(split: Plan, form: 
 
 def test_pixels_have_the_colour_of_their_shapes():
     """A red box of 60 x 20 at the middle of 100 x 40, drawn at twice the size."""
-    mpl = pytest.importorskip("matplotlib.image")
     import io
+
+    import matplotlib.image as mpl
 
     box = Box(x=20, y=10, width=60, height=20, fill="#FF0000")
     rule = Rule(x=95, top=0, bottom=40, colour="#0000FF", width=2)
