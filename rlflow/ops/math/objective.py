@@ -15,21 +15,17 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from rlflow.ops.corrections import ImportanceSampling
-from rlflow.ops.losses import POLICY_LOSSES, Loss, PolicyLoss, SFTLoss, ValueLoss
-from rlflow.ops.math.aggregate import Totals, aggregate, token_mean
-from rlflow.ops.math.importance import importance_ratio, importance_weight
-from rlflow.ops.math.kl import token_kl
+from rlflow.ops.losses import POLICY_LOSSES, PolicyLoss, SFTLoss, ValueLoss
+from rlflow.ops.math.aggregate import Totals, token_mean
 from rlflow.ops.math.losses import clipped, nll, value_loss
 from rlflow.ops.math.masked import select
-
-Fields = Mapping[str, Tensor]
-Metrics = dict[str, Tensor]
+from rlflow.ops.math.mismatch import corrected
+from rlflow.ops.math.regularise import Fields, Metrics, aggregated, largest, regularised
 
 
 def policy_objective(
@@ -45,7 +41,7 @@ def policy_objective(
     Metrics: `policy_loss` (the aggregated policy term); as means over tokens `clip_fraction`,
     `approx_kl` (old minus current), `kl` if there is a reference, `entropy` if computed, and
     `rollout_gap` (|old minus rollout|, or current where old is the rollout's) if the rollout
-    left log-probs; `ratio_max` and `rollout_gap_max`; those of `_corrected`.
+    left log-probs; `ratio_max` and `rollout_gap_max`; those of `mismatch.corrected`.
     """
     mask, log_probs = batch["response_mask"], outputs["log_probs"]
     old = _old_log_probs(spec, log_probs, batch)
@@ -54,13 +50,13 @@ def policy_objective(
     token_loss, ratio = _resolve(kind.body)(log_probs, old, batch["advantages"], mask, **options)
     metrics: Metrics = {}
     if spec.correction is not None:
-        token_loss = _corrected(spec.correction, token_loss, old, batch, totals, metrics)
-    policy = _aggregate(spec, token_loss, mask, totals)
+        token_loss = corrected(spec.correction, token_loss, old, batch, totals, metrics)
+    policy = aggregated(spec, token_loss, mask, totals)
     metrics["policy_loss"] = policy.detach()
-    loss = _regularised(spec, policy, outputs, batch, totals, metrics)
+    loss = regularised(spec, policy, outputs, batch, totals, metrics)
     with torch.no_grad():
         metrics["approx_kl"] = token_mean(select(old - log_probs, mask), totals)
-        metrics["ratio_max"] = _max(select(ratio, mask))
+        metrics["ratio_max"] = largest(select(ratio, mask))
         if "clip" in kind.options:
             inert = clipped(ratio, batch["advantages"], mask, clip=spec.clip)
             metrics["clip_fraction"] = token_mean(inert.to(ratio.dtype), totals)
@@ -68,55 +64,8 @@ def policy_objective(
             trained = log_probs if spec.old == "rollout" else old
             gap = select((trained - batch["rollout_log_probs"]).abs(), mask)
             metrics["rollout_gap"] = token_mean(gap, totals)
-            metrics["rollout_gap_max"] = _max(gap)
+            metrics["rollout_gap_max"] = largest(gap)
     return loss, metrics
-
-
-def _corrected(
-    correction: ImportanceSampling,
-    token_loss: Tensor,
-    proximal: Tensor,
-    batch: Fields,
-    totals: Totals,
-    metrics: Metrics,
-) -> Tensor:
-    """`token_loss` times the weights of `proximal` against the rollout's log-probs.
-
-    Adds the metrics `importance_mean` (mean weight of a token), `importance_cut` (share of
-    tokens whose weight is not their ratio) and `importance_max` (the largest ratio).
-    """
-    mask, behaviour = batch["response_mask"], batch["rollout_log_probs"]
-    ratio = importance_ratio(proximal, behaviour, mask, level=correction.level)
-    weight = importance_weight(
-        ratio, mode=correction.mode, cap=correction.cap, floor=correction.floor
-    )
-    metrics["importance_mean"] = token_mean(select(weight, mask), totals)
-    metrics["importance_cut"] = token_mean(select(weight != ratio, mask).to(ratio.dtype), totals)
-    metrics["importance_max"] = _max(select(ratio, mask))
-    return token_loss * weight
-
-
-def _regularised(
-    spec: PolicyLoss,
-    loss: Tensor,
-    outputs: Fields,
-    batch: Fields,
-    totals: Totals,
-    metrics: Metrics,
-) -> Tensor:
-    """`loss` with the KL and entropy terms that have a coefficient; adds their metrics."""
-    mask = batch["response_mask"]
-    if spec.kl_coef or "ref_log_probs" in batch:
-        kl = token_kl(outputs["log_probs"], batch["ref_log_probs"], mask, kind=spec.kl)
-        metrics["kl"] = token_mean(kl.detach(), totals)
-        if spec.kl_coef:
-            loss = loss + spec.kl_coef * _aggregate(spec, kl, mask, totals)
-    if spec.entropy_coef or "entropy" in outputs:
-        entropy = select(outputs["entropy"], mask)
-        metrics["entropy"] = token_mean(entropy.detach(), totals)
-        if spec.entropy_coef:
-            loss = loss - spec.entropy_coef * _aggregate(spec, entropy, mask, totals)
-    return loss
 
 
 def value_objective(
@@ -130,7 +79,7 @@ def value_objective(
     """
     mask, values, returns = batch["response_mask"], outputs["values"], batch["returns"]
     token_loss = value_loss(values, batch.get("values"), returns, mask, clip=spec.clip)
-    loss = _aggregate(spec, token_loss, mask, totals)
+    loss = aggregated(spec, token_loss, mask, totals)
     metrics = {"value_loss": loss.detach()}
     with torch.no_grad():
         metrics["value_mean"] = token_mean(select(values, mask), totals)
@@ -146,7 +95,7 @@ def sft_objective(
 ) -> tuple[Tensor, Metrics]:
     """Negative log-likelihood of the unmasked tokens. Metric: `sft_loss` (aggregated)."""
     mask = batch["response_mask"]
-    loss = _aggregate(spec, nll(outputs["log_probs"], mask), mask, totals)
+    loss = aggregated(spec, nll(outputs["log_probs"], mask), mask, totals)
     return loss, {"sft_loss": loss.detach()}
 
 
@@ -172,16 +121,6 @@ def _old_log_probs(spec: PolicyLoss, log_probs: Tensor, batch: Fields) -> Tensor
         return batch["old_log_probs"]
     old = None if spec.old == "current" else batch.get("old_log_probs")
     return log_probs.detach() if old is None else old
-
-
-def _aggregate(spec: Loss, token_values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
-    """`aggregate` with the mode and the constant of `spec`."""
-    return aggregate(token_values, mask, totals, mode=spec.aggregate, constant=spec.constant)
-
-
-def _max(x: Tensor) -> Tensor:
-    """The largest entry of a tensor that is nowhere negative; 0 if it has none."""
-    return x.amax() if x.numel() else x.new_zeros(())
 
 
 @functools.cache
