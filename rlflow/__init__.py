@@ -4,21 +4,32 @@ A pipeline declares PPO or GRPO as a graph of operators; a placement says where 
 live; a compiler derives the plan. Importing this package imports neither torch nor ray.
 """
 
-from rlflow import data, ops
+from rlflow import data, ops, rewards
+from rlflow.data import Chat
 from rlflow.graph.dispatch import register_dispatch
 from rlflow.graph.fields import Row, Token
 from rlflow.graph.model import AdamW, LoRA, Model
 from rlflow.graph.pipeline import Config, Pipeline, pipeline
 from rlflow.graph.placement import On, Placement, on
+from rlflow.graph.trace import Handle
 from rlflow.graph.userop import op
-from rlflow.ops.corrections import ImportanceSampling
+from rlflow.ops.controllers import AdaptiveEntropy, AdaptiveKL
+from rlflow.ops.corrections import ImportanceSampling, Rejection
+from rlflow.ops.distill import DistillLoss
 from rlflow.ops.losses import PolicyLoss, SFTLoss, ValueLoss
+from rlflow.ops.preference import DPOLoss, RewardModelLoss
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AdamW",
+    "AdaptiveEntropy",
+    "AdaptiveKL",
+    "Chat",
     "Config",
+    "DPOLoss",
+    "DistillLoss",
+    "Handle",
     "ImportanceSampling",
     "LoRA",
     "Model",
@@ -26,6 +37,8 @@ __all__ = [
     "Pipeline",
     "Placement",
     "PolicyLoss",
+    "Rejection",
+    "RewardModelLoss",
     "Row",
     "SFTLoss",
     "Token",
@@ -36,4 +49,5 @@ __all__ = [
     "ops",
     "pipeline",
     "register_dispatch",
+    "rewards",
 ]

@@ -136,6 +136,14 @@ def select_field(field: Tensor, index: Tensor) -> Tensor:
     return ragged(flat(field)[torch.repeat_interleave(starts, size) + column_index(size)], size)
 
 
+def joined_rows(first: Tensor, second: Tensor) -> Tensor:
+    """Two ragged fields of equally many rows as one: each row of the first, then the second's."""
+    sizes = torch.stack([lengths(first), lengths(second)], 1)
+    pairs = ragged(torch.cat([flat(first), flat(second)]), sizes.t().flatten())
+    rows = torch.arange(2 * len(sizes)).view(2, -1).t().flatten()
+    return ragged(flat(select_field(pairs, rows)), sizes.sum(1))
+
+
 def concat_rows(batches: Sequence[Batch]) -> Batch:
     """Join batches of the same fields, rows in the order given."""
     rows = sum(int(batch.batch_size[0]) for batch in batches)

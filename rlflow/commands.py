@@ -43,6 +43,7 @@ class Target:
     model_shape: str | None = None
     staleness: int | None = None
     stream: str | None = None
+    pause_at: int | None = None
     optimize: float | None = None
     rooms: tuple[int, ...] = ()
     """Devices that each node of a running cluster has room for, in the order they are taken."""
@@ -110,10 +111,12 @@ def plan_declared(declared: Declared, target: Target, cluster: Cluster | None = 
 
 
 def changed(placement: Placement, target: Target) -> Placement:
-    """The placement with the staleness and the chunks that the command line asks for."""
+    """The placement with the staleness, the pause and the chunks that the command line asks for."""
     said: dict[str, Any] = {}
     if target.staleness is not None:
         said["staleness"] = target.staleness
+    if target.pause_at is not None:
+        said["pause_at"] = target.pause_at
     if target.stream is not None:
         if target.stream != "auto" and not (target.stream.isdigit() and int(target.stream)):
             raise UsageError(
@@ -146,7 +149,7 @@ def costs_of(planned: Planned) -> Costs:
         planned.declared.pipeline.path,
     )
     return Costs(
-        graph=graph,
+        graph=plan.graph,
         cluster=planned.cluster,
         shapes={model.name: model_shape(model, near) for model in graph.models},
         backend=plan.backend,

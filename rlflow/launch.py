@@ -186,9 +186,10 @@ def in_the_same_chunks(declared: Declared, target: Target, existing: Path) -> Ta
 
 
 def _preflight(graph: Graph, planned: Planned) -> None:
-    from rlflow.runtime.preflight import check_prompts
+    from rlflow.runtime.preflight import check_prompts, check_rewards
 
     check_prompts(graph, planned.declared.pipeline.path)
+    check_rewards(graph)
 
 
 def _execute(planned: Planned, asked: Asked) -> Outcome:
@@ -329,6 +330,7 @@ def resume_line(planned: Planned, asked: Asked, path: Path) -> str:
     words += ["--threads", str(target.threads)] if target.threads else []
     words += ["--backend", target.backend] if target.backend else []
     words += ["--staleness", str(target.staleness)] if target.staleness is not None else []
+    words += ["--pause-at", str(target.pause_at)] if target.pause_at is not None else []
     words += ["--stream", target.stream] if target.stream else []
     words += ["--optimize", f"{target.optimize:g}"] if target.optimize else []
     words += ["--address", asked.address] if asked.address else []

@@ -42,7 +42,7 @@ def target_options(function: F) -> F:
 
 
 def schedule_options(function: F) -> F:
-    """The options that change a schedule: staleness, chunks, the seconds of a solver."""
+    """The options that change a schedule: staleness, pauses, chunks, the seconds of a solver."""
     for option in (
         click.option(
             "--optimize",
@@ -54,6 +54,12 @@ def schedule_options(function: F) -> F:
             "--stream",
             metavar="COUNT",
             help="Chunks of chains across pools, or auto; the placement's if left out.",
+        ),
+        click.option(
+            "--pause-at",
+            type=click.IntRange(1),
+            metavar="TOKENS",
+            help="Where rollouts take newer weights on the way; the placement's if left out.",
         ),
         click.option(
             "--staleness",
@@ -71,7 +77,7 @@ def repeated(options: dict[str, Any], placement: str, *, run: bool) -> str:
     words = [options["pipeline"], "--placement", placement]
     for setting in options["settings"]:
         words += ["--set", setting]
-    names = ["devices", "threads", "backend", "staleness", "stream", "optimize"]
+    names = ["devices", "threads", "backend", "staleness", "pause_at", "stream", "optimize"]
     names += [] if run else ["model_shape"]
     for name in names:
         if options.get(name) is not None:

@@ -14,8 +14,9 @@ MAY_IMPORT = {
     "errors": set(),
     "batch": {"errors"},
     "data": {"errors"},
+    "rewards": {"errors"},
     "graph": {"errors"},
-    "ops": {"graph", "data", "batch", "errors"},
+    "ops": {"graph", "data", "rewards", "batch", "errors"},
     "scheduler": {"graph", "errors"},
     "engines": {"graph", "batch", "errors"},
     "runtime": {"scheduler", "engines", "ops", "graph", "data", "batch", "errors"},
@@ -42,12 +43,13 @@ MAY_IMPORT = {
         "scheduler",
         "errors",
     },
-    "__init__": {"graph", "ops", "data"},
+    "__init__": {"graph", "ops", "data", "rewards"},
 }
 VIZ_READS_OF_RUNTIME = {"spans", "metrics", "rundir", "durable"}
 TORCH_FREE = (
     "errors",
     "data",
+    "rewards",
     "graph",
     "scheduler",
     "viz",

@@ -21,6 +21,7 @@ class Config(rf.Config):
     prompts_per_iteration: int = 64
     group_size: int = 8
     new_tokens: int = 12
+    ignore_eos: bool = True
     kl_coef: float = 0.02
     lr: float = 1e-6
     lora: int = 0
@@ -48,7 +49,11 @@ def balanced(cfg: Config) -> None:
     scorer = rf.Model("scorer", cfg.model, head="value", init="random")
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=cfg.prompts_per_iteration)
     samples = ops.rollout(
-        actor, prompts, n=cfg.group_size, max_new_tokens=cfg.new_tokens, ignore_eos=True
+        actor,
+        prompts,
+        n=cfg.group_size,
+        max_new_tokens=cfg.new_tokens,
+        ignore_eos=cfg.ignore_eos,
     )
     scores = ops.values(scorer, samples)
     reward = ops.reward(score, samples, scores)

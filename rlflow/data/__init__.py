@@ -4,6 +4,8 @@
     generator(fn, size=..., columns=...)   a function of the row's index
     jsonl(path), parquet(path)        files
     huggingface(name, split=...)      a data set of the hub, or of a local folder or file
+    mix({name: source}, weights)      several sources, in proportion
+    Chat(tools=..., template=...)     how prompts go through a chat template (also `rf.Chat`)
     answers.*                         text utilities for reward functions
 
 This package knows neither tokens nor tensors, and nothing of graphs or runs.
@@ -13,14 +15,18 @@ from __future__ import annotations
 
 from rlflow.data import answers
 from rlflow.data.answers import extract_boxed, extract_gsm8k, last_number, same_number
+from rlflow.data.chat import Chat
 from rlflow.data.files import jsonl, parquet
 from rlflow.data.generators import arithmetic, generator
 from rlflow.data.hub import huggingface
+from rlflow.data.mixing import Mix, mix
 from rlflow.data.paths import find_path, resolve_path
 from rlflow.data.sources import DataSource, Row
 
 __all__ = [
+    "Chat",
     "DataSource",
+    "Mix",
     "Row",
     "answers",
     "arithmetic",
@@ -31,6 +37,7 @@ __all__ = [
     "huggingface",
     "jsonl",
     "last_number",
+    "mix",
     "parquet",
     "resolve_path",
     "same_number",

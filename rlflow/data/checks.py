@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlflow.data.chat import message_problem
 from rlflow.data.sources import ROW_ID, Row
 from rlflow.errors import Finding, Source, UsageError, known_names, near_names
 
@@ -129,9 +130,9 @@ def _chat_problem(messages: list[Any]) -> str:
     if not messages:
         return "an empty list"
     for number, message in enumerate(messages, start=1):
-        keys = message if isinstance(message, dict) else {}
-        if not all(isinstance(keys.get(key), str) for key in ("role", "content")):
-            return shortened(f"message {number} is {message!r}")
+        problem = message_problem(message)
+        if problem:
+            return shortened(f"message {number} {problem}")
     return ""
 
 

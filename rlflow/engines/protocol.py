@@ -59,17 +59,33 @@ class SampleKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """Which part of its responses one call of a rollout engine makes.
+
+    The tokens at positions `first` to `until` - 1 (None: to the end); those before `first` are
+    the last of each prompt. Of `pieces` calls with equal arguments number `piece` brings the
+    rows that end next, the earliest first: together they make every row once.
+    """
+
+    first: int = 0
+    until: int | None = None
+    piece: int = 0
+    pieces: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """What a rollout returns, one row per sample.
 
     `response_tokens` is ragged int64 `[rows, j]`, the stop token included; `log_probs` ragged
     float32 of the same lengths; `finished` bool `[rows]`, false where the length limit or an
-    abort cut the row.
+    abort cut the row. `rows` int64 says which rows of the call these are, None for all.
     """
 
     response_tokens: Tensor
     log_probs: Tensor
     finished: Tensor
+    rows: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +137,14 @@ class RolloutEngine(Protocol):
     """An engine that generates."""
 
     def generate(
-        self, prompts: Tensor, sampling: Sampling, key: SampleKey, sample_ids: Tensor
+        self,
+        prompts: Tensor,
+        sampling: Sampling,
+        key: SampleKey,
+        sample_ids: Tensor,
+        reach: Reach = ...,
     ) -> Generation:
-        """Draw `sampling.n` responses to each prompt, rows prompt-major."""
+        """Draw `sampling.n` responses to each prompt, rows prompt-major; of them what is asked."""
 
     def update_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Copy new weights in, by parameter name."""

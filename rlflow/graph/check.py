@@ -108,6 +108,27 @@ def groups_are_large_enough(graph: Graph) -> Iterator[Finding]:
             )
 
 
+def log_probs_are_comparable(graph: Graph) -> Iterator[Finding]:
+    """What an update compares with its own log-probs is of its temperature, the rollout's."""
+    for node in graph.nodes:
+        own = dict(node.params).get("temperature")
+        if node.op.use != "train" or own is None:
+            continue
+        for bound in node.inputs:
+            source = graph.node(bound.source)
+            given = dict(source.params).get("temperature")
+            if not bound.name.endswith("log_probs") or given is None or (given or 1.0) == own:
+                continue
+            yield Finding(
+                code="E244",
+                what=f"{node.name!r} compares log-probs of different temperatures",
+                where=source.where,
+                got=f"{bound.name} of {source.name} at temperature {given:g}, its own at {own:g}",
+                expected="the temperature that the tokens were sampled at, everywhere",
+                fix=f"ops.log_probs(..., temperature={own:g}), or leave temperature out",
+            )
+
+
 def batches_divide(graph: Graph) -> Iterator[Finding]:
     """A batch splits evenly into the mini-batches of every update, groups kept whole."""
     for node in graph.nodes:
@@ -161,5 +182,6 @@ RULES: tuple[Rule, ...] = (
     results_are_used,
     models_are_trained_or_not,
     groups_are_large_enough,
+    log_probs_are_comparable,
     batches_divide,
 )

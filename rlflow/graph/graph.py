@@ -51,6 +51,8 @@ class Node:
     """An op in a graph: its options in `params`, its period in iterations in `every`.
 
     `rows_of` names the node that made the rows it works on, itself where it makes rows.
+    `loop` names the node that ends the loop it is in, `trip` which trip through that it is of,
+    from 0, and how many there are at most.
     """
 
     name: str
@@ -62,6 +64,8 @@ class Node:
     rows_of: str | None = None
     declined: tuple[Declined, ...] = ()
     where: Source | None = None
+    loop: str | None = None
+    trip: tuple[int, int] | None = None
 
     def param(self, name: str) -> Any:
         """The option of that name; KeyError if the node has none."""
@@ -71,6 +75,16 @@ class Node:
     def reads_base(self) -> bool:
         """Whether its model's adapters are off: no update changes the weights that it reads."""
         return self.op.use == "forward" and ("adapters", "off") in self.params
+
+    @property
+    def resumes(self) -> str | None:
+        """The rollout whose unfinished rows it goes on with, if it does."""
+        return dict(self.params).get("resumes")
+
+    @property
+    def ends_loop(self) -> bool:
+        """Whether it has what the trips of a loop have made."""
+        return "at_most" in dict(self.params)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -141,10 +155,16 @@ class Graph:
     def lag(self, node: Node) -> int:
         """How many updates behind the newest weights a reader may be: the edge's distance - 1.
 
-        Only rollouts that make rows to learn from run ahead; an evaluation reads the newest.
+        Only rollouts that make rows to learn from run ahead; an evaluation reads the newest. A
+        rollout that is resumed goes on with weights of one update more, which later trips through
+        its loop begin with.
         """
-        makes_rows = node.op.use == "rollout" and node.op.rows == "expand"
-        return self.staleness if makes_rows and node.every == 1 else 0
+        if node.op.use != "rollout" or node.every != 1:
+            return 0
+        later = node.trip is not None and node.trip[0] > 0 and "until" in dict(node.params)
+        if node.resumes is not None or later:
+            return max(self.staleness - 1, 0)
+        return self.staleness if node.op.rows == "expand" else 0
 
     def _data_edges(self) -> list[Edge]:
         edges = []
@@ -260,6 +280,7 @@ class Graph:
                     "inputs": {b.name: f"{b.source}.{b.field.name}" for b in n.inputs},
                     "outputs": [str(made) for made in n.op.outputs],
                     "params": {key: param_text(value) for key, value in n.params},
+                    **({"loop": n.loop, "trip": n.trip} if n.loop is not None else {}),
                 }
                 for n in self.nodes
             ],

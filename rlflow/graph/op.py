@@ -13,7 +13,7 @@ from typing import Any, Literal
 from rlflow.graph.fields import DType, Field, Granularity, Level
 
 Use = Literal["train", "forward", "rollout"]
-RowSet = Literal["new", "expand", "same", "none"]
+RowSet = Literal["new", "expand", "same", "gather", "none"]
 Uneven = Literal["pad", "refuse"]
 
 # How rows reach the ranks of a pool: split over its row parts and replicated within each; all
@@ -47,14 +47,18 @@ class Op:
     `per` is what makes cutting legal: a row op may be cut anywhere along the batch, a
     group op between groups, a batch op not at all. `use` says how it needs its model.
     `rows` says what becomes of the row set: made new, each row expanded into several,
-    kept, or dropped. `effect` is `pure` where running twice changes nothing. A `closing`
-    op runs once more after the last iteration, on the final weights.
+    kept, gathered from the trips of a loop, or dropped. `effect` is `pure` where running
+    twice changes nothing. A `closing` op runs once more after the last iteration, on the
+    final weights.
 
     `dispatch` is one of `DISPATCHES` or the name of a registered pair of functions; left
     empty it follows from `per`. A `collective` op's body sums over all parts of the batch
     (`call.peers`), so ranks may share its rows though it is not cut in time. `uneven` says
     whether parts may differ in their number of rows, filled up with rows of zero weight
     where ranks must keep step, or the compiler refuses rows that do not divide.
+
+    `resumed` is the op that goes on with rows which this one, given the option `until`, leaves
+    unfinished: it makes every output anew that it has in common with this one.
     """
 
     name: str
@@ -69,6 +73,7 @@ class Op:
     dispatch: str = ""
     collective: bool = False
     uneven: Uneven = "pad"
+    resumed: Op | None = None
     function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     @property

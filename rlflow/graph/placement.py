@@ -51,6 +51,10 @@ class Placement(BaseModel):
     `model.use`, the model, `*`. With `staleness` k a rollout reads weights that are up to k
     updates old, and so runs ahead. `stream` cuts chains of row ops across pools into so many
     chunks, or into as many as shorten the estimated iteration (`auto`).
+
+    The weights of an engine are updated between two rollouts, or with `pause_at` within one:
+    every rollout pauses after so many tokens of a response, takes weights that are one update
+    newer, and goes on; what it has seen is read again with the new weights.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,6 +63,7 @@ class Placement(BaseModel):
     assign: dict[str, On]
     staleness: int = Field(default=0, ge=0)
     stream: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    pause_at: Count | None = None
 
     @model_validator(mode="after")
     def _pools_exist(self) -> Placement:

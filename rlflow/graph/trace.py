@@ -183,6 +183,17 @@ def declared_node(name: str) -> Node:
     return _current().nodes[name]
 
 
+def declared_names() -> list[str]:
+    """The nodes declared so far in the pipeline that is being traced, in their order."""
+    return list(_current().nodes)
+
+
+def put_in_loop(name: str, loop: str) -> None:
+    """Note that a declared node is in the loop that a node of that name ends."""
+    nodes = _current().nodes
+    nodes[name] = replace(nodes[name], loop=loop)
+
+
 def add_node(
     op: Op,
     handles: Sequence[Handle],
@@ -330,7 +341,7 @@ def _row_set(
                 expected="fields of one row set: a rollout makes n rows of its own of each prompt",
             )
         )
-    if op.rows in ("new", "expand"):
+    if op.rows in ("new", "expand", "gather"):
         return node
     return min(sets) if sets else None
 

@@ -4,17 +4,24 @@ from typing import NoReturn
 
 from rlflow.errors import Finding, GraphError, near_names
 from rlflow.graph.trace import declared_at
-from rlflow.ops.declare import advantage, metrics, prompts, reward, tokenize
+from rlflow.ops.declare import advantage, metrics, prompts, tokenize
+from rlflow.ops.loops import informative, repeat
 from rlflow.ops.models import evaluate, log_probs, rollout, update, values
+from rlflow.ops.pairs import pair, scores
+from rlflow.ops.scoring import reward
 
 __all__ = [
     "advantage",
     "evaluate",
+    "informative",
     "log_probs",
     "metrics",
+    "pair",
     "prompts",
+    "repeat",
     "reward",
     "rollout",
+    "scores",
     "tokenize",
     "update",
     "values",

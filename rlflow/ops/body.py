@@ -37,6 +37,10 @@ class Generated(Protocol):
     def finished(self) -> Tensor:
         """Whether the row ended by itself."""
 
+    @property
+    def rows(self) -> Tensor | None:
+        """Which rows of those asked for these are, int64; None for all of them."""
+
 
 class Stepped(Protocol):
     """What one optimizer step did."""
@@ -84,8 +88,14 @@ class ModelInUse(Protocol):
         top_p: float,
         top_k: int,
         ignore_eos: bool,
+        first: int = 0,
+        until: int | None = None,
     ) -> Generated:
-        """Draw n responses to every prompt (ragged int64 [prompts, j]), prompt-major."""
+        """Draw n responses to every prompt (ragged int64 [prompts, j]), prompt-major.
+
+        Of each the tokens at positions `first` to `until` - 1, the last tokens of a prompt being
+        those before. It may be some of the rows that come: the others come in other calls.
+        """
 
     @property
     def base(self) -> ModelInUse:
@@ -127,6 +137,9 @@ class Peers(Protocol):
     def union(self, ids: Tensor) -> Tensor:
         """The distinct values of int64 `ids [n]` of all parts, sorted."""
 
+    def gather(self, values: Tensor) -> Tensor:
+        """Float64 `values [n, columns]` of all parts, one after the other in part order."""
+
     def share(self, n: int) -> range:
         """Which of n things that no part of a batch brings along are this part's."""
 
@@ -142,6 +155,10 @@ class Alone:
         """The distinct values, sorted."""
         found: Tensor = ids.unique()  # type: ignore[no-untyped-call]
         return found
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The values themselves."""
+        return values
 
     def share(self, n: int) -> range:
         """All of them."""
@@ -178,8 +195,10 @@ class Call:
 
     `wanted` names the outputs that somebody reads. `permutation(n, *salt)` gives the
     numbers below n in an order that depends on seed, iteration, node and salt only.
+    Where a loop ends, `trips` of it have run, and `surplus` is left of the iteration before.
     The inputs are a part of the batch: `rows` int64 `[rows]` numbers them within its
-    `total` rows, and `peers` have the others.
+    `total` rows, and `peers` have the others. `state` is what the node keeps from call to call:
+    numbers that a checkpoint holds, and that all who run the node change alike.
     """
 
     node: str
@@ -195,7 +214,16 @@ class Call:
     total: int = 0
     peers: Peers = field(default_factory=Alone)
     model: ModelInUse | None = None
+    state: dict[str, float] = field(default_factory=dict)
     where: Source | None = None
+    draw: int | None = None
+    trips: int = 0
+    surplus: Batch | None = None
+
+    @property
+    def drawn(self) -> int:
+        """Which draw of its kind this is: the iteration, or counted on over trips of a loop."""
+        return self.iteration if self.draw is None else self.draw
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -207,11 +235,15 @@ class Call:
 class Output:
     """What a body made: fields of `rows` rows each, and numbers to log.
 
-    `factor` is how many rows it makes of each row of its inputs, said also where there was none.
+    `factor` is how many rows it makes of each row of its inputs, said also where there was none;
+    `kept` int64 says which of all those rows these are, by place, None for all. `surplus` are rows
+    for the same node in the next iteration.
     A plain number among the metrics is the same for every part; a `Stat` is of this part.
     """
 
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     rows: int = 0
     factor: int = 1
+    kept: Tensor | None = None
+    surplus: Batch | None = None
     metrics: Mapping[str, float | Stat] = field(default_factory=dict)

@@ -1,28 +1,32 @@
-"""What a user says about samples of another policy: how a loss weighs them.
+"""What a user says about samples of another policy: how a loss weighs them, which it drops.
 
-The formulas are in `rlflow.ops.math.importance`; this file holds no torch.
+The formulas are in `rlflow.ops.math.importance` and `rlflow.ops.math.rejection`; this file
+holds no torch.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from rlflow.ops.spec import Spec
 
 Level = Literal["token", "sequence"]
 Mode = Literal["truncate", "mask"]
+Statistic = Literal["k1", "k2", "k3"]
+Over = Literal["token", "row-sum", "row-mean", "row-max"]
+Count = Literal["all", "kept"]
 
 
-class ImportanceSampling(BaseModel):
+class ImportanceSampling(Spec):
     """Weighs what a token adds to the loss by `pi_prox / pi_behave`, which carries no gradient.
 
     `pi_behave` sampled the token; `pi_prox` is the policy that the clipped ratio is taken
     against. `level="sequence"` takes the product over a response for each of its tokens.
     `mode="truncate"` holds a weight at `cap`; `mode="mask"` gives weight 0 to what lies above
-    `cap`, or below `floor`.
+    `cap`, or below `floor`. `normalize` then divides by the mean weight of the optimizer step.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     level: Level = "token"
     mode: Mode = "truncate"
@@ -30,6 +34,8 @@ class ImportanceSampling(BaseModel):
     """Largest weight; at least 1, the weight of a sample of the same policy."""
     floor: Annotated[float, Field(gt=0, le=1)] | None = None
     """Smallest weight that `mask` keeps; None for no bound."""
+    normalize: bool = False
+    """Whether weights are divided by their mean, after truncation."""
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:
@@ -40,21 +46,86 @@ class ImportanceSampling(BaseModel):
             raise ValueError("mode='mask' would drop nothing: give it a finite cap, or a floor")
         return self
 
-    def options(self) -> dict[str, object]:
-        """The options that differ from their defaults, by name."""
-        fields = type(self).model_fields
-        return {
-            name: getattr(self, name)
-            for name, field in fields.items()
-            if getattr(self, name) != field.default
-        }
 
-    def describe(self) -> str:
-        """One line, stable: what differs from the defaults."""
-        options = ", ".join(f"{name}={value}" for name, value in self.options().items())
-        return f"ImportanceSampling({options})"
+class Rejection(Spec):
+    """Drops tokens, or whole responses, whose two policies are too far apart.
 
-    def line(self) -> str:
-        """The line that makes it."""
-        options = ", ".join(f"{name}={value!r}" for name, value in self.options().items())
-        return f"rf.ImportanceSampling({options})".replace("'", '"')
+    With `x = log pi_prox - log pi_behave`: `k1` is x, `k2` is x^2 / 2, `k3` is e^x - 1 - x, of
+    the token, or over its response as sum, mean or maximum. With `k1` what is kept has
+    `low <= exp(k1) <= high`, a ratio of probabilities; with `k2` and `k3` it has at most
+    `high`, in nats.
+    """
+
+    statistic: Statistic
+    over: Over = "token"
+    high: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    """The largest ratio (above 1) or divergence that is kept."""
+    low: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The smallest ratio that is kept; 1 / high unless given."""
+    count: Count = "all"
+    """Whether the policy term is averaged over all tokens, or over those that are kept."""
+
+    def __init__(self, statistic: str, **options: Any) -> None:
+        super().__init__(**{"statistic": statistic, **options})
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Self:
+        """Refuse bounds that the statistic cannot have."""
+        if self.statistic != "k1":
+            if self.low is not None:
+                raise ValueError(
+                    f"low would do nothing here: {self.statistic} is never negative and small is"
+                    " good; leave it out"
+                )
+            return self
+        if self.over == "row-max":
+            raise ValueError(
+                "the largest k1 of a response would say nothing of ratios that are too small;"
+                " use k2 or k3 with over='row-max'"
+            )
+        if self.high <= 1:
+            raise ValueError(
+                f"high={self.high} bounds the ratio of k1, which is 1 for samples of the same"
+                " policy: it has to be above 1"
+            )
+        return self
+
+
+Rejections = Rejection | tuple[Rejection, ...] | None
+
+
+def rules(rejection: Rejections) -> tuple[Rejection, ...]:
+    """The rules of a loss, none or several."""
+    if rejection is None:
+        return ()
+    return rejection if isinstance(rejection, tuple) else (rejection,)
+
+
+def require_fitting(
+    old: str, correction: ImportanceSampling | None, rejection: Rejections, unbiased: str | None
+) -> None:
+    """Raise ValueError where one of these options asks for what another does not give.
+
+    `unbiased` is the KL estimator that is multiplied by the ratio of policies, None for none.
+    """
+    if rejection == ():
+        raise ValueError("rejection=() would do nothing; leave rejection out")
+    counts = {rule.count for rule in rules(rejection)}
+    if len(counts) > 1:
+        raise ValueError("several rejections have one average: give all of them the same count")
+    if unbiased is not None and unbiased.endswith("+"):
+        raise ValueError(
+            f"kl_unbiased and kl={unbiased!r} are two ways to the gradient of the reverse KL;"
+            f" use kl={unbiased.removesuffix('+')!r} with kl_unbiased, or leave that out"
+        )
+    whole = {
+        "rejection with count='kept'": "kept" in counts,
+        "correction with normalize": correction is not None and correction.normalize,
+    }
+    for what, asked in whole.items():
+        if asked and old != "recomputed":
+            raise ValueError(
+                f"a {what} needs old='recomputed': its divisor is of the whole optimizer step,"
+                f" so it has to be known before the first backward; with old={old!r} it would"
+                " follow from log-probs that are not there yet"
+            )

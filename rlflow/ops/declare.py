@@ -1,4 +1,4 @@
-"""The operators that work without a model's weights: data, rewards, advantages, metrics.
+"""The operators that work without a model's weights: data, advantages, metrics.
 
 Contracts only: what each op reads and makes. The bodies are in `rlflow.ops.bodies` and
 are looked up by name where they run; nothing here imports torch.
@@ -12,13 +12,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rlflow.data import DataSource
+from rlflow.data import Chat, DataSource
 from rlflow.errors import Finding
 from rlflow.graph.fields import DType, Level, row, token
 from rlflow.graph.model import Model
 from rlflow.graph.op import Input, Op, register
 from rlflow.graph.trace import Handle, add_node, declared_at, report
-from rlflow.ops.estimators import REFERENCE, find_estimator, needed_inputs, wrong_options
+from rlflow.ops.estimator_options import checked
+from rlflow.ops.estimators import REFERENCE, find_estimator, granularity, needed_inputs
+from rlflow.ops.valid import on_valid_rows
 
 PROMPTS = register(
     Op(
@@ -40,15 +42,6 @@ TOKENIZE = register(
             token("response_tokens", "int64"),
             token("response_mask", "bool", mask=None),
         ),
-        per="row",
-    )
-)
-REWARD = register(
-    Op(
-        name="reward",
-        body="rlflow.ops.bodies.reward:reward",
-        inputs=(),
-        outputs=(row("reward"),),
         per="row",
     )
 )
@@ -119,7 +112,7 @@ def tokenize(
     prompts: Handle,
     *,
     response: str = "answer",
-    chat: bool = False,
+    chat: bool | Chat = False,
     name: str | None = None,
 ) -> Handle:
     """Turn prompts and a column of written responses into tokens, EOS appended (for SFT).
@@ -130,28 +123,18 @@ def tokenize(
     written = Input(name=response, dtype="text", levels=("row",))
     op = replace(TOKENIZE, inputs=(*TOKENIZE.inputs, written))
     params: dict[str, Any] = {"tokenizer": model.path, "response": response}
-    params |= {"chat": True} if chat else {}
+    params |= {"chat": chat} if chat else {}
     return add_node(op, (prompts,), params=params, name=name)
 
 
-def reward(
-    function: Callable[..., Any], *handles: Handle, name: str | None = None, **options: Any
-) -> Handle:
-    """Score rows with any Python function; its parameters are the fields it reads.
-
-    Annotated with plain types (`response: str, answer: str`) it is called per sample
-    and returns a number; annotated with lists (`list[str]`, one entry a row) it is
-    called per batch and returns one number a row. An exception, a wrong length or a
-    number that is not finite stops the run with the sample; it never becomes a reward.
-    """
-    inputs, batched = plain_inputs(function, skip=tuple(options))
-    op = replace(REWARD, inputs=inputs, function=function)
-    params = {"function": function, "batched": batched, **options}
-    return add_node(op, handles, params=params, name=name or "reward")
-
-
 def advantage(estimator: str, *handles: Handle, name: str | None = None, **options: Any) -> Handle:
-    """Turn rewards into advantages: gae, grpo, rloo, reinforce++.
+    """Turn rewards into advantages: an estimator by name, with its options.
+
+    gae reads a critic's values; grpo, dr_grpo, rloo, opo, gpg, pass@k and reinforce++-baseline
+    compare the rows of a group; reinforce++ takes the reward-to-go; remax subtracts the field
+    `baseline`, the reward of a greedy response; gdpo reads several rewards, named with their
+    weights: `rewards={"correct": 1.0, "short": 0.5}`; otb reads `sum_pi_squared` and
+    `old_log_probs`. The formulas and options are in docs/algorithms.md.
 
     `kl_coef` subtracts a KL term against the reference in the reward (Stiennon et al.
     2020, section 3.4). Makes `advantages` (and `returns`) at the level the estimator has.
@@ -161,19 +144,23 @@ def advantage(estimator: str, *handles: Handle, name: str | None = None, **optio
     if isinstance(found, Finding):
         report(found)
         return add_node(ADVANTAGE, (), name=name)
-    for finding in wrong_options(found, options, where):
+    given, findings = checked(found, options, where)
+    for finding in findings:
         report(finding)
     op = replace(
         ADVANTAGE,
         body=found.body,
-        inputs=needed_inputs(found, options),
+        inputs=needed_inputs(found, given),
         outputs=found.outputs,
-        per="batch" if options.get("scale") == "batch" else found.per,
+        per=granularity(found, given),
     )
     declined = {}
-    if REFERENCE not in op.inputs:
-        declined["ref_log_probs"] = "kl_coef is 0: no KL in the reward"
-    params = {"kind": estimator, **options}
+    if REFERENCE not in op.inputs and "kl_coef" in found.options:
+        given_kl = bool(given.get("kl_coef"))
+        why = "kl='given' is made already" if given_kl else "kl_coef is 0: no KL in the reward"
+        declined["ref_log_probs"] = why
+    op, handles, validity = on_valid_rows(op, handles)
+    params = {"kind": estimator, **given, **validity}
     return add_node(op, handles, params=params, name=name, declined=declined)
 
 

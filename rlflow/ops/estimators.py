@@ -1,7 +1,8 @@
 """The advantage estimators by name: what each reads, makes and takes as options.
 
 An estimator joins the engine by one entry here and one body. The formulas are in
-`rlflow.ops.math.advantages`; this file holds no torch.
+`rlflow.ops.math.advantages`; what may be said about their options is in
+`rlflow.ops.estimator_options`. This file holds no torch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from rlflow.errors import Finding, Source
 from rlflow.graph.fields import Field, Granularity, row, token
 from rlflow.graph.op import Input
+from rlflow.ops.controllers import AdaptiveKL
 
 REWARD = Input(name="reward", dtype="float32", levels=("row",))
 GROUP = Input(name="group", dtype="int64", levels=("row",))
@@ -24,6 +26,20 @@ VALUES = Input(
     levels=("token",),
     hint="values = ops.values(critic, samples)",
 )
+FINISHED = Input(name="finished", dtype="bool", levels=("row",))
+BASELINE = Input(
+    name="baseline",
+    dtype="float32",
+    levels=("row",),
+    hint='greedy_reward.rename(baseline="reward")',
+)
+OLD = Input(
+    name="old_log_probs",
+    dtype="float32",
+    levels=("token",),
+    hint="old_log_probs = ops.log_probs(actor, samples)",
+)
+SUM_PI_SQUARED = Input(name="sum_pi_squared", dtype="float32", levels=("token",))
 BEHAVIOUR = Input(name="rollout_log_probs", dtype="float32", levels=("token",))
 REFERENCE = Input(
     name="ref_log_probs",
@@ -31,13 +47,32 @@ REFERENCE = Input(
     levels=("token",),
     hint="ref_log_probs = ops.log_probs(ref, samples)",
 )
+GIVEN_KL = Input(
+    name="kl",
+    dtype="float32",
+    levels=("token",),
+    hint="an @rf.op that returns rf.Token[float], named 'kl'",
+)
 
 KL_OPTIONS = {"kl_coef": 0.0, "kl": "k1"}
+BODIES = "rlflow.ops.bodies.advantage"
+ROW = (row("advantages"),)
+TOKEN = (token("advantages"), token("returns"))
+
+Settings = Mapping[str, tuple[Any, ...]]
+
+SCALED: Settings = {"scale": ("group", "batch")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimator:
-    """An advantage estimator: `options` maps each option to its default."""
+    """An advantage estimator: `options` maps each option to its default.
+
+    `per` is how it may be cut where none of `batch_if` holds: an option and the values that
+    make a statistic of the whole batch. `only_with` maps an option to the settings with which
+    it does something; it does nothing unless one of them holds in full. `reads_if` maps an
+    option to what is read where it is on.
+    """
 
     name: str
     body: str
@@ -45,6 +80,9 @@ class Estimator:
     outputs: tuple[Field, ...]
     per: Granularity
     options: Mapping[str, Any] = field(default_factory=dict)
+    batch_if: Settings = field(default_factory=dict)
+    only_with: Mapping[str, tuple[Settings, ...]] = field(default_factory=dict)
+    reads_if: Mapping[str, tuple[Any, Input]] = field(default_factory=dict)
     source: str = ""
 
 
@@ -53,39 +91,149 @@ ESTIMATORS: dict[str, Estimator] = {
     for estimator in (
         Estimator(
             name="gae",
-            body="rlflow.ops.bodies.advantage:gae",
+            body=f"{BODIES}:gae",
             inputs=(REWARD, VALUES, MASK),
-            outputs=(token("advantages"), token("returns")),
-            per="batch",
-            options={"gamma": 1.0, "lam": 1.0, "whiten": True, **KL_OPTIONS},
+            outputs=TOKEN,
+            per="row",
+            options={"gamma": 1.0, "lam": 1.0, "whiten": True, "bootstrap": False, **KL_OPTIONS},
+            batch_if={"whiten": (True,)},
+            reads_if={"bootstrap": (True, FINISHED)},
             source="Schulman et al. 2015, arXiv 1506.02438, eq. 16",
         ),
         Estimator(
             name="grpo",
-            body="rlflow.ops.bodies.advantage:grpo",
+            body=f"{BODIES}:grpo",
             inputs=(REWARD, GROUP),
-            outputs=(row("advantages"),),
+            outputs=ROW,
             per="group",
-            options={"std_eps": 1e-6, "scale": "group", "single": "zero", **KL_OPTIONS},
+            options={
+                "std_eps": 1e-6,
+                "scale": "group",
+                "single": "zero",
+                "leave_one_out": False,
+                **KL_OPTIONS,
+            },
+            batch_if={"scale": ("batch",)},
+            only_with={"std_eps": (SCALED,)},
             source="Shao et al. 2024, arXiv 2402.03300, section 4.1.2",
         ),
         Estimator(
-            name="rloo",
-            body="rlflow.ops.bodies.advantage:rloo",
+            name="dr_grpo",
+            body=f"{BODIES}:dr_grpo",
             inputs=(REWARD, GROUP),
-            outputs=(row("advantages"),),
+            outputs=ROW,
             per="group",
             options={"single": "zero", **KL_OPTIONS},
+            source="Liu et al. 2025, arXiv 2503.20783, section 3.2",
+        ),
+        Estimator(
+            name="rloo",
+            body=f"{BODIES}:rloo",
+            inputs=(REWARD, GROUP),
+            outputs=ROW,
+            per="group",
+            options={"single": "zero", "whiten": False, "std_eps": 1e-4, **KL_OPTIONS},
+            batch_if={"whiten": (True,)},
+            only_with={"std_eps": ({"whiten": (True,)},)},
             source="Ahmadian et al. 2024, arXiv 2402.14740",
         ),
         Estimator(
             name="reinforce++",
-            body="rlflow.ops.bodies.advantage:reinforce_pp",
+            body=f"{BODIES}:reinforce_pp",
             inputs=(REWARD, MASK),
-            outputs=(token("advantages"), token("returns")),
-            per="batch",
+            outputs=TOKEN,
+            per="row",
             options={"gamma": 1.0, "whiten": True, **KL_OPTIONS},
+            batch_if={"whiten": (True,)},
             source="Hu et al. 2025, arXiv 2501.03262",
+        ),
+        Estimator(
+            name="reinforce++-baseline",
+            body=f"{BODIES}:reinforce_pp_baseline",
+            inputs=(REWARD, GROUP, MASK),
+            outputs=ROW,
+            per="group",
+            options={"single": "zero", "whiten": True, "over": "tokens", **KL_OPTIONS},
+            batch_if={"whiten": (True,)},
+            only_with={"over": ({"whiten": (True,)},)},
+            source="Hu et al. 2025, arXiv 2501.03262",
+        ),
+        Estimator(
+            name="remax",
+            body=f"{BODIES}:remax",
+            inputs=(REWARD, BASELINE, MASK),
+            outputs=TOKEN,
+            per="row",
+            options={**KL_OPTIONS},
+            source="Li et al. 2023, arXiv 2310.10505, algorithm 1",
+        ),
+        Estimator(
+            name="opo",
+            body=f"{BODIES}:opo",
+            inputs=(REWARD, GROUP, MASK),
+            outputs=ROW,
+            per="group",
+            options={"single": "zero", **KL_OPTIONS},
+            source="Hao et al. 2025, arXiv 2505.23585",
+        ),
+        Estimator(
+            name="gpg",
+            body=f"{BODIES}:gpg",
+            inputs=(REWARD, GROUP),
+            outputs=ROW,
+            per="group",
+            options={
+                "alpha": "degenerate",
+                "scale": "none",
+                "std_eps": 1e-6,
+                "single": "zero",
+                **KL_OPTIONS,
+            },
+            batch_if={"alpha": ("degenerate", "zero_reward"), "scale": ("batch",)},
+            only_with={"std_eps": (SCALED,)},
+            source="Chu et al. 2025, arXiv 2504.02546, section 3",
+        ),
+        Estimator(
+            name="pass@k",
+            body=f"{BODIES}:pass_at_k",
+            inputs=(REWARD, GROUP),
+            outputs=ROW,
+            per="group",
+            options={"std_eps": 1e-6, "scale": "group", **KL_OPTIONS},
+            batch_if={"scale": ("batch",)},
+            only_with={"std_eps": (SCALED,)},
+            source="Tang et al. 2025, arXiv 2503.19595",
+        ),
+        Estimator(
+            name="gdpo",
+            body=f"{BODIES}:gdpo",
+            inputs=(GROUP,),
+            outputs=ROW,
+            per="group",
+            options={
+                "rewards": None,
+                "std_eps": 1e-6,
+                "scale": "group",
+                "single": "zero",
+                "whiten": True,
+                "over": "rows",
+            },
+            batch_if={"whiten": (True,), "scale": ("batch",)},
+            only_with={
+                "std_eps": (SCALED, {"whiten": (True,), "over": ("rows",)}),
+                "over": ({"whiten": (True,)},),
+            },
+            reads_if={"over": ("tokens", MASK)},
+            source="Liu et al. 2026, arXiv 2601.05242",
+        ),
+        Estimator(
+            name="otb",
+            body=f"{BODIES}:optimal_token_baseline",
+            inputs=(REWARD, GROUP, MASK, OLD, SUM_PI_SQUARED),
+            outputs=TOKEN,
+            per="group",
+            options={"zero_tail": True, "single": "zero", **KL_OPTIONS},
+            source="verl 0.9.1, optimal token baseline",
         ),
     )
 }
@@ -106,50 +254,34 @@ def find_estimator(name: str, where: Source | None) -> Estimator | Finding:
     )
 
 
-def wrong_options(
-    estimator: Estimator, given: Mapping[str, Any], where: Source | None
-) -> list[Finding]:
-    """A finding for every option the estimator does not have or that would do nothing."""
-    findings = []
-    for name in given:
-        if name not in estimator.options:
-            findings.append(
-                Finding(
-                    code="E117",
-                    what=f"estimator {estimator.name!r} has no option {name!r}",
-                    where=where,
-                    expected=", ".join(estimator.options),
-                    near=tuple(difflib.get_close_matches(name, estimator.options, n=3)),
-                )
-            )
-    if "kl" in given and not given.get("kl_coef"):
-        findings.append(
-            Finding(
-                code="E117",
-                what="option kl= does nothing while kl_coef is 0",
-                where=where,
-                fix=f"kl_coef=0.05, kl={given['kl']!r}",
-            )
-        )
-    if (
-        estimator.options.get("scale") == "group"
-        and given.get("scale") == "none"
-        and ("std_eps" in given)
-    ):
-        findings.append(
-            Finding(
-                code="E117",
-                what="option std_eps= does nothing with scale='none'",
-                where=where,
-                fix="remove std_eps=",
-            )
-        )
-    return findings
+def in_force(estimator: Estimator, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every option of the estimator with what was given, its default otherwise."""
+    return {name: given.get(name, default) for name, default in estimator.options.items()}
 
 
-def needed_inputs(estimator: Estimator, options: Mapping[str, Any]) -> tuple[Input, ...]:
+def granularity(estimator: Estimator, given: Mapping[str, Any]) -> Granularity:
+    """How the estimator may be cut: not at all where a coefficient follows the whole batch."""
+    options = in_force(estimator, given)
+    whole = any(options[name] in values for name, values in estimator.batch_if.items())
+    whole = whole or isinstance(options.get("kl_coef"), AdaptiveKL)
+    return "batch" if whole else estimator.per
+
+
+def needed_inputs(estimator: Estimator, given: Mapping[str, Any]) -> tuple[Input, ...]:
     """What the estimator reads with these options: a KL in the reward reads log-probs too."""
-    if not options.get("kl_coef"):
-        return estimator.inputs
-    extra = (REFERENCE, BEHAVIOUR, MASK)
-    return estimator.inputs + tuple(wanted for wanted in extra if wanted not in estimator.inputs)
+    options = in_force(estimator, given)
+    named = tuple(
+        Input(
+            name=name,
+            dtype="float32",
+            levels=("row",),
+            hint=f'reward.rename({name}="reward")',
+        )
+        for name in options.get("rewards") or ()
+    )
+    extra = [wanted for name, (on, wanted) in estimator.reads_if.items() if options[name] == on]
+    if options.get("kl_coef"):
+        given_kl = options.get("kl") == "given"
+        extra += [GIVEN_KL, MASK] if given_kl else [REFERENCE, BEHAVIOUR, MASK]
+    inputs = (*named, *estimator.inputs)
+    return inputs + tuple(wanted for wanted in extra if wanted not in inputs)

@@ -9,78 +9,43 @@ body that computes them. This file knows the names of those bodies and imports n
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from rlflow.ops.controllers import AdaptiveEntropy, AdaptiveKL
+from rlflow.ops.corrections import ImportanceSampling, Rejection, require_fitting, rules
+from rlflow.ops.loss_base import CORRECTIONS, Aggregation, Loss, Positive, pasted
+from rlflow.ops.loss_kinds import (
+    KIND_OPTIONS,
+    POLICY_LOSSES,
+    TOP_ENTROPY,
+    LossKind,
+    Selection,
+    known_kind,
 )
 
-from rlflow.errors import known_names, near_names
-from rlflow.ops.corrections import ImportanceSampling
-
-Aggregation = Literal[
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
+__all__ = [
+    "KIND_OPTIONS",
+    "POLICY_LOSSES",
+    "Aggregation",
+    "Loss",
+    "LossKind",
+    "PolicyLoss",
+    "SFTLoss",
+    "Selection",
+    "ValueLoss",
 ]
+
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
-OldPolicy = Literal["auto", "current", "rollout", "recomputed"]
+OldPolicy = Literal["auto", "current", "rollout", "recomputed", "loglinear"]
 Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossKind:
-    """A kind of policy loss: the dotted name of its token loss, and the options it reads.
-
-    The body takes `(log_probs, old_log_probs, advantages, mask)` and its options as keyword
-    arguments, and returns `(token_loss, ratio)`. `corrects` says that its ratio, taken against
-    the policy that sampled, makes up for samples of older weights.
-    """
-
-    body: str
-    options: frozenset[str]
-    corrects: bool = False
-
-
-POLICY_LOSSES: dict[str, LossKind] = {
-    "ppo_clip": LossKind(
-        body="rlflow.ops.math.losses:ppo_clip",
-        options=frozenset({"clip", "dual_clip"}),
-        corrects=True,
-    ),
-}
-"""Every kind of policy loss by name; the options of a kind are fields of `PolicyLoss`."""
-
-KIND_OPTIONS = ("clip", "dual_clip")
-
-
-def _known_kind(kind: str) -> str:
-    """Refuse a kind that is not registered, naming those that are like it."""
-    if kind in POLICY_LOSSES:
-        return kind
-    near = " or ".join(repr(name) for name in near_names(kind, POLICY_LOSSES))
-    hint = f"; did you mean {near}?" if near else ""
-    raise ValueError(
-        f"no policy loss is called {kind!r} (there is {known_names(sorted(POLICY_LOSSES))}){hint}"
-    )
-
-
-def _pair(clip: Any) -> Any:
-    """One number for both sides of the clip becomes a pair."""
-    return (clip, clip) if isinstance(clip, int | float) else clip
+def _pair(given: Any) -> Any:
+    """One number for both sides of an option becomes a pair."""
+    return (given, given) if isinstance(given, int | float) else given
 
 
 def _clip_range(clip: tuple[float, float]) -> tuple[float, float]:
@@ -94,82 +59,17 @@ def _clip_range(clip: tuple[float, float]) -> tuple[float, float]:
     return clip
 
 
+def _rising(bounds: tuple[float, float]) -> tuple[float, float]:
+    """Refuse a range that holds nothing."""
+    if not bounds[0] < bounds[1]:
+        raise ValueError(f"no covariance lies between {bounds[0]} and {bounds[1]}")
+    return bounds
+
+
 ClipRange = Annotated[tuple[float, float], BeforeValidator(_pair), AfterValidator(_clip_range)]
-
-
-class Loss(BaseModel):
-    """What every loss has: a way to average, and a printed form."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-    body: ClassVar[str]
-    """Dotted name of the function `(spec, outputs, batch, totals) -> (loss, metrics)`."""
-
-    aggregate: Aggregation = "token-mean"
-    constant: Positive | None = None
-    """Divisor of `seq-mean-token-sum-norm`, such as the longest response allowed."""
-
-    @abstractmethod
-    def needs(self) -> tuple[str, ...]:
-        """The batch fields this loss reads, in a fixed order."""
-
-    @abstractmethod
-    def outputs(self) -> tuple[str, ...]:
-        """What the training forward must compute for this loss, with gradient."""
-
-    def corrects(self, old: str, *, own: bool) -> bool:
-        """Whether rows older than the weights train it right; `own` rows it has sampled itself.
-
-        `old` is whose log-probs a policy's ratio is taken against, as the compiler chose it.
-        """
-        return False
-
-    def under_lag(self, old: str) -> str:
-        """Whose log-probs the ratio is taken against where rows are older than the weights."""
-        return old
-
-    def corrections(self) -> tuple[str, ...]:
-        """Losses that correct for older rows, each as a line to paste, the likest first."""
-        return policy_corrections()
-
-    def idle(self) -> dict[str, str]:
-        """Options that do nothing as the others stand, each with the reason."""
-        if self.aggregate == "seq-mean-token-sum-norm":
-            return {}
-        return {"constant": "only aggregate='seq-mean-token-sum-norm' divides by it"}
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        """Refuse what would do nothing, and a norm without its constant."""
-        for name, reason in self.idle().items():
-            if name in self.model_fields_set and getattr(self, name) is not None:
-                raise ValueError(f"{name} would do nothing here: {reason}; leave {name} out")
-        if self.aggregate == "seq-mean-token-sum-norm" and self.constant is None:
-            raise ValueError(
-                "aggregate='seq-mean-token-sum-norm' needs a constant to divide by, such as"
-                " constant=max_new_tokens: the padded width would make the loss depend on"
-                " the longest response of the batch"
-            )
-        return self
-
-    @model_serializer(mode="wrap")
-    def _without_idle(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Saved without the options that do nothing, so that it loads again."""
-        idle = self.idle()
-        saved: Mapping[str, Any] = handler(self)
-        return {name: value for name, value in saved.items() if name not in idle}
-
-    def describe(self) -> str:
-        """One line, stable: the kind, and the options that differ from their defaults."""
-        fields = type(self).model_fields
-        own_first = sorted(fields, key=lambda name: name in Loss.model_fields)
-        named = [str(getattr(self, name)) for name in own_first if fields[name].is_required()]
-        options = [
-            f"{name}={_printed(getattr(self, name))}"
-            for name in own_first
-            if not fields[name].is_required() and getattr(self, name) != fields[name].default
-        ]
-        return f"{type(self).__name__}({', '.join([*named, *options])})"
+CovRange = Annotated[tuple[float, float], AfterValidator(_rising)]
+Pair = Annotated[tuple[Positive, Positive], BeforeValidator(_pair)]
+Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 class PolicyLoss(Loss):
@@ -181,28 +81,104 @@ class PolicyLoss(Loss):
 
     body: ClassVar[str] = "rlflow.ops.math.objective:policy_objective"
 
-    kind: Annotated[str, AfterValidator(_known_kind)]
+    kind: Annotated[str, AfterValidator(known_kind)]
     clip: ClipRange = (0.2, 0.2)
-    """How far the ratio may fall below and rise above 1; one number means both sides."""
+    """How far the ratio may fall below and rise above 1; one number means both sides.
+
+    (3e-4, 4e-4) for gspo, (2e-3, 2.5e-3) for luspo; for gmpo in logs, (0.4, 0.4).
+    """
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Bound on the ratio where the advantage is negative; off unless given."""
-    kl_coef: Coefficient = 0.0
+    ratio_max: Annotated[float, Field(ge=1)] = 5.0
+    """Largest weight of a token, absolute, with cispo; with dppo_tv and dppo_kl 20 unless given."""
+    ratio_min: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Smallest weight of a token with cispo, absolute; None for no bound."""
+    tau: Pair = (1.0, 1.05)
+    """How steep the gate of sapo is for positive advantages, and for the others."""
+    divergence: ClipRange = (0.15, 0.15)
+    """How far dppo lets the divergence of a token go down and up; 0.05 for dppo_kl."""
+    beta: Positive | None = None
+    """What dro multiplies the squared log-ratio by, halved."""
+    gamma_positive: Pair = (2.0, 3.0)
+    """Power and rate of vespo's weight of a response where the advantage is 0 or more."""
+    gamma_negative: Pair = (3.0, 2.0)
+    """The same where the advantage is negative."""
+    cov_share: Share = 2e-4
+    """Share of all tokens that clip_cov, or kl_cov, chooses by their covariance."""
+    cov_range: CovRange = (1.0, 5.0)
+    """Between which covariances clip_cov chooses."""
+    cov_coef: Positive = 1.0
+    """What kl_cov multiplies the penalty of chosen tokens by."""
+    top_entropy: Share | None = None
+    """Share of all tokens, those of highest entropy, whose policy term counts; None for all."""
+    off_policy_limit: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """How much less likely a response with a negative advantage may have become, in nats a token.
+
+    Beyond, its policy term is left out; None for no limit.
+    """
+    off_policy_from: Literal["rollout", "old"] = "rollout"
+    """Whose log-probs that is measured from: the rollout's, or those of `old`."""
+    kl_coef: Coefficient | AdaptiveKL = 0.0
     kl: KLEstimator = "k3"
-    entropy_coef: Coefficient = 0.0
+    kl_unbiased: bool = False
+    """Whether the KL estimate of a token is times `pi / pi_old`, which carries a gradient."""
+    entropy_coef: Coefficient | AdaptiveEntropy = 0.0
     old: OldPolicy = "auto"
     """Whose log-probs the ratio is taken against: `auto` lets the compiler choose."""
     correction: ImportanceSampling | None = None
     """Weighs tokens by how likely they are under `old` against the policy that sampled."""
+    rejection: Rejection | tuple[Rejection, ...] | None = None
+    """Leaves out tokens; of several rules each has to keep a token."""
 
     def __init__(self, kind: str = "ppo_clip", **options: Any) -> None:
         super().__init__(**{"kind": kind, **options})
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_kind(cls, given: Any) -> Any:
+        """What is not given is as the kind has it."""
+        kind = POLICY_LOSSES.get(str(given.get("kind"))) if isinstance(given, Mapping) else None
+        return given if kind is None else {**kind.own_defaults, **given}
+
+    @property
+    def of_kind(self) -> LossKind:
+        """What the kind of this loss is made of."""
+        return POLICY_LOSSES[self.kind]
+
+    def default(self, option: str) -> Any:
+        """As in `Loss`; the default of the kind where it has its own."""
+        return self.of_kind.own_defaults.get(option, super().default(option))
+
+    @property
+    def reads_old(self) -> bool:
+        """Whether log-probs of an old policy are part of it."""
+        compared = self.correction is not None or bool(self.rejections)
+        measured = self.off_policy_limit is not None and self.off_policy_from == "old"
+        return self.of_kind.ratio or compared or measured or self.kl_unbiased
+
+    def selections(self) -> tuple[Selection, ...]:
+        """The choices among all tokens of an optimizer step that it asks for."""
+        of_kind = self.of_kind.selection
+        return (*((of_kind,) if of_kind else ()), *((TOP_ENTROPY,) if self.top_entropy else ()))
+
     def needs(self) -> tuple[str, ...]:
         """The batch fields this loss reads; with `old="auto"` the compiler may add one."""
-        old = {"recomputed": ("old_log_probs",), "rollout": ("rollout_log_probs",)}
-        behaviour = ("rollout_log_probs",) if self.correction is not None else ()
+        old = {
+            "recomputed": ("old_log_probs",),
+            "rollout": ("rollout_log_probs",),
+            "loglinear": ("rollout_log_probs", "version"),
+        }
+        masked = self.off_policy_limit is not None and self.off_policy_from == "rollout"
+        compared = self.correction is not None or bool(self.rejections) or masked
+        behaviour = ("rollout_log_probs",) if compared else ()
         ref = ("ref_log_probs",) if self.kl_coef else ()
-        return ("response_mask", "advantages", *old.get(self.old, ()), *behaviour, *ref)
+        fields = ("response_mask", "advantages", *old.get(self.old, ()), *behaviour, *ref)
+        return tuple(dict.fromkeys(fields))
+
+    @property
+    def rejections(self) -> tuple[Rejection, ...]:
+        """The rules of `rejection`, none or several."""
+        return rules(self.rejection)
 
     def outputs(self) -> tuple[str, ...]:
         """The log-probs of the sampled tokens, and the entropy if it has a coefficient."""
@@ -210,40 +186,68 @@ class PolicyLoss(Loss):
 
     def corrects(self, old: str, *, own: bool) -> bool:
         """By importance weights, or by the ratio itself against the policy that sampled."""
-        by_ratio = old == "rollout" and POLICY_LOSSES[self.kind].corrects
+        by_ratio = old == "rollout" and self.of_kind.corrects
         return self.correction is not None or by_ratio
 
     def under_lag(self, old: str) -> str:
         """The rollout's own, where the choice is the compiler's and nothing else corrects."""
-        ratio = self.old == "auto" and self.correction is None and POLICY_LOSSES[self.kind].corrects
+        ratio = self.old == "auto" and self.correction is None and self.of_kind.corrects
         return "rollout" if ratio else old
 
     def corrections(self) -> tuple[str, ...]:
         """As in `Loss`, with the options of this one; one that reads `old_log_probs` keeps it."""
-        ratio = [self.line(old="rollout")] if POLICY_LOSSES[self.kind].corrects else []
+        ratio = [self.line(old="rollout")] if self.of_kind.corrects else []
         weights = [self.line(old="recomputed", correction=ImportanceSampling())]
         found = weights + ratio if self.old == "recomputed" else ratio + weights
-        return tuple(dict.fromkeys((*found, *policy_corrections())))
+        return tuple(dict.fromkeys((*found, *CORRECTIONS)))
 
     def line(self, **changed: Any) -> str:
         """The line that makes it, with some options changed."""
         options = {
             name: getattr(self, name)
-            for name, field in type(self).model_fields.items()
-            if name != "kind" and getattr(self, name) != field.default
+            for name in type(self).model_fields
+            if name != "kind" and getattr(self, name) != self.default(name)
         }
-        words = [f"{name}={_pasted(value)}" for name, value in (options | changed).items()]
-        return f"rf.PolicyLoss({', '.join([_pasted(self.kind), *words])})"
+        words = [f"{name}={pasted(value)}" for name, value in (options | changed).items()]
+        return f"rf.PolicyLoss({', '.join([pasted(self.kind), *words])})"
 
     def idle(self) -> dict[str, str]:
         """As in `Loss`; and options of other kinds, and a KL estimator without a KL term."""
-        unread = [name for name in KIND_OPTIONS if name not in POLICY_LOSSES[self.kind].options]
+        unread = [name for name in KIND_OPTIONS if name not in self.of_kind.reads]
         reasons = dict.fromkeys(unread, f"{self.kind} does not read it")
         if not self.kl_coef:
-            reasons["kl"] = "kl_coef is 0, so there is no KL term"
-        if self.old == "rollout":
+            reasons["kl"] = reasons["kl_unbiased"] = "kl_coef is 0, so there is no KL term"
+        if self.old == "rollout" and self.of_kind.corrects:
             reasons["correction"] = "old='rollout' is the policy that sampled, so the weight is 1"
+        if not self.reads_old:
+            reasons["old"] = f"{self.kind} takes no ratio to an old policy"
+        if self.off_policy_limit is None:
+            reasons["off_policy_from"] = "there is no off_policy_limit"
+        elif self.off_policy_from == "old" and self.old == "current":
+            reasons["off_policy_limit"] = "nothing drifts from old='current', the policy itself"
         return {**super().idle(), **reasons}
+
+    @model_validator(mode="after")
+    def _fits_the_kind(self) -> Self:
+        """Refuse a kind without what it needs, and an average that its formula does not have."""
+        for name in sorted(self.of_kind.required):
+            if getattr(self, name) is None:
+                raise ValueError(f"{self.kind} needs {name}, which has no default: {name}=...")
+        wanted = self.of_kind.aggregate
+        if wanted is not None and self.aggregate != wanted:
+            raise ValueError(
+                f"aggregate={self.aggregate!r} is not {self.kind}, whose formula averages as"
+                f" {wanted!r} does; leave aggregate out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        """Refuse options of which one asks for what another does not give."""
+        require_fitting(
+            self.old, self.correction, self.rejection, self.kl if self.kl_unbiased else None
+        )
+        return self
 
     @model_validator(mode="after")
     def _refuse_k1(self) -> Self:
@@ -268,6 +272,8 @@ class ValueLoss(Loss):
 
     clip: Positive | None = 0.2
     """How far a value may move from the old one before its gradient stops; None: any."""
+    huber: Positive | None = None
+    """Error beyond which the loss grows as a line; None for squares throughout."""
 
     def corrects(self, old: str, *, own: bool) -> bool:
         """Always: a regression weighs no sample by its probability."""
@@ -299,26 +305,3 @@ class SFTLoss(Loss):
     def outputs(self) -> tuple[str, ...]:
         """The log-probs of the given tokens."""
         return ("log_probs",)
-
-
-def policy_corrections() -> tuple[str, ...]:
-    """Every policy loss that corrects for older rows, as lines to paste."""
-    weights = PolicyLoss(old="recomputed", correction=ImportanceSampling())
-    kinds = [name for name, kind in POLICY_LOSSES.items() if kind.corrects]
-    return (*(PolicyLoss(kind, old="rollout").line() for kind in kinds), weights.line())
-
-
-def _pasted(value: object) -> str:
-    """A value as it is written in a file."""
-    if isinstance(value, ImportanceSampling):
-        return value.line()
-    return f'"{value}"' if isinstance(value, str) else repr(value).replace("inf", "math.inf")
-
-
-def _printed(value: object) -> str:
-    """A value as in a call, without quotes; an equal pair as its one number."""
-    if isinstance(value, ImportanceSampling):
-        return value.describe()
-    if isinstance(value, tuple) and len(set(value)) == 1:
-        return str(value[0])
-    return str(value)

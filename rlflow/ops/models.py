@@ -7,18 +7,20 @@ old policy's log-probs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rlflow.data import DataSource
+from rlflow.data import Chat, DataSource
 from rlflow.errors import Finding
 from rlflow.graph.fields import row, token
 from rlflow.graph.model import Model
 from rlflow.graph.op import Input, Op, register
 from rlflow.graph.trace import Handle, add_node, declared_at, declared_node, report
-from rlflow.ops.declare import plain_inputs
 from rlflow.ops.losses import PolicyLoss, SFTLoss, ValueLoss
+from rlflow.ops.pairs import READ_BY_LOSSES
+from rlflow.ops.preference import DPOLoss, RewardModelLoss
+from rlflow.ops.scoring import Functions, as_function
+from rlflow.ops.valid import on_valid_rows
 
 TOKENS = (
     Input(name="prompt_tokens", dtype="int64", levels=("token",)),
@@ -27,6 +29,28 @@ TOKENS = (
 MASK = Input(name="response_mask", dtype="bool", levels=("token",))
 GROUPED = Input(name="group", dtype="int64", levels=("row",), required=False)
 
+RESUME = Op(
+    name="resume",
+    body="rlflow.ops.bodies.rollout:resume",
+    inputs=(
+        *TOKENS,
+        Input(name="rollout_log_probs", dtype="float32", levels=("token",)),
+        Input(name="version", dtype="int64", levels=("token",)),
+        Input(name="finished", dtype="bool", levels=("row",)),
+        Input(name="sample", dtype="int64", levels=("row",)),
+    ),
+    outputs=(
+        token("response_tokens", "int64"),
+        token("response_mask", "bool", mask=None),
+        token("rollout_log_probs"),
+        row("response", "text"),
+        row("finished", "bool"),
+        token("version", "int64"),
+    ),
+    per="row",
+    use="rollout",
+    dispatch="parts",
+)
 ROLLOUT = register(
     Op(
         name="rollout",
@@ -46,6 +70,7 @@ ROLLOUT = register(
         per="row",
         use="rollout",
         rows="expand",
+        resumed=RESUME,
     )
 )
 LOG_PROBS = register(
@@ -97,6 +122,7 @@ EVALUATE = register(
 )
 
 FIELD_INPUTS = {
+    **READ_BY_LOSSES,
     "advantages": Input(
         name="advantages",
         dtype="float32",
@@ -116,6 +142,7 @@ FIELD_INPUTS = {
         levels=("token",),
         hint="ref_log_probs = ops.log_probs(ref, samples)",
     ),
+    "version": Input(name="version", dtype="int64", levels=("token",)),
     "values": Input(name="values", dtype="float32", levels=("token",)),
     "returns": Input(
         name="returns",
@@ -125,19 +152,18 @@ FIELD_INPUTS = {
     ),
 }
 
-Loss = PolicyLoss | ValueLoss | SFTLoss
+Loss = PolicyLoss | ValueLoss | SFTLoss | DPOLoss | RewardModelLoss
 
 
 def rollout(
     model: Model,
-    prompts: Handle,
-    *,
+    *prompts: Handle,
     n: int = 1,
     max_new_tokens: int,
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
-    chat: bool = False,
+    chat: bool | Chat = False,
     ignore_eos: bool = False,
     name: str | None = None,
 ) -> Handle:
@@ -145,10 +171,11 @@ def rollout(
 
     Makes n rows of every prompt, prompt-major, with the tokens (int64), the log-probs of the
     sampled tokens at `temperature` (float32), the `version` of the weights that sampled each
-    (int64), `group` (which prompt) and every field of the prompts, repeated. `temperature=0`
+    (int64), `group` (which prompt) and every row field of the prompts, repeated; several
+    handles may bring fields of the same prompts. `temperature=0`
     is greedy. With `chat` a prompt goes through the tokenizer's chat template: text as one
-    user message, or messages as JSON. With `ignore_eos` every response has exactly
-    `max_new_tokens` tokens.
+    user message, or messages as JSON; `rf.Chat(...)` adds tools, or a template of its own. With
+    `ignore_eos` every response has exactly `max_new_tokens` tokens.
     """
     where = declared_at()
     checks = (
@@ -164,7 +191,12 @@ def rollout(
                 Finding(code="E118", what=f"a rollout with {got}", where=where, expected=expected)
             )
     made = {field.name for field in ROLLOUT.outputs}
-    carried = tuple(o for o in prompts.offers if o.field.level == "row" and o.name not in made)
+    offered = {offer.name: offer for handle in prompts for offer in handle.offers}
+    carried = tuple(
+        offer
+        for offer in offered.values()
+        if offer.field.level == "row" and offer.name not in made
+    )
     op = replace(
         ROLLOUT,
         inputs=tuple(Input(name=o.name, dtype=o.field.dtype, levels=("row",)) for o in carried)
@@ -179,7 +211,7 @@ def rollout(
         ("ignore_eos", ignore_eos, False),
     )
     params |= {key: value for key, value, off in unusual if value != off}
-    return add_node(op, (prompts,), model=model, params=params, name=name)
+    return add_node(op, prompts, model=model, params=params, name=name)
 
 
 def log_probs(
@@ -245,7 +277,7 @@ def update(
                 Finding(code="E118", what=f"an update with {got}", where=where, expected=expected)
             )
     inputs, declined, extra = _loss_inputs(loss, handles, num_steps=epochs * mini_batches)
-    if isinstance(loss, ValueLoss) and model.head != "value":
+    if isinstance(loss, ValueLoss | RewardModelLoss) and model.head != "value":
         report(
             Finding(
                 code="E120",
@@ -254,7 +286,8 @@ def update(
                 fix=f'rf.Model("{model.name}", ..., head="value")',
             )
         )
-    op = replace(UPDATE, inputs=(*TOKENS, MASK, GROUPED, *inputs))
+    read = {wanted.name: wanted for wanted in (*TOKENS, MASK, GROUPED, *inputs)}
+    op = replace(UPDATE, inputs=tuple(read.values()))
     params = {
         "loss": loss,
         "epochs": epochs,
@@ -262,27 +295,31 @@ def update(
         "max_grad_norm": max_grad_norm,
         **extra,
     }
+    op, handles, validity = on_valid_rows(op, handles)
+    params |= validity
     return add_node(op, handles, model=model, params=params, name=name, declined=declined)
 
 
 def evaluate(
     model: Model,
     data: DataSource,
-    function: Callable[..., Any],
+    function: Functions,
     *,
     every: int,
     max_new_tokens: int,
     limit: int | None = None,
     temperature: float = 0.0,
-    chat: bool = False,
+    chat: bool | Chat = False,
     name: str = "eval",
 ) -> Handle:
     """Score held-out data every `every` iterations, before the first and after the last.
 
     Decodes greedily by default, at most `limit` rows, and logs `eval/reward` (mean) and
-    `eval/length` (mean tokens) of the weights at the start of that iteration.
+    `eval/length` (mean tokens) of the weights at the start of that iteration. A mapping of
+    functions is one for each value of the column `data_source`.
     """
-    op = replace(EVALUATE, function=function)
+    chosen, _, batched = as_function(function, (), by="data_source", options={})
+    op = replace(EVALUATE, function=chosen)
     if every < 1:
         report(
             Finding(
@@ -292,16 +329,15 @@ def evaluate(
                 expected="every >= 1",
             )
         )
-    _, batched = plain_inputs(function, skip=())
     params = {
         "data": data,
-        "function": function,
+        "function": chosen,
         "max_new_tokens": max_new_tokens,
         "limit": limit,
         "temperature": temperature,
         "batched": batched,
     }
-    params |= {"chat": True} if chat else {}
+    params |= {"chat": chat} if chat else {}
     return add_node(op, (), model=model, params=params, name=name, every=max(every, 1))
 
 
@@ -320,13 +356,19 @@ def _loss_inputs(
 ) -> tuple[tuple[Input, ...], dict[str, str], dict[str, Any]]:
     """What a loss reads, what it leaves unread and why, and the options that follow."""
     if not isinstance(loss, PolicyLoss):
-        return tuple(FIELD_INPUTS[n] for n in loss.needs() if n in FIELD_INPUTS), {}, {}
+        extra = {"temperature": _temperature(handles)} if isinstance(loss, DPOLoss) else {}
+        return tuple(FIELD_INPUTS[n] for n in loss.needs() if n in FIELD_INPUTS), {}, extra
     offered = {offer.name for handle in handles for offer in handle.offers}
     declined = {}
     inputs = [FIELD_INPUTS[name] for name in loss.needs() if name in FIELD_INPUTS]
+    if loss.of_kind.advantages == "row":
+        inputs = [replace(w, levels=("row",)) if w.name == "advantages" else w for w in inputs]
     if not any(wanted.name == "ref_log_probs" for wanted in inputs):
         declined["ref_log_probs"] = "kl_coef is 0: no KL in the loss"
     old = loss.old
+    if old == "auto" and not loss.reads_old:
+        old = "current"
+        declined["old_log_probs"] = f"{loss.kind} takes no ratio to an old policy"
     if old == "auto":
         several = num_steps > 1
         if "old_log_probs" in offered or (several and loss.correction is not None):
@@ -335,10 +377,12 @@ def _loss_inputs(
             old = "rollout" if several else "current"
     if old == "recomputed":
         inputs.append(FIELD_INPUTS["old_log_probs"])
+    if old == "loglinear":
+        declined.setdefault("old_log_probs", "the loss interpolates the old policy")
     if old == "rollout":
         inputs.append(FIELD_INPUTS["rollout_log_probs"])
         declined.setdefault("old_log_probs", "the loss compares with the rollout's own log-probs")
-    elif "rollout_log_probs" in offered and loss.correction is None:
+    elif "rollout_log_probs" in offered and "rollout_log_probs" not in loss.needs():
         inputs.append(replace(FIELD_INPUTS["rollout_log_probs"], required=False))
     unique = tuple({wanted.name: wanted for wanted in inputs}.values())
     return unique, declined, {"old": old, "temperature": _temperature(handles)}

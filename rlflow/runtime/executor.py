@@ -18,7 +18,8 @@ from typing import Protocol
 
 from rlflow.ops.body import Stat
 from rlflow.runtime.stats import join
-from rlflow.scheduler.plan import Action, Plan
+from rlflow.scheduler.plan import Action, Plan, Trip
+from rlflow.scheduler.trips import keeps_surplus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,12 @@ class Backend(Protocol):
 
     def submit(self, action: Action, iteration: int, done: Callable[[Completion], None]) -> None:
         """Start an action instance; `done` is called from any thread when it has ended."""
+
+    def skip(self, action: Action, iteration: int) -> None:
+        """An action instance of a loop will not run: that is over in this iteration."""
+
+    def drop_surplus(self) -> None:
+        """Nothing that loops have left over may be used any more."""
 
     def close(self, *, wait: bool = True) -> None:
         """Release the devices, after what runs has ended unless told not to wait."""
@@ -186,6 +193,8 @@ class Executor:
         self._refilled = refilled(plan)
         self._running: set[str] = set()
         self._metrics: dict[int, dict[str, list[Mapping[str, float | Stat]]]] = {}
+        self._reached: dict[tuple[str, int], float] = {}
+        self._keeps = keeps_surplus(plan.graph)
         self._missing: dict[int, int] = {}
         self._counted = sum(action.part is None for action in plan.actions)
         self._begun = start
@@ -206,6 +215,8 @@ class Executor:
         """
         start = self.start
         while start < self.end:
+            if self._keeps:
+                self.backend.drop_surplus()
             end = min((start // self.barrier + 1) * self.barrier, self.end)
             start = self._run(self._segment(start, end))
         if not self.stopped and self._closing:
@@ -251,6 +262,8 @@ class Executor:
                 raise event.error
             action = self.actions[event.action]
             self.listener.finished(action, event)
+            if action.trip is not None and action.trip.gate:
+                self._pass(action.trip, event)
             self._advance(segment, self._complete(segment, action, event.metrics))
         self._report(segment.end)
         return segment.end
@@ -261,8 +274,12 @@ class Executor:
             action = self.actions[candidates.pop()]
             if action.id in self._running or not segment.ready(action):
                 continue
-            if segment.due(action):
-                iteration = segment.done_for(action)
+            due = segment.due(action)
+            iteration = segment.done_for(action) if due else 0
+            if due and action.trip is not None and self._over(action.trip, iteration):
+                self.backend.skip(action, iteration)
+                due = False
+            if due:
                 self._running.add(action.id)
                 self._begun = max(self._begun, iteration)
                 self.listener.started(action, iteration)
@@ -270,15 +287,26 @@ class Executor:
             else:
                 candidates += self._complete(segment, action, {})
 
+    def _pass(self, trip: Trip, event: Completion) -> None:
+        """Add up what a trip has reached of its loop's goal."""
+        found = event.metrics["reached"]
+        value = found.value if isinstance(found, Stat) else found
+        key = (trip.loop, event.iteration)
+        self._reached[key] = self._reached.get(key, 0.0) + value
+
+    def _over(self, trip: Trip, iteration: int) -> bool:
+        """Whether the trips before one have reached their loop's goal; the first always runs."""
+        return bool(trip.index) and self._reached.get((trip.loop, iteration), 0.0) >= trip.goal
+
     def _complete(
         self, segment: Segment, action: Action, metrics: Mapping[str, float | Stat]
     ) -> list[str]:
         """Count an instance as over; returns the actions that may have become ready."""
         iteration = segment.turns[action.id] + action.ahead
         if action.part is None and segment.start <= iteration < segment.end:
-            if metrics:
+            if metrics and not (action.trip is not None and action.trip.gate):
                 found = self._metrics.setdefault(iteration, {})
-                found.setdefault(action.node or action.id, []).append(metrics)
+                found.setdefault(_logged_as(action), []).append(metrics)
             missing = self._missing.get(iteration, self._counted) - 1
             self._missing[iteration] = missing
         turned = segment.finish(action.id)
@@ -292,6 +320,8 @@ class Executor:
             del self._missing[iteration]
             self._reported += 1
             parts = self._metrics.pop(iteration, {})
+            for key in [key for key in self._reached if key[1] == iteration]:
+                del self._reached[key]
             metrics = {
                 f"{node}/{name}": value
                 for node, found in parts.items()
@@ -312,6 +342,12 @@ class Executor:
             event = self.events.get()
             if isinstance(event, Completion):
                 self._running.discard(event.action)
+
+
+def _logged_as(action: Action) -> str:
+    """The name that its numbers have: those of all trips through a loop are joined."""
+    name = action.node or action.id
+    return name if action.trip is None else name.partition("#")[0]
 
 
 def closing_actions(plan: Plan) -> frozenset[str]:

@@ -73,6 +73,12 @@ class FakeBackend:
         heapq.heappush(self._running, (end, self._count, action, iteration, self.now, done))
         self._count += 1
 
+    def drop_surplus(self) -> None:
+        """Nothing is kept here."""
+
+    def skip(self, action: Action, iteration: int) -> None:
+        """Note nothing: the monitor hears of what starts."""
+
     def close(self, *, wait: bool = True) -> None:
         """Take no more instances."""
         self.closed = True
@@ -97,10 +103,18 @@ class FakeBackend:
                 iteration=iteration,
                 start=start,
                 end=self.now,
-                metrics={} if error else {"n": float(iteration)},
+                metrics={} if error else _metrics(action, iteration),
                 error=error,
             )
         )
+
+
+def _metrics(action: Action, iteration: int) -> dict[str, float]:
+    """The numbers of an instance; a gate reaches some part of its loop's goal, or all of it."""
+    if action.trip is None or not action.trip.gate:
+        return {"n": float(iteration)}
+    share = 1.5 * _uniform(f"{action.id} {iteration} reached")
+    return {"reached": action.trip.goal * min(share, 1.0)}
 
 
 def random_seconds(seed: int) -> Seconds:

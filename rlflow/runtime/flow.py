@@ -5,7 +5,7 @@ This file knows neither tensors nor processes.
 
 from __future__ import annotations
 
-from rlflow.scheduler.plan import Action, Plan
+from rlflow.scheduler.plan import Action, Plan, Trip
 from rlflow.scheduler.spreads import sources_of
 
 
@@ -27,11 +27,20 @@ class Flow:
                 found[str(action.node)] = tuple(source.id for source in made)
             elif action.kind == "run":
                 for node in plan.graph.node(str(action.node)).sources:
-                    carried = brought.get((node, action.takes, action.chunk))
-                    made = sources_of(runs[node], action.chunk)
+                    carried = brought.get((node, action.takes, action.piece_read))
+                    made = sources_of(runs[node], action.piece_read)
                     found[node] = (carried,) if carried else tuple(source.id for source in made)
             for source in self.sources(action.id):
                 self._readers[source].append(action)
+        trips = {action.id: action.trip for action in plan.actions}
+        self._outside = {
+            action.id: tuple(
+                source
+                for source in self.sources(action.id)
+                if action.trip is not None and _earlier(trips[source], action.trip)
+            )
+            for action in plan.actions
+        }
 
     def origins(self, action: str, node: str) -> tuple[str, ...]:
         """The actions that bring a node's rows to where `action` reads them, chunk by chunk."""
@@ -42,6 +51,15 @@ class Flow:
         found = self._origins[action].values()
         return tuple(dict.fromkeys(source for sources in found for source in sources))
 
+    def outside(self, action: str) -> tuple[str, ...]:
+        """Those of its sources that may have run where the trip that an action is of does not."""
+        return self._outside[action]
+
     def readers(self, action: str, iteration: int) -> int:
         """How many actions read in an iteration what `action` left."""
         return sum(reader.due(iteration) for reader in self._readers[action])
+
+
+def _earlier(one: Trip | None, other: Trip) -> bool:
+    """Whether something may run where a trip does not: it is of no trip, or of one before."""
+    return one is None or one.index < other.index

@@ -17,6 +17,7 @@ from rlflow.engines.models import TorchModel
 from rlflow.engines.optim import learning_rate
 from rlflow.engines.protocol import (
     Generation,
+    Reach,
     SampleKey,
     Sampling,
     Shard,
@@ -105,10 +106,19 @@ class Loaded:
 class InUse:
     """A loaded instance as one call of a body sees it: random numbers are tied to that call.
 
-    Not `adapted`, it scores tokens as the model that its adapters were added to.
+    Not `adapted`, it scores tokens as the model that its adapters were added to. Of what it
+    generates it brings one `piece`: its number, and of how many.
     """
 
-    def __init__(self, loaded: Loaded, key: SampleKey, *, adapted: bool = True) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        key: SampleKey,
+        *,
+        adapted: bool = True,
+        piece: tuple[int, int] = (0, 1),
+    ) -> None:
+        self._piece = piece
         self._loaded = loaded
         self._key = key
         self._adapted = adapted
@@ -144,8 +154,12 @@ class InUse:
         top_p: float,
         top_k: int,
         ignore_eos: bool,
+        first: int = 0,
+        until: int | None = None,
     ) -> Generation:
-        """Draw n responses to every prompt."""
+        """Draw n responses to every prompt; of these the call's piece, by who ends first."""
+        index, count = self._piece
+        reach = Reach(first=first, until=until, piece=index, pieces=count)
         sampling = Sampling(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -154,7 +168,9 @@ class InUse:
             n=n,
             stop_tokens=() if ignore_eos else self._loaded.stop_tokens,
         )
-        made: Generation = self._loaded.rollout.generate(prompts, sampling, self._key, sample_ids)
+        made: Generation = self._loaded.rollout.generate(
+            prompts, sampling, self._key, sample_ids, reach
+        )
         return made
 
     def forward(

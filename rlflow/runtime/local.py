@@ -16,6 +16,7 @@ import torch
 
 from rlflow.runtime.checkpoint import Found
 from rlflow.runtime.executor import Completion
+from rlflow.runtime.node_states import States, saved_states, to_save
 from rlflow.scheduler.plan import Action, Lane, Plan
 
 if TYPE_CHECKING:
@@ -31,6 +32,12 @@ class Runs(Protocol):
 
     def run(self, action: Action, iteration: int) -> Mapping[str, float | Stat]:
         """The numbers it logs."""
+
+    def drop_surplus(self) -> None:
+        """Forget what loops have left over."""
+
+    def skip(self, action: Action, iteration: int) -> None:
+        """Let go of what one would have read that does not run."""
 
 
 class LocalMachine:
@@ -55,10 +62,16 @@ class LocalMachine:
             counters[loaded.instance.model] = loaded.train.optimizer_meta()
         return components, counters
 
+    def node_states(self) -> States:
+        """What nodes keep from call to call."""
+        states = self._worker.states
+        return to_save(states.loaded, [states.used])
+
     def restore(self, found: Found, counters: Mapping[str, Mapping[str, int]]) -> None:
-        """Take the weights and optimizer states of a checkpoint."""
+        """Take the weights, optimizer states and node states of a checkpoint."""
         from rlflow.runtime.saving import restore_components
 
+        self._worker.states.load(saved_states(found.state))
         for loaded in self._worker.trained():
             meta = counters[loaded.instance.model]
             restore_components(loaded, found.files, meta, found.iteration)
@@ -93,6 +106,14 @@ class LocalBackend:
     def submit(self, action: Action, iteration: int, done: Callable[[Completion], None]) -> None:
         """Queue an action instance on its first device; the plan keeps its others free."""
         self._queues[action.devices[0], action.lane].put((action, iteration, done))
+
+    def drop_surplus(self) -> None:
+        """Forget what loops have left over."""
+        self._worker.drop_surplus()
+
+    def skip(self, action: Action, iteration: int) -> None:
+        """Let go of the rows that an action instance would have read."""
+        self._worker.skip(action, iteration)
 
     def close(self, *, wait: bool = True) -> None:
         """End the threads once what they run has ended, and wait for that unless told not to."""

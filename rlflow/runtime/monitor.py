@@ -41,6 +41,8 @@ class Monitor:
             for source in self._sources[action.id]:
                 self._readers[source].append(action)
         self._left: dict[Instance, int] = {}
+        self._begun: dict[Instance, int | None] = {}
+        self._pieces: dict[Instance, int] = {}
         self._givers = {a.id: givers(plan, a) for a in plan.actions if a.kind == "run"}
         self._most = max((action.ahead for action in plan.actions), default=0) + AHEAD
         self._segment = self._next_segment(start)
@@ -66,6 +68,7 @@ class Monitor:
         self._rows_are_there(action, iteration, name)
         self.books.start(action, name)
         self._versions(action, iteration, name)
+        self._goes_on(action, iteration, name)
 
     def _in_segment(self, action: Action, iteration: int, name: str) -> None:
         """No instance of another segment, none twice, none too far ahead of what is done."""
@@ -97,6 +100,37 @@ class Monitor:
             held = self.books.version[instance]
             assert held == wanted, f"{name} reads version {held} of {instance}, not {wanted}"
 
+    def _goes_on(self, action: Action, iteration: int, name: str) -> None:
+        """Pieces of a rollout follow one another over the same weights; who resumes has newer."""
+        if action.kind != "run" or not self.plan.graph.has_node(str(action.node)):
+            return
+        node = self.plan.graph.node(str(action.node))
+        if node.op.use != "rollout":
+            return
+        held = self.books.version[str(action.instance)]
+        if _ends_first(action):
+            assert action.chunk is not None
+            done = self._pieces.get((node.name, iteration), 0)
+            assert done == action.chunk.index, f"{name} starts when {done} pieces are over"
+            before = self._begun.setdefault((node.name, iteration), held)
+            assert before == held, f"{name} goes on with version {held} after {before}"
+        if node.resumes is not None:
+            before = self._begun[node.resumes, iteration]
+            newer = len(self.books.updates[str(node.model)])
+            assert before is not None, f"{name} goes on with what nobody knows"
+            assert held in (before, before + newer), f"{name} goes on with {held} after {before}"
+        self._begun[node.name, iteration] = held
+
+    def _piece_over(self, action: Action, iteration: int) -> None:
+        """Count a piece of a rollout that is not over yet; after the last one nothing is open."""
+        if not _ends_first(action):
+            return
+        assert action.chunk is not None
+        place = (str(action.node), iteration)
+        self._pieces[place] = action.chunk.index + 1
+        if action.chunk.index + 1 == action.chunk.count:
+            del self._pieces[place]
+
     def finished(self, action: Action, completion: Completion) -> None:
         """Check that nothing has changed under an instance that ends, and book what it did."""
         iteration = self.running.pop(action.id)
@@ -109,6 +143,7 @@ class Monitor:
         self.log.append((action.id, iteration, versions))
         self.books.finish(action, iteration, name)
         self.done.add((action.id, iteration))
+        self._piece_over(action, iteration)
         for source in self._sources[action.id]:
             self._left[source, iteration] -= 1
             if self._left[source, iteration] == 0:
@@ -136,13 +171,16 @@ class Monitor:
         """Between two segments nothing runs and no rows are kept; then the next one begins."""
         assert not self.running, f"{name} starts while {self.running} of a segment before run"
         assert not self._left, f"rows are kept that nobody will read: {sorted(self._left)}"
+        assert not self._pieces, f"rollouts are left in pieces: {sorted(self._pieces)}"
         self._segment = self._next_segment(self.reported)
         self.done.clear()
+        self._begun.clear()
 
     def finish(self) -> None:
         """Check what has to hold after the run: all of it is over, and nothing is kept."""
         assert not self.running, f"the run is over while {self.running} run"
         assert not self._left, f"rows are kept that nobody will read: {sorted(self._left)}"
+        assert not self._pieces, f"rollouts are left in pieces: {sorted(self._pieces)}"
         assert self.reported >= self.end, f"{self.reported} of {self.end} iterations are done"
 
 
@@ -257,6 +295,11 @@ class Books:
             self.version[target] = version
 
 
+def _ends_first(action: Action) -> bool:
+    """Whether an action decodes all rows of a rollout until some more of them have ended."""
+    return action.begins and action.chunk is not None and action.chunk.by == "finish"
+
+
 def givers(plan: Plan, action: Action) -> tuple[str, ...]:
     """The runs whose rows an action reads: those of each source's chunks that it overlaps."""
     if not plan.graph.has_node(str(action.node)):
@@ -271,7 +314,7 @@ def givers(plan: Plan, action: Action) -> tuple[str, ...]:
 
 def _overlap(one: Chunk | None, other: Chunk | None) -> bool:
     """Whether two pieces of a batch have rows in common; None is all of it."""
-    if one is None or other is None:
+    if one is None or other is None or one.by != other.by:
         return True
     before = one.index * other.count < (other.index + 1) * one.count
     return before and other.index * one.count < (one.index + 1) * other.count

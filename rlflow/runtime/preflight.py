@@ -1,4 +1,4 @@
-"""What is checked of data and prompts before anything starts.
+"""What is checked of data, prompts and rewards before anything starts.
 
 Files are read through once, and prompts are tokenized and measured, so that a broken
 line or a prompt that is too long costs seconds and not a run.
@@ -6,12 +6,13 @@ line or a prompt that is too long costs seconds and not a run.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlflow.data import DataSource
 from rlflow.engines.loading import load_tokenizer
-from rlflow.errors import RunError, UsageError
+from rlflow.errors import RlflowError, RunError, UsageError
 from rlflow.graph.graph import Graph, Node
 from rlflow.ops.bodies.common import token_rows, too_long
 from rlflow.ops.bodies.data import as_text
@@ -31,6 +32,21 @@ def check_prompts(graph: Graph, near: Path | None) -> None:
             source = _prompt_source(graph, node)
             if source is not None:
                 _check_node(graph, node, source, near)
+
+
+def check_rewards(graph: Graph) -> None:
+    """Let reward functions look whether what they need is here: a package, a jail.
+
+    A function says so by an attribute `require`. Raises UsageError.
+    """
+    for node in graph.nodes:
+        function = dict(node.params).get("function")
+        for each in getattr(function, "functions", {"": function}).values():
+            try:
+                getattr(each, "require", bool)()
+            except RlflowError as error:
+                found = [replace(finding, where=node.where) for finding in error.findings]
+                raise UsageError(*found, summary="Nothing was started.") from None
 
 
 def _prompt_source(graph: Graph, node: Node) -> DataSource | None:

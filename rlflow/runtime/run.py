@@ -30,9 +30,11 @@ from rlflow.runtime.display import Display
 from rlflow.runtime.durable import fault, register_faults
 from rlflow.runtime.executor import Backend, Completion, Executor
 from rlflow.runtime.metrics import MetricsLog, TensorBoardLog
+from rlflow.runtime.node_states import SAVED, States
 from rlflow.runtime.rundir import RunDir
 from rlflow.runtime.spans import Span, SpanLog
 from rlflow.scheduler.plan import Action, Plan
+from rlflow.scheduler.trips import keeps_surplus
 
 if TYPE_CHECKING:
     from rlflow.runtime.checkpoint import Component
@@ -61,8 +63,11 @@ class Machine(Protocol):
     def components(self) -> tuple[dict[str, Component], dict[str, dict[str, int]]]:
         """What a checkpoint holds by component, and the optimizers' counters by model."""
 
+    def node_states(self) -> States:
+        """What nodes keep from call to call."""
+
     def restore(self, found: Found, counters: Mapping[str, Mapping[str, int]]) -> None:
-        """Take the weights and optimizer states of a checkpoint."""
+        """Take the weights, optimizer states and node states of a checkpoint."""
 
     def close(self) -> None:
         """Give back everything it holds."""
@@ -164,13 +169,14 @@ class Run:
         if done <= self.saved:
             return
         components, counters = self.machine.components()
+        states = self.machine.node_states()
         self._metrics.sync()
         fault("run:save")
         save_checkpoint(
             self.directory.checkpoints,
             done,
             components,
-            {"optimizers": dict(counters)},
+            {"optimizers": dict(counters), SAVED: dict(states)},
             identity(self.plan, self.settings),
         )
         self.saved = done
@@ -241,7 +247,8 @@ class Run:
 def identity(plan: Plan, settings: Settings) -> dict[str, str]:
     """What a resumed run has to share with the one that saved: what decides its numbers.
 
-    Where rollouts run ahead, those after a checkpoint start on the newest weights.
+    Where rollouts run ahead, those after a checkpoint start on the newest weights; what a loop
+    leaves over is dropped there.
     """
     known = {
         "graph": plan.graph.hash,
@@ -249,7 +256,8 @@ def identity(plan: Plan, settings: Settings) -> dict[str, str]:
         "torch": version("torch"),
         "threads": str(settings.threads),
     }
-    return known | ({"save_every": str(settings.save_every)} if plan.staleness else {})
+    drains = plan.staleness or keeps_surplus(plan.graph)
+    return known | ({"save_every": str(settings.save_every)} if drains else {})
 
 
 def _require_model(found: Found, name: str) -> None:

@@ -39,8 +39,9 @@ def merged(parts: Sequence[Mapping[str, float | Stat]]) -> dict[str, float | Sta
 def logged(
     action: Action, parts: Sequence[Mapping[str, float | Stat]]
 ) -> Mapping[str, float | Stat]:
-    """The numbers of an action's parts: its own, or to be joined where it is one of chunks."""
-    return join(parts) if action.chunk is None else merged(parts)
+    """The numbers of an action's parts: its own, or to be joined with those of other pieces."""
+    alone = action.chunk is None and action.trip is None
+    return join(parts) if alone else merged(parts)
 
 
 def _value(found: float | Stat) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlflow.batch import concat_rows, make_batch, select_field
+from rlflow.batch import Batch, concat_rows, make_batch, select_field, select_rows
 from rlflow.runtime.rows import chunk_rows
 from rlflow.scheduler.plan import Chunk
 
@@ -37,7 +37,12 @@ class Stored:
         return self.total if self.rows is None else len(self.rows)
 
     def of(self, chunk: Chunk | None) -> Stored:
-        """The rows that a chunk works on; this itself where it holds no others."""
+        """The rows that a chunk works on; this itself where it holds no others.
+
+        What a rollout has ended first was put here as a piece of its own.
+        """
+        if chunk is not None and chunk.by == "finish":
+            return self
         first, last = chunk_rows(self.total, chunk)
         numbers = torch.arange(self.total) if self.rows is None else self.rows
         inside = (numbers >= first) & (numbers < last)
@@ -49,7 +54,7 @@ class Stored:
 
 
 def together(pieces: Sequence[Stored], names: Collection[str]) -> Stored:
-    """Some fields of the pieces of one batch, one piece after the other."""
+    """Some fields of the pieces of one batch, in the order of their rows."""
     chosen = [{name: piece.fields[name] for name in names} for piece in pieces]
     if len(pieces) == 1:
         return Stored(fields=chosen[0], total=pieces[0].total, rows=pieces[0].rows)
@@ -58,6 +63,9 @@ def together(pieces: Sequence[Stored], names: Collection[str]) -> Stored:
     )
     total = pieces[0].total
     rows = torch.cat([p.rows for p in pieces if p.rows is not None])
+    if bool((rows[1:] < rows[:-1]).any()):
+        order = torch.argsort(rows, stable=True)
+        rows, joined = rows[order], select_rows(joined, order)
     whole = len(rows) == total and bool((rows == torch.arange(total)).all())
     return Stored(fields=dict(joined.items()), total=total, rows=None if whole else rows)
 
@@ -68,6 +76,8 @@ class ShardStore:
     def __init__(self) -> None:
         self._held: dict[Key, Stored] = {}
         self._left: dict[Key, int] = {}
+        self.surplus: dict[str, Batch] = {}
+        """What a loop has gathered beyond its goal, by its name, for the next iteration."""
         self._lock = threading.Lock()
 
     def put(self, action: str, iteration: int, stored: Stored, readers: int) -> None:
@@ -81,6 +91,10 @@ class ShardStore:
         """What an action made in an iteration; KeyError once its last reader has run."""
         return self._held[action, iteration]
 
+    def has(self, action: str, iteration: int) -> bool:
+        """Whether rows are here that an action made in an iteration."""
+        return (action, iteration) in self._held
+
     def release(self, action: str, iteration: int) -> None:
         """Note that one reader has run; the last one frees the rows."""
         key = (action, iteration)
@@ -88,6 +102,12 @@ class ShardStore:
             self._left[key] -= 1
             if self._left[key] == 0:
                 del self._held[key], self._left[key]
+
+    def leave(self, loop: str, rows: Batch | None) -> None:
+        """Keep rows for the next iteration of a loop, in the place of those kept before."""
+        self.surplus.pop(loop, None)
+        if rows is not None:
+            self.surplus[loop] = rows
 
     def __len__(self) -> int:
         return len(self._held)

@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlflow.batch import lengths, make_batch, select_field
+from rlflow.batch import concat_rows, lengths, make_batch, select_field
 from rlflow.engines.loading import load_tokenizer
 from rlflow.engines.protocol import SampleKey
 from rlflow.engines.rng import permutation
 from rlflow.errors import Finding, RunError
-from rlflow.graph.graph import Graph, Node
+from rlflow.graph.graph import Binding, Graph, Node
 from rlflow.ops.body import Alone, Call, Output, Stat
 from rlflow.runtime.flow import Flow
 from rlflow.runtime.loaded import InUse, Loaded, load_instance
+from rlflow.runtime.node_states import NodeStates
 from rlflow.runtime.stats import logged
 from rlflow.runtime.store import ShardStore, Stored, together
 from rlflow.runtime.world import resharder
@@ -46,13 +47,15 @@ class Result:
     """What an action instance did here: numbers to log, and the rows it left if it made any.
 
     `tokens` int64 `[rows]` are the lengths of prompt and response together, where the rows
-    have them; `moved` is bytes that other processes sent.
+    have them; `numbers` int64 `[rows]` says which rows they are where the action alone knows;
+    `moved` is bytes that other processes sent.
     """
 
     metrics: Mapping[str, float | Stat] = field(default_factory=dict)
     rows: int = 0
     total: int = 0
     tokens: Tensor | None = None
+    numbers: Tensor | None = None
     moved: int | None = None
 
 
@@ -80,6 +83,7 @@ class Worker:
         self.check_sync = check_sync
         self.flow = Flow(plan)
         self.store = ShardStore()
+        self.states = NodeStates()
         self._resharders: dict[str, Resharder] = {}
         self._wanted = {node.name: _fields_read(plan.graph, node) for node in plan.graph.nodes}
         self._tokenizer = functools.cache(self._load_tokenizer)
@@ -133,6 +137,7 @@ class Worker:
             self._require_version(action, iteration, loaded)
         call = self._call(action, node, iteration, loaded)
         output: Output = _body(node.op.body)(call)
+        self.store.leave(node.name, output.surplus)
         for name, lag in action.writes:
             self.loaded[name].version = iteration - lag
         made = self._made(node, call, output, keep)
@@ -143,7 +148,8 @@ class Worker:
             metrics=output.metrics,
             rows=output.rows,
             total=made.total if made else 0,
-            tokens=None if made is None or node.op.rows != "expand" else _tokens(made),
+            tokens=_tokens(made) if made and node.op.rows in ("expand", "gather") else None,
+            numbers=None if output.kept is None or made is None else made.rows,
         )
 
     def _made(self, node: Node, call: Call, output: Output, keep: Tensor | None) -> Stored | None:
@@ -151,20 +157,29 @@ class Worker:
         if not node.op.outputs:
             return None
         fields = dict(output.fields)
-        if call.rows is None:
+        if call.rows is None and output.kept is None:
             return Stored(fields=fields, total=output.rows)
         factor = output.factor
-        rows, total = call.rows, call.total * factor
+        count = call.total if call.inputs is None else int(call.inputs.batch_size[0])
+        rows = torch.arange(count) if call.rows is None else call.rows
+        total = (count if call.rows is None else call.total) * factor
         if factor > 1:
             rows = (rows[:, None] * factor + torch.arange(factor)).flatten()
+        if output.kept is not None:
+            rows = rows[output.kept]
         if keep is not None:
             fields = {name: select_field(value, keep) for name, value in fields.items()}
             rows = rows[keep]
         return Stored(fields=fields, total=total, rows=rows)
 
     def _call(self, action: Action, node: Node, iteration: int, loaded: Loaded | None) -> Call:
-        key = SampleKey(seed=self.seed, iteration=iteration, stream=node.name)
-        inputs, rows, total = self._inputs(action, node, iteration)
+        drawn_by = node.resumes or node.name
+        draw = iteration
+        if node.trip is not None:
+            index, count = node.trip
+            draw, drawn_by = iteration * count + index, drawn_by.partition("#")[0]
+        key = SampleKey(seed=self.seed, iteration=draw, stream=drawn_by)
+        inputs, rows, total, trips = self._inputs(action, node, iteration)
         shared = None if self.world is None else self.world.peers(action)
         return Call(
             node=node.name,
@@ -179,26 +194,59 @@ class Worker:
             rows=rows,
             total=total,
             peers=Alone() if shared is None else shared,
-            model=None if loaded is None else InUse(loaded, key),
+            state=self.states.of(node.name),
+            model=None if loaded is None else InUse(loaded, key, piece=_piece(action)),
             where=node.where,
+            draw=draw,
+            trips=trips,
+            surplus=self.store.surplus.get(node.loop or node.name) if _first(node) else None,
         )
 
     def _inputs(
         self, action: Action, node: Node, iteration: int
-    ) -> tuple[Batch | None, Tensor | None, int]:
-        """The fields the node reads under the names it reads them by, and whose rows they are."""
+    ) -> tuple[Batch | None, Tensor | None, int, int]:
+        """The fields the node reads by its names, whose rows they are, and of how many trips."""
         if not node.inputs:
-            return None, None, 0
+            return None, None, 0, 0
+        if node.ends_loop:
+            return self._of_trips(action, node, iteration)
         held = {
             source: self.held(
                 action, source, iteration, {b.field.name for b in node.inputs if b.source == source}
-            ).of(action.chunk)
+            ).of(action.piece_read)
             for source in node.sources
         }
         fields = {bound.name: held[bound.source].fields[bound.field.name] for bound in node.inputs}
         first = held[node.sources[0]]
         rows = next((len(value) for value in fields.values() if value.dim()), 0)
-        return make_batch(fields, rows), first.rows, first.total
+        return make_batch(fields, rows), first.rows, first.total, 0
+
+    def _of_trips(
+        self, action: Action, node: Node, iteration: int
+    ) -> tuple[Batch, Tensor | None, int, int]:
+        """What the trips of a loop have left that ran: of all of them, or of the last one."""
+        trips: list[list[Binding]] = []
+        for bound in node.inputs:
+            trip = self.graph.node(bound.source).trip
+            index = 0 if trip is None else trip[0]
+            trips += [[] for _ in range(index + 1 - len(trips))]
+            trips[index].append(bound)
+        ran = [bounds for bounds in trips if self._ran(action, bounds[0].source, iteration)]
+        batches, last = [], Stored(fields={}, total=0)
+        for bounds in ran if node.op.rows == "gather" else ran[-1:]:
+            fields = {}
+            for bound in bounds:
+                last = self.held(action, bound.source, iteration, {bound.field.name})
+                fields[bound.name] = last.fields[bound.field.name]
+            batches.append(make_batch(fields, last.held))
+        if node.op.rows == "gather":
+            joined = concat_rows(batches)
+            return joined, None, int(joined.batch_size[0]), len(ran)
+        return batches[0], last.rows, last.total, len(ran)
+
+    def _ran(self, action: Action, source: str, iteration: int) -> bool:
+        """Whether a node whose rows an action reads has run in an iteration."""
+        return all(self.store.has(o, iteration) for o in self.flow.origins(action.id, source))
 
     def held(self, action: Action, source: str, iteration: int, names: Collection[str]) -> Stored:
         """Fields of a node as they lie here for an action to read, chunks joined."""
@@ -206,9 +254,20 @@ class Worker:
         return together([self.store.get(origin, iteration) for origin in origins], names)
 
     def release(self, action: Action, iteration: int) -> None:
-        """Note that an action has read all that it reads here."""
+        """Note that an action has read all that it reads here, of what has run."""
         for source in self.flow.sources(action.id):
-            self.store.release(source, iteration)
+            if self.plan.action(source).trip is None or self.store.has(source, iteration):
+                self.store.release(source, iteration)
+
+    def drop_surplus(self) -> None:
+        """Forget what loops have left over for the next iteration."""
+        self.store.surplus.clear()
+
+    def skip(self, action: Action, iteration: int) -> None:
+        """Note that an action of a loop that is over will not read what it would have."""
+        for source in self.flow.outside(action.id):
+            if self.store.has(source, iteration):
+                self.store.release(source, iteration)
 
     def _require_version(self, action: Action, iteration: int, loaded: Loaded) -> None:
         """Refuse weights of another version than declared; fresher ones where a lag is allowed.
@@ -282,6 +341,18 @@ class Worker:
 
     def _load_tokenizer(self, path: str) -> Any:
         return load_tokenizer(self._path(path))
+
+
+def _first(node: Node) -> bool:
+    """Whether what is left of the iteration before counts here: where a loop ends, and once."""
+    return node.ends_loop or node.trip is None or node.trip[0] == 0
+
+
+def _piece(action: Action) -> tuple[int, int]:
+    """Which of how many pieces of its rollout an action brings, where they go by who ends."""
+    chunk = action.chunk
+    by_finish = chunk is not None and action.begins and chunk.by == "finish"
+    return (chunk.index, chunk.count) if chunk is not None and by_finish else (0, 1)
 
 
 def _tokens(made: Stored) -> Tensor | None:

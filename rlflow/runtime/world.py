@@ -114,17 +114,20 @@ class GroupPeers:
 
     def union(self, ids: Tensor) -> Tensor:
         """The distinct values of all parts, sorted."""
-        count = torch.tensor([len(ids)])
+        found: Tensor = torch.unique(self.gather(ids))
+        return found
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The values of all parts, one after the other; all of one dtype and number of columns."""
+        count = torch.tensor([len(values)])
         counts = [torch.empty_like(count) for _ in range(self._parts)]
         dist.all_gather(counts, count, group=self._group)
         widest = max(int(size) for size in counts)
-        mine = torch.zeros(widest, dtype=torch.int64)
-        mine[: len(ids)] = ids
+        mine = values.new_zeros((widest, *values.shape[1:]))
+        mine[: len(values)] = values
         everyone = [torch.empty_like(mine) for _ in range(self._parts)]
         dist.all_gather(everyone, mine, group=self._group)
-        joined = torch.cat([part[: int(size)] for part, size in zip(everyone, counts, strict=True)])
-        found: Tensor = torch.unique(joined)
-        return found
+        return torch.cat([part[: int(size)] for part, size in zip(everyone, counts, strict=True)])
 
     def share(self, n: int) -> range:
         """Every `parts`-th of them, from this part's own number on."""

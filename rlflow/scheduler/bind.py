@@ -21,9 +21,10 @@ from rlflow.scheduler.instances import (
     trained_twice,
 )
 from rlflow.scheduler.microbatches import in_micro_batches
-from rlflow.scheduler.plan import HOST, Action, Dep, Instance, Plan, Reason, Spread
+from rlflow.scheduler.plan import HOST, Action, Dep, Instance, Plan, Reason, Spread, Trip
 from rlflow.scheduler.rowchecks import dispatch_findings, division_findings
 from rlflow.scheduler.spreads import Place, makes, num_parts, takes
+from rlflow.scheduler.trips import gate_before, trip_of
 
 
 def bind(plan: Plan, context: Context) -> Plan:
@@ -111,8 +112,10 @@ def assignment(node: Node, placement: Placement) -> On | None:
 
     A node without a model runs on the host unless its name is assigned.
     """
-    if node.name in placement.assign:
-        return placement.assign[node.name]
+    gated = node.loop if "goal" in dict(node.params) else None
+    for name in (node.name, node.resumes, gated):
+        if name is not None and name in placement.assign:
+            return placement.assign[name]
     if node.model is None:
         return None
     for key in (f"{node.model}.{node.op.use}", node.model, "*"):
@@ -166,11 +169,16 @@ def _run(
     context: Context,
 ) -> Action:
     instance = place.instance
+    trip, chance = trip_of(node, plan.graph)
+    gate = gate_before(node, plan.graph)
     after = tuple(
         Dep(action=edge.source, distance=edge.distance, kind="data")
         for edge in plan.graph.edges
         if edge.target == node.name and edge.kind == "data"
     )
+    after += (Dep(action=gate, distance=0, kind="order"),) if gate else ()
+    if trip is not None and trip.gate and not trip.index:
+        after += (Dep(action=trip.loop, distance=1, kind="order"),)
     needs: tuple[str, ...] = ()
     reads: tuple[tuple[str, int], ...] = ()
     writes: tuple[tuple[str, int], ...] = ()
@@ -187,7 +195,7 @@ def _run(
         pool=place.pool,
         devices=place.devices,
         instance=instance.name if instance else None,
-        reason=Reason(rule="declared", text=_as_declared(node)),
+        reason=Reason(rule="declared", text=_as_declared(node) + _trip(trip, chance)),
         after=after,
         needs=needs,
         reads=reads,
@@ -196,14 +204,29 @@ def _run(
         makes=left,
         cost=context.costs.run(node, instance, num_parts(node, place, taken, left)),
         every=node.every,
+        trip=trip,
+        chance=chance,
         closing=node.op.closing,
     )
+
+
+def _trip(trip: Trip | None, chance: float) -> str:
+    """Which trip through its loop an action is of, and how often that is expected to run."""
+    if trip is None or trip.of == 1:
+        return ""
+    often = "" if trip.index == 0 else f", expected in {chance:.0%} of iterations"
+    return f"; trip {trip.index + 1} of {trip.of}{often}"
 
 
 def _as_declared(node: Node) -> str:
     adapters = ", adapters off" if node.reads_base else ""
     model = f"({node.model}{adapters})" if node.model else ""
     period = f", every {node.every} iterations" if node.every != 1 else ""
+    params = dict(node.params)
+    if node.resumes is not None:
+        return f"ops.rollout{model}, token {params['first'] + 1} to the end"
+    if "until" in params:
+        return f"ops.rollout{model}, to token {params['until']}"
     return (
         f"ops.{node.op.name}{model}{period}"
         if node.op.function is None

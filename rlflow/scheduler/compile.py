@@ -20,6 +20,7 @@ from rlflow.scheduler.cluster import Cluster, mixed_pools
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.order import chain, order, timing
+from rlflow.scheduler.pause import pause
 from rlflow.scheduler.plan import Backend, Plan
 from rlflow.scheduler.residency import residency
 from rlflow.scheduler.rewrite import rewrite
@@ -28,15 +29,19 @@ from rlflow.scheduler.shapes import Shape, model_shape, stand_ins
 from rlflow.scheduler.staleness import allowed, note_turns, stamp
 from rlflow.scheduler.stream import choose, stream
 from rlflow.scheduler.text import numbers
+from rlflow.scheduler.tokenizers import tokenizer_findings
 from rlflow.scheduler.transfer import transfer
+from rlflow.scheduler.unroll import unroll
 from rlflow.scheduler.verify import verify
 from rlflow.scheduler.weights import weights
 
 Pass = Callable[[Plan, Context], Plan]
 
 PASSES: tuple[tuple[str, Pass], ...] = (
+    ("pause", pause),
     ("stamp", stamp),
     ("rewrite", rewrite),
+    ("unroll", unroll),
     ("bind", bind),
     ("stream", stream),
     ("weights", weights),
@@ -90,6 +95,9 @@ def compile_plan(
     if costs is None:
         shapes: dict[str, Shape | None] = {m.name: model_shape(m, near) for m in graph.models}
         costs = Costs(graph=graph, cluster=cluster, shapes=shapes)
+        findings = tokenizer_findings(graph, near)
+        if findings:
+            raise PlanError(*findings)
     staleness = allowed(graph, placement)
     context = Context(
         placement=placement,
@@ -125,6 +133,8 @@ def _compiled(
     stages = []
     for title, run in passes:
         plan = run(plan, context)
+        if title == "unroll":
+            context = replace(context, costs=replace(context.costs, graph=plan.graph))
         broken = verify(plan, stage=title) if verified else []
         if broken:
             raise InvariantError(

@@ -17,10 +17,11 @@ from rlflow.scheduler.cluster import Cluster
 from rlflow.scheduler.collectives import copy_bandwidth, group_of
 from rlflow.scheduler.hardware import OBJECT_STORE, STORE_SECONDS
 from rlflow.scheduler.layouts import CUTS, Cut, area, lacking, parameters_per_rank, piece, shares
-from rlflow.scheduler.lengths import Lengths, assumed, fitted, whole
+from rlflow.scheduler.lengths import Lengths, assumed, before, fitted, whole
 from rlflow.scheduler.measured import Record, Setting
+from rlflow.scheduler.pieces import WHOLE, Piece, as_measured
 from rlflow.scheduler.plan import ActionKind, Backend, Cost, Instance, Transport
-from rlflow.scheduler.roofline import Holds, Load, Roofline
+from rlflow.scheduler.roofline import CACHE, Holds, Load, Roofline
 from rlflow.scheduler.shapes import Shape, dtype_bytes, trained_parameters
 
 ASSUMED_PROMPT_TOKENS = 64
@@ -138,10 +139,14 @@ class Costs:
 
     def _origin(self, node: Node) -> Node:
         """The node that made the rows."""
-        return self.graph.node(node.rows_of) if node.rows_of else node
+        origin = self.graph.node(node.rows_of) if node.rows_of else node
+        if not origin.ends_loop:
+            return origin
+        inside = (n for n in self.graph.nodes if n.loop == origin.name and n.op.rows == "expand")
+        return next(inside, origin)
 
     def _prompt_tokens(self, node: Node) -> int:
-        origin = node
+        origin = self._origin(node)
         while "data" not in dict(origin.params):
             parents = [self.graph.node(name) for name in origin.sources]
             if not parents:
@@ -154,6 +159,10 @@ class Costs:
 
     def lengths(self, node: Node) -> Lengths:
         """How long the responses of a node's rows get: as measured in earlier runs, or assumed."""
+        until = dict(node.params).get("until")
+        if until is not None:
+            options = tuple(option for option in node.params if option[0] != "until")
+            return before(self.lengths(replace(node, params=options)), int(until))
         origin = self._origin(node)
         _, longest = self.tokens(node)
         if dict(origin.params).get("ignore_eos"):
@@ -176,33 +185,36 @@ class Costs:
                 total += rows * VALUE_BYTES[made.dtype] * (length if wide else 1)
         return total
 
-    def run(self, node: Node, instance: Instance | None, parts: int, chunks: int = 1) -> Cost:
-        """The cost of running a node once, its rows in as many parts; of one of equal `chunks`."""
-        estimate = self.table(node, instance, parts, chunks)
+    def run(self, node: Node, instance: Instance | None, parts: int, piece: Piece = WHOLE) -> Cost:
+        """The cost of running a node once, its rows in as many parts; or of one piece of it."""
+        estimate = self.table(node, instance, parts, piece)
         if not self.cluster.measured.records or (instance is not None and estimate.seconds is None):
             return estimate
-        record = self._record(self.run_key(node, instance, parts, chunks))
+        record = self._record(self.run_key(node, instance, parts, piece))
         if record is not None:
-            return _as_measured(estimate, record, self.setting)
-        if chunks > 1:
-            record = self._record(self.run_key(node, instance, parts, 1))
+            return as_measured(estimate, record, self.setting)
+        if piece.count > 1:
+            record = self._record(self.run_key(node, instance, parts, WHOLE))
             entire = self.table(node, instance, parts).seconds
             if record is not None and entire and estimate.seconds is not None:
-                found = _as_measured(estimate, record, self.setting, estimate.seconds / entire)
+                found = as_measured(estimate, record, self.setting, estimate.seconds / entire)
                 return replace(found, source=f"{found.source}, a chunk's share of it")
         return self._with_dispatch(estimate)
 
-    def table(self, node: Node, instance: Instance | None, parts: int, chunks: int = 1) -> Cost:
+    def table(
+        self, node: Node, instance: Instance | None, parts: int, piece: Piece = WHOLE
+    ) -> Cost:
         """The cost by model shape and device table alone."""
         if instance is None or node.model is None:
-            seconds = HOST_SECONDS + HOST_SECONDS_PER_ROW * self.rows(node) / parts / chunks
+            seconds = HOST_SECONDS + HOST_SECONDS_PER_ROW * self.rows(node) / parts / piece.count
             return Cost(seconds=seconds, source="assumed per row of host work")
         shape = self.shapes[node.model]
         if shape is None:
             return Cost(seconds=None, transient=None, source=NOT_HERE)
-        roof, load = self.roofline(instance, shape), self._load_of(node, parts, chunks)
+        roof, load = self.roofline(instance, shape), self._load_of(node, parts, piece)
         if node.op.use == "rollout":
-            seconds = roof.rollout(load)
+            legs = (piece.index, piece.count) if piece.leg else (0, 1)
+            seconds = roof.rollout(load, *legs)
         elif node.op.use == "forward":
             seconds = roof.forward(load)
         else:
@@ -212,6 +224,7 @@ class Costs:
             one = roof.update(load, sent, recompute=instance.recompute) + roof.step(trained)
             seconds = epochs * batches * one
         holds = _holds(node, instance, roof, load)
+        holds = tuple(held for held in holds if not piece.leg or held[0] != CACHE)
         transient = sum(size for _, size in holds)
         return Cost(seconds=seconds, transient=transient, holds=holds, source=TABLE)
 
@@ -220,14 +233,30 @@ class Costs:
         shape = self.shapes[instance.model]
         if shape is None:
             return 0
-        load = self._load_of(node, parts, 1)
+        load = self._load_of(node, parts, WHOLE)
         holds = _holds(node, instance, self.roofline(instance, shape), load)
         return sum(size for _, size in holds)
 
-    def _load_of(self, node: Node, parts: int, chunks: int) -> Load:
-        """The rows of one pass over a batch: those of a mini-batch where a node trains."""
+    def cache(self, node: Node, instance: Instance, parts: int) -> int | None:
+        """Bytes of keys and values of all rows of a rollout on each device of its instance."""
+        shape = self.shapes[instance.model]
+        if shape is None:
+            return None
+        load = self._load_of(node, parts, WHOLE)
+        return dict(self.roofline(instance, shape).rollout_holds(load)).get(CACHE, 0)
+
+    def _load_of(self, node: Node, parts: int, piece: Piece) -> Load:
+        """The rows of one pass over a batch: those of a mini-batch where a node trains.
+
+        The legs of a rollout have all rows; those of a rollout that goes on are prompts.
+        """
         batches = self._batches(node) if node.op.use == "train" else 1
-        return self._load(node, parts, chunks * batches)
+        load = self._load(node, parts, batches * (1 if piece.leg else piece.count))
+        if node.resumes is not None:
+            return load.going_on(int(node.param("first")))
+        if piece.loose:
+            return replace(load, prompts=min(load.prompts * piece.count, load.rows))
+        return load
 
     def _batches(self, node: Node) -> int:
         return int(dict(node.params).get("mini_batches", 1))
@@ -306,7 +335,7 @@ class Costs:
             return estimate
         record = self._record(self.copy_key(moved, beside, to_host=to_host))
         if record is not None:
-            return _as_measured(estimate, record, self.setting)
+            return as_measured(estimate, record, self.setting)
         return self._with_dispatch(estimate)
 
     def _buckets(self, moved: int) -> tuple[tuple[str, int], ...]:
@@ -320,13 +349,13 @@ class Costs:
         """Beside what the actions are planned."""
         return Setting(self.graph.name, self.cluster.count, self.staleness)
 
-    def run_key(self, node: Node, instance: Instance | None, parts: int, chunks: int) -> str:
+    def run_key(self, node: Node, instance: Instance | None, parts: int, piece: Piece) -> str:
         """What a run is measured under: equal for equal work on equal hardware."""
         shape = None if node.model is None else self.shapes.get(node.model)
         prompt, longest = self.tokens(node)
         rows = self.rows(node)
         load = f"rows={rows} prompts={num_prompts(self.graph, node) or rows}"
-        load += f" tokens={prompt}+{longest} parts={parts} chunk=1/{chunks}"
+        load += f" tokens={prompt}+{longest} parts={parts} chunk={piece}"
         model = None if node.model is None else self.graph.model(node.model)
         return keys.joined(
             self._hardware(instance.devices if instance else ()),
@@ -365,15 +394,3 @@ def _holds(node: Node, instance: Instance, roof: Roofline, load: Load) -> Holds:
         return roof.rollout_holds(load)
     train = node.op.use == "train"
     return roof.pass_holds(load, train=train, recompute=train and instance.recompute)
-
-
-def _as_measured(estimate: Cost, record: Record, setting: Setting, share: float = 1.0) -> Cost:
-    """A cost with the seconds of a record, and where they are from if that was another setting."""
-    source, then = record.source, record.setting
-    if then.pipeline != setting.pipeline:
-        source += f" of {then.pipeline}"
-    if then.devices != setting.devices:
-        source += f" on {then.devices} device{'s' if then.devices > 1 else ''}"
-    if then.staleness != setting.staleness:
-        source += f" at staleness {then.staleness}"
-    return replace(estimate, seconds=record.seconds * share + record.wait, source=source)

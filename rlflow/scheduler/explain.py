@@ -48,7 +48,8 @@ def _when(action: Action) -> Rows:
         ahead = f"runs {counted(action.ahead, 'iteration')} ahead of the last actions of a turn"
         rows.append(("ahead", ahead))
     if action.chunk is not None:
-        chunk = f"piece {action.chunk.index + 1} of {action.chunk.count} of an iteration's groups"
+        cut = "groups" if action.chunk.by == "prompts" else "rows, by who ends first"
+        chunk = f"piece {action.chunk.index + 1} of {action.chunk.count} of an iteration's {cut}"
         rows.append(("chunk", chunk))
     return rows
 

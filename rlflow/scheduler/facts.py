@@ -23,6 +23,11 @@ from rlflow.scheduler.plan import Action, Dep, Instance, Lane, Part, Plan
 ITERATIONS = 3
 
 
+def ends_first(action: Action) -> bool:
+    """Whether an action is a piece of a rollout whose rows go on as they end."""
+    return action.begins and action.chunk is not None and action.chunk.by == "finish"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """A plan with the look-ups that rules share, each computed when a rule first asks."""
@@ -55,6 +60,9 @@ class Facts:
             if i.trained:
                 found[i.gradients] = (i.name, "gradients", i.devices)
                 found[i.optimizer] = (i.name, "optimizer", i.devices)
+        for node, (first, *_) in self.runs.items():
+            if ends_first(first):
+                found[f"{node}/cache"] = (str(first.instance), "cache", first.devices)
         return found
 
     @cached_property
@@ -77,7 +85,8 @@ class Facts:
             return needs, ((instance.name, 0),), ((instance.name, -1),)
         if dict(node.params).get("adapters") == "off":
             return (instance.weights,), (), ()
-        return (instance.weights,), ((instance.name, self.plan.graph.lag(node)),), ()
+        kept = (f"{node.name}/cache",) if ends_first(self.runs[node.name][0]) else ()
+        return (instance.weights, *kept), ((instance.name, self.plan.graph.lag(node)),), ()
 
     @cached_property
     def updates(self) -> dict[str, list[Action]]:

@@ -91,4 +91,5 @@ def model(declared: Model | None, shape: Shape | None, instance: Instance | None
 def lengths(graph: Graph, origin: Node, longest: int) -> str:
     """The responses that a node makes: they depend on the weights, so on their path."""
     path = graph.model(origin.model).path if origin.model is not None else ""
-    return joined("lengths", graph.name, origin.name, path, f"at most {longest}")
+    name = origin.name.partition("#")[0]
+    return joined("lengths", graph.name, name, path, f"at most {longest}")

@@ -116,6 +116,24 @@ def _any_of(alive: float, rows: float) -> float:
     return 1.0 if alive >= 1 else -math.expm1(rows * math.log1p(-alive))
 
 
+def before(lengths: Lengths, tokens: int) -> Lengths:
+    """Lengths of responses that are stopped after so many tokens."""
+    if lengths.fixed:
+        return whole(min(tokens, lengths.longest))
+    mean = sum(width * lengths.survival(start + width / 2 - 0.5) for start, width in _grid(tokens))
+    return Lengths(tokens, max(1.0, mean), lengths.spread)
+
+
+def after(lengths: Lengths, tokens: int) -> tuple[Lengths, float]:
+    """How much longer those get that have so many tokens and go on, and what share does."""
+    share = lengths.survival(tokens)
+    if lengths.fixed or not share:
+        return whole(max(lengths.longest - tokens, 1)), share
+    rest = (lengths.mean - before(lengths, tokens).mean) / share
+    longest = lengths.longest - tokens
+    return Lengths(longest, min(max(rest, 1.0), float(longest)), lengths.spread), share
+
+
 def _longer(location: float, spread: float, tokens: float) -> float:
     return 0.5 * math.erfc((math.log(tokens) - location) / (spread * math.sqrt(2)))
 

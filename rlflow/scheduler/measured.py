@@ -92,6 +92,17 @@ class Record:
             return "profile"
         return f"measured, {len(chosen)} run{'s' if len(chosen) > 1 else ''}"
 
+    def source_for(self, setting: Setting) -> str:
+        """The printed form, with what it was measured in where that is another setting."""
+        source, then = self.source, self.setting
+        if then.pipeline != setting.pipeline:
+            source += f" of {then.pipeline}"
+        if then.devices != setting.devices:
+            source += f" on {then.devices} device{'s' if then.devices > 1 else ''}"
+        if then.staleness != setting.staleness:
+            source += f" at staleness {then.staleness}"
+        return source
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:

@@ -16,6 +16,7 @@ from typing import Protocol
 from rlflow.scheduler import keys
 from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.measured import Origin, Sample, Setting
+from rlflow.scheduler.pieces import piece_done
 from rlflow.scheduler.plan import Action, Cost, Plan
 from rlflow.scheduler.spreads import Place, num_parts
 
@@ -134,10 +135,9 @@ def samples(
 def key_of(plan: Plan, costs: Costs, action: Action) -> str | None:
     """Under what an action is measured; None for a copy of an unknown size."""
     if action.kind == "run":
-        node, chunks = plan.graph.node(str(action.node)), action.chunk
+        node = plan.graph.node(str(action.node))
         instance = plan.instance(action.instance) if action.instance else None
-        count = 1 if chunks is None else chunks.count
-        return costs.run_key(node, instance, parts_of(plan, action), count)
+        return costs.run_key(node, instance, parts_of(plan, action), piece_done(action))
     if action.cost.moved is None:
         return None
     to_host = action.kind in ("sleep", "wake")
@@ -147,10 +147,9 @@ def key_of(plan: Plan, costs: Costs, action: Action) -> str | None:
 def estimate(plan: Plan, costs: Costs, action: Action) -> Cost:
     """What an action would be estimated at by other costs than those of its plan."""
     if action.kind == "run":
-        node, chunks = plan.graph.node(str(action.node)), action.chunk
+        node = plan.graph.node(str(action.node))
         instance = plan.instance(action.instance) if action.instance else None
-        count = 1 if chunks is None else chunks.count
-        return costs.run(node, instance, parts_of(plan, action), count)
+        return costs.run(node, instance, parts_of(plan, action), piece_done(action))
     lanes = _lanes(plan, action)
     return costs.copy(action.cost.moved, lanes, devices=action.devices, kind=action.kind)
 
@@ -238,13 +237,14 @@ def _lengths(
     """The mean length of each rollout's responses, and that of the longest of an iteration."""
     found = []
     for node in plan.graph.nodes:
-        if node.op.name != "rollout":
+        if node.op.name != "rollout" or (node.trip is not None and node.trip[0]):
             continue
+        ended = next((n.name for n in plan.graph.nodes if n.resumes == node.name), node.name)
         rows = [
-            (values[f"{node.name}/length"], values[f"{node.name}/length_max"])
+            (values[f"{ended}/length"], values[f"{ended}/length_max"])
             for iteration, values in figures
             if iteration >= seen.first
-            and {f"{node.name}/length", f"{node.name}/length_max"} <= values.keys()
+            and {f"{ended}/length", f"{ended}/length_max"} <= values.keys()
         ]
         if rows:
             _, longest = costs.tokens(node)

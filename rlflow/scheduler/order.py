@@ -34,9 +34,12 @@ ALIKE = 1 + 1e-6
 
 
 def seconds_of(action: Action) -> float:
-    """Estimated seconds per iteration; an action every n iterations counts an nth."""
+    """Estimated seconds per iteration: an action every n iterations counts an nth.
+
+    One that runs with a chance counts as much of it.
+    """
     seconds = action.cost.seconds
-    return (UNKNOWN_SECONDS if seconds is None else seconds) / action.every
+    return (UNKNOWN_SECONDS if seconds is None else seconds) * action.chance / action.every
 
 
 def order(plan: Plan, context: Context) -> Plan:

@@ -63,8 +63,7 @@ class Cost:
     """Estimated seconds, bytes moved, and device memory used only while it runs (bytes).
 
     None stands for a size that nothing on this machine tells. `holds` says what `transient` is
-    made of, largest first: (`KV cache`, bytes), (`activations`, bytes). `source` says where the
-    seconds come from.
+    made of, largest first: (`KV cache`, bytes), ... `source` says where the seconds come from.
     """
 
     seconds: float | None = None
@@ -102,12 +101,12 @@ class Part:
 
     `size` is bytes on each of `devices`; None where the model's files are not here. `residual`
     of them stay on the device while it sleeps. Gradients never outlive an update, so they are
-    only ever discarded.
+    only ever discarded. The `cache` that a rollout in pieces keeps from one to the next stays.
     """
 
     name: str
     instance: str
-    kind: Literal["weights", "gradients", "optimizer"]
+    kind: Literal["weights", "gradients", "optimizer", "cache"]
     size: int | None
     devices: tuple[int, ...]
     residual: int = 0
@@ -115,13 +114,32 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Piece `index` of the `count` equal pieces in which an iteration's groups are worked on."""
+    """Piece `index` of the `count` equal pieces in which an iteration's rows are worked on.
+
+    By `prompts` a piece is the rows of equally many whole prompts, in order; by `finish` equally
+    many rows as a rollout ends them: which, it says when it has.
+    """
 
     index: int
     count: int
+    by: Literal["prompts", "finish"] = "prompts"
 
     def __str__(self) -> str:
         return f"[{self.index + 1}/{self.count}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trip:
+    """Trip `index` of at most `of` through a loop, by the name of the node that ends it.
+
+    A `gate` ends each: what it has reached is added up, and from `goal` on no trip follows.
+    """
+
+    loop: str
+    index: int
+    of: int
+    gate: bool = False
+    goal: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +214,9 @@ class Action:
     iteration makes. A reshard fills its `targets`, all in one pass
     over the source, which is its `instance`. `takes` is how its input rows lie, `makes` how
     those it leaves behind do; a transfer brings rows from one to the other. A node that is
-    worked on in chunks has a run for each `chunk`. A `closing` action runs once more at the end.
+    worked on in chunks has a run for each `chunk`; `begins` says that they are cut there, of rows
+    that are not. One of a `trip` is left out where its loop is over, and so runs with a `chance`.
+    A `closing` action runs once more at the end.
     """
 
     id: str
@@ -223,12 +243,21 @@ class Action:
     every: int = 1
     phase: int = 0
     chunk: Chunk | None = None
+    begins: bool = False
+    trip: Trip | None = None
+    chance: float = 1.0
     closing: bool = False
 
     @property
     def lane(self) -> Lane:
-        """What it occupies of its devices: their compute, or the copies to and from the host."""
+        """What it occupies of its devices: compute, or copies to and from the host."""
         return "copy" if self.kind in ("sleep", "wake") else "compute"
+
+    @property
+    def piece_read(self) -> Chunk | None:
+        """Of which piece the rows are that it reads; by `finish` a cut begins with all of them."""
+        by_finish = self.chunk is not None and self.chunk.by == "finish"
+        return None if by_finish and self.begins else self.chunk
 
     def due(self, iteration: int) -> bool:
         """Whether it does something in an iteration; sleeps and wakes do in every turn."""
@@ -295,7 +324,7 @@ class Plan:
     timing: Timing | None = None
 
     def budget(self, device: int) -> int:
-        """Bytes of memory of a device, or of one host for HOST; 0 where none is known."""
+        """Bytes of memory of a device, of one host for HOST; 0 where none is known."""
         return self.budgets.get(device, 0)
 
     def host_of(self, device: int) -> int:

@@ -43,7 +43,8 @@ class Played:
 
 def estimated(action: Action, iteration: int) -> float:
     """The plan's own estimate of an instance, seconds; one second where there is none."""
-    return UNKNOWN_SECONDS if action.cost.seconds is None else action.cost.seconds
+    seconds = UNKNOWN_SECONDS if action.cost.seconds is None else action.cost.seconds
+    return seconds * action.chance
 
 
 def play(

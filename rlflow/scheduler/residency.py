@@ -159,11 +159,16 @@ class Alone:
     over: int
 
 
+def _kept(part: Part) -> str:
+    """What a part that is not needed holds: all of a cache, which stays from piece to piece."""
+    return part.name if part.kind == "cache" else f"left by {part.name} asleep"
+
+
 def _alone(plan: Plan, memories: Memories, action: Action, device: int) -> Alone:
     here = [part for part in plan.parts if device in memories.of_part[part.name]]
     needed = [((part.size or 0), part.name) for part in here if part.name in action.needs]
     asleep = [part for part in here if part.name not in action.needs]
-    rest = [((p.size or 0) - leaving(p), f"left by {p.name} asleep") for p in asleep]
+    rest = [((p.size or 0) - leaving(p), _kept(p)) for p in asleep]
     used = sorted(((size, name) for name, size in action.cost.holds), reverse=True)
     other = (action.cost.transient or 0) - sum(size for size, _ in used)
     used.append((other, "otherwise" if used else "used while it runs"))

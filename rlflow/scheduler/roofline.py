@@ -7,11 +7,11 @@ of the kernels, and beside it what ranks send each other. Knows no graph and no 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlflow.scheduler.collectives import ALONE, Group
 from rlflow.scheduler.hardware import Kind
-from rlflow.scheduler.lengths import Lengths, stages
+from rlflow.scheduler.lengths import Lengths, after, stages
 from rlflow.scheduler.plan import MICRO_TOKENS
 from rlflow.scheduler.shapes import Shape
 
@@ -21,6 +21,7 @@ FULL_BYTES = 4
 LAYERS_GATHERED = 2
 SCORE_BYTES = 8
 
+CACHE = "KV cache"
 Holds = tuple[tuple[str, int], ...]
 
 
@@ -28,7 +29,8 @@ Holds = tuple[tuple[str, int], ...]
 class Load:
     """Rows of one part: `rows` of `prompts` prompts of `prompt` tokens, responses as `lengths`.
 
-    `peers` parts end together. Rows of a prompt share it.
+    `peers` parts end together. Rows of a prompt share it. `most` are the rows that there may be,
+    where `rows` is how many there are in expectation.
     """
 
     rows: float
@@ -36,6 +38,7 @@ class Load:
     prompt: int
     lengths: Lengths
     peers: int = 1
+    most: float | None = None
 
     @property
     def tokens(self) -> float:
@@ -58,6 +61,13 @@ class Load:
         mean = self.lengths.mean
         of_responses = self.rows * mean * (self.prompt + mean / 2)
         return self.prompts * self.prompt**2 / 2 + of_responses
+
+    def going_on(self, first: int) -> Load:
+        """The rows that have not ended after `first` tokens: prompts that are as much longer."""
+        rest, share = after(self.lengths, first)
+        rows = max(self.rows * share, 1.0)
+        longer = replace(self, prompt=self.prompt + first, lengths=rest)
+        return replace(longer, rows=rows, prompts=rows, most=max(self.rows, rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,18 +177,23 @@ class Roofline:
         """
         return self.read(8 * max(self.size, FULL_BYTES) * trained)
 
-    def rollout(self, load: Load) -> float:
+    def rollout(self, load: Load, leg: int = 0, legs: int = 1) -> float:
         """Seconds to prefill the prompts and decode until the longest of all rows has ended.
 
         A step computes for the rows that are left, reads the weights and their keys and values.
+        Of `legs` as many rows end in each; the prompts are of the first.
         """
         prompt = load.prompts * load.prompt
         pairs = load.prompts * load.prompt**2 / 2
         prefill = self.launched(
             max(self.computed(prompt, load.prompts, pairs), self.read(self.weights), self.brought())
         )
-        total = self.agreed(prompt) + prefill + (self.gathered() if self.gathers else 0.0)
+        total = self.gathered() if self.gathers else 0.0
+        total += 0.0 if leg else self.agreed(prompt) + prefill
         for stage in stages(load.lengths, load.rows, load.peers):
+            ended = 1 - load.lengths.survival(stage.start + stage.tokens / 2 - 0.5)
+            if min(int(ended * legs), legs - 1) != leg:
+                continue
             context = load.prompt + stage.start + stage.tokens / 2
             step = self.decode(stage.live, context)
             total += stage.tokens * stage.goes_on * step
@@ -240,12 +255,13 @@ class Roofline:
 
     def rollout_holds(self, load: Load) -> Holds:
         """What a rollout holds with every row at its longest."""
-        cache = load.rows * load.longest_row * self.cache_bytes
-        activations = self.kept * max(load.prompts * load.prompt, load.rows)
+        rows = load.most or load.rows
+        prompts = rows if load.most else load.prompts
+        activations = self.kept * max(prompts * load.prompt, rows)
         return _largest_first(
-            ("KV cache", int(cache)),
+            (CACHE, int(rows * load.longest_row * self.cache_bytes)),
             ("activations", int(activations)),
-            ("logits", self.scores(load.rows)),
+            ("logits", self.scores(rows)),
             ("gathered weights", int(self.weights) if self.gathers else 0),
         )
 

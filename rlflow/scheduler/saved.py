@@ -129,6 +129,7 @@ def _node(document: Mapping[str, Any], sources: list[str]) -> Node:
         made = Field(name=field, dtype="float32", level="row")
         bindings.append(Binding(name=name, source=source, field=made))
     bindings.sort(key=lambda binding: (sources.index(binding.source), binding.name))
+    samples = document["use"] == "rollout" and document["op"] != "evaluate"
     op = Op(
         name=document["op"],
         body="",
@@ -136,7 +137,7 @@ def _node(document: Mapping[str, Any], sources: list[str]) -> Node:
         outputs=tuple(_field(text) for text in document["outputs"]),
         per=document["per"],
         use=document["use"],
-        rows="expand" if document["use"] == "rollout" and document["op"] != "evaluate" else "same",
+        rows="expand" if samples and "resumes" not in document["params"] else "same",
     )
     return Node(
         name=document["name"],

@@ -102,7 +102,9 @@ def in_place(source: Action, target: Action, wanted: Spread) -> bool:
 
     Parts that were evened out chunk by chunk are not those of the whole batch, nor the other way.
     """
-    alike = source.chunk == target.chunk or len(wanted.parts) == 1 or wanted.rule == "generated"
+    alike = (
+        source.chunk == target.piece_read or len(wanted.parts) == 1 or wanted.rule == "generated"
+    )
     return alike and agree(source.makes, wanted)
 
 

@@ -19,6 +19,7 @@ from rlflow.graph.op import Input
 from rlflow.graph.placement import Placement
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.plan import Action, Plan
+from rlflow.scheduler.trips import keeps_surplus
 
 RULE = "staleness"
 TOKENS, VERSION = "response_tokens", "version"
@@ -48,12 +49,22 @@ def allowed(graph: Graph, placement: Placement) -> int:
 
 
 def stale_rollouts(graph: Graph) -> dict[str, int]:
-    """The nodes whose rows are sampled from weights behind the newest, and by how many updates."""
-    return {
-        node.name: graph.lag(node)
-        for node in graph.nodes
-        if node.model is not None and graph.lag(node) and graph.updates(node.model)
-    }
+    """The nodes whose rows are sampled from weights behind the newest, and by how many updates.
+
+    Of a rollout that is resumed the first tokens are as old as those of the one it goes on with.
+    """
+    found: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.resumes is not None:
+            oldest = found.get(node.resumes, 0)
+            found |= {node.name: oldest} if oldest else {}
+        elif node.ends_loop:
+            oldest = max((found.get(source, 0) for source in node.sources), default=0)
+            oldest += dict(node.params).get("surplus") == "keep"
+            found |= {node.name: oldest} if oldest else {}
+        elif node.model is not None and graph.lag(node) and graph.updates(node.model):
+            found[node.name] = graph.lag(node)
+    return found
 
 
 def stamp(plan: Plan, context: Context) -> Plan:
@@ -63,7 +74,7 @@ def stamp(plan: Plan, context: Context) -> Plan:
     Raises PlanError for losses that do not correct for the lag, and for tokens whose versions
     nobody knows. Without staleness the plan stays as it is.
     """
-    if not plan.graph.staleness:
+    if not plan.graph.staleness and not keeps_surplus(plan.graph):
         return plan
     stale = stale_rollouts(plan.graph)
     if not stale:

@@ -1,23 +1,30 @@
 """Pass `stream`: chains of row ops are cut, so that other pools start on the first rows.
 
-A chain begins with a rollout and goes on to the row and group ops that read nothing but its
-rows. Chunks are equally many whole prompts, in their order. Batch ops, and whatever reads other
-rows, wait for all chunks. Which count is best is asked of whoever can tell the time.
+A chain begins with a rollout and goes on to the ops that read nothing but its rows. Where
+responses end by themselves, a chunk is the rows that end next: the rollout decodes all of them
+together and hands each piece on; row ops follow, group ops wait. Responses of one length end
+together, so there a chunk is equally many whole prompts, decoded one after the other, and group
+ops follow too. Batch ops, and whatever reads other rows, wait for all chunks. Which count is
+best is asked of whoever can tell the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from rlflow.errors import Finding, PlanError
-from rlflow.graph.check import num_prompts
+from rlflow.graph.check import num_prompts, num_rows
 from rlflow.graph.graph import Graph, Node
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.observed import parts_of
-from rlflow.scheduler.plan import Action, Chunk, Cost, Dep, Plan, Reason
+from rlflow.scheduler.pieces import piece_of
+from rlflow.scheduler.plan import Action, Chunk, Cost, Dep, Part, Plan, Reason
 from rlflow.scheduler.rowchecks import nearest_divisors, uneven_chunks
 from rlflow.scheduler.text import duration
+
+By = Literal["prompts", "finish"]
 
 AUTO = (1, 2, 4, 8)
 MARGIN = 0.05
@@ -28,12 +35,14 @@ NO_CHAIN = "one piece: no rollout is followed by row ops of which other devices 
 class Chain:
     """A rollout and the nodes that may be cut with it, in the order of the graph.
 
-    `prompts` is how many whole prompts an iteration has.
+    `prompts` is how many whole prompts an iteration has, `rows` how many rows.
     """
 
     root: Node
     nodes: tuple[Node, ...]
     prompts: int
+    rows: int
+    by: By
 
 
 def stream(plan: Plan, context: Context) -> Plan:
@@ -51,14 +60,16 @@ def stream(plan: Plan, context: Context) -> Plan:
     findings = [finding for chain in chains for finding in _findings(plan, chain, count)]
     if findings:
         raise PlanError(*findings)
-    prompts = {node.name: chain.prompts for chain in chains for node in chain.nodes}
+    cut = {node.name: chain for chain in chains for node in chain.nodes}
     actions: list[Action] = []
     for action in plan.actions:
-        if action.node in prompts:
-            actions += _chunks(plan, action, prompts, context)
+        chain = cut.get(str(action.node))
+        if chain is not None:
+            actions += _chunks(plan, action, chain, cut, context)
         else:
-            actions.append(_after_all(action, prompts, count))
-    return replace(plan, actions=tuple(actions))
+            actions.append(_after_all(action, cut, count))
+    caches = tuple(_cache(plan, chain, context) for chain in chains if chain.by == "finish")
+    return replace(plan, actions=tuple(actions), parts=(*plan.parts, *caches))
 
 
 def choose(bound: Plan, planned: Callable[[int], Plan]) -> tuple[int, str]:
@@ -123,8 +134,10 @@ def crossing_chains(plan: Plan) -> tuple[Chain, ...]:
     Where the devices of every op are among those that its rows come from, nothing could run
     beside anything; the host is a device like others.
     """
-    roots = _roots(plan.graph)
     devices = {str(action.node): frozenset(action.devices) for action in plan.actions}
+    runs = {str(action.node): action for action in plan.actions}
+    ways = {n.name: _way(n, runs[n.name]) for n in plan.graph.nodes if n.op.rows == "expand"}
+    roots = _roots(plan.graph, ways, runs)
     above: dict[str, frozenset[frozenset[int]]] = {}
     crossed = set()
     for name in plan.graph.order():
@@ -137,13 +150,21 @@ def crossing_chains(plan: Plan) -> tuple[Chain, ...]:
     chains = []
     for root in (node for node in plan.graph.nodes if node.name in crossed):
         nodes = tuple(n for n in plan.graph.nodes if roots.get(n.name) == root.name)
-        prompts = num_prompts(plan.graph, root)
-        if prompts is not None:
-            chains.append(Chain(root=root, nodes=nodes, prompts=prompts))
+        prompts, rows = num_prompts(plan.graph, root), num_rows(plan.graph, root)
+        if prompts is not None and rows is not None:
+            way = ways[root.name]
+            chains.append(Chain(root=root, nodes=nodes, prompts=prompts, rows=rows, by=way))
     return tuple(chains)
 
 
-def _roots(graph: Graph) -> dict[str, str]:
+def _way(root: Node, run: Action) -> By:
+    """By what the rows of a rollout are cut."""
+    alike = "ignore_eos" in dict(root.params) or root.op.resumed is None
+    own_rule = run.takes is not None and run.takes.rule not in ("whole", "balanced", "generated")
+    return "prompts" if alike or own_rule else "finish"
+
+
+def _roots(graph: Graph, ways: Mapping[str, By], runs: Mapping[str, Action]) -> dict[str, str]:
     """The rollout that begins the chain of each node that may be cut, by the node's name."""
     found: dict[str, str] = {}
     for name in graph.order():
@@ -155,8 +176,17 @@ def _roots(graph: Graph) -> dict[str, str]:
             if node.op.rows == "expand":
                 found[name] = name
         elif len(begun) == 1:
-            (found[name],) = (root for root in begun if root is not None)
+            (root,) = (root for root in begun if root is not None)
+            if ways[root] == "prompts" or _row_by_row(node, runs[name]):
+                found[name] = root
     return found
+
+
+def _row_by_row(node: Node, run: Action) -> bool:
+    """Whether an op works on any rows, whichever end first, and however many a part gets."""
+    spread = run.takes is not None and len(run.takes.parts) > 1
+    even = node.op.uneven == "refuse" and spread
+    return node.op.per == "row" and node.op.rows == "same" and not even
 
 
 def _cuttable(node: Node) -> bool:
@@ -168,6 +198,8 @@ def _cuttable(node: Node) -> bool:
 
 def _findings(plan: Plan, chain: Chain, count: int) -> list[Finding]:
     """What keeps a chain from being cut into so many chunks."""
+    if chain.by == "finish":
+        return [_too_many(chain, count)] if chain.rows < count else []
     if chain.prompts % count:
         nearest = nearest_divisors(chain.prompts, count)
         return [
@@ -190,19 +222,32 @@ def _findings(plan: Plan, chain: Chain, count: int) -> list[Finding]:
     ]
 
 
-def _chunks(plan: Plan, action: Action, prompts: dict[str, int], context: Context) -> list[Action]:
+def _too_many(chain: Chain, count: int) -> Finding:
+    return Finding(
+        code="E224",
+        what=f"{chain.root.name}: {chain.rows} rows do not divide into {count} chunks",
+        where=chain.root.where,
+        expected="at least a row in each chunk",
+        fix=f"stream={chain.rows}",
+    )
+
+
+def _chunks(
+    plan: Plan, action: Action, chain: Chain, cut: Mapping[str, Chain], context: Context
+) -> list[Action]:
     """The runs of a node that is cut, each after its own chunk of what it reads.
 
     And after the chunk before: they are alike, so no other order is better.
     """
     count = context.chunks
-    cost = _cost(plan, action, context)
-    text = f"{action.reason.text}; {_purpose(plan, action, prompts, count)}"
+    begins = action.node == chain.root.name
+    needs = (*action.needs, _cache_name(chain)) if begins and chain.by == "finish" else action.needs
+    text = f"{action.reason.text}; {_purpose(plan, action, chain, count)}"
     made: list[Action] = []
     for index in range(count):
-        chunk = Chunk(index=index, count=count)
+        chunk = Chunk(index=index, count=count, by=chain.by)
         after = tuple(
-            replace(dep, action=f"{dep.action}{chunk}") if dep.action in prompts else dep
+            replace(dep, action=f"{dep.action}{chunk}") if dep.action in cut else dep
             for dep in action.after
         )
         if made:
@@ -212,19 +257,21 @@ def _chunks(plan: Plan, action: Action, prompts: dict[str, int], context: Contex
                 action,
                 id=f"{action.id}{chunk}",
                 chunk=chunk,
+                begins=begins,
                 after=after,
-                cost=cost,
+                needs=needs,
+                cost=_cost(plan, action, chunk, begins, context),
                 reason=Reason(rule="streamed", text=text),
             )
         )
     return made
 
 
-def _after_all(action: Action, prompts: dict[str, int], count: int) -> Action:
+def _after_all(action: Action, cut: Mapping[str, Chain], count: int) -> Action:
     """An action in one piece, after all chunks of what it reads."""
     after: list[Dep] = []
     for dep in action.after:
-        if dep.action in prompts:
+        if dep.action in cut:
             chunks = (Chunk(index=index, count=count) for index in range(count))
             after += (replace(dep, action=f"{dep.action}{chunk}") for chunk in chunks)
         else:
@@ -232,21 +279,42 @@ def _after_all(action: Action, prompts: dict[str, int], count: int) -> Action:
     return replace(action, after=tuple(after))
 
 
-def _purpose(plan: Plan, action: Action, prompts: dict[str, int], count: int) -> str:
+def _purpose(plan: Plan, action: Action, chain: Chain, count: int) -> str:
     """What cutting a node is good for: those that start early, or what it goes along with."""
     name = str(action.node)
-    readers = [n.name for n in plan.graph.nodes if n.name in prompts and name in n.sources]
+    readers = [n.name for n in chain.nodes if name in n.sources]
     if not readers:
         return f"cut like {plan.graph.node(name).rows_of}, whose rows it reads"
-    each = prompts[name] // count
     *more, last = readers
     who = f"{', '.join(more)} and {last}" if more else last
+    if chain.by == "finish":
+        return f"cut so that {who} can start on the first {chain.rows // count} rows that end"
+    each = chain.prompts // count
     groups = "group" if each == 1 else f"{each} groups"
     return f"cut so that {who} can start on the first {groups}"
 
 
-def _cost(plan: Plan, action: Action, context: Context) -> Cost:
+def _cost(plan: Plan, action: Action, chunk: Chunk, begins: bool, context: Context) -> Cost:
     """The cost of one chunk of a node's run."""
     node = plan.graph.node(str(action.node))
     instance = plan.instance(action.instance) if action.instance else None
-    return context.costs.run(node, instance, parts_of(plan, action), context.chunks)
+    return context.costs.run(node, instance, parts_of(plan, action), piece_of(chunk, begins))
+
+
+def _cache_name(chain: Chain) -> str:
+    return f"{chain.root.name}/cache"
+
+
+def _cache(plan: Plan, chain: Chain, context: Context) -> Part:
+    """The memory that a rollout keeps from one piece to the next."""
+    run = next(action for action in plan.actions if action.node == chain.root.name)
+    instance = plan.instance(str(run.instance))
+    size = context.costs.cache(chain.root, instance, parts_of(plan, run))
+    return Part(
+        name=_cache_name(chain),
+        instance=instance.name,
+        kind="cache",
+        size=size,
+        residual=size or 0,
+        devices=run.devices,
+    )

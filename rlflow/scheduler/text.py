@@ -220,7 +220,9 @@ def idle_share(plan: Plan) -> float | None:
     if plan.timing is None or plan.timing.period <= 0 or not devices:
         return None
     busy = sum(
-        (action.cost.seconds or 0.0) / action.every * len(devices.intersection(action.devices))
+        (action.cost.seconds or 0.0)
+        * (action.chance / action.every)
+        * len(devices.intersection(action.devices))
         for action in plan.actions
         if action.lane == "compute"
     )
@@ -239,11 +241,14 @@ def samples_text(plan: Plan) -> str:
     if not lags:
         return ""
     most = max(lags.values())
+    kept = [n.name for n in plan.graph.nodes if dict(n.params).get("surplus") == "keep"]
+    left = f"; what {' and '.join(kept)} leaves over is one update older" if kept else ""
     if most == 0:
-        return "rollout weights are the newest: proven on-policy"
+        proven_by = "rollout weights are the newest"
+        return proven_by + (left or ": proven on-policy")
     told = f"rollout weights at most {counted(most, 'update')} old"
     fresh = [name for name, lag in lags.items() if lag == 0]
-    return f"{told}; {', '.join(fresh)} on-policy" if fresh else told
+    return f"{told}; {', '.join(fresh)} on-policy{left}" if fresh else told + left
 
 
 def sampling(plan: Plan) -> list[Node]:

@@ -64,9 +64,9 @@ def _demands(plan: Plan) -> Iterator[Demand]:
         if edge.kind != "data":
             continue
         for target in runs[edge.target]:
-            source = sources_of(runs[edge.source], target.chunk)[0]
+            source = sources_of(runs[edge.source], target.piece_read)[0]
             if target.takes is not None and not in_place(source, target, target.takes):
-                key = (edge.source, target.takes, target.chunk)
+                key = (edge.source, target.takes, target.piece_read)
                 readers, fields = found.setdefault(key, ([], set()))
                 readers.append(target)
                 fields.update(edge.fields)
@@ -80,7 +80,8 @@ def _demands(plan: Plan) -> Iterator[Demand]:
 
 
 def _transfer(plan: Plan, demand: Demand, taken: set[str], context: Context) -> Action:
-    source, pool, chunk = demand.sources[0], demand.readers[0].pool, demand.readers[0].chunk
+    first = demand.readers[0]
+    source, pool, chunk = demand.sources[0], first.pool, first.piece_read
     assert source.makes is not None
     names = ", ".join(demand.fields)
     readers = " and ".join(reader.id for reader in demand.readers)
@@ -107,6 +108,8 @@ def _transfer(plan: Plan, demand: Demand, taken: set[str], context: Context) -> 
         cost=context.costs.copy(moved if chunk is None else moved // chunk.count, kind="transfer"),
         every=source.every,
         chunk=chunk,
+        trip=None if source.trip is None else replace(source.trip, gate=False),
+        chance=source.chance,
     )
 
 

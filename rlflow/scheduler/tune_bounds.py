@@ -15,6 +15,7 @@ from rlflow.graph.graph import Graph, Node
 from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.instances import layout_findings
 from rlflow.scheduler.microbatches import in_micro_batches
+from rlflow.scheduler.pieces import WHOLE, Piece
 from rlflow.scheduler.plan import Cost, Instance, Plan, Spread
 from rlflow.scheduler.rowchecks import division_findings
 from rlflow.scheduler.tune_space import Candidate, Choice, Range, Role, alike, layouts_of
@@ -31,11 +32,11 @@ class KnownCosts(Costs):
 
     memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    def run(self, node: Node, instance: Instance | None, parts: int, chunks: int = 1) -> Cost:
+    def run(self, node: Node, instance: Instance | None, parts: int, piece: Piece = WHOLE) -> Cost:
         """The cost of running a node once."""
-        key = "run", id(node), instance, parts, chunks, self.backend, self.staleness
+        key = "run", id(node), instance, parts, piece, self.backend, self.staleness
         if key not in self.memo:
-            self.memo[key] = node, Costs.run(self, node, instance, parts, chunks)
+            self.memo[key] = node, Costs.run(self, node, instance, parts, piece)
         found: Cost = self.memo[key][1]
         return found
 

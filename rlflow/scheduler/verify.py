@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 
 from rlflow.scheduler.facts import Facts
 from rlflow.scheduler.plan import HOST, Plan
-from rlflow.scheduler.verify_graph import shared_work_is_exact
+from rlflow.scheduler.verify_graph import pauses_are_resumed, shared_work_is_exact
+from rlflow.scheduler.verify_loops import loops_are_read_whole, trips_are_gated
 from rlflow.scheduler.verify_memory import (
     communicators_are_alone,
     devices_take_turns,
@@ -38,8 +39,10 @@ from rlflow.scheduler.verify_weights import (
 )
 
 STAGES = (
+    "pause",
     "stamp",
     "rewrite",
+    "unroll",
     "bind",
     "stream",
     "weights",
@@ -111,6 +114,8 @@ def actions_are_formed(facts: Facts) -> Iterator[str]:
             yield f"{a.id} runs every {a.every} iterations, at {a.phase}"
         if a.ahead < 0:
             yield f"{a.id} runs {-a.ahead} iterations behind"
+        if a.begins and (a.kind != "run" or a.chunk is None):
+            yield f"{a.id} begins a cut and is no piece of a run"
         missing = [name for name in wanted[a.kind] if not getattr(a, name)]
         if missing:
             yield f"{a.kind} {a.id} has no {' and no '.join(missing)}"
@@ -121,6 +126,15 @@ def actions_are_formed(facts: Facts) -> Iterator[str]:
             yield f"{a.id} names instance {name}, which does not exist"
         for name in sorted({*a.needs, *([a.part] if a.part else [])}.difference(facts.parts)):
             yield f"{a.id} names part {name}, which does not exist"
+
+
+def parts_are_formed(facts: Facts) -> Iterator[str]:
+    """Parts are on devices of the pools; what is awake at the start is a part."""
+    plan = facts.plan
+    known = {device for devices in plan.pools.values() for device in devices}
+    for part in plan.parts:
+        if not known.issuperset(part.devices):
+            yield f"part {part.name} is on devices {list(part.devices)}, not of the pools"
     for name in sorted(set(plan.awake_at_start).difference(facts.parts)):
         yield f"part {name}, awake at the start, does not exist"
 
@@ -196,6 +210,7 @@ def runs_match_nodes(facts: Facts) -> Iterator[str]:
 SHAPE: tuple[tuple[str, Rule], ...] = (
     ("rewrite", graph_is_whole),
     ("bind", actions_are_formed),
+    ("bind", parts_are_formed),
     ("bind", nodes_run_once),
     ("bind", deps_are_sound),
     ("bind", runs_match_nodes),
@@ -203,10 +218,13 @@ SHAPE: tuple[tuple[str, Rule], ...] = (
 """Rules without which the others make no sense, each with the first pass it must hold after."""
 
 MEANING: tuple[tuple[str, Rule], ...] = (
+    ("pause", pauses_are_resumed),
     ("rewrite", shared_work_is_exact),
     ("bind", instances_are_placed),
     ("bind", one_instance_is_trained),
+    ("unroll", loops_are_read_whole),
     ("bind", chunks_are_legal),
+    ("bind", trips_are_gated),
     ("bind", data_is_there),
     ("bind", spreads_are_right),
     ("weights", updates_take_turns),

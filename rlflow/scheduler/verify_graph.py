@@ -1,4 +1,4 @@
-"""A rule of the verifier: work that the graph leaves out is not missed by what it keeps.
+"""Rules of the verifier: work left out is not missed, and a paused rollout is gone on with.
 
 Knows the graph and what ops declare; shares no code with the passes.
 """
@@ -22,6 +22,43 @@ def shared_work_is_exact(facts: Facts) -> Iterator[str]:
             yield from _outputs_are_told_apart(node)
         if node.op.use == "train" and "old" in params:
             yield from _old_policy_is_known(graph, node)
+
+
+def pauses_are_resumed(facts: Facts) -> Iterator[str]:
+    """Who goes on does so where its rollout stopped, alike, and others read what it has made."""
+    graph = facts.plan.graph
+    resumed: dict[str, Node] = {}
+    for node in graph.nodes:
+        if node.resumes is None:
+            continue
+        if node.resumes in resumed or not graph.has_node(node.resumes):
+            yield f"{node.name} goes on with {node.resumes}, which is not there for it"
+            continue
+        resumed[node.resumes] = node
+        yield from _goes_on(graph.node(node.resumes), node)
+    for node in graph.nodes:
+        for bound in node.inputs:
+            last = resumed.get(bound.source)
+            made = last is not None and last.op.output(bound.field.name) is not None
+            stopped = graph.has_node(bound.source) and "until" in dict(
+                graph.node(bound.source).params
+            )
+            if stopped and node is not last and (made or last is None):
+                yield f"{node.name} reads {bound.field.name} of {bound.source}, which is paused"
+
+
+def _goes_on(begun: Node, node: Node) -> Iterator[str]:
+    """Two halves of one rollout: the same model, options and token at which they meet."""
+    first, last = dict(begun.params), dict(node.params)
+    at, then = first.pop("until", None), last.pop("first", None)
+    last.pop("resumes")
+    if at is None or at != then or not 0 < int(at) < int(first["max_new_tokens"]):
+        yield f"{begun.name} stops after {at} tokens, and {node.name} goes on after {then}"
+    if first != last or (begun.model, begun.every) != (node.model, node.every):
+        yield f"{node.name} goes on otherwise than {begun.name} began"
+    other = begun.op.resumed is None or begun.op.resumed.body != node.op.body
+    if other or any(bound.source != begun.name for bound in node.inputs):
+        yield f"{node.name} goes on with other rows than those of {begun.name}"
 
 
 def _base_is_there(graph: Graph, node: Node) -> Iterator[str]:

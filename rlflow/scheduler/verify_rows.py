@@ -6,10 +6,11 @@ Knows the graph and the plan; shares no code with the passes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
-from rlflow.graph.check import num_prompts
+from rlflow.graph.check import num_prompts, num_rows
 from rlflow.graph.graph import Edge, Node
-from rlflow.scheduler.facts import Facts
+from rlflow.scheduler.facts import Facts, ends_first
 from rlflow.scheduler.plan import HOST, Action, Chunk, Spread
 
 OWN_RULES = ("whole", "balanced", "generated")
@@ -23,33 +24,72 @@ def chunks_are_legal(facts: Facts) -> Iterator[str]:
     for name, (first, *others) in facts.runs.items():
         if first.chunk is None:
             continue
-        node, count = graph.node(name), first.chunk.count
+        node = graph.node(name)
         op = node.op
         if op.per == "batch" or op.collective or op.effect != "pure":
             yield f"{first.id} is a chunk of a node that takes its batch at once"
         if op.closing or node.every > 1 or op.rows not in ("expand", "same"):
             yield f"{first.id} is a chunk of a node that has no rows of every iteration"
-        prompts = num_prompts(graph, node)
-        if prompts is None or prompts % count:
-            yield f"{name} is cut into {count} chunks, within the groups of its {prompts} prompts"
-        if op.rows == "same" and not all(facts.runs[s][0].chunk for s in node.sources):
-            yield f"{name} is cut, and not all of what it reads is"
+        yield from _cut_is_fair(facts, node, first)
+        fed = any(facts.runs[source][0].chunk for source in node.sources)
+        alike = all(_cut_alike(facts, source, first.chunk) for source in node.sources)
+        if (fed or op.rows == "same") and not alike:
+            yield f"{name} is cut, and not all of what it reads is, or otherwise"
+        if first.begins is not (op.rows == "expand" and not fed):
+            yield f"{first.id} begins a cut that it does not, or does not say so"
         for a in others:
             if _in_full(a) != _in_full(first):
                 yield f"{a.id} is done otherwise than {first.id}"
+        pieces = sorted(facts.runs[name], key=lambda a: a.chunk.index if a.chunk else 0)
+        for before, after in pairwise(pieces if ends_first(first) else ()):
+            if not facts.comes_before(before.id, after.id, 0):
+                yield f"{after.id} goes on before {before.id} is over"
+
+
+def _cut_is_fair(facts: Facts, node: Node, first: Action) -> Iterator[str]:
+    """Pieces are equally many whole prompts, or rows of an op that reads no others of its group."""
+    prompts, chunk = num_prompts(facts.plan.graph, node), first.chunk
+    assert chunk is not None
+    if chunk.by == "prompts":
+        if prompts is None or prompts % chunk.count:
+            count = f"{chunk.count} chunks, within the groups of its {prompts} prompts"
+            yield f"{node.name} is cut into {count}"
+        return
+    rows = num_rows(facts.plan.graph, node)
+    if rows is None or rows < chunk.count:
+        yield f"{node.name} is cut into {chunk.count} chunks, and has {rows} rows"
+    if node.op.per != "row":
+        yield f"{node.name} is cut between rows of a group"
+    if node.op.rows == "expand" and not first.begins:
+        yield f"{node.name} makes rows of rows that end one by one"
+    if node.op.uneven == "refuse" and first.takes is not None and len(first.takes.parts) > 1:
+        yield f"{node.name} refuses uneven parts, and rows that end together have no even ones"
+    if node.op.rows == "expand" and "ignore_eos" in dict(node.params):
+        yield f"{node.name} is cut by who ends first, and all end together"
+
+
+def _cut_alike(facts: Facts, source: str, chunk: Chunk) -> bool:
+    """Whether a node is cut in the same way into as many chunks."""
+    other = facts.runs[source][0].chunk
+    return other is not None and (other.count, other.by) == (chunk.count, chunk.by)
 
 
 def _in_full(a: Action) -> tuple[object, ...]:
     """What the chunks of a node have in common."""
-    return (a.pool, a.devices, a.instance, a.takes, a.makes, a.needs, a.reads, a.every)
+    by = None if a.chunk is None else a.chunk.by
+    where = (a.pool, a.devices, a.instance, a.takes, a.makes)
+    return (*where, a.needs, a.reads, a.every, a.begins, by)
+
+
+def _piece_read(target: Action) -> Chunk | None:
+    """The chunk that an action reads; pieces by who ends first begin with all prompts."""
+    return None if ends_first(target) else target.chunk
 
 
 def _read_by(facts: Facts, node: str, chunk: Chunk | None) -> list[Action]:
     """The runs of a node that make what a chunk reads; None stands for the whole batch."""
-    runs = facts.runs[node]
-    if chunk is None or all(a.chunk is None or a.chunk.count != chunk.count for a in runs):
-        return list(runs)
-    return [a for a in runs if a.chunk == chunk]
+    runs = list(facts.runs[node])
+    return runs if chunk is None else [a for a in runs if a.chunk == chunk] or runs
 
 
 def data_is_there(facts: Facts) -> Iterator[str]:
@@ -58,7 +98,7 @@ def data_is_there(facts: Facts) -> Iterator[str]:
         if edge.kind != "data":
             continue
         for target in facts.runs[edge.target]:
-            for source in _read_by(facts, edge.source, target.chunk):
+            for source in _read_by(facts, edge.source, _piece_read(target)):
                 yield from _is_made(facts, edge, source, target)
 
 
@@ -162,13 +202,13 @@ def rows_are_carried(facts: Facts) -> Iterator[str]:
         if edge.kind != "data" or facts.one_process:
             continue
         for target in facts.runs[edge.target]:
-            source = _read_by(facts, edge.source, target.chunk)[0]
+            source = _read_by(facts, edge.source, _piece_read(target))[0]
             if _in_place(source, target):
                 continue
             if target.takes is None:
                 yield f"{target.id} reads rows of {source.id} and takes none"
                 continue
-            key = (edge.source, target.takes, target.chunk)
+            key = (edge.source, target.takes, _piece_read(target))
             wanted.setdefault(key, set()).update(edge.fields)
             found = carried.get(key)
             if found is None or not set(edge.fields) <= set(found.fields):
@@ -190,7 +230,7 @@ def _in_place(source: Action, target: Action) -> bool:
     spread = target.takes
     if spread is None or spread.rule not in OWN_RULES or source.makes != spread:
         return False
-    return source.chunk == target.chunk or spread.rule in ("whole", "generated")
+    return source.chunk == _piece_read(target) or spread.rule in ("whole", "generated")
 
 
 def _carries(facts: Facts, a: Action) -> Iterator[str]:

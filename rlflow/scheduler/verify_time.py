@@ -59,7 +59,7 @@ def _period_is_right(facts: Facts, timing: Timing) -> Iterator[str]:
 
 def _seconds(action: Action) -> float:
     """Seconds a turn: an action that is due every n iterations takes an nth."""
-    return (action.cost.seconds or 0.0) / action.every
+    return (action.cost.seconds or 0.0) * action.chance / action.every
 
 
 def _settles(facts: Facts, period: float) -> bool:

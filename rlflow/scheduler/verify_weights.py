@@ -33,6 +33,8 @@ def instances_are_placed(facts: Facts) -> Iterator[str]:
     for p in plan.parts:
         if expected.get(p.name, ()) not in ((), (p.instance, p.kind, p.devices)):
             yield f"part {p.name} is {p.kind} of {p.instance} on {list(p.devices)}"
+        if p.kind == "cache" and p.residual != (p.size or 0):
+            yield f"part {p.name} leaves {p.residual} bytes asleep, and a cache never sleeps"
 
 
 def one_instance_is_trained(facts: Facts) -> Iterator[str]:

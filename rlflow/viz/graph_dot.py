@@ -71,10 +71,32 @@ def graph_digraph(graph: Document, direction: Direction) -> graphviz.Digraph:
             margin="12",
         )
         for node in graph["nodes"]:
-            _node(body, node, graph)
+            if not node.get("loop"):
+                _node(body, node, graph)
+        for loop in dict.fromkeys(n["loop"] for n in graph["nodes"] if n.get("loop")):
+            _loop(body, loop, graph)
         _beside_rollout(body, graph)
         _edges(body, graph)
     return digraph
+
+
+def _loop(body: graphviz.Digraph, loop: str, graph: Document) -> None:
+    """The nodes of a loop in a frame that says how often they may run."""
+    end = next(node for node in graph["nodes"] if node["name"] == loop)
+    params = end["params"]
+    times = f"until {params['when']}, at most {params['at_most']} trips"
+    with body.subgraph(name=f"cluster_loop_{_id(loop)}") as frame:
+        frame.attr(
+            label=edge_label([font(f"{loop}: {times}", size=9, colour=SOFT_INK)]),
+            labelloc="t",
+            labeljust="r",
+            style="dashed,rounded",
+            color=FAINT,
+            margin="10",
+        )
+        for node in graph["nodes"]:
+            if node.get("loop") == loop:
+                _node(frame, node, graph)
 
 
 def _facts(graph: Document) -> str:

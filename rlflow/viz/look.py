@@ -49,6 +49,7 @@ NODE_STYLES: Mapping[str, Style] = {
     "host": Style(word="host op", fill="#FFFFFF"),
     "update": Style(word="update", fill="#FCE3CF"),
     "evaluate": Style(word="evaluate", fill="#EDE3F6", shape="note"),
+    "loop": Style(word="loop", fill="#F1F5F9", shape="box"),
     "user": Style(word="user's op", fill="#FFF6C7", shape="component"),
 }
 
@@ -63,6 +64,7 @@ KIND_OF_OP: Mapping[str, str] = {
     "prompts": "data",
     "tokenize": "data",
     "rollout": "rollout",
+    "resume": "rollout",
     "log_probs": "forward",
     "values": "forward",
     "update": "update",
@@ -70,6 +72,11 @@ KIND_OF_OP: Mapping[str, str] = {
     "reward": "host",
     "advantage": "host",
     "metrics": "host",
+    "repeat": "loop",
+    "gate": "loop",
+    "informative": "host",
+    "pair": "host",
+    "scores": "forward",
 }
 
 

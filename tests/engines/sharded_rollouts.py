@@ -8,8 +8,8 @@ from rlflow.batch import flat, lengths, ragged_rows
 from rlflow.engines.attention import PackedAttention
 from rlflow.engines.loading import load_model
 from rlflow.engines.packed import pack
-from rlflow.engines.protocol import SampleKey, Sampling
-from rlflow.engines.rollout import TorchRollout
+from rlflow.engines.protocol import Reach, SampleKey, Sampling
+from rlflow.engines.rollout import EVERYTHING, TorchRollout
 from rlflow.engines.sharded.build import load_sharded
 from rlflow.engines.sharded.rollout import ShardedRollout
 from tests.engines.examples import one_step, rows
@@ -19,6 +19,7 @@ from tests.engines.sharded_states import part_of, trained
 KEY = SampleKey(seed=3, iteration=1, stream="samples")
 STOP = (5, 9)
 SAMPLED = Sampling(max_new_tokens=12, temperature=0.9, top_p=0.95, n=3, stop_tokens=STOP)
+RAGGED = Sampling(max_new_tokens=12, temperature=1.0, n=3, stop_tokens=tuple(range(8)))
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0, n=2, stop_tokens=STOP)
 
 
@@ -26,10 +27,10 @@ def prompts():
     return ragged_rows([[1, 2, 3], [4, 4], [7, 8, 9, 10, 11], [3]], torch.int64)
 
 
-def generated(rollout, sampling, offset=0):
+def generated(rollout, sampling, offset=0, reach=EVERYTHING):
     asked = prompts()
     ids = torch.arange(len(asked) * sampling.n) + offset
-    return rollout.generate(asked, sampling, KEY, ids)
+    return rollout.generate(asked, sampling, KEY, ids, reach)
 
 
 def alike(expected, found, limit=1e-5):
@@ -54,6 +55,28 @@ def same_tokens(rank, path, shape, is_trained):
         assert all(said == other for other in everyone)
     assert sharded.stats() == one.stats()
     return True
+
+
+def same_pieces(rank, path, shape, is_trained, count):
+    """The pieces of a generation are the whole, bit for bit, in the order in which rows end."""
+    options = {"dtype": torch.float32, "device": "cpu"}
+    sharded = ShardedRollout(load_sharded(path, mesh=mesh(*shape), trained=is_trained, **options))
+    part = sharded.model.ranks.place("fsdp") * 100
+    whole = generated(sharded, RAGGED, part)
+    sizes = lengths(whole.response_tokens).tolist()
+    order = sorted(range(len(sizes)), key=lambda row: (sizes[row], row))
+    for piece in range(count):
+        made = generated(sharded, RAGGED, part, Reach(piece=piece, pieces=count))
+        first, last = (len(order) * place // count for place in (piece, piece + 1))
+        assert sorted(order[first:last]) == made.rows.tolist()
+        for number, tokens, log_probs in zip(
+            made.rows.tolist(), made.response_tokens.unbind(), made.log_probs.unbind(), strict=True
+        ):
+            assert torch.equal(whole.response_tokens.unbind()[number], tokens)
+            assert torch.equal(whole.log_probs.unbind()[number], log_probs)
+        said = (made.rows.tolist(), flat(made.log_probs).tolist())
+        assert all(said == other for other in sharded.model.ranks.gather(said, ("tp",)))
+    return len(set(sizes))
 
 
 def same_logits(rank, path, shape):

@@ -28,6 +28,19 @@ def test_tokens_are_those_of_one_rank(shape, family, trained, world, model_dir):
     assert all(in_all(world, rollouts.same_tokens, model_dir(family), shape, trained))
 
 
+@pytest.mark.parametrize(
+    ("shape", "trained", "count"),
+    [
+        pytest.param((1, 1, 2), False, 3, id="tp2"),
+        pytest.param((1, 2, 1), True, 4, id="fsdp2-trained"),
+        pytest.param((1, 2, 2), True, 5, id="fsdp2xtp2-trained"),
+    ],
+)
+def test_pieces_are_the_whole(shape, trained, count, world, model_dir):
+    found = in_all(world, rollouts.same_pieces, model_dir("qwen2"), shape, trained, count)
+    assert all(sizes > 2 for sizes in found)
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 2)])
 def test_ranks_of_a_part_have_equal_logits(shape, world, model_dir):
     assert all(in_all(world, rollouts.same_logits, model_dir("llama"), shape))

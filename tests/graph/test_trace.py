@@ -149,7 +149,7 @@ def test_unknown_estimator_and_unknown_option():
 
     by_code = {f.code: f for f in findings(declare)}
 
-    assert ("grpo",) == by_code["E116"].near
+    assert "grpo" == by_code["E116"].near[0]
     assert ("std_eps",) == by_code["E117"].near
 
 

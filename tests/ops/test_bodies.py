@@ -412,6 +412,7 @@ class Speaker:
             response_tokens=response,
             log_probs=ragged_rows([[-1.0] * len(row) for row in rows], torch.float32),
             finished=torch.tensor([i % 2 == 0 for i in samples.tolist()]),
+            rows=None,
         )
 
 

@@ -52,6 +52,7 @@ def test_a_loss_is_frozen_and_loads_from_what_it_saves(spec):
 def test_what_is_saved_holds_every_option_that_acts():
     saved = PolicyLoss(kl_coef=0.1).model_dump()
     options = {"clip", "dual_clip", "kl_coef", "kl", "entropy_coef", "old", "correction"}
+    options |= {"top_entropy", "off_policy_limit", "kl_unbiased", "rejection"}
     assert {"kind", "aggregate", *options} == saved.keys()
     assert "kl" not in PolicyLoss().model_dump()
 
@@ -158,8 +159,8 @@ def test_every_loss_refuses_an_idle_constant(loss):
 
 
 def test_a_kind_refuses_the_options_of_others(monkeypatch):
-    kinds = {"plain": LossKind(body="builtins:abs", options=frozenset())}
-    monkeypatch.setattr(losses, "POLICY_LOSSES", losses.POLICY_LOSSES | kinds)
+    plain = LossKind(body="builtins:abs", options=frozenset())
+    monkeypatch.setitem(losses.POLICY_LOSSES, "plain", plain)
     assert "PolicyLoss(plain)" == PolicyLoss("plain").describe()
     with pytest.raises(ValidationError, match="clip would do nothing here: plain does not read"):
         PolicyLoss("plain", clip=0.2)
@@ -167,7 +168,11 @@ def test_a_kind_refuses_the_options_of_others(monkeypatch):
 
 def test_every_kind_reads_options_that_exist():
     for kind in losses.POLICY_LOSSES.values():
-        assert kind.options <= set(losses.KIND_OPTIONS) <= PolicyLoss.model_fields.keys()
+        assert kind.required <= kind.options
+        assert kind.options <= kind.reads <= set(losses.KIND_OPTIONS)
+        assert kind.own_defaults.keys() <= PolicyLoss.model_fields.keys()
+    read = frozenset().union(*(kind.reads for kind in losses.POLICY_LOSSES.values()))
+    assert read == set(losses.KIND_OPTIONS) <= PolicyLoss.model_fields.keys()
 
 
 def test_a_loss_without_a_kind_of_its_own_cannot_be_made():
@@ -192,4 +197,7 @@ def test_the_body_is_there(spec):
 def test_the_body_of_every_kind_is_there():
     import pkgutil
 
-    assert all(callable(pkgutil.resolve_name(k.body)) for k in losses.POLICY_LOSSES.values())
+    for kind in losses.POLICY_LOSSES.values():
+        selection = () if kind.selection is None else (kind.selection.body,)
+        for body in (kind.body, kind.clipped, *selection, losses.TOP_ENTROPY.body):
+            assert body is None or callable(pkgutil.resolve_name(body))

@@ -40,6 +40,7 @@ from rlflow.errors import DataError, RewardError, RunError
 from rlflow.graph.fields import row, token
 from rlflow.graph.op import Op
 from rlflow.ops.bodies import advantage, data, forward, metrics, reward, rollout, update, user
+from rlflow.ops.bodies.selection import numbered, selected
 from rlflow.ops.body import Call
 from rlflow.ops.math.aggregate import Totals
 from rlflow.ops.models import EVALUATE, UPDATE
@@ -83,7 +84,10 @@ class Peer:
         return [math.fsum(column) for column in zip(*heard, strict=True)]
 
     def union(self, ids):
-        return torch.cat(self.meeting.all_of(self.part, ids)).unique()
+        return self.gather(ids).unique()
+
+    def gather(self, values):
+        return torch.cat(self.meeting.all_of(self.part, values))
 
     def share(self, n):
         return range(self.part * n // self.meeting.count, (self.part + 1) * n // self.meeting.count)
@@ -457,6 +461,11 @@ class Trainee:
     def __init__(self):
         self.steps = []
 
+    def forward(self, mini, *, outputs, temperature):
+        found = flat(mini["response_tokens"]).double()
+        made = {"log_probs": found / -7, "entropy": (found * 5) % 7}
+        return {name: made[name] for name in outputs}
+
     def step(self, mini, loss, *, outputs, temperature, max_grad_norm):
         made = {
             name: (flat(mini["response_tokens"]).double() / -7).requires_grad_() for name in outputs
@@ -479,6 +488,9 @@ LOSSES = [
     rf.PolicyLoss("ppo_clip", kl_coef=0.1, entropy_coef=0.01, old="rollout"),
     rf.PolicyLoss("ppo_clip", aggregate="seq-mean-token-mean", old="recomputed"),
     rf.PolicyLoss("ppo_clip", aggregate="seq-mean-token-sum-norm", constant=8.0, old="current"),
+    rf.PolicyLoss("clip_cov", cov_share=0.3, cov_range=(0.0, 50.0), old="recomputed"),
+    rf.PolicyLoss("kl_cov", cov_share=0.3, off_policy_limit=0.2, old="rollout"),
+    rf.PolicyLoss("gspo_token", top_entropy=0.5, aggregate="token-mean", old="recomputed"),
     rf.ValueLoss(clip=0.2),
     rf.SFTLoss(aggregate="seq-mean-token-sum"),
 ]
@@ -544,7 +556,8 @@ def test_a_part_without_a_row_of_a_mini_batch_makes_the_step_all_the_same():
 
 @pytest.mark.parametrize("spec", LOSSES, ids=lambda spec: spec.describe())
 def test_a_loss_of_no_rows_is_zero(spec):
-    nothing = select_rows(samples([0]), [])
+    batch = numbered(spec, samples([0]), torch.arange(1))
+    nothing = select_rows(selected(call_of(batch, model=Trainee()), spec, batch, 0), [])
     outputs = {name: torch.zeros(0, requires_grad=True) for name in spec.outputs()}
 
     loss, numbers = update.loss_function(spec, Totals(tokens=5.0, rows=2.0))(outputs, nothing)

@@ -230,7 +230,7 @@ def judge(response: str, answer: str) -> float:
 def pipeline(cfg: rf.Config) -> None:
     actor = rf.Model("actor", str(TINY), optimizer=rf.AdamW(lr=1e-3))
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=4)
-    samples = ops.rollout(actor, prompts, n=2, max_new_tokens=4)
+    samples = ops.rollout(actor, prompts, n=2, max_new_tokens=4, ignore_eos=True)
     reward = ops.reward(judge, samples)
     advantage = ops.advantage("grpo", samples, reward)
     ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))

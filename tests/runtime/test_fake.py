@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -31,7 +32,17 @@ ROOT = Path(__file__).parents[2]
 SEEDS = int(os.environ.get("RLFLOW_SEEDS", "1000"))
 CHUNKS = 5
 LOCAL, RAY, BOTH = ("local",), ("ray",), ("local", "ray")
-MODES = ((0, 1, BOTH), (0, 4, RAY), (1, 1, LOCAL), (1, 3, RAY), (2, 2, BOTH), (3, 1, LOCAL))
+MODES = (
+    (0, 1, None, BOTH),
+    (0, 4, None, RAY),
+    (1, 1, None, LOCAL),
+    (1, 3, None, RAY),
+    (2, 2, None, BOTH),
+    (3, 1, None, LOCAL),
+    (1, 1, 6, BOTH),
+    (2, 3, 1, RAY),
+    (2, 2, 6, LOCAL),
+)
 PIPELINES = ("grpo_arithmetic", "ppo_arithmetic")
 
 
@@ -60,10 +71,12 @@ def plans():
         settings = ("eval_every=3",) if name.startswith("grpo") else ("eval_every=2",)
         declared = declare(Target(pipeline=file, settings=settings))
         for title, placement in declared.pipeline.placements.items():
-            for staleness, stream, backends in MODES:
-                mode = placement.model_copy(update={"staleness": staleness, "stream": stream})
+            for staleness, stream, pause, backends in MODES:
+                said = {"staleness": staleness, "stream": stream, "pause_at": pause}
+                mode = placement.model_copy(update=said)
                 for backend in backends:
-                    label = f"{name} {title} staleness={staleness} stream={stream} {backend}"
+                    options = " ".join(f"{key}={value}" for key, value in said.items())
+                    label = f"{name} {title} {options} {backend}"
                     found += [(label, plan) for plan in compiled(declared, mode, backend)]
     return found
 
@@ -168,6 +181,62 @@ def check(index, seed):
     saved = min(done if done >= end else done // barrier * barrier, end)
     resumed, _ = run(plan, random_seconds(-seed), start=saved, end=end, barrier=barrier)
     assert outcome(plan, whole, saved) == outcome(plan, resumed, saved)
+
+
+def features(plan):
+    """What a plan has of what is tried: how its rollouts are cut, whether they are paused."""
+    pieces = {action.chunk.by for action in plan.actions if action.begins}
+    pause = {"paused"} if any(node.resumes for node in plan.graph.nodes) else set()
+    return frozenset(pieces | pause), plan.backend
+
+
+def test_seeds_try_pauses_and_both_ways_to_cut_and_both_at_once():
+    found = {features(plan) for _, plan in plans()}
+    wanted = [(), ("paused",), ("finish",), ("finish", "paused")]
+    assert found.issuperset((frozenset(names), way) for names in wanted for way in BOTH)
+    assert any("prompts" in names for names, _ in found)
+    assert len(plans()) * CHUNKS <= SEEDS or "RLFLOW_SEEDS" in os.environ
+
+
+def paused_in_pieces():
+    return next(p for _, p in plans() if features(p) == (frozenset({"finish", "paused"}), "local"))
+
+
+def legs(plan):
+    return [action for action in plan.actions if action.begins]
+
+
+def changed(plan, changes):
+    """The plan with some fields of some actions changed, by id."""
+    actions = tuple(replace(a, **changes.get(a.id, {})) for a in plan.actions)
+    return replace(plan, actions=actions)
+
+
+def test_the_monitor_sees_a_piece_in_the_place_of_another():
+    plan = paused_in_pieces()
+    first, second = legs(plan)[:2]
+    swapped = {first.id: {"chunk": second.chunk}, second.id: {"chunk": first.chunk}}
+    with pytest.raises(AssertionError, match="starts when 0 pieces are over"):
+        run(changed(plan, swapped), random_seconds(1), end=3, barrier=4)
+
+
+def test_the_monitor_sees_a_rollout_that_is_left_in_pieces():
+    plan = paused_in_pieces()
+    last = legs(plan)[-1]
+    other = {last.id: {"chunk": None, "begins": False}}
+    with pytest.raises(AssertionError, match="rollouts are left in pieces"):
+        run(changed(plan, other), random_seconds(1), end=3, barrier=4)
+
+
+def test_the_monitor_sees_who_goes_on_with_weights_of_two_updates_more():
+    plan = next(p for name, p in plans() if "staleness=2" in name and "paused" in features(p)[0])
+    later = {
+        a.id: {"reads": tuple((name, 0) for name, _ in a.reads)}
+        for a in plan.actions
+        if a.kind == "run" and plan.graph.node(a.node).resumes
+    }
+    with pytest.raises(AssertionError, match=r"resumed.*@\d+ reads version \d+ of"):
+        run(changed(plan, later), random_seconds(1), end=5, barrier=6)
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

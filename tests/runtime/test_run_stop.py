@@ -54,6 +54,9 @@ class Instantly:
     def components(self):
         return {}, {}
 
+    def node_states(self):
+        return {}
+
     def restore(self, found, counters):
         """Nothing to restore."""
 

@@ -51,10 +51,27 @@ TWICE = rf.Placement(
         "reward": rf.on("gen"),
     },
 )
+PAUSED = SPLIT.model_copy(update={"staleness": 2, "pause_at": 4})
+WIDE = rf.Placement(
+    pools={"train": 2, "gen": 2, "look": 1},
+    assign={
+        "actor": rf.on("train"),
+        "actor.rollout": rf.on("gen"),
+        "ref": rf.on("look"),
+    },
+    staleness=1,
+    pause_at=3,
+    stream=2,
+)
 
 
 def grpo(
-    *, path: str = "models/mid", kl_coef: float = 0.1, epochs: int = 1, every: int = 3
+    *,
+    path: str = "models/mid",
+    kl_coef: float = 0.1,
+    epochs: int = 1,
+    every: int = 3,
+    ignore_eos: bool = False,
 ) -> Graph:
     """GRPO with a reference, evaluated every few iterations unless `every` is 0."""
 
@@ -62,7 +79,7 @@ def grpo(
         actor = rf.Model("actor", path, optimizer=rf.AdamW(lr=1e-3))
         ref = rf.Model("ref", path)
         prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
-        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8, ignore_eos=ignore_eos)
         reward = ops.reward(exact, samples)
         given = [ops.log_probs(ref, samples)]
         if epochs > 1:
@@ -77,7 +94,7 @@ def grpo(
     return graph_of(declare, "grpo")
 
 
-def ppo(*, path: str = "models/mid") -> Graph:
+def ppo(*, path: str = "models/mid", ignore_eos: bool = False) -> Graph:
     """PPO with a critic, and a KL term in the reward that reads a reference."""
 
     def declare() -> None:
@@ -85,7 +102,7 @@ def ppo(*, path: str = "models/mid") -> Graph:
         critic = rf.Model("critic", path, head="value", optimizer=rf.AdamW(lr=1e-3))
         ref = rf.Model("ref", path)
         prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
-        samples = ops.rollout(actor, prompts, max_new_tokens=8)
+        samples = ops.rollout(actor, prompts, max_new_tokens=8, ignore_eos=ignore_eos)
         reward = ops.reward(exact, samples)
         ref_lp = ops.log_probs(ref, samples)
         values = ops.values(critic, samples)
@@ -131,5 +148,10 @@ EXAMPLES: dict[str, Callable[[], Compiled]] = {
     "ray_mesh": lambda: compiled_with(grpo(), MESH, name="mesh"),
     "ray_twice": lambda: compiled_with(grpo(epochs=2), TWICE, name="twice"),
     "ray_pressure": lambda: compiled_with(grpo(path="models/wide"), MESH, share=0.8, name="mesh"),
+    "grpo_paused": lambda: compiled_with(grpo(), PAUSED, name="split"),
+    "ppo_streamed": lambda: compiled_with(
+        ppo(ignore_eos=True), APART.model_copy(update={"stream": 2}), name="apart"
+    ),
+    "ray_wide": lambda: compiled_with(grpo(), WIDE, name="wide"),
     "grpo_gpus": lambda: compiled_with(grpo(), HYBRID, kind="h100", name="hybrid"),
 }

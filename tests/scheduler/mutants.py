@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 
+from rlflow.graph.graph import Node
 from rlflow.scheduler.facts import Facts
 from rlflow.scheduler.plan import Action, Dep, Plan, Spread
 
@@ -38,6 +39,7 @@ def without_action(plan: Plan, name: str) -> Plan:
 def mutants(plan: Plan) -> Iterator[Mutant]:
     """Every mutant of every kind."""
     kinds = (removed, without_dep, swapped, moved, numbers, doubled, redirected, slept, spread)
+    kinds += (cut, caches, paused)
     for kind in kinds:
         yield from kind(plan)
 
@@ -138,10 +140,8 @@ def redirected(plan: Plan) -> Iterator[Mutant]:
                 changes = {"targets": targets, "writes": writes}
                 yield f"{a.id} fills {name}", with_action(plan, a.id, **changes)
             if a.instance is not None and a.part is None and name != a.instance:
-                yield (
-                    f"{a.id} uses {name}",
-                    with_action(plan, a.id, instance=name, reads=((name, a.reads[0][1]),)),
-                )
+                reads = tuple((name, lag) for _, lag in a.reads)
+                yield f"{a.id} uses {name}", with_action(plan, a.id, instance=name, reads=reads)
         for need in a.needs:
             rest = tuple(other for other in a.needs if other != need)
             yield f"{a.id} without {need}", with_action(plan, a.id, needs=rest)
@@ -185,6 +185,77 @@ def spread(plan: Plan) -> Iterator[Mutant]:
         if len(a.targets) > 1:
             fewer = {"targets": a.targets[:1], "writes": a.writes[:1]}
             yield f"{a.id} fills less", with_action(plan, a.id, **fewer)
+
+
+def cut(plan: Plan) -> Iterator[Mutant]:
+    """Pieces of another cut, begun elsewhere, or one in the place of the other."""
+    for a in plan.actions:
+        yield f"{a.id} begins: {not a.begins}", with_action(plan, a.id, begins=not a.begins)
+        if a.chunk is None:
+            continue
+        by = "prompts" if a.chunk.by == "finish" else "finish"
+        yield f"{a.id} by {by}", with_action(plan, a.id, chunk=replace(a.chunk, by=by))
+        for b in plan.actions:
+            pieces = b.chunk is not None and (a.kind, a.node) == (b.kind, b.node)
+            if pieces and a.kind == "run" and a.chunk.index < b.chunk.index:
+                changed = with_action(plan, a.id, chunk=b.chunk)
+                yield f"{a.id} is {b.id}", with_action(changed, b.id, chunk=a.chunk)
+    roots = {a.node for a in plan.actions if a.begins}
+    for node in sorted(str(root) for root in roots):
+        changes = {"begins": False}
+        actions = tuple(replace(a, **changes) if a.node == node else a for a in plan.actions)
+        yield f"no piece of {node} begins", replace(plan, actions=actions)
+
+
+def caches(plan: Plan) -> Iterator[Mutant]:
+    """What a rollout keeps between its pieces is not there, elsewhere, or may be lost."""
+    for part in plan.parts:
+        if part.kind != "cache":
+            continue
+        rest = tuple(other for other in plan.parts if other != part)
+        awake = tuple(name for name in plan.awake_at_start if name != part.name)
+        gone = replace(plan, parts=rest, awake_at_start=awake)
+        yield f"no {part.name}", gone
+        actions = (
+            replace(a, needs=tuple(need for need in a.needs if need != part.name))
+            for a in plan.actions
+        )
+        yield f"{part.name} forgotten", replace(gone, actions=tuple(actions))
+        spare = max(max(devices) for devices in plan.pools.values()) + 1
+        others = [plan.instances[number].name for number in (0, -1)]
+        changes: list[dict[str, object]] = [{"residual": 0}, {"devices": (spare,)}]
+        changes += [{"kind": "weights"}, {"size": 2 * (part.size or 1)}]
+        changes += [{"instance": name} for name in others if name != part.instance]
+        for change in changes:
+            parts = (replace(p, **change) if p == part else p for p in plan.parts)
+            yield f"{part.name} with {change}", replace(plan, parts=tuple(parts))
+
+
+def paused(plan: Plan) -> Iterator[Mutant]:
+    """A rollout that goes on elsewhere than it stopped, otherwise, or with other rows."""
+    for node in plan.graph.nodes:
+        if node.resumes is None:
+            continue
+        params = dict(node.params)
+        for name, value in (("first", params["first"] + 1), ("temperature", 0.5), ("resumes", "x")):
+            changed = replace(node, params=tuple({**params, name: value}.items()))
+            yield f"{node.name} with {name}={value}", with_node(plan, changed)
+        fields = {made.name for made in node.op.outputs}
+        for other in plan.graph.nodes:
+            inputs = tuple(
+                replace(bound, source=node.resumes) if bound.source == node.name else bound
+                for bound in other.inputs
+            )
+            if inputs != other.inputs:
+                assert fields & {bound.field.name for bound in inputs}
+                early = replace(other, inputs=inputs)
+                yield f"{other.name} reads what is paused", with_node(plan, early)
+
+
+def with_node(plan: Plan, changed: Node) -> Plan:
+    """The plan with one node of its graph changed."""
+    nodes = (changed if node.name == changed.name else node for node in plan.graph.nodes)
+    return replace(plan, graph=replace(plan.graph, nodes=tuple(nodes)))
 
 
 def _others(action: Action, rows: Spread | None) -> Iterator[tuple[str, Spread | None]]:

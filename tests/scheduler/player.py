@@ -43,6 +43,8 @@ class Player:
         self.carried: dict[tuple[str, Spread, int, Chunk | None], set[str]] = defaultdict(set)
         self.running: list[tuple[Action, int]] = []
         self.moving: dict[tuple[str, int], int | None] = {}
+        self.sampled: dict[tuple[str, int], int | None] = {}
+        self.open: dict[tuple[str, int], tuple[int, int | None]] = {}
         self.broken: list[str] = []
 
     def ready(self, action: Action, turn: int) -> bool:
@@ -86,6 +88,23 @@ class Player:
         self.look(action, i)
         self.feed(action, i)
         self.weigh(action, i)
+        if action.kind == "run" and self.plan.graph.node(action.node).op.use == "rollout":
+            self.sample(action, i)
+
+    def sample(self, action: Action, i: int) -> None:
+        """Pieces of a rollout follow one another over the same weights; who goes on has newer."""
+        held, node = self.content[action.instance], self.plan.graph.node(action.node)
+        if ends_first(action):
+            before = self.open.get((action.node, i), (0, held))
+            if before != (action.chunk.index, held):
+                self.broken.append(f"{action.id}@{i} goes on with piece {before}, not {held}")
+        begun = (dict(node.params).get("resumes"), i)
+        if begun[0] is not None:
+            again = node.trip is not None and node.trip[0] > 0
+            newer = len(self.turns[node.model]) if i >= self.plan.staleness and not again else 0
+            if begun not in self.sampled or held != self.sampled[begun] + newer:
+                self.broken.append(f"{action.id}@{i} goes on with {held} after {self.sampled}")
+        self.sampled[action.node, i] = held
 
     def look(self, action: Action, i: int) -> None:
         """Weights as they should be; asked when an action starts and again when it ends."""
@@ -146,6 +165,8 @@ class Player:
         self.look(action, i)
         self.over.add((action.id, i - action.ahead))
         self.made.add((action.id, i))
+        if ends_first(action):
+            self.open[action.node, i] = action.chunk.index + 1, self.content[action.instance]
         if action.kind == "wake":
             self.awake.add(action.part)
             self.on_host.discard(action.part)
@@ -162,10 +183,15 @@ class Player:
             self.content[action.instance] = wrote
 
 
+def ends_first(action: Action) -> bool:
+    """Whether an action decodes all rows of a rollout until some more have ended."""
+    return action.begins and action.chunk is not None and action.chunk.by == "finish"
+
+
 def matching(action: Action, sources: list[Action]) -> list[Action]:
     """The chunks of a node that an action reads: its own where both are cut alike, else all."""
-    counts = {source.chunk.count for source in sources if source.chunk is not None}
-    if action.chunk is not None and counts == {action.chunk.count}:
+    cuts = {(source.chunk.count, source.chunk.by) for source in sources if source.chunk is not None}
+    if action.chunk is not None and cuts == {(action.chunk.count, action.chunk.by)}:
         return [source for source in sources if source.chunk == action.chunk]
     return sources
 

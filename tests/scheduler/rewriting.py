@@ -60,15 +60,13 @@ def rollout(actor: rf.Model, n: int = 2) -> Handle:
     return ops.rollout(actor, prompts, n=n, max_new_tokens=8)
 
 
-def learns(
-    *, sft_first: bool = False, temperature: float | None = None, old: str = "auto", **steps: int
-) -> Graph:
+def learns(*, sft_first: bool = False, old: str = "auto", **steps: int) -> Graph:
     """rollout -> log_probs of the actor -> update, and perhaps another update before."""
 
     def declare() -> None:
         actor = rf.Model("actor", "models/tiny", optimizer=ADAM)
         samples = rollout(actor)
-        given = ops.log_probs(actor, samples, temperature=temperature)
+        given = ops.log_probs(actor, samples)
         if sft_first:
             ops.update(actor, samples, loss=rf.SFTLoss(), name="actor.sft")
         advantage = ops.advantage("grpo", samples, ops.reward(exact, samples))

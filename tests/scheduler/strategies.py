@@ -105,7 +105,8 @@ def _declare(draw: Draw) -> None:
     actor = rf.Model("actor", draw(path), optimizer=adam, lora=lora)
     ref = rf.Model("ref", draw(path))
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=draw(st.sampled_from([4, 8])))
-    samples = ops.rollout(actor, prompts, n=draw(st.sampled_from([2, 4])), max_new_tokens=8)
+    n = draw(st.sampled_from([2, 4]))
+    samples = ops.rollout(actor, prompts, n=n, max_new_tokens=8, ignore_eos=draw(flag))
     reward = ops.reward(exact, samples)
     seen: list[Handle] = []
     if draw(flag):
@@ -137,7 +138,7 @@ def _declare(draw: Draw) -> None:
     )
     if draw(st.integers(0, 3)) == 0:
         ops.update(actor, samples, loss=rf.SFTLoss(), name="actor.more")
-    _second_rollout(draw, actor, ref, prompts)
+    _second_rollout(draw, actor, ref, prompts, samples)
     for number, handle in enumerate(seen):
         ops.metrics(handle, name=f"metrics{number}")
     test = rf.data.arithmetic(digits=2, split="test")
@@ -172,10 +173,14 @@ def _judge(draw: Draw, path: st.SearchStrategy[str], samples: Handle) -> None:
         ops.update(student, samples, loss=rf.SFTLoss())
 
 
-def _second_rollout(draw: Draw, actor: rf.Model, ref: rf.Model, prompts: Handle) -> None:
+def _second_rollout(
+    draw: Draw, actor: rf.Model, ref: rf.Model, prompts: Handle, samples: Handle
+) -> None:
     if draw(st.integers(0, 2)) == 0:
         model = draw(st.sampled_from([actor, ref]))
-        probe = ops.rollout(model, prompts, n=2, max_new_tokens=4, name="probe")
+        given = draw(st.sampled_from([prompts, prompts, samples]))
+        alike = draw(st.booleans())
+        probe = ops.rollout(model, given, n=2, max_new_tokens=4, name="probe", ignore_eos=alike)
         ops.metrics(centred(ops.reward(length, probe, name="lengths"), probe), name="probe.metrics")
 
 
@@ -183,7 +188,8 @@ def _second_rollout(draw: Draw, actor: rf.Model, ref: rf.Model, prompts: Handle)
 def placements(draw: Draw, graph: Graph) -> rf.Placement:
     """Pools of one to four devices, apart or overlapping, and assignments at every level.
 
-    Half of them have pools of one device only, as one process can run.
+    Half of them have pools of one device only, as one process can run. Most pauses are within
+    the 8 tokens of a response, and most chunks divide 4 prompts.
     """
     names = ("red", "green", "blue")[: draw(st.integers(1, 3))]
     if draw(st.booleans()):
@@ -203,7 +209,11 @@ def placements(draw: Draw, graph: Graph) -> rf.Placement:
         if draw(st.integers(0, 1 if node.name.startswith("judged") else 5)) == 1:
             assign[node.name] = draw(_ons(pools))
     staleness = draw(st.sampled_from([0, 0, 0, 1, 1, 2, 3]))
-    return rf.Placement(pools=pools, assign=assign, staleness=staleness)
+    pause_at = draw(st.sampled_from([None, None, 1, 4, 4, 8])) if staleness else None
+    stream = draw(st.sampled_from([1, 1, 1, 2, 2, 4, 3]))
+    return rf.Placement(
+        pools=pools, assign=assign, staleness=staleness, stream=stream, pause_at=pause_at
+    )
 
 
 @st.composite

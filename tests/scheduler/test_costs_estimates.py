@@ -15,6 +15,7 @@ from rlflow.scheduler import keys
 from rlflow.scheduler.cluster import KINDS, cpu_cluster, parse_cluster
 from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.hardware import OBJECT_STORE, STORE_SECONDS
+from rlflow.scheduler.pieces import Piece
 from rlflow.scheduler.plan import Cost, Instance
 from rlflow.scheduler.shapes import model_shape
 from tests.scheduler.strategies import exact, graph_of
@@ -59,7 +60,7 @@ ALL = tuple(range(8))
 
 
 def run(costs: Costs, name: str, instance: Instance, parts: int = 8, chunks: int = 1) -> Cost:
-    return costs.run(costs.graph.node(name), instance, parts, chunks)
+    return costs.run(costs.graph.node(name), instance, parts, Piece(count=chunks))
 
 
 def test_pieces_add_up_to_what_is_used_while_it_runs() -> None:
@@ -107,7 +108,7 @@ def test_host_work_is_cut_evenly() -> None:
     reward = costs.graph.node("reward")
 
     assert costs.run(reward, None, 1).seconds == 2e-4 + 5e-6 * 1024
-    assert costs.run(reward, None, 2, chunks=4).seconds == 2e-4 + 5e-6 * 128
+    assert costs.run(reward, None, 2, Piece(count=4)).seconds == 2e-4 + 5e-6 * 128
 
 
 def test_responses_of_the_full_length_take_longer() -> None:

@@ -15,6 +15,7 @@ from rlflow.scheduler.cluster import Cluster, cpu_cluster
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.costs import TABLE, Costs
 from rlflow.scheduler.measured import NOTHING, Measured
+from rlflow.scheduler.pieces import Piece
 from rlflow.scheduler.plan import HOST, Action, Plan
 from rlflow.scheduler.shapes import model_shape
 from tests.scheduler.examples import COLOCATE, SPLIT, grpo, ppo
@@ -212,8 +213,9 @@ def test_a_chunk_takes_its_share_of_what_was_measured_whole() -> None:
     graph, plan, cluster, found = one_learned()
     costs = costs_of(graph, plan, replace(cluster, measured=found))
     node, instance = graph.node("ref.log_probs"), plan.instance("ref@gen")
-    whole, half = (costs.run(node, instance, 1, chunks=n) for n in (1, 2))
-    share = costs.table(node, instance, 1, 2).seconds / costs.table(node, instance, 1).seconds
+    whole, half = (costs.run(node, instance, 1, Piece(count=n)) for n in (1, 2))
+    halved = costs.table(node, instance, 1, Piece(count=2)).seconds
+    share = halved / costs.table(node, instance, 1).seconds
 
     assert half.seconds - WAIT == pytest.approx(share * (whole.seconds - WAIT))
     assert "measured, 1 run, a chunk's share of it" == half.source

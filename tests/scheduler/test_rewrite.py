@@ -39,7 +39,6 @@ def test_one_step_on_fresh_samples_needs_no_forward_of_the_old_policy() -> None:
         ({}, 1, "the samples of actor.rollout may come from weights that are 1 update older"),
         ({}, 3, "the samples of actor.rollout may come from weights that are 3 updates older"),
         ({"sft_first": True}, 0, "actor.sft changes actor in between"),
-        ({"temperature": 0.5}, 0, "its log-probs are at temperature 0.5, those of the update at 1"),
     ],
 )
 def test_other_old_log_probs_are_kept_with_a_reason(

@@ -108,17 +108,16 @@ def _declare(draw: Draw) -> None:
     for number in range(draw(st.integers(0, 4))):
         model = draw(st.sampled_from([actor, *frozen]))
         rows = draw(st.sampled_from([samples, others]))
-        made = ops.log_probs(
-            model, rows, temperature=draw(TEMPERATURES), field="ref_log_probs", name=f"f{number}"
-        )
-        if rows is samples and draw(flag):
+        at = draw(TEMPERATURES)
+        made = ops.log_probs(model, rows, temperature=at, field="ref_log_probs", name=f"f{number}")
+        if rows is samples and at != 0.5 and draw(flag):
             reference = [made]
         ops.metrics(made, name=f"seen{number}")
     if draw(flag):
         ops.update(actor, samples, loss=rf.SFTLoss(), name="sft")
     given = [*reference]
     if draw(flag):
-        given.append(ops.log_probs(actor, samples, temperature=draw(TEMPERATURES), name="old"))
+        given.append(ops.log_probs(actor, samples, name="old"))
     coefficient = 0.1 if reference and draw(flag) else 0.0
     advantage = ops.advantage("grpo", samples, draw(st.sampled_from(rewards)))
     for number, reward in enumerate(rewards):

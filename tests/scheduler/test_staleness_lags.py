@@ -219,7 +219,11 @@ def test_every_node_of_a_random_plan_reads_what_its_graph_declares(case: Case) -
     graph = plan.graph
     readers = [node for model in graph.models for node in graph.readers(model.name)]
     learning = [node for node in readers if graph.updates(str(node.model))]
-    assert {node.name: graph.lag(node) for node in learning} == largest_lag(plan)
+    found = largest_lag(plan)
+    assert {node.name: graph.lag(node) for node in learning} == found
+    for node in learning:
+        if node.resumes is not None:
+            assert found[node.resumes] - 1 == found[node.name]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Graph
-from rlflow.scheduler.plan import Action, Chunk, Plan, Spread, Timing
+from rlflow.scheduler.plan import Action, Chunk, Plan, Timing
 from rlflow.scheduler.stream import choose, crossing_chains
-from rlflow.scheduler.verify import verify
 from tests.scheduler.examples import APART, MESH, SPLIT, compiled_with, grpo, ppo
 from tests.scheduler.strategies import (
     PLENTY,
@@ -61,8 +60,47 @@ def notes(plan: Plan) -> str:
     return " ".join(note.text for note in plan.notes if note.rule == "stream")
 
 
-def test_row_and_group_ops_are_cut_and_batch_ops_wait_for_all():
+def order_before(action: Action) -> set[str]:
+    return {dep.action for dep in action.after if dep.kind == "order"}
+
+
+def test_rows_that_end_first_go_to_row_ops_and_group_ops_wait():
     plan = cut(grpo(epochs=2), THREE, 4)
+    assert {"actor.rollout", "reward", "ref.log_probs", "actor.log_probs"} == chunked(plan)
+    for index in range(4):
+        piece = f"[{index + 1}/4]"
+        rollout = plan.action(f"actor.rollout{piece}")
+        assert {"prompts"} == read(rollout)
+        assert (index > 0) is (f"actor.rollout[{index}/4]" in order_before(rollout))
+        assert ("actor@gen/weights", "actor.rollout/cache") == rollout.needs
+        assert Chunk(index=index, count=4, by="finish") == rollout.chunk
+        assert rollout.begins
+        assert rollout.piece_read is None
+        for node in ("reward", "ref.log_probs", "actor.log_probs"):
+            action = plan.action(f"{node}{piece}")
+            assert {f"actor.rollout{piece}"} == read(action)
+            assert rollout.chunk == action.chunk == action.piece_read
+            assert not action.begins
+    (advantage,), (update,) = runs(plan, "advantage"), runs(plan, "actor.update")
+    every = {f"{node}[{n}/4]" for node in ("actor.rollout", "reward") for n in (1, 2, 3, 4)}
+    assert every == read(advantage)
+    assert {"advantage", *(f"ref.log_probs[{n}/4]" for n in (1, 2, 3, 4))} < read(update)
+
+
+def test_what_a_rollout_keeps_between_its_pieces_is_a_part():
+    whole, plan = cut(grpo(), SPLIT, 1), cut(grpo(), SPLIT, 2)
+    (one,) = runs(whole, "actor.rollout")
+    part, held = plan.part("actor.rollout/cache"), dict(one.cost.holds)["KV cache"]
+    assert ("cache", "actor@gen", (1,)) == (part.kind, part.instance, part.devices)
+    assert held == part.size == part.residual
+    assert part.name in plan.awake_at_start
+    assert all("KV cache" not in dict(a.cost.holds) for a in runs(plan, "actor.rollout"))
+    assert not any(a.part == part.name for a in plan.actions)
+    assert not any(p.kind == "cache" for p in cut(grpo(ignore_eos=True), SPLIT, 2).parts)
+
+
+def test_row_and_group_ops_are_cut_by_prompts_and_batch_ops_wait_for_all():
+    plan = cut(grpo(epochs=2, ignore_eos=True), THREE, 4)
     assert chunked(plan) == {
         "actor.rollout",
         "reward",
@@ -88,18 +126,20 @@ def test_row_and_group_ops_are_cut_and_batch_ops_wait_for_all():
     assert wanted == read(update)
 
 
-def test_an_estimator_over_the_batch_is_not_cut():
-    plan = cut(ppo(), APART, 2)
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_an_estimator_over_the_batch_is_not_cut(ignore_eos):
+    plan = cut(ppo(ignore_eos=ignore_eos), APART, 2)
     assert {"actor.rollout", "reward", "ref.log_probs", "critic.values"} == chunked(plan)
     (advantage,) = runs(plan, "advantage")
     assert {f"critic.values[{n}/2]" for n in (1, 2)} < read(advantage)
 
 
-def test_what_reads_other_rows_too_is_not_cut():
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_what_reads_other_rows_too_is_not_cut(ignore_eos):
     def declare() -> None:
         actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))
         prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
-        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8, ignore_eos=ignore_eos)
         reward = ops.reward(exact, samples)
         whole = judged("whole", "batch", "", "pad")(reward)
         after = judged("after", "row", "", "pad")(whole.rename(reward="whole"))
@@ -116,11 +156,12 @@ SPLIT_NO_REF = rf.Placement(
 )
 
 
-def test_a_chunk_costs_its_share_and_says_what_it_is_for():
-    whole, plan = cut(ppo(), APART, 1), cut(ppo(), APART, 2)
+@pytest.mark.parametrize(("ignore_eos", "what"), [(False, "rows that end"), (True, "groups")])
+def test_a_chunk_costs_its_share_and_says_what_it_is_for(ignore_eos, what):
+    whole, plan = (cut(ppo(ignore_eos=ignore_eos), APART, n) for n in (1, 2))
     first = plan.action("actor.rollout[1/2]")
     assert "streamed" == first.reason.rule
-    assert "critic.values can start on the first 4 groups" in first.reason.text
+    assert f"critic.values can start on the first 4 {what}" in first.reason.text
     (one,) = runs(whole, "actor.rollout")
     assert 0 < first.cost.seconds < one.cost.seconds
     assert 0 < first.cost.transient < one.cost.transient
@@ -157,28 +198,80 @@ def test_a_pipeline_without_a_rollout_is_left_alone(count):
     ("count", "fix"),
     [(3, "stream=2 or stream=4"), (5, "stream=4 or stream=8"), (16, "stream=8")],
 )
-def test_chunks_are_whole_prompts(count, fix):
+def test_chunks_are_whole_prompts_where_all_end_together(count, fix):
     with pytest.raises(PlanError) as caught:
-        cut(grpo(), SPLIT, count)
+        cut(grpo(ignore_eos=True), SPLIT, count)
     (finding,) = caught.value.findings
     assert ("E224", fix) == (finding.code, finding.fix)
     assert f"8 prompts do not divide into {count} chunks" in finding.what
 
 
-def test_an_op_that_refuses_uneven_parts_refuses_small_chunks():
+@pytest.mark.parametrize("count", [3, 5, 16])
+def test_chunks_of_rows_that_end_need_not_divide(count):
+    plan = cut(grpo(), SPLIT, count)
+    assert count == len(runs(plan, "actor.rollout")) == len(runs(plan, "reward"))
+
+
+def test_a_chunk_has_a_row():
+    with pytest.raises(PlanError) as caught:
+        cut(grpo(), SPLIT, 17)
+    (finding,) = caught.value.findings
+    assert ("E224", "stream=16") == (finding.code, finding.fix)
+    assert "16 rows do not divide into 17 chunks" in finding.what
+
+
+def judging(per: str, dispatch: str, uneven: str, *, ignore_eos: bool) -> Graph:
+    """GRPO whose reward goes through an op of its own."""
+
     def declare() -> None:
         actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))
         prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
-        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8, ignore_eos=ignore_eos)
         reward = ops.reward(exact, samples)
-        made = judged("judge", "group", "split", "refuse")(reward, samples)
+        given = (reward, samples) if per == "group" else (reward,)
+        made = judged("judge", per, dispatch, uneven)(*given)
         advantage = ops.advantage("grpo", samples, made.rename(reward="judge"))
         ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
 
-    placement = rf.Placement(
-        pools={"train": 1, "many": 4}, assign={"*": rf.on("train"), "judge": rf.on("many")}
+    return graph_of(declare)
+
+
+JUDGED = rf.Placement(
+    pools={"train": 1, "many": 4}, assign={"*": rf.on("train"), "judge": rf.on("many")}
+)
+
+
+@pytest.mark.parametrize(
+    ("per", "uneven", "follows"),
+    [("row", "pad", True), ("row", "refuse", False), ("group", "pad", False)],
+)
+def test_rows_that_end_first_are_of_no_even_number(per, uneven, follows):
+    plan = cut(judging(per, "split", uneven, ignore_eos=False), JUDGED, 4)
+    assert follows is ("judge" in chunked(plan))
+    assert {"actor.rollout", "reward"} <= chunked(plan)
+
+
+def test_a_rollout_of_what_another_one_made_waits_for_all_of_it():
+    def declare(ignore_eos: bool) -> None:
+        actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))
+        ref = rf.Model("ref", "models/mid")
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8, ignore_eos=ignore_eos)
+        again = ops.rollout(ref, samples, n=2, max_new_tokens=4, name="again")
+        ops.metrics(ops.reward(exact, again, name="again.reward"), name="again.metrics")
+        advantage = ops.advantage("grpo", samples, ops.reward(exact, samples))
+        ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
+
+    by_finish, by_prompts = (
+        cut(graph_of(lambda eos=eos: declare(eos)), THREE, 2) for eos in (False, True)
     )
-    graph = graph_of(declare)
+    assert {"actor.rollout", "reward"} == chunked(by_finish)
+    assert {"again", "again.reward"} <= chunked(by_prompts)
+    assert ["actor.rollout"] == sorted({str(a.node) for a in by_prompts.actions if a.begins})
+
+
+def test_an_op_that_refuses_uneven_parts_refuses_small_chunks():
+    placement, graph = JUDGED, judging("group", "split", "refuse", ignore_eos=True)
     assert {2} == {a.chunk.count for a in cut(graph, placement, 2).actions if a.chunk}
     with pytest.raises(PlanError) as caught:
         cut(graph, placement, 4)
@@ -283,9 +376,14 @@ def test_every_plan_in_chunks_verifies(case):
         if found[0].chunk is None:
             assert 1 == len(found)
             continue
-        assert [Chunk(index=i, count=count) for i in range(count)] == sorted(
+        by = found[0].chunk.by
+        assert [Chunk(index=i, count=count, by=by) for i in range(count)] == sorted(
             (a.chunk for a in found), key=lambda chunk: chunk.index
         )
+        assert node.op.per == "row" or by == "prompts"
+        if found[0].begins:
+            own_rule = found[0].takes.rule == "long_first"
+            assert (by == "prompts") is (own_rule or "ignore_eos" in dict(node.params))
         assert node.op.per != "batch"
         assert "pure" == node.op.effect
         assert 1 == node.every
@@ -293,147 +391,11 @@ def test_every_plan_in_chunks_verifies(case):
         assert all(cut_sources) or node.op.rows == "expand"
 
 
-@pytest.mark.parametrize("backend", ["local", "ray"])
-def test_a_plan_with_a_wrong_chunk_is_rejected(backend):
-    """After `transfer`, so that no device's order stands in for a dependency."""
-    compiled = compiled_with(grpo(epochs=2), streamed(THREE, 2), backend=backend)
-    plan = dict(compiled.stages)["transfer"]
-    assert [] == verify(plan, "transfer")
-    survivors = [name for name, mutant in wrong_chunks(plan) if not verify(mutant, "transfer")]
-    assert [] == survivors
-
-
-def wrong_chunks(plan: Plan):
-    """The plan with one chunk less, doubled, renumbered, or fed from another chunk."""
-    other = {"[1/2]": "[2/2]", "[2/2]": "[1/2]"}
-    for action in plan.actions:
-        if action.chunk is None:
-            continue
-        rest = tuple(a for a in plan.actions if a.id != action.id)
-        bridged = tuple(
-            replace(
-                a,
-                after=tuple(d for d in a.after if d.action != action.id)
-                + tuple(d for d in action.after if d.action not in (a.id, action.id)),
-            )
-            if any(d.action == action.id for d in a.after)
-            else a
-            for a in rest
-        )
-        yield f"no {action.id}", replace(plan, actions=bridged)
-        for chunk in (None, Chunk(index=1 - action.chunk.index, count=2), Chunk(index=0, count=4)):
-            changed = replace(action, chunk=chunk)
-            actions = tuple(changed if a.id == action.id else a for a in plan.actions)
-            yield f"{action.id} as {chunk}", replace(plan, actions=actions)
-        if action.takes is not None and action.kind == "run":
-            moved = replace(action, takes=Spread(parts=((97,),)))
-            actions = tuple(moved if a.id == action.id else a for a in plan.actions)
-            yield f"{action.id} takes elsewhere", replace(plan, actions=actions)
-    for action in plan.actions:
-        swapped = tuple(
-            replace(dep, action=dep.action[:-5] + other[dep.action[-5:]])
-            if dep.kind == "data" and dep.action[-5:] in other and action.chunk is not None
-            else dep
-            for dep in action.after
-        )
-        last = action.chunk is not None and action.chunk.index == 1
-        if swapped != action.after and last:
-            actions = tuple(
-                replace(a, after=swapped) if a.id == action.id else a for a in plan.actions
-            )
-            yield f"{action.id} after the other chunk", replace(plan, actions=actions)
-
-
-@pytest.mark.parametrize("backend", ["local", "ray"])
-def test_who_does_not_wait_for_the_last_chunk_is_rejected(backend):
-    compiled = compiled_with(grpo(epochs=2), streamed(THREE, 2), backend=backend)
-    plan = dict(compiled.stages)["transfer"]
-    nodes = ("ref.log_probs", "advantage")
-    checked = 0
-    for name in (f"{node}[2/2]" for node in nodes):
-        for reader in plan.actions:
-            after = tuple(dep for dep in reader.after if dep.action != name or dep.kind != "data")
-            if after == reader.after:
-                continue
-            early = replace(reader, after=after)
-            actions = tuple(early if a.id == reader.id else a for a in plan.actions)
-            broken = verify(replace(plan, actions=actions), "transfer")
-            assert any(f"may start before {name}" in text for text in broken), (name, reader.id)
-            checked += 1
-    assert len(nodes) == checked
-
-
-def test_a_chunk_on_another_instance_is_rejected():
-    def declare() -> None:
-        actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))
-        ref = rf.Model("ref", "models/mid")
-        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
-        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
-        ops.metrics(ops.log_probs(ref, samples, name="here"), name="one")
-        ops.metrics(ops.log_probs(ref, samples, temperature=0.5, name="there"), name="two")
-        ops.update(actor, samples, loss=rf.SFTLoss())
-
-    placement = rf.Placement(
-        pools={"train": 1, "gen": 1, "look": 1},
-        assign={"*": rf.on("train"), "here": rf.on("gen"), "there": rf.on("look")},
-        stream=2,
-    )
-    plan = dict(compiled_with(graph_of(declare), placement).stages)["stream"]
-    last, other = plan.action("here[2/2]"), plan.action("there[2/2]")
-    moved = replace(
-        last,
-        pool=other.pool,
-        devices=other.devices,
-        instance=other.instance,
-        needs=other.needs,
-        reads=other.reads,
-        takes=other.takes,
-        makes=other.makes,
-    )
-    actions = tuple(moved if a.id == last.id else a for a in plan.actions)
-    broken = verify(replace(plan, actions=actions), "stream")
-    assert ["here[2/2] is done otherwise than here[1/2]"] == broken
-
-
-def test_chunks_within_a_group_are_rejected():
-    plan = dict(compiled_with(grpo(every=0), streamed(THREE, 2)).stages)["stream"]
-    nodes = tuple(
-        replace(node, params=tuple({**dict(node.params), "batch": 7}.items()))
-        if node.name == "prompts"
-        else node
-        for node in plan.graph.nodes
-    )
-    broken = verify(replace(plan, graph=replace(plan.graph, nodes=nodes)), "stream")
-    assert "reward is cut into 2 chunks, within the groups of its 7 prompts" in broken
-
-
-def test_a_batch_op_in_chunks_is_rejected():
-    whole = cut(ppo(), APART, 1)
-    stages = dict(compiled_with(ppo(), APART).stages)
-    plan = stages["bind"]
-    (advantage,) = runs(plan, "advantage")
-    actions = []
-    for action in plan.actions:
-        if action.id == "advantage":
-            actions += [
-                replace(advantage, id=f"advantage[{n}/2]", chunk=Chunk(index=n - 1, count=2))
-                for n in (1, 2)
-            ]
-        else:
-            after = tuple(
-                replace(dep, action=f"advantage[{n}/2]") if dep.action == "advantage" else dep
-                for dep in action.after
-                for n in (1, 2)
-            )
-            actions.append(replace(action, after=tuple(dict.fromkeys(after))))
-    broken = verify(replace(plan, actions=tuple(actions)), "bind")
-    assert any("takes its batch at once" in text for text in broken)
-    assert [] == verify(whole, "timing")
-
-
 def test_chains_that_cross_are_found():
-    (chain,) = crossing_chains(bound(ppo(), APART))
-    assert ("actor.rollout", 8) == (chain.root.name, chain.prompts)
+    for ignore_eos, by in ((False, "finish"), (True, "prompts")):
+        (chain,) = crossing_chains(bound(ppo(ignore_eos=ignore_eos), APART))
+        assert ("actor.rollout", 8, 8) == (chain.root.name, chain.prompts, chain.rows)
+        assert by == chain.by
 
 
 def test_equal_input_gives_equal_plans():

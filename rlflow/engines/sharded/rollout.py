@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlflow.engines.protocol import Generation, SampleKey, Sampling
-from rlflow.engines.rollout import Responses, TorchRollout
+from rlflow.engines.decoding import Responses
+from rlflow.engines.protocol import Generation, Reach, SampleKey, Sampling
+from rlflow.engines.rollout import EVERYTHING, TorchRollout
 from rlflow.engines.sharded.model import ShardedModel
 
 
@@ -17,9 +18,14 @@ class AgreedResponses(Responses):
     """Rows as they grow, equal on all ranks that share each layer."""
 
     def __init__(
-        self, rollout: ShardedRollout, sampling: Sampling, key: SampleKey, ids: Tensor
+        self,
+        rollout: ShardedRollout,
+        sampling: Sampling,
+        key: SampleKey,
+        ids: Tensor,
+        reach: Reach,
     ) -> None:
-        super().__init__(sampling, key, ids, rollout.model.device)
+        super().__init__(sampling, key, ids, reach, rollout.model.device)
         self.rollout = rollout
 
     def choose(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,16 +52,23 @@ class ShardedRollout(TorchRollout):
         self.ended = False
 
     def generate(
-        self, prompts: Tensor, sampling: Sampling, key: SampleKey, sample_ids: Tensor
+        self,
+        prompts: Tensor,
+        sampling: Sampling,
+        key: SampleKey,
+        sample_ids: Tensor,
+        reach: Reach = EVERYTHING,
     ) -> Generation:
         """See `TorchRollout.generate`; every rank of a row part returns the same."""
         self.model.require_ready()
         with self.model.gathered():
-            return super().generate(prompts, sampling, key, sample_ids)
+            return super().generate(prompts, sampling, key, sample_ids, reach)
 
-    def responses(self, sampling: Sampling, key: SampleKey, sample_ids: Tensor) -> Responses:
+    def responses(
+        self, sampling: Sampling, key: SampleKey, sample_ids: Tensor, reach: Reach
+    ) -> Responses:
         """Rows without tokens, on which the ranks agree."""
-        return AgreedResponses(self, sampling, key, sample_ids)
+        return AgreedResponses(self, sampling, key, sample_ids, reach)
 
     def told_to_stop(self) -> bool:
         """Whether `abort` was called in this process."""

@@ -8,20 +8,27 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import lengths, ragged_like, unpad
+from rlflow.ops.bodies import adaptive
 from rlflow.ops.bodies.common import MASK, inputs_of, num_rows, padded_fields
 from rlflow.ops.bodies.stats import mean_of
 from rlflow.ops.body import Call, Output, Stat
+from rlflow.ops.controllers import AdaptiveKL
 from rlflow.ops.math import advantages as formulas
+from rlflow.ops.math.groups import GroupStatistics, degenerate
 from rlflow.ops.math.kl import token_kl
+from rlflow.ops.math.masked import select
+
+Fields = dict[str, Tensor]
+Metrics = dict[str, Stat]
 
 
 def gae(call: Call) -> Output:
     """Generalised advantage estimates and returns per token."""
     fields = _fields(call)
     rewards, metrics = _token_rewards(call, fields)
-    made = formulas.gae(
-        rewards, fields["values"], fields[MASK], **_options(call, "gamma", "lam", "whiten")
-    )
+    options = _options(call, "gamma", "lam", "whiten")
+    finished = fields["finished"] if call.params.get("bootstrap") else None
+    made = formulas.gae(rewards, fields["values"], fields[MASK], finished=finished, **options)
     return _token_output(call, made, metrics)
 
 
@@ -33,24 +40,103 @@ def reinforce_pp(call: Call) -> Output:
     return _token_output(call, made, metrics)
 
 
+def remax(call: Call) -> Output:
+    """ReMax: reward-to-go minus the reward of the greedy response."""
+    fields = _fields(call)
+    rewards, metrics = _token_rewards(call, fields)
+    made = formulas.remax(rewards, fields["baseline"], fields[MASK])
+    return _token_output(call, made, metrics)
+
+
+def optimal_token_baseline(call: Call) -> Output:
+    """Reward-to-go minus a baseline of the group for every time step."""
+    fields = _fields(call)
+    rewards, metrics = _token_rewards(call, fields)
+    made = formulas.optimal_token_baseline(
+        rewards,
+        fields["old_log_probs"],
+        fields["sum_pi_squared"],
+        fields[MASK],
+        fields["group"],
+        **_options(call, "zero_tail", "single"),
+    )
+    return _token_output(call, made, {**metrics, **_group_metrics(fields, fields["reward"])})
+
+
 def grpo(call: Call) -> Output:
     """Group-relative advantages, one a row."""
     fields = _fields(call)
     reward, metrics = _row_rewards(call, fields)
-    options = _options(call, "std_eps", "scale", "single")
-    return _row_output(call, formulas.grpo(reward, fields["group"], **options), metrics)
+    options = _options(call, "std_eps", "scale", "single", "leave_one_out")
+    return _row_output(call, fields, formulas.grpo(reward, fields["group"], **options), metrics)
+
+
+def dr_grpo(call: Call) -> Output:
+    """Rewards minus the mean of their group."""
+    fields = _fields(call)
+    reward, metrics = _row_rewards(call, fields)
+    made = formulas.dr_grpo(reward, fields["group"], **_options(call, "single"))
+    return _row_output(call, fields, made, metrics)
 
 
 def rloo(call: Call) -> Output:
     """Leave-one-out advantages, one a row."""
     fields = _fields(call)
     reward, metrics = _row_rewards(call, fields)
-    return _row_output(
-        call, formulas.rloo(reward, fields["group"], **_options(call, "single")), metrics
+    options = _options(call, "single", "whiten", "std_eps")
+    return _row_output(call, fields, formulas.rloo(reward, fields["group"], **options), metrics)
+
+
+def opo(call: Call) -> Output:
+    """Rewards minus the mean of their group weighted by length."""
+    fields = _fields(call)
+    reward, metrics = _row_rewards(call, fields)
+    made = formulas.opo(reward, fields["group"], fields[MASK], **_options(call, "single"))
+    return _row_output(call, fields, made, metrics)
+
+
+def gpg(call: Call) -> Output:
+    """Rewards minus the mean of their group, made up for groups that teach nothing."""
+    fields = _fields(call)
+    reward, metrics = _row_rewards(call, fields)
+    options = _options(call, "alpha", "scale", "std_eps", "single")
+    return _row_output(call, fields, formulas.gpg(reward, fields["group"], **options), metrics)
+
+
+def pass_at_k(call: Call) -> Output:
+    """The lead of the best row of a group over the second."""
+    fields = _fields(call)
+    reward, metrics = _row_rewards(call, fields)
+    options = _options(call, "std_eps", "scale")
+    made = formulas.pass_at_k(reward, fields["group"], **options)
+    return _row_output(call, fields, made, metrics)
+
+
+def reinforce_pp_baseline(call: Call) -> Output:
+    """Rewards minus the mean of their group, whitened."""
+    fields = _fields(call)
+    reward, metrics = _row_rewards(call, fields)
+    options = _options(call, "single", "whiten", "over")
+    made = formulas.reinforce_pp_baseline(reward, fields["group"], fields[MASK], **options)
+    return _row_output(call, fields, made, metrics)
+
+
+def gdpo(call: Call) -> Output:
+    """Several rewards, each relative to its group, added up and whitened."""
+    fields = _fields(call)
+    weights = call.params["rewards"]
+    rewards = torch.stack([fields[name] for name in weights], -1)
+    made = formulas.gdpo(
+        rewards,
+        fields["group"],
+        fields.get(MASK),
+        weights=list(weights.values()),
+        **_options(call, "std_eps", "scale", "single", "whiten", "over"),
     )
+    return _row_output(call, fields, made, {}, rewards)
 
 
-def _fields(call: Call) -> dict[str, Tensor]:
+def _fields(call: Call) -> Fields:
     inputs = inputs_of(call)
     return padded_fields(inputs, tuple(inputs.keys()))
 
@@ -59,37 +145,61 @@ def _options(call: Call, *names: str) -> dict[str, Any]:
     return {name: call.params[name] for name in names if name in call.params}
 
 
-def _kl(call: Call, fields: dict[str, Tensor]) -> Tensor | None:
+def _kl(call: Call, fields: Fields) -> Tensor | None:
     """KL of the rollout's policy to the reference per token, where it has a coefficient."""
     if not call.params.get("kl_coef"):
         return None
     kind = call.params.get("kl", "k1")
+    if kind == "given":
+        return select(fields["kl"], fields[MASK])
     return token_kl(fields["rollout_log_probs"], fields["ref_log_probs"], fields[MASK], kind=kind)
 
 
-def _kl_metric(kl: Tensor | None, fields: dict[str, Tensor]) -> dict[str, Stat]:
+def _kl_metric(kl: Tensor | None, fields: Fields) -> Metrics:
     if kl is None:
         return {}
     tokens = float(fields[MASK].sum())
     return {"kl": Stat(kind="mean", total=kl.double().sum().item(), count=tokens)}
 
 
-def _token_rewards(call: Call, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Stat]]:
+def _kl_coef(call: Call, fields: Fields, metrics: Metrics) -> float:
+    """The coefficient of this batch; an adaptive one is logged, and follows the batch's KL."""
+    option = call.params.get("kl_coef", 0.0)
+    acting = adaptive.kl_coef(option, call.state)
+    if isinstance(option, AdaptiveKL):
+        kl, rows = metrics["kl"], float(len(fields["reward"]))
+        metrics["kl_coef"] = Stat(kind="max", total=acting)
+        adaptive.follow_kl(option, call.state, kl.value, tokens=kl.count, rows=rows)
+    return acting
+
+
+def _token_rewards(call: Call, fields: Fields) -> tuple[Tensor, Metrics]:
     kl = _kl(call, fields)
+    metrics = _kl_metric(kl, fields)
     rewards = formulas.token_rewards(
-        fields["reward"], fields[MASK], kl=kl, kl_coef=call.params.get("kl_coef", 0.0)
+        fields["reward"], fields[MASK], kl=kl, kl_coef=_kl_coef(call, fields, metrics)
     )
-    return rewards, _kl_metric(kl, fields)
+    return rewards, metrics
 
 
-def _row_rewards(call: Call, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Stat]]:
+def _row_rewards(call: Call, fields: Fields) -> tuple[Tensor, Metrics]:
     kl = _kl(call, fields)
     if kl is None:
         return fields["reward"], {}
-    return fields["reward"] - call.params["kl_coef"] * kl.sum(1), _kl_metric(kl, fields)
+    metrics = _kl_metric(kl, fields)
+    return fields["reward"] - _kl_coef(call, fields, metrics) * kl.sum(1), metrics
 
 
-def _token_output(call: Call, made: tuple[Tensor, Tensor], metrics: dict[str, Stat]) -> Output:
+def _group_metrics(fields: Fields, reward: Tensor) -> Metrics:
+    """The shares of groups of one and of groups whose rewards, before a KL, are all equal."""
+    sizes = GroupStatistics(fields["group"], fields["group"])
+    return {
+        "single": mean_of(sizes.each(sizes.size == 1)),
+        "degenerate": mean_of(sizes.each(degenerate(reward, fields["group"]))),
+    }
+
+
+def _token_output(call: Call, made: tuple[Tensor, Tensor], metrics: Metrics) -> Output:
     inputs = inputs_of(call)
     like = inputs[MASK]
     named = dict(zip(("advantages", "returns"), made, strict=True))
@@ -101,9 +211,12 @@ def _token_output(call: Call, made: tuple[Tensor, Tensor], metrics: dict[str, St
     return Output(fields=fields, rows=num_rows(inputs), metrics=metrics)
 
 
-def _row_output(call: Call, made: Tensor, metrics: dict[str, Stat]) -> Output:
+def _row_output(
+    call: Call, fields: Fields, made: Tensor, metrics: Metrics, rewards: Tensor | None = None
+) -> Output:
+    groups = _group_metrics(fields, fields["reward"] if rewards is None else rewards)
     return Output(
         fields={"advantages": made.to(torch.float32)},
         rows=len(made),
-        metrics={**metrics, "zero": mean_of(made == 0)},
+        metrics={**metrics, "zero": mean_of(made == 0), **groups},
     )

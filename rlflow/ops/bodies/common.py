@@ -5,7 +5,6 @@ This file knows no operator.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import Batch, flat, is_ragged, lengths, pad, ragged_rows
+from rlflow.data import Chat
 from rlflow.errors import Finding, RunError
 from rlflow.ops.body import Call, ModelInUse
 
@@ -82,7 +82,9 @@ def token_rows(call: Call, tokenizer: Any, texts: list[str], chat: bool) -> Tens
 
 
 def _chat_tokens(call: Call, tokenizer: Any, text: str) -> list[int]:
-    if not tokenizer.chat_template:
+    option = call.params.get("chat", True)
+    chat = option if isinstance(option, Chat) else Chat(declared=call.where)
+    if not (chat.template or tokenizer.chat_template):
         raise RunError(
             Finding(
                 code="E632",
@@ -91,8 +93,23 @@ def _chat_tokens(call: Call, tokenizer: Any, text: str) -> list[int]:
                 fix="chat=False",
             )
         )
-    messages = json.loads(text) if text.startswith("[{") else [{"role": "user", "content": text}]
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    try:
+        encoded = tokenizer.apply_chat_template(
+            chat.messages(text),
+            tools=list(chat.tools) or None,
+            chat_template=chat.template,
+            add_generation_prompt=True,
+            return_dict=True,
+        )
+    except Exception as error:
+        raise RunError(
+            Finding(
+                code="E290",
+                what=f"{call.node}: the chat template does not take a prompt",
+                where=chat.declared or call.where,
+                got=f"{type(error).__name__}: {error}\n{text!r:.160}",
+            )
+        ) from error
     tokens: list[int] = encoded["input_ids"]
     return tokens
 

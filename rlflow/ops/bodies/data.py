@@ -21,7 +21,7 @@ def as_text(value: Any) -> str:
 def prompts(call: Call) -> Output:
     """The rows of this iteration: text columns and their `row_id`."""
     batch = call.params["batch"]
-    rows = call.params["data"].batch(call.iteration, batch, call.seed)
+    rows = call.params["data"].batch(call.drawn, batch, call.seed)
     fields = {
         name: text(as_text(row[name]) for row in rows)
         for name in call.outputs

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlflow.batch import flat, lengths, ragged_like, select_field, split_rows, strings, text
+from rlflow.batch import (
+    flat,
+    joined_rows,
+    lengths,
+    ragged,
+    ragged_like,
+    select_field,
+    split_rows,
+    strings,
+    text,
+)
 from rlflow.ops.bodies.common import (
     inputs_of,
     model_of,
@@ -42,6 +54,7 @@ def rollout(call: Call) -> Output:
 
     Sample s of row p of the batch has the same number, and so the same random numbers, in
     whichever part the row is. The version of a token is that of the weights that sampled it.
+    With the option `until` responses stop after so many tokens.
     """
     inputs, model, params = inputs_of(call), model_of(call), call.params
     n, count, numbers = params["n"], num_rows(inputs), row_numbers(call)
@@ -50,40 +63,99 @@ def rollout(call: Call) -> Output:
     room = params["max_new_tokens"]
     too_long(call, prompt_tokens, texts, room, model.context, numbers.tolist())
     parent = torch.arange(count).repeat_interleave(n)
-    group = numbers[parent] + call.iteration * total_rows(call)
+    group = numbers[parent] + call.drawn * total_rows(call)
     sample = group * n + torch.arange(n).repeat(count)
-    made = model.generate(
-        prompt_tokens,
-        sample,
-        n=n,
-        max_new_tokens=room,
-        temperature=params["temperature"],
-        top_p=params.get("top_p", 1.0),
-        top_k=params.get("top_k", 0),
-        ignore_eos="ignore_eos" in params,
-    )
-    fields: dict[str, Tensor] = {
+    until = params.get("until")
+    made = model.generate(prompt_tokens, sample, n=n, until=until, **drawn(params))
+    if made.rows is not None:
+        parent, group, sample = parent[made.rows], group[made.rows], sample[made.rows]
+    fields = responses(call, made) | {
         "prompt_tokens": select_field(prompt_tokens, parent),
-        "response_tokens": made.response_tokens,
-        "rollout_log_probs": made.log_probs,
-        "finished": made.finished,
         "group": group,
         "sample": sample,
     }
-    if "response_mask" in call.wanted:
-        everything = torch.ones(len(flat(made.response_tokens)), dtype=torch.bool)
-        fields["response_mask"] = ragged_like(everything, made.response_tokens)
-    if "version" in call.wanted:
-        versions = torch.full_like(flat(made.response_tokens), model.version)
-        fields["version"] = ragged_like(versions, made.response_tokens)
-    if "response" in call.wanted:
-        fields["response"] = text(responses(model.tokenizer, made))
     for name in call.wanted - CARRIED_BY_ENGINE:
         fields[name] = select_field(inputs[name], parent)
     kept = {name: value for name, value in fields.items() if name in call.wanted}
-    longest = max_of(lengths(made.response_tokens))
-    metrics = {**_ended(made), "length_max": longest}
-    return Output(fields=kept, rows=count * n, factor=n, metrics=metrics)
+    metrics = _sampled(made) if until is None else {"paused": mean_of(~made.finished)}
+    return Output(fields=kept, rows=len(parent), factor=n, kept=made.rows, metrics=metrics)
+
+
+def resume(call: Call) -> Output:
+    """Go on with the rows that a rollout has left unfinished after `first` tokens.
+
+    What a row has so far is read with the weights as they are; its next tokens are drawn with
+    the random numbers of their positions, so where a row is paused changes none of those.
+    """
+    inputs, model, params = inputs_of(call), model_of(call), call.params
+    first, begun = params["first"], inputs["response_tokens"]
+    going = ~inputs["finished"] & (lengths(begun) == first)
+    places = torch.nonzero(going).flatten()
+    seen = joined_rows(inputs["prompt_tokens"], begun)
+    made = model.generate(
+        select_field(seen, places), inputs["sample"][places], n=1, first=first, **drawn(params)
+    )
+    finished = inputs["finished"].clone()
+    finished[places] = made.finished
+    whole = Resumed(
+        response_tokens=_appended(begun, made.response_tokens, places),
+        log_probs=_appended(inputs["rollout_log_probs"], made.log_probs, places),
+        finished=finished,
+    )
+    fields = responses(call, whole)
+    if "version" in call.wanted:
+        newer = torch.full_like(flat(made.response_tokens), model.version)
+        newer = ragged_like(newer, made.response_tokens)
+        fields["version"] = _appended(inputs["version"], newer, places)
+    metrics = {**_sampled(whole), "resumed": mean_of(going)}
+    return Output(fields=fields, rows=num_rows(inputs), metrics=metrics)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """Responses of which the last tokens were drawn later than the first."""
+
+    response_tokens: Tensor
+    log_probs: Tensor
+    finished: Tensor
+    rows: Tensor | None = None
+
+
+def _appended(begun: Tensor, more: Tensor, places: Tensor) -> Tensor:
+    """A ragged field, with `more` at the end of the rows `places`."""
+    sizes = torch.zeros(len(lengths(begun)), dtype=torch.int64)
+    sizes[places] = lengths(more)
+    return joined_rows(begun, ragged(flat(more), sizes))
+
+
+def drawn(params: Mapping[str, Any]) -> dict[str, Any]:
+    """How a node's tokens are drawn, as `generate` wants it."""
+    return {
+        "max_new_tokens": params["max_new_tokens"],
+        "temperature": params["temperature"],
+        "top_p": params.get("top_p", 1.0),
+        "top_k": params.get("top_k", 0),
+        "ignore_eos": "ignore_eos" in params,
+    }
+
+
+def responses(call: Call, made: Generated) -> dict[str, Tensor]:
+    """The fields of a response that somebody reads."""
+    tokens, model = made.response_tokens, model_of(call)
+    fields = {
+        "response_tokens": tokens,
+        "rollout_log_probs": made.log_probs,
+        "finished": made.finished,
+    }
+    if "response_mask" in call.wanted:
+        everything = torch.ones(len(flat(tokens)), dtype=torch.bool)
+        fields["response_mask"] = ragged_like(everything, tokens)
+    if "version" in call.wanted:
+        versions = torch.full_like(flat(tokens), model.version)
+        fields["version"] = ragged_like(versions, tokens)
+    if "response" in call.wanted:
+        fields["response"] = text(as_texts(model.tokenizer, tokens))
+    return {name: value for name, value in fields.items() if name in call.wanted}
 
 
 def _ended(made: Generated) -> dict[str, Stat]:
@@ -92,9 +164,14 @@ def _ended(made: Generated) -> dict[str, Stat]:
     return {"length": mean_of(sizes), "finished": mean_of(made.finished)}
 
 
-def responses(tokenizer: Any, made: Generated) -> list[str]:
-    """The responses as text, special tokens left out."""
-    rows = [row.tolist() for row in split_rows(made.response_tokens)]
+def _sampled(made: Generated) -> dict[str, Stat]:
+    """As `_ended`, and how long the longest is."""
+    return {**_ended(made), "length_max": max_of(lengths(made.response_tokens))}
+
+
+def as_texts(tokenizer: Any, tokens: Tensor) -> list[str]:
+    """Ragged tokens as text, special ones left out."""
+    rows = [row.tolist() for row in split_rows(tokens)]
     # Of no rows the tokenizer makes one empty text.
     decoded: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=True) if rows else []
     return decoded
@@ -121,7 +198,7 @@ def evaluate(call: Call) -> Output:
     )
     names = [name for name in held_out[0] if name != "row_id"]
     columns = {name: [as_text(row[name]) for row in rows] for name in names}
-    columns["response"] = responses(model.tokenizer, made)
+    columns["response"] = as_texts(model.tokenizer, made.response_tokens)
     scores = score(call, params["function"], columns, share, params["batched"])
     reward = Stat(kind="mean", total=float(sum(scores)), count=float(len(scores)))
     return Output(metrics={"reward": reward, **_ended(made)})

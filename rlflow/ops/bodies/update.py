@@ -2,6 +2,7 @@
 
 The engine cuts a mini-batch into micro-batches as it likes; the loss is scaled by the
 counts of the whole mini-batch, all parts together, so the gradient is the same for every cut.
+What a loss chooses among the tokens of a mini-batch is chosen before it is cut (`selection`).
 A loss of no rows is 0.
 """
 
@@ -15,13 +16,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlflow.batch import Batch, flat, lengths, pad, select_rows
+from rlflow.batch import Batch, flat, lengths, make_batch, pad, ragged_like, select_rows
 from rlflow.errors import Finding, NumericsError, RunError
+from rlflow.ops.bodies import adaptive
+from rlflow.ops.bodies.batchwise import prepared
 from rlflow.ops.bodies.common import MASK, inputs_of, model_of, num_rows, padded_fields, row_numbers
+from rlflow.ops.bodies.selection import numbered, selected
 from rlflow.ops.bodies.stats import max_of, mean_of
 from rlflow.ops.body import Call, Output, Stat, Stepped
 from rlflow.ops.losses import Loss, PolicyLoss
 from rlflow.ops.math.aggregate import Totals
+from rlflow.ops.math.batchwise import SHARES, SLOPES
+from rlflow.ops.math.diagnostics import finished
+from rlflow.ops.math.mismatch import step_sums
+from rlflow.ops.preference import BatchwiseLoss
 
 if TYPE_CHECKING:
     from rlflow.ops.body import LossFunction
@@ -32,8 +40,15 @@ READ_BY_LOSSES = (
     "old_log_probs",
     "rollout_log_probs",
     "ref_log_probs",
+    "age",
     "values",
     "returns",
+    "chosen",
+    "covariance",
+    "uncertain",
+    "teacher_log_probs",
+    SLOPES,
+    SHARES,
 )
 
 
@@ -50,23 +65,48 @@ def update(call: Call) -> Output:
     spec: Loss = params["loss"]
     if isinstance(spec, PolicyLoss):
         spec = spec.model_copy(update={"old": params["old"]})
-    learning_rate = model.learning_rate
+        if spec.old == "loglinear":
+            batch = with_age(batch, call.iteration)
+    learning_rate, coefficients = model.learning_rate, adaptive.acting(spec, call.state)
     steps: list[Stepped] = []
-    for mini in mini_batches(call, batch):
-        tokens, rows = call.peers.sum([float(flat(mini[MASK]).sum()), float(num_rows(mini))])
-        totals = Totals(tokens=tokens, rows=rows)
+    batch = numbered(spec, batch, row_numbers(call))
+    for number, cut in enumerate(mini_batches(call, batch)):
+        if isinstance(spec, BatchwiseLoss):
+            mini = prepared(call, spec, cut)
+        else:
+            mini = selected(call, spec, cut, number)
+        totals = step_totals(call, spec, mini)
         steps.append(
             model.step(
                 mini,
-                loss_function(spec, totals),
+                loss_function(adaptive.at_this_step(spec, call.state), totals),
                 outputs=spec.outputs(),
                 temperature=params.get("temperature", 1.0),
                 max_grad_norm=params["max_grad_norm"],
             )
         )
+        if steps[-1].applied:
+            adaptive.follow(spec, call.state, steps[-1].metrics, totals)
     if not any(step.applied for step in steps):
         raise NumericsError(_not_finite(call, steps))
-    return Output(metrics={**step_metrics(steps), "lr": learning_rate, **ages})
+    numbers = {**step_metrics(steps), **coefficients, "lr": learning_rate}
+    return Output(metrics={**numbers, **ages})
+
+
+def step_totals(call: Call, spec: Loss, mini: Batch) -> Totals:
+    """The counts of an optimizer step over all parts, and other sums that its loss asks for."""
+    sums = step_sums(spec, lambda: padded_fields(mini, READ_BY_LOSSES))
+    own = [float(flat(mini[MASK]).sum()), float(num_rows(mini)), *sums.values()]
+    tokens, rows, *others = call.peers.sum(own)
+    return Totals(tokens=tokens, rows=rows, sums=dict(zip(sums, others, strict=True)))
+
+
+def with_age(batch: Batch, iteration: int) -> Batch:
+    """The batch with how many updates the weights here are ahead of those of each token."""
+    versions = batch["version"]
+    fields = {name: batch[name] for name in batch.keys()}  # noqa: SIM118  a TensorDict
+    fields["age"] = ragged_like(iteration - flat(versions), versions)
+    return make_batch(fields, num_rows(batch))
 
 
 def staleness(call: Call, batch: Batch) -> dict[str, Stat]:
@@ -78,7 +118,7 @@ def staleness(call: Call, batch: Batch) -> dict[str, Stat]:
     if versions is None:
         return {}
     counted = flat(versions)[flat(batch[MASK])]
-    ages, allowed = call.iteration - counted, call.params["staleness"]
+    ages, allowed = call.iteration - counted, call.params.get("staleness", 0)
     if len(ages) and int(ages.max()) > allowed:
         raise RunError(
             Finding(
@@ -136,9 +176,10 @@ def loss_function(spec: Loss, totals: Totals) -> LossFunction:
 def step_metrics(steps: list[Stepped]) -> dict[str, float]:
     """Means over the applied optimizer steps, maxima for names ending in `_max`."""
     applied = [step for step in steps if step.applied]
+    measured = [finished(step.metrics) for step in applied]
     metrics = {}
-    for name in applied[0].metrics:
-        found = [step.metrics[name] for step in applied]
+    for name in measured[0]:
+        found = [values[name] for values in measured]
         metrics[name] = max(found) if name.endswith("_max") else math.fsum(found) / len(found)
     metrics["grad_norm"] = math.fsum(step.grad_norm for step in applied) / len(applied)
     metrics["skipped"] = float(len(steps) - len(applied))
@@ -146,7 +187,7 @@ def step_metrics(steps: list[Stepped]) -> dict[str, float]:
 
 
 def _not_finite(call: Call, steps: list[Stepped]) -> Finding:
-    found: dict[str, Any] = {"gradient norm": steps[-1].grad_norm, **steps[-1].metrics}
+    found: dict[str, Any] = {"gradient norm": steps[-1].grad_norm, **finished(steps[-1].metrics)}
     shown = ", ".join(f"{name} {value}" for name, value in found.items())
     return Finding(
         code="E650",

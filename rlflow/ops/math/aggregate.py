@@ -18,7 +18,8 @@ This file knows neither losses nor how a batch is cut.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -27,14 +28,23 @@ from rlflow.ops.math.masked import select
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What one optimizer step covers: unmasked `tokens`, and `rows` with or without any."""
+    """What one optimizer step covers: unmasked `tokens`, and `rows` with or without any.
+
+    `sums` are other sums over the whole step, by name, that a loss has asked for.
+    """
 
     tokens: float
     rows: float
+    sums: Mapping[str, float] = field(default_factory=dict)
 
     def __add__(self, other: Totals) -> Totals:
         """The totals of two parts together."""
-        return Totals(tokens=self.tokens + other.tokens, rows=self.rows + other.rows)
+        names = dict.fromkeys((*self.sums, *other.sums))
+        return Totals(
+            tokens=self.tokens + other.tokens,
+            rows=self.rows + other.rows,
+            sums={n: self.sums.get(n, 0.0) + other.sums.get(n, 0.0) for n in names},
+        )
 
 
 def count(mask: Tensor) -> Totals:

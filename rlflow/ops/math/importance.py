@@ -21,6 +21,8 @@ from torch import Tensor
 from rlflow.ops.math.losses import LOG_RATIO_LIMIT, log_ratio
 from rlflow.ops.math.masked import select
 
+SMALLEST_MEAN = 1e-8
+
 
 @torch.no_grad()
 def importance_ratio(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, level: str) -> Tensor:
@@ -45,8 +47,36 @@ def importance_weight(
     `truncate`: `min(ratio, cap)` (Ionides 2008, "Truncated importance sampling"; as a fix for
     rollout engines Yao et al. 2025, fengyao.notion.site/off-policy-rl). `mask`: `ratio` where
     `floor <= ratio <= cap`, else 0 (IcePop, Ling Team 2025, arXiv:2510.18855).
+
+    Others: off by default in verl 0.9.1 (cap 2, its dataclass says `sequence`); TRL 1.16.0 has
+    it on with vLLM, `level="sequence", mode="mask", cap=3`.
     """
     if mode == "truncate":
         return ratio.clamp(max=cap)
     kept = ratio <= cap if floor is None else (ratio <= cap) & (ratio >= floor)
     return select(ratio, kept)
+
+
+@torch.no_grad()
+def weight_sums(weight: Tensor, mask: Tensor, *, level: str) -> tuple[float, float]:
+    """What the mean weight is of: the sum of one part's weights, and how many there are.
+
+    Of tokens, or with `level="sequence"` of rows that have a token, whatever their length.
+    The sums of the parts of an optimizer step are added up.
+    """
+    held = select(weight, mask)
+    if level == "token":
+        return held.sum(dtype=torch.float64).item(), float(mask.sum())
+    sizes = mask.sum(-1)
+    means = held.sum(-1, dtype=torch.float64) / sizes.clamp(min=1)
+    return means.sum().item(), float((sizes > 0).sum())
+
+
+def normalized(weight: Tensor, *, total: float, count: float) -> Tensor:
+    """`weight` over the mean weight `total / count` of the optimizer step, after truncation.
+
+    As it is where the mean is at most 1e-8. Others: verl 0.9.1 the same
+    (`rollout_is_batch_normalize`), over the batch of one update.
+    """
+    mean = total / count if count else 0.0
+    return weight / mean if mean > SMALLEST_MEAN else weight

@@ -45,16 +45,46 @@ def ppo_clip(
 
     `advantages` `[rows]` or `[rows, tokens]`. Returns `(token_loss, rho)`, `[rows, tokens]`;
     where masked the loss is 0 and `rho` is 1. At `rho = 1` both arguments of the maximum
-    are equal and share the gradient, which is then `-A` in all.
+    are equal and share the gradient, which is then `-A` in all. Defaults: clip (0.2, 0.2), no
+    dual clip.
+
+    Others: verl always has the dual clip, at 3; TRL (`delta`) holds the unclipped ratio below it
+    for both signs of `A`, which differs only where `A > 0` and `c < 1 + hi`.
     """
-    low, high = clip
     ratio = log_ratio(log_probs, old_log_probs, mask).exp()
+    return surrogate(ratio, advantages, mask, clip=clip, dual_clip=dual_clip)
+
+
+def surrogate(
+    ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip: tuple[float, float],
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The clipped surrogate of any ratio `[rows, tokens]`, with that ratio: see `ppo_clip`."""
+    low, high = clip
     gain = select(per_token(advantages.detach()), mask)
     cost = -gain
     loss = torch.maximum(cost * ratio, cost * ratio.clamp(1.0 - low, 1.0 + high))
     if dual_clip is not None:
         loss = torch.where(gain < 0, torch.minimum(loss, cost * dual_clip), loss)
     return loss, ratio
+
+
+def ppo_clipped(
+    ratio: Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip: tuple[float, float],
+    dual_clip: float | None = None,
+) -> Tensor:
+    """Where the clipped branch of a surrogate of `ratio` is strictly the larger one, bool."""
+    return clipped(ratio, advantages, mask, clip=clip)
 
 
 @torch.no_grad()
@@ -77,23 +107,36 @@ def value_loss(
     mask: Tensor,
     *,
     clip: float | None,
+    huber: float | None = None,
 ) -> Tensor:
     """Squared error of a critic, `[rows, tokens]`, optionally clipped around its old values.
 
     `L = max((V - G)^2, (clamp(V, V_old - clip, V_old + clip) - G)^2) / 2`, or `(V - G)^2 / 2`
     with `clip=None`, which reads no `old_values`. The half is part of the loss, as in verl
     and OpenRLHF: the gradient is `V - G`. It is 0 where the clipped branch is the larger
-    one and V lies outside the range.
+    one and V lies outside the range. With `huber = d` an error e beyond d counts as
+    `d (|e| - d / 2)` instead of `e^2 / 2` (Huber 1964), in both branches.
+
+    Others: slime has no half; AReaL offers Huber with d = 10.
     """
     value = select(values, mask)
     target = select(returns.detach(), mask)
-    error = (value - target).square()
+    error = _half_square(value - target, huber)
     if clip is not None:
         assert old_values is not None, "value_loss with a clip reads the old values"
         old = select(old_values.detach(), mask)
         near = torch.clamp(value, old - clip, old + clip)
-        error = torch.maximum(error, (near - target).square())
-    return 0.5 * error
+        error = torch.maximum(error, _half_square(near - target, huber))
+    return error
+
+
+def _half_square(error: Tensor, huber: float | None) -> Tensor:
+    """`error^2 / 2`, or beyond `huber` the line that continues it."""
+    square = 0.5 * error.square()
+    if huber is None:
+        return square
+    size = error.abs()
+    return torch.where(size <= huber, square, huber * (size - 0.5 * huber))
 
 
 def nll(log_probs: Tensor, mask: Tensor) -> Tensor:

@@ -16,15 +16,19 @@ from __future__ import annotations
 import functools
 import pkgutil
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlflow.ops.losses import POLICY_LOSSES, PolicyLoss, SFTLoss, ValueLoss
+from rlflow.ops.losses import PolicyLoss, SFTLoss, ValueLoss
 from rlflow.ops.math.aggregate import Totals, token_mean
-from rlflow.ops.math.losses import clipped, nll, value_loss
+from rlflow.ops.math.choices import left_in
+from rlflow.ops.math.diagnostics import rollout_measures
+from rlflow.ops.math.losses import nll, value_loss
 from rlflow.ops.math.masked import select
-from rlflow.ops.math.mismatch import corrected
+from rlflow.ops.math.mismatch import policy_term
+from rlflow.ops.math.proximal import loglinear
 from rlflow.ops.math.regularise import Fields, Metrics, aggregated, largest, regularised
 
 
@@ -36,35 +40,40 @@ def policy_objective(
     `outputs`: `log_probs`, and `entropy` (needed where it has a coefficient). `batch`:
     `response_mask` bool, `advantages` `[rows]` or `[rows, tokens]`, and where there
     `old_log_probs` (else the current ones, detached), `rollout_log_probs`, `ref_log_probs`.
-    With a `correction` the policy term of each token, and no other, is multiplied by its weight.
+    With a `correction` the policy term of each token, and no other, is multiplied by its weight;
+    a `rejection`, an `off_policy_limit` and `top_entropy` leave tokens out of that term, and of
+    no other. What its kind, or `top_entropy`, chooses among all tokens of the step is there too.
+    `old="loglinear"` reads `age`.
+    An adaptive coefficient that was not replaced by its number is its first one.
 
-    Metrics: `policy_loss` (the aggregated policy term); as means over tokens `clip_fraction`,
-    `approx_kl` (old minus current), `kl` if there is a reference, `entropy` if computed, and
-    `rollout_gap` (|old minus rollout|, or current where old is the rollout's) if the rollout
-    left log-probs; `ratio_max` and `rollout_gap_max`; those of `mismatch.corrected`.
+    Metrics: `policy_loss` (the aggregated policy term); as means over tokens `clip_fraction`
+    (where the kind stopped a gradient or cut a weight),
+    `approx_kl` (old minus current), `kl` if there is a reference, `entropy` if computed;
+    `ratio_max`; those of `mismatch.policy_term`; and if the rollout left log-probs those of
+    `diagnostics.rollout_measures`, of old against rollout, or current where old is the rollout's.
     """
     mask, log_probs = batch["response_mask"], outputs["log_probs"]
-    old = _old_log_probs(spec, log_probs, batch)
-    kind = POLICY_LOSSES[spec.kind]
+    old = old_log_probs(spec, log_probs, batch)
+    kind = spec.of_kind
+    given = (log_probs, old, batch["advantages"], mask)
     options = {name: getattr(spec, name) for name in kind.options}
-    token_loss, ratio = _resolve(kind.body)(log_probs, old, batch["advantages"], mask, **options)
+    if kind.selection is not None:
+        options["chosen"] = select(batch["chosen"], mask, False)
+    token_loss, ratio = resolved(kind.body)(*given, **options)
     metrics: Metrics = {}
-    if spec.correction is not None:
-        token_loss = corrected(spec.correction, token_loss, old, batch, totals, metrics)
-    policy = aggregated(spec, token_loss, mask, totals)
+    token_loss = left_in(spec, token_loss, log_probs, old, batch, totals, metrics)
+    trained = log_probs.detach() if spec.old == "rollout" else old
+    policy = policy_term(spec, token_loss, trained, batch, totals, metrics)
     metrics["policy_loss"] = policy.detach()
-    loss = regularised(spec, policy, outputs, batch, totals, metrics)
+    loss = regularised(spec, policy, old, outputs, batch, totals, metrics)
     with torch.no_grad():
         metrics["approx_kl"] = token_mean(select(old - log_probs, mask), totals)
         metrics["ratio_max"] = largest(select(ratio, mask))
-        if "clip" in kind.options:
-            inert = clipped(ratio, batch["advantages"], mask, clip=spec.clip)
+        if kind.clipped is not None:
+            inert = resolved(kind.clipped)(ratio, *given, **options)
             metrics["clip_fraction"] = token_mean(inert.to(ratio.dtype), totals)
         if "rollout_log_probs" in batch:
-            trained = log_probs if spec.old == "rollout" else old
-            gap = select((trained - batch["rollout_log_probs"]).abs(), mask)
-            metrics["rollout_gap"] = token_mean(gap, totals)
-            metrics["rollout_gap_max"] = largest(gap)
+            metrics |= rollout_measures(trained, batch["rollout_log_probs"], mask, totals)
     return loss, metrics
 
 
@@ -78,13 +87,14 @@ def value_objective(
     `value_clip_fraction` (clipped branch strictly larger) where `spec` clips.
     """
     mask, values, returns = batch["response_mask"], outputs["values"], batch["returns"]
-    token_loss = value_loss(values, batch.get("values"), returns, mask, clip=spec.clip)
+    bounds = {"clip": spec.clip, "huber": spec.huber}
+    token_loss = value_loss(values, batch.get("values"), returns, mask, **bounds)
     loss = aggregated(spec, token_loss, mask, totals)
     metrics = {"value_loss": loss.detach()}
     with torch.no_grad():
         metrics["value_mean"] = token_mean(select(values, mask), totals)
         if spec.clip is not None:
-            free = value_loss(values, None, returns, mask, clip=None)
+            free = value_loss(values, None, returns, mask, clip=None, huber=spec.huber)
             inert = (token_loss > free).to(loss.dtype)
             metrics["value_clip_fraction"] = token_mean(inert, totals)
     return loss, metrics
@@ -113,18 +123,21 @@ def combine(parts: Sequence[Metrics]) -> Metrics:
     return metrics
 
 
-def _old_log_probs(spec: PolicyLoss, log_probs: Tensor, batch: Fields) -> Tensor:
+def old_log_probs(spec: PolicyLoss, log_probs: Tensor, batch: Fields) -> Tensor:
     """The log-probs that the ratio is taken against, as `spec.old` says."""
     if spec.old == "rollout":
         return batch["rollout_log_probs"]
     if spec.old == "recomputed":
         return batch["old_log_probs"]
+    if spec.old == "loglinear":
+        behaviour, mask = batch["rollout_log_probs"], batch["response_mask"]
+        return loglinear(log_probs, behaviour, batch["age"], mask)
     old = None if spec.old == "current" else batch.get("old_log_probs")
     return log_probs.detach() if old is None else old
 
 
 @functools.cache
-def _resolve(body: str) -> Callable[..., tuple[Tensor, Tensor]]:
+def resolved(body: str) -> Callable[..., Any]:
     """The function behind a dotted name, looked up once."""
-    function: Callable[..., tuple[Tensor, Tensor]] = pkgutil.resolve_name(body)
+    function: Callable[..., Any] = pkgutil.resolve_name(body)
     return function

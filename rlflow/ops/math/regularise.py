@@ -12,6 +12,7 @@ from torch import Tensor
 from rlflow.ops.losses import Loss, PolicyLoss
 from rlflow.ops.math.aggregate import Totals, aggregate, token_mean
 from rlflow.ops.math.kl import token_kl
+from rlflow.ops.math.losses import log_ratio
 from rlflow.ops.math.masked import select
 
 Fields = Mapping[str, Tensor]
@@ -21,23 +22,38 @@ Metrics = dict[str, Tensor]
 def regularised(
     spec: PolicyLoss,
     loss: Tensor,
+    old: Tensor,
     outputs: Fields,
     batch: Fields,
     totals: Totals,
     metrics: Metrics,
 ) -> Tensor:
-    """`loss` with the KL and entropy terms that have a coefficient; adds their metrics."""
+    """`loss` with the KL and entropy terms that have a coefficient; adds their metrics.
+
+    An adaptive coefficient that was not replaced by what it is at this step is its first one.
+    With `kl_unbiased` the estimate of each token is times `pi / pi_old`, which carries a
+    gradient: `E_old[rho k3]` is the KL of the current policy, and `grad rho k3 = rho x` is that
+    of the reverse KL also where samples are older (DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
+
+    Others: TRL 1.16.0 does so by default; verl 0.9.1 has "k3+", the same on-policy. TRL takes
+    the entropy's mean over the tokens of a micro-batch; here it is averaged as the loss is.
+    """
     mask = batch["response_mask"]
+    kl_coef = spec.kl_coef if isinstance(spec.kl_coef, float) else spec.kl_coef.init
+    entropy_coef = spec.entropy_coef
+    entropy_coef = entropy_coef if isinstance(entropy_coef, float) else entropy_coef.init
     if spec.kl_coef or "ref_log_probs" in batch:
         kl = token_kl(outputs["log_probs"], batch["ref_log_probs"], mask, kind=spec.kl)
+        if spec.kl_unbiased:
+            kl = kl * log_ratio(outputs["log_probs"], old, mask).exp()
         metrics["kl"] = token_mean(kl.detach(), totals)
-        if spec.kl_coef:
-            loss = loss + spec.kl_coef * aggregated(spec, kl, mask, totals)
+        if kl_coef:
+            loss = loss + kl_coef * aggregated(spec, kl, mask, totals)
     if spec.entropy_coef or "entropy" in outputs:
         entropy = select(outputs["entropy"], mask)
         metrics["entropy"] = token_mean(entropy.detach(), totals)
-        if spec.entropy_coef:
-            loss = loss - spec.entropy_coef * aggregated(spec, entropy, mask, totals)
+        if entropy_coef:
+            loss = loss - entropy_coef * aggregated(spec, entropy, mask, totals)
     return loss
 
 

@@ -113,6 +113,18 @@ class RayBackend:
         for device, reference in references.items():
             reference._on_completed(partial(self._answered, flight, device))
 
+    def drop_surplus(self) -> None:
+        """Have every rank forget what loops have left over, before anything that is sent later."""
+        for device in self._ranks.everybody():
+            self._ranks.actor(device).drop_surplus.remote()
+
+    def skip(self, action: Action, iteration: int) -> None:
+        """Have the ranks let go of what an action instance would have read; none is waited for."""
+        if self._lying.skip(action, iteration):
+            order = f"{iteration} {action.id}"
+            for device in self._lying.asked(action):
+                self._ranks.actor(device).skip.remote(order)
+
     def close(self, *, wait: bool = True) -> None:
         """Stop listening; the ranks belong to the machine."""
         self._inbox.put(None)

@@ -6,7 +6,7 @@ answer counts. Partitions are computed once a row set and kept until their last 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,13 +33,22 @@ Partition = tuple[str, int, Chunk | None]
 class RowSet:
     """Rows that one node made in one iteration, and the partitions computed of them.
 
-    `tokens` int64 `[rows]`, zeros where unknown; `groups` int64 `[rows]`, None without.
+    `tokens` int64 `[rows]`, zeros where unknown; `groups` int64 `[rows]`, None without. `pieces`
+    has the rows of those chunks that are cut by who ends first.
     """
 
     total: int
     tokens: Rows
     groups: Rows | None
     partitions: dict[Partition, tuple[list[Rows], list[Rows]]] = field(default_factory=dict)
+    pieces: dict[Chunk, Rows] = field(default_factory=dict)
+
+    def of(self, chunk: Chunk | None) -> Rows:
+        """The rows of a chunk, ascending; all of them for None."""
+        if chunk is not None and chunk.by == "finish":
+            return self.pieces[chunk]
+        first, last = chunk_rows(self.total, chunk)
+        return np.arange(first, last, dtype=np.int64)
 
 
 class Lying:
@@ -97,7 +106,7 @@ class Lying:
         """The row numbers a receiver gets, None for all of them, and the rows of the batch."""
         assert action.makes is not None
         total = self._row_set(action, iteration).total
-        if action.makes.rule == "whole" and action.chunk is None:
+        if action.makes.rule == "whole" and action.piece_read is None:
             return None, total
         wanted, _ = self._partition(action, iteration, action.makes)
         part = next(i for i, held in enumerate(action.makes.parts) if device in held)
@@ -109,12 +118,25 @@ class Lying:
             key = (action.id, iteration)
             self._parts[key] = self._made(action, iteration, made)
             self._left[key] = self._flow.readers(action.id, iteration)
-        for source in self._flow.sources(action.id):
-            self._left[source, iteration] -= 1
-            if not self._left[source, iteration]:
-                del self._left[source, iteration], self._parts[source, iteration]
+        self._forget(self._flow.sources(action.id), iteration)
         for key in [key for key in self._sets if key[1] < iteration - self._window]:
             del self._sets[key]
+
+    def skip(self, action: Action, iteration: int) -> bool:
+        """Forget what an action would have read that does not run; whether that is anything."""
+        outside = self._flow.outside(action.id)
+        self._forget(outside, iteration)
+        return bool(outside)
+
+    def _forget(self, sources: Sequence[str], iteration: int) -> None:
+        """Count one reader less of each source that has run."""
+        for source in sources:
+            key = (source, iteration)
+            if key not in self._left and self._plan.action(source).trip is not None:
+                continue
+            self._left[key] -= 1
+            if not self._left[key]:
+                del self._left[key], self._parts[key]
 
     def _made(self, action: Action, iteration: int, made: Mapping[int, Made]) -> list[Rows]:
         assert action.makes is not None
@@ -122,8 +144,8 @@ class Lying:
             return self._partition(action, iteration, action.makes)[0]
         node = self._node(action)
         first = made[self.answering(action)[0]]
-        if node.op.rows == "new":
-            self._sets[node.name, iteration] = _row_set(first.rows, None)
+        if node.op.rows in ("new", "gather"):
+            self._sets[node.name, iteration] = _gathered(first, node)
             return [np.arange(first.rows, dtype=np.int64)]
         if node.op.rows == "expand":
             return self._expanded(action, node, iteration, made)
@@ -139,33 +161,41 @@ class Lying:
         answers = [made[device] for device in self.answering(action)]
         parents = self._taken(action, iteration)
         count = max(sum(len(part) for part in parents), 1)
-        factor = sum(answer.rows for answer in answers) // count
-        parts = generated(parents, factor)
+        factor = int(node.param("n")) if _by_finish(action) else made_of(answers) // count
+        parts = [
+            rows if answer.numbers is None else answer.numbers
+            for rows, answer in zip(generated(parents, factor), answers, strict=True)
+        ]
         key = (node.name, iteration)
         if key not in self._sets:
             total = self._row_set(action, iteration).total * factor
             groups = np.arange(total, dtype=np.int64) // max(factor, 1)
             self._sets[key] = _row_set(total, groups)
+        if action.chunk is not None and _by_finish(action):
+            self._sets[key].pieces[action.chunk] = np.sort(np.concatenate(parts))
         for part, answer in zip(parts, answers, strict=True):
             if answer.tokens is not None:
                 self._sets[key].tokens[part] = answer.tokens
         return parts
 
     def _held(self, action: Action, iteration: int) -> list[Rows]:
-        """The rows that an action's first source left for it, part by part, chunks joined."""
+        """The rows that an action's first source left for it, part by part.
+
+        Chunks are joined in the order of their rows, as `store.together` joins them.
+        """
         node = self._node(action)
         source = node.name if action.kind == "transfer" else node.sources[0]
         found = [self._parts[key, iteration] for key in self._flow.origins(action.id, source)]
         if len(found) == 1:
             return found[0]
-        return [np.concatenate(pieces) for pieces in zip(*found, strict=True)]
+        return [np.sort(np.concatenate(pieces)) for pieces in zip(*found, strict=True)]
 
     def _taken(self, action: Action, iteration: int) -> list[Rows]:
         """Those of them that are of the action's chunk."""
-        held = self._held(action, iteration)
-        if action.chunk is None:
+        held, chunk = self._held(action, iteration), action.piece_read
+        if chunk is None or chunk.by == "finish":
             return held
-        first, last = chunk_rows(self._row_set(action, iteration).total, action.chunk)
+        first, last = chunk_rows(self._row_set(action, iteration).total, chunk)
         return [rows[(rows >= first) & (rows < last)] for rows in held]
 
     def _partition(
@@ -179,26 +209,26 @@ class Lying:
             held = self._taken(action, iteration)
             return held, held
         rows = self._row_set(action, iteration)
-        key = (spread.rule, len(spread.parts), action.chunk)
+        key = (spread.rule, len(spread.parts), action.piece_read)
         if key not in rows.partitions:
             node = self._node(action)
-            first, last = chunk_rows(rows.total, action.chunk)
-            groups = None if rows.groups is None else rows.groups[first:last]
+            chosen = rows.of(action.piece_read)
+            groups = None if rows.groups is None or not len(chosen) else rows.groups[chosen]
             taken, kept = dispatched(
                 spread.rule,
-                rows.tokens[first:last],
-                groups if groups is None or not first else groups - groups[0],
+                rows.tokens[chosen],
+                groups if groups is None else groups - groups[0],
                 len(spread.parts),
                 whole_groups=node.op.per == "group",
                 where=node.where,
             )
-            rows.partitions[key] = _from(taken, first), _from(kept, first)
+            rows.partitions[key] = [chosen[r] for r in taken], [chosen[r] for r in kept]
         return rows.partitions[key]
 
     def _row_set(self, action: Action, iteration: int) -> RowSet:
         """The row set that an action's rows belong to: that of the node which made them."""
         node = self._node(action)
-        made_by_it = action.kind == "transfer" and node.op.rows in ("new", "expand")
+        made_by_it = action.kind == "transfer" and node.op.rows in ("new", "expand", "gather")
         origin = node if made_by_it else self._origin(node)
         return self._sets[origin.name, iteration]
 
@@ -213,9 +243,26 @@ class Lying:
         return self._plan.graph.node(str(action.node))
 
 
-def _from(parts: list[Rows], first: int) -> list[Rows]:
-    """Row numbers within a chunk as those of the whole, which they are if it begins that."""
-    return [rows + first for rows in parts] if first else parts
+def _by_finish(action: Action) -> bool:
+    """Whether the rows that an action makes are those that end next."""
+    return action.begins and action.chunk is not None and action.chunk.by == "finish"
+
+
+def made_of(answers: Sequence[Made]) -> int:
+    """The rows that all parts have made together."""
+    return sum(answer.rows for answer in answers)
+
+
+def _gathered(made: Made, node: Node) -> RowSet:
+    """The rows of a source, or those that a loop has gathered: whole groups, one after another."""
+    if node.op.rows == "new":
+        return _row_set(made.rows, None)
+    groups = max(int(node.param("batch")), 1)
+    each = max(made.rows // groups, 1)
+    found = _row_set(made.rows, np.arange(made.rows, dtype=np.int64) // each)
+    if made.tokens is not None:
+        found.tokens[:] = made.tokens
+    return found
 
 
 def _row_set(total: int, groups: Rows | None) -> RowSet:

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlflow.errors import RlflowError
 from rlflow.runtime.checkpoint import Found
 from rlflow.runtime.durable import FileRecord
+from rlflow.runtime.node_states import States, saved_states, to_save
 from rlflow.runtime.on_ray.backend import RayBackend, device_name
 from rlflow.runtime.on_ray.deadline import wait
 from rlflow.runtime.on_ray.pools import (
@@ -111,6 +112,7 @@ class RayMachine:
         )
         self._reservation: Reservation | None = None
         self._ranks: Ranks | None = None
+        self._loaded_states: States = {}
         try:
             self._reservation = reserve(
                 self._session,
@@ -151,8 +153,17 @@ class RayMachine:
             components |= {name: Remote(self, instance, name, size) for name, size in sizes.items()}
         return components, counters
 
+    def node_states(self) -> States:
+        """What nodes keep from call to call."""
+        asked = {d: self.ranks.actor(d).states.remote() for d in self.ranks.everybody()}
+        found = self.answers(asked, "reading what nodes keep", self.options.deadline)
+        return to_save(self._loaded_states, found.values())
+
     def restore(self, found: Found, counters: Mapping[str, Mapping[str, int]]) -> None:
-        """Have every rank read its shards of a checkpoint."""
+        """Have every rank read its shards of a checkpoint, and take the nodes' states."""
+        self._loaded_states = states = saved_states(found.state)
+        asked = {d: self.ranks.actor(d).remember.remote(states) for d in self.ranks.everybody()}
+        self.answers(asked, "giving back what nodes keep", self.options.deadline)
         files = {name: str(path.resolve()) for name, path in found.files.items()}
         for instance in self._trained():
             meta = dict(counters[instance.model])

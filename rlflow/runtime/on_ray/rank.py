@@ -65,6 +65,7 @@ class Made:
     rows: int = 0
     total: int = 0
     tokens: Rows | None = None
+    numbers: Rows | None = None
     moved: int | None = None
 
     def packed(self) -> list[Any]:
@@ -75,12 +76,13 @@ class Made:
             else [value.kind, value.total, value.count, value.spread]
             for name, value in self.metrics.items()
         }
-        return [self.start, self.end, metrics, self.rows, self.total, self.tokens, self.moved]
+        made = [self.rows, self.total, self.tokens, self.numbers, self.moved]
+        return [self.start, self.end, metrics, *made]
 
     @classmethod
     def unpacked(cls, packed: list[Any]) -> Made:
         """The same again."""
-        start, end, metrics, rows, total, tokens, moved = packed
+        start, end, metrics, rows, total, tokens, numbers, moved = packed
         return cls(
             start=start,
             end=end,
@@ -88,6 +90,7 @@ class Made:
             rows=rows,
             total=total,
             tokens=tokens,
+            numbers=numbers,
             moved=moved,
         )
 
@@ -139,6 +142,15 @@ class Rank:
         """
         iteration, _, action = order.partition(" ")
         return _packed(_timed(lambda: self._run(self._actions[action], int(iteration), keep)))
+
+    def drop_surplus(self) -> None:
+        """Forget what loops have left over."""
+        self._ready().drop_surplus()
+
+    def skip(self, order: str) -> None:
+        """Let go of what an action instance would have read that does not run."""
+        iteration, _, action = order.partition(" ")
+        self._ready().skip(self._actions[action], int(iteration))
 
     @ray.method(concurrency_group="copies")
     def move(self, order: str) -> list[Any] | Failed:
@@ -221,6 +233,14 @@ class Rank:
         loaded = self._ready().loaded[instance]
         return component_sizes(loaded), loaded.train.optimizer_meta()
 
+    def states(self) -> dict[str, dict[str, float]]:
+        """What the nodes that this process runs keep from call to call."""
+        return self._ready().states.used
+
+    def remember(self, states: dict[str, dict[str, float]]) -> None:
+        """Take what nodes had kept."""
+        self._ready().states.load(states)
+
     def held(self) -> int:
         """How many entries the shard store has."""
         return len(self._ready().store)
@@ -272,6 +292,7 @@ class Rank:
             rows=result.rows,
             total=result.total,
             tokens=None if result.tokens is None else result.tokens.numpy(),
+            numbers=None if result.numbers is None else result.numbers.numpy(),
             moved=result.moved,
         )
 

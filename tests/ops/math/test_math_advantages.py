@@ -178,6 +178,11 @@ def test_token_rewards_sit_on_the_last_unmasked_token():
     assert expected == token_rewards(f64(5, 6, 7), mask).tolist()
 
 
+def test_token_rewards_leave_a_hole_before_the_last_token_empty():
+    mask = torch.tensor([[True, False, True, False]])
+    assert [[0.0, 0.0, 5.0, 0.0]] == token_rewards(f64(5), mask).tolist()
+
+
 def test_token_rewards_pay_for_divergence_on_every_unmasked_token():
     mask = torch.tensor([[True, True, False]])
     spread = token_rewards(f64(5), mask, kl=f64([1, 2, 4]), kl_coef=0.5)

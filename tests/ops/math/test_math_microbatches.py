@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlflow.ops.losses import PolicyLoss, SFTLoss, ValueLoss
+from rlflow.ops.losses import POLICY_LOSSES, PolicyLoss, SFTLoss, ValueLoss
 from rlflow.ops.math.aggregate import Totals, count
 from rlflow.ops.math.objective import combine, policy_objective, sft_objective, value_objective
 
@@ -37,6 +37,24 @@ LOSSES = {
     ),
     "ppo k3 rollout": (PolicyLoss, {"kl_coef": 0.3, "old": "rollout"}),
     "ppo current": (PolicyLoss, {"old": "current", "entropy_coef": 0.2}),
+    "reinforce": (PolicyLoss, {"kind": "reinforce"}),
+    "gpg near": (PolicyLoss, {"kind": "gpg", "off_policy_limit": 0.05}),
+    "gspo": (PolicyLoss, {"kind": "gspo", "clip": (0.3, 0.4)}),
+    "gspo token": (PolicyLoss, {"kind": "gspo_token", "clip": 0.3, "dual_clip": 1.4}),
+    "luspo": (PolicyLoss, {"kind": "luspo", "clip": 0.3}),
+    "gmpo": (PolicyLoss, {"kind": "gmpo", "entropy_coef": 0.2}),
+    "cispo": (PolicyLoss, {"kind": "cispo", "ratio_max": 1.2, "ratio_min": 0.9}),
+    "sapo": (PolicyLoss, {"kind": "sapo", "old": "rollout", "kl_coef": 0.1}),
+    "vespo": (PolicyLoss, {"kind": "vespo"}),
+    "dppo tv": (PolicyLoss, {"kind": "dppo_tv", "divergence": 0.2}),
+    "dppo kl": (PolicyLoss, {"kind": "dppo_kl", "divergence": 0.1}),
+    "dro": (PolicyLoss, {"kind": "dro", "beta": 0.3}),
+    "clip cov": (PolicyLoss, {"kind": "clip_cov", "top_entropy": 0.5}),
+    "kl cov": (PolicyLoss, {"kind": "kl_cov", "cov_coef": 0.4}),
+    "ppo near and uncertain": (
+        PolicyLoss,
+        {"off_policy_limit": 0.0, "off_policy_from": "old", "top_entropy": 0.5},
+    ),
     "value": (ValueLoss, {"clip": 0.3}),
     "value free": (ValueLoss, {"clip": None}),
     "sft": (SFTLoss, {}),
@@ -55,13 +73,19 @@ SPLITS = {
 }
 
 
-def every_loss_and_mode(test):
-    named = pytest.mark.parametrize("name", LOSSES)
-    return named(pytest.mark.parametrize("mode", MODES)(test))
+def own_mode(name: str, mode: str) -> str:
+    """The mode, or the one that the formula of a kind has."""
+    kind = POLICY_LOSSES[LOSSES[name][1].get("kind", "ppo_clip")]
+    return kind.aggregate or mode
+
+
+PAIRS = [(name, mode) for name in LOSSES for mode in MODES if mode == own_mode(name, mode)]
+every_loss_and_mode = pytest.mark.parametrize(("name", "mode"), PAIRS)
 
 
 def spec_of(name: str, mode: str):
     kind, options = LOSSES[name]
+    mode = own_mode(name, mode)
     constant = {"constant": 5.0} if mode == "seq-mean-token-sum-norm" else {}
     return kind(aggregate=mode, **options, **constant)
 
@@ -76,6 +100,11 @@ def fields() -> dict[str, Tensor]:
     }
     mask = torch.arange(WIDTH) < LENGTHS[:, None]
     mask[4, 1] = False
+    draw["covariance"] = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    for name, share in (("chosen", 0.3), ("uncertain", 0.7)):
+        draw[name] = torch.rand(ROWS, WIDTH, generator=generator) < share
+    for name in ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs"):
+        draw[name] = draw[name] - 2.5
     return {**draw, "response_mask": mask}
 
 
@@ -116,7 +145,7 @@ def test_the_parts_add_up_to_the_whole(name, mode, split):
 
 
 @every_loss_and_mode
-@settings(deadline=None, max_examples=5, derandomize=True)
+@settings(deadline=None, max_examples=3, derandomize=True)
 @given(parts=st.lists(st.integers(0, 4), min_size=ROWS, max_size=ROWS))
 def test_any_cut_adds_up_to_the_whole(name, mode, parts):
     split = [[row for row in range(ROWS) if parts[row] == part] for part in range(5)]
@@ -125,9 +154,13 @@ def test_any_cut_adds_up_to_the_whole(name, mode, parts):
 
 
 @every_loss_and_mode
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (2, 2), (4, 1), (4, 4)])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("micro", [1, 2, 4])
 def test_averaging_over_ranks_is_undone_by_their_number(name, mode, ranks, micro):
-    """What a data-parallel backend does: mean over ranks of gradients of D times the loss."""
+    """What a data-parallel backend does: mean over ranks of gradients of D times the loss.
+
+    Of 16 parts nine have no row, and with 4 ranks two of them have none at all.
+    """
     spec, data = spec_of(name, mode), fields()
     objective, totals = OBJECTIVE[type(spec)], count(data["response_mask"])
     whole = {n: data[n].clone().requires_grad_() for n in spec.outputs()}
@@ -168,11 +201,7 @@ def test_padding_and_empty_rows_change_nothing_at_fixed_totals(name, mode):
         torch.testing.assert_close(padded, narrow, rtol=1e-12, atol=1e-14)
 
 
-NORMALISED = [mode for mode in MODES if mode != "token-sum"]
-
-
-@pytest.mark.parametrize("mode", NORMALISED)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "mode"), [pair for pair in PAIRS if pair[1] != "token-sum"])
 def test_a_local_normaliser_is_caught(name, mode):
     """The classic bug: every part divides by its own count, and the parts are averaged."""
     spec = spec_of(name, mode)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlflow.ops.losses import POLICY_LOSSES, LossKind, PolicyLoss, SFTLoss, ValueLoss
 from rlflow.ops.math.aggregate import Totals, count
+from rlflow.ops.math.diagnostics import finished
 from rlflow.ops.math.objective import combine, policy_objective, sft_objective, value_objective
 
 pytestmark = pytest.mark.torch
@@ -38,7 +39,10 @@ def policy_case() -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def test_the_policy_objective_by_hand():
-    """k2 of 1, -1 | 2 is 0.5, 0.5 | 2; entropies 1, 2 | 6."""
+    """k2 of 1, -1 | 2 is 0.5, 0.5 | 2; entropies 1, 2 | 6.
+
+    Old minus rollout is 0.1, -0.3 | 0.2; its measures are tried in test_math_diagnostics.
+    """
     log_probs, batch = policy_case()
     entropy = f64([1, 2, 7], [6, 7, 7]).requires_grad_()
     spec = PolicyLoss(kl_coef=0.1, kl="k2", entropy_coef=0.01)
@@ -55,8 +59,11 @@ def test_the_policy_objective_by_hand():
         "entropy": 3.0,
         "rollout_gap": 0.2,
         "rollout_gap_max": 0.3,
+        "rollout_difference": 0.0,
     }
-    assert pytest.approx(expected, rel=1e-12) == {k: v.item() for k, v in metrics.items()}
+    compared = {name: metrics.pop(name) for name in sorted(metrics) if "rollout_" in name}
+    found = {**metrics, **{name: compared[name] for name in expected if name in compared}}
+    assert pytest.approx(expected, rel=1e-12, abs=1e-15) == {k: v.item() for k, v in found.items()}
     assert pytest.approx(-0.7 / 3 + 0.1 * 1.0 - 0.01 * 3.0, rel=1e-12) == loss.item()
     gradient = f64([0 + 0.1, -0.5 - 0.1, 0], [1.0 + 0.2, 0, 0]) / 3
     torch.testing.assert_close(log_probs.grad, gradient, rtol=1e-12, atol=1e-15)
@@ -84,7 +91,9 @@ def test_fields_that_carry_no_coefficient_are_only_measured():
     loss, metrics = policy_objective(PolicyLoss(), outputs, batch, TOTALS)
     plain, fewer = policy_objective(PolicyLoss(), {"log_probs": log_probs}, bare, TOTALS)
     assert torch.equal(plain, loss)
-    assert {"kl", "entropy", "rollout_gap", "rollout_gap_max"} == metrics.keys() - fewer.keys()
+    more = finished(dict.fromkeys(metrics, 0.5)).keys() - fewer.keys()
+    gaps = {f"rollout_{name}" for name in ("gap", "gap_max", "difference", "k3")}
+    assert {"kl", "entropy", "rollout_ess", "rollout_correlation", *gaps} == more
     assert {"policy_loss", "clip_fraction", "approx_kl", "ratio_max"} == fewer.keys()
 
 
@@ -212,7 +221,7 @@ def test_a_call_builds_few_tensors():
     del batch["ref_log_probs"]
     with Counter() as counter:
         policy_objective(PolicyLoss(), {"log_probs": log_probs}, batch, TOTALS)
-    assert counter.operations <= 50
+    assert counter.operations <= 65
 
 
 class Counter(TorchDispatchMode):

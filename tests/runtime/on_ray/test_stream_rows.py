@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -15,9 +16,10 @@ from rlflow.errors import PlanError, RunError
 from rlflow.runtime.flow import Flow
 from rlflow.runtime.on_ray.lying import Lying
 from rlflow.runtime.rows import chunk_rows
-from rlflow.scheduler.plan import Action, Plan
+from rlflow.runtime.store import Stored, together
+from rlflow.scheduler.plan import Action, Chunk, Plan
 from tests.scheduler.conftest import write_models
-from tests.scheduler.examples import MESH, TWICE, compiled_with, grpo
+from tests.scheduler.examples import MESH, SPLIT, TWICE, compiled_with, grpo
 from tests.scheduler.strategies import PLENTY, Case, cluster, graphs, placements
 
 
@@ -32,6 +34,17 @@ def models(tmp_path_factory):
         yield home
 
 
+CROSSED = rf.Placement(
+    pools={"train": 2, "gen": 3},
+    assign={
+        "*": rf.on("train"),
+        "actor.rollout": rf.on("gen"),
+        "ref": rf.on("train"),
+        "reward": rf.on("gen"),
+    },
+)
+
+
 class Ranks:
     """What every device holds of one iteration: row numbers by action, until they are read."""
 
@@ -41,6 +54,7 @@ class Ranks:
         self.lying = Lying(plan)
         self.random = np.random.default_rng(seed)
         self.held: dict[tuple[int, str], np.ndarray] = {}
+        self.pieces: dict[tuple[str, Chunk], list[np.ndarray]] = defaultdict(list)
         self.left: Counter[tuple[int, str]] = Counter()
         self.totals: dict[str, int] = {}
 
@@ -61,8 +75,11 @@ class Ranks:
         assert {} == self.held
 
     def read(self, device: int, action: Action, node: str) -> np.ndarray:
-        """The rows of a node that lie on a device for an action, pieces joined."""
-        return np.concatenate([self.held[device, o] for o in self.flow.origins(action.id, node)])
+        """The rows of a node that lie on a device for an action, joined as a worker does."""
+        found = [torch.tensor(self.held[device, o]) for o in self.flow.origins(action.id, node)]
+        total = self.totals[node]
+        pieces = [Stored(fields={"row": rows}, total=total, rows=rows) for rows in found]
+        return together(pieces, ("row",)).fields["row"].numpy()
 
     def release(self, device: int, action: Action) -> None:
         for source in self.flow.sources(action.id):
@@ -86,18 +103,28 @@ class Ranks:
             rows = np.empty(0, dtype=np.int64)
             for source in node.sources:
                 found = self.read(device, action, source)
-                first, last = chunk_rows(self.totals[source], action.chunk)
-                found = found[(found >= first) & (found < last)]
+                found = found[np.isin(found, self.wanted(action, source))]
                 assert source == node.sources[0] or found.tolist() == rows.tolist()
                 rows = taken[device] = found
             self.release(device, action)
             made[device] = self.left_by(action, device, rows, kept, factor)
         if node.sources:
-            self.check(action, taken, *chunk_rows(self.totals[node.sources[0]], action.chunk))
+            self.check(action, taken, self.wanted(action, node.sources[0]))
             self.totals[node.name] = self.totals[node.sources[0]] * factor
         else:
             self.totals[node.name] = dict(node.params).get("batch", 0)
         self.lying.note(action, 0, made)
+
+    def wanted(self, action: Action, source: str) -> np.ndarray:
+        """The rows of a node that an action works on, ascending."""
+        chunk = action.piece_read
+        if chunk is None or chunk.by == "prompts":
+            return np.arange(*chunk_rows(self.totals[source], chunk))
+        return np.unique(np.concatenate(self.pieces[self.origin(source), chunk]))
+
+    def origin(self, name: str) -> str:
+        """The node that has made the rows which a node works on."""
+        return str(self.plan.graph.node(name).rows_of)
 
     def left_by(self, action, device, rows, kept, factor):
         node = self.plan.graph.node(str(action.node))
@@ -105,12 +132,16 @@ class Ranks:
             rows = np.arange(node.param("batch"))
         rows = rows[kept[device]] if device in kept else rows
         rows = (rows[:, None] * factor + np.arange(factor)).reshape(-1)
+        numbers = None
+        if action.begins and action.chunk.by == "finish":
+            rows = numbers = ended(rows, action.chunk)
+            self.pieces[node.name, action.chunk].append(rows)
         if node.op.outputs:
             self.keep(device, action, rows)
-        tokens = rows % 7 + 3 if node.op.rows == "expand" else None
-        return SimpleNamespace(rows=len(rows), tokens=tokens)
+        tokens = sizes(rows) if node.op.rows == "expand" else None
+        return SimpleNamespace(rows=len(rows), tokens=tokens, numbers=numbers)
 
-    def check(self, action: Action, taken, first: int, last: int) -> None:
+    def check(self, action: Action, taken, wanted: np.ndarray) -> None:
         """All rows of the chunk are read, parts alike on their devices; groups stay together."""
         together = []
         for part in action.takes.parts:
@@ -118,11 +149,11 @@ class Ranks:
                 assert taken[device].tolist() == taken[part[0]].tolist()
             together.append(taken[part[0]])
         rows = np.concatenate(together)
-        assert list(range(first, last)) == np.unique(rows).tolist()
+        assert wanted.tolist() == np.unique(rows).tolist()
         if action.takes.rule in ("whole", "balanced", "generated"):
-            assert last - first == len(rows)
+            assert len(wanted) == len(rows)
         if action.takes.rule == "whole":
-            assert list(range(first, last)) == rows.tolist()
+            assert wanted.tolist() == rows.tolist()
 
     def transfer(self, action: Action) -> None:
         """Move pieces as the controller says, and compare with the numbers it states."""
@@ -158,12 +189,39 @@ class Ranks:
         return rows if places is None else rows[places]
 
 
+def sizes(rows: np.ndarray) -> np.ndarray:
+    """How long responses are, in an order that is not that of the rows."""
+    return rows * 5 % 7 + 3
+
+
+def ended(rows: np.ndarray, chunk: Chunk) -> np.ndarray:
+    """Those of a rank's rows that are a piece by who ends first, ascending."""
+    first, last = chunk_rows(len(rows), chunk)
+    order = np.argsort(sizes(rows), kind="stable")
+    return np.sort(rows[order][first:last])
+
+
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
-@pytest.mark.parametrize("placement", [MESH, TWICE], ids=["mesh", "twice"])
-def test_rows_of_chunks_arrive_on_a_mesh(placement, count):
+@pytest.mark.parametrize("by", ["prompts", "finish"])
+@pytest.mark.parametrize(
+    "placement", [MESH, TWICE, SPLIT, CROSSED], ids=["mesh", "twice", "split", "crossed"]
+)
+def test_rows_of_chunks_arrive_on_a_mesh(placement, by, count):
     cut = placement.model_copy(update={"stream": count})
-    plan = compiled_with(grpo(epochs=2), cut, backend="ray").plan
-    assert count == max(a.chunk.count if a.chunk else 1 for a in plan.actions)
+    plan = compiled_with(grpo(epochs=2, ignore_eos=by == "prompts"), cut, backend="ray").plan
+    chunks = {a.chunk for a in plan.actions if a.chunk}
+    if count > 1 and (placement, by) != (TWICE, "finish"):  # of which no row op is elsewhere
+        assert {(by, count)} == {(chunk.by, chunk.count) for chunk in chunks}
+    Ranks(plan, seed=count).play()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("placement", [MESH, SPLIT, CROSSED], ids=["mesh", "split", "crossed"])
+def test_rows_of_a_paused_rollout_arrive(placement, count):
+    cut = placement.model_copy(update={"stream": count, "staleness": 1, "pause_at": 4})
+    plan = compiled_with(grpo(), cut, backend="ray").plan
+    resumed = [a for a in plan.actions if a.node == "actor.rollout.resumed" and a.kind == "run"]
+    assert count == len(resumed)
     Ranks(plan, seed=count).play()
 
 

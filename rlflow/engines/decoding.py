@@ -1,0 +1,180 @@
+"""One generation as it grows: rows that draw a token at a time, and leave when they end.
+
+A sample's tokens depend on the weights, its prompt and its own random numbers, which come of
+(seed, iteration, stream, sample id, position). This file knows neither engines nor how long
+a generation is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlflow.batch import ragged
+from rlflow.engines.attention import DecodeAttention, PackedAttention
+from rlflow.engines.cache import KeyValueCache
+from rlflow.engines.models import TorchModel
+from rlflow.engines.packed import pack_prompts
+from rlflow.engines.protocol import Generation, Reach, SampleKey, Sampling
+from rlflow.engines.rng import uniforms
+from rlflow.engines.sampling import choose
+
+# Random numbers are drawn for this many positions at a time.
+DRAWN = 64
+
+
+class Responses:
+    """The rows of one generation as they grow; live rows stand in the cache's order.
+
+    Columns are the positions `reach.first` to `reach.until` - 1 of the responses.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        key: SampleKey,
+        ids: Tensor,
+        reach: Reach,
+        device: torch.device,
+    ) -> None:
+        rows = len(ids)
+        self.sampling = sampling
+        self.key = key
+        self.first = reach.first
+        self.end = sampling.max_new_tokens
+        if reach.until is not None:
+            self.end = min(self.end, reach.until)
+        self.ids = ids.cpu().numpy().astype(np.int64)
+        self.stops = torch.tensor(sampling.stop_tokens, dtype=torch.int64, device=device)
+        width = self.end - self.first
+        self.tokens = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(self.tokens.shape, dtype=torch.float32, device=device)
+        self.sizes = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.finished = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.live = torch.arange(rows, device=device)
+        self.drawn = torch.zeros(rows, 0, dtype=torch.float64, device=device)
+
+    def uniform(self, column: int) -> Tensor:
+        """The random numbers of the live rows for a column, float64 `[live]`."""
+        if self.sampling.temperature == 0:
+            return self.drawn.new_zeros(len(self.live))
+        if column % DRAWN == 0:
+            count = min(DRAWN, self.tokens.shape[1] - column)
+            key, first = self.key, self.first + column
+            drawn = uniforms(key.seed, key.iteration, key.stream, self.ids, count, first=first)
+            self.drawn = torch.from_numpy(drawn).to(self.live.device)
+        return self.drawn[self.live, column % DRAWN]
+
+    def add(self, column: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw the next token of every live row; the tokens and which rows go on."""
+        tokens, log_probs = self.choose(logits, self.uniform(column))
+        self.tokens[self.live, column] = tokens
+        self.log_probs[self.live, column] = log_probs
+        self.sizes[self.live] = column + 1
+        ended = (tokens[:, None] == self.stops).any(-1)
+        self.finished[self.live] = ended
+        return tokens, ~ended
+
+    def choose(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens of the live rows and their log-probs; see `sampling.choose`."""
+        return choose(logits, uniform, self.sampling)
+
+    def ended(self) -> Tensor:
+        """The rows that have ended, int64: the shortest first, of equal ones the first."""
+        going = torch.zeros(len(self.sizes), dtype=torch.bool, device=self.live.device)
+        going[self.live] = True
+        order = torch.argsort(self.sizes, stable=True)
+        return order[~going[order]]
+
+    def result(self, rows: Tensor | None = None) -> Generation:
+        """All rows, or those of int64 `rows`, as ragged fields on the CPU.
+
+        Called outside inference mode, so that the fields may go into a graph of gradients.
+        """
+        chosen = torch.arange(len(self.sizes)) if rows is None else rows.cpu().clone()
+        sizes = self.sizes.cpu()[chosen]
+        columns = torch.arange(self.tokens.shape[1])
+        used = columns[None, :] < sizes[:, None]
+        return Generation(
+            response_tokens=ragged(self.tokens.cpu()[chosen][used], sizes),
+            log_probs=ragged(self.log_probs.cpu()[chosen][used], sizes),
+            finished=self.finished.cpu()[chosen],
+            rows=None if rows is None else chosen,
+        )
+
+
+class Decoding:
+    """A generation that goes on a token at a time; its cache lives as long as it does.
+
+    `prompts` is ragged int64 `[prompts, j]` with lengths `sizes`. `stopped` is asked after every
+    token; then no row goes on.
+    """
+
+    def __init__(
+        self,
+        model: TorchModel,
+        prompts: Tensor,
+        sizes: Tensor,
+        responses: Responses,
+        stopped: Callable[[], bool],
+    ) -> None:
+        self.model = model
+        self.responses = responses
+        self.stopped = stopped
+        self.column = 0
+        self.passes = 0
+        width = responses.tokens.shape[1]
+        n = responses.sampling.n
+        layout = pack_prompts(prompts, model.device)
+        self.cache: KeyValueCache | None = KeyValueCache(sizes, n, width, model.device)
+        state = PackedAttention(layout, self.cache)
+        logits = model.logits(layout.tokens, layout.positions, state, layout.targets)
+        self.logits = logits[: layout.predictions].repeat_interleave(n, 0)
+        self.attention = DecodeAttention(self.cache)
+
+    def step(self) -> bool:
+        """Draw a token of every live row; whether any goes on."""
+        responses, cache, column = self.responses, self.cache, self.column
+        if cache is None:
+            return False
+        tokens, going = responses.add(column, self.logits)
+        if column + 1 == responses.tokens.shape[1] or self.stopped():
+            return self._end()
+        if not bool(going.all()):
+            places = cache.keep(going)
+            responses.live, tokens = responses.live[places], tokens[places]
+        if not len(tokens):
+            return self._end()
+        cache.advance()
+        filled = nn.functional.pad(tokens, (0, cache.rows - len(tokens)))
+        logits = self.model.logits(filled, cache.lengths + column, self.attention, None)
+        self.logits = logits[: len(tokens)]
+        self.column = column + 1
+        self.passes += 1
+        return True
+
+    def _end(self) -> bool:
+        """No row goes on; the memory of the cache is given back."""
+        self.responses.live = self.responses.live[:0]
+        self.cache = None
+        del self.attention, self.logits
+        return False
+
+    def run(self) -> None:
+        """Go on until every row has ended or is at its limit."""
+        while self.step():
+            pass
+
+    def piece(self, number: int, pieces: int) -> Tensor:
+        """Go on until the rows of a piece have ended; which they are, int64, ascending.
+
+        Of R rows piece i of n has those that end i R / n to (i + 1) R / n - 1 in turn.
+        """
+        rows = len(self.responses.sizes)
+        first, last = rows * number // pieces, rows * (number + 1) // pieces
+        while rows - len(self.responses.live) < last and self.step():
+            pass
+        return self.responses.ended()[first:last].sort().values

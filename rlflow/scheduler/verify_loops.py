@@ -1,0 +1,80 @@
+"""Rules of the verifier: a trip through a loop begins after the one before has ended.
+
+Knows the graph and the plan; shares no code with the passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlflow.scheduler.facts import Facts
+from rlflow.scheduler.plan import Action
+
+
+def trips_are_gated(facts: Facts) -> Iterator[str]:
+    """Who is left out where a loop is over starts after the gate that finds that out."""
+    gates: dict[tuple[str, int], list[Action]] = {}
+    for a in facts.plan.actions:
+        if a.trip is not None and a.trip.gate:
+            gates.setdefault((a.trip.loop, a.trip.index), []).append(a)
+    for (loop, index), found in gates.items():
+        if len(found) > 1:
+            yield f"trip {index + 1} of {loop} has {len(found)} gates"
+    for a in facts.plan.actions:
+        yield from _is_marked(facts, a)
+        if a.trip is None or a.trip.index == 0:
+            continue
+        before = gates.get((a.trip.loop, a.trip.index - 1), [])
+        if not before:
+            yield f"{a.id} is of trip {a.trip.index + 1} of {a.trip.loop}, after no gate"
+        for gate in before:
+            if not facts.comes_before(gate.id, a.id, 0):
+                yield f"{a.id} may start before {gate.id} says whether it is to run"
+
+
+def _is_marked(facts: Facts, a: Action) -> Iterator[str]:
+    """An action of a node is of the trip that the node is of, and moves no weights."""
+    if a.node is None:
+        if a.trip is not None:
+            yield f"{a.id} moves weights or parts and may be left out"
+        return
+    node = facts.plan.graph.node(a.node)
+    params = dict(node.params)
+    own = None if a.trip is None else (a.trip.loop, a.trip.index, a.trip.of)
+    due = None if node.trip is None else (node.loop, *node.trip)
+    if own != due:
+        yield f"{a.id} is marked as of {own}, its node is of {due}"
+    gate = a.kind == "run" and "goal" in params and due is not None
+    if a.trip is not None and node.loop is not None:
+        goal = dict(facts.plan.graph.node(node.loop).params).get("batch", 1)
+        if a.trip.gate is not gate or a.trip.goal != goal or params.get("goal", goal) != goal:
+            yield f"{a.id} is no gate, or knows another goal than {goal}"
+    if a.trip is not None and a.writes:
+        yield f"{a.id} writes weights and may be left out"
+
+
+def loops_are_read_whole(facts: Facts) -> Iterator[str]:
+    """What ends a loop reads each field of every trip, once."""
+    graph = facts.plan.graph
+    for node in graph.nodes:
+        params = dict(node.params)
+        if "at_most" not in params:
+            continue
+        inside = [n for n in graph.nodes if n.loop == node.name]
+        if any(n.trip is None for n in inside):
+            yield f"the trips of {node.name} are not told apart"
+            continue
+        count = params["at_most"]
+        trips = {n.trip[0] for n in inside if n.trip is not None}
+        if trips != set(range(count)):
+            yield f"{node.name} takes at most {count} trips, the plan has {sorted(trips)}"
+        read: dict[str, list[int]] = {}
+        for bound in node.inputs:
+            source = graph.node(bound.source)
+            if source.loop != node.name or source.trip is None:
+                yield f"{node.name} reads {bound} from outside of its loop"
+            else:
+                read.setdefault(bound.name, []).append(source.trip[0])
+        for name, found in read.items():
+            if sorted(found) != list(range(count)):
+                yield f"{node.name} reads {name} of trips {sorted(found)} of {count}"

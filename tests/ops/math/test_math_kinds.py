@@ -1,0 +1,337 @@
+"""Every kind of policy loss against loops of plain numbers: values, gradients, edges.
+
+A reference takes one row without padding, `new` and `old` log-probs and advantages `a`, and
+returns the loss of each token and the gradient of their sum, both by the formula of the paper.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlflow.ops.losses import POLICY_LOSSES, PolicyLoss
+from rlflow.ops.math.aggregate import count
+from rlflow.ops.math.covariance import clip_cov, kl_cov
+from rlflow.ops.math.losses import clipped, ppo_clip
+from rlflow.ops.math.objective import policy_objective
+from rlflow.ops.math.sequence_losses import gmpo, gmpo_clipped, gspo, vespo
+from rlflow.ops.math.token_losses import (
+    cispo,
+    cispo_clipped,
+    dppo_kl,
+    dppo_kl_outside,
+    dppo_tv,
+    dppo_tv_outside,
+    dro,
+    reinforce,
+    sapo,
+)
+
+pytestmark = pytest.mark.torch
+
+EXACT = {"rtol": 1e-12, "atol": 1e-14}
+
+
+def surrogate_of(ratio, a, low, high):
+    """The clipped surrogate and its derivative in the log of the ratio."""
+    free, held = -a * ratio, -a * min(max(ratio, 1 - low), 1 + high)
+    return max(free, held), -a * ratio if free >= held else 0.0
+
+
+def mean(values):
+    return sum(values) / len(values) if values else 0.0
+
+
+def of_gspo(new, old, a, clip):
+    s = math.exp(mean([x - y for x, y in zip(new, old, strict=True)]))
+    return [surrogate_of(s, each, *clip) for each in a]
+
+
+def of_gmpo(new, old, a, clip):
+    low, high = clip
+    d = [x - y for x, y in zip(new, old, strict=True)]
+    c = [
+        min(x, high) if g > 0 else max(x, -low) if g < 0 else 0.0 for x, g in zip(d, a, strict=True)
+    ]
+    loss = -mean(a) * math.exp(mean(c))
+    free = [(g > 0 and x <= high) or (g < 0 and x >= -low) for x, g in zip(d, a, strict=True)]
+    return [(loss, loss * is_free) for is_free in free]
+
+
+def of_vespo(new, old, a, gamma_positive, gamma_negative):
+    w = math.exp(sum(x - y for x, y in zip(new, old, strict=True)))
+    made = []
+    for x, g in zip(new, a, strict=True):
+        k, lam = gamma_positive if g >= 0 else gamma_negative
+        phi = math.exp(lam) * w**k * math.exp(-lam * w)
+        made.append((-phi * g * x, -phi * g))
+    return made
+
+
+def by_token(function):
+    """A reference of a row from one of a token."""
+
+    def row(new, old, a, **options):
+        return [function(*token, **options) for token in zip(new, old, a, strict=True)]
+
+    return row
+
+
+@by_token
+def of_reinforce(new, old, a):
+    return -a * new, -a
+
+
+@by_token
+def of_cispo(new, old, a, ratio_max, ratio_min=None):
+    weight = min(math.exp(new - old), ratio_max)
+    weight = weight if ratio_min is None else max(weight, ratio_min)
+    return -weight * a * new, -weight * a
+
+
+@by_token
+def of_sapo(new, old, a, tau):
+    steep, rho = tau[0] if a > 0 else tau[1], math.exp(new - old)
+    gate = 1 / (1 + math.exp(-steep * (rho - 1)))
+    return -a * 4 / steep * gate, -4 * a * rho * gate * (1 - gate)
+
+
+@by_token
+def of_dppo_tv(new, old, a, divergence, ratio_max):
+    moved = math.exp(new) - math.exp(old)
+    inside = moved <= divergence[1] if a > 0 else moved >= -divergence[0]
+    weight = min(math.exp(new - old), ratio_max) * inside
+    return -a * weight * new, -a * weight
+
+
+@by_token
+def of_dppo_kl(new, old, a, divergence, ratio_max):
+    p, q = math.exp(new), math.exp(old)
+    kl = q * (old - new) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    inside = (kl <= divergence[1] or p <= q) if a > 0 else (kl <= divergence[0] or p >= q)
+    weight = min(math.exp(new - old), ratio_max) * inside
+    return -a * weight * new, -a * weight
+
+
+@by_token
+def of_dro(new, old, a, beta):
+    return -(a * new - beta / 2 * (new - old) ** 2), -a + beta * (new - old)
+
+
+CASES = {
+    "reinforce": (reinforce, of_reinforce, {}),
+    "gspo": (gspo, of_gspo, {"clip": (0.1, 0.2)}),
+    "gmpo": (gmpo, of_gmpo, {"clip": (0.1, 0.2)}),
+    "vespo": (vespo, of_vespo, {"gamma_positive": (2.0, 3.0), "gamma_negative": (3.0, 2.1)}),
+    "cispo": (cispo, of_cispo, {"ratio_max": 1.2}),
+    "cispo below": (cispo, of_cispo, {"ratio_max": 1.2, "ratio_min": 0.9}),
+    "sapo": (sapo, of_sapo, {"tau": (1.0, 1.05)}),
+    "dppo_tv": (dppo_tv, of_dppo_tv, {"divergence": (0.05, 0.1), "ratio_max": 1.3}),
+    "dppo_kl": (dppo_kl, of_dppo_kl, {"divergence": (0.002, 0.01), "ratio_max": 1.3}),
+    "dro": (dro, of_dro, {"beta": 0.3}),
+}
+LENGTHS, WIDTH = (5, 1, 0, 3, 4, 5), 6
+
+
+def padded(seed, *, rows_only, fill=0.0):
+    """Random rows with holes and what `fill` says under the mask; advantages a row, or a token."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    mask = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
+    mask[0, 2] = mask[4, 0] = False
+    log_probs = -0.1 - draw(len(LENGTHS), WIDTH).abs()
+    old = (log_probs + 0.3 * draw(len(LENGTHS), WIDTH)).clamp(max=-1e-3)
+    advantages = draw(len(LENGTHS)) if rows_only else draw(len(LENGTHS), WIDTH)
+    if not rows_only:
+        advantages[5, 1] = 0.0
+    for x in (log_probs, old) if rows_only else (log_probs, old, advantages):
+        x[~mask] = fill
+    return log_probs.requires_grad_(), old, advantages, mask
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("rows_only", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_losses_and_gradients_are_those_of_plain_loops(name, rows_only, seed):
+    loss, reference, options = CASES[name]
+    log_probs, old, advantages, mask = padded(seed, rows_only=rows_only, fill=math.nan)
+    made, ratio = loss(log_probs, old, advantages, mask, **options)
+    made.sum().backward()
+    values, grads = torch.zeros_like(made), torch.zeros_like(made)
+    for row, kept in enumerate(mask):
+        given = (log_probs[row].detach(), old[row], advantages[row].expand(WIDTH))
+        pairs = reference(*(x[kept].tolist() for x in given), **options)
+        values[row, kept] = torch.tensor([v for v, _ in pairs], dtype=torch.float64)
+        grads[row, kept] = torch.tensor([g for _, g in pairs], dtype=torch.float64)
+    torch.testing.assert_close(made.detach(), values, **EXACT)
+    torch.testing.assert_close(log_probs.grad, grads, **EXACT)
+    assert (ratio[~mask] == 1).all()
+    assert ratio.shape == made.shape == mask.shape
+
+
+KIND_FIELDS = ("advantages", "old_log_probs", "rollout_log_probs")
+SPECS = {
+    kind: PolicyLoss(kind, **({"beta": 0.3} if kind == "dro" else {})) for kind in POLICY_LOSSES
+}
+SPECS["masked"] = PolicyLoss(off_policy_limit=0.05, top_entropy=0.5)
+
+
+def objective_of(spec, fill, *, extra=0):
+    """The loss, the metrics and the gradient of a batch with `fill` wherever nothing counts."""
+    log_probs, old, advantages, mask = padded(3, rows_only=True, fill=fill)
+    log_probs = log_probs.detach()
+    rollout = (old + 0.01).where(mask, torch.tensor(fill, dtype=torch.float64))
+    chosen = (torch.arange(mask.numel()).view(mask.shape) % 3 == 0) | ~mask
+    batch = {
+        "response_mask": mask,
+        "advantages": advantages,
+        "old_log_probs": old,
+        "rollout_log_probs": rollout,
+        "chosen": chosen,
+        "uncertain": ~chosen | ~mask,
+        "covariance": old,
+    }
+    if extra:
+        batch = {n: wider(x, extra, fill) if x.dim() == 2 else x for n, x in batch.items()}
+        log_probs = wider(log_probs, extra, fill)
+    leaf = log_probs.requires_grad_()
+    loss, metrics = policy_objective(spec, {"log_probs": leaf}, batch, count(mask))
+    loss.backward()
+    return loss.detach(), metrics, leaf.grad
+
+
+def wider(x, extra, fill):
+    value = False if x.dtype is torch.bool else fill
+    return torch.nn.functional.pad(x, (0, extra), value=value)
+
+
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("fill", [math.nan, math.inf, -math.inf, 1e30])
+def test_what_stands_under_the_mask_changes_nothing(kind, fill):
+    loss, metrics, grad = objective_of(SPECS[kind], 0.0)
+    same, others, again = objective_of(SPECS[kind], fill, extra=2)
+    torch.testing.assert_close(same, loss, **EXACT)
+    torch.testing.assert_close(again[:, :WIDTH], grad, **EXACT)
+    assert not again[:, WIDTH:].any()
+    assert metrics.keys() == others.keys()
+    for name, value in metrics.items():
+        torch.testing.assert_close(others[name], value, msg=name, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_nothing_at_all_is_no_loss(kind):
+    nothing = torch.zeros(0, 0, dtype=torch.float64)
+    empty = dict.fromkeys((*KIND_FIELDS, "covariance"), nothing)
+    empty |= dict.fromkeys(("response_mask", "chosen", "uncertain"), nothing.bool())
+    leaf = nothing.clone().requires_grad_()
+    loss, metrics = policy_objective(SPECS[kind], {"log_probs": leaf}, empty, count(nothing.bool()))
+    assert 0.0 == loss.item()
+    assert {0.0} == {float(value) for value in metrics.values()}
+
+
+ON_POLICY = sorted(POLICY_LOSSES)
+
+
+@pytest.mark.parametrize("kind", ON_POLICY)
+def test_on_policy_every_kind_has_the_gradient_of_reinforce(kind):
+    """`-A grad log_probs`, averaged alike; so do the steps of one optimizer step an iteration."""
+    log_probs, _, advantages, mask = padded(5, rows_only=True)
+    mode = SPECS[kind].of_kind.aggregate or "token-mean"
+    found = []
+    for spec in (SPECS[kind], PolicyLoss("gpg")):
+        leaf = log_probs.detach().clone().requires_grad_()
+        none = torch.zeros_like(mask)
+        batch = {"response_mask": mask, "advantages": advantages, "chosen": none}
+        batch["covariance"] = log_probs.detach()
+        alike = spec.model_copy(update={"aggregate": mode})
+        policy_objective(alike, {"log_probs": leaf}, batch, count(mask))[0].backward()
+        found.append(leaf.grad)
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+def f64(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+TRUE = torch.ones(1, 4, dtype=torch.bool)
+
+
+def test_without_bounds_ppo_is_the_plain_ratio():
+    log_probs, old, advantages, mask = padded(1, rows_only=True)
+    loss, ratio = ppo_clip(log_probs, old, advantages, mask, clip=(math.inf, math.inf))
+    torch.testing.assert_close(loss, (-advantages[:, None] * ratio) * mask, **EXACT)
+
+
+def test_gspo_by_hand():
+    """Log-ratios .1 and .3: s = e^.2 = 1.2214 for both, above 1.2 with A > 0: no gradient."""
+    log_probs = f64([-1.0, -2.0]).requires_grad_()
+    old, mask = f64([-1.1, -2.3]), TRUE[:, :2]
+    loss, ratio = gspo(log_probs, old, f64(2.0).view(1), mask, clip=(0.2, 0.2))
+    torch.testing.assert_close(ratio.detach(), f64([math.exp(0.2)] * 2), **EXACT)
+    torch.testing.assert_close(loss.detach(), f64([-2.4, -2.4]), **EXACT)
+    loss.sum().backward()
+    assert not log_probs.grad.any()
+    assert clipped(ratio, f64(2.0).view(1), mask, clip=(0.2, 0.2)).all()
+    dual, _ = gspo(log_probs, old, f64(-2.0).view(1), mask, clip=(0.2, 0.2), dual_clip=1.1)
+    torch.testing.assert_close(dual.detach(), f64([2.2, 2.2]), **EXACT)
+
+
+def test_where_weights_are_cut_by_hand():
+    """Ratios 2, 1/2, 1, 2 with advantages +, -, +, -."""
+    old = f64([math.log(0.2), math.log(0.4), math.log(0.3), math.log(0.05)])
+    log_probs = f64([math.log(0.4), math.log(0.2), math.log(0.3), math.log(0.1)])
+    gains, ratio = f64([1.0, -1.0, 1.0, -1.0]), (log_probs - old).exp()
+    given = (ratio, log_probs, old, gains, TRUE)
+    assert [[True, False, False, True]] == cispo_clipped(*given, ratio_max=1.5).tolist()
+    both = cispo_clipped(*given, ratio_max=1.5, ratio_min=0.9)
+    assert [[True, True, False, True]] == both.tolist()
+    wide = {"divergence": (0.1, 0.1), "ratio_max": 20.0}
+    assert [[True, True, False, False]] == dppo_tv_outside(*given, **wide).tolist()
+    assert [[True, True, False, False]] == dppo_kl_outside(
+        *given, **wide | {"divergence": (0.05, 0.05)}
+    ).tolist()
+    assert [[False] * 4] == dppo_tv_outside(*given, **wide | {"divergence": (0.3, 0.3)}).tolist()
+    assert [[True, True, False, False]] == gmpo_clipped(*given, clip=(0.4, 0.4)).tolist()
+    assert [[True, False, False, False]] == gmpo_clipped(*given, clip=(0.8, 0.4)).tolist()
+
+
+def test_vespo_weighs_a_sample_of_the_same_policy_once_and_holds_others():
+    log_probs = f64([-1.0, -1.0, -1.0, -1.0])
+    options = {"gamma_positive": (2.0, 3.0), "gamma_negative": (3.0, 2.0)}
+    same, ratio = vespo(log_probs, log_probs, f64(1.0).view(1), TRUE, **options)
+    torch.testing.assert_close(same, f64([1.0] * 4), **EXACT)
+    assert (ratio == 1).all()
+    far, ratio = vespo(log_probs, log_probs + 30, f64(-1.0).view(1), TRUE, **options)
+    torch.testing.assert_close(ratio, f64([1e-8] * 4), rtol=1e-9, atol=0)
+    torch.testing.assert_close(far, f64([-1e-24 * math.exp(2)] * 4), rtol=1e-6, atol=0)
+    assert not vespo(log_probs, log_probs - 30, f64(-1.0).view(1), TRUE, **options)[0].any()
+
+
+def test_what_the_covariance_chose_is_left_out_or_held():
+    """Ratios 1.1 1.1 1/2 1, A = 1; the first and third are chosen."""
+    old = f64([-1.0, -1.0, -1.0, -1.0])
+    log_probs = (old + f64([math.log(1.1), math.log(1.1), -math.log(2), 0.0])).requires_grad_()
+    chosen, gain = torch.tensor([[True, False, True, False]]), f64(1.0).view(1)
+    loss, _ = clip_cov(log_probs, old, gain, TRUE, chosen=chosen, clip=(0.2, 0.2))
+    torch.testing.assert_close(loss.detach(), f64([0.0, -1.1, 0.0, -1.0]), **EXACT)
+    loss.sum().backward()
+    torch.testing.assert_close(log_probs.grad, f64([0.0, -1.1, 0.0, -1.0]), **EXACT)
+    log_probs.grad = None
+    loss, _ = kl_cov(log_probs, old, gain, TRUE, chosen=chosen, cov_coef=0.5)
+    expected = f64([0.5 * math.log(1.1) - 1.1, -1.1, 0.5 * math.log(2) - 0.5, -1.0])
+    torch.testing.assert_close(loss.detach(), expected, **EXACT)
+    loss.sum().backward()
+    torch.testing.assert_close(log_probs.grad, f64([-0.6, -1.1, -1.0, -1.0]), **EXACT)
+
+
+def test_dro_regresses_the_log_ratio_to_the_advantage():
+    """The gradient is that of beta / 2 (d - A / beta)^2, and 0 where d = A / beta."""
+    log_probs = f64([-1.0, -2.0]).requires_grad_()
+    loss, _ = dro(log_probs, f64([-1.5, -2.0]), f64(0.2).view(1), TRUE[:, :2], beta=0.4)
+    loss.sum().backward()
+    torch.testing.assert_close(log_probs.grad, f64([0.0, -0.2]), **EXACT)
