@@ -26,8 +26,9 @@ demo: $(STAMP)  ## train GRPO on this CPU until the reward climbs; leaves runs/d
 	$(BIN)/rlflow run pipelines/grpo_arithmetic.py --run-dir runs/demo
 	$(BIN)/rlflow report runs/demo
 
-test: $(STAMP)  ## all tests but the slow ones
-	$(BIN)/python -m pytest -m "not slow"
+test: $(STAMP)  ## all tests but the slow ones: two files at a time, those that start Ray alone
+	$(BIN)/python -m pytest -m "not slow and not ray" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "ray and not slow"
 
 test-fast: $(STAMP)  ## the tests that need no torch
 	$(BIN)/python -m pytest -m "not torch and not slow"
@@ -51,6 +52,11 @@ bench: $(STAMP)  ## side-by-side measurements; makes environments of its own
 	$(BIN)/python benchmarks/residency.py
 	$(BIN)/python benchmarks/compile_time.py
 	$(BIN)/python benchmarks/prediction.py
+	$(BIN)/python benchmarks/vs_numerics.py
+
+bench-learning: $(STAMP)  ## every pipeline, three seeds, in this process and on Ray: hours; goes on
+	$(BIN)/python benchmarks/learning_all.py
+	$(BIN)/python benchmarks/learning_all.py --backend ray
 
 clean:
 	rm -rf $(VENV) .venv-bench .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

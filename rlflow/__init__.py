@@ -6,15 +6,17 @@ live; a compiler derives the plan. Importing this package imports neither torch 
 
 from rlflow import data, ops, rewards
 from rlflow.data import Chat
+from rlflow.envs import Environment, Step, ToolEnvironment
 from rlflow.graph.dispatch import register_dispatch
 from rlflow.graph.fields import Row, Token
-from rlflow.graph.model import AdamW, LoRA, Model
+from rlflow.graph.model import AdamW, Average, LoRA, Model
 from rlflow.graph.pipeline import Config, Pipeline, pipeline
 from rlflow.graph.placement import On, Placement, on
 from rlflow.graph.trace import Handle
 from rlflow.graph.userop import op
 from rlflow.ops.controllers import AdaptiveEntropy, AdaptiveKL
 from rlflow.ops.corrections import ImportanceSampling, Rejection
+from rlflow.ops.curriculum import PassRates
 from rlflow.ops.distill import DistillLoss
 from rlflow.ops.losses import PolicyLoss, SFTLoss, ValueLoss
 from rlflow.ops.preference import DPOLoss, RewardModelLoss
@@ -25,15 +27,18 @@ __all__ = [
     "AdamW",
     "AdaptiveEntropy",
     "AdaptiveKL",
+    "Average",
     "Chat",
     "Config",
     "DPOLoss",
     "DistillLoss",
+    "Environment",
     "Handle",
     "ImportanceSampling",
     "LoRA",
     "Model",
     "On",
+    "PassRates",
     "Pipeline",
     "Placement",
     "PolicyLoss",
@@ -41,7 +46,9 @@ __all__ = [
     "RewardModelLoss",
     "Row",
     "SFTLoss",
+    "Step",
     "Token",
+    "ToolEnvironment",
     "ValueLoss",
     "data",
     "on",

@@ -92,14 +92,14 @@ def column_index(field_lengths: Tensor) -> Tensor:
 
 
 def pad(values: Tensor, field_lengths: Tensor, fill: float = 0) -> Tensor:
-    """Spread flat values `[total]` into `[rows, longest]`; differentiable in `values`."""
+    """Spread flat values `[total, ...]` into `[rows, longest, ...]`; differentiable in `values`."""
     width = int(field_lengths.max()) if len(field_lengths) else 0
-    padded = values.new_full((len(field_lengths), width), fill)
+    padded = values.new_full((len(field_lengths), width, *values.shape[1:]), fill)
     return padded.index_put((row_index(field_lengths), column_index(field_lengths)), values)
 
 
 def unpad(padded: Tensor, field_lengths: Tensor) -> Tensor:
-    """The inverse of `pad`: `[rows, longest]` back to flat `[total]`."""
+    """The inverse of `pad`: `[rows, longest, ...]` back to flat `[total, ...]`."""
     return padded[row_index(field_lengths), column_index(field_lengths)]
 
 

@@ -15,8 +15,9 @@ MAY_IMPORT = {
     "batch": {"errors"},
     "data": {"errors"},
     "rewards": {"errors"},
+    "envs": {"rewards", "data", "errors"},
     "graph": {"errors"},
-    "ops": {"graph", "data", "rewards", "batch", "errors"},
+    "ops": {"graph", "data", "rewards", "envs", "batch", "errors"},
     "scheduler": {"graph", "errors"},
     "engines": {"graph", "batch", "errors"},
     "runtime": {"scheduler", "engines", "ops", "graph", "data", "batch", "errors"},
@@ -43,13 +44,14 @@ MAY_IMPORT = {
         "scheduler",
         "errors",
     },
-    "__init__": {"graph", "ops", "data", "rewards"},
+    "__init__": {"graph", "ops", "data", "rewards", "envs"},
 }
 VIZ_READS_OF_RUNTIME = {"spans", "metrics", "rundir", "durable"}
 TORCH_FREE = (
     "errors",
     "data",
     "rewards",
+    "envs",
     "graph",
     "scheduler",
     "viz",

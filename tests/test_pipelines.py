@@ -1,4 +1,7 @@
-"""The pipelines that are shipped: each one is sound under every placement, and runs."""
+"""The longer pipelines: each one is sound under every placement, and runs.
+
+What holds for every file of `pipelines/` is in test_catalogue.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from safetensors.torch import load_file
 from rlflow.runtime.metrics import read_metrics
 from tests.conftest import PIPELINES, QUICK, SMALL, TINY
 
-FILES = sorted(path.name for path in PIPELINES.glob("*.py"))
 PLACEMENTS = {
     "grpo_arithmetic.py": ["async", "colocate", "fsdp", "fsdp_tp", "split"],
     "grpo_gsm8k.py": ["one", "colocate", "split"],
@@ -18,16 +20,13 @@ PLACEMENTS = {
     "ppo_arithmetic.py": ["colocate", "split"],
     "sft_arithmetic.py": ["colocate"],
 }
+FILES = sorted(PLACEMENTS)
 EXAMPLES = [
     ("tom has 3 apples and buys 4 more. how many has he?", "3+4=7 #### 7"),
     ("a box holds 12 eggs. how many are in 3 boxes?", "12*3=36 #### 36"),
     ("sue had 90 and spent 15.", "90-15=75 #### 75"),
     ("2 teams of 11", "2*11=22 #### 22"),
 ]
-
-
-def test_every_file_is_listed_here():
-    assert sorted(PLACEMENTS) == FILES
 
 
 @pytest.mark.parametrize("name", FILES)

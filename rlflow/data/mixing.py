@@ -129,6 +129,16 @@ class Mix(DataSource):
             drawn = after
         return found
 
+    def _in_buckets(self, column: str) -> Mapping[str, Sequence[int]]:
+        """By the column that names the sources no row is read."""
+        if column != self.column:
+            return super(Mix, self)._in_buckets(column)
+        starts = self._starts()
+        return {
+            name: range(first, end)
+            for name, first, end in zip(self.names, starts, starts[1:], strict=False)
+        }
+
     def describe(self) -> str:
         """The sources with their weights."""
         parts = zip(self.weights, self.names, self.sources, strict=True)

@@ -8,8 +8,10 @@ files nor tokens.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import isqrt
@@ -23,6 +25,11 @@ T = TypeVar("T")
 ROW_ID = "row_id"
 CHECKED_ROWS = 10_000
 ROUNDS = 4
+
+
+def as_text(value: Any) -> str:
+    """A column's value as text: strings as they are, everything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 class Memo(dict[str, Any]):
@@ -147,6 +154,25 @@ class DataSource(ABC):
         rows = self.rows()
         ids = [row_at(iteration * size + i, len(rows), seed) for i in range(size)]
         return [{**rows[row_id], ROW_ID: row_id} for row_id in ids]
+
+    def buckets(self, column: str) -> Mapping[str, Sequence[int]]:
+        """The `row_id`s of each value of a column as text, in the order of their first rows.
+
+        Reads every row at the first call; of `row_id` itself each row is one of its own. Raises
+        `DataError` where rows cannot be read.
+        """
+        found: Mapping[str, Sequence[int]]
+        found = self._memo.once(f"buckets of {column}", lambda: self._in_buckets(column))
+        return found
+
+    def _in_buckets(self, column: str) -> Mapping[str, Sequence[int]]:
+        rows = self.rows()
+        if column == ROW_ID:
+            return {str(row_id): (row_id,) for row_id in range(len(rows))}
+        found: dict[str, array[int]] = {}
+        for row_id, row in enumerate(rows):
+            found.setdefault(as_text(row[column]), array("q")).append(row_id)
+        return found
 
 
 def no_rows(source: DataSource) -> Finding:

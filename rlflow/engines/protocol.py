@@ -166,11 +166,16 @@ class Trainer(Protocol):
     """An engine that computes log-probs, values and updates."""
 
     def forward(
-        self, batch: Batch, *, outputs: Collection[str], temperature: Temperature
+        self,
+        batch: Batch,
+        *,
+        outputs: Collection[str],
+        temperature: Temperature,
+        top_k: int = 0,
     ) -> dict[str, Tensor]:
         """Per response token, flat float32 `[total]`, without gradient.
 
-        `[total, temperatures]` for several temperatures.
+        `[total, temperatures]` for several temperatures; `[total, top_k]` of the likeliest tokens.
         """
 
     def step(

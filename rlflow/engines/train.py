@@ -21,9 +21,11 @@ from rlflow.engines.models import TorchModel
 from rlflow.engines.optim import AdamW
 from rlflow.engines.packed import pack, prompt_groups
 from rlflow.engines.protocol import Loss, OptimizerSpec, StepResult, Temperature
+from rlflow.engines.vocabulary import CHOSEN, IDS, SUMS, TOP, distributions
 from rlflow.errors import Finding, RunError
 
-OUTPUTS = {"lm": ("log_probs", "entropy"), "value": ("values",)}
+SCORES = ("log_probs", "entropy")
+OUTPUTS = {"lm": (*SCORES, *SUMS, *TOP, *CHOSEN), "value": ("values",)}
 
 
 class TrainEngine:
@@ -42,17 +44,23 @@ class TrainEngine:
 
     @torch.no_grad()
     def forward(
-        self, batch: Batch, *, outputs: Collection[str], temperature: Temperature
+        self,
+        batch: Batch,
+        *,
+        outputs: Collection[str],
+        temperature: Temperature,
+        top_k: int = 0,
     ) -> dict[str, Tensor]:
         """Per response token in the batch's order: flat float32 `[total]`, on the CPU.
 
-        `outputs` names log_probs, entropy (nats) or values; a value belongs to the state
+        `outputs` names log_probs, entropy (nats), values, or what `vocabulary.distributions`
+        makes, with `top_k` and the batch's `top_ids`; a value belongs to the state
         before its token. Log-probs and entropy are of log_softmax(logits / temperature), for
         several temperatures `[total, temperatures]`.
         float64 models give float64. Raises RunError while the model is asleep.
         """
         parts = list(self.micro_batches(batch))
-        computed = [self.compute(micro, outputs, temperature) for _, micro in parts]
+        computed = [self.compute(micro, outputs, temperature, top_k) for _, micro in parts]
         return in_order(batch, [rows for rows, _ in parts], computed)
 
     def step(
@@ -96,7 +104,7 @@ class TrainEngine:
         return StepResult(metrics=metrics, grad_norm=norm, applied=applied)
 
     def compute(
-        self, batch: Batch, outputs: Collection[str], temperature: Temperature
+        self, batch: Batch, outputs: Collection[str], temperature: Temperature, top_k: int = 0
     ) -> dict[str, Tensor]:
         """One forward pass; with gradient where that is enabled."""
         self.require_outputs(outputs)
@@ -105,18 +113,20 @@ class TrainEngine:
         layout = pack(batch["prompt_tokens"], responses, self.model.device)
         self.require_context(layout.longest)
         if not layout.predictions:
-            size = (0, len(temperature)) if isinstance(temperature, tuple) else (0,)
-            return {name: torch.zeros(size, device=self.model.device) for name in outputs}
+            return nothing(batch, outputs, temperature, top_k, self.model.device)
         attention = PackedAttention(layout)
         logits = self.model.logits(layout.tokens, layout.positions, attention, layout.targets)
         logits = logits[: layout.predictions]
         if self.model.head == "value":
             return {"values": widen(logits[:, 0])}
+        found: dict[str, Tensor] = {}
         tokens, with_entropy = flat(responses).to(logits.device), "entropy" in outputs
         if isinstance(temperature, tuple):
             scores = [token_scores(logits, tokens, t, with_entropy) for t in temperature]
             return {name: torch.stack([one[name] for one in scores], -1) for name in outputs}
-        found = token_scores(logits, tokens, temperature, with_entropy)
+        if not set(outputs).isdisjoint(SCORES):
+            found = token_scores(logits, tokens, temperature, with_entropy)
+        found |= distributions(logits, outputs, temperature, top_k, chosen_ids(batch))
         return {name: found[name] for name in outputs}
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor | None, Batch]]:
@@ -210,6 +220,34 @@ def token_scores(
         logits, tokens, temperature, with_entropy
     )
     return {"log_probs": log_probs, "entropy": entropy}
+
+
+def chosen_ids(batch: Batch) -> Tensor | None:
+    """At which ids of each response token log-probs may be asked for, int64 `[total, k]`."""
+    ids = batch.get(IDS, None)
+    return None if ids is None else flat(ids)
+
+
+def nothing(
+    batch: Batch,
+    outputs: Collection[str],
+    temperature: Temperature,
+    top_k: int,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """What a forward makes of no response token."""
+    several = (len(temperature),) if isinstance(temperature, tuple) else ()
+    ids = chosen_ids(batch)
+    width: dict[str, tuple[int, ...]] = {"top_log_probs": (top_k,), "top_ids": (top_k,)}
+    width["log_probs_at"] = () if ids is None else tuple(ids.shape[1:])
+    return {
+        name: torch.zeros(
+            (0, *width.get(name, several)),
+            dtype=torch.int64 if name == "top_ids" else None,
+            device=device,
+        )
+        for name in outputs
+    }
 
 
 def widen(x: Tensor) -> Tensor:

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 import networkx as nx
 
 from rlflow.errors import Finding
+from rlflow.graph.averages import averages_are_alike, averages_are_taken
 from rlflow.graph.graph import Graph, Node
+from rlflow.graph.shared import states_are_shared
 
 Rule = Callable[[Graph], Iterator[Finding]]
 
@@ -73,6 +75,8 @@ def models_are_trained_or_not(graph: Graph) -> Iterator[Finding]:
     """A model has an optimizer exactly where something updates it."""
     for model in graph.models:
         updates = graph.updates(model.name)
+        if model.averaged or any(node.averages for node in updates):
+            continue
         if model.optimizer is not None and not updates:
             yield Finding(
                 code="E113",
@@ -171,6 +175,13 @@ def num_rows(graph: Graph, node: Node) -> int | None:
     return prompts * int(samples)
 
 
+def longest_response(graph: Graph, node: Node) -> int | None:
+    """Response tokens at the most of the episodes that a node makes or reads; None for others."""
+    makers = [graph.node(b.source) for b in node.inputs if b.field.name == "response_tokens"]
+    found = [dict(n.params).get("max_tokens") for n in (node, *makers)]
+    return max((int(most) for most in found if most is not None), default=None)
+
+
 def _nearest_divisor(number: int, wanted: int) -> int:
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     return min(divisors, key=lambda d: (abs(d - wanted), d))
@@ -181,6 +192,9 @@ RULES: tuple[Rule, ...] = (
     acyclic,
     results_are_used,
     models_are_trained_or_not,
+    averages_are_taken,
+    averages_are_alike,
+    states_are_shared,
     groups_are_large_enough,
     log_probs_are_comparable,
     batches_divide,

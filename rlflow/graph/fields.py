@@ -48,21 +48,31 @@ LEVEL_NAMES: dict[Level, str] = {level: f"rf.{kind.__name__}" for kind, level in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """A typed value on an edge; `mask` names the token field that says which tokens count."""
+    """A typed value on an edge; `mask` names the token field that says which tokens count.
+
+    `width` is how many values there are of each token, or row: None for one, without a dimension.
+    """
 
     name: str
     dtype: DType
     level: Level
     mask: str | None = None
+    width: int | None = None
 
     def __str__(self) -> str:
         under = f"|{self.mask}" if self.mask else ""
-        return f"{self.name}:{self.dtype}[{self.level}{under}]"
+        wide = "" if self.width is None else f",{self.width}"
+        return f"{self.name}:{self.dtype}[{self.level}{wide}{under}]"
 
 
-def token(name: str, dtype: DType = "float32", mask: str | None = "response_mask") -> Field:
+def token(
+    name: str,
+    dtype: DType = "float32",
+    mask: str | None = "response_mask",
+    width: int | None = None,
+) -> Field:
     """A token field, by default under the mask of the response."""
-    return Field(name=name, dtype=dtype, level="token", mask=mask)
+    return Field(name=name, dtype=dtype, level="token", mask=mask, width=width)
 
 
 def row(name: str, dtype: DType = "float32") -> Field:

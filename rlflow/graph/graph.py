@@ -21,7 +21,7 @@ from rlflow.graph.fields import Field
 from rlflow.graph.model import Model
 from rlflow.graph.op import Op
 
-EdgeKind = Literal["data", "weights", "order"]
+EdgeKind = Literal["data", "weights", "order", "state"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,16 @@ class Node:
         return self.op.use == "forward" and ("adapters", "off") in self.params
 
     @property
+    def averages(self) -> str | None:
+        """The model whose weights it averages into those of its own, if it does."""
+        return dict(self.params).get("averages")
+
+    @property
+    def shares(self) -> str | None:
+        """The name of what it keeps from call to call where others read or write that too."""
+        return dict(self.params).get("state")
+
+    @property
     def resumes(self) -> str | None:
         """The rollout whose unfinished rows it goes on with, if it does."""
         return dict(self.params).get("resumes")
@@ -84,7 +94,12 @@ class Node:
     @property
     def ends_loop(self) -> bool:
         """Whether it has what the trips of a loop have made."""
-        return "at_most" in dict(self.params)
+        return self.op.function is None and "at_most" in dict(self.params)
+
+    @property
+    def is_gate(self) -> bool:
+        """Whether it says, after each trip of its loop, how much of the goal that has reached."""
+        return self.loop is not None and self.op.function is None and "goal" in dict(self.params)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -137,8 +152,9 @@ class Graph:
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """All edges: data, then weights, then read-before-write order."""
-        return (*self._data_edges(), *self._weight_edges(), *self._order_edges())
+        """All edges: data, then weights, then read-before-write order, then shared state."""
+        model_edges = (*self._weight_edges(), *self._order_edges())
+        return (*self._data_edges(), *model_edges, *self._state_edges())
 
     def updates(self, model: str) -> tuple[Node, ...]:
         """The nodes that write a model's weights, in the order declared."""
@@ -152,19 +168,31 @@ class Graph:
             if n.model == model and n.op.use in ("forward", "rollout") and not n.reads_base
         )
 
+    def sharing(self, state: str) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+        """The nodes that read a shared state, and those that write it, in the order declared."""
+        nodes = [node for node in self.nodes if node.shares == state]
+        writers = tuple(node for node in nodes if node.op.effect == "effectful")
+        return tuple(node for node in nodes if node not in writers), writers
+
+    def averaging(self, model: str) -> tuple[Node, ...]:
+        """The nodes that take what updates of a model have written into an average of it."""
+        return tuple(n for n in self.nodes if n.averages == model != n.model)
+
     def lag(self, node: Node) -> int:
         """How many updates behind the newest weights a reader may be: the edge's distance - 1.
 
-        Only rollouts that make rows to learn from run ahead; an evaluation reads the newest. A
+        Only rollouts that make tokens to learn from run ahead; an evaluation reads the newest. A
         rollout that is resumed goes on with weights of one update more, which later trips through
-        its loop begin with.
+        its loop begin with, and later turns of its episodes.
         """
         if node.op.use != "rollout" or node.every != 1:
             return 0
         later = node.trip is not None and node.trip[0] > 0 and "until" in dict(node.params)
-        if node.resumes is not None or later:
+        turn = node.op.rows == "same" and node.op.output("response_tokens") is not None
+        paused = turn and any(n.resumes is not None and n.model == node.model for n in self.nodes)
+        if node.resumes is not None or later or paused:
             return max(self.staleness - 1, 0)
-        return self.staleness if node.op.rows == "expand" else 0
+        return self.staleness if turn or node.op.rows == "expand" else 0
 
     def _data_edges(self) -> list[Edge]:
         edges = []
@@ -202,6 +230,17 @@ class Graph:
                         distance=1 + lag,
                         model=model.name,
                         reason=f"{reader.name} reads {model.name} v{version}",
+                    )
+                )
+            for node in self.averaging(model.name):
+                edges.append(
+                    Edge(
+                        source=last.name,
+                        target=node.name,
+                        kind="weights",
+                        distance=0,
+                        model=model.name,
+                        reason=f"{node.name} takes {model.name} vi+1 into its average",
                     )
                 )
             edges.append(
@@ -242,6 +281,44 @@ class Graph:
                         distance=0,
                         model=model.name,
                         reason=f"{reader.name} reads {model.name} before it is written",
+                    )
+                )
+            for node in self.averaging(model.name):
+                edges.append(
+                    Edge(
+                        source=node.name,
+                        target=updates[0].name,
+                        kind="order",
+                        distance=1,
+                        model=model.name,
+                        reason=f"{node.name} reads {model.name} vi+1 before vi+2 is written",
+                    )
+                )
+        return edges
+
+    def _state_edges(self) -> list[Edge]:
+        """Readers wait for the writers of as many updates before as weights may be old.
+
+        Those of one iteration take turns, in the order of the trips that they are of.
+        """
+        edges = []
+        for state in dict.fromkeys(node.shares for node in self.nodes if node.shares):
+            readers, writers = self.sharing(state)
+            lag = 1 + self.staleness
+            waits = [(writers[-1], reader, lag) for reader in readers if writers]
+            for line in (readers, writers):
+                waits += [(one, other, 0) for one, other in itertools.pairwise(line)]
+                waits += [(line[-1], line[0], 1)] if len(line) > 1 else []
+            for source, target, distance in waits:
+                turn = f"of iteration i-{distance}" if distance else "before it"
+                reason = f"{target.name} reads {state} as {source.name} {turn} has left it"
+                edges.append(
+                    Edge(
+                        source=source.name,
+                        target=target.name,
+                        kind="state",
+                        distance=distance,
+                        reason=reason,
                     )
                 )
         return edges

@@ -56,6 +56,23 @@ class AdamW(BaseModel):
         return f"adamw({', '.join(parts)})"
 
 
+class Average(BaseModel):
+    """An exponential moving average of another model's weights, in the place of training.
+
+    `ops.average` sets w <- decay * w + (1 - decay) * theta after the updates that make theta
+    (Polyak and Juditsky 1992; Tarvainen and Valpola 2017, arXiv 1703.01780, section 2).
+    `decay=0` copies, `decay=1` never moves.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    decay: float = Field(default=0.99, ge=0, le=1)
+
+    def describe(self) -> str:
+        """The printed form."""
+        return f"average(decay={self.decay:g})"
+
+
 class LoRA(BaseModel):
     """Low-rank adapters in the place of full training (Hu et al. 2021, section 4.1).
 
@@ -82,7 +99,7 @@ class LoRA(BaseModel):
 
 
 class Model(BaseModel):
-    """A model by name; given an optimizer it is trainable.
+    """A model by name; given an optimizer it is trainable, or the average of one that is.
 
     `path` is a directory in Hugging Face form or the name of a hub model. `head` is
     `lm` for a causal language model, `value` for the same body with a scalar head.
@@ -95,7 +112,7 @@ class Model(BaseModel):
     name: str
     path: str
     head: Literal["lm", "value"] = "lm"
-    optimizer: AdamW | None = None
+    optimizer: AdamW | Average | None = None
     lora: LoRA | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     init: Literal["pretrained", "random"] = "pretrained"
@@ -110,6 +127,8 @@ class Model(BaseModel):
 
         if self.lora is not None and self.optimizer is None:
             raise ValueError("lora= says what is trained, so it needs optimizer=")
+        if self.averaged and self.dtype == "bfloat16":
+            raise ValueError("an average moves by less than bfloat16 can tell: dtype='float32'")
         self._where = declared_at()
 
     @model_serializer(mode="wrap")
@@ -126,6 +145,11 @@ class Model(BaseModel):
         if not NAME.fullmatch(name):
             raise ValueError(f"a model's name is a plain word, got {name!r}")
         return name
+
+    @property
+    def averaged(self) -> bool:
+        """Whether its weights are an average of another model's."""
+        return isinstance(self.optimizer, Average)
 
     @property
     def where(self) -> Source | None:

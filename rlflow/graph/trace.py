@@ -97,6 +97,12 @@ class Handle:
         return replace(self, offers=tuple(o for o in self.offers if o.name in names))
 
 
+def joined(*handles: Handle) -> Handle:
+    """The fields of several handles of the same rows; of those of one name the last one's."""
+    offers = {offer.name: offer for handle in handles for offer in handle.offers}
+    return replace(handles[-1], offers=tuple(offers.values()))
+
+
 @dataclass(slots=True)
 class Trace:
     """What one run of a pipeline function has declared so far, and what is wrong with it."""
@@ -329,6 +335,7 @@ def _row_set(
     where: Source | None,
 ) -> str | None:
     rows_of = {h.node: h.rows for h in handles if isinstance(h, Handle)}
+    rows_of |= {name: known.rows_of for name, known in _current().nodes.items()}
     used = {binding.source for binding in bindings}
     sets = {rows for name, rows in rows_of.items() if name in used and rows is not None}
     if len(sets) > 1:

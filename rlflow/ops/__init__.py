@@ -4,18 +4,27 @@ from typing import NoReturn
 
 from rlflow.errors import Finding, GraphError, near_names
 from rlflow.graph.trace import declared_at
+from rlflow.ops.averages import average
+from rlflow.ops.curriculum import track
 from rlflow.ops.declare import advantage, metrics, prompts, tokenize
+from rlflow.ops.episodes import act, ended, episodes, observe
+from rlflow.ops.forwards import log_probs, values
 from rlflow.ops.loops import informative, repeat
-from rlflow.ops.models import evaluate, log_probs, rollout, update, values
+from rlflow.ops.models import evaluate, rollout, update
 from rlflow.ops.pairs import pair, scores
 from rlflow.ops.scoring import reward
 
 __all__ = [
+    "act",
     "advantage",
+    "average",
+    "ended",
+    "episodes",
     "evaluate",
     "informative",
     "log_probs",
     "metrics",
+    "observe",
     "pair",
     "prompts",
     "repeat",
@@ -23,6 +32,7 @@ __all__ = [
     "rollout",
     "scores",
     "tokenize",
+    "track",
     "update",
     "values",
 ]

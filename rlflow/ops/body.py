@@ -107,10 +107,11 @@ class ModelInUse(Protocol):
         *,
         outputs: Collection[str],
         temperature: float | tuple[float, ...],
+        top_k: int = 0,
     ) -> dict[str, Tensor]:
         """Per response token, flat float32 [total], without gradient.
 
-        For several temperatures [total, temperatures].
+        For several temperatures [total, temperatures]; of the likeliest tokens [total, top_k].
         """
 
     def step(
@@ -123,6 +124,9 @@ class ModelInUse(Protocol):
         max_grad_norm: float | None,
     ) -> Stepped:
         """Make one optimizer step on the whole batch."""
+
+    def average(self, source: ModelInUse, decay: float) -> None:
+        """Make its weights w what decay * w + (1 - decay) * those of `source` are."""
 
 
 class Peers(Protocol):
@@ -196,9 +200,11 @@ class Call:
     `wanted` names the outputs that somebody reads. `permutation(n, *salt)` gives the
     numbers below n in an order that depends on seed, iteration, node and salt only.
     Where a loop ends, `trips` of it have run, and `surplus` is left of the iteration before.
+    `source` is the model whose weights a node averages.
     The inputs are a part of the batch: `rows` int64 `[rows]` numbers them within its
     `total` rows, and `peers` have the others. `state` is what the node keeps from call to call:
-    numbers that a checkpoint holds, and that all who run the node change alike.
+    numbers that a checkpoint holds, and that all who run the node change alike. Rollouts may run
+    `staleness` updates ahead.
     """
 
     node: str
@@ -214,9 +220,11 @@ class Call:
     total: int = 0
     peers: Peers = field(default_factory=Alone)
     model: ModelInUse | None = None
+    source: ModelInUse | None = None
     state: dict[str, float] = field(default_factory=dict)
     where: Source | None = None
     draw: int | None = None
+    staleness: int = 0
     trips: int = 0
     surplus: Batch | None = None
 

@@ -18,6 +18,7 @@ from rlflow.graph.fields import DType, Level, row, token
 from rlflow.graph.model import Model
 from rlflow.graph.op import Input, Op, register
 from rlflow.graph.trace import Handle, add_node, declared_at, report
+from rlflow.ops.curriculum import PassRates, weighted
 from rlflow.ops.estimator_options import checked
 from rlflow.ops.estimators import REFERENCE, find_estimator, granularity, needed_inputs
 from rlflow.ops.valid import on_valid_rows
@@ -73,14 +74,22 @@ PLAIN_TYPES: dict[Any, tuple[DType, Level]] = {
     bool: ("bool", "row"),
     list[int]: ("int64", "token"),
     list[float]: ("float32", "token"),
+    list[bool]: ("bool", "token"),
 }
 
 
-def prompts(data: DataSource, *, batch: int, name: str | None = None) -> Handle:
+def prompts(
+    data: DataSource,
+    *,
+    batch: int,
+    weights: PassRates | None = None,
+    name: str | None = None,
+) -> Handle:
     """Draw `batch` rows of a data source in every iteration, shuffled anew each epoch.
 
     Makes one row field per column; `prompt` is text (or chat messages as JSON), other
-    columns are text unless the source says otherwise.
+    columns are text unless the source says otherwise. With `weights` the rows of some buckets
+    come more often than others, by the pass rates that `ops.track` has measured.
     """
     if batch < 1:
         report(
@@ -104,7 +113,11 @@ def prompts(data: DataSource, *, batch: int, name: str | None = None) -> Handle:
         )
     extra = tuple(row(column, "text") for column in columns)
     op = replace(PROMPTS, outputs=(*PROMPTS.outputs, *extra))
-    return add_node(op, (), params={"data": data, "batch": batch}, name=name)
+    params: dict[str, Any] = {"data": data, "batch": batch}
+    if weights is not None:
+        op, more = weighted(op, data, weights)
+        params |= more
+    return add_node(op, (), params=params, name=name)
 
 
 def tokenize(

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rlflow.ops.loss_base import Loss, Positive, pasted
 from rlflow.ops.loss_kinds import known_kind
-from rlflow.ops.losses import KLEstimator, PolicyLoss
+from rlflow.ops.losses import AT_TOP_K, TOP_K, KLEstimator, PolicyLoss, Share
 
-Form = Literal["policy_gradient", "reward", "supervised"]
-AVERAGED = ("aggregate", "constant")
-OF_THE_TEACHER = ("form", "teacher_kl", "teacher_limit")
+Form = Literal["policy_gradient", "reward", "supervised", "forward_kl", "reverse_kl", "jsd"]
+DISTRIBUTIONS = ("forward_kl", "reverse_kl", "jsd")
+"""The forms that compare whole distributions, not sampled tokens alone."""
+READ_BY: dict[str, tuple[str, ...]] = {
+    "supervised": ("teacher_kl",),
+    "forward_kl": ("log_prob_min", "tail"),
+    "reverse_kl": (),
+    "jsd": ("jsd_beta",),
+}
+"""What each form without a policy loss reads of what others do not."""
+SHARED = ("aggregate", "constant", "form", "teacher_limit")
 
 
 class DistillLoss(PolicyLoss):
@@ -27,6 +35,11 @@ class DistillLoss(PolicyLoss):
     it sampled, added to the `advantages` of a reward where there are such. `supervised`: the KL
     estimate itself, backpropagated. The teacher's `ops.log_probs(teacher, samples,
     field="teacher_log_probs")` are read. The options of `PolicyLoss` are those of the policy loss.
+
+    `forward_kl`, `reverse_kl` and `jsd` are divergences of whole distributions, backpropagated:
+    over the k tokens that the teacher finds likeliest, `ops.log_probs(teacher, samples, top_k=k)`,
+    and but for `forward_kl` one outcome for all others. With the vocabulary as k they are those
+    of GKD (Agarwal et al. 2023, arXiv:2306.13649) with beta 0, 1 and `jsd_beta`.
     """
 
     body: ClassVar[str] = "rlflow.ops.math.distillation:distill_objective"
@@ -38,9 +51,18 @@ class DistillLoss(PolicyLoss):
     teacher_coef: Positive = 1.0
     """What the estimate is multiplied by in an advantage."""
     teacher_limit: Positive | None = 10.0
-    """How large an estimate may be, either way; None for any. `reward` holds only what is given."""
+    """How large an estimate may be, either way; None for any.
+
+    `reward`, and the divergences of whole distributions, hold only what is given.
+    """
     add_advantages: bool = False
     """Whether the `advantages` of a reward count too."""
+    jsd_beta: Share = 0.5
+    """Share of the teacher in the mixture that `jsd` measures both sides from."""
+    log_prob_min: Annotated[float, Field(lt=0, allow_inf_nan=False)] | None = -10.0
+    """Below which `forward_kl` holds log-probs of both sides; None for nowhere."""
+    tail: bool = False
+    """Whether `forward_kl` has an outcome for all tokens but the k; nothing is held then."""
 
     def __init__(self, form: str = "policy_gradient", **options: Any) -> None:
         Loss.__init__(self, **{"form": form, **options})
@@ -54,15 +76,28 @@ class DistillLoss(PolicyLoss):
     def limit(self) -> float | None:
         """How large an estimate may be."""
         given = "teacher_limit" in self.model_fields_set
-        return None if self.form == "reward" and not given else self.teacher_limit
+        free = self.form == "reward" or self.distributions
+        return None if free and not given else self.teacher_limit
+
+    @property
+    def distributions(self) -> bool:
+        """Whether it compares whole distributions."""
+        return self.form in DISTRIBUTIONS
+
+    @property
+    def of_policy(self) -> bool:
+        """Whether it is a policy loss."""
+        return self.form not in READ_BY
 
     @property
     def reads_old(self) -> bool:
         """Whether log-probs of an old policy are part of it."""
-        return self.form != "supervised" and super().reads_old
+        return self.of_policy and super().reads_old
 
     def needs(self) -> tuple[str, ...]:
         """The teacher's log-probs, and what the policy loss reads but for its advantages."""
+        if self.distributions:
+            return ("response_mask", *TOP_K)
         if self.form == "supervised":
             return ("response_mask", "teacher_log_probs")
         behaviour = ("rollout_log_probs",) if self.form == "reward" else ()
@@ -72,19 +107,27 @@ class DistillLoss(PolicyLoss):
 
     def outputs(self) -> tuple[str, ...]:
         """As of a policy loss; the log-probs alone where the estimate is the loss."""
+        if self.distributions:
+            return AT_TOP_K
         return ("log_probs",) if self.form == "supervised" else super().outputs()
 
     def corrects(self, old: str, *, own: bool) -> bool:
-        """As a policy loss; an estimate of the KL asks for samples of the weights themselves."""
+        """As a policy loss; an estimate of the KL asks for samples of the weights themselves.
+
+        A divergence of whole distributions weighs no sample by its probability: GKD trains on
+        samples of whatever policy.
+        """
+        if self.distributions:
+            return True
         return not own if self.form == "supervised" else super().corrects(old, own=own)
 
     def under_lag(self, old: str) -> str:
         """As a policy loss, where there is a ratio."""
-        return old if self.form == "supervised" else super().under_lag(old)
+        return super().under_lag(old) if self.of_policy else old
 
     def corrections(self) -> tuple[str, ...]:
         """Those of the policy loss, with its options, or the form that has one."""
-        if self.form == "supervised":
+        if not self.of_policy:
             return ('rf.DistillLoss("policy_gradient", old="rollout")',)
         return super().corrections()
 
@@ -100,11 +143,20 @@ class DistillLoss(PolicyLoss):
 
     def idle(self) -> dict[str, str]:
         """As of a policy loss; all of that where there is none."""
-        if self.form != "supervised":
-            return super().idle()
-        read = (*AVERAGED, *OF_THE_TEACHER)
-        unread = [name for name in type(self).model_fields if name not in read]
-        return {**dict.fromkeys(unread, "a supervised form has no policy loss"), **Loss.idle(self)}
+        others = {name for names in READ_BY.values() for name in names} - {"teacher_kl"}
+        if self.of_policy:
+            unread = dict.fromkeys(sorted(others), f"{self.form} compares sampled tokens alone")
+            return {**super().idle(), **unread}
+        read = (*SHARED, *READ_BY[self.form])
+        reasons = {
+            name: f"{self.form} has no policy loss"
+            for name in type(self).model_fields
+            if name not in read
+        }
+        reasons |= dict.fromkeys(others.difference(read), f"{self.form} does not read it")
+        if self.tail:
+            reasons["log_prob_min"] = "with a tail the two sides are distributions, as they are"
+        return {**reasons, **Loss.idle(self)}
 
     @model_validator(mode="after")
     def _per_token(self) -> Self:

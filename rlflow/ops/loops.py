@@ -7,7 +7,7 @@ are in `rlflow.ops.bodies.loops`, and nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -21,6 +21,7 @@ from rlflow.graph.trace import (
     declared_at,
     declared_names,
     declared_node,
+    joined,
     put_in_loop,
     report,
 )
@@ -40,6 +41,12 @@ INFORMATIVE = Op(
 Exhausted = Literal["error", "fill"]
 Surplus = Literal["drop", "keep"]
 CHOICES = {"exhausted": get_args(Exhausted), "surplus": get_args(Surplus)}
+
+# Options of a rollout that say what its rows are like.
+SAMPLED = ("n", "max_new_tokens", "max_tokens", "temperature")
+
+# Ops with an effect that each trip may have for itself.
+COUNTING = ("reward_failures", "track")
 
 
 def informative(*handles: Handle, name: str | None = None) -> Handle:
@@ -72,8 +79,8 @@ def repeat(
     the run stops with what was found, or with `exhausted="fill"` the first of the other groups
     fill up.
 
-    With `state`, the body is called with a handle of its fields, and what it returns is the
-    state of the next trip; rows stay, and the loop ends when `until` is true for all of them.
+    With `state`, the body is called with a handle of its fields, and those that it makes anew are
+    the state of the next trip; rows stay, and the loop ends when `until` is true for all of them.
 
     `expected` is how many trips an iteration takes on average, for the estimates of a plan.
     """
@@ -83,7 +90,7 @@ def repeat(
     for finding in _wrong(at_most, groups, expected, state, said, wanted):
         report(finding)
     before = set(declared_names())
-    handles = _returned(body(*state), wanted, where)
+    handles = _returned(body(*state), state, wanted, where)
     offers = {offer.name: offer for handle in handles for offer in handle.offers}
     inside = [node for node in declared_names() if node not in before]
     found = [*_not_repeated(inside, wanted), *_from_outside(inside, wanted, offers, where)]
@@ -111,7 +118,7 @@ def repeat(
     handle = _end(wanted, tuple(offers.values()), handles, params, bool(groups))
     for node in inside:
         put_in_loop(node, handle.node)
-    return handle
+    return joined(*state, handle)
 
 
 def _gate(name: str, until: str, groups: int | None, handles: tuple[Handle, ...]) -> str:
@@ -167,21 +174,28 @@ def _named(offer: Offer) -> Field:
     return replace(offer.field, name=offer.name)
 
 
-def _returned(made: object, name: str, where: Source | None) -> tuple[Handle, ...]:
-    """The handles that a body has returned; what is none is a finding."""
+def _returned(
+    made: object, state: tuple[Handle, ...], name: str, where: Source | None
+) -> tuple[Handle, ...]:
+    """The handles that a body has returned, with what it has made; what is none is a finding."""
     handles = made if isinstance(made, tuple) else (made,)
     for other in handles:
         if not isinstance(other, Handle):
             report(
                 Finding(
-                    code="E102",
+                    code="E126",
                     what=f"the body of loop {name!r} returned something that is not a handle",
                     where=where,
                     got=f"{type(other).__name__}: {other!r:.80}",
                     expected="the handles of the rows that a trip makes",
                 )
             )
-    return tuple(handle for handle in handles if isinstance(handle, Handle))
+    same = {offer for handle in state for offer in handle.offers}
+    return tuple(
+        replace(handle, offers=tuple(offer for offer in handle.offers if offer not in same))
+        for handle in handles
+        if isinstance(handle, Handle)
+    )
 
 
 def _carried(
@@ -226,14 +240,11 @@ def _carried(
 
 def _sampled(inside: list[str]) -> dict[str, object]:
     """What the rows that a loop gathers are like: samples of a prompt, tokens of a response."""
-    for name in inside:
-        node = declared_node(name)
-        if node.op.rows == "expand":
-            known = dict(node.params)
-            return {
-                key: known[key] for key in ("n", "max_new_tokens", "temperature") if key in known
-            }
-    return {}
+    found: dict[str, object] = {}
+    for node in map(declared_node, inside):
+        if node.op.use == "rollout":
+            found = {key: value for key, value in node.params if key in SAMPLED} | found
+    return {key: found[key] for key in SAMPLED if key in found}
 
 
 def _wrong(
@@ -241,7 +252,7 @@ def _wrong(
     groups: int | None,
     expected: float | None,
     state: tuple[Handle, ...],
-    said: dict[str, str],
+    said: Mapping[str, str],
     name: str,
 ) -> list[Finding]:
     """Findings about the options of a loop."""
@@ -290,7 +301,9 @@ def _not_repeated(inside: list[str], name: str) -> list[Finding]:
             why = "it is a loop itself"
         elif node.loop is not None:
             continue
-        elif node.op.effect == "effectful" or node.op.use == "train":
+        elif node.op.name not in COUNTING and (
+            node.op.effect == "effectful" or node.op.use == "train"
+        ):
             why = "it has an effect beyond its rows"
         elif node.every > 1:
             why = f"it runs every {node.every} iterations"
@@ -332,7 +345,7 @@ def _of_other_rows(
     others = [handle for handle in handles for first in state[:1] if handle.rows != first.rows]
     return [
         Finding(
-            code="E108",
+            code="E126",
             what=f"the body of loop {name!r} returns rows other than those of its state",
             where=where,
             got=f"{other.node} of the rows of {other.rows}",

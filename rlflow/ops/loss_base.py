@@ -56,6 +56,11 @@ class Loss(BaseModel):
     def outputs(self) -> tuple[str, ...]:
         """What the training forward must compute for this loss, with gradient."""
 
+    @property
+    def forwards(self) -> int:
+        """How often a mini-batch is forwarded without gradient before each optimizer step."""
+        return 0
+
     def corrects(self, old: str, *, own: bool) -> bool:
         """Whether rows older than the weights train it right; `own` rows it has sampled itself.
 

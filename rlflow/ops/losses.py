@@ -39,6 +39,10 @@ __all__ = [
 ]
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
+TOP_K = ("top_log_probs", "top_ids", "top_rest")
+"""What `ops.log_probs(model, samples, top_k=k)` makes of the likeliest tokens."""
+AT_TOP_K = ("log_probs_at", "rest_at")
+"""What a training forward makes of the same tokens."""
 OldPolicy = Literal["auto", "current", "rollout", "recomputed", "loglinear"]
 Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -119,7 +123,11 @@ class PolicyLoss(Loss):
     off_policy_from: Literal["rollout", "old"] = "rollout"
     """Whose log-probs that is measured from: the rollout's, or those of `old`."""
     kl_coef: Coefficient | AdaptiveKL = 0.0
-    kl: KLEstimator = "k3"
+    kl: KLEstimator | Literal["full"] = "k3"
+    """An estimate of the KL from the sampled token, or `full`: the KL over the whole vocabulary.
+
+    `full` reads `ops.log_probs(ref, samples, top_k=...)` with the vocabulary's size.
+    """
     kl_unbiased: bool = False
     """Whether the KL estimate of a token is times `pi / pi_old`, which carries a gradient."""
     entropy_coef: Coefficient | AdaptiveEntropy = 0.0
@@ -161,6 +169,11 @@ class PolicyLoss(Loss):
         of_kind = self.of_kind.selection
         return (*((of_kind,) if of_kind else ()), *((TOP_ENTROPY,) if self.top_entropy else ()))
 
+    @property
+    def forwards(self) -> int:
+        """As in `Loss`: one where something is chosen among all tokens."""
+        return 1 if self.selections() else 0
+
     def needs(self) -> tuple[str, ...]:
         """The batch fields this loss reads; with `old="auto"` the compiler may add one."""
         old = {
@@ -171,9 +184,14 @@ class PolicyLoss(Loss):
         masked = self.off_policy_limit is not None and self.off_policy_from == "rollout"
         compared = self.correction is not None or bool(self.rejections) or masked
         behaviour = ("rollout_log_probs",) if compared else ()
-        ref = ("ref_log_probs",) if self.kl_coef else ()
+        ref = TOP_K if self.full_kl else ("ref_log_probs",) if self.kl_coef else ()
         fields = ("response_mask", "advantages", *old.get(self.old, ()), *behaviour, *ref)
         return tuple(dict.fromkeys(fields))
+
+    @property
+    def full_kl(self) -> bool:
+        """Whether the whole distribution of the reference is part of it."""
+        return bool(self.kl_coef) and self.kl == "full"
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:
@@ -181,8 +199,9 @@ class PolicyLoss(Loss):
         return rules(self.rejection)
 
     def outputs(self) -> tuple[str, ...]:
-        """The log-probs of the sampled tokens, and the entropy if it has a coefficient."""
-        return ("log_probs", "entropy") if self.entropy_coef else ("log_probs",)
+        """The log-probs of the sampled tokens, and what terms with a coefficient read."""
+        entropy = ("entropy",) if self.entropy_coef else ()
+        return ("log_probs", *entropy, *(AT_TOP_K[:1] if self.full_kl else ()))
 
     def corrects(self, old: str, *, own: bool) -> bool:
         """By importance weights, or by the ratio itself against the policy that sampled."""
@@ -217,6 +236,8 @@ class PolicyLoss(Loss):
         reasons = dict.fromkeys(unread, f"{self.kind} does not read it")
         if not self.kl_coef:
             reasons["kl"] = reasons["kl_unbiased"] = "kl_coef is 0, so there is no KL term"
+        if self.kl == "full":
+            reasons["kl_unbiased"] = "kl='full' is no estimate from sampled tokens"
         if self.old == "rollout" and self.of_kind.corrects:
             reasons["correction"] = "old='rollout' is the policy that sampled, so the weight is 1"
         if not self.reads_old:

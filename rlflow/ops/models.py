@@ -1,4 +1,4 @@
-"""The operators that use a model: rollout, log-probs, values, update, evaluate.
+"""The operators that sample from a model and that train it: rollout, update, evaluate.
 
 Contracts only; the bodies are in `rlflow.ops.bodies`. What an op needs of the graph
 follows from its loss: a KL term reads a reference, several optimizer steps read the
@@ -15,19 +15,15 @@ from rlflow.errors import Finding
 from rlflow.graph.fields import row, token
 from rlflow.graph.model import Model
 from rlflow.graph.op import Input, Op, register
-from rlflow.graph.trace import Handle, add_node, declared_at, declared_node, report
+from rlflow.graph.trace import Handle, add_node, declared_at, report
+from rlflow.ops.forwards import GROUPED, TOKENS, sampled_at
 from rlflow.ops.losses import PolicyLoss, SFTLoss, ValueLoss
 from rlflow.ops.pairs import READ_BY_LOSSES
 from rlflow.ops.preference import DPOLoss, RewardModelLoss
 from rlflow.ops.scoring import Functions, as_function
 from rlflow.ops.valid import on_valid_rows
 
-TOKENS = (
-    Input(name="prompt_tokens", dtype="int64", levels=("token",)),
-    Input(name="response_tokens", dtype="int64", levels=("token",)),
-)
 MASK = Input(name="response_mask", dtype="bool", levels=("token",))
-GROUPED = Input(name="group", dtype="int64", levels=("row",), required=False)
 
 RESUME = Op(
     name="resume",
@@ -71,26 +67,6 @@ ROLLOUT = register(
         use="rollout",
         rows="expand",
         resumed=RESUME,
-    )
-)
-LOG_PROBS = register(
-    Op(
-        name="log_probs",
-        body="rlflow.ops.bodies.forward:log_probs",
-        inputs=(*TOKENS, GROUPED),
-        outputs=(token("ref_log_probs"), token("old_log_probs")),
-        per="row",
-        use="forward",
-    )
-)
-VALUES = register(
-    Op(
-        name="values",
-        body="rlflow.ops.bodies.forward:values",
-        inputs=(*TOKENS, GROUPED),
-        outputs=(token("values"),),
-        per="row",
-        use="forward",
     )
 )
 UPDATE = register(
@@ -193,9 +169,7 @@ def rollout(
     made = {field.name for field in ROLLOUT.outputs}
     offered = {offer.name: offer for handle in prompts for offer in handle.offers}
     carried = tuple(
-        offer
-        for offer in offered.values()
-        if offer.field.level == "row" and offer.name not in made
+        offer for offer in offered.values() if offer.field.level == "row" and offer.name not in made
     )
     op = replace(
         ROLLOUT,
@@ -212,39 +186,6 @@ def rollout(
     )
     params |= {key: value for key, value, off in unusual if value != off}
     return add_node(op, prompts, model=model, params=params, name=name)
-
-
-def log_probs(
-    model: Model,
-    *handles: Handle,
-    temperature: float | None = None,
-    field: str | None = None,
-    name: str | None = None,
-) -> Handle:
-    """Log-probabilities of the sampled tokens under a model, float32 [row, token].
-
-    The field is `old_log_probs` for a trainable model and `ref_log_probs` otherwise,
-    unless `field` names it. The temperature is the rollout's unless given.
-    """
-    made = field or ("old_log_probs" if model.optimizer is not None else "ref_log_probs")
-    op = replace(LOG_PROBS, outputs=(token(made),))
-    params = {"temperature": _temperature(handles) if temperature is None else temperature}
-    return add_node(op, handles, model=model, params=params, name=name)
-
-
-def values(model: Model, *handles: Handle, name: str | None = None) -> Handle:
-    """The critic's value of every response token's state, float32 [row, token]."""
-    if model.head != "value":
-        report(
-            Finding(
-                code="E120",
-                what=f"model {model.name!r} has no value head",
-                where=declared_at(),
-                got=f"head={model.head!r}",
-                fix=f'rf.Model("{model.name}", ..., head="value")',
-            )
-        )
-    return add_node(VALUES, handles, model=model, name=name)
 
 
 def update(
@@ -341,22 +282,12 @@ def evaluate(
     return add_node(op, (), model=model, params=params, name=name, every=max(every, 1))
 
 
-def _temperature(handles: tuple[Handle, ...]) -> float:
-    """The temperature the tokens were sampled at; greedy samples are scored at 1."""
-    for handle in handles:
-        for offer in handle.offers:
-            params = dict(declared_node(offer.source).params)
-            if offer.name == "response_tokens" and params.get("temperature"):
-                return float(params["temperature"])
-    return 1.0
-
-
 def _loss_inputs(
     loss: Loss, handles: tuple[Handle, ...], num_steps: int
 ) -> tuple[tuple[Input, ...], dict[str, str], dict[str, Any]]:
     """What a loss reads, what it leaves unread and why, and the options that follow."""
     if not isinstance(loss, PolicyLoss):
-        extra = {"temperature": _temperature(handles)} if isinstance(loss, DPOLoss) else {}
+        extra = {"temperature": sampled_at(handles)} if isinstance(loss, DPOLoss) else {}
         return tuple(FIELD_INPUTS[n] for n in loss.needs() if n in FIELD_INPUTS), {}, extra
     offered = {offer.name for handle in handles for offer in handle.offers}
     declined = {}
@@ -364,7 +295,8 @@ def _loss_inputs(
     if loss.of_kind.advantages == "row":
         inputs = [replace(w, levels=("row",)) if w.name == "advantages" else w for w in inputs]
     if not any(wanted.name == "ref_log_probs" for wanted in inputs):
-        declined["ref_log_probs"] = "kl_coef is 0: no KL in the loss"
+        full = "kl='full' reads whole distributions"
+        declined["ref_log_probs"] = full if loss.full_kl else "kl_coef is 0: no KL in the loss"
     old = loss.old
     if old == "auto" and not loss.reads_old:
         old = "current"
@@ -385,4 +317,4 @@ def _loss_inputs(
     elif "rollout_log_probs" in offered and "rollout_log_probs" not in loss.needs():
         inputs.append(replace(FIELD_INPUTS["rollout_log_probs"], required=False))
     unique = tuple({wanted.name: wanted for wanted in inputs}.values())
-    return unique, declined, {"old": old, "temperature": _temperature(handles)}
+    return unique, declined, {"old": old, "temperature": sampled_at(handles)}

@@ -18,6 +18,7 @@ from rlflow.ops.valid import on_valid_rows
 
 FINISHED = Input(name="finished", dtype="bool", levels=("row",))
 MADE_BY_PAIR = "pairs = ops.pair(samples, reward)"
+MADE_BY_TOP_K = "scored = ops.log_probs(teacher, samples, top_k=64)"
 
 READ_BY_LOSSES = {
     "group": Input(name="group", dtype="int64", levels=("row",)),
@@ -36,6 +37,11 @@ READ_BY_LOSSES = {
         levels=("token",),
         hint='teacher_lp = ops.log_probs(teacher, samples, field="teacher_log_probs")',
     ),
+    "top_log_probs": Input(
+        name="top_log_probs", dtype="float32", levels=("token",), hint=MADE_BY_TOP_K
+    ),
+    "top_ids": Input(name="top_ids", dtype="int64", levels=("token",), hint=MADE_BY_TOP_K),
+    "top_rest": Input(name="top_rest", dtype="float32", levels=("token",), hint=MADE_BY_TOP_K),
 }
 """What losses of pairs, of reward models and of teachers read, by name."""
 

@@ -74,6 +74,11 @@ class BatchwiseLoss(Loss):
     metrics: ClassVar[tuple[str, ...]]
     """Names of the numbers that every row has a share in."""
 
+    @property
+    def forwards(self) -> int:
+        """One: what the rows of a mini-batch have in common is computed before it is cut."""
+        return 1
+
     def corrects(self, old: str, *, own: bool) -> bool:
         """Always: pairs and scored rows are data, weighed by no probability of the sampler."""
         return True

@@ -194,6 +194,7 @@ class Executor:
         self._running: set[str] = set()
         self._metrics: dict[int, dict[str, list[Mapping[str, float | Stat]]]] = {}
         self._reached: dict[tuple[str, int], float] = {}
+        self._last: dict[tuple[str, int], int] = {}
         self._keeps = keeps_surplus(plan.graph)
         self._missing: dict[int, int] = {}
         self._counted = sum(action.part is None for action in plan.actions)
@@ -288,15 +289,20 @@ class Executor:
                 candidates += self._complete(segment, action, {})
 
     def _pass(self, trip: Trip, event: Completion) -> None:
-        """Add up what a trip has reached of its loop's goal."""
+        """Add up what a trip has reached of its loop's goal; it is the last one if that is all."""
         found = event.metrics["reached"]
         value = found.value if isinstance(found, Stat) else found
         key = (trip.loop, event.iteration)
         self._reached[key] = self._reached.get(key, 0.0) + value
+        if self._reached[key] >= trip.goal:
+            self._last.setdefault(key, trip.index)
 
     def _over(self, trip: Trip, iteration: int) -> bool:
-        """Whether the trips before one have reached their loop's goal; the first always runs."""
-        return bool(trip.index) and self._reached.get((trip.loop, iteration), 0.0) >= trip.goal
+        """Whether the trips before one have reached their loop's goal.
+
+        What its own gate says is not asked: others of the last trip may start after that.
+        """
+        return self._last.get((trip.loop, iteration), trip.index) < trip.index
 
     def _complete(
         self, segment: Segment, action: Action, metrics: Mapping[str, float | Stat]
@@ -306,7 +312,8 @@ class Executor:
         if action.part is None and segment.start <= iteration < segment.end:
             if metrics and not (action.trip is not None and action.trip.gate):
                 found = self._metrics.setdefault(iteration, {})
-                found.setdefault(_logged_as(action), []).append(metrics)
+                trip = metrics if action.trip is None else _of_one_trip(metrics)
+                found.setdefault(_logged_as(action), []).append(trip)
             missing = self._missing.get(iteration, self._counted) - 1
             self._missing[iteration] = missing
         turned = segment.finish(action.id)
@@ -322,6 +329,7 @@ class Executor:
             parts = self._metrics.pop(iteration, {})
             for key in [key for key in self._reached if key[1] == iteration]:
                 del self._reached[key]
+                self._last.pop(key, None)
             metrics = {
                 f"{node}/{name}": value
                 for node, found in parts.items()
@@ -342,6 +350,14 @@ class Executor:
             event = self.events.get()
             if isinstance(event, Completion):
                 self._running.discard(event.action)
+
+
+def _of_one_trip(metrics: Mapping[str, float | Stat]) -> dict[str, float | Stat]:
+    """Numbers to be joined with those of other trips: of plain ones the mean."""
+    return {
+        name: value if isinstance(value, Stat) else Stat(kind="mean", total=value, count=1.0)
+        for name, value in metrics.items()
+    }
 
 
 def _logged_as(action: Action) -> str:

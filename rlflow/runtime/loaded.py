@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlflow.engines.average import move
 from rlflow.engines.loading import load_model, load_tokenizer
 from rlflow.engines.models import TorchModel
 from rlflow.engines.optim import learning_rate
@@ -27,7 +28,7 @@ from rlflow.engines.protocol import (
 from rlflow.engines.rollout import TorchRollout
 from rlflow.engines.train import TrainEngine
 from rlflow.errors import Finding, UsageError
-from rlflow.graph.model import Model
+from rlflow.graph.model import AdamW, Model
 from rlflow.scheduler.plan import Instance
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from rlflow.batch import Batch
-    from rlflow.ops.body import LossFunction
+    from rlflow.ops.body import LossFunction, ModelInUse
 
 
 @dataclass(slots=True)
@@ -56,11 +57,14 @@ class Loaded:
         return {name: shard for name, shard in self.model.shards().items() if name in names}
 
     def components(self) -> dict[str, dict[str, Shard]]:
-        """What a checkpoint holds of it, by component; read it inside `awake`."""
-        return {
-            self.instance.model: self.trained_shards(),
-            f"{self.instance.model}.optimizer": self.train.optimizer.shards(),
-        }
+        """What a checkpoint holds of it, by component; read it inside `awake`.
+
+        An average has no optimizer state.
+        """
+        found = {self.instance.model: self.trained_shards()}
+        if self.train.optimizer is not None:
+            found[f"{self.instance.model}.optimizer"] = self.train.optimizer.shards()
+        return found
 
     def snapshot(self) -> dict[str, Mapping[str, Tensor]]:
         """Weights and optimizer state by component; copies where they sleep on the host."""
@@ -79,7 +83,8 @@ class Loaded:
 
     def restored(self, meta: Mapping[str, int], version: int) -> None:
         """Take note that the shards hold a checkpoint: its counters, and the version it is."""
-        self.train.optimizer.steps = meta["steps"]
+        if self.train.optimizer is not None:
+            self.train.optimizer.steps = meta["steps"]
         self.model.loaded(version)
         self.version = version
 
@@ -174,12 +179,17 @@ class InUse:
         return made
 
     def forward(
-        self, batch: Batch, *, outputs: Collection[str], temperature: Temperature
+        self,
+        batch: Batch,
+        *,
+        outputs: Collection[str],
+        temperature: Temperature,
+        top_k: int = 0,
     ) -> dict[str, Tensor]:
         """Score response tokens without gradient."""
         with nullcontext() if self._adapted else self._loaded.model.adapters_off():
             made: dict[str, Tensor] = self._loaded.train.forward(
-                batch, outputs=outputs, temperature=temperature
+                batch, outputs=outputs, temperature=temperature, top_k=top_k
             )
         return made
 
@@ -198,6 +208,13 @@ class InUse:
         )
         return made
 
+    def average(self, source: ModelInUse, decay: float) -> None:
+        """Move what training changes towards the source's weights, which lie as these do."""
+        assert isinstance(source, InUse)
+        self._loaded.model.require_ready()
+        source._loaded.model.require_ready()
+        move(self._loaded.trained_shards(), source._loaded.trained_shards(), decay)
+
 
 def load_instance(
     instance: Instance,
@@ -209,7 +226,7 @@ def load_instance(
     mesh: DeviceMesh | None = None,
 ) -> Loaded:
     """Load an instance: whole in this process, or this process's shards of it over a mesh."""
-    optimizer = spec.optimizer if instance.trained else None
+    optimizer = spec.optimizer if isinstance(spec.optimizer, AdamW) and instance.trained else None
     common: dict[str, Any] = {
         "dtype": getattr(torch, spec.dtype),
         "device": device,

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
+from rlflow.ops.body import Stat
 from rlflow.runtime.executor import AHEAD, Completion
 from rlflow.runtime.flow import Flow
-from rlflow.scheduler.plan import HOST, Action, Chunk, Part, Plan
+from rlflow.scheduler.plan import HOST, Action, Chunk, Part, Plan, Trip
 
 Instance = tuple[str, int]
 
@@ -44,6 +45,9 @@ class Monitor:
         self._begun: dict[Instance, int | None] = {}
         self._pieces: dict[Instance, int] = {}
         self._givers = {a.id: givers(plan, a) for a in plan.actions if a.kind == "run"}
+        self.trips = Trips(plan)
+        self._outside = {action.id: flow.outside(action.id) for action in plan.actions}
+        self._unread: Counter[Instance] = Counter()
         self._most = max((action.ahead for action in plan.actions), default=0) + AHEAD
         self._segment = self._next_segment(start)
 
@@ -65,6 +69,7 @@ class Monitor:
             self.lanes[device, action.lane] = name
         assert action.id not in self.running, f"{name} starts while {action.id} runs"
         self.running[action.id] = iteration
+        self.trips.start(action, iteration, name)
         self._rows_are_there(action, iteration, name)
         self.books.start(action, name)
         self._versions(action, iteration, name)
@@ -85,9 +90,13 @@ class Monitor:
     def _rows_are_there(self, action: Action, iteration: int, name: str) -> None:
         """All that it reads was made in this iteration, and is still kept."""
         for source in self._givers.get(action.id, ()):
+            if self.trips.left_out(source, iteration):
+                continue
             there = (source, iteration) in self.done
             assert there, f"{name} starts before {source}@{iteration} has made its rows"
         for source in self._sources[action.id]:
+            if self.trips.left_out(source, iteration):
+                continue
             kept = (source, iteration) in self._left
             assert kept, f"{name} reads the rows of {source}@{iteration}, which are not kept"
 
@@ -145,12 +154,25 @@ class Monitor:
         self.done.add((action.id, iteration))
         self._piece_over(action, iteration)
         for source in self._sources[action.id]:
-            self._left[source, iteration] -= 1
-            if self._left[source, iteration] == 0:
-                del self._left[source, iteration]
+            if not self.trips.left_out(source, iteration):
+                self._read(source, iteration)
         readers = sum(reader.due(iteration) for reader in self._readers[action.id])
+        readers -= self._unread.pop((action.id, iteration), 0)
         if readers:
             self._left[action.id, iteration] = readers
+        for left_out in self.trips.finish(action, completion):
+            for source in self._outside[left_out]:
+                self._read(source, iteration)
+
+    def _read(self, source: str, iteration: int) -> None:
+        """Count one reader less of what a source has made, or will."""
+        key = (source, iteration)
+        if key not in self._left:
+            self._unread[key] += 1
+            return
+        self._left[key] -= 1
+        if self._left[key] == 0:
+            del self._left[key]
 
     def iteration_done(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Check that iterations are reported in order, whole, with the numbers of all actions."""
@@ -160,11 +182,16 @@ class Monitor:
         closing = iteration >= self.end
         for action in self.plan.actions:
             due = action.closing if closing else action.due(iteration)
-            if action.part is None and due and not (closing and action.kind == "reshard"):
+            if self.trips.left_out(action.id, iteration):
+                over = (action.id, iteration) in self.done
+                assert not over, f"{action.id} of {iteration} ran, though its loop was over"
+            elif action.part is None and due and not (closing and action.kind == "reshard"):
                 over = (action.id, iteration) in self.done
                 assert over, f"iteration {iteration} is told before {action.id} is over"
-                key = f"{action.node or action.id}/n"
-                assert metrics.get(key) == iteration, f"{key} of {iteration} is {metrics.get(key)}"
+                key = f"{self.trips.logged_as(action)}/n"
+                gate = action.trip is not None and action.trip.gate
+                told = gate or metrics.get(key) == iteration
+                assert told, f"{key} of {iteration} is {metrics.get(key)}"
         self.reported += 1
 
     def _drained(self, name: str) -> None:
@@ -175,6 +202,8 @@ class Monitor:
         self._segment = self._next_segment(self.reported)
         self.done.clear()
         self._begun.clear()
+        self.trips.reached.clear()
+        self._unread.clear()
 
     def finish(self) -> None:
         """Check what has to hold after the run: all of it is over, and nothing is kept."""
@@ -182,6 +211,56 @@ class Monitor:
         assert not self._left, f"rows are kept that nobody will read: {sorted(self._left)}"
         assert not self._pieces, f"rollouts are left in pieces: {sorted(self._pieces)}"
         assert self.reported >= self.end, f"{self.reported} of {self.end} iterations are done"
+
+
+class Trips:
+    """What trips of loops have reached by (loop, iteration), and who is left out for it.
+
+    A gate adds to what trips up to its own have reached; with the goal, later ones are left out.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        found = [action for action in plan.actions if action.trip is not None]
+        self.actions = {action.id: action for action in found}
+        self.gates = {(a.trip.loop, a.trip.index): a.id for a in found if a.trip and a.trip.gate}
+        self.reached: dict[Instance, list[float]] = defaultdict(list)
+
+    def start(self, action: Action, iteration: int, name: str) -> None:
+        """Check that every gate before has been passed, and that none has ended the loop."""
+        if (trip := self._trip(action.id)) is None:
+            return
+        passed = self.reached[trip.loop, iteration]
+        gate = self.gates.get((trip.loop, len(passed)))
+        assert len(passed) >= trip.index, f"{name} starts before {gate}@{iteration} is over"
+        before = passed[: trip.index]
+        assert all(value < trip.goal for value in before), f"{name} starts, its loop is over"
+
+    def _trip(self, action: str) -> Trip | None:
+        return self.actions[action].trip if action in self.actions else None
+
+    def left_out(self, action: str, iteration: int) -> bool:
+        """Whether an action is of a trip that its loop did not need."""
+        trip = self._trip(action)
+        passed = self.reached[trip.loop, iteration][: trip.index] if trip else []
+        return any(value >= trip.goal for value in passed if trip)
+
+    def finish(self, action: Action, completion: Completion) -> list[str]:
+        """Book what a gate has counted; returns those that are left out for it."""
+        gate = self._trip(action.id)
+        if gate is None or not gate.gate:
+            return []
+        passed = self.reached[gate.loop, completion.iteration]
+        found = completion.metrics["reached"]
+        passed.append(sum(passed[-1:]) + (found.value if isinstance(found, Stat) else found))
+        if passed[-1] < gate.goal:
+            return []
+        later = (a for a in self.actions.values() if a.trip and a.trip.loop == gate.loop)
+        return [a.id for a in later if a.trip and a.trip.index > gate.index]
+
+    def logged_as(self, action: Action) -> str:
+        """The name that its numbers have, those of all trips together."""
+        name = action.node or action.id
+        return name.partition("#")[0] if action.id in self.actions else name
 
 
 class Books:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.data import DataSource
+from rlflow.data.sources import as_text
 from rlflow.engines.loading import load_tokenizer
 from rlflow.errors import RlflowError, RunError, UsageError
 from rlflow.graph.graph import Graph, Node
 from rlflow.ops.bodies.common import token_rows, too_long
-from rlflow.ops.bodies.data import as_text
 from rlflow.ops.body import Call
 from rlflow.scheduler.shapes import model_directory, model_shape
 

@@ -37,6 +37,7 @@ from rlflow.scheduler.plan import Action, Plan
 from rlflow.scheduler.trips import keeps_surplus
 
 if TYPE_CHECKING:
+    from rlflow.graph.model import Model
     from rlflow.runtime.checkpoint import Component
 
 register_faults("run:iteration", "run:save", "run:saved")
@@ -195,7 +196,7 @@ class Run:
         counters: Any = checkpoint.state["optimizers"]
         for instance in self.plan.instances:
             if instance.trained:
-                _require_model(checkpoint, instance.model)
+                _require_model(checkpoint, self.plan.graph.model(instance.model))
         self.machine.restore(checkpoint, counters)
         return checkpoint.iteration
 
@@ -260,9 +261,10 @@ def identity(plan: Plan, settings: Settings) -> dict[str, str]:
     return known | ({"save_every": str(settings.save_every)} if drains else {})
 
 
-def _require_model(found: Found, name: str) -> None:
-    """Raise CheckpointError where a checkpoint lacks a model that the plan trains."""
-    if not {name, f"{name}.optimizer"} <= set(found.files):
+def _require_model(found: Found, model: Model) -> None:
+    """Raise CheckpointError where a checkpoint lacks a model that the plan trains or averages."""
+    name = model.name
+    if not {name, *(() if model.averaged else (f"{name}.optimizer",))} <= set(found.files):
         raise CheckpointError(
             Finding(
                 code="E753",

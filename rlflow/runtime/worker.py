@@ -28,6 +28,7 @@ from rlflow.runtime.loaded import InUse, Loaded, load_instance
 from rlflow.runtime.node_states import NodeStates
 from rlflow.runtime.stats import logged
 from rlflow.runtime.store import ShardStore, Stored, together
+from rlflow.runtime.versions import require_averages, require_versions
 from rlflow.runtime.world import resharder
 from rlflow.scheduler.plan import Action, Plan
 from rlflow.scheduler.shapes import model_directory
@@ -99,6 +100,7 @@ class Worker:
             )
             for instance in held
         }
+        require_averages(plan, self.loaded)
         emptied = {a.part for a in plan.actions if a.kind == "wake" and a.mode == "discard"}
         for part in plan.parts:
             if part.name not in plan.awake_at_start and part.instance in self.loaded:
@@ -133,8 +135,7 @@ class Worker:
     def _run(self, action: Action, iteration: int, keep: Tensor | None) -> Result:
         node = self.graph.node(str(action.node))
         loaded = self.loaded[action.instance] if action.instance else None
-        if loaded is not None:
-            self._require_version(action, iteration, loaded)
+        require_versions(self.plan, action, iteration, self.loaded)
         call = self._call(action, node, iteration, loaded)
         output: Output = _body(node.op.body)(call)
         self.store.leave(node.name, output.surplus)
@@ -194,13 +195,20 @@ class Worker:
             rows=rows,
             total=total,
             peers=Alone() if shared is None else shared,
-            state=self.states.of(node.name),
+            state=self.states.of(node.shares or node.name),
             model=None if loaded is None else InUse(loaded, key, piece=_piece(action)),
+            source=self._averaged(node, key),
             where=node.where,
             draw=draw,
+            staleness=self.graph.staleness,
             trips=trips,
             surplus=self.store.surplus.get(node.loop or node.name) if _first(node) else None,
         )
+
+    def _averaged(self, node: Node, key: SampleKey) -> InUse | None:
+        """The model whose weights a node averages, as they are trained."""
+        trained = self.plan.trained_instance(node.averages) if node.averages else None
+        return None if trained is None else InUse(self.loaded[trained.name], key)
 
     def _inputs(
         self, action: Action, node: Node, iteration: int
@@ -269,31 +277,11 @@ class Worker:
             if self.store.has(source, iteration):
                 self.store.release(source, iteration)
 
-    def _require_version(self, action: Action, iteration: int, loaded: Loaded) -> None:
-        """Refuse weights of another version than declared; fresher ones where a lag is allowed.
-
-        A lag is not reached in the first iterations after a checkpoint, where the newest are read.
-        """
-        for _, lag in action.reads:
-            updated = self.plan.trained_instance(loaded.instance.model) is not None
-            newest = max(iteration - min(lag, 0), 0) if updated else 0
-            declared = max(iteration - lag, 0) if updated else 0
-            if loaded.version is None or not declared <= loaded.version <= newest:
-                raise RunError(
-                    Finding(
-                        code="E752",
-                        what=f"{action.id} declared version {declared} of "
-                        f"{loaded.instance.name}, which holds {loaded.version}",
-                        expected="the plan brings the weights before they are read",
-                    )
-                )
-
     def _reshard(self, action: Action, iteration: int) -> int:
         """Bring the source's weights to the targets; bytes that came from other processes."""
         source = self.loaded.get(str(action.instance))
         targets = [self.loaded[name] for name in action.targets if name in self.loaded]
-        if source is not None:
-            self._require_version(action, iteration, source)
+        require_versions(self.plan, action, iteration, self.loaded)
         received = self._bring(action, source, targets)
         for target in targets:
             target.version = iteration - dict(action.writes)[target.instance.name]

@@ -11,6 +11,7 @@ from dataclasses import replace
 from rlflow.errors import Finding, PlanError, known_names, near_names
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.placement import On, Placement
+from rlflow.scheduler.averages import average_findings
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.instances import (
     USES,
@@ -22,9 +23,9 @@ from rlflow.scheduler.instances import (
 )
 from rlflow.scheduler.microbatches import in_micro_batches
 from rlflow.scheduler.plan import HOST, Action, Dep, Instance, Plan, Reason, Spread, Trip
-from rlflow.scheduler.rowchecks import dispatch_findings, division_findings
+from rlflow.scheduler.rowchecks import dispatch_findings, division_findings, state_findings
 from rlflow.scheduler.spreads import Place, makes, num_parts, takes
-from rlflow.scheduler.trips import gate_before, trip_of
+from rlflow.scheduler.trips import gate_before, keeps_surplus, trip_of
 
 
 def bind(plan: Plan, context: Context) -> Plan:
@@ -36,12 +37,13 @@ def bind(plan: Plan, context: Context) -> Plan:
     findings: list[Finding] = []
     chosen: dict[str, On] = {}
     for node in plan.graph.nodes:
-        where = assignment(node, context.placement)
+        where = place_of(node, plan.graph, context.placement)
         if where is not None:
             chosen[node.name] = where
-        elif node.model is not None:
+        elif node.model is not None and node.averages is None:
             findings.append(_unplaced(node, plan, context.placement))
     _refuse(findings)
+    _refuse(average_findings(plan.graph, context.placement, plan.pools, chosen))
     made = replace(plan, instances=make_instances(plan, chosen))
     served: dict[str, list[Node]] = {}
     for node in plan.graph.nodes:
@@ -59,6 +61,7 @@ def bind(plan: Plan, context: Context) -> Plan:
     parts = tuple(part for instance in instances for part in parts_of(instance, context.costs))
     bound = replace(plan, instances=instances, parts=parts)
     places = {n.name: _place(n, chosen.get(n.name), bound) for n in plan.graph.nodes}
+    _refuse(state_findings(bound.graph, places))
     spreads = _spread_rows(bound, places)
     return replace(
         bound,
@@ -72,7 +75,8 @@ def bind(plan: Plan, context: Context) -> Plan:
 def _fitted(instance: Instance, nodes: list[Node], plan: Plan, context: Context) -> Instance:
     """The instance with micro-batches that fit, for all the nodes that it serves."""
     room = min(plan.budget(device) for device in instance.devices)
-    return in_micro_batches(instance, nodes, room, context.costs)
+    passed = [node for node in nodes if node.averages is None]
+    return in_micro_batches(instance, passed, room, context.costs)
 
 
 def _refuse(findings: list[Finding]) -> None:
@@ -112,7 +116,7 @@ def assignment(node: Node, placement: Placement) -> On | None:
 
     A node without a model runs on the host unless its name is assigned.
     """
-    gated = node.loop if "goal" in dict(node.params) else None
+    gated = node.loop if node.is_gate else None
     for name in (node.name, node.resumes, gated):
         if name is not None and name in placement.assign:
             return placement.assign[name]
@@ -122,6 +126,14 @@ def assignment(node: Node, placement: Placement) -> On | None:
         if key in placement.assign:
             return placement.assign[key]
     return None
+
+
+def place_of(node: Node, graph: Graph, placement: Placement) -> On | None:
+    """Where a node runs: as assigned, and where an average is taken, as what it is taken of."""
+    if node.averages is None:
+        return assignment(node, placement)
+    home = assignment(graph.updates(node.averages)[-1], placement)
+    return None if home is None else home.model_copy(update={"recompute": None})
 
 
 def unknown_assignments(graph: Graph, placement: Placement) -> list[Finding]:
@@ -169,6 +181,7 @@ def _run(
     context: Context,
 ) -> Action:
     instance = place.instance
+    source = plan.trained_instance(node.averages) if node.averages else None
     trip, chance = trip_of(node, plan.graph)
     gate = gate_before(node, plan.graph)
     after = tuple(
@@ -176,8 +189,13 @@ def _run(
         for edge in plan.graph.edges
         if edge.target == node.name and edge.kind == "data"
     )
+    after += tuple(
+        Dep(action=edge.source, distance=edge.distance, kind="order")
+        for edge in plan.graph.edges
+        if edge.target == node.name and edge.kind == "state"
+    )
     after += (Dep(action=gate, distance=0, kind="order"),) if gate else ()
-    if trip is not None and trip.gate and not trip.index:
+    if trip is not None and trip.gate and not trip.index and keeps_surplus(plan.graph, trip.loop):
         after += (Dep(action=trip.loop, distance=1, kind="order"),)
     needs: tuple[str, ...] = ()
     reads: tuple[tuple[str, int], ...] = ()
@@ -188,6 +206,9 @@ def _run(
         if node.op.use == "train":
             needs = (instance.weights, instance.gradients, instance.optimizer)
             writes = ((instance.name, -1),)
+        if source is not None:
+            needs = (instance.weights, source.weights)
+            reads = (*reads, (source.name, -1))
     return Action(
         id=node.name,
         kind="run",
@@ -227,6 +248,9 @@ def _as_declared(node: Node) -> str:
         return f"ops.rollout{model}, token {params['first'] + 1} to the end"
     if "until" in params:
         return f"ops.rollout{model}, to token {params['until']}"
+    if node.averages is not None:
+        often = f", every {params['every']} iterations" if params["every"] != 1 else ""
+        return f"ops.average{model} of {node.averages} v[i+1], where that is trained{often}"
     return (
         f"ops.{node.op.name}{model}{period}"
         if node.op.function is None

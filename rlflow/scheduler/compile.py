@@ -15,6 +15,7 @@ from pathlib import Path
 from rlflow.errors import Finding, InvariantError, PlanError
 from rlflow.graph.graph import Graph
 from rlflow.graph.placement import Placement
+from rlflow.scheduler.averages import model_findings
 from rlflow.scheduler.bind import bind, unknown_assignments
 from rlflow.scheduler.cluster import Cluster, mixed_pools
 from rlflow.scheduler.context import Context
@@ -30,6 +31,7 @@ from rlflow.scheduler.staleness import allowed, note_turns, stamp
 from rlflow.scheduler.stream import choose, stream
 from rlflow.scheduler.text import numbers
 from rlflow.scheduler.tokenizers import tokenizer_findings
+from rlflow.scheduler.vocabularies import vocabulary_findings
 from rlflow.scheduler.transfer import transfer
 from rlflow.scheduler.unroll import unroll
 from rlflow.scheduler.verify import verify
@@ -95,7 +97,8 @@ def compile_plan(
     if costs is None:
         shapes: dict[str, Shape | None] = {m.name: model_shape(m, near) for m in graph.models}
         costs = Costs(graph=graph, cluster=cluster, shapes=shapes)
-        findings = tokenizer_findings(graph, near)
+        findings = [*tokenizer_findings(graph, near), *model_findings(graph, shapes, near)]
+        findings += vocabulary_findings(graph, shapes)
         if findings:
             raise PlanError(*findings)
     staleness = allowed(graph, placement)

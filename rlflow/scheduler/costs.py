@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from rlflow.graph.check import num_prompts, num_rows
+from rlflow.graph.check import longest_response, num_prompts, num_rows
 from rlflow.graph.graph import Graph, Node
 from rlflow.scheduler import keys
 from rlflow.scheduler.cluster import Cluster
@@ -21,7 +21,7 @@ from rlflow.scheduler.lengths import Lengths, assumed, before, fitted, whole
 from rlflow.scheduler.measured import Record, Setting
 from rlflow.scheduler.pieces import WHOLE, Piece, as_measured
 from rlflow.scheduler.plan import ActionKind, Backend, Cost, Instance, Transport
-from rlflow.scheduler.roofline import CACHE, Holds, Load, Roofline
+from rlflow.scheduler.roofline import CACHE, Load, Roofline, averaging
 from rlflow.scheduler.shapes import Shape, dtype_bytes, trained_parameters
 
 ASSUMED_PROMPT_TOKENS = 64
@@ -134,7 +134,8 @@ class Costs:
         A prompt is taken to be as many tokens as the longest of the first rows of local
         data has characters, or an assumed number where the data is elsewhere.
         """
-        longest = dict(self._origin(node).params).get("max_new_tokens", ASSUMED_RESPONSE_TOKENS)
+        once = dict(self._origin(node).params).get("max_new_tokens", ASSUMED_RESPONSE_TOKENS)
+        longest = longest_response(self.graph, node) or once
         return self._prompt_tokens(node), int(longest)
 
     def _origin(self, node: Node) -> Node:
@@ -182,7 +183,8 @@ class Costs:
             if made is not None:
                 length = prompt if name.startswith("prompt") else response
                 wide = made.level == "token" or made.dtype == "text"
-                total += rows * VALUE_BYTES[made.dtype] * (length if wide else 1)
+                each = VALUE_BYTES[made.dtype] * (made.width or 1)
+                total += rows * each * (length if wide else 1)
         return total
 
     def run(self, node: Node, instance: Instance | None, parts: int, piece: Piece = WHOLE) -> Cost:
@@ -211,7 +213,12 @@ class Costs:
         shape = self.shapes[node.model]
         if shape is None:
             return Cost(seconds=None, transient=None, source=NOT_HERE)
-        roof, load = self.roofline(instance, shape), self._load_of(node, parts, piece)
+        roof = self.roofline(instance, shape)
+        if node.averages is not None:
+            of = dtype_bytes(self.graph.model(node.averages))
+            trained, period = self._trained_per_rank(instance) or 0, node.param("every")
+            return averaging(roof, trained, of, period=period, source=TABLE)
+        load = self._load_of(node, parts, piece)
         if node.op.use == "rollout":
             legs = (piece.index, piece.count) if piece.leg else (0, 1)
             seconds = roof.rollout(load, *legs)
@@ -222,8 +229,9 @@ class Costs:
             trained = self._trained_per_rank(instance) or 0
             sent = trained * max(roof.size, FULL_BYTES)
             one = roof.update(load, sent, recompute=instance.recompute) + roof.step(trained)
-            seconds = epochs * batches * one
-        holds = _holds(node, instance, roof, load)
+            first = getattr(dict(node.params).get("loss"), "forwards", 0) * roof.forward(load)
+            seconds = epochs * batches * (first + one)
+        holds = roof.holds(node.op.use, load, recompute=instance.recompute)
         holds = tuple(held for held in holds if not piece.leg or held[0] != CACHE)
         transient = sum(size for _, size in holds)
         return Cost(seconds=seconds, transient=transient, holds=holds, source=TABLE)
@@ -233,8 +241,8 @@ class Costs:
         shape = self.shapes[instance.model]
         if shape is None:
             return 0
-        load = self._load_of(node, parts, WHOLE)
-        holds = _holds(node, instance, self.roofline(instance, shape), load)
+        roof, load = self.roofline(instance, shape), self._load_of(node, parts, WHOLE)
+        holds = roof.holds(node.op.use, load, recompute=instance.recompute)
         return sum(size for _, size in holds)
 
     def cache(self, node: Node, instance: Instance, parts: int) -> int | None:
@@ -254,6 +262,8 @@ class Costs:
         load = self._load(node, parts, batches * (1 if piece.leg else piece.count))
         if node.resumes is not None:
             return load.going_on(int(node.param("first")))
+        if node.op.name == "act":
+            return load.later_turn(int(node.param("max_new_tokens")))
         if piece.loose:
             return replace(load, prompts=min(load.prompts * piece.count, load.rows))
         return load
@@ -387,10 +397,3 @@ class Costs:
             return estimate
         source = f"{estimate.source}; dispatch {record.source}"
         return replace(estimate, seconds=estimate.seconds + record.wait, source=source)
-
-
-def _holds(node: Node, instance: Instance, roof: Roofline, load: Load) -> Holds:
-    if node.op.use == "rollout":
-        return roof.rollout_holds(load)
-    train = node.op.use == "train"
-    return roof.pass_holds(load, train=train, recompute=train and instance.recompute)

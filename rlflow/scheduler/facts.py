@@ -52,12 +52,18 @@ class Facts:
         return {part.name: part for part in self.plan.parts}
 
     @cached_property
+    def averaged(self) -> dict[str, str]:
+        """The models that are averages, and what of."""
+        nodes = ((str(n.model), dict(n.params)) for n in self.plan.graph.nodes)
+        return {model: str(said["averages"]) for model, said in nodes if "averages" in said}
+
+    @cached_property
     def expected_parts(self) -> dict[str, tuple[str, str, tuple[int, ...]]]:
         """Instance, kind and devices of every part that the instances should have."""
         found = {}
         for i in self.plan.instances:
             found[i.weights] = (i.name, "weights", i.devices)
-            if i.trained:
+            if i.trained and i.model not in self.averaged:
                 found[i.gradients] = (i.name, "gradients", i.devices)
                 found[i.optimizer] = (i.name, "optimizer", i.devices)
         for node, (first, *_) in self.runs.items():
@@ -80,6 +86,12 @@ class Facts:
         """What a node's run needs, reads and writes where it is served by an instance."""
         if instance is None:
             return (), (), ()
+        averaged = self.averaged.get(str(node.model))
+        if node.op.use == "train" and averaged is not None:
+            of = [i for i in self.plan.instances if i.model == averaged and i.trained]
+            needs = (instance.weights, *(i.weights for i in of))
+            reads = ((instance.name, 0), *((i.name, -1) for i in of))
+            return needs, reads, ((instance.name, -1),)
         if node.op.use == "train":
             needs = (instance.weights, instance.gradients, instance.optimizer)
             return needs, ((instance.name, 0),), ((instance.name, -1),)

@@ -48,7 +48,8 @@ def _as_said(instance: Instance, said: list[tuple[Node, On]]) -> Instance:
         if wanted != spoken[0][1]:
             texts = f"recompute={wanted}", f"recompute={spoken[0][1]}"
             raise PlanError(_two_layouts(node, instance, *texts))
-    recompute = instance.trained and bool(spoken) and bool(spoken[0][1])
+    learns = any(node.op.use == "train" and node.averages is None for node, _ in said)
+    recompute = learns and bool(spoken) and bool(spoken[0][1])
     return replace(instance, recompute=recompute, offload=offload)
 
 
@@ -193,7 +194,7 @@ def parts_of(instance: Instance, costs: Costs) -> list[Part]:
         size=costs.weights(instance),
         devices=instance.devices,
     )
-    if not instance.trained:
+    if not instance.trained or costs.graph.model(instance.model).averaged:
         return [weights]
     gradients = replace(
         weights, name=instance.gradients, kind="gradients", size=costs.gradients(instance)

@@ -16,6 +16,7 @@ from rlflow.errors import Finding, PlanError
 from rlflow.graph.graph import Binding, Graph, Node
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.plan import Plan
+from rlflow.scheduler.trips import recarried
 
 RULE = "pause"
 RESUMED = ".resumed"
@@ -86,6 +87,7 @@ def _resumed(node: Node) -> Node:
 
 def _reading(node: Node, moved: dict[tuple[str, str], str]) -> Node:
     """The node with what a paused rollout makes read from the one that goes on with it."""
+    node = recarried(node, {made: (last, made[1]) for made, last in moved.items()})
     inputs = tuple(_rebound(bound, moved) for bound in node.inputs)
     return node if inputs == node.inputs else replace(node, inputs=inputs)
 

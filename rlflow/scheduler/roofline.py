@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from rlflow.graph.op import Use
 from rlflow.scheduler.collectives import ALONE, Group
 from rlflow.scheduler.hardware import Kind
-from rlflow.scheduler.lengths import Lengths, after, stages
-from rlflow.scheduler.plan import MICRO_TOKENS
+from rlflow.scheduler.lengths import Lengths, after, assumed, stages
+from rlflow.scheduler.plan import MICRO_TOKENS, Cost
 from rlflow.scheduler.shapes import Shape
 
 KERNELS_PER_LAYER = 12
@@ -68,6 +69,12 @@ class Load:
         rows = max(self.rows * share, 1.0)
         longer = replace(self, prompt=self.prompt + first, lengths=rest)
         return replace(longer, rows=rows, prompts=rows, most=max(self.rows, rows))
+
+    def later_turn(self, new: int) -> Load:
+        """The rows of a later turn of so many tokens: what is there so far are their prompts."""
+        before = max(self.lengths.longest - new, 0)
+        longer = replace(self, prompts=self.rows, prompt=self.prompt + before)
+        return replace(longer, lengths=assumed(new))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +184,13 @@ class Roofline:
         """
         return self.read(8 * max(self.size, FULL_BYTES) * trained)
 
+    def holds(self, use: Use | None, load: Load, *, recompute: bool) -> Holds:
+        """What a use holds beside the model, by name, in bytes."""
+        if use == "rollout":
+            return self.rollout_holds(load)
+        train = use == "train"
+        return self.pass_holds(load, train=train, recompute=train and recompute)
+
     def rollout(self, load: Load, leg: int = 0, legs: int = 1) -> float:
         """Seconds to prefill the prompts and decode until the longest of all rows has ended.
 
@@ -269,3 +283,19 @@ class Roofline:
 def _largest_first(*parts: tuple[str, int]) -> Holds:
     """The parts that hold anything, the largest first."""
     return tuple(sorted((part for part in parts if part[1]), key=lambda part: -part[1]))
+
+
+def averaging(roof: Roofline, trained: int, of: int, *, period: int, source: str) -> Cost:
+    """The cost of taking `trained` weights, numbers of `of` bytes each, into an average of them.
+
+    Both are read and one is written; of another dtype a weight is converted first. Taken every
+    `period` iterations it costs so much less in each.
+    """
+    ranks = roof.tp.ranks * roof.fsdp.ranks
+    whole = roof.shape.embedding * roof.size // ranks if of != roof.size else 0
+    return Cost(
+        seconds=roof.read((2 * roof.size + of) * trained) / period,
+        transient=whole,
+        holds=(("converted weight", whole),) if whole else (),
+        source=source,
+    )

@@ -29,6 +29,34 @@ def dispatch_findings(node: Node, place: Place, made: Mapping[str, Spread]) -> l
     return []
 
 
+def state_findings(graph: Graph, places: Mapping[str, Place]) -> list[Finding]:
+    """A finding for each node that shares a state with others and runs in another process."""
+    found = []
+    for node in graph.nodes:
+        _, writers = graph.sharing(node.shares) if node.shares else ((), ())
+        if not writers:
+            continue
+        writer, own = places[writers[0].name], places[node.name]
+        if own.devices == writer.devices and len(own.devices) == 1:
+            continue
+        found.append(
+            Finding(
+                code="E646",
+                what=f"{node.name!r} and {writers[0].name!r} share {node.shares!r} and do not run "
+                "in one process",
+                where=node.where,
+                got=f"{own.pool} with {_counted(own)}, {writer.pool} with {_counted(writer)}",
+                expected="both on the host, or both in one pool of one device",
+                fix=f"leave {node.name!r} and {writers[0].name!r} out of the placement",
+            )
+        )
+    return found
+
+
+def _counted(place: Place) -> str:
+    return f"{len(place.devices)} device{'' if len(place.devices) == 1 else 's'}"
+
+
 def _unknown(node: Node, how: str) -> Finding:
     names = [*DISPATCHES, *registered()]
     return Finding(

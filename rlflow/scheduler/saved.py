@@ -129,7 +129,7 @@ def _node(document: Mapping[str, Any], sources: list[str]) -> Node:
         made = Field(name=field, dtype="float32", level="row")
         bindings.append(Binding(name=name, source=source, field=made))
     bindings.sort(key=lambda binding: (sources.index(binding.source), binding.name))
-    samples = document["use"] == "rollout" and document["op"] != "evaluate"
+    samples = document["use"] == "rollout" and document["op"] not in ("evaluate", "act")
     op = Op(
         name=document["op"],
         body="",
@@ -150,9 +150,10 @@ def _node(document: Mapping[str, Any], sources: list[str]) -> Node:
 
 
 def _field(text: str) -> Field:
-    """A field from its printed form: `response_tokens:int64[token|response_mask]`."""
+    """A field from its printed form: `top_ids:int64[token,8|response_mask]`."""
     name, _, rest = text.partition(":")
     dtype, _, level = rest.rstrip("]").partition("[")
     level, _, mask = level.partition("|")
-    kinds: Any = {"dtype": dtype, "level": level}
+    level, _, width = level.partition(",")
+    kinds: Any = {"dtype": dtype, "level": level, "width": int(width) if width else None}
     return Field(name=name, mask=mask or None, **kinds)

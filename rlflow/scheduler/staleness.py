@@ -51,7 +51,8 @@ def allowed(graph: Graph, placement: Placement) -> int:
 def stale_rollouts(graph: Graph) -> dict[str, int]:
     """The nodes whose rows are sampled from weights behind the newest, and by how many updates.
 
-    Of a rollout that is resumed the first tokens are as old as those of the one it goes on with.
+    Of a rollout that is resumed the first tokens are as old as those of the one it goes on with,
+    and so are those of a later turn.
     """
     found: dict[str, int] = {}
     for node in graph.nodes:
@@ -63,7 +64,8 @@ def stale_rollouts(graph: Graph) -> dict[str, int]:
             oldest += dict(node.params).get("surplus") == "keep"
             found |= {node.name: oldest} if oldest else {}
         elif node.model is not None and graph.lag(node) and graph.updates(node.model):
-            found[node.name] = graph.lag(node)
+            before = node.sources if node.op.rows == "same" else ()
+            found[node.name] = max(graph.lag(node), *(found.get(name, 0) for name in before), 0)
     return found
 
 

@@ -134,7 +134,9 @@ def plan_text(plan: Plan) -> str:
         named = [
             (
                 i.name,
-                "trained"
+                "averaged"
+                if i.trained and plan.graph.model(i.model).averaged
+                else "trained"
                 if i.trained
                 else "frozen"
                 if not _resharded(plan, i.name)

@@ -34,7 +34,7 @@ def tokenizer_findings(graph: Graph, near: Path | None) -> list[Finding]:
         if sampler is None or path is None or node.op.use == "rollout":
             continue
         name, sampled_by = sampler
-        differences = _differences(sampled_by, path, near)
+        differences = differences_of(sampled_by, path, near)
         if differences:
             findings.append(_finding(node, name, differences))
     return findings
@@ -57,7 +57,7 @@ def _path(graph: Graph, node: Node) -> str | None:
     return None if node.model is None else graph.model(node.model).path
 
 
-def _differences(sampled_by: str, scored_by: str, near: Path | None) -> list[str]:
+def differences_of(sampled_by: str, scored_by: str, near: Path | None) -> list[str]:
     """Ids of one tokenizer that are other text in the other, each in words; the lowest first."""
     if sampled_by == scored_by or PREFIX in (sampled_by[: len(PREFIX)], scored_by[: len(PREFIX)]):
         return []

@@ -26,7 +26,10 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """Uses of `model` placed together under `key`; `source` is the role that trains its weights."""
+    """Uses of `model` placed together under `key`; `source` is the role that trains its weights.
+
+    One that is `averaged` changes where another model is trained.
+    """
 
     key: str
     model: str
@@ -34,6 +37,7 @@ class Role:
     trained: bool
     rollout: bool
     source: int | None = None
+    averaged: bool = False
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -80,11 +84,12 @@ def roles_of(graph: Graph) -> tuple[Role, ...]:
     """The roles of a graph, models in the order declared, each before its rollouts."""
     roles: list[Role] = []
     for model in graph.models:
-        nodes = tuple(node for node in graph.nodes if node.model == model.name)
+        nodes = tuple(n for n in graph.nodes if n.model == model.name and n.averages is None)
         rollouts = tuple(node for node in nodes if node.op.use == "rollout")
         others = tuple(node for node in nodes if node.op.use != "rollout")
         trained = any(node.op.use == "train" for node in others)
         role = Role(key=model.name, model=model.name, nodes=nodes, trained=trained, rollout=False)
+        role = replace(role, averaged=model.averaged)
         if others:
             roles.append(replace(role, nodes=others))
         if rollouts:
@@ -187,7 +192,7 @@ def layouts_of(role: Role, where: Range, shape: Shape | None, cluster: Cluster) 
             yield Layout(fsdp=fsdp, tp=tp)
             if role.trained:
                 yield Layout(fsdp=fsdp, tp=tp, recompute=True)
-    if not role.trained and role.source is None:
+    if not (role.trained or role.averaged) and role.source is None:
         yield Layout(offload=True)
 
 

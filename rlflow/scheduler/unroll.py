@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from rlflow.errors import Finding, PlanError
 from rlflow.graph.graph import Binding, Graph, Node
+from rlflow.scheduler.bind import assignment
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.plan import Plan
 from rlflow.scheduler.rewrite.edits import with_node
@@ -24,10 +25,11 @@ def unroll(plan: Plan, context: Context) -> Plan:
     """Copy the nodes of every loop for each trip; fields that nobody reads of it are left out.
 
     Raises PlanError where a node outside of a loop reads what one inside has made: of which trip
-    that would be, nobody has said.
+    that would be, nobody has said; and where rows left over come later than weights may wait.
     """
     loops = [node for node in plan.graph.nodes if node.ends_loop and node.op.function is None]
     findings = [finding for end in loops for finding in _read_from_outside(plan.graph, end)]
+    findings += [f for end in loops for f in _left_over_too_late(plan.graph, end, context)]
     if findings:
         raise PlanError(*findings)
     for end in loops:
@@ -45,7 +47,7 @@ def _read_from_outside(graph: Graph, end: Node) -> list[Finding]:
             continue
         found += [
             Finding(
-                code="E126",
+                code="E127",
                 what=f"{node.name!r} reads {bound.name!r} from within loop {end.name!r}",
                 where=node.where,
                 got=f"{bound.field.name} of {bound.source}, which each trip makes anew",
@@ -55,6 +57,42 @@ def _read_from_outside(graph: Graph, end: Node) -> list[Finding]:
             if bound.source in inside
         ]
     return found
+
+
+def _left_over_too_late(graph: Graph, end: Node, context: Context) -> list[Finding]:
+    """A finding where weights would have to stay old for a rollout and become new for a forward.
+
+    The second trip of iteration i + 1 waits for what iteration i leaves over, and that for
+    forwards of the newest weights; a rollout that is 2 updates behind needs those from before.
+    """
+    if dict(end.params).get("surplus") != "keep" or end.param("at_most") == 1:
+        return []
+    inside = [node for node in graph.nodes if node.loop == end.name and node.model is not None]
+    for node in inside:
+        behind = graph.lag(node) - ("until" in dict(node.params))
+        on = assignment(node, context.placement)
+        if behind < 2 or on is None or on.weights == "own":
+            continue
+        for other in inside:
+            there = assignment(other, context.placement)
+            newest = other.op.use == "forward" and not other.reads_base
+            shared = there is not None and there.pool == on.pool
+            if other.model == node.model and newest and shared and graph.updates(str(node.model)):
+                return [_late(node, other, end, behind)]
+    return []
+
+
+def _late(node: Node, other: Node, end: Node, behind: int) -> Finding:
+    return Finding(
+        code="E129",
+        what=f"{node.name!r} and {other.name!r} of loop {end.name!r} need weights of "
+        "different age at one time",
+        where=other.where,
+        got=f"{node.name} is {behind} updates behind, {other.name} reads the newest weights, and "
+        f"{end.name} keeps rows for the next iteration: all on one copy of {node.model}",
+        expected=f"{node.name} on a pool of its own, staleness=1, or {other.name} after the loop",
+        fix='surplus="drop"',
+    )
 
 
 def _pruned(graph: Graph, end: Node) -> Node:
@@ -83,7 +121,7 @@ def _unrolled(plan: Plan, end: Node) -> Plan:
             [
                 _copy(node, index, count, names, moved)
                 for node in body
-                if index + 1 < count or "goal" not in dict(node.params)
+                if index + 1 < count or not node.is_gate
             ]
         )
     every = tuple(

@@ -29,8 +29,10 @@ from rlflow.scheduler.verify_rows import (
     rows_are_carried,
     spreads_are_right,
 )
+from rlflow.scheduler.verify_states import states_are_exact
 from rlflow.scheduler.verify_time import time_adds_up
 from rlflow.scheduler.verify_weights import (
+    averages_are_in_place,
     instances_are_placed,
     one_instance_is_trained,
     reshards_are_right,
@@ -222,10 +224,12 @@ MEANING: tuple[tuple[str, Rule], ...] = (
     ("rewrite", shared_work_is_exact),
     ("bind", instances_are_placed),
     ("bind", one_instance_is_trained),
+    ("bind", averages_are_in_place),
     ("unroll", loops_are_read_whole),
     ("bind", chunks_are_legal),
     ("bind", trips_are_gated),
     ("bind", data_is_there),
+    ("bind", states_are_exact),
     ("bind", spreads_are_right),
     ("weights", updates_take_turns),
     ("weights", versions_are_exact),

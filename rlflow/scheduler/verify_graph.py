@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from rlflow.graph.graph import Graph, Node
 from rlflow.scheduler.facts import Facts
 
+# What a forward may make of its logits beside log-probs, once.
+BESIDE = frozenset({"sum_pi_squared", "top_log_probs", "top_ids", "top_rest"})
+
 
 def shared_work_is_exact(facts: Facts) -> Iterator[str]:
     """Who computes for several, for another model or without old log-probs can do so exactly."""
@@ -71,7 +74,7 @@ def _base_is_there(graph: Graph, node: Node) -> Iterator[str]:
 
 
 def _outputs_are_told_apart(node: Node) -> Iterator[str]:
-    names = [made.name for made in node.op.outputs]
+    names = [made.name for made in node.op.outputs if made.name not in BESIDE]
     temperature = node.param("temperature")
     count = len(temperature) if isinstance(temperature, tuple) else 1
     if len(set(names)) < len(names) or len(names) != count:

@@ -30,6 +30,24 @@ def trips_are_gated(facts: Facts) -> Iterator[str]:
         for gate in before:
             if not facts.comes_before(gate.id, a.id, 0):
                 yield f"{a.id} may start before {gate.id} says whether it is to run"
+    for (loop, index), found in gates.items():
+        if index == 0:
+            yield from _counts_what_is_left(facts, loop, found)
+
+
+def _counts_what_is_left(facts: Facts, loop: str, gates: list[Action]) -> Iterator[str]:
+    """The first gate of an iteration starts after the loop of the one before is over.
+
+    Only where that may leave rows over, which the gate counts.
+    """
+    if not facts.plan.graph.has_node(loop):
+        return
+    if dict(facts.plan.graph.node(loop).params).get("surplus") != "keep":
+        return
+    for gate in gates:
+        for end in facts.runs[loop]:
+            if not facts.comes_before(end.id, gate.id, 1):
+                yield f"{gate.id} may count what {end.id} has left over before it is over"
 
 
 def _is_marked(facts: Facts, a: Action) -> Iterator[str]:
@@ -44,10 +62,10 @@ def _is_marked(facts: Facts, a: Action) -> Iterator[str]:
     due = None if node.trip is None else (node.loop, *node.trip)
     if own != due:
         yield f"{a.id} is marked as of {own}, its node is of {due}"
-    gate = a.kind == "run" and "goal" in params and due is not None
+    gate = a.kind == "run" and node.op.name == "gate" and due is not None
     if a.trip is not None and node.loop is not None:
         goal = dict(facts.plan.graph.node(node.loop).params).get("batch", 1)
-        if a.trip.gate is not gate or a.trip.goal != goal or params.get("goal", goal) != goal:
+        if a.trip.gate is not gate or a.trip.goal != goal or (gate and params.get("goal") != goal):
             yield f"{a.id} is no gate, or knows another goal than {goal}"
     if a.trip is not None and a.writes:
         yield f"{a.id} writes weights and may be left out"
@@ -69,12 +87,17 @@ def loops_are_read_whole(facts: Facts) -> Iterator[str]:
         if trips != set(range(count)):
             yield f"{node.name} takes at most {count} trips, the plan has {sorted(trips)}"
         read: dict[str, list[int]] = {}
+        made: dict[str, set[tuple[str, str]]] = {}
         for bound in node.inputs:
             source = graph.node(bound.source)
             if source.loop != node.name or source.trip is None:
                 yield f"{node.name} reads {bound} from outside of its loop"
             else:
                 read.setdefault(bound.name, []).append(source.trip[0])
+                first = bound.source.removesuffix(f"#{source.trip[0] + 1}")
+                made.setdefault(bound.name, set()).add((first, bound.field.name))
         for name, found in read.items():
             if sorted(found) != list(range(count)):
                 yield f"{node.name} reads {name} of trips {sorted(found)} of {count}"
+            if len(made[name]) > 1:
+                yield f"{node.name} reads {name} of {sorted(made[name])}"

@@ -49,6 +49,24 @@ def one_instance_is_trained(facts: Facts) -> Iterator[str]:
             )
 
 
+def averages_are_in_place(facts: Facts) -> Iterator[str]:
+    """An average has one writer, and lies like the weights that it is taken of, shard by shard."""
+    trained = {i.model: i for i in facts.plan.instances if i.trained}
+    for model, of in facts.averaged.items():
+        writers = [update.id for update in facts.updates[model]]
+        if len(writers) > 1:
+            yield f"average {model} is written by {' and by '.join(writers)}"
+        if of in facts.averaged or of not in trained:
+            yield f"{model} is an average of {of}, which does not learn"
+            continue
+        if model not in trained:
+            continue
+        ends = trained[model], trained[of]
+        lies, wanted = ((i.pool, i.devices, i.fsdp, i.tp) for i in ends)
+        if lies != wanted:
+            yield f"{ends[0].name} averages {ends[1].name} and lies otherwise"
+
+
 def updates_take_turns(facts: Facts) -> Iterator[str]:
     """Updates of a model write in the order declared, an iteration's first after the last one's."""
     for model, updates in facts.updates.items():

@@ -43,7 +43,7 @@ def weights(plan: Plan, context: Context) -> Plan:
         for instance in plan.instances:
             if instance.model != model.name:
                 continue
-            readers = [a for a in actions if _reads(a, instance) and not a.writes]
+            readers = [a for a in actions if _reads(a, instance)]
             if instance.trained:
                 _order_readers(readers, instance, updates, extra)
             elif readers:
@@ -62,7 +62,9 @@ def weights(plan: Plan, context: Context) -> Plan:
 
 
 def _reads(action: Action, instance: Instance) -> bool:
-    return action.instance == instance.name and instance.name in dict(action.reads)
+    """Whether a run reads weights that it does not write; who averages them is one of those."""
+    reads = action.kind == "run" and instance.name in dict(action.reads)
+    return reads and instance.name not in dict(action.writes)
 
 
 def lag_of(reader: Action, instance: Instance) -> int:

@@ -100,10 +100,14 @@ def _loop(body: graphviz.Digraph, loop: str, graph: Document) -> None:
 
 
 def _facts(graph: Document) -> str:
-    facts = [f"{len(graph['nodes'])} nodes", f"{len(graph['models'])} models"]
+    facts = [_counted(len(graph["nodes"]), "node"), _counted(len(graph["models"]), "model")]
     if graph["staleness"]:
         facts.append(f"rollout may run {graph['staleness']} updates ahead")
     return ", ".join(facts)
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _node(body: graphviz.Digraph, node: Document, graph: Document) -> None:
@@ -150,7 +154,7 @@ def _tooltip(node: Document) -> str:
 
 
 def _edges(body: graphviz.Digraph, graph: Document) -> None:
-    """Weights are laid out against their direction: the reader stands before the writer."""
+    """Weights and states are laid out against their direction: readers stand before writers."""
     fields = edge_fields(graph)
     colours = graph_colours(graph)
     models = {node["name"]: node["model"] for node in graph["nodes"]}
@@ -162,7 +166,7 @@ def _edges(body: graphviz.Digraph, graph: Document) -> None:
             names = listed([shorten(name, 22) for name in fields[pair]], MOST_FIELDS)
             label = edge_label(escape(name) for name in names)
             body.edge(*ends, label=label, edgetooltip=tooltip, weight="4")
-        elif edge["kind"] == "weights":
+        elif edge["kind"] == "weights" or (edge["kind"] == "state" and edge["distance"]):
             colour = colours.get(models[edge["source"]] or "", NO_MODEL)
             text = font(f"@{edge['distance']}", size=10, colour=colour, bold=True)
             body.edge(
@@ -185,6 +189,8 @@ def _legend(graph: Document) -> tuple[list[Row], list[str]]:
     lines = [line_sample("━━▶", "data, with its fields", SOFT_INK)]
     if "weights" in kinds:
         lines.append(line_sample("╌ ╌ ▶", "weights, @d: read d iterations later", SOFT_INK))
+    if "state" in kinds:
+        lines.append(line_sample("╌ ╌ ▶", "measured, @d: read d iterations later", SOFT_INK))
     if "order" in kinds:
         lines.append(line_sample("· · · ▶", "order: read before it is written", SOFT_INK))
     nodes = [swatch(style) for kind, style in NODE_STYLES.items() if kind in present]

@@ -65,9 +65,13 @@ KIND_OF_OP: Mapping[str, str] = {
     "tokenize": "data",
     "rollout": "rollout",
     "resume": "rollout",
+    "act": "rollout",
+    "observe": "host",
+    "ended": "host",
     "log_probs": "forward",
     "values": "forward",
     "update": "update",
+    "average": "update",
     "evaluate": "evaluate",
     "reward": "host",
     "advantage": "host",
@@ -77,6 +81,7 @@ KIND_OF_OP: Mapping[str, str] = {
     "informative": "host",
     "pair": "host",
     "scores": "forward",
+    "track": "host",
 }
 
 

@@ -59,8 +59,9 @@ def graph_mermaid(graph: Document, direction: Direction) -> str:
         source, target = ids[pair[0]], ids[pair[1]]
         if edge["kind"] == "data":
             lines.append(f"  {source} -->|{_label(listed(fields[pair], MOST_FIELDS))}| {target}")
-        elif edge["kind"] == "weights":
-            mark = _label([f"weights @{edge['distance']}"])
+        elif edge["kind"] == "weights" or (edge["kind"] == "state" and edge["distance"]):
+            word = "weights" if edge["kind"] == "weights" else "measured"
+            mark = _label([f"{word} @{edge['distance']}"])
             lines.append(f"  {source} -.->|{mark}| {target}")
         elif pair not in fields:
             lines.append(f"  {source} -.-> {target}")

@@ -483,6 +483,34 @@ def test_scores_take_the_name_the_node_gives(body, output, temperature):
     assert {"mean": 3.0} == join([made.metrics])
 
 
+@pytest.mark.parametrize("wanted", [{"top_ids", "top_log_probs"}, {"ref_log_probs"}, set()])
+def test_what_nobody_reads_beside_log_probs_is_not_asked_for(wanted):
+    beside = ("sum_pi_squared", "top_log_probs", "top_ids", "top_rest")
+    asked = []
+
+    class Scorer:
+        def forward(self, batch, *, outputs, temperature, top_k):
+            asked.append((outputs, top_k))
+            wide, one = torch.arange(6.0).view(3, 2), torch.ones(3)
+            return {name: wide if name.startswith("top_") else one for name in outputs}
+
+    call = call_of(
+        inputs=make_batch({"response_tokens": tokens([1, 2])}, 2),
+        model=Scorer(),
+        params={"temperature": 1.0, "top_k": 2},
+        outputs=tuple(SimpleNamespace(name=name) for name in ("ref_log_probs", *beside)),
+        wanted=frozenset(wanted),
+    )
+    made = forward.log_probs(call)
+    names = [name for name in beside if name in wanted]
+    assert [(("log_probs", *names), 2)] == asked
+    assert ["ref_log_probs", *names] == list(made.fields)
+    for name in names:
+        assert [[[0.0, 1.0]], [[2.0, 3.0], [4.0, 5.0]]] == [
+            row.tolist() for row in made.fields[name].unbind()
+        ]
+
+
 def advantage_batch():
     sizes = [1, 2, 1, 2]
     return make_batch(

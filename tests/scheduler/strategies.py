@@ -104,6 +104,9 @@ def _declare(draw: Draw) -> None:
     lora = rf.LoRA(rank=4) if draw(st.integers(0, 4)) == 0 else None
     actor = rf.Model("actor", draw(path), optimizer=adam, lora=lora)
     ref = rf.Model("ref", draw(path))
+    if draw(st.integers(0, 3)) == 0:
+        ref = rf.Model("ref", actor.path, optimizer=rf.Average(), lora=lora)
+        ops.average(ref, actor, every=draw(st.sampled_from([1, 2])))
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=draw(st.sampled_from([4, 8])))
     n = draw(st.sampled_from([2, 4]))
     samples = ops.rollout(actor, prompts, n=n, max_new_tokens=8, ignore_eos=draw(flag))

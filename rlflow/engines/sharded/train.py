@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.batch import Batch, lengths, make_batch, ragged_rows
+from rlflow.batch import Batch, lengths, make_batch, ragged_like, ragged_rows
 from rlflow.engines.protocol import Loss, OptimizerSpec, StepResult, Temperature
 from rlflow.engines.sharded.model import ShardedModel
 from rlflow.engines.sharded.optim import ShardedAdamW
-from rlflow.engines.train import TrainEngine, combine, in_order
+from rlflow.engines.train import TrainEngine, chosen_ids, combine, in_order
+from rlflow.engines.vocabulary import IDS
 
 
 class ShardedTrainEngine(TrainEngine):
@@ -35,14 +36,19 @@ class ShardedTrainEngine(TrainEngine):
 
     @torch.no_grad()
     def forward(
-        self, batch: Batch, *, outputs: Collection[str], temperature: Temperature
+        self,
+        batch: Batch,
+        *,
+        outputs: Collection[str],
+        temperature: Temperature,
+        top_k: int = 0,
     ) -> dict[str, Tensor]:
         """See `TrainEngine.forward`; the outputs are those of this rank's own rows."""
         parts = list(self.micro_batches(batch))
         passes = self.model.ranks.most(len(parts))
-        computed = [self.compute(micro, outputs, temperature) for _, micro in parts]
+        computed = [self.compute(micro, outputs, temperature, top_k) for _, micro in parts]
         for _ in range(len(parts), passes):
-            self.compute(one_token(), outputs, temperature)
+            self.compute(one_token(batch), outputs, temperature, top_k)
         return in_order(batch, [rows for rows, _ in parts], computed)
 
     def step(
@@ -68,7 +74,7 @@ class ShardedTrainEngine(TrainEngine):
             if number < len(micros):
                 combine(total, self.backward(micros[number], loss_fn, outputs, temperature))
             else:
-                self.backward(one_token(), None, outputs, temperature)
+                self.backward(one_token(batch), None, outputs, temperature)
         return self.finish(self.metrics(total), max_grad_norm)
 
     def backward(
@@ -84,17 +90,17 @@ class ShardedTrainEngine(TrainEngine):
             if loss_fn is not None and loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
             else:
-                values = tuple(found.values())
+                values = tuple(each for each in found.values() if each.requires_grad)
                 torch.autograd.backward(values, tuple(torch.zeros_like(v) for v in values))
         return metrics
 
     def compute(
-        self, batch: Batch, outputs: Collection[str], temperature: Temperature
+        self, batch: Batch, outputs: Collection[str], temperature: Temperature, top_k: int = 0
     ) -> dict[str, Tensor]:
         """One forward pass, also where there is no response token."""
         if int(lengths(batch["response_tokens"]).sum()):
-            return super().compute(batch, outputs, temperature)
-        found = super().compute(one_token(), outputs, temperature)
+            return super().compute(batch, outputs, temperature, top_k)
+        found = super().compute(one_token(batch), outputs, temperature, top_k)
         return {name: values[:0] for name, values in found.items()}
 
     def metrics(self, own: dict[str, Tensor]) -> dict[str, float]:
@@ -106,7 +112,11 @@ class ShardedTrainEngine(TrainEngine):
         return {name: float(value) for name, value in total.items()}
 
 
-def one_token() -> Batch:
-    """The smallest row that a model can be asked about."""
+def one_token(like: Batch) -> Batch:
+    """The smallest row that a model can be asked about, with ids where another batch has them."""
     token = ragged_rows([[0]], torch.int64)
-    return make_batch({"prompt_tokens": token, "response_tokens": token}, 1)
+    fields = {"prompt_tokens": token, "response_tokens": token}
+    ids = chosen_ids(like)
+    if ids is not None:
+        fields[IDS] = ragged_like(torch.arange(ids.shape[1])[None], token)
+    return make_batch(fields, 1)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import torch
 
 from rlflow.batch import lengths, ragged_rows, strings, text
+from rlflow.data.sources import Row, as_text
 from rlflow.errors import DataError, Finding
 from rlflow.ops.bodies.common import inputs_of, num_rows, row_numbers, token_rows
 from rlflow.ops.body import Call, Output
 
 
-def as_text(value: Any) -> str:
-    """A column's value as text: strings as they are, everything else as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
 def prompts(call: Call) -> Output:
     """The rows of this iteration: text columns and their `row_id`."""
     batch = call.params["batch"]
-    rows = call.params["data"].batch(call.drawn, batch, call.seed)
+    return fields_of(call, call.params["data"].batch(call.drawn, batch, call.seed))
+
+
+def fields_of(call: Call, rows: list[Row]) -> Output:
+    """Rows of a data source as fields: those that somebody reads."""
     fields = {
         name: text(as_text(row[name]) for row in rows)
         for name in call.outputs
@@ -29,7 +26,7 @@ def prompts(call: Call) -> Output:
     }
     if "row_id" in call.wanted:
         fields["row_id"] = torch.tensor([row["row_id"] for row in rows], dtype=torch.int64)
-    return Output(fields=fields, rows=batch)
+    return Output(fields=fields, rows=len(rows))
 
 
 def tokenize(call: Call) -> Output:

@@ -11,11 +11,13 @@ from rlflow.ops.body import Call, ModelInUse, Output
 def log_probs(call: Call) -> Output:
     """Log-probs of the response tokens, under the name that the node gives the field.
 
-    Of one forward, where there are several fields with a temperature each.
+    Of one forward, where there are several fields with a temperature each, or others beside.
     """
     inputs, temperature = inputs_of(call), call.params["temperature"]
     if isinstance(temperature, tuple):
         return _at_temperatures(call, inputs, temperature)
+    if len(call.outputs) > 1:
+        return _with_others(call, inputs, float(temperature))
     return _scored(call, "log_probs", float(temperature))
 
 
@@ -32,6 +34,24 @@ def _scored(call: Call, output: str, temperature: float) -> Output:
         fields={call.outputs[0]: field},
         rows=num_rows(inputs),
         metrics={"mean": mean_of(made)},
+    )
+
+
+def _with_others(call: Call, inputs: Batch, temperature: float) -> Output:
+    """Log-probs and, of the same forward, what else the node makes and somebody reads."""
+    own, *others = call.outputs
+    wanted = {own: "log_probs", **{name: name for name in others if name in call.wanted}}
+    made = _model(call).forward(
+        inputs,
+        outputs=tuple(wanted.values()),
+        temperature=temperature,
+        top_k=call.params.get("top_k", 0),
+    )
+    tokens = inputs["response_tokens"]
+    return Output(
+        fields={field: ragged_like(made[name], tokens) for field, name in wanted.items()},
+        rows=num_rows(inputs),
+        metrics={"mean": mean_of(made["log_probs"])},
     )
 
 

@@ -20,6 +20,7 @@ from rlflow.batch import (
     strings,
     text,
 )
+from rlflow.data.sources import as_text
 from rlflow.ops.bodies.common import (
     inputs_of,
     model_of,
@@ -29,7 +30,6 @@ from rlflow.ops.bodies.common import (
     too_long,
     total_rows,
 )
-from rlflow.ops.bodies.data import as_text
 from rlflow.ops.bodies.reward import score
 from rlflow.ops.bodies.stats import max_of, mean_of
 from rlflow.ops.body import Call, Generated, Output, Stat

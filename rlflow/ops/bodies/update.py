@@ -47,6 +47,9 @@ READ_BY_LOSSES = (
     "covariance",
     "uncertain",
     "teacher_log_probs",
+    "top_log_probs",
+    "top_ids",
+    "top_rest",
     SLOPES,
     SHARES,
 )
@@ -64,6 +67,7 @@ def update(call: Call) -> Output:
     ages = staleness(call, batch)
     spec: Loss = params["loss"]
     if isinstance(spec, PolicyLoss):
+        require_whole(call, spec, batch)
         spec = spec.model_copy(update={"old": params["old"]})
         if spec.old == "loglinear":
             batch = with_age(batch, call.iteration)
@@ -134,6 +138,24 @@ def staleness(call: Call, batch: Batch) -> dict[str, Stat]:
     return {"staleness/mean": mean_of(ages), "staleness/max": max_of(ages)}
 
 
+def require_whole(call: Call, spec: PolicyLoss, batch: Batch) -> None:
+    """Raise RunError where a KL over the vocabulary lacks some of the reference's tokens.
+
+    The compiler refuses it where it knows the vocabulary.
+    """
+    if spec.full_kl and bool(torch.isfinite(flat(batch["top_rest"])[flat(batch[MASK])]).any()):
+        raise RunError(
+            Finding(
+                code="E637",
+                what=f"{call.node}: kl='full' sums over the vocabulary, and some of it is missing",
+                where=call.where,
+                got=f"the {flat(batch['top_ids']).shape[-1]} likeliest tokens of the reference",
+                expected="top_k as large as the vocab_size of its config.json",
+                fix="an estimate: kl='k3'",
+            )
+        )
+
+
 def mini_batches(call: Call, batch: Batch) -> Iterator[Batch]:
     """The mini-batches of all epochs, of each the rows that are here; groups stay together.
 
@@ -159,15 +181,19 @@ def mini_batches(call: Call, batch: Batch) -> Iterator[Batch]:
 
 
 def loss_function(spec: Loss, totals: Totals) -> LossFunction:
-    """The loss of one micro-batch in the reference form, scaled by the step's totals."""
+    """The loss of one micro-batch in the reference form, scaled by the step's totals.
+
+    It is computed where the outputs of the forward are; rows come from the host.
+    """
     objective = pkgutil.resolve_name(spec.body)
 
     def loss(outputs: dict[str, Tensor], micro: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         sizes = lengths(micro["response_tokens"])
         padded = {name: pad(value, sizes) for name, value in outputs.items()}
-        result: tuple[Tensor, dict[str, Tensor]] = objective(
-            spec, padded, padded_fields(micro, READ_BY_LOSSES), totals
-        )
+        fields = padded_fields(micro, READ_BY_LOSSES)
+        for device in {value.device for value in padded.values()}:
+            fields = {name: value.to(device) for name, value in fields.items()}
+        result: tuple[Tensor, dict[str, Tensor]] = objective(spec, padded, fields, totals)
         return result
 
     return loss

@@ -44,16 +44,35 @@ def generalized_jsd(
     """
     student = _log_softmax(student_logits, mask, temperature)
     teacher = _log_softmax(teacher_logits.detach(), mask, temperature)
-    if beta == 0:
-        value = kl_divergence(teacher, student)
-    elif beta == 1:
-        value = kl_divergence(student, teacher)
-    else:
-        assert 0 < beta < 1, f"beta is {beta}, and must lie between 0 and 1"
-        mixture = torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
-        value = beta * kl_divergence(teacher, mixture)
-        value = value + (1.0 - beta) * kl_divergence(student, mixture)
-    return select(value, mask)
+    return select(_jsd(student, teacher, beta), mask)
+
+
+def top_k_jsd(
+    student: Tensor,
+    student_rest: Tensor,
+    teacher: Tensor,
+    teacher_rest: Tensor,
+    mask: Tensor,
+    *,
+    beta: float = 0.5,
+    limit: float | None = None,
+) -> Tensor:
+    """`generalized_jsd` over the teacher's k likeliest tokens and one outcome for all others.
+
+    `student` and `teacher` are log-probs of the same tokens `[rows, tokens, k]`, the rests the
+    log of the probability of all other tokens together `[rows, tokens]`, -inf for none. Values
+    are held at `limit` from above, where their gradient is 0.
+
+    Both sides are whole distributions of k + 1 outcomes, so the value is never negative and at
+    most that of the whole vocabulary (data processing), and equal to it where k is the
+    vocabulary. Without the last outcome a student would make the reverse KL small by leaving the
+    k tokens. The papers (GKD, arXiv:2306.13649; MiniLLM, arXiv:2306.08543) sum over the
+    vocabulary. Others: TRL 1.16.0 adds this outcome by default where a server gives a teacher's
+    top k, as `log(1 - sum p)`; here each side sums its own rest, so a small one keeps its digits.
+    """
+    own = _with_rest(student, student_rest, mask)
+    value = _jsd(own, _with_rest(teacher, teacher_rest, mask).detach(), beta)
+    return select(value if limit is None else value.clamp(max=limit), mask)
 
 
 def top_k_forward_kl(
@@ -75,14 +94,24 @@ def top_k_forward_kl(
 
     Others: verl 0.9.1 has k = 128, -10 and a limit of 10 (`forward_kl_topk`).
     """
-    at = mask[..., None]
     scores = _log_softmax(student_logits, mask, temperature)
-    student = scores.gather(-1, torch.where(at, teacher_tokens, 0))
-    teacher = select(teacher_log_probs.detach(), at)
-    if log_prob_min is not None:
-        student, teacher = student.clamp(min=log_prob_min), teacher.clamp(min=log_prob_min)
-    value = kl_divergence(teacher, student).clamp(min=0.0, max=limit)
-    return select(value, mask)
+    student = scores.gather(-1, torch.where(mask[..., None], teacher_tokens, 0))
+    return forward_kl_at(student, teacher_log_probs, mask, log_prob_min=log_prob_min, limit=limit)
+
+
+def forward_kl_at(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor,
+    *,
+    log_prob_min: float | None = -10.0,
+    limit: float | None = None,
+) -> Tensor:
+    """`top_k_forward_kl` of the two sides' log-probs of the same tokens, `[rows, tokens, k]`."""
+    student, teacher = (select(x, mask[..., None]) for x in (student, teacher.detach()))
+    lowest = LOWEST if log_prob_min is None else log_prob_min
+    student, teacher = student.clamp(min=lowest), teacher.clamp(min=lowest)
+    return select(kl_divergence(teacher, student).clamp(min=0.0, max=limit), mask)
 
 
 def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -138,8 +167,11 @@ def distill_objective(
 
     `outputs`: `log_probs`. `batch`: `response_mask`, `teacher_log_probs`, and what the policy
     loss of `spec` reads; `advantages` are added where `spec` says so. Metrics: those of the
-    policy loss, or `distill_loss` (aggregated); `teacher_kl`, the mean of k1 over tokens.
+    policy loss, or `distill_loss` (aggregated); `teacher_kl`, the mean of k1 over tokens. For
+    forms of whole distributions see `distribution_objective`.
     """
+    if spec.distributions:
+        return distribution_objective(spec, outputs, batch, totals)
     mask, log_probs, teacher = batch["response_mask"], outputs["log_probs"], "teacher_log_probs"
     if spec.form == "supervised":
         value = teacher_kl(log_probs, batch[teacher], mask, kind=spec.estimator, limit=spec.limit)
@@ -161,6 +193,50 @@ def distill_objective(
     gap = select(log_probs.detach() - batch[teacher], mask)
     metrics["teacher_kl"] = token_mean(gap, totals)
     return loss, metrics
+
+
+def distribution_objective(
+    spec: DistillLoss, outputs: Fields, batch: Fields, totals: Totals
+) -> tuple[Tensor, Metrics]:
+    """The divergence of the student's distribution from the teacher's in every place.
+
+    `outputs`: `log_probs_at` `[rows, tokens, k]` and `rest_at`. `batch`: `response_mask`, the
+    teacher's `top_log_probs` `[rows, tokens, k]` and `top_rest`. Metrics: `distill_loss`
+    (aggregated); over tokens the means of `teacher_kl`, the reverse KL, and of `top_mass`, the
+    teacher's probability of the k tokens.
+    """
+    mask, student, teacher = batch["response_mask"], outputs["log_probs_at"], batch["top_log_probs"]
+    both = (student, outputs["rest_at"], teacher, batch["top_rest"], mask)
+    if spec.form == "forward_kl" and not spec.tail:
+        held = {"log_prob_min": spec.log_prob_min, "limit": spec.limit}
+        value = forward_kl_at(student, teacher, mask, **held)
+    else:
+        beta = {"forward_kl": 0.0, "reverse_kl": 1.0}.get(spec.form, spec.jsd_beta)
+        value = top_k_jsd(*both, beta=beta, limit=spec.limit)
+    loss = aggregated(spec, value, mask, totals)
+    metrics = {"distill_loss": loss.detach()}
+    with torch.no_grad():
+        metrics["teacher_kl"] = token_mean(top_k_jsd(*both, beta=1.0), totals)
+        metrics["top_mass"] = token_mean(select(-batch["top_rest"].expm1(), mask), totals)
+    return loss, metrics
+
+
+def _jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """The divergence of finite log-probs over the last dimension, with its limits at 0 and 1."""
+    if beta == 0:
+        return kl_divergence(teacher, student)
+    if beta == 1:
+        return kl_divergence(student, teacher)
+    assert 0 < beta < 1, f"beta is {beta}, and must lie between 0 and 1"
+    mixture = torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
+    value = beta * kl_divergence(teacher, mixture)
+    return value + (1.0 - beta) * kl_divergence(student, mixture)
+
+
+def _with_rest(log_probs: Tensor, rest: Tensor, mask: Tensor) -> Tensor:
+    """Log-probs of k + 1 outcomes, at least `LOWEST`; 0 where masked."""
+    whole = torch.cat([log_probs, rest[..., None]], -1)
+    return select(whole, mask[..., None]).clamp(min=LOWEST)
 
 
 def _log_softmax(logits: Tensor, mask: Tensor, temperature: float) -> Tensor:

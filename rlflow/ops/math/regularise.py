@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlflow.ops.losses import Loss, PolicyLoss
 from rlflow.ops.math.aggregate import Totals, aggregate, token_mean
-from rlflow.ops.math.kl import token_kl
+from rlflow.ops.math.kl import full_kl, token_kl
 from rlflow.ops.math.losses import log_ratio
 from rlflow.ops.math.masked import select
 
@@ -31,6 +31,7 @@ def regularised(
     """`loss` with the KL and entropy terms that have a coefficient; adds their metrics.
 
     An adaptive coefficient that was not replaced by what it is at this step is its first one.
+    `kl="full"` sums over the vocabulary, in the order of the reference's `top_log_probs`.
     With `kl_unbiased` the estimate of each token is times `pi / pi_old`, which carries a
     gradient: `E_old[rho k3]` is the KL of the current policy, and `grad rho k3 = rho x` is that
     of the reverse KL also where samples are older (DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
@@ -43,7 +44,10 @@ def regularised(
     entropy_coef = spec.entropy_coef
     entropy_coef = entropy_coef if isinstance(entropy_coef, float) else entropy_coef.init
     if spec.kl_coef or "ref_log_probs" in batch:
-        kl = token_kl(outputs["log_probs"], batch["ref_log_probs"], mask, kind=spec.kl)
+        if spec.kl == "full":
+            kl = full_kl(outputs["log_probs_at"], batch["top_log_probs"], mask)
+        else:
+            kl = token_kl(outputs["log_probs"], batch["ref_log_probs"], mask, kind=spec.kl)
         if spec.kl_unbiased:
             kl = kl * log_ratio(outputs["log_probs"], old, mask).exp()
         metrics["kl"] = token_mean(kl.detach(), totals)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from rlflow.graph.fields import Field
 from rlflow.graph.graph import Node
 from rlflow.scheduler.plan import Plan
+from rlflow.scheduler.trips import recarried
 
 Made = tuple[str, str]
 
@@ -24,6 +25,7 @@ def with_node(plan: Plan, changed: Node) -> Plan:
 
 def rebound(node: Node, moved: Mapping[Made, tuple[str, Field]]) -> Node:
     """The node with every (source, field) of `moved` read from the source and field it names."""
+    node = recarried(node, {made: (name, f.name) for made, (name, f) in moved.items()})
     if not any((b.source, b.field.name) in moved for b in node.inputs):
         return node
     inputs = []

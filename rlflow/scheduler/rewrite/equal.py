@@ -32,7 +32,7 @@ def equal_nodes(plan: Plan, context: Context) -> Plan:
 
 def _key(node: Node) -> tuple[object, ...]:
     """Equal for nodes that compute the same; a node that must stay has one of its own."""
-    if node.op.effect != "pure" or node.op.rows != "same":
+    if node.op.effect != "pure" or node.op.rows != "same" or node.loop is not None:
         return (node.name,)
     function = id(node.op.function)
     return (node.op, node.inputs, repr(node.params), node.model, node.every, function)

@@ -21,11 +21,12 @@ from rlflow.scheduler.rewrite.edits import Made, rebound, scores_tokens, with_no
 def fused_forwards(plan: Plan, context: Context) -> Plan:
     """Let the first of several log-prob forwards make what all of them make.
 
-    They agree in model, inputs and period, and the placement puts them alike.
+    They agree in model, inputs and period, and the placement puts them alike. A forward that
+    makes more than log-probs stays by itself.
     """
     groups: dict[object, list[Node]] = {}
     for node in plan.graph.nodes:
-        if scores_tokens(node):
+        if scores_tokens(node) and len(node.op.outputs) == 1 and node.loop is None:
             groups.setdefault(_key(node, context), []).append(node)
     fused: dict[str, Node] = {}
     moved: dict[Made, tuple[str, Field]] = {}

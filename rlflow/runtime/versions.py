@@ -1,0 +1,60 @@
+"""What the weights of loaded instances have to be when an action reads them.
+
+Knows the plan's versions and the instances of this process; moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlflow.engines.average import difference
+from rlflow.errors import Finding, RunError, UsageError
+from rlflow.runtime.loaded import Loaded
+from rlflow.scheduler.plan import Action, Plan
+
+
+def require_versions(
+    plan: Plan, action: Action, iteration: int, loaded: Mapping[str, Loaded]
+) -> None:
+    """Refuse weights of another version than declared; fresher ones where a lag is allowed.
+
+    A lag is not reached in the first iterations after a checkpoint, where the newest are read.
+    Looks at the instances that are loaded here.
+    """
+    for name, lag in action.reads:
+        held = loaded.get(name)
+        if held is None:
+            continue
+        updated = plan.trained_instance(held.instance.model) is not None
+        newest = max(iteration - min(lag, 0), 0) if updated else 0
+        declared = max(iteration - lag, 0) if updated else 0
+        if held.version is None or not declared <= held.version <= newest:
+            raise RunError(
+                Finding(
+                    code="E752",
+                    what=f"{action.id} declared version {declared} of "
+                    f"{name}, which holds {held.version}",
+                    expected="the plan brings the weights before they are read",
+                )
+            )
+
+
+def require_averages(plan: Plan, loaded: Mapping[str, Loaded]) -> None:
+    """Refuse two models of which one is to be the other's average and whose weights differ."""
+    for node in plan.graph.nodes:
+        ends = [plan.trained_instance(name) for name in (node.model, node.averages) if name]
+        held = [loaded[end.name] for end in ends if end is not None and end.name in loaded]
+        if node.averages is None or len(held) != len(ends):
+            continue
+        average, source = held
+        found = difference(average.trained_shards(), source.trained_shards())
+        if found:
+            raise UsageError(
+                Finding(
+                    code="E767",
+                    what=f"{node.name!r} averages {node.averages!r} into a model of other weights",
+                    where=node.where,
+                    got=found,
+                    expected=f"{node.model} and {node.averages} of one architecture",
+                )
+            )
