@@ -24,7 +24,7 @@ def shared_out(weights: Sequence[float], floor: float) -> list[float]:
     total, alike = sum(weights), 1 / len(weights)
     if not total:
         return [alike] * len(weights)
-    return [floor * alike + (1 - floor) * weight / total for weight in weights]
+    return [floor * alike + (1 - floor) * (weight / total) for weight in weights]
 
 
 def chosen(shares: Sequence[float], size: int, *, seed: int, draw: int) -> list[int]:

@@ -31,10 +31,10 @@ from rlflow.scheduler.staleness import allowed, note_turns, stamp
 from rlflow.scheduler.stream import choose, stream
 from rlflow.scheduler.text import numbers
 from rlflow.scheduler.tokenizers import tokenizer_findings
-from rlflow.scheduler.vocabularies import vocabulary_findings
 from rlflow.scheduler.transfer import transfer
 from rlflow.scheduler.unroll import unroll
 from rlflow.scheduler.verify import verify
+from rlflow.scheduler.vocabularies import vocabulary_findings
 from rlflow.scheduler.weights import weights
 
 Pass = Callable[[Plan, Context], Plan]

@@ -30,6 +30,7 @@ def levels(sizes):
         ([0.0, 0.0], 0.0, [0.5, 0.5]),
         ([3.0], 0.5, [1.0]),
         ([1.0, 2.0], 1.0, [0.5, 0.5]),
+        ([5e-324, 5e-324], 0.5, [0.5, 0.5]),
     ],
 )
 def test_shares_are_those_computed_by_hand(weights, floor, shares):

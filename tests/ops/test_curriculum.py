@@ -272,6 +272,7 @@ def test_trips_of_an_iteration_draw_on():
     first, second = drawn(state, 2, draw=6), drawn(state, 2, draw=7)
     assert not set(first[1]) & set(second[1])
     assert first[2] == second[2]
+    assert len({tuple(drawn({}, 2, draw=draw)[0]) for draw in range(6, 12)}) > 3
 
 
 def test_each_row_comes_once_before_any_comes_again():

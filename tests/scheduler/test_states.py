@@ -167,6 +167,18 @@ def test_a_curriculum_without_a_write_or_on_two_devices_is_rejected() -> None:
     assert ["nobody writes passes, which prompts reads"] == verify(unwritten, "bind")
 
 
+def test_writers_out_of_turn_and_too_early_are_named() -> None:
+    """In a loop of three trips: track the second before the first, and the first before all."""
+    plan = staged(curriculum(inside=True), "transfer")
+    second = plan.action("passes#2")
+    others = tuple(dep for dep in second.after if dep.action != "passes")
+    found = list(states_are_exact(Facts(plan=with_action(plan, "passes#2", after=others))))
+    assert "passes#2 may change passes before passes" in found
+    found = list(states_are_exact(Facts(plan=with_action(plan, "passes", after=()))))
+    assert "passes may change passes before passes#3 of the iteration before" in found
+    assert "passes may drop what prompts#2 is to read of passes" in found
+
+
 @pytest.mark.parametrize(
     ("assign", "refused"),
     [

@@ -91,10 +91,8 @@ def passed_of(call: Call, spec: PassRates, reward: Tensor) -> list[float]:
 
 
 def begin_version(state: State, version: int, *, kept: int) -> None:
-    """Let a version begin as the one before has ended, once, and drop all but the last ones."""
+    """Let a version begin as the newest has ended, if it is not that, and drop all but the last."""
     newest = int(state.get(NEWEST, 0))
-    if newest == version:
-        return
     for key, value in list(state.items()):
         kind, _, rest = key.partition("/")
         if kind not in (SEEN, PASSED):
