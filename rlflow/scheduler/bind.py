@@ -117,7 +117,9 @@ def assignment(node: Node, placement: Placement) -> On | None:
     A node without a model runs on the host unless its name is assigned.
     """
     gated = node.loop if node.is_gate else None
-    for name in (node.name, node.resumes, gated):
+    declared = node.name if node.trip is None else node.name.partition("#")[0]
+    resumed = None if node.resumes is None else node.resumes.partition("#")[0]
+    for name in (declared, resumed, gated):
         if name is not None and name in placement.assign:
             return placement.assign[name]
     if node.model is None:
