@@ -21,6 +21,7 @@ from rlflow.engines.packed import pack_prompts
 from rlflow.engines.protocol import Generation, Reach, SampleKey, Sampling
 from rlflow.engines.rng import uniforms
 from rlflow.engines.sampling import choose
+from rlflow.graph.ending import ended_rows
 
 # Random numbers are drawn for this many positions at a time.
 DRAWN = 64
@@ -171,10 +172,10 @@ class Decoding:
     def piece(self, number: int, pieces: int) -> Tensor:
         """Go on until the rows of a piece have ended; which they are, int64, ascending.
 
-        Of R rows piece i of n has those that end i R / n to (i + 1) R / n - 1 in turn.
+        How many rows a piece has, `ended_rows` says.
         """
         rows = len(self.responses.sizes)
-        first, last = rows * number // pieces, rows * (number + 1) // pieces
+        first, last = (ended_rows(rows, done, pieces) for done in (number, number + 1))
         while rows - len(self.responses.live) < last and self.step():
             pass
         return self.responses.ended()[first:last].sort().values

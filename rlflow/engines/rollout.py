@@ -46,7 +46,8 @@ class TorchRollout:
         have to. Raises RunError for a prompt that leaves no room for `max_new_tokens` in
         the model's context, and while the model is asleep.
         """
-        self._abort.clear()
+        if not reach.piece:
+            self._abort.clear()
         self.model.require_ready()
         if not len(sample_ids):
             none = sample_ids.new_empty(0) if reach.pieces > 1 else None

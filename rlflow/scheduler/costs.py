@@ -17,7 +17,7 @@ from rlflow.scheduler.cluster import Cluster
 from rlflow.scheduler.collectives import copy_bandwidth, group_of
 from rlflow.scheduler.hardware import OBJECT_STORE, STORE_SECONDS
 from rlflow.scheduler.layouts import CUTS, Cut, area, lacking, parameters_per_rank, piece, shares
-from rlflow.scheduler.lengths import Lengths, assumed, before, fitted, whole
+from rlflow.scheduler.lengths import Lengths, assumed, before, between, fitted, whole
 from rlflow.scheduler.measured import Record, Setting
 from rlflow.scheduler.pieces import WHOLE, Piece, as_measured
 from rlflow.scheduler.plan import ActionKind, Backend, Cost, Instance, Transport
@@ -208,7 +208,7 @@ class Costs:
     ) -> Cost:
         """The cost by model shape and device table alone."""
         if instance is None or node.model is None:
-            seconds = HOST_SECONDS + HOST_SECONDS_PER_ROW * self.rows(node) / parts / piece.count
+            seconds = HOST_SECONDS + HOST_SECONDS_PER_ROW * self.rows(node) / parts * piece.share
             return Cost(seconds=seconds, source="assumed per row of host work")
         shape = self.shapes[node.model]
         if shape is None:
@@ -259,19 +259,20 @@ class Costs:
         The legs of a rollout have all rows; those of a rollout that goes on are prompts.
         """
         batches = self._batches(node) if node.op.use == "train" else 1
-        load = self._load(node, parts, batches * (1 if piece.leg else piece.count))
+        load = self._load(node, parts, batches / (1 if piece.leg else piece.share))
         if node.resumes is not None:
             return load.going_on(int(node.param("first")))
         if node.op.name == "act":
             return load.later_turn(int(node.param("max_new_tokens")))
         if piece.loose:
-            return replace(load, prompts=min(load.prompts * piece.count, load.rows))
+            prompts = min(load.prompts / piece.share, load.rows)
+            return replace(load, prompts=prompts, lengths=between(load.lengths, *piece.bounds))
         return load
 
     def _batches(self, node: Node) -> int:
         return int(dict(node.params).get("mini_batches", 1))
 
-    def _load(self, node: Node, parts: int, cuts: int) -> Load:
+    def _load(self, node: Node, parts: int, cuts: float) -> Load:
         """The rows of one part in one of so many cuts of an iteration; whole rows at least."""
         rows = self.rows(node)
         prompts = num_prompts(self.graph, node) or rows

@@ -124,6 +124,15 @@ def before(lengths: Lengths, tokens: int) -> Lengths:
     return Lengths(tokens, max(1.0, mean), lengths.spread)
 
 
+def between(lengths: Lengths, since: float, until: float) -> Lengths:
+    """Lengths of those responses that are the shares `since` to `until` to end."""
+    mean = 0.0
+    for start, width in _grid(lengths.longest):
+        longer = lengths.survival(start + width / 2 - 0.5) - (1 - until)
+        mean += width * min(max(longer / (until - since), 0.0), 1.0)
+    return Lengths(lengths.longest, min(max(mean, 1.0), float(lengths.longest)), lengths.spread)
+
+
 def after(lengths: Lengths, tokens: int) -> tuple[Lengths, float]:
     """How much longer those get that have so many tokens and go on, and what share does."""
     share = lengths.survival(tokens)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from rlflow.graph.ending import ended_share
 from rlflow.scheduler.measured import Record, Setting
 from rlflow.scheduler.plan import Action, Chunk, Cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One of `count` equal pieces of an iteration's rows; `loose` where no whole prompts.
+    """One of `count` pieces of an iteration's rows; of whole prompts all are alike, with index 0.
 
-    A `leg` is a piece of a rollout that decodes all rows together: number `index`, as rows end.
-    Other pieces are alike, and have the index 0.
+    Where rows go on as they end, piece number `index` is `loose`: of no whole prompts; a `leg` is
+    a piece of the rollout itself, which decodes all rows together.
     """
 
     count: int = 1
@@ -25,7 +26,22 @@ class Piece:
         """As it stands in the key of a measurement."""
         if self.leg:
             return f"{self.index + 1}/{self.count} as rows end"
-        return f"1/{self.count} of the rows" if self.loose else f"1/{self.count}"
+        if self.loose:
+            return f"{self.index + 1}/{self.count} of the rows, as they end"
+        return f"1/{self.count}"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The shares of the rows that have ended before it and after it."""
+        if self.loose or self.leg:
+            return ended_share(self.index, self.count), ended_share(self.index + 1, self.count)
+        return 0.0, 1 / self.count
+
+    @property
+    def share(self) -> float:
+        """The share of the rows that it has."""
+        since, until = self.bounds
+        return until - since
 
 
 WHOLE = Piece()
@@ -38,7 +54,7 @@ def piece_of(chunk: Chunk | None, begins: bool) -> Piece:
     if chunk.by == "prompts":
         return Piece(count=chunk.count)
     if not begins:
-        return Piece(count=chunk.count, loose=True)
+        return Piece(count=chunk.count, index=chunk.index, loose=True)
     return Piece(count=chunk.count, index=chunk.index, leg=True)
 
 

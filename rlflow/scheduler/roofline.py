@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from rlflow.graph.ending import ended_share
 from rlflow.graph.op import Use
 from rlflow.scheduler.collectives import ALONE, Group
 from rlflow.scheduler.hardware import Kind
@@ -195,7 +196,7 @@ class Roofline:
         """Seconds to prefill the prompts and decode until the longest of all rows has ended.
 
         A step computes for the rows that are left, reads the weights and their keys and values.
-        Of `legs` as many rows end in each; the prompts are of the first.
+        Of `legs` rows end in each as `ended_share` says; the prompts are of the first.
         """
         prompt = load.prompts * load.prompt
         pairs = load.prompts * load.prompt**2 / 2
@@ -206,7 +207,8 @@ class Roofline:
         total += 0.0 if leg else self.agreed(prompt) + prefill
         for stage in stages(load.lengths, load.rows, load.peers):
             ended = 1 - load.lengths.survival(stage.start + stage.tokens / 2 - 0.5)
-            if min(int(ended * legs), legs - 1) != leg:
+            last = leg + 1 == legs
+            if not ended_share(leg, legs) <= ended < (2.0 if last else ended_share(leg + 1, legs)):
                 continue
             context = load.prompt + stage.start + stage.tokens / 2
             step = self.decode(stage.live, context)

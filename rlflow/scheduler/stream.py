@@ -16,6 +16,7 @@ from typing import Literal
 
 from rlflow.errors import Finding, PlanError
 from rlflow.graph.check import num_prompts, num_rows
+from rlflow.graph.ending import ended_rows
 from rlflow.graph.graph import Graph, Node
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.observed import parts_of
@@ -288,7 +289,8 @@ def _purpose(plan: Plan, action: Action, chain: Chain, count: int) -> str:
     *more, last = readers
     who = f"{', '.join(more)} and {last}" if more else last
     if chain.by == "finish":
-        return f"cut so that {who} can start on the first {chain.rows // count} rows that end"
+        first = ended_rows(chain.rows, 1, count)
+        return f"cut so that {who} can start on the first {first} rows that end"
     each = chain.prompts // count
     groups = "group" if each == 1 else f"{each} groups"
     return f"cut so that {who} can start on the first {groups}"

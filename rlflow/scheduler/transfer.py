@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from rlflow.scheduler.context import Context
+from rlflow.scheduler.pieces import piece_of
 from rlflow.scheduler.plan import Action, Chunk, Dep, Plan, Reason, Spread
 from rlflow.scheduler.spreads import in_place, sources_of
 
@@ -105,7 +106,7 @@ def _transfer(plan: Plan, demand: Demand, taken: set[str], context: Context) -> 
         takes=source.makes,
         makes=demand.takes,
         transport="object store",
-        cost=context.costs.copy(moved if chunk is None else moved // chunk.count, kind="transfer"),
+        cost=context.costs.copy(int(moved * piece_of(chunk, begins=False).share), kind="transfer"),
         every=source.every,
         chunk=chunk,
         trip=None if source.trip is None else replace(source.trip, gate=False),

@@ -12,6 +12,7 @@ from rlflow.engines.protocol import Reach, SampleKey, Sampling
 from rlflow.engines.rollout import EVERYTHING, TorchRollout
 from rlflow.engines.sharded.build import load_sharded
 from rlflow.engines.sharded.rollout import ShardedRollout
+from rlflow.graph.ending import ended_rows
 from tests.engines.examples import one_step, rows
 from tests.engines.sharded_checks import mesh
 from tests.engines.sharded_states import part_of, trained
@@ -67,7 +68,7 @@ def same_pieces(rank, path, shape, is_trained, count):
     order = sorted(range(len(sizes)), key=lambda row: (sizes[row], row))
     for piece in range(count):
         made = generated(sharded, RAGGED, part, Reach(piece=piece, pieces=count))
-        first, last = (len(order) * place // count for place in (piece, piece + 1))
+        first, last = (ended_rows(len(order), place, count) for place in (piece, piece + 1))
         assert sorted(order[first:last]) == made.rows.tolist()
         for number, tokens, log_probs in zip(
             made.rows.tolist(), made.response_tokens.unbind(), made.log_probs.unbind(), strict=True

@@ -7,6 +7,7 @@ import torch
 
 from rlflow.batch import lengths
 from rlflow.commands import Target, compile_target
+from rlflow.graph.ending import ended_rows
 from rlflow.runtime.local import LocalMachine
 from rlflow.runtime.store import Stored, together
 from rlflow.runtime.worker import Worker
@@ -134,7 +135,9 @@ def test_a_piece_has_the_rows_that_end_next(compiled, count):
             assert groups == held.fields["group"].tolist()
         elif action.node == "reward":
             judged.append(worker.store.get(action.id, 0).rows.tolist())
-    assert [24 * (i + 1) // count - 24 * i // count for i in range(count)] == [*map(len, made)]
+    assert [ended_rows(24, i + 1, count) - ended_rows(24, i, count) for i in range(count)] == [
+        *map(len, made)
+    ]
     order = [pair for piece in made for pair in sorted(piece)]
     assert sorted(order) == order
     assert list(range(24)) == sorted(row for _, row in order) != [row for _, row in order]

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 import rlflow as rf
 from rlflow.errors import PlanError
+from rlflow.graph.ending import ended_rows
 from rlflow.graph.graph import Graph, Node
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.costs import Costs
-from rlflow.scheduler.lengths import Lengths, after, assumed, before, whole
+from rlflow.scheduler.lengths import Lengths, after, assumed, before, between, whole
 from rlflow.scheduler.pieces import WHOLE, Piece, piece_done, piece_of
 from rlflow.scheduler.plan import Chunk, Instance, Plan
 from rlflow.scheduler.roofline import CACHE, Load
@@ -48,13 +49,14 @@ def test_a_piece_is_told_from_every_other_in_the_key_of_a_measurement() -> None:
     costs = costs_of(grpo())
     node = costs.graph.node("actor.rollout")
     pieces = [WHOLE, Piece(count=2), Piece(count=4), Piece(count=2, loose=True)]
+    pieces += [Piece(count=4, index=i, loose=True) for i in range(4)]
     pieces += [Piece(count=n, index=i, leg=True) for n in (2, 4) for i in range(n)]
     keys = [costs.run_key(node, GEN, 1, piece) for piece in pieces]
 
     assert len(pieces) == len(set(keys)) == len({str(piece) for piece in pieces})
     assert "1/1" == str(WHOLE)
     assert "1/2" == str(Piece(count=2))
-    assert "1/2 of the rows" == str(Piece(count=2, loose=True))
+    assert "1/2 of the rows, as they end" == str(Piece(count=2, loose=True))
     assert "2/4 as rows end" == str(Piece(count=4, index=1, leg=True))
 
 
@@ -64,11 +66,11 @@ def test_a_piece_is_told_from_every_other_in_the_key_of_a_measurement() -> None:
         (None, False, WHOLE),
         (Chunk(index=1, count=4), False, Piece(count=4)),
         (Chunk(index=1, count=4), True, Piece(count=4)),
-        (Chunk(index=1, count=4, by="finish"), False, Piece(count=4, loose=True)),
+        (Chunk(index=1, count=4, by="finish"), False, Piece(count=4, index=1, loose=True)),
         (Chunk(index=1, count=4, by="finish"), True, Piece(count=4, index=1, leg=True)),
     ],
 )
-def test_only_pieces_that_decode_all_rows_differ_by_their_number(
+def test_only_pieces_of_whole_prompts_are_alike(
     chunk: Chunk | None, begins: bool, wanted: Piece
 ) -> None:
     assert wanted == piece_of(chunk, begins)
@@ -79,7 +81,8 @@ def test_an_action_is_costed_as_its_piece() -> None:
     done = {a.id: piece_done(a) for a in plan.actions if a.kind == "run"}
 
     assert Piece(count=2, index=1, leg=True) == done["actor.rollout[2/2]"]
-    assert Piece(count=2, loose=True) == done["ref.log_probs[1/2]"] == done["reward[2/2]"]
+    assert Piece(count=2, loose=True) == done["ref.log_probs[1/2]"]
+    assert Piece(count=2, index=1, loose=True) == done["reward[2/2]"]
     assert WHOLE == done["advantage"] == done["actor.update"]
 
 
@@ -114,16 +117,29 @@ def test_the_legs_of_a_rollout_take_as_long_as_the_whole_of_it(
     assert min(found) >= again
 
 
-def test_the_last_rows_take_longest_where_lengths_have_a_tail() -> None:
-    costs = costs_of(grpo())
-    legs = [seconds(costs, "actor.rollout", Piece(count=4, index=i, leg=True)) for i in range(1, 4)]
-    whole_one = seconds(costs, "actor.rollout", WHOLE)
+def test_pieces_have_fewer_rows_the_longer_those_are() -> None:
+    """4, 3, 2 and 1 tenths of the rows; of exponential lengths the later ones weigh the same."""
+    pieces = [Piece(count=4, index=i, loose=True) for i in range(4)]
+    assert [0.4, 0.3, 0.2, 0.1] == pytest.approx([piece.share for piece in pieces])
+    assert [(0, 4), (4, 7), (7, 9), (9, 10)] == [
+        (ended_rows(10, i, 4), ended_rows(10, i + 1, 4)) for i in range(4)
+    ]
+    lengths = Lengths(1000, 200.0, 0.8)
+    means = [between(lengths, *piece.bounds).mean for piece in pieces]
+    assert means == sorted(means)
+    whole_mean = sum(m * piece.share for m, piece in zip(means, pieces, strict=True))
+    assert lengths.mean == pytest.approx(whole_mean, rel=1e-6)
 
-    assert legs[-1] == max(legs)
-    assert legs[-1] > whole_one / 4
+
+@given(rows=st.integers(1, 5000), count=st.integers(1, 64))
+def test_every_row_is_handed_on_once(rows: int, count: int) -> None:
+    ends = [ended_rows(rows, done, count) for done in range(count + 1)]
+    assert (0, rows) == (ends[0], ends[-1])
+    assert ends == sorted(ends)
+    assert ends[-1] - ends[-2] <= ends[1] - ends[0] + 1
 
 
-def test_what_follows_is_cut_evenly_and_reads_a_prompt_for_every_row() -> None:
+def test_what_follows_reads_a_prompt_for_every_row() -> None:
     costs = costs_of(grpo(), "cpu")
     forward, reward = costs.graph.node("ref.log_probs"), costs.graph.node("reward")
     look = replace(GEN, name="ref@gen", model="ref", uses=("forward",))
@@ -131,10 +147,10 @@ def test_what_follows_is_cut_evenly_and_reads_a_prompt_for_every_row() -> None:
     by_prompts, by_rows = (costs._load_of(forward, 1, piece) for piece in pieces)
 
     assert (8.0, 4.0) == (by_prompts.rows, by_prompts.prompts)
-    assert (8.0, 8.0) == (by_rows.rows, by_rows.prompts)
+    assert (16 * 2 / 3, 8.0) == pytest.approx((by_rows.rows, by_rows.prompts))
     one, other = (costs.run(forward, look, 1, piece).seconds for piece in pieces)
     assert one < other
-    assert seconds(costs, reward, pieces[0]) == seconds(costs, reward, pieces[1])
+    assert seconds(costs, reward, pieces[0]) < seconds(costs, reward, pieces[1])
 
 
 @given(
@@ -207,8 +223,8 @@ def test_who_goes_on_does_a_piece_of_that(piece: Piece) -> None:
     load = costs._load_of(plan.graph.node("actor.rollout.resumed"), 1, piece)
     entire = costs._load_of(plan.graph.node("actor.rollout.resumed"), 1, WHOLE)
 
-    assert load.rows == pytest.approx(max(entire.rows / piece.count, 1.0))
-    assert load.most == 16 / piece.count
+    assert load.rows == pytest.approx(max(entire.rows * piece.share, 1.0))
+    assert load.most == pytest.approx(16 * piece.share)
 
 
 def test_the_cache_is_memory_of_its_own_between_the_pieces() -> None:
