@@ -74,8 +74,9 @@ PLAIN_TYPES: dict[Any, tuple[DType, Level]] = {
     bool: ("bool", "row"),
     list[int]: ("int64", "token"),
     list[float]: ("float32", "token"),
-    list[bool]: ("bool", "token"),
 }
+# Within a list of one entry a row: of its own, a list of bools is one bool a row.
+ROW_TYPES: dict[Any, tuple[DType, Level]] = {**PLAIN_TYPES, list[bool]: ("bool", "token")}
 
 
 def prompts(
@@ -211,7 +212,7 @@ def plain_inputs(
         wanted = PLAIN_TYPES.get(annotation)
         if wanted is None and typing.get_origin(annotation) is list:
             batched = True
-            wanted = PLAIN_TYPES.get(typing.get_args(annotation)[0])
+            wanted = ROW_TYPES.get(typing.get_args(annotation)[0])
         if wanted is None:
             report(
                 Finding(

@@ -387,6 +387,7 @@ class Speaker:
             response_tokens=ragged_rows(rows, torch.int64),
             log_probs=ragged_rows([[-len(r) / 3] * len(r) for r in rows], torch.float32),
             finished=torch.tensor([a % 2 == 0 for a in samples.tolist()], dtype=torch.bool),
+            rows=None,
         )
 
 
@@ -608,7 +609,5 @@ def test_a_held_out_prompt_that_is_too_long_is_named_by_its_number(tmp_path):
 
 
 def test_text_of_no_rows_is_no_text():
-    nothing = SimpleNamespace(response_tokens=ragged_rows([], torch.int64))
-
-    assert [] == rollout.responses(load_tokenizer(str(TINY)), nothing)
+    assert [] == rollout.as_texts(load_tokenizer(str(TINY)), ragged_rows([], torch.int64))
     assert [] == strings(text([]))

@@ -54,6 +54,7 @@ class Speaker:
             response_tokens=ragged_rows(rows, torch.int64),
             log_probs=ragged_rows([[-1.0] * len(row) for row in rows], torch.float32),
             finished=torch.ones(len(rows), dtype=torch.bool),
+            rows=None,
         )
 
 
