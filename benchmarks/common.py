@@ -169,6 +169,7 @@ def between(ends: Sequence[float], warmup: int) -> tuple[float, ...]:
 def run(command: Sequence[str | Path], log: Path) -> float:
     """Run a process on one thread, its output in `log`; returns its peak memory in MB.
 
+    It begins as a copy of this process, so the peak is no less than what that has in memory.
     Raises SystemExit with the end of the log where the process fails.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import common
 import pytest
@@ -111,9 +113,19 @@ def test_a_whole_environment_is_left_alone_and_a_half_one_is_made_anew(tmp_path,
 
 
 def test_a_process_gives_its_peak_memory_and_one_thread(tmp_path):
+    """From a small process: a child begins with the peak of the one that starts it."""
     log = tmp_path / "logs" / "log"
     code = "import os; print(os.environ['OMP_NUM_THREADS'])"
-    assert 1 < common.run([sys.executable, "-c", code], log) < 1000
+    words = f"{[sys.executable, '-c', code]!r}, pathlib.Path({str(log)!r})"
+    folder = str(Path(common.__file__).parent)
+    small = f"import pathlib, sys; sys.path.insert(0, {folder!r}); import common"
+    made = subprocess.run(
+        [sys.executable, "-c", f"{small}; print(common.run({words}))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert 1 < float(made.stdout) < 1000
     assert "1\n" == log.read_text()
 
 
