@@ -109,13 +109,22 @@ def _no_jail(why: str) -> RewardError:
 @functools.cache
 def visible() -> list[str]:
     """The folders and files a jailed Python sees: the system's libraries and its own."""
-    own = {sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")}
+    stdlib, packages = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
+    own = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, stdlib, packages)}
     wanted = [path for path in sorted({*SYSTEM, *own}) if Path(path).exists()]
     return [
         path
         for path in wanted
         if not any(path != other and Path(path).is_relative_to(other) for other in wanted)
     ]
+
+
+def interpreter() -> str:
+    """The path of this Python in a jail: below the real path of its folder, links left out."""
+    path, prefix = Path(sys.executable), Path(sys.prefix)
+    if not path.is_relative_to(prefix):
+        return str(path)
+    return str(Path(os.path.realpath(prefix)) / path.relative_to(prefix))
 
 
 def _config(directory: str, program: str, limits: Limits, namespaces: bool) -> dict[str, Any]:
@@ -143,7 +152,7 @@ def _jailed(program: str, stdin: str, limits: Limits, isolation: Isolation) -> R
     if sys.platform != "linux":
         raise _no_jail(f"the platform is {sys.platform}")
     namespaces = isolation == "namespaces"
-    python = [sys.executable, "-I", "-B", *([] if namespaces else [str(GUARD)]), "main.py"]
+    python = [interpreter(), "-I", "-B", *([] if namespaces else [str(GUARD)]), "main.py"]
     with tempfile.TemporaryDirectory(prefix="rlflow-jail-") as directory:
         path = Path(directory) / "jail.json"
         path.write_text(json.dumps(_config(directory, program, limits, namespaces)))

@@ -10,8 +10,6 @@ from rlflow.rewards import maths
 from rlflow.rewards.bounds import Bounds
 from rlflow.rewards.judging import Failure, judge
 
-pytest.importorskip("math_verify")
-
 CASES = [
     (r"so it is $\boxed{\frac{1}{2}}$", "0.5", 1.0),
     ("the answer is 42.", "42", 1.0),

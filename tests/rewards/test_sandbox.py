@@ -33,6 +33,17 @@ BOTH = pytest.mark.parametrize("isolation", [NAMESPACES, "limits"])
 JAILED = pytest.mark.skipif(not namespaces_work(), reason="no user namespaces here")
 
 
+@JAILED
+def test_an_environment_behind_a_link_is_seen(tmp_path):
+    """As in a project folder that is a link: the jail has real paths only."""
+    link = tmp_path / "linked"
+    link.symlink_to(sys.prefix)
+    code = "from rlflow.rewards.sandbox import run_python; print(run_python('print(6 * 7)').stdout)"
+    python = link / Path(sys.executable).relative_to(sys.prefix)
+    made = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    assert (0, "42\n\n") == (made.returncode, made.stdout), made.stderr
+
+
 @BOTH
 def test_a_program_reads_its_input_and_writes_its_output(isolation):
     program = "import sys\nprint(sys.stdin.read().upper(), end='')\nprint('e', file=sys.stderr)"
