@@ -45,6 +45,7 @@ CHOICES = {"exhausted": get_args(Exhausted), "surplus": get_args(Surplus)}
 # Options of a rollout that say what its rows are like.
 SAMPLED = ("n", "max_new_tokens", "max_tokens", "temperature")
 
+ASSUMED_TRIPS = 1.5
 # Ops with an effect that each trip may have for itself.
 COUNTING = ("reward_failures", "track")
 
@@ -82,7 +83,7 @@ def repeat(
     With `state`, the body is called with a handle of its fields, and those that it makes anew are
     the state of the next trip; rows stay, and the loop ends when `until` is true for all of them.
 
-    `expected` is how many trips an iteration takes on average, for the estimates of a plan.
+    `expected` is how many trips an iteration takes on average, for the plan: 1.5 unless said.
     """
     where = declared_at()
     wanted = name or "repeat"
@@ -108,7 +109,7 @@ def repeat(
     params = {
         "when": until,
         "at_most": at_most,
-        "expected": expected or min(1.5, float(at_most)),
+        **_trips(expected, at_most),
         **({"batch": groups, "exhausted": exhausted} if groups else {}),
         **({"surplus": surplus} if surplus != "drop" else {}),
         **_sampled(inside),
@@ -119,6 +120,13 @@ def repeat(
     for node in inside:
         put_in_loop(node, handle.node)
     return joined(*state, handle)
+
+
+def _trips(expected: float | None, at_most: int) -> dict[str, object]:
+    """How many trips a plan counts with, and whether nobody said it."""
+    if expected:
+        return {"expected": expected}
+    return {"expected": min(ASSUMED_TRIPS, float(at_most)), "assumed": True}
 
 
 def _gate(name: str, until: str, groups: int | None, handles: tuple[Handle, ...]) -> str:

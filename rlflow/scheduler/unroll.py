@@ -138,7 +138,8 @@ def _unrolled(plan: Plan, end: Node) -> Plan:
             nodes.append(ended)
         elif node.loop != end.name:
             nodes.append(node)
-    text = f"{end.name} takes at most {count} trips, {end.param('expected'):g} expected; "
+    how = "assumed" if "assumed" in dict(end.params) else "expected"
+    text = f"{end.name} takes at most {count} trips, {end.param('expected'):g} {how}; "
     text += "a trip is left out where the loop is over"
     plan = replace(plan, graph=replace(graph, nodes=tuple(nodes)))
     return plan.noting("loop", text)

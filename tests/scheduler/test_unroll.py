@@ -240,6 +240,11 @@ def test_a_trip_that_is_never_expected_still_has_its_place_and_memory() -> None:
     assert "enough.gate" in {dep.action for dep in runs(plan, "prompts#2").after}
 
 
+def test_trips_that_nobody_named_are_called_assumed() -> None:
+    text = plan_text(compiled_with(dapo(at_most=3, expected=None), SPLIT).plan)
+    assert "loop: enough takes at most 3 trips, 1.5 assumed; " in text
+
+
 def test_a_plan_says_which_trips_it_expects() -> None:
     text = plan_text(compiled_with(dapo(at_most=3, expected=2.25), SPLIT).plan)
 
