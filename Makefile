@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-fast test-slow check bench bench-learning setup clean
+.PHONY: demo test test-fast test-slow test-sglang check bench bench-learning setup clean
 
 setup: $(STAMP)
 
@@ -34,7 +34,11 @@ test-fast: $(STAMP)  ## the tests that need no torch
 	$(BIN)/python -m pytest -m "not torch and not slow"
 
 test-slow: $(STAMP)  ## end-to-end runs of minutes
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not sglang"
+
+test-sglang: $(STAMP)  ## the real SGLang engine on this CPU, in an environment of its own (2 GB)
+	PYTHON=$(PYTHON) scripts/sglang_cpu.sh .venv-sglang
+	RLFLOW_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -m sglang
 
 check: $(STAMP)  ## style, types, layers, sizes
 	$(BIN)/ruff check .
@@ -59,4 +63,4 @@ bench-learning: $(STAMP)  ## every pipeline, three seeds, in this process and on
 	$(BIN)/python benchmarks/learning_all.py --backend ray
 
 clean:
-	rm -rf $(VENV) .venv-bench .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-bench .venv-sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

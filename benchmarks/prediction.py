@@ -42,14 +42,15 @@ from sides import iteration_ends
 PIPELINE = HERE / "pipelines" / "balanced.py"
 TINY = ROOT / "pipelines" / "assets" / "arith-tiny"
 WIDTHS = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
-PLACEMENTS = ("colocate", "split", "stale", "chain", "stream")
+PLACEMENTS = ("colocate", "split", "stale", "steps", "stream", "chain", "chunks")
 BACKENDS = ("local", "ray")
+STEPS = ("mini_batches=4",)
 LONGER = ("lora=8", "new_tokens=48", "prompts_per_iteration=32")
-SETTINGS = {"chain": LONGER, "stream": LONGER}
+SETTINGS = {"steps": STEPS, "stream": STEPS, "chain": LONGER, "chunks": LONGER}
 NEVER = 10**9
 WARMUP = 3
 TARGET = 0.10
-GAINS = {"stale": ("split", 1.6), "stream": ("chain", 1.15)}
+GAINS = {"stale": ("split", 1.6), "stream": ("steps", 1.15), "chunks": ("chain", None)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,13 +197,14 @@ def gains(cases: Mapping[tuple[str, str], Case], backend: str) -> list[tuple[str
         if base is None or case is None:
             continue
         gain = base.measured / case.measured
+        met = "yes" if target is None or gain >= target else "NO"
         rows.append(
             (
                 f"{placement} over {without}, {backend}",
                 f"{base.predicted / case.predicted:.2f}",
                 f"{gain:.2f}",
-                f">= {target:.2f}",
-                "yes" if gain >= target else "NO",
+                "" if target is None else f">= {target:.2f}",
+                "" if target is None else met,
             )
         )
     return rows
@@ -231,9 +233,12 @@ NOTES = (
     "median iteration of the next run, the first three left out.",
     "`gain` compares medians of runs on two pools of one core each; `promised` is what the plans "
     "said before.",
-    "`chain` and `stream` train adapters of rank 8 on 32 prompts and responses of 48 tokens, the "
-    "others all weights on 64 and 12: so the rollout is a larger part of the iteration. One turn "
-    "of 9 iterations each.",
+    "`steps` and `stream` are `split` with four optimizer steps an iteration in the order of the "
+    "rows, the first without chunks, the second with as many as the compiler chooses: a step is "
+    "made while the next rows are sampled.",
+    "`chain` and `chunks` make one step, and their frozen models are with the training: chunks of "
+    "rollouts can hide those forwards only. They train adapters of rank 8 on 32 prompts and "
+    "responses of 48 tokens, the others all weights on 64 and 12.",
 )
 
 

@@ -42,7 +42,8 @@ def split(train: int, gen: int, staleness: int = 0) -> rf.Placement:
 )
 def curriculum(cfg: Config) -> None:
     actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=cfg.lr))
-    levels = {str(n): rf.data.arithmetic(digits=n, test_size=20) for n in (1, 2, 3)}
+    few = rf.data.arithmetic(digits=1, test_size=20)
+    levels = {"1": few} | {str(n): rf.data.arithmetic(digits=n) for n in (2, 3)}
     passes = rf.PassRates("passes", by="level", weight="learnability", floor=cfg.floor)
     prompts = ops.prompts(
         rf.data.mix(levels, column="level"), batch=cfg.prompts_per_iteration, weights=passes
@@ -53,5 +54,5 @@ def curriculum(cfg: Config) -> None:
     adv = ops.advantage("grpo", samples, reward)
     loss = rf.PolicyLoss(correction=rf.ImportanceSampling(cap=5.0))
     ops.update(actor, samples, adv, loss=loss)
-    hard = rf.data.arithmetic(digits=3, split="test", test_size=20)
-    ops.evaluate(actor, hard, exact_match, every=cfg.eval_every, max_new_tokens=12)
+    held_out = rf.data.arithmetic(digits=2, split="test")
+    ops.evaluate(actor, held_out, exact_match, every=cfg.eval_every, max_new_tokens=12)

@@ -8,6 +8,7 @@ from rlflow import data, ops, rewards
 from rlflow.data import Chat
 from rlflow.envs import Environment, Step, ToolEnvironment
 from rlflow.graph.dispatch import register_dispatch
+from rlflow.graph.engines import SGLang
 from rlflow.graph.fields import Row, Token
 from rlflow.graph.model import AdamW, Average, LoRA, Model
 from rlflow.graph.pipeline import Config, Pipeline, pipeline
@@ -46,6 +47,7 @@ __all__ = [
     "RewardModelLoss",
     "Row",
     "SFTLoss",
+    "SGLang",
     "Step",
     "Token",
     "ToolEnvironment",

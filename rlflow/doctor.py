@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlflow.interpreters import FIX, asked, sglang_python
 from rlflow.scheduler.cluster import GB, machine_cores, machine_memory
 
 REQUIRED = (
@@ -61,7 +62,7 @@ class Row:
 
 def examine() -> list[Row]:
     """Look for everything; rows in a fixed order."""
-    return [*_machine(), *_packages(), _drawing()]
+    return [*_machine(), *_packages(), _drawing(), _sglang()]
 
 
 def _machine() -> Iterator[Row]:
@@ -98,4 +99,16 @@ def _drawing() -> Row:
         found="pygraphviz" if wheel else "neither dot nor pygraphviz",
         missing=not wheel,
         fix="pip install pygraphviz",
+    )
+
+
+def _sglang() -> Row:
+    """What engine="sglang" would start with: an interpreter, and packages there."""
+    found = asked(sglang_python())
+    return Row(
+        name="engine sglang",
+        found=found.describe(),
+        required=False,
+        missing=bool(found.problem or found.missing),
+        fix=FIX,
     )

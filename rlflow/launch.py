@@ -28,8 +28,10 @@ from rlflow.commands import (
 )
 from rlflow.errors import Finding, Interrupted, UsageError
 from rlflow.graph.graph import Graph
+from rlflow.interpreters import missing_engine, sglang_python
 from rlflow.runtime.rundir import RunDir, latest_run
 from rlflow.scheduler.measured import Origin, costs_path
+from rlflow.scheduler.plan import Plan
 from rlflow.scheduler.text import plan_text
 
 if TYPE_CHECKING:
@@ -105,6 +107,7 @@ def launch(
     planned = plan_declared(declared, target)
     plan = planned.compiled.plan
     _require_one_kind(planned)
+    _require_engines(plan, address)
     count = iterations or planned.declared.config.iterations
     if dry_run:
         _preflight(plan.graph, planned)
@@ -138,6 +141,19 @@ def _require_one_kind(planned: Planned) -> None:
                 expected="one kind; plan, simulate and tune take several",
             )
         )
+
+
+def _require_engines(plan: Plan, address: str | None) -> None:
+    """Raise UsageError where an engine's interpreter has no engine; on other machines, they say."""
+    wanted: dict[str, list[str]] = {}
+    for instance in plan.instances if address is None else ():
+        if instance.options is not None:
+            python = sglang_python(instance.options.python)
+            wanted.setdefault(python, []).append(instance.name)
+    found = [missing_engine(names, python) for python, names in wanted.items()]
+    findings = [finding for finding in found if finding is not None]
+    if findings:
+        raise UsageError(*findings, summary=NOTHING)
 
 
 def _joining(backend: str | None, address: str) -> str:

@@ -27,6 +27,7 @@ PUBLIC = [
     "RewardModelLoss",
     "Row",
     "SFTLoss",
+    "SGLang",
     "Step",
     "Token",
     "ToolEnvironment",
@@ -58,6 +59,7 @@ OPERATORS = [
     "scores",
     "tokenize",
     "track",
+    "train_drafter",
     "update",
     "values",
 ]

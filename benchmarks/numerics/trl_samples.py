@@ -271,7 +271,8 @@ VESPO = {"loss_type": "vespo"}
 
 
 def rloo_losses() -> list[Case]:
-    """TRL's RLOO clips the ratio of a whole response; on-policy that is REINFORCE."""
+    """TRL's RLOO clips the ratio of a whole response; on-policy its gradient is REINFORCE's."""
+    own = {"old": "recomputed", "clip": (0.1, 0.3)}
     sums = {"way": ROW_SUMS, "of": EITHER[:1], "trainer": "RLOOTrainer"}
     return [
         loss(
@@ -283,13 +284,29 @@ def rloo_losses() -> list[Case]:
             only=("gradient",),
         ),
         loss(
-            "reinforce, off-policy",
-            policy("reinforce"),
+            "sequence_clip, defaults of both",
+            policy("sequence_clip", **RECOMPUTED),
             {},
             **sums,
+            batches=("ragged",),
+        ),
+        loss("sequence_clip", policy("sequence_clip", **own), CLIP, **sums, batches=("ragged",)),
+        loss(
+            "sequence_clip, the gradient beside an empty row",
+            policy("sequence_clip", **own),
+            CLIP,
+            **sums,
+            batches=("edge",),
             only=("gradient",),
-            reason="REINFORCE as in the paper takes no ratio, TRL clips the product of a"
-            " response's ratios",
-            option='none; ratios of responses are those of "gspo", of their geometric mean',
+        ),
+        loss(
+            "sequence_clip, the value of an empty row",
+            policy("sequence_clip", **own),
+            CLIP,
+            **sums,
+            batches=("edge",),
+            only=("loss",),
+            reason="a response without a token has no loss, in TRL -A, which carries no gradient",
+            option="none; gradients agree, and values without such rows",
         ),
     ]

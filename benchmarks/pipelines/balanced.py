@@ -1,8 +1,9 @@
 """GRPO with a frozen scorer for the reward and a reference for the KL: two pools of one core.
 
 Where the frozen models run decides what can be hidden. With the rollouts, both pools have about
-as much to do, and staleness lets them do it side by side. With the training, they wait for
-rollouts that streaming brings piece by piece.
+as much to do, and staleness lets them do it side by side, or streaming, where an iteration makes
+several optimizer steps. With the training, they wait for rollouts that streaming brings piece by
+piece.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Config(rf.Config):
     kl_coef: float = 0.02
     lr: float = 1e-6
     lora: int = 0
+    mini_batches: int = 1
     model: str = "pipelines/assets/arith-tiny"
 
 
@@ -38,7 +40,9 @@ def score(response: str, answer: str, values: list[float]) -> float:
         "split": rf.Placement(pools=APART, assign=WITH_ROLLOUTS),
         "stale": rf.Placement(pools=APART, assign=WITH_ROLLOUTS, staleness=1),
         "chain": rf.Placement(pools=APART, assign=WITH_TRAINING),
-        "stream": rf.Placement(pools=APART, assign=WITH_TRAINING, stream="auto"),
+        "chunks": rf.Placement(pools=APART, assign=WITH_TRAINING, stream="auto"),
+        "steps": rf.Placement(pools=APART, assign=WITH_ROLLOUTS),
+        "stream": rf.Placement(pools=APART, assign=WITH_ROLLOUTS, stream="auto"),
     }
 )
 def balanced(cfg: Config) -> None:
@@ -64,5 +68,7 @@ def balanced(cfg: Config) -> None:
         samples,
         adv,
         ref_lp,
+        mini_batches=cfg.mini_batches,
+        shuffle=cfg.mini_batches == 1,
         loss=rf.PolicyLoss("ppo_clip", kl_coef=cfg.kl_coef, old="rollout"),
     )

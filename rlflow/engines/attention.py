@@ -3,8 +3,9 @@
 `register()` adds an attention implementation named "rlflow" to transformers. While a model
 runs under `attending(state)`, that state receives the queries, keys and values of each layer:
 `PackedAttention` for whole rows, with gradient; `DecodeAttention` for one new token per row
-on a cache. Tensors are token-major: queries `[tokens, heads, size]`, keys and values
-`[tokens, kv_heads, size]`. This file knows neither whole models nor losses.
+on a cache, `RaggedAttention` for several. Tensors are token-major: queries
+`[tokens, heads, size]`, keys and values `[tokens, kv_heads, size]`. This file knows neither
+whole models nor losses.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from rlflow.engines.cache import KeyValueCache
+from rlflow.engines.cache import KeyValueCache, RaggedCache
 from rlflow.engines.packed import Block, Layout
 from rlflow.errors import Finding, RunError
 
@@ -317,6 +318,20 @@ class DecodeAttention:
         probs = probabilities(scores.view(rows, heads, 1, seen), traits)
         output = mix(probs.reshape(rows * kv_heads, -1, seen), values.flatten(0, 1))
         return output.view(rows, heads, head_size)
+
+
+class RaggedAttention:
+    """Attention of equally many new tokens per live row on a cache, without gradient."""
+
+    def __init__(self, cache: RaggedCache) -> None:
+        self.cache = cache
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: Traits) -> Tensor:
+        """`q [rows * span, heads, size]` on what the rows have seen and the span up to each."""
+        keys, values = (seen.transpose(1, 2) for seen in self.cache.append(layer, k, v))
+        mask = self.cache.sees(traits.window)
+        queries = q.view(*mask.shape[:2], *q.shape[1:])
+        return block_attention(queries, keys, values, mask, traits).flatten(0, 1)
 
 
 def mix(probs: Tensor, values: Tensor) -> Tensor:

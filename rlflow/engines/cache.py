@@ -2,7 +2,8 @@
 
 Prompts lie left-aligned in the first columns; the n-th new token of every row lies in one
 common column after them. Live rows are a prefix of the buffers: dropping a row moves the last
-live one into its place. This file knows neither models nor sampling.
+live one into its place. Rows of a `RaggedCache` may have different numbers of new tokens. This
+file knows neither models nor sampling.
 """
 
 from __future__ import annotations
@@ -67,16 +68,20 @@ class KeyValueCache:
         """Open the next column for every live row."""
         self.column += 1
         if self.column == self.columns:
-            columns = min(self.limit, self.width + 2 * (self.columns - self.width))
-            for layer, pair in self.buffers.items():
-                self.buffers[layer] = (self.widen(pair[0], columns), self.widen(pair[1], columns))
-            self.columns = columns
+            self.grow()
+
+    def grow(self) -> None:
+        """Make room for twice as many new tokens, or for all that there may be."""
+        columns = min(self.limit, self.width + 2 * (self.columns - self.width))
+        for layer, pair in self.buffers.items():
+            self.buffers[layer] = (self.widen(pair[0], columns), self.widen(pair[1], columns))
+        self.columns = columns
 
     def widen(self, buffer: Tensor, columns: int) -> Tensor:
         """A buffer of the live rows with more columns."""
         _, heads, _, size = buffer.shape
         wider = buffer.new_empty(self.rows, heads, columns, size)
-        wider[:, :, : self.column] = buffer[: self.rows, :, : self.column]
+        wider[:, :, : self.columns] = buffer[: self.rows]
         return wider
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,3 +127,65 @@ class KeyValueCache:
         self.lengths[:left] = self.lengths[places]
         self.lengths = self.lengths[: self.rows]
         return places
+
+
+class RaggedCache(KeyValueCache):
+    """A cache whose rows take several tokens at a time, each row from a column of its own.
+
+    What a row has from there on is written over, and what lies behind its open columns is
+    hidden.
+    """
+
+    def __init__(
+        self, prompt_lengths: Tensor, n: int, max_new_tokens: int, device: torch.device
+    ) -> None:
+        super().__init__(prompt_lengths, n, max_new_tokens, device)
+        self.open_columns = self.lengths.new_empty(0, 0)
+        self.visible: dict[int | None, Tensor] = {}
+
+    def spread(self, flat: Tensor, layout: Layout) -> Tensor:
+        """A buffer of all rows whose columns of new tokens are zero, so that 0 times them is 0."""
+        buffer = super().spread(flat, layout)
+        buffer[:, :, self.width :] = 0
+        return buffer
+
+    def widen(self, buffer: Tensor, columns: int) -> Tensor:
+        """A buffer of the live rows with more columns, which are zero."""
+        wider = super().widen(buffer, columns)
+        wider[:, :, self.columns :] = 0
+        return wider
+
+    def open(self, starts: Tensor, span: int, furthest: int) -> None:
+        """Open `span` columns for every live row, from new token `starts` int64 `[rows]` on.
+
+        `furthest` is the largest of `starts`.
+        """
+        new = starts[:, None] + torch.arange(span, device=starts.device)
+        self.open_columns = new + self.width
+        self.visible = {}
+        self.column = self.width + furthest + span - 1
+        while self.column >= self.columns:
+            self.grow()
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Put `[rows * span, kv_heads, head_size]` into the open columns; all seen by any row."""
+        rows, span = self.open_columns.shape
+        row = torch.arange(rows, device=k.device)[:, None]
+        for buffer, tokens in zip(self.buffers[layer], (k, v), strict=True):
+            buffer[row, :, self.open_columns] = tokens.view(rows, span, *tokens.shape[1:])
+        keys, values = self.buffers[layer]
+        seen = self.column + 1
+        return keys[:rows, :, :seen], values[:rows, :, :seen]
+
+    def sees(self, window: int | None) -> Tensor:
+        """Whether the token in an open column sees a column, bool `[rows, span, seen]`."""
+        if window not in self.visible:
+            column = torch.arange(self.column + 1, device=self.lengths.device)
+            length = self.lengths[: self.rows, None, None]
+            last = self.open_columns[:, :, None]
+            seen = ((column < length) | (column >= self.width)) & (column <= last)
+            if window is not None:
+                position = torch.where(column < self.width, column, column - self.width + length)
+                seen &= last - self.width + length - position < window
+            self.visible[window] = seen
+        return self.visible[window]

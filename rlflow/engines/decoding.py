@@ -2,11 +2,12 @@
 
 A sample's tokens depend on the weights, its prompt and its own random numbers, which come of
 (seed, iteration, stream, sample id, position). This file knows neither engines nor how long
-a generation is asked for.
+a generation is asked for, nor how a row may draw several tokens at a time.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
@@ -17,7 +18,7 @@ from rlflow.batch import ragged
 from rlflow.engines.attention import DecodeAttention, PackedAttention
 from rlflow.engines.cache import KeyValueCache
 from rlflow.engines.models import TorchModel
-from rlflow.engines.packed import pack_prompts
+from rlflow.engines.packed import Layout, pack_prompts
 from rlflow.engines.protocol import Generation, Reach, SampleKey, Sampling
 from rlflow.engines.rng import uniforms
 from rlflow.engines.sampling import choose
@@ -63,11 +64,15 @@ class Responses:
         if self.sampling.temperature == 0:
             return self.drawn.new_zeros(len(self.live))
         if column % DRAWN == 0:
-            count = min(DRAWN, self.tokens.shape[1] - column)
-            key, first = self.key, self.first + column
-            drawn = uniforms(key.seed, key.iteration, key.stream, self.ids, count, first=first)
-            self.drawn = torch.from_numpy(drawn).to(self.live.device)
+            self.drawn = self.numbers(column)
         return self.drawn[self.live, column % DRAWN]
+
+    def numbers(self, column: int) -> Tensor:
+        """The random numbers of all rows for up to DRAWN columns, float64 `[rows, columns]`."""
+        count = min(DRAWN, self.tokens.shape[1] - column)
+        key, first = self.key, self.first + column
+        drawn = uniforms(key.seed, key.iteration, key.stream, self.ids, count, first=first)
+        return torch.from_numpy(drawn).to(self.live.device)
 
     def add(self, column: int, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Draw the next token of every live row; the tokens and which rows go on."""
@@ -107,11 +112,51 @@ class Responses:
         )
 
 
-class Decoding:
-    """A generation that goes on a token at a time; its cache lives as long as it does.
+class Decoding(ABC):
+    """A generation that goes on turn by turn: in each, every live row draws a token or more.
 
-    `prompts` is ragged int64 `[prompts, j]` with lengths `sizes`. `stopped` is asked after every
-    token; then no row goes on.
+    `stopped` is asked after every turn; then no row goes on.
+    """
+
+    def __init__(self, responses: Responses, stopped: Callable[[], bool]) -> None:
+        self.responses = responses
+        self.stopped = stopped
+        self.passes = 0
+
+    @abstractmethod
+    def step(self) -> bool:
+        """Make a turn; whether any row goes on."""
+
+    @abstractmethod
+    def settled(self) -> int:
+        """How many rows have ended that are shorter than every row which goes on will be."""
+
+    def spent(self) -> dict[str, float]:
+        """Counters since this was last asked, by the name of the statistic."""
+        passes, self.passes = self.passes, 0
+        return {"decode_passes": float(passes)}
+
+    def run(self) -> None:
+        """Go on until every row has ended or is at its limit."""
+        while self.step():
+            pass
+
+    def piece(self, number: int, pieces: int) -> Tensor:
+        """Go on until the rows of a piece have ended; which they are, int64, ascending.
+
+        How many rows a piece has, `ended_rows` says.
+        """
+        rows = len(self.responses.sizes)
+        first, last = (ended_rows(rows, done, pieces) for done in (number, number + 1))
+        while self.settled() < last and self.step():
+            pass
+        return self.responses.ended()[first:last].sort().values
+
+
+class PlainDecoding(Decoding):
+    """Every live row draws one token a turn; the cache lives as long as the generation does.
+
+    `prompts` is ragged int64 `[prompts, j]` with lengths `sizes`.
     """
 
     def __init__(
@@ -122,17 +167,14 @@ class Decoding:
         responses: Responses,
         stopped: Callable[[], bool],
     ) -> None:
+        super().__init__(responses, stopped)
         self.model = model
-        self.responses = responses
-        self.stopped = stopped
         self.column = 0
-        self.passes = 0
         width = responses.tokens.shape[1]
         n = responses.sampling.n
         layout = pack_prompts(prompts, model.device)
         self.cache: KeyValueCache | None = KeyValueCache(sizes, n, width, model.device)
-        state = PackedAttention(layout, self.cache)
-        logits = model.logits(layout.tokens, layout.positions, state, layout.targets)
+        logits = prefill(model, self.cache, layout, layout.targets)
         self.logits = logits[: layout.predictions].repeat_interleave(n, 0)
         self.attention = DecodeAttention(self.cache)
 
@@ -164,18 +206,12 @@ class Decoding:
         del self.attention, self.logits
         return False
 
-    def run(self) -> None:
-        """Go on until every row has ended or is at its limit."""
-        while self.step():
-            pass
+    def settled(self) -> int:
+        """All that have ended, as live rows are equally long."""
+        return len(self.responses.sizes) - len(self.responses.live)
 
-    def piece(self, number: int, pieces: int) -> Tensor:
-        """Go on until the rows of a piece have ended; which they are, int64, ascending.
 
-        How many rows a piece has, `ended_rows` says.
-        """
-        rows = len(self.responses.sizes)
-        first, last = (ended_rows(rows, done, pieces) for done in (number, number + 1))
-        while rows - len(self.responses.live) < last and self.step():
-            pass
-        return self.responses.ended()[first:last].sort().values
+def prefill(model: TorchModel, cache: KeyValueCache, layout: Layout, keep: Tensor) -> Tensor:
+    """Read the prompts into a cache; logits of the flat tokens that int64 `keep` names."""
+    state = PackedAttention(layout, cache)
+    return model.logits(layout.tokens, layout.positions, state, keep)

@@ -79,13 +79,16 @@ class Generation:
 
     `response_tokens` is ragged int64 `[rows, j]`, the stop token included; `log_probs` ragged
     float32 of the same lengths; `finished` bool `[rows]`, false where the length limit or an
-    abort cut the row. `rows` int64 says which rows of the call these are, None for all.
+    abort cut the row. `rows` int64 says which rows of the call these are, None for all. Of the
+    `drafted` tokens that a drafter has proposed so many were `accepted`.
     """
 
     response_tokens: Tensor
     log_probs: Tensor
     finished: Tensor
     rows: Tensor | None = None
+    drafted: float = 0.0
+    accepted: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

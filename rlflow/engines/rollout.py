@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import lengths
-from rlflow.engines.decoding import Decoding, Responses
+from rlflow.engines.decoding import Decoding, PlainDecoding, Responses
 from rlflow.engines.models import TorchModel
 from rlflow.engines.protocol import Generation, Reach, SampleKey, Sampling, SleepMode
+from rlflow.engines.speculative import Draft, SpeculativeDecoding, require_drafter
 from rlflow.errors import Finding, RunError
 
 EVERYTHING = Reach()
@@ -27,7 +28,8 @@ class TorchRollout:
     def __init__(self, model: TorchModel) -> None:
         self.model = model
         self._abort = threading.Event()
-        self._stats = {"prompt_tokens": 0.0, "new_tokens": 0.0, "decode_passes": 0.0}
+        names = ("prompt_tokens", "new_tokens", "decode_passes", "drafted", "accepted")
+        self._stats = dict.fromkeys(names, 0.0)
         self._open: dict[SampleKey, Decoding] = {}
 
     def generate(
@@ -37,14 +39,16 @@ class TorchRollout:
         key: SampleKey,
         sample_ids: Tensor,
         reach: Reach = EVERYTHING,
+        draft: Draft | None = None,
     ) -> Generation:
         """Draw `sampling.n` responses to each of `prompts` (ragged int64 `[prompts, j]`).
 
         Rows are prompt-major: row p * n + s is sample s of prompt p, and `sample_ids` int64
         `[prompts * n]` names each. Log-probs are of the whole distribution at the sampling
         temperature. Between the pieces of a `reach` the cache stays as it is, and the weights
-        have to. Raises RunError for a prompt that leaves no room for `max_new_tokens` in
-        the model's context, and while the model is asleep.
+        have to. With a `draft` the tokens are the same, in fewer passes of the model. Raises
+        RunError for a prompt that leaves no room for `max_new_tokens` in the model's context,
+        for a drafter that does not fit, and while a model is asleep.
         """
         if not reach.piece:
             self._abort.clear()
@@ -55,7 +59,7 @@ class TorchRollout:
         with torch.inference_mode():
             decoding = self._open.pop(key, None) if reach.piece else None
             if decoding is None:
-                decoding = self._begun(prompts, sampling, key, sample_ids, reach)
+                decoding = self._begun(prompts, sampling, key, sample_ids, reach, draft)
             rows = None
             if reach.pieces == 1:
                 decoding.run()
@@ -65,21 +69,33 @@ class TorchRollout:
                     self._open[key] = decoding
         made = decoding.responses.result(rows)
         self._stats["new_tokens"] += float(lengths(made.response_tokens).sum())
-        self._stats["decode_passes"] += decoding.passes
-        decoding.passes = 0
+        for name, count in decoding.spent().items():
+            self._stats[name] += count
         return made
 
     def _begun(
-        self, prompts: Tensor, sampling: Sampling, key: SampleKey, sample_ids: Tensor, reach: Reach
+        self,
+        prompts: Tensor,
+        sampling: Sampling,
+        key: SampleKey,
+        sample_ids: Tensor,
+        reach: Reach,
+        draft: Draft | None,
     ) -> Decoding:
         """A generation whose prompts are prefilled."""
         if reach.piece:
             raise AssertionError(f"piece {reach.piece} of a generation that has not begun")
         sizes = lengths(prompts)
         self.require_room(sizes, sampling, reach)
+        if draft is not None and not draft.tokens:
+            draft = None
+        if draft is not None:
+            require_drafter(draft, self.model, sizes, sampling, reach)
         self._stats["prompt_tokens"] += float(sizes.sum())
         responses = self.responses(sampling, key, sample_ids, reach)
-        return Decoding(self.model, prompts, sizes, responses, self.stopped)
+        if draft is None:
+            return PlainDecoding(self.model, prompts, sizes, responses, self.stopped)
+        return SpeculativeDecoding(self.model, draft, prompts, sizes, responses, self.stopped)
 
     def responses(
         self, sampling: Sampling, key: SampleKey, sample_ids: Tensor, reach: Reach
@@ -126,5 +142,5 @@ class TorchRollout:
         self._abort.set()
 
     def stats(self) -> Mapping[str, float]:
-        """Counters since the engine was made."""
+        """Counters since the engine was made, tokens drafted and accepted among them."""
         return dict(self._stats)

@@ -12,7 +12,8 @@ import networkx as nx
 
 from rlflow.errors import Finding
 from rlflow.graph.averages import averages_are_alike, averages_are_taken
-from rlflow.graph.graph import Graph, Node
+from rlflow.graph.drafting import drafters_are_others
+from rlflow.graph.graph import Binding, Graph, Node
 from rlflow.graph.shared import states_are_shared
 
 Rule = Callable[[Graph], Iterator[Finding]]
@@ -119,7 +120,7 @@ def log_probs_are_comparable(graph: Graph) -> Iterator[Finding]:
         if node.op.use != "train" or own is None:
             continue
         for bound in node.inputs:
-            source = graph.node(bound.source)
+            source = graph.node(made_by(graph, bound).source)
             given = dict(source.params).get("temperature")
             if not bound.name.endswith("log_probs") or given is None or (given or 1.0) == own:
                 continue
@@ -147,6 +148,15 @@ def batches_divide(graph: Graph) -> Iterator[Finding]:
                 expected="mini-batches of equal size, with the samples of a prompt together",
                 fix=f"mini_batches={_nearest_divisor(groups, parts)}",
             )
+
+
+def made_by(graph: Graph, bound: Binding) -> Binding:
+    """Where the field of a binding was made: in the loop, where what ends one hands it on."""
+    source = graph.node(bound.source)
+    while source.ends_loop:
+        bound = next(inside for inside in source.inputs if inside.name == bound.field.name)
+        source = graph.node(bound.source)
+    return bound
 
 
 def num_prompts(graph: Graph, node: Node) -> int | None:
@@ -194,6 +204,7 @@ RULES: tuple[Rule, ...] = (
     models_are_trained_or_not,
     averages_are_taken,
     averages_are_alike,
+    drafters_are_others,
     states_are_shared,
     groups_are_large_enough,
     log_probs_are_comparable,

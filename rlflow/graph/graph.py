@@ -77,6 +77,11 @@ class Node:
         return self.op.use == "forward" and ("adapters", "off") in self.params
 
     @property
+    def drafter(self) -> str | None:
+        """The model that proposes tokens to its own, if one does."""
+        return dict(self.params).get("drafter")
+
+    @property
     def averages(self) -> str | None:
         """The model whose weights it averages into those of its own, if it does."""
         return dict(self.params).get("averages")
@@ -165,7 +170,8 @@ class Graph:
         return tuple(
             n
             for n in self.nodes
-            if n.model == model and n.op.use in ("forward", "rollout") and not n.reads_base
+            if (n.model == model and n.op.use in ("forward", "rollout") and not n.reads_base)
+            or n.drafter == model
         )
 
     def sharing(self, state: str) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
@@ -194,6 +200,13 @@ class Graph:
             return max(self.staleness - 1, 0)
         return self.staleness if turn or node.op.rows == "expand" else 0
 
+    def lag_of(self, node: Node, model: str) -> int:
+        """How many updates behind the newest weights of a model a reader of it may be.
+
+        A drafter changes no sample, so nobody waits for its last update.
+        """
+        return self.lag(node) + (node.drafter == model != node.model)
+
     def _data_edges(self) -> list[Edge]:
         edges = []
         for node in self.nodes:
@@ -220,7 +233,7 @@ class Graph:
                 continue
             last = updates[-1]
             for reader in self.readers(model.name):
-                lag = self.lag(reader)
+                lag = self.lag_of(reader, model.name)
                 version = "i" if lag == 0 else f"i-{lag}"
                 edges.append(
                     Edge(

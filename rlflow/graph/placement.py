@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from rlflow.graph.engines import Engine, SGLang, engine_named
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -20,6 +22,8 @@ class On(BaseModel):
     `fsdp` > 1). `weights="own"` gives a rollout its own copy where it could share the trained
     one. `recompute` keeps only the inputs of each layer for the backward pass (Chen et al.
     2016); `offload="layers"` keeps a frozen model on the host and brings it in layer by layer.
+    `engine` is what a rollout generates with: `torch`, embedded, or `sglang`, a process of its
+    own for each replica, with the options of `rf.SGLang`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -27,15 +31,31 @@ class On(BaseModel):
     pool: str
     fsdp: Count | None = None
     tp: Count | None = None
-    engine: Literal["torch"] | None = None
+    engine: Engine | SGLang | None = None
     weights: Literal["shared", "own"] | None = None
     recompute: bool | None = None
     offload: Literal["layers"] | None = None
 
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _known_engine(cls, engine: object) -> object:
+        return engine_named(engine)
+
+    @property
+    def sglang(self) -> SGLang | None:
+        """The options of SGLang where it is the engine."""
+        return SGLang() if self.engine == "sglang" else _options(self.engine)
+
     def describe(self) -> str:
         """The printed form: the pool, then what was said."""
         options = self.model_dump(exclude_none=True, exclude={"pool"})
+        if isinstance(self.engine, SGLang):
+            options["engine"] = self.engine.describe()
         return " ".join([self.pool, *(f"{key}={value}" for key, value in options.items())])
+
+
+def _options(engine: Engine | SGLang | None) -> SGLang | None:
+    return engine if isinstance(engine, SGLang) else None
 
 
 def on(pool: str, **layout: object) -> On:
@@ -72,6 +92,8 @@ class Placement(BaseModel):
                 known = ", ".join(self.pools)
                 raise ValueError(f"assign[{key!r}] names pool {where.pool!r}; there are: {known}")
         for name, devices in self.pools.items():
+            if "#" in name:
+                raise ValueError(f"pool {name!r}: a name without '#', by which trips are numbered")
             if isinstance(devices, list) and (not devices or len(set(devices)) != len(devices)):
                 raise ValueError(f"pool {name!r} needs a list of distinct devices, got {devices}")
             if isinstance(devices, list) and min(devices) < 0:

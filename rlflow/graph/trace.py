@@ -184,6 +184,26 @@ def report(finding: Finding) -> None:
     _current().report(finding)
 
 
+def checked_name(name: str) -> str:
+    """A name that was given; a finding where it has the sign by which trips are told apart.
+
+    Once for each line of the user's: others are made of that name.
+    """
+    trace, where = _current(), declared_at()
+    known = any(found.code == "E130" and found.where == where for found in trace.findings)
+    if "#" in name and not known:
+        report(
+            Finding(
+                code="E130",
+                what=f"a name with '#': {name!r}",
+                where=where,
+                expected="a name without it: trip 2 of a loop calls its copy of node x x#2",
+                fix=f'name="{name.replace("#", "_")}"',
+            )
+        )
+    return name
+
+
 def declared_node(name: str) -> Node:
     """A node declared earlier in the pipeline that is being traced."""
     return _current().nodes[name]
@@ -209,16 +229,21 @@ def add_node(
     name: str | None = None,
     every: int = 1,
     declined: dict[str, str] | None = None,
+    beside: Model | None = None,
 ) -> Handle:
     """Declare a node: bind the op's inputs to the handles' fields and return its handle.
 
-    `declined` maps fields that options leave unread to the reason why.
+    `declined` maps fields that options leave unread to the reason why; `beside` is a model that the
+    node uses besides its own.
     """
     trace = _current()
     where = declared_at()
-    if model is not None:
-        trace.use_model(model)
+    for used in (model, beside):
+        if used is not None:
+            trace.use_model(used)
     wanted = name or (f"{model.name}.{op.name}" if model is not None else op.name)
+    if name is not None:
+        checked_name(name)
     node_name = trace.unique_name(wanted, given=name is not None)
     offers = _offers(op, handles, where)
     bindings = tuple(
@@ -295,6 +320,7 @@ def _bind(
                 where=where,
                 got=str(offer.field),
                 expected=f"dtype {wants.dtype}, level {levels}",
+                fix=wants.hint,
             )
         )
         return None

@@ -7,6 +7,7 @@ from rlflow.graph.trace import declared_at
 from rlflow.ops.averages import average
 from rlflow.ops.curriculum import track
 from rlflow.ops.declare import advantage, metrics, prompts, tokenize
+from rlflow.ops.drafting import train_drafter
 from rlflow.ops.episodes import act, ended, episodes, observe
 from rlflow.ops.forwards import log_probs, values
 from rlflow.ops.loops import informative, repeat
@@ -33,6 +34,7 @@ __all__ = [
     "scores",
     "tokenize",
     "track",
+    "train_drafter",
     "update",
     "values",
 ]

@@ -41,6 +41,14 @@ class Generated(Protocol):
     def rows(self) -> Tensor | None:
         """Which rows of those asked for these are, int64; None for all of them."""
 
+    @property
+    def drafted(self) -> float:
+        """How many tokens a drafter has proposed; 0 without one."""
+
+    @property
+    def accepted(self) -> float:
+        """How many of them were what the model samples."""
+
 
 class Stepped(Protocol):
     """What one optimizer step did."""
@@ -90,6 +98,7 @@ class ModelInUse(Protocol):
         ignore_eos: bool,
         first: int = 0,
         until: int | None = None,
+        draft_tokens: int = 0,
     ) -> Generated:
         """Draw n responses to every prompt (ragged int64 [prompts, j]), prompt-major.
 
@@ -204,7 +213,8 @@ class Call:
     The inputs are a part of the batch: `rows` int64 `[rows]` numbers them within its
     `total` rows, and `peers` have the others. `state` is what the node keeps from call to call:
     numbers that a checkpoint holds, and that all who run the node change alike. Rollouts may run
-    `staleness` updates ahead.
+    `staleness` updates ahead. It is call `piece[0]` of `piece[1]` of the node in this iteration,
+    and `carried` is what its earlier calls have left for it.
     """
 
     node: str
@@ -227,6 +237,8 @@ class Call:
     staleness: int = 0
     trips: int = 0
     surplus: Batch | None = None
+    piece: tuple[int, int] = (0, 1)
+    carried: dict[str, Any] = field(default_factory=dict)
 
     @property
     def drawn(self) -> int:

@@ -18,6 +18,7 @@ from rlflow.graph.trace import (
     Handle,
     Offer,
     add_node,
+    checked_name,
     declared_at,
     declared_names,
     declared_node,
@@ -83,10 +84,10 @@ def repeat(
     With `state`, the body is called with a handle of its fields, and those that it makes anew are
     the state of the next trip; rows stay, and the loop ends when `until` is true for all of them.
 
-    `expected` is how many trips an iteration takes on average, for the plan: 1.5 unless said.
+    `expected` is how many trips the plan counts with: unless said those of earlier runs, or 1.5.
     """
     where = declared_at()
-    wanted = name or "repeat"
+    wanted = checked_name(name or "repeat")
     said = {"exhausted": exhausted, "surplus": surplus}
     for finding in _wrong(at_most, groups, expected, state, said, wanted):
         report(finding)

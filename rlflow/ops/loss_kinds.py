@@ -128,6 +128,14 @@ POLICY_LOSSES: dict[str, LossKind] = {
         corrects=True,
         advantages="row",
     ),
+    "sequence_clip": LossKind(
+        body=f"{SEQUENCE}:sequence_clip",
+        clipped=_GSPO.clipped,
+        options=_GSPO.options,
+        aggregate="seq-mean-token-sum",
+        corrects=True,
+        advantages="row",
+    ),
     "gmpo": LossKind(
         body=f"{SEQUENCE}:gmpo",
         clipped=f"{SEQUENCE}:gmpo_clipped",

@@ -7,11 +7,12 @@ old policy's log-probs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from rlflow.data import Chat, DataSource
-from rlflow.errors import Finding
+from rlflow.errors import Finding, Source
 from rlflow.graph.fields import row, token
 from rlflow.graph.model import Model
 from rlflow.graph.op import Input, Op, register
@@ -141,6 +142,8 @@ def rollout(
     top_k: int = 0,
     chat: bool | Chat = False,
     ignore_eos: bool = False,
+    drafter: Model | None = None,
+    draft_tokens: int = 4,
     name: str | None = None,
 ) -> Handle:
     """Sample `n` responses of at most `max_new_tokens` tokens to every prompt.
@@ -152,6 +155,10 @@ def rollout(
     is greedy. With `chat` a prompt goes through the tokenizer's chat template: text as one
     user message, or messages as JSON; `rf.Chat(...)` adds tools, or a template of its own. With
     `ignore_eos` every response has exactly `max_new_tokens` tokens.
+
+    With a `drafter`, a small model with the same tokenizer, up to `draft_tokens` tokens are proposed
+    by it and read in one pass; the tokens are those that would be sampled without it (speculative
+    decoding, Leviathan et al. 2023, with random numbers in common).
     """
     where = declared_at()
     checks = (
@@ -160,12 +167,9 @@ def rollout(
         (temperature >= 0, f"temperature={temperature}", "temperature >= 0"),
         (0 < top_p <= 1, f"top_p={top_p}", "0 < top_p <= 1"),
         (top_k >= 0, f"top_k={top_k}", "top_k >= 0 (0: off)"),
+        (draft_tokens >= 1, f"draft_tokens={draft_tokens}", "draft_tokens >= 1"),
     )
-    for holds, got, expected in checks:
-        if not holds:
-            report(
-                Finding(code="E118", what=f"a rollout with {got}", where=where, expected=expected)
-            )
+    _require("a rollout", checks, where)
     made = {field.name for field in ROLLOUT.outputs}
     offered = {offer.name: offer for handle in prompts for offer in handle.offers}
     carried = tuple(
@@ -178,6 +182,8 @@ def rollout(
         outputs=(*ROLLOUT.outputs, *(row(o.name, o.field.dtype) for o in carried)),
     )
     params: dict[str, Any] = {"n": n, "max_new_tokens": max_new_tokens, "temperature": temperature}
+    if drafter is not None:
+        params |= {"drafter": drafter.name, "draft_tokens": draft_tokens}
     unusual = (
         ("top_p", top_p, 1.0),
         ("top_k", top_k, 0),
@@ -185,7 +191,7 @@ def rollout(
         ("ignore_eos", ignore_eos, False),
     )
     params |= {key: value for key, value, off in unusual if value != off}
-    return add_node(op, prompts, model=model, params=params, name=name)
+    return add_node(op, prompts, model=model, params=params, name=name, beside=drafter)
 
 
 def update(
@@ -194,29 +200,35 @@ def update(
     loss: Loss,
     epochs: int = 1,
     mini_batches: int = 1,
+    shuffle: bool = True,
     max_grad_norm: float | None = 1.0,
+    background: bool = False,
     name: str | None = None,
 ) -> Handle:
     """Train a model: `epochs` passes over the batch, each in `mini_batches` optimizer steps.
 
     The samples of one prompt stay in one mini-batch. Gradients are those of the whole
     mini-batch however it is cut into micro-batches. In iteration i this writes version
-    i + 1 of the weights.
+    i + 1 of the weights. Without `shuffle` mini-batch k has the k-th part of the rows, so with
+    one epoch a streamed rollout can bring it its rows while it still makes the next ones. In the
+    `background` each such step is put where its devices have nothing else to do.
     """
     where = declared_at()
-    for holds, got, expected in (
+    checks = (
         (epochs >= 1, f"epochs={epochs}", "epochs >= 1"),
         (mini_batches >= 1, f"mini_batches={mini_batches}", "mini_batches >= 1"),
+        (
+            shuffle or mini_batches > 1,
+            "shuffle=False and one mini-batch",
+            "mini_batches > 1: there is nothing to shuffle",
+        ),
         (
             max_grad_norm is None or max_grad_norm > 0,
             f"max_grad_norm={max_grad_norm}",
             "max_grad_norm > 0, or None for no clipping",
         ),
-    ):
-        if not holds:
-            report(
-                Finding(code="E118", what=f"an update with {got}", where=where, expected=expected)
-            )
+    )
+    _require("an update", checks, where)
     inputs, declined, extra = _loss_inputs(loss, handles, num_steps=epochs * mini_batches)
     if isinstance(loss, ValueLoss | RewardModelLoss) and model.head != "value":
         report(
@@ -236,9 +248,19 @@ def update(
         "max_grad_norm": max_grad_norm,
         **extra,
     }
+    params |= {} if shuffle else {"shuffle": False}
+    params |= {"background": True} if background else {}
     op, handles, validity = on_valid_rows(op, handles)
     params |= validity
     return add_node(op, handles, model=model, params=params, name=name, declined=declined)
+
+
+def _require(what: str, checks: Sequence[tuple[bool, str, str]], where: Source | None) -> None:
+    """E118 for every option that does not hold: whether it does, what it is, what is expected."""
+    for holds, got, expected in checks:
+        if not holds:
+            found = Finding(code="E118", what=f"{what} with {got}", where=where, expected=expected)
+            report(found)
 
 
 def evaluate(

@@ -5,9 +5,9 @@ Knows engines and one instance; neither the plan's order nor other instances.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,17 +26,22 @@ from rlflow.engines.protocol import (
     Temperature,
 )
 from rlflow.engines.rollout import TorchRollout
+from rlflow.engines.speculative import Draft
 from rlflow.engines.train import TrainEngine
 from rlflow.errors import Finding, UsageError
 from rlflow.graph.model import AdamW, Model
-from rlflow.scheduler.plan import Instance
+from rlflow.scheduler.plan import Instance, PartKind
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
     from rlflow.batch import Batch
+    from rlflow.engines.sglang.model import EngineModel
     from rlflow.ops.body import LossFunction, ModelInUse
+
+# Counters of an engine that tell how well a drafter does.
+DRAFTS = ("drafted", "accepted")
 
 
 @dataclass(slots=True)
@@ -88,6 +93,33 @@ class Loaded:
         self.model.loaded(version)
         self.version = version
 
+    def sleep(self, kind: PartKind, mode: str) -> None:
+        """Put a part to sleep; discarded weights are of no version."""
+        if kind == "gradients":
+            self.train.release_gradients()
+        elif kind == "optimizer":
+            self.train.sleep_optimizer()
+        elif kind == "pool":
+            self.model.sleep_pool()
+        else:
+            self.model.sleep("discard" if mode == "discard" else "offload")
+            if mode == "discard":
+                self.version = None
+
+    def wake(self, kind: PartKind) -> None:
+        """Bring a part back; gradients take their memory when the next step makes them."""
+        if kind == "optimizer":
+            self.train.wake_optimizer()
+        elif kind == "pool":
+            self.model.wake_pool()
+        elif kind == "weights":
+            self.model.wake()
+
+    def close(self) -> None:
+        """End what runs beside this process for it."""
+        if self.instance.options is not None:
+            self.model.close()
+
     def _asleep(self) -> list[str]:
         optimizer = self.train.optimizer
         parts = ["weights"] if self.model.state == "offloaded" else []
@@ -108,11 +140,17 @@ class Loaded:
                 self.model.sleep("offload")
 
 
+class NoTraining:
+    """In the place of a train engine where there is none: an engine that only generates."""
+
+    optimizer = None
+
+
 class InUse:
     """A loaded instance as one call of a body sees it: random numbers are tied to that call.
 
     Not `adapted`, it scores tokens as the model that its adapters were added to. Of what it
-    generates it brings one `piece`: its number, and of how many.
+    generates it brings one `piece`: its number, and of how many. A `drafter` proposes tokens to it.
     """
 
     def __init__(
@@ -122,8 +160,10 @@ class InUse:
         *,
         adapted: bool = True,
         piece: tuple[int, int] = (0, 1),
+        drafter: Loaded | None = None,
     ) -> None:
         self._piece = piece
+        self._drafter = drafter
         self._loaded = loaded
         self._key = key
         self._adapted = adapted
@@ -161,6 +201,7 @@ class InUse:
         ignore_eos: bool,
         first: int = 0,
         until: int | None = None,
+        draft_tokens: int = 0,
     ) -> Generation:
         """Draw n responses to every prompt; of these the call's piece, by who ends first."""
         index, count = self._piece
@@ -173,10 +214,16 @@ class InUse:
             n=n,
             stop_tokens=() if ignore_eos else self._loaded.stop_tokens,
         )
-        made: Generation = self._loaded.rollout.generate(
-            prompts, sampling, self._key, sample_ids, reach
+        options: dict[str, Any] = {}
+        if self._drafter is not None:
+            options = {"draft": Draft(model=self._drafter.model, tokens=draft_tokens)}
+        engine = self._loaded.rollout
+        before = engine.stats()
+        made: Generation = engine.generate(
+            prompts, sampling, self._key, sample_ids, reach, **options
         )
-        return made
+        drafts = {k: v - before[k] for k, v in engine.stats().items() if k in DRAFTS}
+        return replace(made, **drafts)
 
     def forward(
         self,
@@ -224,8 +271,14 @@ def load_instance(
     seed: int,
     device: str = "cpu",
     mesh: DeviceMesh | None = None,
+    ranks: Sequence[int] = (),
 ) -> Loaded:
-    """Load an instance: whole in this process, or this process's shards of it over a mesh."""
+    """Load an instance: whole in this process, or this process's shards of it over a mesh.
+
+    An engine of its own is started in a process beside this one, on the devices of its `ranks`.
+    """
+    if instance.options is not None:
+        return _load_engine(instance, spec, path, seed=seed, device=device, ranks=ranks)
     optimizer = spec.optimizer if isinstance(spec.optimizer, AdamW) and instance.trained else None
     common: dict[str, Any] = {
         "dtype": getattr(torch, spec.dtype),
@@ -274,7 +327,37 @@ def _load_sharded(
     )
 
 
-def _stop_tokens(model: TorchModel, tokenizer: Any) -> tuple[int, ...]:
+def _load_engine(
+    instance: Instance, spec: Model, path: str, *, seed: int, device: str, ranks: Sequence[int]
+) -> Loaded:
+    """Start a process of SGLang for the replica that this process owns."""
+    from rlflow.engines.sglang.load import load_engine
+
+    assert instance.options is not None
+
+    tokenizer = load_tokenizer(path)
+    model, rollout = load_engine(
+        path,
+        name=instance.name,
+        options=instance.options,
+        dtype=getattr(torch, spec.dtype),
+        device=device,
+        seed=seed,
+        init="random" if spec.init == "random" else "weights",
+        threads=torch.get_num_threads(),
+        devices=ranks,
+    )
+    return Loaded(
+        instance=instance,
+        model=model,
+        train=NoTraining(),
+        rollout=rollout,
+        tokenizer=tokenizer,
+        stop_tokens=_stop_tokens(model, tokenizer),
+    )
+
+
+def _stop_tokens(model: TorchModel | EngineModel, tokenizer: Any) -> tuple[int, ...]:
     """Every token that ends a response: the tokenizer's EOS and those of the model's config.
 
     Raises UsageError where the model cannot make the tokenizer's EOS.

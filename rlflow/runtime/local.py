@@ -81,7 +81,8 @@ class LocalMachine:
         return []
 
     def close(self) -> None:
-        """Nothing is left but this process."""
+        """End what was started beside this process."""
+        self._worker.close()
 
 
 class LocalBackend:

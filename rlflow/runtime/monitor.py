@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from rlflow.ops.body import Stat
 from rlflow.runtime.executor import AHEAD, Completion
 from rlflow.runtime.flow import Flow
-from rlflow.scheduler.plan import HOST, Action, Chunk, Part, Plan, Trip
-
-Instance = tuple[str, int]
+from rlflow.runtime.monitor_trips import Instance, Trips
+from rlflow.scheduler.plan import HOST, Action, Chunk, Part, Plan
 
 
 class Monitor:
@@ -213,61 +211,11 @@ class Monitor:
         assert self.reported >= self.end, f"{self.reported} of {self.end} iterations are done"
 
 
-class Trips:
-    """What trips of loops have reached by (loop, iteration), and who is left out for it.
-
-    A gate adds to what trips up to its own have reached; with the goal, later ones are left out.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        found = [action for action in plan.actions if action.trip is not None]
-        self.actions = {action.id: action for action in found}
-        self.gates = {(a.trip.loop, a.trip.index): a.id for a in found if a.trip and a.trip.gate}
-        self.reached: dict[Instance, list[float]] = defaultdict(list)
-
-    def start(self, action: Action, iteration: int, name: str) -> None:
-        """Check that every gate before has been passed, and that none has ended the loop."""
-        if (trip := self._trip(action.id)) is None:
-            return
-        passed = self.reached[trip.loop, iteration]
-        gate = self.gates.get((trip.loop, len(passed)))
-        assert len(passed) >= trip.index, f"{name} starts before {gate}@{iteration} is over"
-        before = passed[: trip.index]
-        assert all(value < trip.goal for value in before), f"{name} starts, its loop is over"
-
-    def _trip(self, action: str) -> Trip | None:
-        return self.actions[action].trip if action in self.actions else None
-
-    def left_out(self, action: str, iteration: int) -> bool:
-        """Whether an action is of a trip that its loop did not need."""
-        trip = self._trip(action)
-        passed = self.reached[trip.loop, iteration][: trip.index] if trip else []
-        return any(value >= trip.goal for value in passed if trip)
-
-    def finish(self, action: Action, completion: Completion) -> list[str]:
-        """Book what a gate has counted; returns those that are left out for it."""
-        gate = self._trip(action.id)
-        if gate is None or not gate.gate:
-            return []
-        passed = self.reached[gate.loop, completion.iteration]
-        found = completion.metrics["reached"]
-        passed.append(sum(passed[-1:]) + (found.value if isinstance(found, Stat) else found))
-        if passed[-1] < gate.goal:
-            return []
-        later = (a for a in self.actions.values() if a.trip and a.trip.loop == gate.loop)
-        return [a.id for a in later if a.trip and a.trip.index > gate.index]
-
-    def logged_as(self, action: Action) -> str:
-        """The name that its numbers have, those of all trips together."""
-        name = action.node or action.id
-        return name.partition("#")[0] if action.id in self.actions else name
-
-
 class Books:
     """Weights, versions and bytes of the machine.
 
-    A version counts the updates of the model's nodes: iteration i begins with i times as many
-    as there are; None is weights that were discarded.
+    A version counts the updates of the model's nodes, piece by piece: iteration i begins with i
+    times as many as there are; None is weights that were discarded.
     """
 
     def __init__(self, plan: Plan, start: int) -> None:
@@ -275,9 +223,7 @@ class Books:
         self.parts: dict[str, Part] = {part.name: part for part in plan.parts}
         self.models = {instance.name: instance.model for instance in plan.instances}
         self.adapters = {m.name for m in plan.graph.models if m.lora is not None}
-        self.updates = {
-            m.name: [n.name for n in plan.graph.updates(m.name)] for m in plan.graph.models
-        }
+        self.updates = {m.name: _writers(plan, m.name) for m in plan.graph.models}
         self.version: dict[str, int | None] = dict.fromkeys(self.models, 0)
         for instance in plan.instances:
             if instance.trained:
@@ -303,7 +249,7 @@ class Books:
     def wanted(self, action: Action, instance: str, version: int) -> int:
         """What `version` an action counts as, by what its model's updates have done by then."""
         updates = self.updates[self.models[instance]]
-        place = updates.index(str(action.node)) if action.node in updates else 0
+        place = updates.index(action.id) if action.id in updates else 0
         return version * len(updates) + place
 
     def start(self, action: Action, name: str) -> None:
@@ -365,13 +311,20 @@ class Books:
                 self._fill(target, self.version[str(action.instance)])
         elif action.writes:
             updates = self.updates[self.models[str(action.instance)]]
-            made = iteration * len(updates) + updates.index(str(action.node)) + 1
+            made = iteration * len(updates) + updates.index(action.id) + 1
             self.version[str(action.instance)] = made
 
     def _fill(self, target: str, version: int | None) -> None:
         """Adapters alone do not make weights whole that were discarded."""
         if self.version[target] is not None or self.models[target] not in self.adapters:
             self.version[target] = version
+
+
+def _writers(plan: Plan, model: str) -> list[str]:
+    """The runs that write a model, in the order in which they have to: node by node."""
+    runs = [action for action in plan.actions if action.kind == "run"]
+    runs.sort(key=lambda action: action.chunk.index if action.chunk else 0)
+    return [a.id for node in plan.graph.updates(model) for a in runs if a.node == node.name]
 
 
 def _ends_first(action: Action) -> bool:

@@ -6,6 +6,7 @@ Knows the plan's versions and the instances of this process; moves nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from rlflow.engines.average import difference
 from rlflow.errors import Finding, RunError, UsageError
@@ -19,6 +20,7 @@ def require_versions(
     """Refuse weights of another version than declared; fresher ones where a lag is allowed.
 
     A lag is not reached in the first iterations after a checkpoint, where the newest are read.
+    Who writes weights may find what others that write that version have written.
     Looks at the instances that are loaded here.
     """
     for name, lag in action.reads:
@@ -26,7 +28,8 @@ def require_versions(
         if held is None:
             continue
         updated = plan.trained_instance(held.instance.model) is not None
-        newest = max(iteration - min(lag, 0), 0) if updated else 0
+        written = dict(action.writes).get(name, lag)
+        newest = max(iteration - min(lag, written, 0), 0) if updated else 0
         declared = max(iteration - lag, 0) if updated else 0
         if held.version is None or not declared <= held.version <= newest:
             raise RunError(
@@ -37,6 +40,28 @@ def require_versions(
                     expected="the plan brings the weights before they are read",
                 )
             )
+
+
+def require_same(action: Action, different: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raise RunError where the two ends of a reshard do not hold the same bits.
+
+    `different` has what was sent and what is held, by name: hashes as numbers or as text.
+    """
+    if not different:
+        return
+    name, (sent, held) = next(iter(different.items()))
+    raise RunError(
+        Finding(
+            code="E757",
+            what=f"{action.id}: {len(different)} parameters differ between the two ends",
+            got=f"{name}: {_digest(held)}",
+            expected=f"{name}: {_digest(sent)}",
+        )
+    )
+
+
+def _digest(found: int | str) -> str:
+    return found if isinstance(found, str) else f"{found & (2**64 - 1):016x}"
 
 
 def require_averages(plan: Plan, loaded: Mapping[str, Loaded]) -> None:

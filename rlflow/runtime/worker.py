@@ -20,7 +20,6 @@ from rlflow.batch import concat_rows, lengths, make_batch, select_field
 from rlflow.engines.loading import load_tokenizer
 from rlflow.engines.protocol import SampleKey
 from rlflow.engines.rng import permutation
-from rlflow.errors import Finding, RunError
 from rlflow.graph.graph import Binding, Graph, Node
 from rlflow.ops.body import Alone, Call, Output, Stat
 from rlflow.runtime.flow import Flow
@@ -28,7 +27,7 @@ from rlflow.runtime.loaded import InUse, Loaded, load_instance
 from rlflow.runtime.node_states import NodeStates
 from rlflow.runtime.stats import logged
 from rlflow.runtime.store import ShardStore, Stored, together
-from rlflow.runtime.versions import require_averages, require_versions
+from rlflow.runtime.versions import require_averages, require_same, require_versions
 from rlflow.runtime.world import resharder
 from rlflow.scheduler.plan import Action, Plan
 from rlflow.scheduler.shapes import model_directory
@@ -85,27 +84,43 @@ class Worker:
         self.flow = Flow(plan)
         self.store = ShardStore()
         self.states = NodeStates()
+        self._carried: dict[str, dict[str, Any]] = {}
         self._resharders: dict[str, Resharder] = {}
         self._wanted = {node.name: _fields_read(plan.graph, node) for node in plan.graph.nodes}
         self._tokenizer = functools.cache(self._load_tokenizer)
-        held = plan.instances if world is None else world.instances
-        self.loaded = {
-            instance.name: load_instance(
+        self.loaded: dict[str, Loaded] = {}
+        try:
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self) -> None:
+        """Load what this process holds, and put to sleep what the plan does not begin with."""
+        held = self.plan.instances if self.world is None else self.world.instances
+        for instance in held:
+            declared = self.graph.model(instance.model)
+            self.loaded[instance.name] = load_instance(
                 instance,
-                self.graph.model(instance.model),
-                self._path(self.graph.model(instance.model).path),
-                seed=seed,
-                device="cpu" if world is None else world.device,
-                mesh=None if world is None else world.mesh(instance),
+                declared,
+                self._path(declared.path),
+                seed=self.seed,
+                device="cpu" if self.world is None else self.world.device,
+                mesh=None if self.world is None else self.world.mesh(instance),
+                ranks=() if self.world is None else self.world.places(instance),
             )
-            for instance in held
-        }
-        require_averages(plan, self.loaded)
-        emptied = {a.part for a in plan.actions if a.kind == "wake" and a.mode == "discard"}
-        for part in plan.parts:
-            if part.name not in plan.awake_at_start and part.instance in self.loaded:
+        require_averages(self.plan, self.loaded)
+        actions = self.plan.actions
+        emptied = {a.part for a in actions if a.kind == "wake" and a.mode == "discard"}
+        for part in self.plan.parts:
+            if part.name not in self.plan.awake_at_start and part.instance in self.loaded:
                 mode = "discard" if part.name in emptied else "offload"
-                self._sleep(part.name, part.kind, mode)
+                self.loaded[part.instance].sleep(part.kind, mode)
+
+    def close(self) -> None:
+        """End what runs beside this process: engines of their own."""
+        for loaded in self.loaded.values():
+            loaded.close()
 
     def trained(self) -> list[Loaded]:
         """The instances that the plan trains, in the plan's order."""
@@ -196,14 +211,31 @@ class Worker:
             total=total,
             peers=Alone() if shared is None else shared,
             state=self.states.of(node.shares or node.name),
-            model=None if loaded is None else InUse(loaded, key, piece=_piece(action)),
+            model=None if loaded is None else self._in_use(action, node, loaded, key),
             source=self._averaged(node, key),
             where=node.where,
             draw=draw,
             staleness=self.graph.staleness,
             trips=trips,
             surplus=self.store.surplus.get(node.loop or node.name) if _first(node) else None,
+            piece=(0, 1) if action.chunk is None else (action.chunk.index, action.chunk.count),
+            carried=self._carried_to(action, node),
         )
+
+    def _in_use(self, action: Action, node: Node, loaded: Loaded, key: SampleKey) -> InUse:
+        """The model of a node, with the drafter beside it if it has one."""
+        beside = [self.loaded[name] for name, _ in action.reads if name in self.loaded]
+        drafters = [held for held in beside if held.instance.model == node.drafter]
+        drafter = drafters[0] if drafters else None
+        return InUse(loaded, key, piece=_piece(action), drafter=drafter)
+
+    def _carried_to(self, action: Action, node: Node) -> dict[str, Any]:
+        """What the pieces of a node leave for those after them; after the last one nothing."""
+        if action.chunk is None:
+            return {}
+        if action.chunk.index + 1 == action.chunk.count:
+            return self._carried.pop(node.name, {})
+        return self._carried.setdefault(node.name, {})
 
     def _averaged(self, node: Node, key: SampleKey) -> InUse | None:
         """The model whose weights a node averages, as they are trained."""
@@ -286,6 +318,9 @@ class Worker:
         for target in targets:
             target.version = iteration - dict(action.writes)[target.instance.name]
             target.model.loaded(target.version)
+            engine = target.instance.options is not None and target.instance.tp == 1
+            if self.check_sync and engine:
+                require_same(action, target.model.check())
         return received
 
     def _bring(self, action: Action, source: Loaded | None, targets: list[Loaded]) -> int:
@@ -294,34 +329,18 @@ class Worker:
         made = self._resharders[action.id]
         received: int = made.run().received
         if self.check_sync:
-            _require_same(action, made.check())
+            require_same(action, made.check())
         return received
 
     def _move(self, action: Action, part: str) -> None:
-        kind = self.plan.part(part).kind
+        """Put a part to sleep or wake it, where this process holds any of it."""
+        found = self.plan.part(part)
+        if found.instance not in self.loaded:
+            return
         if action.kind == "sleep":
-            self._sleep(part, kind, str(action.mode))
+            self.loaded[found.instance].sleep(found.kind, str(action.mode))
         else:
-            self._wake(part, kind)
-
-    def _sleep(self, part: str, kind: str, mode: str) -> None:
-        loaded = self.loaded[self.plan.part(part).instance]
-        if kind == "gradients":
-            loaded.train.release_gradients()
-        elif kind == "optimizer":
-            loaded.train.sleep_optimizer()
-        else:
-            loaded.model.sleep("discard" if mode == "discard" else "offload")
-            if mode == "discard":
-                loaded.version = None
-
-    def _wake(self, part: str, kind: str) -> None:
-        """Bring a part back; gradients take their memory when the next step makes them."""
-        loaded = self.loaded[self.plan.part(part).instance]
-        if kind == "optimizer":
-            loaded.train.wake_optimizer()
-        elif kind == "weights":
-            loaded.model.wake()
+            self.loaded[found.instance].wake(found.kind)
 
     def _path(self, path: str) -> str:
         directory = model_directory(path, self.near)
@@ -347,21 +366,6 @@ def _tokens(made: Stored) -> Tensor | None:
     """Tokens of each row, where the rows have prompts or responses."""
     found = [lengths(made.fields[name]) for name in SIZED_BY if name in made.fields]
     return sum(found[1:], start=found[0]) if found else None
-
-
-def _require_same(action: Action, different: Mapping[str, tuple[int, int]]) -> None:
-    """Raise RunError where the two ends of a reshard do not hold the same bits."""
-    if not different:
-        return
-    name, (sent, held) = next(iter(different.items()))
-    raise RunError(
-        Finding(
-            code="E757",
-            what=f"{action.id}: {len(different)} parameters differ between the two ends",
-            got=f"{name}: {held & (2**64 - 1):016x}",
-            expected=f"{name}: {sent & (2**64 - 1):016x}",
-        )
-    )
 
 
 def _permutation(seed: int, iteration: int, node: str, n: int, *salt: int | str) -> Any:

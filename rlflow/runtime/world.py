@@ -7,6 +7,7 @@ is a device of the plan; this file knows neither Ray nor what the ranks compute.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -45,6 +46,8 @@ class World:
         self.device = device
         self._ranks = {number: rank for rank, number in enumerate(devices)}
         self._wait = timedelta(seconds=timeout)
+        cut = any(i.options is not None and i.tp > 1 for i in plan.instances)
+        self._seen = self._numbers() if cut and device != "cpu" else None
         shared = [i for i in plan.instances if i.sharded]
         self._meshes = {i.name: self._mesh(i) for i in shared}
         self._groups = {i.name: self._group(i.devices) for i in shared}
@@ -58,11 +61,32 @@ class World:
     @property
     def instances(self) -> tuple[Instance, ...]:
         """The instances that this rank holds."""
-        return tuple(i for i in self.plan.instances if self.own in i.devices)
+        return tuple(i for i in self.plan.instances if self.own in i.owners)
 
     def mesh(self, instance: Instance) -> DeviceMesh | None:
         """The mesh of an instance that its ranks share; None where each holds all of it."""
         return self._meshes.get(instance.name)
+
+    def places(self, instance: Instance) -> tuple[int, ...]:
+        """The devices of an engine's ranks, where this one owns it, by their numbers on its host.
+
+        Of CPUs the cores. Empty for what is not cut over ranks.
+        """
+        if instance.options is None or instance.tp == 1:
+            return ()
+        first = instance.devices.index(self.own)
+        group = instance.devices[first : first + instance.tp]
+        if self._seen is None:
+            cores = os.cpu_count() or 1
+            return tuple(device % cores for device in group)
+        return tuple(self._seen[self._ranks[device]] for device in group)
+
+    def _numbers(self) -> list[int]:
+        """The number of every rank's accelerator on its host; collective."""
+        own = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+        found: list[int] = [0] * len(self._ranks)
+        dist.all_gather_object(found, int(own))
+        return found
 
     def group(self, instance: Instance) -> dist.ProcessGroup | None:
         """All ranks of an instance that they share; None where each holds all of it."""
@@ -141,11 +165,12 @@ def resharder(
     from rlflow.engines.reshard.resharder import Resharder
 
     group = None if world is None else world.reshard_group(action)
+    end = source if source is not None else next(iter(targets), None)
     here = {target.instance.name: target.model.shards() for target in targets}
     return Resharder(
         None if source is None else source.model.shards(),
         [here.get(name, {}) for name in action.targets],
         group,
         transport=str(action.transport) if group is not None else "copy",
-        only=(targets[0] if source is None else source).model.trained_names(),
+        only=None if end is None else end.model.trained_names(),
     )

@@ -13,6 +13,8 @@ from rlflow.graph.graph import Graph, Node
 from rlflow.graph.placement import On, Placement
 from rlflow.scheduler.averages import average_findings
 from rlflow.scheduler.context import Context
+from rlflow.scheduler.drafters import drafter_findings, drafting_instance, with_drafters
+from rlflow.scheduler.engines import noting_engines, option_findings, use_findings, with_pool
 from rlflow.scheduler.instances import (
     USES,
     layout_findings,
@@ -26,6 +28,8 @@ from rlflow.scheduler.plan import HOST, Action, Dep, Instance, Plan, Reason, Spr
 from rlflow.scheduler.rowchecks import dispatch_findings, division_findings, state_findings
 from rlflow.scheduler.spreads import Place, makes, num_parts, takes
 from rlflow.scheduler.trips import gate_before, keeps_surplus, trip_of
+
+Versions = tuple[tuple[str, int], ...]
 
 
 def bind(plan: Plan, context: Context) -> Plan:
@@ -43,13 +47,19 @@ def bind(plan: Plan, context: Context) -> Plan:
         elif node.model is not None and node.averages is None:
             findings.append(_unplaced(node, plan, context.placement))
     _refuse(findings)
+    _refuse(use_findings(plan.graph.nodes, chosen))
+    engines = [(node, chosen[node.name]) for node in plan.graph.nodes if node.name in chosen]
+    _refuse([f for node, where in engines for f in option_findings(node, where, context.costs)])
     _refuse(average_findings(plan.graph, context.placement, plan.pools, chosen))
-    made = replace(plan, instances=make_instances(plan, chosen))
+    made = replace(plan, instances=with_drafters(make_instances(plan, chosen), plan, chosen))
     served: dict[str, list[Node]] = {}
     for node in plan.graph.nodes:
         if node.model is not None:
             name = serving_instance(made, node, chosen[node.name]).name
             served.setdefault(name, []).append(node)
+        if node.drafter is not None:
+            beside = drafting_instance(made, node, chosen[node.name].pool)
+            served.setdefault(beside.name, []).append(node)
     instances = tuple(
         _fitted(instance, served[instance.name], made, context)
         for instance in made.instances
@@ -57,9 +67,11 @@ def bind(plan: Plan, context: Context) -> Plan:
     )
     findings = trained_twice(plan, instances)
     findings += [f for i in instances for f in layout_findings(i, plan, context.costs)]
+    findings += drafter_findings(plan.graph, instances)
     _refuse(findings)
     parts = tuple(part for instance in instances for part in parts_of(instance, context.costs))
     bound = replace(plan, instances=instances, parts=parts)
+    bound = noting_engines(bound, served, context.costs)
     places = {n.name: _place(n, chosen.get(n.name), bound) for n in plan.graph.nodes}
     _refuse(state_findings(bound.graph, places))
     spreads = _spread_rows(bound, places)
@@ -75,6 +87,8 @@ def bind(plan: Plan, context: Context) -> Plan:
 def _fitted(instance: Instance, nodes: list[Node], plan: Plan, context: Context) -> Instance:
     """The instance with micro-batches that fit, for all the nodes that it serves."""
     room = min(plan.budget(device) for device in instance.devices)
+    if instance.options is not None:
+        return with_pool(instance, nodes, room, context.costs)
     passed = [node for node in nodes if node.averages is None]
     return in_micro_batches(instance, passed, room, context.costs)
 
@@ -183,8 +197,7 @@ def _run(
     context: Context,
 ) -> Action:
     instance = place.instance
-    source = plan.trained_instance(node.averages) if node.averages else None
-    trip, chance = trip_of(node, plan.graph)
+    trip, chance = trip_of(node, plan.graph, context.costs)
     gate = gate_before(node, plan.graph)
     after = tuple(
         Dep(action=edge.source, distance=edge.distance, kind="data")
@@ -199,18 +212,7 @@ def _run(
     after += (Dep(action=gate, distance=0, kind="order"),) if gate else ()
     if trip is not None and trip.gate and not trip.index and keeps_surplus(plan.graph, trip.loop):
         after += (Dep(action=trip.loop, distance=1, kind="order"),)
-    needs: tuple[str, ...] = ()
-    reads: tuple[tuple[str, int], ...] = ()
-    writes: tuple[tuple[str, int], ...] = ()
-    if instance is not None:
-        needs = (instance.weights,)
-        reads = () if node.reads_base else ((instance.name, plan.graph.lag(node)),)
-        if node.op.use == "train":
-            needs = (instance.weights, instance.gradients, instance.optimizer)
-            writes = ((instance.name, -1),)
-        if source is not None:
-            needs = (instance.weights, source.weights)
-            reads = (*reads, (source.name, -1))
+    needs, reads, writes = ((), (), ()) if instance is None else _weights(node, instance, plan)
     return Action(
         id=node.name,
         kind="run",
@@ -231,6 +233,25 @@ def _run(
         chance=chance,
         closing=node.op.closing,
     )
+
+
+def _weights(
+    node: Node, instance: Instance, plan: Plan
+) -> tuple[tuple[str, ...], Versions, Versions]:
+    """The parts that a node's run needs, and the versions that it reads and writes."""
+    needs = instance.serving
+    reads = () if node.reads_base else ((instance.name, plan.graph.lag(node)),)
+    if node.op.use == "train":
+        needs = (instance.weights, instance.gradients, instance.optimizer)
+    source = plan.trained_instance(node.averages) if node.averages else None
+    if source is not None:
+        needs = (instance.weights, source.weights)
+        reads = (*reads, (source.name, -1))
+    if node.drafter is not None:
+        drafter = drafting_instance(plan, node, instance.pool)
+        needs = (*needs, drafter.weights)
+        reads = (*reads, (drafter.name, plan.graph.lag_of(node, node.drafter)))
+    return needs, reads, ((instance.name, -1),) if node.op.use == "train" else ()
 
 
 def _trip(trip: Trip | None, chance: float) -> str:

@@ -15,6 +15,7 @@ from rlflow.graph.graph import Graph, Node
 from rlflow.scheduler import keys
 from rlflow.scheduler.cluster import Cluster
 from rlflow.scheduler.collectives import copy_bandwidth, group_of
+from rlflow.scheduler.distributions import field_bytes, holds, search
 from rlflow.scheduler.hardware import OBJECT_STORE, STORE_SECONDS
 from rlflow.scheduler.layouts import CUTS, Cut, area, lacking, parameters_per_rank, piece, shares
 from rlflow.scheduler.lengths import Lengths, assumed, before, between, fitted, whole
@@ -28,7 +29,6 @@ ASSUMED_PROMPT_TOKENS = 64
 ASSUMED_RESPONSE_TOKENS = 256
 LOOKED_AT = 64
 MOST_ROWS = 300_000
-VALUE_BYTES = {"int64": 8, "float32": 4, "bool": 1, "text": 4}
 HOST_SECONDS_PER_ROW = 5e-6
 HOST_SECONDS = 2e-4
 ADAM_MOMENTS = 2
@@ -175,17 +175,9 @@ class Costs:
         return fitted(longest, last.length, last.longest, self.rows(origin))
 
     def fields(self, node: Node, names: tuple[str, ...]) -> int:
-        """Bytes of a node's outputs: 8 an integer, 4 a float, 1 a bool, 4 a token of text."""
-        rows, (prompt, response) = self.rows(node), self.tokens(node)
-        total = 0
-        for name in names:
-            made = node.op.output(name)
-            if made is not None:
-                length = prompt if name.startswith("prompt") else response
-                wide = made.level == "token" or made.dtype == "text"
-                each = VALUE_BYTES[made.dtype] * (made.width or 1)
-                total += rows * each * (length if wide else 1)
-        return total
+        """Bytes of a node's outputs of those names, of all rows."""
+        made = [field for field in node.op.outputs if field.name in names]
+        return self.rows(node) * sum(field_bytes(field, *self.tokens(node)) for field in made)
 
     def run(self, node: Node, instance: Instance | None, parts: int, piece: Piece = WHOLE) -> Cost:
         """The cost of running a node once, its rows in as many parts; or of one piece of it."""
@@ -195,12 +187,12 @@ class Costs:
         record = self._record(self.run_key(node, instance, parts, piece))
         if record is not None:
             return as_measured(estimate, record, self.setting)
-        if piece.count > 1:
-            record = self._record(self.run_key(node, instance, parts, WHOLE))
-            entire = self.table(node, instance, parts).seconds
-            if record is not None and entire and estimate.seconds is not None:
-                found = as_measured(estimate, record, self.setting, estimate.seconds / entire)
-                return replace(found, source=f"{found.source}, a chunk's share of it")
+        for other in piece.relatives:
+            record = self._record(self.run_key(node, instance, parts, other))
+            seconds = self.table(node, instance, parts, other).seconds
+            if record is not None and seconds and estimate.seconds is not None:
+                found = as_measured(estimate, record, self.setting, estimate.seconds / seconds)
+                return replace(found, source=f"{found.source}, {piece.as_part_of(other)}")
         return self._with_dispatch(estimate)
 
     def table(
@@ -223,18 +215,18 @@ class Costs:
             legs = (piece.index, piece.count) if piece.leg else (0, 1)
             seconds = roof.rollout(load, *legs)
         elif node.op.use == "forward":
-            seconds = roof.forward(load)
+            seconds = roof.forward(load) + search(node, roof, load)
         else:
-            epochs, batches = dict(node.params).get("epochs", 1), self._batches(node)
+            epochs, batches = dict(node.params).get("epochs", 1), self._batches(node) * piece.share
             trained = self._trained_per_rank(instance) or 0
             sent = trained * max(roof.size, FULL_BYTES)
             one = roof.update(load, sent, recompute=instance.recompute) + roof.step(trained)
             first = getattr(dict(node.params).get("loss"), "forwards", 0) * roof.forward(load)
-            seconds = epochs * batches * (first + one)
-        holds = roof.holds(node.op.use, load, recompute=instance.recompute)
-        holds = tuple(held for held in holds if not piece.leg or held[0] != CACHE)
-        transient = sum(size for _, size in holds)
-        return Cost(seconds=seconds, transient=transient, holds=holds, source=TABLE)
+            seconds = epochs * batches * (first + one + search(node, roof, load))
+        found = holds(node, roof, load, recompute=instance.recompute)
+        found = tuple(held for held in found if not piece.leg or held[0] != CACHE)
+        transient = sum(size for _, size in found)
+        return Cost(seconds=seconds, transient=transient, holds=found, source=TABLE)
 
     def held(self, node: Node, instance: Instance, parts: int) -> int:
         """Bytes that running a node holds beside the model; 0 where its shape is not known."""
@@ -242,8 +234,8 @@ class Costs:
         if shape is None:
             return 0
         roof, load = self.roofline(instance, shape), self._load_of(node, parts, WHOLE)
-        holds = roof.holds(node.op.use, load, recompute=instance.recompute)
-        return sum(size for _, size in holds)
+        found = holds(node, roof, load, recompute=instance.recompute)
+        return sum(size for _, size in found)
 
     def cache(self, node: Node, instance: Instance, parts: int) -> int | None:
         """Bytes of keys and values of all rows of a rollout on each device of its instance."""
@@ -254,12 +246,13 @@ class Costs:
         return dict(self.roofline(instance, shape).rollout_holds(load)).get(CACHE, 0)
 
     def _load_of(self, node: Node, parts: int, piece: Piece) -> Load:
-        """The rows of one pass over a batch: those of a mini-batch where a node trains.
+        """The rows of one pass: of an update those of a mini-batch, in whichever piece it is.
 
         The legs of a rollout have all rows; those of a rollout that goes on are prompts.
         """
-        batches = self._batches(node) if node.op.use == "train" else 1
-        load = self._load(node, parts, batches / (1 if piece.leg else piece.share))
+        if node.op.use == "train":
+            return self._load(node, parts, self._batches(node))
+        load = self._load(node, parts, 1 / (1 if piece.leg else piece.share))
         if node.resumes is not None:
             return load.going_on(int(node.param("first")))
         if node.op.name == "act":
@@ -298,6 +291,7 @@ class Costs:
             predicts=model.head != "value",
             gathers=instance.fsdp > 1 or (instance.trained and low),
             streamed=bool(instance.offload),
+            pooled=instance.options is not None,
             micro_tokens=instance.micro_tokens,
             tp=group_of(self.cluster, devices[: instance.tp]),
             fsdp=group_of(self.cluster, devices[: across : instance.tp]),

@@ -63,11 +63,14 @@ class Facts:
         found = {}
         for i in self.plan.instances:
             found[i.weights] = (i.name, "weights", i.devices)
+            if i.options is not None:
+                found[f"{i.name}/pool"] = (i.name, "pool", i.devices)
             if i.trained and i.model not in self.averaged:
                 found[i.gradients] = (i.name, "gradients", i.devices)
                 found[i.optimizer] = (i.name, "optimizer", i.devices)
         for node, (first, *_) in self.runs.items():
-            if ends_first(first):
+            served = self.instances.get(str(first.instance))
+            if ends_first(first) and (served is None or served.options is None):
                 found[f"{node}/cache"] = (str(first.instance), "cache", first.devices)
         return found
 
@@ -98,7 +101,28 @@ class Facts:
         if dict(node.params).get("adapters") == "off":
             return (instance.weights,), (), ()
         kept = (f"{node.name}/cache",) if ends_first(self.runs[node.name][0]) else ()
-        return (instance.weights, *kept), ((instance.name, self.plan.graph.lag(node)),), ()
+        kept = kept if instance.options is None else (f"{instance.name}/pool",)
+        needs, reads = (instance.weights, *kept), ((instance.name, self.plan.graph.lag(node)),)
+        if "drafter" in dict(node.params):
+            beside, lag = self._drafter(node, instance), self.plan.graph.lag(node) + 1
+            return (instance.weights, beside.weights, *kept), (*reads, (beside.name, lag)), ()
+        return needs, reads, ()
+
+    def _drafter(self, node: Node, instance: Instance) -> Instance:
+        """The instance of a rollout's drafter, which lies whole where the rollout runs."""
+        (found,) = (
+            i
+            for i in self.plan.instances
+            if i.model == dict(node.params)["drafter"] and i.pool == instance.pool
+        )
+        return found
+
+    def rows_on(self, action: Action) -> tuple[int, ...]:
+        """The devices of an action that may have rows: of an engine's ranks the first ones."""
+        held = self.instances.get(action.instance or "")
+        if held is None or held.options is None:
+            return action.devices
+        return tuple(d for n, d in enumerate(action.devices) if n % held.tp == 0)
 
     @cached_property
     def updates(self) -> dict[str, list[Action]]:
@@ -106,7 +130,8 @@ class Facts:
         found: dict[str, list[Action]] = {}
         for node in self.plan.graph.nodes:
             if node.op.use == "train":
-                found.setdefault(str(node.model), []).extend(self.runs[node.name])
+                runs = sorted(self.runs[node.name], key=lambda a: a.chunk.index if a.chunk else 0)
+                found.setdefault(str(node.model), []).extend(runs)
         return found
 
     @cached_property

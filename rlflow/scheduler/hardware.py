@@ -16,6 +16,8 @@ CPU_COLLECTIVES = 1.5e9
 # Numpy arrays through Ray's object store, from one process to another: measured on one host.
 OBJECT_STORE = 5e9
 STORE_SECONDS = 2e-3
+# What a process of SGLang keeps of an accelerator when it has given weights and pool back: assumed.
+ENGINE_ASLEEP = 2e9
 CPU_SOURCE = "matrix product, copy and gloo all-reduce measured on cores of an AMD EPYC"
 
 
@@ -30,7 +32,8 @@ class Kind:
     is the least time from one kernel to the next, `latency` that before a collective's first
     byte, `hop` and `far_hop` that of each rank it passes, in one host and between hosts.
     `reached` is the part of the bandwidths that large copies get, `sustained` the part of the
-    rates that whole layers get.
+    rates that whole layers get. An engine's process keeps `engine` bytes while its weights and
+    its pool sleep: context, graphs, workspaces.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Kind:
     reached: float
     sustained: float
     source: str
+    engine: float = 0.0
 
     def rate(self, itemsize: int) -> float:
         """Peak flop/s of products of numbers of so many bytes; doubles at half of floats."""
@@ -93,6 +97,7 @@ def _gpu(
         reached=0.8,
         sustained=0.4,
         source=source,
+        engine=ENGINE_ASLEEP,
     )
 
 

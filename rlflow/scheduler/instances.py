@@ -14,6 +14,7 @@ from rlflow.graph.graph import Node
 from rlflow.graph.op import Use
 from rlflow.graph.placement import On
 from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.engines import engine_parts
 from rlflow.scheduler.plan import Instance, Part, Plan
 
 USES: tuple[Use, ...] = ("train", "forward", "rollout")
@@ -34,6 +35,9 @@ def make_instances(plan: Plan, chosen: dict[str, On]) -> tuple[Instance, ...]:
             known = instances.get(made.name)
             if known is not None and (known.fsdp, known.tp) != (made.fsdp, made.tp):
                 raise PlanError(_two_layouts(node, made, made.layout(), known.layout()))
+            if known is not None and known.options != made.options:
+                told = [str(i.options and i.options.describe()) for i in (made, known)]
+                raise PlanError(_two_layouts(node, made, *told))
             uses = made.uses if known is None else tuple(dict.fromkeys((*known.uses, *made.uses)))
             instances[made.name] = replace(known or made, uses=uses)
             said.setdefault(made.name, []).append((node, chosen[node.name]))
@@ -73,11 +77,14 @@ def instance_of(node: Node, where: On, pools: Mapping[str, tuple[int, ...]]) -> 
         trained=use == "train",
         fsdp=fsdp,
         tp=tp,
+        options=where.sglang,
     )
 
 
 def _instance(node: Node, where: On, plan: Plan, known: dict[str, Instance]) -> Instance:
     made = instance_of(node, where, plan.pools)
+    if made.options is not None:
+        return replace(made, name=f"{made.name}/{made.engine}")
     shared = known.get(made.name)
     apart = node.op.use == "rollout" and (
         where.weights == "own"
@@ -187,6 +194,8 @@ def _offload_findings(instance: Instance, plan: Plan) -> list[Finding]:
 
 def parts_of(instance: Instance, costs: Costs) -> list[Part]:
     """The memory of an instance that can sleep, each part by itself."""
+    if instance.options is not None:
+        return engine_parts(instance, costs)
     weights = Part(
         name=instance.weights,
         instance=instance.name,
@@ -207,8 +216,12 @@ def parts_of(instance: Instance, costs: Costs) -> list[Part]:
 
 def serving_instance(plan: Plan, node: Node, where: On) -> Instance:
     """The instance that serves a node on the pool it is assigned to."""
-    use = node.op.use
-    candidates = [i for i in plan.instances if i.model == node.model and i.pool == where.pool]
+    use, engine = node.op.use, "torch" if where.sglang is None else "sglang"
+    candidates = [
+        i
+        for i in plan.instances
+        if i.model == node.model and i.pool == where.pool and i.engine == engine
+    ]
     own = [i for i in candidates if i.name.endswith("/rollout")]
     if use == "rollout" and own:
         return own[0]

@@ -265,7 +265,7 @@ class Instants:
         return found
 
     def _never_awake(self) -> list[Part]:
-        kept = [part for part in self.plan.parts if part.kind != "gradients"]
+        kept = [part for part in self.plan.parts if part.kind not in ("gradients", "pool")]
         return [part for part in kept if part.name not in self.memories.used and leaving(part)]
 
     @cached_property

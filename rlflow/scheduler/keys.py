@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from rlflow.graph.check import num_rows
+from rlflow.graph.fields import Field
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.model import Model
 from rlflow.graph.text import param_text
@@ -57,10 +59,15 @@ def work(node: Node) -> str:
     """What a node does, as far as that decides how long it takes."""
     options = {key: _option(value) for key, value in sorted(node.params) if key not in WEIGHTLESS}
     function = _function(node.op.function) if node.op.function is not None else ""
-    reads = ",".join(sorted(binding.name for binding in node.inputs))
-    made = ",".join(sorted(field.name for field in node.op.outputs))
+    reads = ",".join(sorted(binding.name + _width(binding.field) for binding in node.inputs))
+    made = ",".join(sorted(field.name + _width(field) for field in node.op.outputs))
     said = " ".join(f"{key}={value}" for key, value in options.items())
     return f"{node.op.name} {function} {said} reads {reads} makes {made}"
+
+
+def _width(field: Field) -> str:
+    """How many numbers a field has of one place, where that is several."""
+    return f"*{field.width}" if field.width else ""
 
 
 def _option(value: object) -> str:
@@ -93,3 +100,14 @@ def lengths(graph: Graph, origin: Node, longest: int) -> str:
     path = graph.model(origin.model).path if origin.model is not None else ""
     name = origin.name.partition("#")[0]
     return joined("lengths", graph.name, name, path, f"at most {longest}")
+
+
+def trips(graph: Graph, end: Node) -> str:
+    """The trips through a loop, by the node that ends it: what they draw, and what they end by."""
+    inside = [n for n in graph.nodes if n.loop == end.name and not (n.trip and n.trip[0])]
+    drawn = [str(dict(n.params).get("batch")) for n in inside if n.op.rows == "new"]
+    sampling = (n.model for n in inside if n.op.use == "rollout" and n.model is not None)
+    paths = dict.fromkeys(graph.model(name).path for name in sampling)
+    goal = f"until {end.param('when')} of {num_rows(graph, end)} rows"
+    limits = f"at most {end.param('at_most')} of {'+'.join(drawn) or 'no'} prompts"
+    return joined("trips", graph.name, end.name, ",".join(paths), goal, limits)

@@ -43,8 +43,12 @@ def parameters_per_rank(instance: Instance, sizes: Mapping[Cut, int]) -> int:
 def piece(instance: Instance, device: int, how: Cut) -> Box:
     """The piece of a parameter that a device of the instance holds, as fractions of its sides.
 
-    `fsdp` cuts the outputs of what `tp` leaves.
+    `fsdp` cuts the outputs of what `tp` leaves. An engine takes whole weights in one process for
+    each replica, and shares them out itself.
     """
+    if instance.options is not None:
+        side = (Fraction(0), Fraction(int(device in instance.owners)))
+        return side, side
     place = instance.devices.index(device)
     layer, shard = place % instance.tp, place // instance.tp % instance.fsdp
     whole: Interval = (Fraction(0), Fraction(1))

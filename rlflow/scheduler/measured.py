@@ -49,7 +49,8 @@ class Sample:
     """Medians of one action over one run: seconds it took, seconds until it was started.
 
     `count` spans are behind it; `length` and `longest` are tokens of the responses that a
-    rollout made, in the mean over its iterations, 0 where it made none.
+    rollout made, in the mean over its iterations, 0 where it made none; `trips` are those
+    through a loop in the mean over `count` iterations, 0 where it is of none.
     """
 
     origin: Origin
@@ -58,6 +59,7 @@ class Sample:
     wait: float
     length: float = 0.0
     longest: float = 0.0
+    trips: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,13 @@ class Record:
     def wait(self) -> float:
         """The median over runs of the median seconds until it was started."""
         return median(sample.wait for sample in self.chosen)
+
+    @property
+    def trips(self) -> float:
+        """The mean trips through a loop, over all iterations of the runs."""
+        chosen = self.chosen
+        count = sum(sample.count for sample in chosen)
+        return sum(sample.trips * sample.count for sample in chosen) / max(count, 1)
 
     @property
     def source(self) -> str:
@@ -151,7 +160,7 @@ class Measured:
                     "setting": [r.setting.pipeline, r.setting.devices, r.setting.staleness],
                     "serial": r.serial,
                     "samples": [
-                        [s.origin, s.count, s.seconds, s.wait, s.length, s.longest]
+                        [s.origin, s.count, s.seconds, s.wait, s.length, s.longest, s.trips]
                         for s in r.samples
                     ],
                 }
@@ -213,10 +222,13 @@ def _record(row: Any) -> Record:
 
 
 def _sample(origin: Origin, count: int, *seconds: float) -> Sample:
-    took, wait, length, longest = (float(value) for value in seconds)
+    took, wait, length, longest, *rest = (float(value) for value in seconds)
+    (trips,) = rest or (0.0,)
     if origin not in ("run", "profile") or not 0 <= took < float("inf"):
         raise ValueError(f"a sample of {took} seconds from {origin!r}")
-    return Sample(origin, int(count), took, wait, length, longest)
+    if not 0 <= trips < float("inf"):
+        raise ValueError(f"a sample of {trips} trips")
+    return Sample(origin, int(count), took, wait, length, longest, trips)
 
 
 def add_to_file(path: Path, samples: Iterable[tuple[str, Setting, Sample]]) -> Measured:

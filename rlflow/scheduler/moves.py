@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlflow.scheduler.context import Context
+from rlflow.scheduler.engines import moved_part, moving
 from rlflow.scheduler.gaps import Trace
 from rlflow.scheduler.instants import leaving
 from rlflow.scheduler.plan import Action, Cost, Dep, Mode, Part, Plan, Reason
@@ -28,11 +29,15 @@ class Traced:
 
 
 def move_cost(
-    context: Context, part: Part, mode: Mode, kind: Literal["sleep", "wake"] = "wake"
+    plan: Plan, context: Context, part: Part, mode: Mode, kind: Literal["sleep", "wake"] = "wake"
 ) -> Cost:
     """The cost of a sleep or wake: nothing is copied of what is discarded."""
     moved = 0 if mode == "discard" else leaving(part) * len(part.devices)
-    return context.costs.copy(moved, devices=part.devices, kind=kind)
+    cost = context.costs.copy(moved, devices=part.devices, kind=kind)
+    instance = plan.instance(part.instance)
+    if instance.options is None:
+        return cost
+    return moving(cost, instance, kind, moved_part(part, mode), context.costs)
 
 
 def with_moves(plan: Plan, traced: Traced, naps: Sequence[Nap], context: Context) -> Plan:
@@ -103,7 +108,7 @@ def _action(plan: Plan, traced: Traced, spot: Spot, name: str, context: Context)
         instance=part.instance,
         part=part.name,
         mode=mode,
-        cost=move_cost(context, part, mode, kind),
+        cost=move_cost(plan, context, part, mode, kind),
     )
 
 
@@ -112,8 +117,12 @@ def _why_wake(plan: Plan, traced: Traced, nap: Nap) -> str:
     gap, part = traced.trace.gaps[nap.gap], traced.parts[nap.gap]
     text = f"needed by {plan.actions[gap.until].id}"
     if traced.modes[nap.gap] == "discard":
-        maker = "each step makes it anew" if part.kind == "gradients" else "the reshard fills it"
-        return f"{text}: allocated, {maker}"
+        makers = {
+            "gradients": "each step makes it anew",
+            "pool": "the rollout fills it",
+            "weights": "the reshard fills it",
+        }
+        return f"{text}: allocated, {makers[part.kind]}"
     beside = _running(plan, nap.behind)
     return f"{text}; returns while {beside}" if beside else f"{text}; nothing runs beside it"
 
@@ -125,6 +134,8 @@ def _why_sleep(plan: Plan, traced: Traced, nap: Nap) -> str:
     text = f"makes room for {plan.actions[fullest].id}; "
     if part.kind == "gradients":
         return text + "of no use after an update"
+    if part.kind == "pool":
+        return text + "of no use between two rollouts"
     if traced.modes[nap.gap] == "discard":
         return text + "overwritten before it is read"
     text += "farthest next use" if _farthest(traced.trace, nap, fullest) else "fewest bytes to move"

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from rlflow.scheduler import keys
 from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.engines import engine_moved, move_key, moving
 from rlflow.scheduler.measured import Origin, Sample, Setting
 from rlflow.scheduler.pieces import piece_done
 from rlflow.scheduler.plan import Action, Cost, Plan
@@ -86,7 +87,7 @@ def samples(
     begun: int,
     origin: Origin,
 ) -> list[Found]:
-    """What is kept of a run: seconds and waits of every kind of work, waits of all, lengths.
+    """What is kept of a run: seconds and waits of every kind of work, waits of all, lengths, trips.
 
     `figures` are the metrics by iteration. Spans of other plans, which an earlier session of the
     run may have left, do not count. Empty where the run had too few iterations.
@@ -129,7 +130,9 @@ def samples(
     ]
     if every:
         found.append((costs.dispatch_key(), setting, Sample(origin, len(every), 0.0, dispatch)))
-    return [*found, *_lengths(plan, costs, list(figures), seen, origin)]
+    lines = list(figures)
+    lengths = _lengths(plan, costs, lines, seen, origin)
+    return [*found, *lengths, *_trips(plan, costs, lines, seen, origin)]
 
 
 def key_of(plan: Plan, costs: Costs, action: Action) -> str | None:
@@ -140,6 +143,9 @@ def key_of(plan: Plan, costs: Costs, action: Action) -> str | None:
         return costs.run_key(node, instance, parts_of(plan, action), piece_done(action))
     if action.cost.moved is None:
         return None
+    engine = engine_moved(plan, action)
+    if engine is not None:
+        return move_key(costs, engine[0], action.kind, engine[1])
     to_host = action.kind in ("sleep", "wake")
     return costs.copy_key(action.cost.moved, _lanes(plan, action), to_host=to_host)
 
@@ -151,7 +157,11 @@ def estimate(plan: Plan, costs: Costs, action: Action) -> Cost:
         instance = plan.instance(action.instance) if action.instance else None
         return costs.run(node, instance, parts_of(plan, action), piece_done(action))
     lanes = _lanes(plan, action)
-    return costs.copy(action.cost.moved, lanes, devices=action.devices, kind=action.kind)
+    copied = costs.copy(action.cost.moved, lanes, devices=action.devices, kind=action.kind)
+    engine = engine_moved(plan, action)
+    if engine is None:
+        return copied
+    return moving(copied, engine[0], action.kind, engine[1], costs)
 
 
 def parts_of(plan: Plan, action: Action) -> int:
@@ -251,6 +261,26 @@ def _lengths(
             mean, most = fmean(row[0] for row in rows), fmean(row[1] for row in rows)
             sample = Sample(origin, len(rows), 0.0, 0.0, mean, most)
             found.append((keys.lengths(costs.graph, node, longest), costs.setting, sample))
+    return found
+
+
+def _trips(
+    plan: Plan,
+    costs: Costs,
+    figures: Sequence[tuple[int, Mapping[str, float]]],
+    seen: Window,
+    origin: Origin,
+) -> list[Found]:
+    """The mean number of trips of every loop that may take more than one."""
+    found = []
+    for end in plan.graph.nodes:
+        if not end.ends_loop or end.param("at_most") == 1:
+            continue
+        name = f"{end.name}/trips"
+        counts = [v[name] for iteration, v in figures if iteration >= seen.first and name in v]
+        if counts:
+            sample = Sample(origin, len(counts), 0.0, 0.0, trips=fmean(counts))
+            found.append((keys.trips(plan.graph, end), costs.setting, sample))
     return found
 
 

@@ -8,6 +8,9 @@ from rlflow.graph.ending import ended_share
 from rlflow.scheduler.measured import Record, Setting
 from rlflow.scheduler.plan import Action, Chunk, Cost
 
+# Into how many pieces work is cut where nobody says it.
+COUNTS = (1, 2, 4, 8)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
@@ -42,6 +45,18 @@ class Piece:
         """The share of the rows that it has."""
         since, until = self.bounds
         return until - since
+
+    @property
+    def relatives(self) -> tuple[Piece, ...]:
+        """Pieces of the same work whose time tells its own, the likest first."""
+        if self.leg or self.loose:
+            return (WHOLE,)
+        cuts = sorted(COUNTS, key=lambda count: (count > 1, abs(count - self.count)))
+        return tuple(Piece(count=count) for count in cuts if count != self.count)
+
+    def as_part_of(self, other: Piece) -> str:
+        """What is said of a figure that follows from another piece's."""
+        return "a chunk's share of it" if other.count == 1 else f"from a {other} of it"
 
 
 WHOLE = Piece()

@@ -20,7 +20,31 @@ from itertools import chain
 from typing import Any, Literal
 
 from rlflow.graph.graph import Graph
-from rlflow.graph.op import Use
+from rlflow.scheduler.instance import MICRO_TOKENS, Instance, Part, PartKind
+
+__all__ = [
+    "HOST",
+    "MICRO_TOKENS",
+    "Action",
+    "ActionKind",
+    "Backend",
+    "Chunk",
+    "Cost",
+    "Dep",
+    "DepKind",
+    "Instance",
+    "Lane",
+    "Mode",
+    "Note",
+    "Part",
+    "PartKind",
+    "Plan",
+    "Reason",
+    "Spread",
+    "Timing",
+    "Transport",
+    "Trip",
+]
 
 ActionKind = Literal["run", "transfer", "reshard", "sleep", "wake"]
 DepKind = Literal["data", "weights", "order", "device"]
@@ -30,7 +54,6 @@ Lane = Literal["compute", "copy"]
 Transport = Literal["copy", "shared memory", "collective", "ipc", "object store"]
 
 HOST = -1
-MICRO_TOKENS = 32_768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,23 +119,6 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A piece of memory that can sleep: an instance's weights, gradients or optimizer state.
-
-    `size` is bytes on each of `devices`; None where the model's files are not here. `residual`
-    of them stay on the device while it sleeps. Gradients never outlive an update, so they are
-    only ever discarded. The `cache` that a rollout in pieces keeps from one to the next stays.
-    """
-
-    name: str
-    instance: str
-    kind: Literal["weights", "gradients", "optimizer", "cache"]
-    size: int | None
-    devices: tuple[int, ...]
-    residual: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """Piece `index` of the `count` equal pieces in which an iteration's rows are worked on.
 
@@ -140,69 +146,6 @@ class Trip:
     of: int
     gate: bool = False
     goal: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instance:
-    """A model loaded on a pool: its layout and the uses it serves; one of them is trained.
-
-    Its ranks are a mesh (replicas, fsdp, tp), row-major over `devices`: the last `tp` of
-    them share each layer, and so the rows. One pass sees at most `micro_tokens` tokens, or one
-    row.
-    """
-
-    name: str
-    model: str
-    pool: str
-    devices: tuple[int, ...]
-    uses: tuple[Use, ...]
-    trained: bool
-    fsdp: int = 1
-    tp: int = 1
-    recompute: bool = False
-    offload: Literal["layers"] | None = None
-    micro_tokens: int = MICRO_TOKENS
-
-    @property
-    def row_parts(self) -> int:
-        """Ranks that see different rows: all but those that share each layer."""
-        return len(self.devices) // self.tp
-
-    @property
-    def replicas(self) -> int:
-        """Copies of the whole model over the pool's devices."""
-        return len(self.devices) // (self.fsdp * self.tp)
-
-    @property
-    def weights(self) -> str:
-        """The name of the part that holds the parameters."""
-        return f"{self.name}/weights"
-
-    @property
-    def gradients(self) -> str:
-        """The name of the part that holds the gradients while it is trained."""
-        return f"{self.name}/gradients"
-
-    @property
-    def optimizer(self) -> str:
-        """The name of the part that holds the optimizer's moments."""
-        return f"{self.name}/optimizer"
-
-    @property
-    def sharded(self) -> bool:
-        """Whether its ranks compute together; otherwise each has a replica of its own."""
-        return len(self.devices) > 1 and (self.trained or self.fsdp * self.tp > 1)
-
-    def layout(self) -> str:
-        """The printed layout."""
-        parts = [f"fsdp={self.fsdp}"] if self.fsdp > 1 else []
-        parts += [f"tp={self.tp}"] if self.tp > 1 else []
-        parts += [f"x{self.replicas}"] if self.replicas > 1 else []
-        parts = parts or ["whole"]
-        parts += ["recompute"] if self.recompute else []
-        parts += [f"offload={self.offload}"] if self.offload else []
-        parts += [f"micro={self.micro_tokens}"] if self.micro_tokens != MICRO_TOKENS else []
-        return " ".join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,7 +327,7 @@ class Plan:
             "pools": {name: list(devices) for name, devices in self.pools.items()},
             "hosts": self.hosts,
             "host_starts": list(self.host_starts),
-            "instances": [asdict(instance) for instance in self.instances],
+            "instances": [instance.as_json() for instance in self.instances],
             "parts": [asdict(part) for part in self.parts],
             "actions": [asdict(action) for action in self.actions],
             "awake_at_start": list(self.awake_at_start),

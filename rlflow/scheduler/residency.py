@@ -2,8 +2,9 @@
 
 With the order known, next uses are known. `paging` chooses what stays so that few bytes move,
 `prefetch` when the rest leaves and returns, beside the compute; this file makes actions of
-that. Gradients are always discarded, and so are weights that a reshard overwrites before
-they are read; everything else is offloaded to the host. Nothing is put to sleep that fits.
+that. Gradients and the pools of engines are always discarded, and so are weights that a reshard
+overwrites before they are read; everything else is offloaded to the host. Nothing is put to
+sleep that fits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from rlflow.errors import Finding, PlanError
 from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.context import Context
+from rlflow.scheduler.engines import with_savers
 from rlflow.scheduler.gaps import Gap, Ring, Trace
 from rlflow.scheduler.instants import Instants, Memories, leaving
 from rlflow.scheduler.moves import Traced, move_cost, with_moves
@@ -46,12 +48,13 @@ def residency(plan: Plan, context: Context) -> Plan:
     traced = traced_of(plan, memories)
     choice = choose(traced.trace)
     copies = [
-        move_cost(context, part, mode).seconds or 0.0
+        move_cost(plan, context, part, mode).seconds or 0.0
         for part, mode in zip(traced.parts, traced.modes, strict=True)
     ]
     seconds = [seconds_of(action) for action in plan.actions]
     naps = shortened(traced.trace, choice.stay, copies, seconds)
     plan = with_moves(_noting(plan, traced.trace, choice), traced, naps, context)
+    plan = with_savers(plan)
     return _stated(plan, Instants(plan, memories))
 
 
@@ -120,7 +123,7 @@ def _mode(plan: Plan, part: Part, user: Action) -> Mode:
     """
     adapters = plan.graph.model(plan.instance(part.instance).model).lora is not None
     filled = part.instance in user.targets and user.every == 1 and not adapters
-    return "discard" if part.kind == "gradients" or filled else "offload"
+    return "discard" if part.kind in ("gradients", "pool") or filled else "offload"
 
 
 def _noting(plan: Plan, trace: Trace, choice: Choice) -> Plan:

@@ -22,6 +22,8 @@ BESIDE_LAYERS = 2
 FULL_BYTES = 4
 LAYERS_GATHERED = 2
 SCORE_BYTES = 8
+# Tokens of prompts that an engine reads in one pass.
+PREFILL = 8192
 
 CACHE = "KV cache"
 Holds = tuple[tuple[str, int], ...]
@@ -84,7 +86,8 @@ class Roofline:
 
     `size` is bytes of a number; `predicts` says whether there is a head over the vocabulary;
     `gathers` whether parameters have to be made whole before a layer computes; `streamed`
-    whether layers come from the host. A pass sees at most `micro_tokens` tokens, or one row.
+    whether layers come from the host. With `pooled` keys and values lie in a pool of its own, and
+    prompts are read some at a time. A pass sees at most `micro_tokens` tokens, or one row.
     """
 
     kind: Kind
@@ -93,6 +96,7 @@ class Roofline:
     predicts: bool = True
     gathers: bool = False
     streamed: bool = False
+    pooled: bool = False
     micro_tokens: int = MICRO_TOKENS
     tp: Group = ALONE
     fsdp: Group = ALONE
@@ -273,9 +277,11 @@ class Roofline:
         """What a rollout holds with every row at its longest."""
         rows = load.most or load.rows
         prompts = rows if load.most else load.prompts
-        activations = self.kept * max(prompts * load.prompt, rows)
+        tokens = max(prompts * load.prompt, rows)
+        activations = self.kept * (min(tokens, PREFILL) if self.pooled else tokens)
+        cache = 0 if self.pooled else int(rows * load.longest_row * self.cache_bytes)
         return _largest_first(
-            (CACHE, int(rows * load.longest_row * self.cache_bytes)),
+            (CACHE, cache),
             ("activations", int(activations)),
             ("logits", self.scores(rows)),
             ("gathered weights", int(self.weights) if self.gathers else 0),

@@ -14,6 +14,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
+
 from rlflow.errors import Finding, UsageError
 from rlflow.graph.fields import Field
 from rlflow.graph.graph import Binding, Graph, Node
@@ -94,6 +96,8 @@ def _built(kind: Any, value: Any) -> Any:
     if origin in UNITED:
         rest = [each for each in given if each is not type(None)]
         return None if value is None else _built(rest[0], value)
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind.model_validate(value)
     if origin is tuple:
         if len(given) == 2 and given[1] is Ellipsis:
             return tuple(_built(given[0], each) for each in value)

@@ -26,7 +26,12 @@ class Place:
 
     @property
     def row_parts(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of each row part: those that share every layer share the rows."""
+        """The devices of each row part: those that share every layer share the rows.
+
+        Of an engine's devices the one that owns its process has them.
+        """
+        if self.instance is not None and self.instance.options is not None:
+            return tuple((device,) for device in self.instance.owners)
         tp = self.instance.tp if self.instance else 1
         return tuple(self.devices[n : n + tp] for n in range(0, len(self.devices), tp))
 
@@ -37,8 +42,8 @@ class Place:
 
     @property
     def everywhere(self) -> Spread:
-        """One part with all rows, held by every device."""
-        return Spread(parts=(self.devices,))
+        """One part with all rows, held by every device that holds any."""
+        return Spread(parts=(tuple(device for part in self.row_parts for device in part),))
 
     @property
     def first(self) -> Spread:

@@ -244,7 +244,8 @@ def _writers(plan: Plan, instance: str, trained: str) -> Iterator[Action]:
     if instance == trained:
         model = plan.instance(trained).model
         last = plan.graph.updates(model)[-1].name
-        return (a for a in plan.actions if a.kind == "run" and a.node == last)
+        runs = [a for a in plan.actions if a.kind == "run" and a.node == last]
+        return (a for a in runs if a.chunk is None or a.chunk.index + 1 == a.chunk.count)
     return (a for a in plan.actions if a.kind == "reshard" and instance in a.targets)
 
 

@@ -4,13 +4,14 @@ A chain begins with a rollout and goes on to the ops that read nothing but its r
 responses end by themselves, a chunk is the rows that end next: the rollout decodes all of them
 together and hands each piece on; row ops follow, group ops wait. Responses of one length end
 together, so there a chunk is equally many whole prompts, decoded one after the other, and group
-ops follow too. Batch ops, and whatever reads other rows, wait for all chunks. Which count is
-best is asked of whoever can tell the time.
+ops follow too, as do updates whose optimizer steps take the rows in their order. Other batch ops,
+and whatever reads other rows, wait for all chunks. Which count is best is asked of whoever can
+tell the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,16 +19,17 @@ from rlflow.errors import Finding, PlanError
 from rlflow.graph.check import num_prompts, num_rows
 from rlflow.graph.ending import ended_rows
 from rlflow.graph.graph import Graph, Node
+from rlflow.graph.steps import in_background, steps_in_order
 from rlflow.scheduler.context import Context
+from rlflow.scheduler.engines import own_pools
 from rlflow.scheduler.observed import parts_of
-from rlflow.scheduler.pieces import piece_of
+from rlflow.scheduler.pieces import COUNTS, piece_of
 from rlflow.scheduler.plan import Action, Chunk, Cost, Dep, Part, Plan, Reason
 from rlflow.scheduler.rowchecks import nearest_divisors, uneven_chunks
 from rlflow.scheduler.text import duration
 
 By = Literal["prompts", "finish"]
 
-AUTO = (1, 2, 4, 8)
 MARGIN = 0.05
 NO_CHAIN = "one piece: no rollout is followed by row ops of which other devices do one"
 
@@ -52,10 +54,11 @@ def stream(plan: Plan, context: Context) -> Plan:
     Raises PlanError where prompts do not divide into so many chunks, or a chunk's prompts over
     the parts of an op that refuses uneven ones.
     """
+    plan = step_by_step(plan, context)
     count = context.chunks
     if count == 1:
         return plan
-    chains = crossing_chains(plan)
+    chains = crossing_chains(plan, count)
     if not chains:
         return plan.noting("stream", NO_CHAIN)
     findings = [finding for chain in chains for finding in _findings(plan, chain, count)]
@@ -70,7 +73,41 @@ def stream(plan: Plan, context: Context) -> Plan:
         else:
             actions.append(_after_all(action, cut, count))
     caches = tuple(_cache(plan, chain, context) for chain in chains if chain.by == "finish")
-    return replace(plan, actions=tuple(actions), parts=(*plan.parts, *caches))
+    return own_pools(replace(plan, actions=tuple(actions), parts=(*plan.parts, *caches)))
+
+
+def step_by_step(plan: Plan, context: Context) -> Plan:
+    """Cut every update in the background into its optimizer steps, a run each."""
+    steps = {
+        node.name: steps_in_order(node)
+        for node in plan.graph.nodes
+        if in_background(node) and num_prompts(plan.graph, node) is not None and node.every == 1
+    }
+    if not steps:
+        return plan
+    actions: list[Action] = []
+    for action in plan.actions:
+        count = steps.get(str(action.node), 1)
+        pieces = [action] if count == 1 else []
+        for index in range(count if count > 1 else 0):
+            chunk = Chunk(index=index, count=count)
+            order = [Dep(action=pieces[-1].id, distance=0, kind="order")] if pieces else []
+            text = f"{action.reason.text}; a step at a time, where its devices are idle"
+            pieces.append(
+                replace(
+                    action,
+                    id=f"{action.id}{chunk}",
+                    chunk=chunk,
+                    after=(*action.after, *order),
+                    cost=_cost(plan, action, chunk, False, context),
+                    reason=Reason(rule="background", text=text),
+                )
+            )
+        actions += pieces
+    for name, count in steps.items():
+        if count > 1:
+            actions = [_after_all(action, (name,), count) for action in actions]
+    return replace(plan, actions=tuple(actions))
 
 
 def choose(bound: Plan, planned: Callable[[int], Plan]) -> tuple[int, str]:
@@ -79,11 +116,13 @@ def choose(bound: Plan, planned: Callable[[int], Plan]) -> tuple[int, str]:
     `bound` is the plan before it is cut; `planned` compiles with a count. A count whose plan is
     refused is left out; if all are, the error of the first is raised.
     """
-    chains = crossing_chains(bound)
-    if not chains:
+    found = {count: crossing_chains(bound, count) for count in COUNTS}
+    if not any(found.values()):
         return 1, NO_CHAIN
-    counts = [n for n in AUTO if not any(_findings(bound, chain, n) for chain in chains)]
+    fits = {n: not any(_findings(bound, chain, n) for chain in found[n]) for n in COUNTS}
+    counts = [n for n in COUNTS if fits[n] and (found[n] or n == 1)]
     if counts == [1]:
+        chains = max(found.values(), key=len)
         prompts = " and ".join(str(chain.prompts) for chain in chains)
         return 1, f"one piece: {prompts} prompts divide into no even chunks"
     periods: dict[int, float | None] = {}
@@ -129,16 +168,24 @@ def _pieces(count: int) -> str:
     return "one piece" if count == 1 else f"{count} chunks"
 
 
-def crossing_chains(plan: Plan) -> tuple[Chain, ...]:
+def crossing_chains(plan: Plan, count: int) -> tuple[Chain, ...]:
     """The chains of which some op works on rows that no device of its own has made.
+
+    Of updates those are among them whose steps can be shared out over `count` chunks.
 
     Where the devices of every op are among those that its rows come from, nothing could run
     beside anything; the host is a device like others.
     """
     devices = {str(action.node): frozenset(action.devices) for action in plan.actions}
     runs = {str(action.node): action for action in plan.actions}
-    ways = {n.name: _way(n, runs[n.name]) for n in plan.graph.nodes if n.op.rows == "expand"}
-    roots = _roots(plan.graph, ways, runs)
+    learn = frozenset(_in_steps(plan.graph, count))
+    followed = {plan.graph.node(name).rows_of for name in learn}
+    ways = {
+        node.name: _way(node, runs[node.name], node.name in followed)
+        for node in plan.graph.nodes
+        if node.op.rows == "expand"
+    }
+    roots = _roots(plan.graph, ways, runs, learn)
     above: dict[str, frozenset[frozenset[int]]] = {}
     crossed = set()
     for name in plan.graph.order():
@@ -158,19 +205,32 @@ def crossing_chains(plan: Plan) -> tuple[Chain, ...]:
     return tuple(chains)
 
 
-def _way(root: Node, run: Action) -> By:
-    """By what the rows of a rollout are cut."""
+def _in_steps(graph: Graph, count: int) -> Iterator[str]:
+    """The updates that make whole steps of the rows of each of `count` chunks."""
+    for node in graph.nodes:
+        steps = steps_in_order(node)
+        if steps > 1 and steps % count == 0 and node.every == 1 and not in_background(node):
+            yield node.name
+
+
+def _way(root: Node, run: Action, followed: bool) -> By:
+    """By what the rows of a rollout are cut; steps that follow it take whole prompts."""
     alike = "ignore_eos" in dict(root.params) or root.op.resumed is None
     own_rule = run.takes is not None and run.takes.rule not in ("whole", "balanced", "generated")
-    return "prompts" if alike or own_rule else "finish"
+    return "prompts" if alike or own_rule or followed else "finish"
 
 
-def _roots(graph: Graph, ways: Mapping[str, By], runs: Mapping[str, Action]) -> dict[str, str]:
-    """The rollout that begins the chain of each node that may be cut, by the node's name."""
+def _roots(
+    graph: Graph, ways: Mapping[str, By], runs: Mapping[str, Action], learn: Collection[str]
+) -> dict[str, str]:
+    """The rollout that begins the chain of each node that may be cut, by the node's name.
+
+    Those who `learn` are cut where all that they read is, by prompts.
+    """
     found: dict[str, str] = {}
     for name in graph.order():
         node = graph.node(name)
-        if not node.sources or not _cuttable(node):
+        if not node.sources or not (_cuttable(node) or name in learn):
             continue
         begun = {found.get(source) for source in node.sources}
         if begun == {None}:
@@ -178,7 +238,7 @@ def _roots(graph: Graph, ways: Mapping[str, By], runs: Mapping[str, Action]) -> 
                 found[name] = name
         elif len(begun) == 1:
             (root,) = (root for root in begun if root is not None)
-            if ways[root] == "prompts" or _row_by_row(node, runs[name]):
+            if ways[root] == "prompts" or (name not in learn and _row_by_row(node, runs[name])):
                 found[name] = root
     return found
 
@@ -268,7 +328,7 @@ def _chunks(
     return made
 
 
-def _after_all(action: Action, cut: Mapping[str, Chain], count: int) -> Action:
+def _after_all(action: Action, cut: Collection[str], count: int) -> Action:
     """An action in one piece, after all chunks of what it reads."""
     after: list[Dep] = []
     for dep in action.after:
@@ -283,6 +343,8 @@ def _after_all(action: Action, cut: Mapping[str, Chain], count: int) -> Action:
 def _purpose(plan: Plan, action: Action, chain: Chain, count: int) -> str:
     """What cutting a node is good for: those that start early, or what it goes along with."""
     name = str(action.node)
+    if plan.graph.node(name).op.use == "train":
+        return _steps(plan.graph.node(name), count)
     readers = [n.name for n in chain.nodes if name in n.sources]
     if not readers:
         return f"cut like {plan.graph.node(name).rows_of}, whose rows it reads"
@@ -294,6 +356,13 @@ def _purpose(plan: Plan, action: Action, chain: Chain, count: int) -> str:
     each = chain.prompts // count
     groups = "group" if each == 1 else f"{each} groups"
     return f"cut so that {who} can start on the first {groups}"
+
+
+def _steps(node: Node, count: int) -> str:
+    """What an update does of its steps in a chunk."""
+    each = steps_in_order(node) // count
+    many = "a step" if each == 1 else f"{each} steps"
+    return f"cut into {many} a chunk, of the rows that {node.rows_of} has made by then"
 
 
 def _cost(plan: Plan, action: Action, chunk: Chunk, begins: bool, context: Context) -> Cost:

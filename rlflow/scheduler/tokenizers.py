@@ -11,10 +11,12 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlflow.errors import Finding
+from rlflow.graph.check import made_by
 from rlflow.graph.graph import Graph, Node
 from rlflow.scheduler.known_shapes import PREFIX
 from rlflow.scheduler.shapes import model_directory
@@ -30,6 +32,11 @@ def tokenizer_findings(graph: Graph, near: Path | None) -> list[Finding]:
     """
     findings = []
     for node in graph.nodes:
+        if node.drafter is not None:
+            sampled_by, drafted_by = str(_path(graph, node)), graph.model(node.drafter).path
+            differences = differences_of(sampled_by, drafted_by, near)
+            shadow = replace(node, model=node.drafter)
+            findings += [_finding(shadow, str(node.model), differences)] if differences else []
         sampler, path = _sampler(graph, node), _path(graph, node)
         if sampler is None or path is None or node.op.use == "rollout":
             continue
@@ -42,7 +49,7 @@ def tokenizer_findings(graph: Graph, near: Path | None) -> list[Finding]:
 
 def _sampler(graph: Graph, node: Node) -> tuple[str, str] | None:
     """Whose tokenizer made the responses that a node reads: a name, and the path of a model."""
-    for bound in node.inputs:
+    for bound in (made_by(graph, each) for each in node.inputs):
         if bound.field.name == "response_tokens":
             source = graph.node(bound.source)
             written = dict(source.params).get("tokenizer")

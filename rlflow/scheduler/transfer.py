@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from rlflow.scheduler.context import Context
+from rlflow.scheduler.distributions import carried
 from rlflow.scheduler.pieces import piece_of
 from rlflow.scheduler.plan import Action, Chunk, Dep, Plan, Reason, Spread
 from rlflow.scheduler.spreads import in_place, sources_of
@@ -92,8 +93,13 @@ def _transfer(plan: Plan, demand: Demand, taken: set[str], context: Context) -> 
     where += f", in {len(demand.sources)} chunks" if len(demand.sources) > 1 else ""
     verb = "read" if len(demand.readers) > 1 else "reads"
     text = f"{where}; {readers} {verb} on {pool}{_shared_out(demand.takes)}"
-    whole = context.costs.fields(plan.graph.node(str(source.node)), demand.fields)
+    node = plan.graph.node(str(source.node))
+    made = [field for field in node.op.outputs if field.name in demand.fields]
+    whole = context.costs.fields(node, demand.fields)
     moved = int(whole * moved_share(source.makes, demand.takes))
+    share = piece_of(chunk, begins=False).share
+    cost = context.costs.copy(int(moved * share), kind="transfer")
+    wide = context.costs.fields(node, tuple(f.name for f in made if f.width))
     return Action(
         id=_unused(f"transfer:{source.node}->{pool}{chunk or ''}", taken),
         kind="transfer",
@@ -106,7 +112,7 @@ def _transfer(plan: Plan, demand: Demand, taken: set[str], context: Context) -> 
         takes=source.makes,
         makes=demand.takes,
         transport="object store",
-        cost=context.costs.copy(int(moved * piece_of(chunk, begins=False).share), kind="transfer"),
+        cost=carried(cost, wide * share, demand.takes, on_host=context.cluster.is_cpu),
         every=source.every,
         chunk=chunk,
         trip=None if source.trip is None else replace(source.trip, gate=False),

@@ -1,4 +1,4 @@
-"""Which trip through a loop a node is of, and which gate it comes after: look-ups of a graph."""
+"""Which trip through a loop a node is of, how likely that runs, and which gate it comes after."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rlflow.graph.graph import Graph, Node
+from rlflow.scheduler import keys
+from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.plan import Trip
 
 Made = tuple[str, str]
@@ -28,21 +30,38 @@ def keeps_surplus(graph: Graph, loop: str | None = None) -> bool:
     return any(dict(node.params).get("surplus") == "keep" for node in ends)
 
 
-def trip_of(node: Node, graph: Graph) -> tuple[Trip | None, float]:
+def expected_trips(end: Node, graph: Graph, costs: Costs) -> tuple[float, str]:
+    """How many trips a loop takes on average, from 1 to the most, and where that is from.
+
+    What the user expects goes first, then what earlier runs took, then what `end` assumes.
+    """
+    params = dict(end.params)
+    if "assumed" not in params:
+        return float(params["expected"]), "expected"
+    record = costs.cluster.measured.find(keys.trips(graph, end), costs.setting)
+    if record is None:
+        return float(params["expected"]), "assumed"
+    runs, most = len(record.chosen), float(params["at_most"])
+    by = "profile" if record.source == "profile" else f"{runs} run{'s' if runs > 1 else ''}"
+    return min(max(record.trips, 1.0), most), f"measured in {by}"
+
+
+def trip_of(node: Node, graph: Graph, costs: Costs) -> tuple[Trip | None, float]:
     """Which trip a node is of, and with what chance that runs."""
     if node.trip is None or node.loop is None:
         return None, 1.0
     index, count = node.trip
-    end = dict(graph.node(node.loop).params)
+    ends = graph.node(node.loop)
     gate = node.is_gate
     trip = Trip(
         loop=node.loop,
         index=index,
         of=count,
         gate=gate,
-        goal=float(end.get("batch", 1)),
+        goal=float(dict(ends.params).get("batch", 1)),
     )
-    return trip, min(max(float(end["expected"]) - index, 0.0), 1.0)
+    expected, _ = expected_trips(ends, graph, costs)
+    return trip, min(max(expected - index, 0.0), 1.0)
 
 
 def gate_before(node: Node, graph: Graph) -> str | None:

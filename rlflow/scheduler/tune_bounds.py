@@ -1,22 +1,23 @@
 """Figures of a candidate that need no plan: what it takes at least, and what cannot fit.
 
 No plan of a candidate has a shorter period than `Bounds.period`: a device does its runs one
-after another, and a model's next iteration waits for its update. What moves between
-devices, and between devices and the host, comes on top.
+after another, and a model's next iteration waits for its update, and for averages that are taken
+of it. What moves between devices, and between devices and the host, comes on top.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlflow.graph.graph import Graph, Node
+from rlflow.graph.steps import steps_in_order
 from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.instances import layout_findings
 from rlflow.scheduler.microbatches import in_micro_batches
 from rlflow.scheduler.pieces import WHOLE, Piece
-from rlflow.scheduler.plan import Cost, Instance, Plan, Spread
+from rlflow.scheduler.plan import MICRO_TOKENS, Cost, Instance, Plan, Spread
 from rlflow.scheduler.rowchecks import division_findings
 from rlflow.scheduler.tune_space import Candidate, Choice, Range, Role, alike, layouts_of
 
@@ -148,28 +149,31 @@ class Figures:
         seconds, need, at = [], 0, role.nodes[0].name
         why: Why | None = "layout" if layout_findings(instance, self.plan, self.costs) else None
         held = 0
-        for node in role.nodes if why is None else ():
+        for node in role.runs if why is None else ():
+            own = _averaged(node, instance) if node.averages else instance
             parts = instance.row_parts if node.op.dispatched not in ("all", "first") else 1
             if why is None and _undivided(self.plan.graph, node, instance, parts):
                 why, at = "rows", node.name
-            cost = self.costs.run(node, instance, parts)
+            cost = self.costs.run(node, own, parts)
             seconds.append(cost.seconds or 0.0)
-            awake = self._awake(node, instance)
+            awake = self._awake(node, instance, own)
             held = max(held, awake)
             if awake + (cost.transient or 0) > need:
                 need = awake + (cost.transient or 0)
                 at = node.name if why is None else at
         if why is None and need > room:
             why = "memory"
-        busy = sum(s / node.every for s, node in zip(seconds, role.nodes, strict=False))
+        busy = sum(s / node.every for s, node in zip(seconds, role.runs, strict=False))
         return Figure(
             seconds=tuple(seconds), busy=busy, held=held, need=need, room=room, why=why, at=at
         )
 
-    def _awake(self, node: Node, instance: Instance) -> int:
-        """Bytes that a node cannot do without while it runs."""
+    def _awake(self, node: Node, instance: Instance, own: Instance) -> int:
+        """Bytes that a node cannot do without while it runs, of an average both models' weights."""
         held = self.costs.weights(instance) or 0
-        if node.op.use == "train":
+        if own != instance:
+            held += self.costs.weights(own) or 0
+        elif node.op.use == "train":
             held += self.costs.gradients(instance) or 0
             held += self.costs.moments(instance) or 0
         return held
@@ -193,6 +197,18 @@ def _instance(role: Role, choice: Choice) -> Instance:
     )
 
 
+def _averaged(node: Node, source: Instance) -> Instance:
+    """The instance of the average that a node takes of another one, beside that."""
+    return replace(
+        source,
+        name=f"{node.model}@{source.pool}",
+        model=str(node.model),
+        uses=("train",),
+        recompute=False,
+        micro_tokens=MICRO_TOKENS,
+    )
+
+
 def _undivided(graph: Graph, node: Node, instance: Instance, parts: int) -> bool:
     """Whether a node's rows do not lie in so many parts."""
     if parts == 1 or not node.inputs:
@@ -213,20 +229,26 @@ class Bounds:
         self.names = graph.order()
         place = {name: index for index, name in enumerate(self.names)}
         nodes = [graph.node(name) for name in self.names]
-        self._sources = [[place[source] for source in node.sources] for node in nodes]
+        self._sources = [[place[source] for source in _waited_for(graph, n)] for n in nodes]
         self._every = [node.every for node in nodes]
         self._cut = [_may_be_cut(node) for node in nodes]
         host = [figures.costs.run(n, None, 1).seconds if n.model is None else 0.0 for n in nodes]
         self._host = [seconds or 0.0 for seconds in host]
-        self._at = [[place[node.name] for node in role.nodes] for role in figures.roles]
+        self._at = [[place[node.name] for node in role.runs] for role in figures.roles]
         self._cycles = [
             (
-                [place[node.name] for node in graph.readers(model.name) if node.every == 1],
-                [node.op.use == "rollout" for node in graph.readers(model.name) if node.every == 1],
+                [place[node.name] for node in _waiting(graph, model.name)],
+                [node.op.use == "rollout" for node in _waiting(graph, model.name)],
                 place[graph.updates(model.name)[-1].name],
             )
             for model in graph.models
             if graph.updates(model.name)
+        ]
+        taken = [node for node in nodes if node.averages]
+        updates = [graph.updates(str(node.averages))[-1] for node in taken]
+        self._cycles += [
+            ([place[update.name]], [False], place[node.name])
+            for node, update in zip(taken, updates, strict=True)
         ]
 
     def period(self, candidate: Candidate) -> float:
@@ -249,7 +271,8 @@ class Bounds:
     def recurrence(self, candidate: Candidate) -> float:
         """The longest chain from a use of a model's weights to its update, over the lag.
 
-        Of a chain that is cut into chunks each op takes at least one of them.
+        An average waits for the update that it is taken of, and the next one for the average. Of
+        a chain that is cut into chunks each op takes at least one of them.
         """
         seconds = list(self._host)
         for role, choice in enumerate(candidate.choices):
@@ -313,7 +336,19 @@ class Bounds:
         return self.period(candidate) + 2 * max(self.crowding(candidate), 0) / link
 
 
+def _waited_for(graph: Graph, node: Node) -> tuple[str, ...]:
+    """The nodes that one comes after within an iteration: whose fields it reads, or weights."""
+    updates = graph.updates(node.averages)[-1:] if node.averages else ()
+    return (*node.sources, *(update.name for update in updates))
+
+
+def _waiting(graph: Graph, model: str) -> list[Node]:
+    """Who reads the weights that the last iteration's update wrote, or `staleness` before it."""
+    return [n for n in graph.readers(model) if n.every == 1 and n.drafter != model]
+
+
 def _may_be_cut(node: Node) -> bool:
     """Whether streaming may work on a node's groups some at a time."""
     op = node.op
-    return op.per in ("row", "group") and op.rows in ("expand", "same") and op.use != "train"
+    along = op.per in ("row", "group") and op.rows in ("expand", "same")
+    return steps_in_order(node) > 1 or (along and op.use != "train")

@@ -28,7 +28,8 @@ Range = tuple[int, int]
 class Role:
     """Uses of `model` placed together under `key`; `source` is the role that trains its weights.
 
-    One that is `averaged` changes where another model is trained.
+    One that is `averaged` changes where another model is trained; `averages` are the nodes that
+    take what this one trains into such a model, on its devices.
     """
 
     key: str
@@ -38,6 +39,12 @@ class Role:
     rollout: bool
     source: int | None = None
     averaged: bool = False
+    averages: tuple[Node, ...] = ()
+
+    @property
+    def runs(self) -> tuple[Node, ...]:
+        """All that runs where it is placed."""
+        return (*self.nodes, *self.averages)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -91,7 +98,8 @@ def roles_of(graph: Graph) -> tuple[Role, ...]:
         role = Role(key=model.name, model=model.name, nodes=nodes, trained=trained, rollout=False)
         role = replace(role, averaged=model.averaged)
         if others:
-            roles.append(replace(role, nodes=others))
+            averages = graph.averaging(model.name) if trained else ()
+            roles.append(replace(role, nodes=others, averages=averages))
         if rollouts:
             key = f"{model.name}.rollout" if others else model.name
             source = len(roles) - 1 if trained else None

@@ -17,6 +17,7 @@ from rlflow.scheduler.context import Context
 from rlflow.scheduler.plan import Plan
 from rlflow.scheduler.rewrite.edits import with_node
 from rlflow.scheduler.rewrite.unused import unused_nodes
+from rlflow.scheduler.trips import expected_trips
 
 Made = tuple[str, str]
 
@@ -35,7 +36,7 @@ def unroll(plan: Plan, context: Context) -> Plan:
     for end in loops:
         plan = with_node(plan, _pruned(plan.graph, end))
         plan = unused_nodes(plan, context)
-        plan = _unrolled(plan, plan.graph.node(end.name))
+        plan = _unrolled(plan, plan.graph.node(end.name), context)
     return plan
 
 
@@ -103,7 +104,7 @@ def _pruned(graph: Graph, end: Node) -> Node:
     return replace(end, op=op, inputs=tuple(b for b in end.inputs if b.name in read))
 
 
-def _unrolled(plan: Plan, end: Node) -> Plan:
+def _unrolled(plan: Plan, end: Node, context: Context) -> Plan:
     graph, count = plan.graph, int(end.param("at_most"))
     body = [node for node in graph.nodes if node.loop == end.name]
     carried: dict[Made, Made] = {
@@ -138,8 +139,8 @@ def _unrolled(plan: Plan, end: Node) -> Plan:
             nodes.append(ended)
         elif node.loop != end.name:
             nodes.append(node)
-    how = "assumed" if "assumed" in dict(end.params) else "expected"
-    text = f"{end.name} takes at most {count} trips, {end.param('expected'):g} {how}; "
+    mean, how = expected_trips(end, graph, context.costs)
+    text = f"{end.name} takes at most {count} trips, {mean:.3g} {how}; "
     text += "a trip is left out where the loop is over"
     plan = replace(plan, graph=replace(graph, nodes=tuple(nodes)))
     return plan.noting("loop", text)

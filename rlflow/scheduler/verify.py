@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 from rlflow.scheduler.facts import Facts
 from rlflow.scheduler.plan import HOST, Plan
+from rlflow.scheduler.verify_engines import engines_are_apart, engines_sleep_between_rollouts
 from rlflow.scheduler.verify_graph import pauses_are_resumed, shared_work_is_exact
 from rlflow.scheduler.verify_loops import loops_are_read_whole, trips_are_gated
 from rlflow.scheduler.verify_memory import (
@@ -87,6 +88,10 @@ def graph_is_whole(facts: Facts) -> Iterator[str]:
                 yield f"{node.name} reads {binding}, which no node makes"
         if node.model is not None and all(node.model != model.name for model in graph.models):
             yield f"{node.name} uses model {node.model}, which the graph does not have"
+        drafter = dict(node.params).get("drafter")
+        if drafter is not None and all(drafter != model.name for model in graph.models):
+            yield f"{node.name} lets {drafter} draft, which the graph does not have"
+        used.add(drafter)
         if node.op.effect == "pure" and node.name not in read:
             yield f"nobody reads what {node.name} makes"
     for model in graph.models:
@@ -225,6 +230,7 @@ MEANING: tuple[tuple[str, Rule], ...] = (
     ("bind", instances_are_placed),
     ("bind", one_instance_is_trained),
     ("bind", averages_are_in_place),
+    ("bind", engines_are_apart),
     ("unroll", loops_are_read_whole),
     ("bind", chunks_are_legal),
     ("bind", trips_are_gated),
@@ -239,6 +245,7 @@ MEANING: tuple[tuple[str, Rule], ...] = (
     ("order", list_is_an_order),
     ("chain", memory_fits),
     ("chain", moves_are_needed),
+    ("chain", engines_sleep_between_rollouts),
     ("chain", devices_take_turns),
     ("chain", communicators_are_alone),
     ("timing", time_adds_up),

@@ -203,7 +203,7 @@ class Held:
     def _always_back(self, part: Part) -> int:
         """The actions during which a part never has a copy in host memory, as bits."""
         back = -1
-        if part.name in self.never_awake and part.kind != "gradients":
+        if part.name in self.never_awake and part.kind not in ("gradients", "pool"):
             back = 0
         own = self.spells.get(part.name, [])
         for number, spell in enumerate(own):
@@ -330,8 +330,8 @@ def _lacks_room(held: Held, part: Part, action: Action) -> bool:
 def _mode_is_right(facts: Facts, a: Action, part: Part) -> Iterator[str]:
     """Discarded is what is made anew before anyone reads it, and only that.
 
-    That is all gradients, and the weights that a reshard of every iteration fills next, of a
-    model whose adapters are not all that it sends.
+    That is all gradients and pools, and the weights that a reshard of every iteration fills
+    next, of a model whose adapters are not all that it sends.
     """
     at = list(facts.actions).index(a.id)
     following = (*facts.plan.actions[at + 1 :], *facts.plan.actions[:at])
@@ -339,7 +339,7 @@ def _mode_is_right(facts: Facts, a: Action, part: Part) -> Iterator[str]:
     model = facts.plan.graph.model(facts.instances[part.instance].model)
     filled = user is not None and part.instance in user.targets and user.every == 1
     filled = filled and model.lora is None
-    anew = part.kind == "gradients" or filled
+    anew = part.kind in ("gradients", "pool") or filled
     if (a.mode == "discard") is not anew:
         after = f"{user.id} is next to use it" if user else "nobody uses it"
         yield f"{a.id} is marked {a.mode}, and {after}"

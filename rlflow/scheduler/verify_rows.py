@@ -26,14 +26,16 @@ def chunks_are_legal(facts: Facts) -> Iterator[str]:
             continue
         node = graph.node(name)
         op = node.op
-        if op.per == "batch" or op.collective or op.effect != "pure":
+        at_once = op.per == "batch" or op.collective or op.effect != "pure"
+        if at_once and not _steps_follow(node, first.chunk):
             yield f"{first.id} is a chunk of a node that takes its batch at once"
-        if op.closing or node.every > 1 or op.rows not in ("expand", "same"):
+        if op.closing or node.every > 1 or not (op.rows in ("expand", "same") or at_once):
             yield f"{first.id} is a chunk of a node that has no rows of every iteration"
         yield from _cut_is_fair(facts, node, first)
         fed = any(facts.runs[source][0].chunk for source in node.sources)
         alike = all(_cut_alike(facts, source, first.chunk) for source in node.sources)
-        if (fed or op.rows == "same") and not alike:
+        alone = dict(node.params).get("background") is True
+        if (fed or op.rows != "expand") and not (alike or alone):
             yield f"{name} is cut, and not all of what it reads is, or otherwise"
         if first.begins is not (op.rows == "expand" and not fed):
             yield f"{first.id} begins a cut that it does not, or does not say so"
@@ -44,6 +46,13 @@ def chunks_are_legal(facts: Facts) -> Iterator[str]:
         for before, after in pairwise(pieces if ends_first(first) else ()):
             if not facts.comes_before(before.id, after.id, 0):
                 yield f"{after.id} goes on before {before.id} is over"
+
+
+def _steps_follow(node: Node, chunk: Chunk) -> bool:
+    """Whether each optimizer step of an update is of rows of one chunk, in the rows' order."""
+    said = dict(node.params)
+    once = node.op.use == "train" and said.get("epochs") == 1 and said.get("shuffle") is False
+    return once and chunk.by == "prompts" and said["mini_batches"] % chunk.count == 0
 
 
 def _cut_is_fair(facts: Facts, node: Node, first: Action) -> Iterator[str]:
@@ -132,10 +141,10 @@ def spreads_are_right(facts: Facts) -> Iterator[str]:
 
 def _is_formed(facts: Facts, a: Action, word: str, spread: Spread) -> Iterator[str]:
     """Parts have devices of the action, each once, and those that share layers share rows."""
-    held = spread.devices
-    wrong = held != a.devices and (len(set(held)) < len(held) or not set(held) <= set(a.devices))
+    held, able = spread.devices, facts.rows_on(a)
+    wrong = held != able and (len(set(held)) < len(held) or not set(held) <= set(able))
     if wrong or not all(spread.parts):
-        yield f"{a.id} {word} rows in parts {spread.parts}, it has devices {list(a.devices)}"
+        yield f"{a.id} {word} rows in parts {spread.parts}, it has devices {list(able)}"
     if (spread.rule == "whole") is not (len(spread.parts) == 1):
         yield f"{a.id} {word} {len(spread.parts)} parts by the rule {spread.rule}"
     instance = facts.instances.get(a.instance or "")
@@ -143,7 +152,7 @@ def _is_formed(facts: Facts, a: Action, word: str, spread: Spread) -> Iterator[s
         return
     if instance.sharded and held != instance.devices and set(held) != set(instance.devices):
         yield f"{a.id} leaves out ranks of {instance.name}, which compute together"
-    if instance.tp == 1:
+    if instance.tp == 1 or instance.options is not None:
         return
     part_of = {device: number for number, part in enumerate(spread.parts) for device in part}
     for n in range(0, len(instance.devices), instance.tp):
@@ -160,14 +169,14 @@ def _is_dispatched(facts: Facts, node: Node, a: Action, spread: Spread) -> Itera
     unreached = node.op.collective and instance is None
     if how in ("all", "first") or unreached or most == 1:
         alone = how == "first" or unreached
-        wanted = set(a.devices[:1]) if alone else set(a.devices)
+        wanted = set(a.devices[:1]) if alone else set(facts.rows_on(a))
         if len(spread.parts) != 1 or set(spread.devices) != wanted:
             yield f"{a.id} takes parts {spread.parts}, and its rows are not to be split"
     elif how == "parts":
         alike = all(facts.runs[source][0].makes == spread for source in node.sources)
         if not alike or spread.rule not in OWN_RULES:
             yield f"{a.id} takes parts {spread.parts} that its sources do not leave so"
-    elif len(spread.parts) != most or sum(map(len, spread.parts)) != len(a.devices):
+    elif len(spread.parts) != most or len(spread.devices) != len(facts.rows_on(a)):
         yield f"{a.id} takes {len(spread.parts)} parts, its devices hold {most}"
     elif spread.rule != ("balanced" if how == "split" else how):
         yield f"{a.id} takes parts by the rule {spread.rule}, its op says {how}"

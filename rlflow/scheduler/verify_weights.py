@@ -20,6 +20,7 @@ def instances_are_placed(facts: Facts) -> Iterator[str]:
     names = Counter([i.name for i in plan.instances] + [p.name for p in plan.parts])
     yield from (f"{times} things are called {name}" for name, times in names.items() if times > 1)
     served = {action.instance for action in plan.actions if action.kind == "run"}
+    served |= {name for a in plan.actions if a.kind == "run" for name, _ in a.reads}
     expected = facts.expected_parts
     for i in plan.instances:
         if plan.pools.get(i.pool) != i.devices:
@@ -168,7 +169,7 @@ def _held(source: Instance, target: Instance) -> bool:
     return all(
         device in source.devices
         and all(
-            theirs.start <= mine.start and mine.stop <= theirs.stop
+            not mine or (theirs.start <= mine.start and mine.stop <= theirs.stop)
             for mine, theirs in zip(
                 _sides(target, device, cells), _sides(source, device, cells), strict=True
             )
@@ -181,9 +182,12 @@ def _sides(instance: Instance, device: int, cells: int) -> tuple[range, ...]:
     """The cells that a device holds along the sides that are cut, of `cells` in each side.
 
     Of a parameter that `tp` cuts along its first side, of one it cuts along its second, and
-    of one it does not cut; `fsdp` cuts each along its first side.
+    of one it does not cut; `fsdp` cuts each along its first side. Of an engine the first rank
+    holds all, and shares it out itself.
     """
     rank = instance.devices.index(device) % (instance.fsdp * instance.tp)
+    if instance.options is not None:
+        return tuple(range(0 if rank else cells) for _ in range(3))
     shard, layer = divmod(rank, instance.tp)
     by_tp, by_fsdp = cells // instance.tp, cells // instance.fsdp
     by_both = by_tp // instance.fsdp

@@ -11,8 +11,8 @@ import itertools
 from dataclasses import dataclass, replace
 from math import gcd
 
-from rlflow.graph.graph import Node
 from rlflow.scheduler.context import Context
+from rlflow.scheduler.engines import brought, moving
 from rlflow.scheduler.layouts import held_in_place
 from rlflow.scheduler.plan import Action, Dep, Instance, Plan, Reason, Transport
 
@@ -35,7 +35,7 @@ def weights(plan: Plan, context: Context) -> Plan:
     actions = list(plan.actions)
     extra: dict[str, list[Dep]] = {action.id: [] for action in actions}
     for model in plan.graph.models:
-        updates = plan.graph.updates(model.name)
+        updates = _written_by(plan, model.name)
         if not updates:
             continue
         _chain_updates(updates, extra)
@@ -51,7 +51,7 @@ def weights(plan: Plan, context: Context) -> Plan:
         for group in _shared_passes(plan, model.name, demands):
             reshard = _reshard(plan, model.name, group, updates, context)
             extra[reshard.id] = []
-            extra[updates[0].name].append(Dep(action=reshard.id, distance=1, kind="order"))
+            extra[updates[0].id].append(Dep(action=reshard.id, distance=1, kind="order"))
             for demand in group:
                 for reader in demand.readers:
                     behind = 1 + lag_of(reader, demand.target)
@@ -72,24 +72,32 @@ def lag_of(reader: Action, instance: Instance) -> int:
     return dict(reader.reads)[instance.name]
 
 
-def _chain_updates(updates: tuple[Node, ...], extra: dict[str, list[Dep]]) -> None:
-    extra[updates[0].name].append(Dep(action=updates[-1].name, distance=1, kind="weights"))
+def _written_by(plan: Plan, model: str) -> tuple[Action, ...]:
+    """The runs that write a model's weights, in their order: by node, then piece by piece."""
+    runs = [action for action in plan.actions if action.kind == "run"]
+    updates = plan.graph.updates(model)
+    return tuple(run for node in updates for run in runs if run.node == node.name)
+
+
+def _chain_updates(updates: tuple[Action, ...], extra: dict[str, list[Dep]]) -> None:
+    extra[updates[0].id].append(Dep(action=updates[-1].id, distance=1, kind="weights"))
     for before, after in itertools.pairwise(updates):
-        extra[after.name].append(Dep(action=before.name, distance=0, kind="order"))
+        if not any(dep.action == before.id for dep in after.after):
+            extra[after.id].append(Dep(action=before.id, distance=0, kind="order"))
 
 
 def _order_readers(
     readers: list[Action],
     instance: Instance,
-    updates: tuple[Node, ...],
+    updates: tuple[Action, ...],
     extra: dict[str, list[Dep]],
 ) -> None:
     """Readers of the trained instance come between the writes of their version and the next."""
     for reader in readers:
         lag = lag_of(reader, instance)
-        written = Dep(action=updates[-1].name, distance=1 + lag, kind="weights")
+        written = Dep(action=updates[-1].id, distance=1 + lag, kind="weights")
         extra[reader.id].append(written)
-        extra[updates[0].name].append(Dep(action=reader.id, distance=-lag, kind="order"))
+        extra[updates[0].id].append(Dep(action=reader.id, distance=-lag, kind="order"))
 
 
 def _shared_passes(plan: Plan, model: str, demands: list[Demand]) -> list[list[Demand]]:
@@ -131,7 +139,7 @@ def _source(plan: Plan, model: str) -> Instance:
 
 
 def _reshard(
-    plan: Plan, model: str, group: list[Demand], updates: tuple[Node, ...], context: Context
+    plan: Plan, model: str, group: list[Demand], updates: tuple[Action, ...], context: Context
 ) -> Action:
     source = _source(plan, model)
     targets = [demand.target for demand in group]
@@ -143,7 +151,7 @@ def _reshard(
     nodes = list(dict.fromkeys(str(reader.node) for reader in readers))
     text = (
         f"{' and '.join(nodes)} read{'s' if len(nodes) == 1 else ''} v[i+1] on "
-        f"{' and '.join(pools)}{behind}; {updates[-1].name} writes it on {source.pool}"
+        f"{' and '.join(pools)}{behind}; {updates[-1].node} writes it on {source.pool}"
     )
     if len(targets) > 1:
         text += f"; one pass fills {len(targets)} instances"
@@ -159,13 +167,15 @@ def _reshard(
     lanes = len({device for target in targets for device in target.devices})
     devices = tuple(sorted({*source.devices, *(d for t in targets for d in t.devices)}))
     cost = context.costs.copy(moved, lanes, devices=devices, kind="reshard", transport=how)
+    for engine in [target for target in targets if target.options is not None][:1]:
+        cost = moving(cost, engine, "reshard", brought(moved), context.costs)
     return Action(
         id=f"reshard:{source.name}->{'+'.join(target.name for target in targets)}",
         kind="reshard",
         reason=Reason(rule="stale weights", text=text),
         devices=devices,
         pool="+".join(dict.fromkeys((source.pool, *pools))),
-        after=(Dep(action=updates[-1].name, distance=0, kind="weights"), *before),
+        after=(Dep(action=updates[-1].id, distance=0, kind="weights"), *before),
         instance=source.name,
         targets=tuple(target.name for target in targets),
         needs=tuple(dict.fromkeys((source.weights, *(target.weights for target in targets)))),

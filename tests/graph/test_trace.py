@@ -206,6 +206,61 @@ def test_wrong_level():
     assert "dtype float32, level rf.Row" == found.expected
 
 
+def test_a_field_of_the_wrong_type_is_told_with_what_makes_the_right_one():
+    @rf.op(per="row")
+    def values(finished: rf.Row[bool]) -> rf.Row[float]:
+        return 1.0 * finished
+
+    def declare():
+        actor, samples = actor_and_samples()
+        reward = ops.reward(exact, samples)
+        adv = ops.advantage("gae", samples, reward, values(samples))
+        ops.update(actor, samples, adv, loss=rf.PolicyLoss())
+
+    (found,) = findings(declare)
+
+    assert ("E104", "values:float32[row]") == (found.code, found.got)
+    assert "values = ops.values(critic, samples)" == found.fix
+
+
+def test_a_name_with_the_sign_of_trips():
+    def declare():
+        actor, samples = actor_and_samples()
+        ops.metrics(ops.reward(exact, samples, name="a#1"), name="b#")
+        adv = ops.advantage("grpo", samples, ops.reward(exact, samples))
+        ops.update(actor, samples, adv, loss=rf.PolicyLoss())
+
+    (found,) = findings(declare)
+
+    assert ("E130", "a name with '#': 'a#1'") == (found.code, found.what)
+    assert 'name="a_1"' == found.fix
+    assert "a#1" in found.where.text
+
+
+def test_a_loop_with_the_sign_of_trips_is_one_finding():
+    def declare():
+        actor, _ = actor_and_samples()
+
+        def attempt():
+            samples = ops.rollout(actor, ops.prompts(DATA, batch=4), n=4, max_new_tokens=8)
+            reward = ops.reward(exact, samples)
+            return samples, reward, ops.informative(samples, reward)
+
+        found = ops.repeat(attempt, until="informative", groups=4, at_most=2, name="try#2")
+        ops.update(actor, found, ops.advantage("grpo", found), loss=rf.PolicyLoss())
+
+    found = [f for f in findings(declare) if f.code == "E130"]
+
+    assert ["a name with '#': 'try#2'"] == [f.what for f in found]
+
+
+def test_models_and_pools_with_the_sign_of_trips():
+    with pytest.raises(ValueError, match="plain word, got 'actor#2'"):
+        rf.Model("actor#2", "some/model")
+    with pytest.raises(ValueError, match="pool 'gen#1': a name without '#'"):
+        rf.Placement(pools={"gen#1": 1}, assign={"*": rf.on("gen#1")})
+
+
 def test_name_clash_of_nodes_and_of_models():
     def declare():
         actor, samples = actor_and_samples()

@@ -413,6 +413,8 @@ class Speaker:
             log_probs=ragged_rows([[-1.0] * len(row) for row in rows], torch.float32),
             finished=torch.tensor([i % 2 == 0 for i in samples.tolist()]),
             rows=None,
+            drafted=0.0,
+            accepted=0.0,
         )
 
 

@@ -59,6 +59,8 @@ class Scripted:
             log_probs=ragged_rows([[-float(t) for t in row] for row in made], torch.float32),
             finished=torch.ones(len(made), dtype=torch.bool),
             rows=None,
+            drafted=0.0,
+            accepted=0.0,
         )
 
 

@@ -198,6 +198,35 @@ def test_a_loop_ends_by_a_bool_of_every_row_that_its_body_returns(until, code, w
     assert (code, what) == refused(gathering(until=until))[:2]
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("renamed", [False, True])
+def test_log_probs_of_another_temperature_are_found_behind_a_loop(temperature, renamed):
+    """Both are of the loop's end, which has the temperature of the rollout in it."""
+
+    def declare():
+        actor = rf.Model("actor", "models/tiny", optimizer=rf.AdamW(lr=1e-3))
+        ref = rf.Model("ref", "models/tiny")
+
+        def attempt():
+            prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=4)
+            samples = ops.rollout(actor, prompts, n=2, max_new_tokens=4, temperature=0.7)
+            reward = ops.reward(exact, samples)
+            scored = ops.log_probs(ref, samples, temperature=temperature)
+            scored = scored.rename(kept="ref_log_probs") if renamed else scored
+            return samples, reward, scored, ops.informative(samples, reward)
+
+        batch = ops.repeat(attempt, until="informative", groups=4, at_most=2)
+        batch = batch.rename(ref_log_probs="kept") if renamed else batch
+        loss = rf.PolicyLoss(kl_coef=0.1)
+        ops.update(actor, batch, ops.advantage("grpo", batch), loss=loss)
+
+    found = traced(declare)[1]
+
+    what = "'actor.update' compares log-probs of different temperatures"
+    got = "ref_log_probs of ref.log_probs at temperature 1, its own at 0.7"
+    assert found == ([("E244", what, got)] if temperature == 1.0 else [])
+
+
 def test_a_name_that_is_nearly_right_is_suggested():
     with tracing() as trace:
         gathering(until="informativ")()

@@ -75,6 +75,7 @@ def test_every_kind_loads_from_what_it_saves_and_from_its_line(kind):
         ("gspo", {"clip": (3e-4, 4e-4), "aggregate": "seq-mean-token-mean"}),
         ("gspo_token", {"clip": (3e-4, 4e-4), "aggregate": "seq-mean-token-mean"}),
         ("luspo", {"clip": (2e-3, 2.5e-3), "aggregate": "seq-mean-token-sum"}),
+        ("sequence_clip", {"clip": (0.2, 0.2), "aggregate": "seq-mean-token-sum"}),
         ("gmpo", {"clip": (0.4, 0.4), "aggregate": "seq-mean-token-mean"}),
         ("sapo", {"tau": (1.0, 1.05), "aggregate": "seq-mean-token-mean"}),
         ("cispo", {"ratio_max": 5.0, "ratio_min": None, "aggregate": "token-mean"}),
@@ -109,6 +110,11 @@ def test_what_differs_from_the_default_of_the_kind_is_printed():
         ("dro", {}, "dro needs beta"),
         ("dro", {"beta": 0}, "greater than 0"),
         ("gmpo", {"aggregate": "token-mean"}, "'token-mean' is not gmpo.*'seq-mean-token-mean'"),
+        (
+            "sequence_clip",
+            {"aggregate": "token-mean"},
+            "is not sequence_clip.*'seq-mean-token-sum'",
+        ),
         ("luspo", {"aggregate": "seq-mean-token-mean"}, "is not luspo.*'seq-mean-token-sum'"),
         ("cispo", {"ratio_max": 0.2}, "greater than or equal to 1"),
         ("cispo", {"ratio_min": 1.2}, "less than or equal to 1"),
@@ -215,7 +221,7 @@ def test_what_a_mask_of_responses_compares_with_has_to_be_there():
         graph(spec)
 
 
-@pytest.mark.parametrize("kind", ["gspo", "luspo", "gmpo"])
+@pytest.mark.parametrize("kind", ["gspo", "luspo", "sequence_clip", "gmpo"])
 def test_losses_of_responses_take_one_advantage_a_row(kind):
     graph(PolicyLoss(kind))
     with pytest.raises(GraphError, match=r"(?s)E104.*cannot read 'advantages'.*level rf\.Row"):

@@ -388,6 +388,8 @@ class Speaker:
             log_probs=ragged_rows([[-len(r) / 3] * len(r) for r in rows], torch.float32),
             finished=torch.tensor([a % 2 == 0 for a in samples.tolist()], dtype=torch.bool),
             rows=None,
+            drafted=0.0,
+            accepted=0.0,
         )
 
 

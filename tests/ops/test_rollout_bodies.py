@@ -52,6 +52,8 @@ class Scripted:
                 [self.sizes[s] < 8 and self.sizes[s] <= last for s in chosen], dtype=torch.bool
             ),
             rows=self.rows,
+            drafted=0.0,
+            accepted=0.0,
         )
 
 

@@ -55,6 +55,8 @@ class Speaker:
             log_probs=ragged_rows([[-1.0] * len(row) for row in rows], torch.float32),
             finished=torch.ones(len(rows), dtype=torch.bool),
             rows=None,
+            drafted=0.0,
+            accepted=0.0,
         )
 
 

@@ -65,13 +65,16 @@ def equal(cfg: Config) -> None:
     ref_lp, old_lp = ops.log_probs(ref, samples), ops.log_probs(actor, samples)
     adv = ops.advantage("grpo", samples, rewarded.rename(reward="bonus"))
     loss = rf.PolicyLoss("ppo_clip", kl_coef=0.1)
-    ops.update(actor, samples, adv, ref_lp, old_lp, loss=loss, epochs=2, mini_batches=2)
+    ops.update(actor, samples, adv, ref_lp, old_lp, loss=loss, STEPS)
     ops.metrics(digest(samples, centred(rewarded, samples)))
 """
 
 ACTOR = '"actor": rf.on("train"), "actor.rollout": rf.on("gen")'
+LOOK = f'{{"train": 1, "gen": 1, "look": 1}}, assign={{{ACTOR}, "ref": rf.on("look")}}'
+STEPS = {"equal": "epochs=2, mini_batches=2", "steps": "mini_batches=4, shuffle=False"}
 CASES = {
-    "equal": f'{{"train": 1, "gen": 1, "look": 1}}, assign={{{ACTOR}, "ref": rf.on("look")}}',
+    "equal": LOOK,
+    "steps": LOOK,
     "grpo_arithmetic": f'{{"train": 1, "gen": 1}}, assign={{{ACTOR}, "ref": rf.on("gen")}}',
     "ppo_arithmetic": '{"policy": 1, "others": 1}, assign={"actor": rf.on("policy"), '
     '"critic": rf.on("others"), "ref": rf.on("others")}',
@@ -80,7 +83,8 @@ CASES = {
 
 def streamed(case: str, folder: Path) -> Path:
     """A pipeline with placements `p1`, `p2` and `p4`, that cut into so many chunks."""
-    text = EQUAL if case == "equal" else (PIPELINES / f"{case}.py").read_text()
+    own = case in STEPS
+    text = EQUAL.replace("STEPS", STEPS[case]) if own else (PIPELINES / f"{case}.py").read_text()
     added = "".join(f'"p{n}": rf.Placement(pools={CASES[case]}, stream={n}), ' for n in (1, 2, 4))
     text = text.replace("placements={", "placements={" + added)
     file = folder / f"{case}.py"
@@ -125,9 +129,10 @@ def numbers(run: Path) -> list[dict[str, float]]:
     return [line.metrics for line in read_metrics(run / "metrics.jsonl")]
 
 
-def test_chunks_do_not_change_a_bit(runs):
+@pytest.mark.parametrize("case", ["equal", "steps"])
+def test_chunks_do_not_change_a_bit(runs, case):
     """Responses of one length: no sum in a model depends on how many rows are beside a row."""
-    found = runs("equal")
+    found = runs(case)
     whole, trained = numbers(found[1]), weights(found[1])
     for n in (2, 4):
         for one, many in zip(whole, numbers(found[n]), strict=True):

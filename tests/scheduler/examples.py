@@ -70,6 +70,9 @@ def grpo(
     path: str = "models/mid",
     kl_coef: float = 0.1,
     epochs: int = 1,
+    steps: int = 1,
+    shuffle: bool = False,
+    old: bool = False,
     every: int = 3,
     ignore_eos: bool = False,
 ) -> Graph:
@@ -82,11 +85,12 @@ def grpo(
         samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8, ignore_eos=ignore_eos)
         reward = ops.reward(exact, samples)
         given = [ops.log_probs(ref, samples)]
-        if epochs > 1:
+        if old or epochs > 1:
             given.append(ops.log_probs(actor, samples))
         advantage = ops.advantage("grpo", samples, reward)
         loss = rf.PolicyLoss("ppo_clip", kl_coef=kl_coef)
-        ops.update(actor, samples, advantage, *given, loss=loss, epochs=epochs)
+        order = {"mini_batches": steps, "shuffle": shuffle or steps == 1}
+        ops.update(actor, samples, advantage, *given, loss=loss, epochs=epochs, **order)
         if every:
             test = rf.data.arithmetic(digits=2, split="test")
             ops.evaluate(actor, test, exact, every=every, max_new_tokens=8, limit=16, name="eval")

@@ -39,7 +39,7 @@ def without_action(plan: Plan, name: str) -> Plan:
 def mutants(plan: Plan) -> Iterator[Mutant]:
     """Every mutant of every kind."""
     kinds = (removed, without_dep, swapped, moved, numbers, doubled, redirected, slept, spread)
-    kinds += (cut, caches, paused)
+    kinds += (cut, caches, paused, engines)
     for kind in kinds:
         yield from kind(plan)
 
@@ -250,6 +250,27 @@ def paused(plan: Plan) -> Iterator[Mutant]:
                 assert fields & {bound.field.name for bound in inputs}
                 early = replace(other, inputs=inputs)
                 yield f"{other.name} reads what is paused", with_node(plan, early)
+
+
+def engines(plan: Plan) -> Iterator[Mutant]:
+    """An engine that cannot give memory back, a pool that is copied or needed elsewhere."""
+    asleep = {a.instance for a in plan.actions if a.part is not None}
+    for i in plan.instances:
+        if i.options is None:
+            continue
+        savers = (None, False) if i.name in asleep else (None,)
+        changes = [{"options": i.options.model_copy(update={"memory_saver": s})} for s in savers]
+        changes += [{"options": None}, {"uses": ("forward", "rollout")}, {"recompute": True}]
+        for change in changes:
+            others = tuple(replace(o, **change) if o == i else o for o in plan.instances)
+            yield f"{i.name} with {change}", replace(plan, instances=others)
+        for a in plan.actions:
+            if i.pool_part not in a.needs and a.part is None:
+                needs = (*a.needs, i.pool_part)
+                yield f"{a.id} needs {i.pool_part}", with_action(plan, a.id, needs=needs)
+            if a.part == i.pool_part:
+                cost = replace(a.cost, moved=1)
+                yield f"{a.id} copies", with_action(plan, a.id, cost=cost)
 
 
 def with_node(plan: Plan, changed: Node) -> Plan:

@@ -44,7 +44,8 @@ class Player:
         self.running: list[tuple[Action, int]] = []
         self.moving: dict[tuple[str, int], int | None] = {}
         self.sampled: dict[tuple[str, int], int | None] = {}
-        self.open: dict[tuple[str, int], tuple[int, int | None]] = {}
+        self.open: dict[tuple[str, int], tuple[int, tuple[int | None, int]]] = {}
+        self.lost: dict[str, int] = defaultdict(int)
         self.broken: list[str] = []
 
     def ready(self, action: Action, turn: int) -> bool:
@@ -79,6 +80,7 @@ class Player:
             if action.part not in self.awake:
                 self.broken.append(f"{action.id}@{i} puts to sleep what sleeps")
             self.awake.discard(action.part)
+            self.lost[action.instance] += self.parts[action.part].kind == "pool"
             if action.mode == "discard" and self.parts[action.part].kind == "weights":
                 self.content[self.parts[action.part].instance] = None
             elif action.mode == "offload":
@@ -95,8 +97,9 @@ class Player:
         """Pieces of a rollout follow one another over the same weights; who goes on has newer."""
         held, node = self.content[action.instance], self.plan.graph.node(action.node)
         if ends_first(action):
-            before = self.open.get((action.node, i), (0, held))
-            if before != (action.chunk.index, held):
+            here = action.chunk.index, (held, self.lost[action.instance])
+            before = self.open.get((action.node, i), (0, here[1]))
+            if before != here:
                 self.broken.append(f"{action.id}@{i} goes on with piece {before}, not {held}")
         begun = (dict(node.params).get("resumes"), i)
         if begun[0] is not None:
@@ -166,7 +169,8 @@ class Player:
         self.over.add((action.id, i - action.ahead))
         self.made.add((action.id, i))
         if ends_first(action):
-            self.open[action.node, i] = action.chunk.index + 1, self.content[action.instance]
+            held = self.content[action.instance], self.lost[action.instance]
+            self.open[action.node, i] = action.chunk.index + 1, held
         if action.kind == "wake":
             self.awake.add(action.part)
             self.on_host.discard(action.part)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 
@@ -109,7 +109,11 @@ def _declare(draw: Draw) -> None:
         ops.average(ref, actor, every=draw(st.sampled_from([1, 2])))
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=draw(st.sampled_from([4, 8])))
     n = draw(st.sampled_from([2, 4]))
-    samples = ops.rollout(actor, prompts, n=n, max_new_tokens=8, ignore_eos=draw(flag))
+    drafter = None
+    if draw(st.integers(0, 3)) == 0:
+        drafter = rf.Model("drafter", draw(path), optimizer=adam if draw(flag) else None)
+    alike = draw(flag)
+    samples = ops.rollout(actor, prompts, n=n, max_new_tokens=8, ignore_eos=alike, drafter=drafter)
     reward = ops.reward(exact, samples)
     seen: list[Handle] = []
     if draw(flag):
@@ -124,6 +128,8 @@ def _declare(draw: Draw) -> None:
     if draw(flag):
         given.append(ops.log_probs(actor, samples))
     _judge(draw, path, samples)
+    if drafter is not None and drafter.optimizer is not None:
+        ops.train_drafter(drafter, samples, steps=draw(st.sampled_from([1, 2, 4])))
     if draw(flag):
         critic = rf.Model("critic", draw(path), head="value", optimizer=adam)
         values = ops.values(critic, samples)
@@ -138,9 +144,10 @@ def _declare(draw: Draw) -> None:
         *given,
         loss=rf.PolicyLoss("ppo_clip", kl_coef=kl),
         epochs=draw(st.sampled_from([1, 2])),
+        **_steps(draw),
     )
     if draw(st.integers(0, 3)) == 0:
-        ops.update(actor, samples, loss=rf.SFTLoss(), name="actor.more")
+        ops.update(actor, samples, loss=rf.SFTLoss(), name="actor.more", **_steps(draw))
     _second_rollout(draw, actor, ref, prompts, samples)
     for number, handle in enumerate(seen):
         ops.metrics(handle, name=f"metrics{number}")
@@ -149,6 +156,12 @@ def _declare(draw: Draw) -> None:
         ops.evaluate(
             actor, test, exact, every=period, max_new_tokens=8, limit=16, name=f"eval{number}"
         )
+
+
+def _steps(draw: Draw) -> dict[str, Any]:
+    """How many steps an update makes of the batch, and whether in the order of the rows."""
+    count = draw(st.sampled_from([1, 1, 2, 4]))
+    return {"mini_batches": count, "shuffle": count == 1 or draw(st.booleans())}
 
 
 def _judgements(draw: Draw, reward: Handle, samples: Handle) -> list[Handle]:
@@ -208,6 +221,8 @@ def placements(draw: Draw, graph: Graph) -> rf.Placement:
     for use in ("train", "forward", "rollout"):
         if draw(st.integers(0, 2)) == 0:
             assign[f"actor.{use}"] = draw(_ons(pools))
+    if draw(st.integers(0, 3)) == 0:
+        assign["actor.rollout"] = draw(engines_on(pools))
     for node in graph.nodes:
         if draw(st.integers(0, 1 if node.name.startswith("judged") else 5)) == 1:
             assign[node.name] = draw(_ons(pools))
@@ -217,6 +232,18 @@ def placements(draw: Draw, graph: Graph) -> rf.Placement:
     return rf.Placement(
         pools=pools, assign=assign, staleness=staleness, stream=stream, pause_at=pause_at
     )
+
+
+@st.composite
+def engines_on(draw: Draw, pools: dict[str, int | list[int]]) -> rf.On:
+    """An engine of its own on a pool, with a pool of keys and values as said or derived."""
+    pool = draw(st.sampled_from(sorted(pools)))
+    devices = pools[pool]
+    count = devices if isinstance(devices, int) else len(devices)
+    options = [{}, {}, {"max_total_tokens": 300}, {"memory_saver": False}]
+    engine = draw(st.sampled_from(["sglang", *(rf.SGLang(**said) for said in options)]))
+    tp = draw(st.sampled_from([1, 2])) if count % 2 == 0 else 1
+    return rf.on(pool, engine=engine, tp=tp)
 
 
 @st.composite

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
-from rlflow.graph.graph import Graph
+from rlflow.graph.graph import Graph, Node
 from rlflow.scheduler.plan import Action, Chunk, Plan, Timing
 from rlflow.scheduler.stream import choose, crossing_chains
 from tests.scheduler.examples import APART, MESH, SPLIT, compiled_with, grpo, ppo
@@ -34,6 +34,18 @@ ONE_PLACE = rf.Placement(
     pools={"all": 1},
     assign={"*": rf.on("all"), "reward": rf.on("all"), "advantage": rf.on("all")},
 )
+
+
+def learning(plan: Plan) -> list[Node]:
+    nodes = [node for node in plan.graph.nodes if node.op.use == "train"]
+    return [node for node in nodes if "background" not in dict(node.params)]
+
+
+def unordered() -> None:
+    actor = rf.Model("actor", "pipelines/assets/arith-tiny", optimizer=rf.AdamW(lr=1e-3))
+    prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
+    samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
+    ops.update(actor, samples, loss=rf.SFTLoss(), shuffle=False)
 
 
 def streamed(placement: rf.Placement, count: int | str) -> rf.Placement:
@@ -376,6 +388,9 @@ def test_every_plan_in_chunks_verifies(case):
         if found[0].chunk is None:
             assert 1 == len(found)
             continue
+        if "background" in dict(node.params):
+            assert dict(node.params)["mini_batches"] == len(found)
+            continue
         by = found[0].chunk.by
         assert [Chunk(index=i, count=count, by=by) for i in range(count)] == sorted(
             (a.chunk for a in found), key=lambda chunk: chunk.index
@@ -383,17 +398,67 @@ def test_every_plan_in_chunks_verifies(case):
         assert node.op.per == "row" or by == "prompts"
         if found[0].begins:
             own_rule = found[0].takes.rule == "long_first"
-            assert (by == "prompts") is (own_rule or "ignore_eos" in dict(node.params))
+            steps = any(dict(n.params).get("shuffle") is False for n in learning(plan))
+            assert steps or (by == "prompts") is (own_rule or "ignore_eos" in dict(node.params))
+        assert 1 == node.every
+        if node.op.use == "train":
+            said = dict(node.params)
+            assert (1, False) == (said["epochs"], said["shuffle"])
+            assert said["mini_batches"] % count == 0
+            continue
         assert node.op.per != "batch"
         assert "pure" == node.op.effect
-        assert 1 == node.every
         cut_sources = [runs(plan, source)[0].chunk is not None for source in node.sources]
         assert all(cut_sources) or node.op.rows == "expand"
 
 
+def test_steps_in_the_order_of_the_rows_follow_the_rollout():
+    plan = cut(grpo(steps=4), SPLIT, 2)
+    first, second = runs(plan, "actor.update")
+    assert "prompts" == first.chunk.by
+    assert {"advantage[1/2]", "actor.rollout[1/2]", "ref.log_probs[1/2]"} == read(first)
+    assert first.id in order_before(second)
+    (reshard,) = (a for a in plan.actions if a.kind == "reshard")
+    assert [second.id] == [dep.action for dep in reshard.after if dep.kind == "weights"]
+    assert (("actor@train", 0),) == first.reads == second.reads
+    assert "cut into 2 steps a chunk, of the rows that actor.rollout has made by then" in (
+        first.reason.text
+    )
+    whole = cut(grpo(steps=4), SPLIT, 1)
+    assert first.cost.seconds == pytest.approx(runs(whole, "actor.update")[0].cost.seconds / 2)
+    assert plan.timing.period < whole.timing.period
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps", "count", "pieces"),
+    [(1, 4, 2, 2), (1, 4, 4, 4), (1, 2, 4, 1), (2, 4, 2, 1), (1, 1, 2, 1)],
+)
+def test_an_update_is_cut_where_each_chunk_has_whole_steps(epochs, steps, count, pieces):
+    plan = cut(grpo(epochs=epochs, steps=steps), SPLIT, count)
+    assert pieces == len(runs(plan, "actor.update"))
+
+
+def test_shuffled_steps_wait_for_the_batch():
+    plan = cut(grpo(steps=4, shuffle=True), SPLIT, 2)
+    assert 1 == len(runs(plan, "actor.update"))
+    assert 2 == len(runs(plan, "actor.rollout"))
+
+
+def test_the_old_policy_is_read_whole_before_the_first_step():
+    """Log-probs of the trained weights are of the version that the first step begins with."""
+    plan = cut(grpo(steps=4, old=True), SPLIT, 4)
+    first = runs(plan, "actor.update")[0]
+    assert {f"actor.log_probs[{n}/4]" for n in (1, 2, 3, 4)} <= {d.action for d in first.after}
+
+
+def test_no_order_of_one_mini_batch():
+    with pytest.raises(AssertionError, match="there is nothing to shuffle"):
+        graph_of(unordered)
+
+
 def test_chains_that_cross_are_found():
     for ignore_eos, by in ((False, "finish"), (True, "prompts")):
-        (chain,) = crossing_chains(bound(ppo(ignore_eos=ignore_eos), APART))
+        (chain,) = crossing_chains(bound(ppo(ignore_eos=ignore_eos), APART), 2)
         assert ("actor.rollout", 8, 8) == (chain.root.name, chain.prompts, chain.rows)
         assert by == chain.by
 

@@ -101,3 +101,27 @@ def test_a_model_without_the_file_is_not_compared(check, tmp_path, rlflow):
     assert 4 == check(swapped).code
     (tmp_path / "teacher" / "tokenizer.json").unlink()
     assert 0 == rlflow("check", "pipeline.py", "--set", "teacher=teacher").code
+
+
+LOOP = """\
+    def attempt():
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=4)
+        found = ops.rollout(student, prompts, n=2, max_new_tokens=8)
+        reward = ops.reward(right, found)
+        renamed = found.rename(answer_tokens="response_tokens")
+        return renamed, reward, ops.informative(found, reward)
+
+    ended = ops.repeat(attempt, until="informative", groups=4, at_most=2, name="enough")
+    samples = ended.rename(response_tokens="answer_tokens")
+"""
+
+
+def test_another_vocabulary_is_refused_behind_a_loop(check, tmp_path):
+    lines = FILE.replace("MODEL", str(TINY)).splitlines(keepends=True)
+    begin = next(n for n, line in enumerate(lines) if "prompts = " in line)
+    (tmp_path / "pipeline.py").write_text("".join([*lines[:begin], LOOP, *lines[begin + 2 :]]))
+
+    assert 0 == check(lambda document: None).code
+    result = check(swapped)
+    assert 4 == result.code
+    assert "teacher.log_probs: model 'teacher' reads tokens of 'student'" in result.err

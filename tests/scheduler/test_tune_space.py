@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 import rlflow as rf
+from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.scheduler.cluster import cpu_cluster, parse_cluster
 from rlflow.scheduler.compile import compile_plan
@@ -35,6 +36,8 @@ from rlflow.scheduler.tune_space import (
 )
 from rlflow.scheduler.tune_text import placement_source
 from tests.scheduler.examples import HYBRID, MESH, SPLIT, TWICE, grpo, ppo
+from tests.scheduler.strategies import exact, graph_of
+from tests.scheduler.test_averages import ema
 
 
 def gpus(count):
@@ -203,12 +206,40 @@ def workshop(graph, where):
     return Moves(figures=figures, bounds=bounds, cluster=where, staleness=2, streams=(1, 2, 4))
 
 
-@pytest.mark.parametrize("build", [grpo, ppo])
+def heavy():
+    """An average that takes longer than the updates: one token of each prompt is learnt from."""
+
+    def declare():
+        actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))
+        ema = rf.Model("ema", "models/mid", optimizer=rf.Average())
+        other = rf.Model("other", "models/mid", optimizer=rf.Average())
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=4)
+        samples = ops.rollout(ema, prompts, n=2, max_new_tokens=1)
+        advantage = ops.advantage("grpo", samples, ops.reward(exact, samples))
+        near = ops.log_probs(other, samples)
+        ops.update(actor, samples, advantage, near, loss=rf.PolicyLoss(kl_coef=0.1))
+        ops.average(ema, actor)
+        ops.average(other, actor, every=2)
+
+    return graph_of(declare)
+
+
+AVERAGED = {
+    "ema": ema,
+    "ema every 3": lambda: ema(every=3, updates=2),
+    "ema unread": lambda: ema(kl_coef=0.0),
+    "two": heavy,
+}
+BUILT = {"grpo": grpo, "ppo": ppo, **AVERAGED}
+
+
+@pytest.mark.parametrize("build", BUILT)
 def test_no_plan_is_shorter_than_its_bound(build):
-    graph, where = build(), cpu_cluster(4, threads=1, memory=1e9)
+    graph, where = BUILT[build](), cpu_cluster(4, threads=1, memory=1e9)
     moves = workshop(graph, where)
-    candidates = {c for _, c in sorted(moves.promising())[::40]}
-    first = min(moves.promising())[1]
+    found = sorted(moves.promising())
+    candidates = {c for _, c in found[:: 1 + len(found) // 20]}
+    first = found[0][1]
     candidates |= set(list(moves.neighbours(first))[::5])
     compiled = 0
     for candidate in sorted(candidates):
@@ -220,8 +251,81 @@ def test_no_plan_is_shorter_than_its_bound(build):
         compiled += 1
         assert moves.bounds.resource(candidate) <= plan.timing.resource_bound * (1 + 1e-9)
         assert moves.bounds.period(candidate) <= plan.timing.period * (1 + 1e-9)
+        for role, choice in enumerate(candidate.choices):
+            figure = moves.figures.of(role, choice)
+            assert figure.why is None
+            assert figure.need <= min(plan.peaks[d] for d in range(*choice.range))
 
     assert compiled > 10
+
+
+@pytest.mark.parametrize("build", AVERAGED)
+def test_an_average_counts_where_its_model_is_trained(build):
+    """As the plan estimates it: its seconds, and both models' weights beside each other."""
+    graph, where = AVERAGED[build](), cpu_cluster(4, threads=1, memory=1e9)
+    moves = workshop(graph, where)
+    role = next(n for n, role in enumerate(moves.roles) if role.key == "actor")
+    taken = [node.name for node in moves.roles[role].averages]
+    assert [node.name for node in graph.nodes if node.averages] == taken
+    for layout in (Layout(), Layout(fsdp=2), Layout(tp=2, recompute=True)):
+        choice = Choice(0, 2, layout)
+        rest = [Choice(0, 4, Layout())] * len(moves.roles)
+        rest[role] = choice
+        placement = placement_of(Candidate(tuple(rest)), moves.roles)
+        plan = compile_plan(graph, placement, where, verified=False).plan
+        seconds = moves.figures.of(role, choice).seconds[-len(taken) :]
+        assert [plan.action(name).cost.seconds for name in taken] == list(seconds)
+
+
+def test_an_average_is_in_the_bounds_of_time_and_of_memory():
+    graph, where = heavy(), cpu_cluster(4, threads=1, memory=1e9)
+    moves = workshop(graph, where)
+    names = [role.key for role in moves.roles]
+    apart = Choice(2, 4, Layout())
+    choices = [apart] * len(names)
+    choices[names.index("actor")] = Choice(0, 2, Layout(fsdp=2))
+    figure = moves.figures.of(names.index("actor"), choices[names.index("actor")])
+    update, *averages = figure.seconds
+
+    assert 2 == len(averages)
+    assert figure.busy == pytest.approx(update + sum(averages))
+    sampled = moves.figures.of(names.index("ema"), apart).seconds[0]
+    assert moves.bounds.recurrence(Candidate(tuple(choices))) > sampled + update + averages[0]
+
+
+def test_the_next_update_waits_for_an_average_however_late_rollouts_are():
+    graph, where = ema(kl_coef=0.0), cpu_cluster(4, threads=1, memory=1e9)
+    moves = workshop(graph, where)
+    assert ["actor", "actor.rollout"] == [role.key for role in moves.roles]
+    apart = (Choice(0, 2, Layout(fsdp=2)), Choice(2, 4, Layout()))
+    update, average = moves.figures.of(0, apart[0]).seconds
+    late = moves.bounds.recurrence(Candidate(apart, staleness=99))
+
+    assert average > 0
+    assert late == pytest.approx(update + average)
+
+
+def test_both_weights_have_to_fit_where_an_average_is_taken():
+    """With adapters the update keeps little beside the weights, and an average of two is more."""
+
+    def declare():
+        options = {"lora": rf.LoRA(rank=1), "dtype": "float32"}
+        actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3), **options)
+        mean = rf.Model("mean", "models/mid", optimizer=rf.Average(), **options)
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=1)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=1)
+        advantage = ops.advantage("grpo", samples, ops.reward(exact, samples))
+        near = ops.log_probs(mean, samples)
+        ops.update(actor, samples, advantage, near, loss=rf.PolicyLoss(kl_coef=0.1))
+        ops.average(mean, actor)
+
+    graph, choice = graph_of(declare), Choice(0, 1, Layout())
+    needs = workshop(graph, cpu_cluster(1, threads=1, memory=1e9)).figures.of(0, choice)
+    assert "mean.average" == needs.at
+    short = workshop(graph, cpu_cluster(1, threads=1, memory=needs.need - 1)).figures
+    assert ("memory", "mean.average") == (short.of(0, choice).why, short.of(0, choice).at)
+    exact_fit = workshop(graph, cpu_cluster(1, threads=1, memory=needs.need)).figures
+    assert exact_fit.of(0, choice).why is None
 
 
 def test_the_chain_from_update_to_update_is_shared_by_the_lag_and_cut_by_chunks():

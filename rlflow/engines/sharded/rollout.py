@@ -12,6 +12,7 @@ from rlflow.engines.decoding import Responses
 from rlflow.engines.protocol import Generation, Reach, SampleKey, Sampling
 from rlflow.engines.rollout import EVERYTHING, TorchRollout
 from rlflow.engines.sharded.model import ShardedModel
+from rlflow.engines.speculative import Draft
 
 
 class AgreedResponses(Responses):
@@ -58,11 +59,12 @@ class ShardedRollout(TorchRollout):
         key: SampleKey,
         sample_ids: Tensor,
         reach: Reach = EVERYTHING,
+        draft: Draft | None = None,
     ) -> Generation:
         """See `TorchRollout.generate`; every rank of a row part returns the same."""
         self.model.require_ready()
         with self.model.gathered():
-            return super().generate(prompts, sampling, key, sample_ids, reach)
+            return super().generate(prompts, sampling, key, sample_ids, reach, draft)
 
     def responses(
         self, sampling: Sampling, key: SampleKey, sample_ids: Tensor, reach: Reach

@@ -101,6 +101,8 @@ def resume(call: Call) -> Output:
         response_tokens=_appended(begun, made.response_tokens, places),
         log_probs=_appended(inputs["rollout_log_probs"], made.log_probs, places),
         finished=finished,
+        drafted=made.drafted,
+        accepted=made.accepted,
     )
     fields = responses(call, whole)
     if "version" in call.wanted:
@@ -119,6 +121,8 @@ class Resumed:
     log_probs: Tensor
     finished: Tensor
     rows: Tensor | None = None
+    drafted: float = 0.0
+    accepted: float = 0.0
 
 
 def _appended(begun: Tensor, more: Tensor, places: Tensor) -> Tensor:
@@ -136,6 +140,7 @@ def drawn(params: Mapping[str, Any]) -> dict[str, Any]:
         "top_p": params.get("top_p", 1.0),
         "top_k": params.get("top_k", 0),
         "ignore_eos": "ignore_eos" in params,
+        "draft_tokens": params.get("draft_tokens", 0),
     }
 
 
@@ -165,8 +170,13 @@ def _ended(made: Generated) -> dict[str, Stat]:
 
 
 def _sampled(made: Generated) -> dict[str, Stat]:
-    """As `_ended`, and how long the longest is."""
-    return {**_ended(made), "length_max": max_of(lengths(made.response_tokens))}
+    """As `_ended`, how long the longest is, and which part of a drafter's tokens was right."""
+    drafts = Stat(kind="mean", total=made.accepted, count=made.drafted)
+    return {
+        **_ended(made),
+        "length_max": max_of(lengths(made.response_tokens)),
+        **({"acceptance": drafts} if made.drafted else {}),
+    }
 
 
 def as_texts(tokenizer: Any, tokens: Tensor) -> list[str]:

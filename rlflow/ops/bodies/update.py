@@ -20,7 +20,15 @@ from rlflow.batch import Batch, flat, lengths, make_batch, pad, ragged_like, sel
 from rlflow.errors import Finding, NumericsError, RunError
 from rlflow.ops.bodies import adaptive
 from rlflow.ops.bodies.batchwise import prepared
-from rlflow.ops.bodies.common import MASK, inputs_of, model_of, num_rows, padded_fields, row_numbers
+from rlflow.ops.bodies.common import (
+    MASK,
+    inputs_of,
+    model_of,
+    num_rows,
+    padded_fields,
+    row_numbers,
+    total_rows,
+)
 from rlflow.ops.bodies.selection import numbered, selected
 from rlflow.ops.bodies.stats import max_of, mean_of
 from rlflow.ops.body import Call, Output, Stat, Stepped
@@ -61,7 +69,8 @@ def update(call: Call) -> Output:
     Every part makes every step, without a row of its own where it has none of a mini-batch.
     Raises NumericsError where every step had to be skipped because a number was not finite; a
     single skipped step is counted in the metrics. Raises RunError for a sample that is older
-    than declared.
+    than declared. Where the steps of an iteration take several calls, the last one of these logs
+    the numbers of all.
     """
     batch, model, params = inputs_of(call), model_of(call), call.params
     ages = staleness(call, batch)
@@ -71,10 +80,12 @@ def update(call: Call) -> Output:
         spec = spec.model_copy(update={"old": params["old"]})
         if spec.old == "loglinear":
             batch = with_age(batch, call.iteration)
-    learning_rate, coefficients = model.learning_rate, adaptive.acting(spec, call.state)
-    steps: list[Stepped] = []
+    at_first = {**adaptive.acting(spec, call.state), "lr": model.learning_rate}
+    carried = call.carried if call.piece[1] > 1 else {}
+    at_first = carried.setdefault("at first", at_first)
+    steps: list[Stepped] = carried.setdefault("steps", [])
     batch = numbered(spec, batch, row_numbers(call))
-    for number, cut in enumerate(mini_batches(call, batch)):
+    for number, cut in enumerate(mini_batches(call, batch), len(steps)):
         if isinstance(spec, BatchwiseLoss):
             mini = prepared(call, spec, cut)
         else:
@@ -91,10 +102,11 @@ def update(call: Call) -> Output:
         )
         if steps[-1].applied:
             adaptive.follow(spec, call.state, steps[-1].metrics, totals)
+    if call.piece[0] + 1 < call.piece[1]:
+        return Output(metrics=ages)
     if not any(step.applied for step in steps):
         raise NumericsError(_not_finite(call, steps))
-    numbers = {**step_metrics(steps), **coefficients, "lr": learning_rate}
-    return Output(metrics={**numbers, **ages})
+    return Output(metrics={**step_metrics(steps), **at_first, **ages})
 
 
 def step_totals(call: Call, spec: Loss, mini: Batch) -> Totals:
@@ -162,6 +174,10 @@ def mini_batches(call: Call, batch: Batch) -> Iterator[Batch]:
     They are cut from the groups of all parts, so they do not depend on who has which rows.
     """
     epochs, parts = call.params["epochs"], call.params["mini_batches"]
+    if not call.params.get("shuffle", True):
+        for _ in range(epochs):
+            yield from _in_order(call, batch)
+        return
     if parts == 1:
         for _ in range(epochs):
             yield batch
@@ -178,6 +194,27 @@ def mini_batches(call: Call, batch: Batch) -> Iterator[Batch]:
             rank[chosen] = torch.arange(len(chosen))
             rows = torch.argsort(rank[member], stable=True)
             yield select_rows(batch, rows[(rank[member] < 0).sum() :])
+
+
+def _in_order(call: Call, batch: Batch) -> Iterator[Batch]:
+    """The mini-batches of one pass over the rows of this call, each the next part of all rows.
+
+    A group belongs to the mini-batch of its first row. Of several calls each has its share of the
+    rows, and so of the mini-batches.
+    """
+    index, count = call.piece
+    parts, numbers = call.params["mini_batches"], row_numbers(call)
+    groups = batch.get("group", None)
+    if groups is None:
+        groups = numbers
+    known, member = torch.unique(groups, return_inverse=True)
+    own = torch.full((len(known),), total_rows(call)).scatter_reduce(0, member, numbers, "amin")
+    met = call.peers.gather(torch.stack((known, own), 1).double()).long()
+    names, places = torch.unique(met[:, 0], return_inverse=True)
+    first = torch.full((len(names),), total_rows(call)).scatter_reduce(0, places, met[:, 1], "amin")
+    place = first[torch.searchsorted(names, groups.contiguous())] * parts // total_rows(call)
+    for part in range(parts * index // count, parts * (index + 1) // count):
+        yield select_rows(batch, (place == part).nonzero().flatten())
 
 
 def loss_function(spec: Loss, totals: Totals) -> LossFunction:

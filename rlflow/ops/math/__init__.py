@@ -58,7 +58,7 @@ from rlflow.ops.math.preference import (
 )
 from rlflow.ops.math.proximal import loglinear
 from rlflow.ops.math.rejection import divergence, kept
-from rlflow.ops.math.sequence_losses import gmpo, gspo, vespo
+from rlflow.ops.math.sequence_losses import gmpo, gspo, sequence_clip, vespo
 from rlflow.ops.math.token_losses import cispo, dppo_kl, dppo_tv, dro, reinforce, sapo
 
 __all__ = [
@@ -130,6 +130,7 @@ __all__ = [
     "rollout_measures",
     "sapo",
     "select",
+    "sequence_clip",
     "sequence_log_probs",
     "sft_objective",
     "teacher_advantages",

@@ -54,6 +54,38 @@ def gspo(
     return surrogate(select(ratio, mask, 1.0), advantages, mask, clip=clip, dual_clip=dual_clip)
 
 
+def sequence_clip(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip: tuple[float, float],
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Clipped surrogate of the ratio of a whole response, which is one action.
+
+    `W = exp(sum_t (log_probs - old_log_probs))`, not normalised by the length, and
+    `L = max(-A W, -A clamp(W, 1 - lo, 1 + hi)) / T` for each of the T tokens of the row, so that
+    seq-mean-token-sum is the mean over rows of the surrogate of W, with gradient
+    `-A W grad log_probs_t` inside the clip range. The surrogate is Schulman et al. 2017,
+    arXiv:1707.06347, eq. 7; a response as one action is RLOO, Ahmadian et al. 2024,
+    arXiv:2402.14740, whose REINFORCE gradient this has on-policy. With `dual_clip = c > 1`,
+    `L = min(L, -c A / T)` where `A < 0`.
+
+    `advantages` `[rows]`. Defaults: clip (0.2, 0.2), no dual clip. The log of W is held within
+    +-20; beyond its gradient is 0. Returns `(token_loss, W)`, `[rows, tokens]`; where masked 0
+    and 1. Others: the loss of TRL 1.16.0's RLOO trainer, which does not hold the log of W and has
+    -A, without a gradient, for an empty row.
+    """
+    difference = select(log_probs - old_log_probs.detach(), mask)
+    total = difference.sum(-1, keepdim=True, dtype=torch.float64)
+    ratio = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().to(log_probs.dtype)
+    ratio = select(ratio.expand_as(difference), mask, 1.0)
+    loss, _ = surrogate(ratio, advantages, mask, clip=clip, dual_clip=dual_clip)
+    return loss / mask.sum(-1, keepdim=True).clamp(min=1), ratio
+
+
 def gmpo(
     log_probs: Tensor,
     old_log_probs: Tensor,

@@ -69,6 +69,8 @@ class Lying:
         if action.kind == "run" and action.instance is None:
             spread = action.takes or action.makes
             return action.devices if spread is None else spread.devices
+        if action.kind == "run" and action.instance is not None:
+            return self._plan.instance(action.instance).owners
         return action.devices
 
     def answering(self, action: Action) -> tuple[int, ...]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from rlflow.runtime.checkpoint import Component
 
 START_SECONDS = 120.0
+CLOSE_SECONDS = 15.0
 RANK: Any = ray.remote(concurrency_groups={"rows": 1, "copies": 1})(Rank)
 
 
@@ -177,11 +178,21 @@ class RayMachine:
     def close(self) -> None:
         """Stop the processes, and the cluster if it was started here."""
         if self._ranks is not None:
+            self._close_engines(self._ranks)
             self._ranks.kill()
         if self._reservation is not None and not self._session.embedded:
             with contextlib.suppress(Exception):
                 self._reservation.release()
         self._session.close()
+
+    def _close_engines(self, ranks: Ranks) -> None:
+        """Have ranks end the processes beside them; those of a rank that is lost end with it."""
+        engines = [i for i in self.plan.instances if i.options is not None]
+        owners = sorted({device for engine in engines for device in engine.owners})
+        with contextlib.suppress(Exception):
+            asked = [ranks.actor(device).close.remote() for device in owners]
+            if asked:
+                wait(asked, CLOSE_SECONDS, doing="ending the engines")
 
     def _trained(self) -> list[Instance]:
         return [instance for instance in self.plan.instances if instance.trained]
@@ -234,7 +245,9 @@ class RayMachine:
             device: self.ranks.actor(device).start.remote(plan, replace(start, own=device))
             for device in self.ranks.everybody()
         }
-        self.answers(asked, "loading the models", START_SECONDS + options.deadline)
+        engines = [i.options.start_seconds for i in self.plan.instances if i.options is not None]
+        seconds = START_SECONDS + options.deadline + sum(engines)
+        self.answers(asked, "loading the models", seconds)
 
     def _everywhere(self, instance: Instance, verb: str, *words: Any) -> dict[int, Any]:
         """Ask every rank of an instance at once; their answers by device."""

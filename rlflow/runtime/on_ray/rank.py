@@ -245,6 +245,11 @@ class Rank:
         """How many entries the shard store has."""
         return len(self._ready().store)
 
+    def close(self) -> None:
+        """End what runs beside this process."""
+        if self._worker is not None:
+            self._worker.close()
+
     def _fault(self, point: str) -> None:
         """Pass a failpoint, on the rank that RLFLOW_FAULT_RANK names if it is set."""
         chosen = os.environ.get(FAULT_RANK)

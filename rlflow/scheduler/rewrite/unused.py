@@ -35,7 +35,7 @@ def _why(graph: Graph, unused: Node) -> str:
 
 def unused_models(plan: Plan, context: Context) -> Plan:
     """Drop the models that no node uses; one whose tokenizer alone is used is not loaded."""
-    used = {node.model for node in plan.graph.nodes}
+    used = {name for node in plan.graph.nodes for name in (node.model, node.drafter)}
     tokenized = {dict(node.params).get("tokenizer") for node in plan.graph.nodes}
     for model in plan.graph.models:
         if model.name not in used and model.path not in tokenized:

@@ -16,7 +16,7 @@ from rlflow.ops.math.aggregate import count
 from rlflow.ops.math.covariance import clip_cov, kl_cov
 from rlflow.ops.math.losses import clipped, ppo_clip
 from rlflow.ops.math.objective import policy_objective
-from rlflow.ops.math.sequence_losses import gmpo, gmpo_clipped, gspo, vespo
+from rlflow.ops.math.sequence_losses import gmpo, gmpo_clipped, gspo, sequence_clip, vespo
 from rlflow.ops.math.token_losses import (
     cispo,
     cispo_clipped,
@@ -58,6 +58,14 @@ def of_gmpo(new, old, a, clip):
     loss = -mean(a) * math.exp(mean(c))
     free = [(g > 0 and x <= high) or (g < 0 and x >= -low) for x, g in zip(d, a, strict=True)]
     return [(loss, loss * is_free) for is_free in free]
+
+
+def of_sequence_clip(new, old, a, clip):
+    """Each token has its share of the row's loss, and the row's whole ratio moves with each."""
+    w = math.exp(sum(x - y for x, y in zip(new, old, strict=True)))
+    found = [surrogate_of(w, each, *clip) for each in a]
+    slope = mean([grad for _, grad in found])
+    return [(value / len(a), slope) for value, _ in found]
 
 
 def of_vespo(new, old, a, gamma_positive, gamma_negative):
@@ -124,6 +132,7 @@ CASES = {
     "reinforce": (reinforce, of_reinforce, {}),
     "gspo": (gspo, of_gspo, {"clip": (0.1, 0.2)}),
     "gmpo": (gmpo, of_gmpo, {"clip": (0.1, 0.2)}),
+    "sequence_clip": (sequence_clip, of_sequence_clip, {"clip": (0.3, 0.4)}),
     "vespo": (vespo, of_vespo, {"gamma_positive": (2.0, 3.0), "gamma_negative": (3.0, 2.1)}),
     "cispo": (cispo, of_cispo, {"ratio_max": 1.2}),
     "cispo below": (cispo, of_cispo, {"ratio_max": 1.2, "ratio_min": 0.9}),
@@ -279,6 +288,71 @@ def test_gspo_by_hand():
     assert clipped(ratio, f64(2.0).view(1), mask, clip=(0.2, 0.2)).all()
     dual, _ = gspo(log_probs, old, f64(-2.0).view(1), mask, clip=(0.2, 0.2), dual_clip=1.1)
     torch.testing.assert_close(dual.detach(), f64([2.2, 2.2]), **EXACT)
+
+
+def sequence_by_hand():
+    """Rows of 2, 3 and 1 tokens, ratios e^.1 e^.05, e^-.2 e^.1 e^-.3 and e^.5; masked holes."""
+    old = f64([-1.0, -2.0, 9.0], [-1.0, -1.5, -0.5], [-3.0, math.nan, math.inf])
+    step = f64([0.1, 0.05, 7.0], [-0.2, 0.1, -0.3], [0.5, 0.0, 0.0])
+    mask = torch.tensor([[True, True, False], [True, True, True], [True, False, False]])
+    return (old + step).requires_grad_(), old, mask
+
+
+@pytest.mark.parametrize(
+    ("advantages", "options", "losses", "slopes"),
+    [
+        # W = e^.15 = 1.16, e^-.4 = 0.67, e^.5 = 1.65; clip to [0.8, 1.2].
+        ((2.0, 1.0, 0.5), {}, (-2 * 1.1618342, -0.6703200, -0.6), (-2 * 1.1618342, -0.67032, 0)),
+        ((-2.0, -1.0, -0.5), {}, (2.3236685, 0.8, 0.8243606), (2.3236685, 0, 0.8243606)),
+        (
+            (-2.0, -1.0, -0.5),
+            {"clip": (0.5, 0.5), "dual_clip": 1.1},
+            (2.2, 0.67032, 0.55),
+            (0, 0.67032, 0),
+        ),
+    ],
+)
+def test_sequence_clip_by_hand(advantages, options, losses, slopes):
+    """Averaged as it is, the mean over rows; the gradient of every token is the row's."""
+    log_probs, old, mask = sequence_by_hand()
+    batch = {"response_mask": mask, "advantages": f64(*advantages), "old_log_probs": old}
+    spec = PolicyLoss("sequence_clip", old="recomputed", **options)
+    loss, metrics = policy_objective(spec, {"log_probs": log_probs}, batch, count(mask))
+    loss.backward()
+    assert sum(losses) / 3 == pytest.approx(loss.item(), rel=1e-6)
+    expected = (f64(*slopes)[:, None] * mask / 3).expand(3, 3)
+    torch.testing.assert_close(log_probs.grad, expected, rtol=1e-6, atol=1e-12)
+    assert math.exp(0.5) == pytest.approx(metrics["ratio_max"].item())
+    stopped = [(a > 0) == (w > 1) and not low <= w <= high for a, w, low, high in (
+        (a, w, 1 - spec.clip[0], 1 + spec.clip[1])
+        for a, w in zip(advantages, (1.16183, 0.67032, 1.64872), strict=True)
+    )]  # fmt: skip
+    tokens = sum(n for n, is_stopped in zip((2, 3, 1), stopped, strict=True) if is_stopped)
+    assert tokens / 6 == pytest.approx(metrics["clip_fraction"].item())
+
+
+def test_the_ratio_of_a_response_is_not_normalised_by_its_length():
+    """Twice the tokens of the same log-ratio: gspo's ratio stays, the product is squared."""
+    step = f64([0.02] * 4)
+    old, options = f64([-1.0] * 4), {"clip": (0.5, 0.5)}
+    for length, product in ((2, 0.04), (4, 0.08)):
+        mask = torch.arange(4).expand(1, 4) < length
+        _, whole = sequence_clip(old + step, old, f64(1.0).view(1), mask, **options)
+        _, normed = gspo(old + step, old, f64(1.0).view(1), mask, **options)
+        assert math.exp(product) == pytest.approx(whole[0, 0].item(), rel=1e-12)
+        assert math.exp(0.02) == pytest.approx(normed[0, 0].item(), rel=1e-12)
+
+
+def test_the_ratio_of_a_response_is_held_where_its_exponential_would_not_be_finite():
+    old = f64([-1.0] * 4)
+    for moved, held in ((400.0, 20.0), (-400.0, -20.0)):
+        log_probs = (old + moved).requires_grad_()
+        loss, ratio = sequence_clip(
+            log_probs, old, f64(-1.0).view(1), TRUE, clip=(math.inf, math.inf)
+        )
+        loss.sum().backward()
+        assert math.exp(held) == pytest.approx(ratio[0, 0].item())
+        assert not log_probs.grad.any()
 
 
 def test_where_weights_are_cut_by_hand():

@@ -42,6 +42,7 @@ LOSSES = {
     "gspo": (PolicyLoss, {"kind": "gspo", "clip": (0.3, 0.4)}),
     "gspo token": (PolicyLoss, {"kind": "gspo_token", "clip": 0.3, "dual_clip": 1.4}),
     "luspo": (PolicyLoss, {"kind": "luspo", "clip": 0.3}),
+    "sequence clip": (PolicyLoss, {"kind": "sequence_clip", "clip": 0.6, "dual_clip": 1.7}),
     "gmpo": (PolicyLoss, {"kind": "gmpo", "entropy_coef": 0.2}),
     "cispo": (PolicyLoss, {"kind": "cispo", "ratio_max": 1.2, "ratio_min": 0.9}),
     "sapo": (PolicyLoss, {"kind": "sapo", "old": "rollout", "kl_coef": 0.1}),

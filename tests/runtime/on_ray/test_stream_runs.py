@@ -18,7 +18,7 @@ import rlflow as rf
 from rlflow import ops
 
 class Config(rf.Config):
-    pass
+    ordered: bool = False
 
 def judge(response: str, answer: str) -> float:
     return float(sum(map(ord, response)) % 7)
@@ -80,7 +80,8 @@ def chunks(cfg: Config) -> None:
     ref_lp, old_lp = ops.log_probs(ref, samples), ops.log_probs(actor, samples)
     adv = ops.advantage("grpo", samples, rewarded.rename(reward="bonus"))
     loss = rf.PolicyLoss("ppo_clip", kl_coef=0.1)
-    ops.update(actor, samples, adv, ref_lp, old_lp, loss=loss, epochs=2, mini_batches=2)
+    steps = {{"mini_batches": 4, "shuffle": False}} if cfg.ordered else {{"epochs": 2}}
+    ops.update(actor, samples, adv, ref_lp, old_lp, loss=loss, **{{"mini_batches": 2, **steps}})
     ops.metrics(digest(samples, centred(rewarded, samples)))
 """
 
@@ -116,8 +117,9 @@ def compiled(tmp_path):
     file = tmp_path / "chunks.py"
     file.write_text(PIPELINE)
 
-    def call(placement, devices, backend=None):
+    def call(placement, devices, backend=None, ordered=False):
         target = Target(
+            settings=(f"ordered={ordered}",),
             pipeline=str(file),
             placement=placement,
             devices=f"cpu:{devices}",
@@ -146,20 +148,22 @@ def chunked(plan, kind):
     return {a.node for a in plan.actions if a.kind == kind and a.chunk is not None}
 
 
-def test_chunks_between_processes_have_the_bits_of_one_process_and_one_piece(compiled):
+@pytest.mark.parametrize("ordered", [False, True])
+def test_chunks_between_processes_have_the_bits_of_one_process_and_one_piece(compiled, ordered):
     from rlflow.runtime.local import LocalMachine
     from rlflow.runtime.worker import Worker
 
     local = []
     for placement in ("split", "split2"):
-        plan, file = compiled(placement, 2)
+        plan, file = compiled(placement, 2, ordered=ordered)
         worker = Worker(plan, seed=0, near=file)
         local.append(played(plan, LocalMachine(plan, worker, threads=1)))
         assert 0 == len(worker.store)
-    plan, file = compiled("split2", 2, "ray")
+    plan, file = compiled("split2", 2, "ray", ordered)
     there, left = on_ray(plan, file)
 
     assert {"actor.rollout", "prompts"} <= chunked(plan, "transfer")
+    assert ordered is ("actor.update" in chunked(plan, "run"))
     assert {0} == set(left.values())
     whole, here = local
     assert here == there
@@ -172,9 +176,10 @@ def test_chunks_between_processes_have_the_bits_of_one_process_and_one_piece(com
 
 
 @pytest.mark.slow
-def test_chunks_over_sharded_ranks_make_the_same_tokens_and_losses(compiled):
-    one, _ = on_ray(*compiled("fsdp", 3))
-    plan, file = compiled("fsdp2", 3)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_chunks_over_sharded_ranks_make_the_same_tokens_and_losses(compiled, ordered):
+    one, _ = on_ray(*compiled("fsdp", 3, ordered=ordered))
+    plan, file = compiled("fsdp2", 3, ordered=ordered)
     two, left = on_ray(plan, file)
 
     assert {"actor.rollout", "ref.log_probs", "bonus", "centred"} <= chunked(plan, "run")

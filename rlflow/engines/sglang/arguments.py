@@ -1,0 +1,136 @@
+"""What an SGLang engine is started with: its arguments, its environment, its interpreter.
+
+This file knows the names of SGLang's options, and no process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from rlflow.graph.engines import SGLang
+
+SHIMS = Path(__file__).with_name("cpu_shims")
+# A request may have fewer tokens than the engine's context; the rest stays unused.
+SPARE_CONTEXT = 16
+STREAM_INTERVAL = 16
+CPU_POOL_TOKENS = 16384
+CPU_REQUESTS = 256
+PASSED_ON = (
+    "mem_fraction_static",
+    "max_total_tokens",
+    "max_running_requests",
+    "attention_backend",
+    "quantization",
+)
+
+
+def interpreter(options: SGLang) -> str:
+    """The interpreter that SGLang is installed for."""
+    return options.python or os.environ.get("RLFLOW_SGLANG_PYTHON") or sys.executable
+
+
+def arguments(
+    options: SGLang,
+    *,
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: int,
+    seed: int,
+    context: int | None,
+) -> dict[str, Any]:
+    """Arguments of `sglang.Engine`; what is None is left to it."""
+    given = {name: getattr(options, name) for name in PASSED_ON}
+    made: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    made |= {
+        "model_path": path,
+        "skip_tokenizer_init": True,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "tp_size": ranks,
+        "random_seed": seed,
+        "stream_interval": STREAM_INTERVAL,
+        "weight_version": "0",
+        "skip_server_warmup": True,
+        "log_level": "error",
+        "disable_cuda_graph": not options.cuda_graph,
+    }
+    if context is not None:
+        made["context_length"] = context + SPARE_CONTEXT
+    if options.deterministic:
+        made["enable_deterministic_inference"] = True
+    if device.type == "cpu":
+        made = on_cpu(made, pool="mem_fraction_static" not in given)
+    elif options.memory_saver:
+        made["enable_memory_saver"] = True
+    return {**made, **options.args}
+
+
+def on_cpu(made: Mapping[str, Any], *, pool: bool) -> dict[str, Any]:
+    """The same for a CPU: attention of all sequences at once, a pool that does not take it all."""
+    plain = {
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "disable_overlap_schedule": True,
+        "mem_fraction_static": 0.1,
+        "max_total_tokens": CPU_POOL_TOKENS,
+        "max_running_requests": CPU_REQUESTS,
+    }
+    if "attention_backend" not in made:
+        # Named by phase, they are taken on a CPU without AMX too.
+        plain["prefill_attention_backend"] = plain["decode_attention_backend"] = "intel_amx"
+    return {**plain, **made, "disable_cuda_graph": True}
+
+
+def environment(
+    python: str, *, device: torch.device, devices: Sequence[int], threads: int
+) -> dict[str, str]:
+    """The environment of an engine's process: this one's, but for what is Python's own.
+
+    On a CPU it finds stand-ins for what has no wheel there; torchvision lies beside the
+    interpreter's environment, where `scripts/sglang_cpu.sh` puts it.
+    """
+    dropped = {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"}
+    made = {name: value for name, value in os.environ.items() if name not in dropped}
+    made["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    made["OMP_NUM_THREADS"] = str(max(1, threads))
+    # Threads that spin while they wait take the cores of other processes.
+    made["GOMP_SPINCOUNT"] = "0"
+    if device.type == "cpu":
+        beside = Path(python).parent.parent / "torchvision"
+        made["PYTHONPATH"] = os.pathsep.join([str(SHIMS), str(beside)])
+        made["SGLANG_USE_CPU_ENGINE"] = "1"
+        made["TORCHDYNAMO_DISABLE"] = "1"
+        if len(devices) > 1:
+            made["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores(devices))
+    else:
+        made["CUDA_VISIBLE_DEVICES"] = ",".join(visible(devices))
+    return made
+
+
+def visible(devices: Sequence[int]) -> list[str]:
+    """The names of CUDA devices for a process that is to see only these."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = named.split(",") if named else []
+    return [names[index] if index < len(names) else str(index) for index in devices]
+
+
+def cores(devices: Sequence[int]) -> list[str]:
+    """The core of each rank on a CPU; where there are more ranks, some share one."""
+    here = sorted(os.sched_getaffinity(0))
+    return [str(here[index % len(here)]) for index in devices]
+
+
+def free_port() -> int:
+    """A port that nobody uses at the moment, for the ranks of one engine to meet at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

@@ -1,0 +1,60 @@
+"""The script that starts an engine's script and ends its whole process group when it is time.
+
+That is when the worker which started it is gone, or the engine. It runs in the engine's
+interpreter, needs the standard library alone, and knows neither rlflow nor SGLang.
+Arguments: the socket's descriptor, the worker's process id.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+PR_SET_PDEATHSIG = 1
+SECONDS = 1.0
+
+
+def on_parents_death(number: int) -> None:
+    """Have the kernel send this process a signal when its parent is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def guard(engine: int, worker: int) -> NoReturn:
+    """Wait until the worker or the engine is gone, then end every process of this group.
+
+    Standard input ends with the worker, the descriptor `engine` with the engine. A guardian
+    that is stopped goes on when its worker dies.
+    """
+    on_parents_death(signal.SIGCONT)
+    while os.getppid() == worker:
+        if select.select([sys.stdin.fileno(), engine], [], [], SECONDS)[0]:
+            break
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+    raise AssertionError("killed")
+
+
+def main() -> None:
+    """Fork: the child becomes the engine, and dies with this process at the latest."""
+    connection, worker = sys.argv[1:3]
+    guardian = os.getpid()
+    alive, held = os.pipe()
+    if os.fork():
+        os.close(int(connection))
+        os.close(held)
+        guard(alive, int(worker))
+    on_parents_death(signal.SIGKILL)
+    if os.getppid() != guardian:
+        return
+    os.set_inheritable(held, True)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+    script = str(Path(__file__).with_name("serve.py"))
+    os.execv(sys.executable, [sys.executable, script, connection, str(held)])  # noqa: S606
+
+
+if __name__ == "__main__":
+    main()

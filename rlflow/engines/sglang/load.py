@@ -1,0 +1,136 @@
+"""Making an `EngineModel` and its rollout of a directory or hub name.
+
+The engine reads a directory made for it: the same config and weights, without the tokens that end
+a response, since those come with every request. This file knows no requests.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rlflow.engines.loading import Init, auto, build, check_path, quiet, read
+from rlflow.engines.sglang.arguments import arguments, environment, free_port, interpreter
+from rlflow.engines.sglang.memory import SharedWeights
+from rlflow.engines.sglang.model import EngineModel
+from rlflow.engines.sglang.process import Command
+from rlflow.engines.sglang.replica import Launch
+from rlflow.engines.sglang.rollout import SGLangRollout
+
+if TYPE_CHECKING:
+    from rlflow.graph.engines import SGLang
+
+PATIENCE = 120.0
+LEFT_OUT = {"config.json", "generation_config.json"}
+
+
+def load_engine(
+    path: str,
+    *,
+    name: str,
+    options: SGLang,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    seed: int = 0,
+    init: Init = "weights",
+    threads: int = 1,
+    devices: Sequence[int] = (),
+    patience: float = PATIENCE,
+) -> tuple[EngineModel, SGLangRollout]:
+    """Start an engine with the weights of `path`, or random ones that are a function of `seed`.
+
+    `devices` are the numbers of the devices (of the cores on a CPU) of its tensor-parallel
+    ranks, by default the one of `device`. Nothing of the engine may stand still for longer than
+    `patience` seconds while it is asked something. Raises UsageError for a path that cannot be
+    read or an interpreter without SGLang, RunError where the engine does not start.
+    """
+    check_path(path, init)
+    place = torch.device(device)
+    ranks = tuple(devices) or (place.index or 0,)
+    with quiet():
+        config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
+        module = read(path, lambda: build(path, config, "lm", dtype, seed, init))
+    weights = {key: value.detach() for key, value in module.named_parameters()}
+    staging = SharedWeights(weights, pinned=place.type == "cuda")
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    context = options.context_length or limit
+    directory = tempfile.mkdtemp(prefix="rlflow-model-")
+    readable(Path(directory), path, module if init == "random" else None)
+    del module, weights
+    python = interpreter(options)
+    given = arguments(
+        options,
+        path=directory,
+        dtype=dtype,
+        device=place,
+        ranks=len(ranks),
+        seed=seed,
+        context=context,
+    )
+    launch = Launch(
+        name=name,
+        command=Command(
+            python=python,
+            environment=environment(python, device=place, devices=ranks, threads=threads),
+            descriptors=(staging.descriptor,),
+        ),
+        message=partial(starting, given, staging, len(ranks)),
+        directory=directory,
+        cuda=place.type == "cuda",
+        start_seconds=options.start_seconds,
+        patience=patience,
+    )
+    model = EngineModel(launch, staging, config, context=context, dtype=dtype)
+    return model, SGLangRollout(model, seeded=options.deterministic)
+
+
+def starting(
+    given: Mapping[str, Any], staging: SharedWeights, ranks: int, first: bool
+) -> dict[str, Any]:
+    """What an engine is told at its start; a replacement has to be given weights first."""
+    return {
+        "arguments": {"nccl_port": free_port(), **given},
+        "table": staging.table,
+        "memory": staging.descriptor,
+        "bytes": staging.size,
+        "ranks": ranks,
+        "version": 0 if first else None,
+    }
+
+
+def readable(directory: Path, path: str, module: nn.Module | None) -> None:
+    """Fill a directory that SGLang loads: a config without ends, and weights.
+
+    The weights are those of `path`, or of `module` if one is given.
+    """
+    source = located(path)
+    if module is None:
+        for file in source.iterdir():
+            if file.name not in LEFT_OUT and file.is_file():
+                (directory / file.name).symlink_to(file.resolve())
+    else:
+        whole: Any = module
+        with quiet():
+            whole.save_pretrained(directory)
+        (directory / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((source / "config.json").read_text())
+    for part in (config, config.get("text_config") or {}):
+        part["eos_token_id"] = None
+    (directory / "config.json").unlink(missing_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def located(path: str) -> Path:
+    """The directory of a model: itself, or where a hub's files lie."""
+    if Path(path).is_dir():
+        return Path(path)
+    from transformers.utils import cached_file
+
+    return Path(str(cached_file(path, "config.json"))).parent

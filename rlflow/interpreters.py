@@ -1,0 +1,99 @@
+"""The interpreter that SGLang runs in, which may be another than this one, and what it lacks.
+
+Asks that interpreter for its packages; starts no engine. Knows neither plans nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+from rlflow.errors import Finding
+
+VARIABLE = "RLFLOW_SGLANG_PYTHON"
+NEEDED = ("sglang", "torch", "transformers")
+SECONDS = 30.0
+# What CPUs and accelerators need beside them comes with `sglang` or is stood in for.
+ASK = """
+import importlib.metadata as m, json, platform, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = m.version(name)
+    except m.PackageNotFoundError:
+        pass
+print(json.dumps([platform.python_version(), found]))
+"""
+FIX = f"scripts/sglang_cpu.sh ENV, then export {VARIABLE}=ENV/bin/python"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interpreter:
+    """An interpreter by its path: its version, its packages by name, and why it cannot be asked."""
+
+    path: str
+    version: str = ""
+    packages: dict[str, str] = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The packages that an engine needs and that are not there."""
+        return tuple(name for name in NEEDED if name not in self.packages)
+
+    def describe(self) -> str:
+        """One line: path, then versions or what is wrong."""
+        if self.problem:
+            return f"{self.path}: {self.problem}"
+        known = [f"{name} {version}" for name, version in self.packages.items()]
+        told = ", ".join([f"python {self.version}", *known])
+        lacks = f"; no {', no '.join(self.missing)}" if self.missing else ""
+        return f"{self.path}: {told}{lacks}"
+
+
+def sglang_python(said: str | None = None) -> str:
+    """The interpreter of an engine: as said, that of the variable, or this one."""
+    return said or os.environ.get(VARIABLE) or sys.executable
+
+
+def asked(path: str) -> Interpreter:
+    """What an interpreter answers, within so many seconds."""
+    program = shutil.which(path)
+    if program is None:
+        return Interpreter(path=path, problem="there is no such program")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    try:
+        done = subprocess.run(  # noqa: S603  the interpreter that the user names
+            [program, "-c", ASK, *NEEDED],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            env=environment,
+            check=True,
+        )
+        version, packages = json.loads(done.stdout)
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip() or "no answer"
+        return Interpreter(path=path, problem=said.splitlines()[-1])
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        return Interpreter(path=path, problem=f"{type(error).__name__}: {error}")
+    return Interpreter(path=path, version=version, packages=packages)
+
+
+def missing_engine(names: list[str], path: str) -> Finding | None:
+    """The finding that instances of engine `sglang` cannot start; None where they can."""
+    found = asked(path)
+    if not found.problem and not found.missing:
+        return None
+    lacks = found.problem or f"no package {' and no package '.join(found.missing)} there"
+    return Finding(
+        code="E250",
+        what=f"engine 'sglang' of {' and '.join(names)} cannot start: {lacks}",
+        got=found.describe(),
+        expected=f"an interpreter with {', '.join(NEEDED)}: python= of rf.SGLang, or {VARIABLE}",
+        fix=FIX,
+    )

@@ -1,0 +1,131 @@
+"""Model instances and the memory they hold: what is loaded where, and what of it can sleep.
+
+Frozen data of a plan; nothing here knows actions, time or bytes of a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rlflow.graph.engines import Engine, SGLang
+from rlflow.graph.op import Use
+
+MICRO_TOKENS = 32_768
+PartKind = Literal["weights", "gradients", "optimizer", "cache", "pool"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A piece of memory that can sleep: an instance's weights, gradients or optimizer state.
+
+    `size` is bytes on each of `devices`; None where the model's files are not here. `residual`
+    of them stay on the device while it sleeps. Gradients never outlive an update, so they are
+    only ever discarded. The `cache` that a rollout in pieces keeps from one to the next stays.
+    An engine in a process of its own keeps keys and values in a `pool`: of no use between two
+    rollouts, so it is only ever discarded too.
+    """
+
+    name: str
+    instance: str
+    kind: PartKind
+    size: int | None
+    devices: tuple[int, ...]
+    residual: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """A model loaded on a pool: its layout and the uses it serves; one of them is trained.
+
+    Its ranks are a mesh (replicas, fsdp, tp), row-major over `devices`: the last `tp` of
+    them share each layer, and so the rows. One pass sees at most `micro_tokens` tokens, or one
+    row. With `options` it is an engine in a process of its own for each replica, which the
+    replica's first device owns: there lie the rows, and there weights arrive whole.
+    """
+
+    name: str
+    model: str
+    pool: str
+    devices: tuple[int, ...]
+    uses: tuple[Use, ...]
+    trained: bool
+    fsdp: int = 1
+    tp: int = 1
+    recompute: bool = False
+    offload: Literal["layers"] | None = None
+    micro_tokens: int = MICRO_TOKENS
+    options: SGLang | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """What it generates with."""
+        return "torch" if self.options is None else "sglang"
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The devices whose processes hold anything of it."""
+        return self.devices if self.options is None else self.devices[:: self.tp]
+
+    @property
+    def row_parts(self) -> int:
+        """Ranks that see different rows: all but those that share each layer."""
+        return len(self.devices) // self.tp
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the whole model over the pool's devices."""
+        return len(self.devices) // (self.fsdp * self.tp)
+
+    @property
+    def weights(self) -> str:
+        """The name of the part that holds the parameters."""
+        return f"{self.name}/weights"
+
+    @property
+    def gradients(self) -> str:
+        """The name of the part that holds the gradients while it is trained."""
+        return f"{self.name}/gradients"
+
+    @property
+    def optimizer(self) -> str:
+        """The name of the part that holds the optimizer's moments."""
+        return f"{self.name}/optimizer"
+
+    @property
+    def pool_part(self) -> str:
+        """The name of the part that holds an engine's keys and values."""
+        return f"{self.name}/pool"
+
+    @property
+    def serving(self) -> tuple[str, ...]:
+        """The names of the parts that it generates or scores with."""
+        return (self.weights,) if self.options is None else (self.weights, self.pool_part)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether its ranks compute together; otherwise each has a replica of its own."""
+        if self.options is not None:
+            return False
+        return len(self.devices) > 1 and (self.trained or self.fsdp * self.tp > 1)
+
+    def layout(self) -> str:
+        """The printed layout."""
+        parts = [f"fsdp={self.fsdp}"] if self.fsdp > 1 else []
+        parts += [f"tp={self.tp}"] if self.tp > 1 else []
+        parts += [f"x{self.replicas}"] if self.replicas > 1 else []
+        parts = parts or ["whole"]
+        parts += [self.engine] if self.options is not None else []
+        parts += ["recompute"] if self.recompute else []
+        parts += [f"offload={self.offload}"] if self.offload else []
+        parts += [f"micro={self.micro_tokens}"] if self.micro_tokens != MICRO_TOKENS else []
+        return " ".join(parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; one that computes in its own process has no key for an engine."""
+        found = asdict(self)
+        if self.options is None:
+            del found["options"]
+        else:
+            found["options"] = self.options.said()
+        return found

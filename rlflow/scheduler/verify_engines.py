@@ -1,0 +1,67 @@
+"""Rules of the verifier: engines in processes of their own, and the pools they keep.
+
+Knows the graph and the plan; shares no code with the passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlflow.scheduler.facts import Facts, ends_first
+from rlflow.scheduler.plan import Action, Instance
+
+
+def engines_are_apart(facts: Facts) -> Iterator[str]:
+    """An engine serves rollouts alone, from whole weights that are its own."""
+    for i in facts.plan.instances:
+        if i.options is None:
+            continue
+        if i.trained or set(i.uses) != {"rollout"}:
+            yield f"engine {i.name} serves {', '.join(i.uses)}{' and learns' * i.trained}"
+        if i.fsdp > 1 or i.recompute or i.offload:
+            yield f"engine {i.name} lies as {i.layout()}"
+        model = facts.plan.graph.model(i.model)
+        if model.lora is not None or model.head == "value":
+            yield f"engine {i.name} runs a model with adapters or a value head"
+    for a in facts.plan.actions:
+        yield from _is_served(facts, a)
+
+
+def _is_served(facts: Facts, a: Action) -> Iterator[str]:
+    """A run of an engine has weights and pool; nothing else has anything of a pool."""
+    pools = [need for need in a.needs if facts.parts[need].kind == "pool"]
+    engine = _engine(facts, a) if a.kind == "run" else None
+    wanted = [] if engine is None else [f"{engine.name}/pool"]
+    if pools != wanted:
+        yield f"{a.id} needs pools {pools}, it uses {wanted}"
+    if engine is not None and engine.weights not in a.needs:
+        yield f"{a.id} generates without {engine.weights}"
+
+
+def _engine(facts: Facts, a: Action) -> Instance | None:
+    found = facts.instances.get(a.instance or "")
+    return found if found is not None and found.options is not None else None
+
+
+def engines_sleep_between_rollouts(facts: Facts) -> Iterator[str]:
+    """Pools are thrown away, never copied; an engine between two pieces of a rollout is awake.
+
+    An engine can give memory back where it does, and only one that does is known to be able to.
+    """
+    going_on = {run.instance for runs in facts.runs.values() for run in runs if ends_first(run)}
+    asleep: dict[str, Action] = {}
+    for a in facts.plan.actions:
+        if a.part is None or _engine(facts, a) is None:
+            continue
+        asleep[str(a.instance)] = a
+        if facts.parts[a.part].kind == "pool" and (a.mode != "discard" or a.cost.moved):
+            yield f"{a.id} keeps a pool, of no use after the rollout"
+        if a.instance in going_on:
+            yield f"{a.id} of an engine that has rows left to generate"
+    for i in facts.plan.instances:
+        if i.options is None:
+            continue
+        if i.name in asleep and not i.options.memory_saver:
+            yield f"{asleep[i.name].id}, and {i.name} cannot give memory back"
+        if i.options.memory_saver is None:
+            yield f"nothing says whether {i.name} can give memory back"

@@ -1,0 +1,87 @@
+"""One real engine for all tests, with the embedded one on the same weights beside it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from rlflow.batch import ragged_rows
+from rlflow.engines.loading import load_model
+from rlflow.engines.protocol import SampleKey
+from rlflow.engines.rollout import TorchRollout
+from rlflow.engines.sglang.held import members
+from rlflow.engines.sglang.load import load_engine
+from rlflow.engines.sglang.model import EngineModel
+from rlflow.engines.sglang.rollout import SGLangRollout
+from rlflow.graph.engines import SGLang
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = str(ROOT / "pipelines" / "assets" / "arith-tiny")
+PYTHON = os.environ.get("RLFLOW_SGLANG_PYTHON") or str(ROOT / ".venv-sglang" / "bin" / "python")
+
+
+class Pair(NamedTuple):
+    """An engine and the embedded one."""
+
+    model: EngineModel
+    rollout: SGLangRollout
+    plain: TorchRollout
+
+    def generate(self, rows, sampling, key=None, **more):
+        """Rows of both engines, the real one's first."""
+        prompts = ragged_rows(rows, torch.int64)
+        ids = torch.arange(len(rows) * sampling.n)
+        key = key or SampleKey(seed=1, iteration=0, stream="gen")
+        return tuple(
+            engine.generate(prompts, sampling, key, ids, **more)
+            for engine in (self.rollout, self.plain)
+        )
+
+    def update(self, version, seed):
+        """Random weights near the first ones, in both; the first ones where `seed` is None."""
+        found = dict(load_model(TINY, dtype=torch.float32, device="cpu").named_tensors())
+        if seed is not None:
+            source = torch.Generator().manual_seed(seed)
+            found = {
+                name: tensor + 0.05 * torch.randn(tensor.shape, generator=source)
+                for name, tensor in found.items()
+            }
+        self.rollout.update_weights(found, version)
+        self.plain.update_weights(found, version)
+
+
+def options(**more):
+    return SGLang(python=PYTHON, max_total_tokens=8192, **more)
+
+
+def start(**more):
+    made = {"name": "gen", "options": options(), "dtype": torch.float32, "device": "cpu"}
+    return load_engine(TINY, **{**made, **more})
+
+
+def group(model):
+    """The processes of an engine that are alive: number and state, the guardian's first."""
+    return members(model.replica._process.pid)
+
+
+@pytest.fixture(scope="session")
+def _pair():
+    if not Path(PYTHON).exists():
+        pytest.skip("no environment with SGLang: make test-sglang builds it")
+    model, rollout = start()
+    plain = TorchRollout(load_model(TINY, dtype=torch.float32, device="cpu"))
+    yield Pair(model, rollout, plain)
+    model.close()
+
+
+@pytest.fixture
+def pair(_pair):
+    """Both engines with the first weights, awake."""
+    _pair.rollout.wake()
+    if _pair.model.version or _pair.model.state != "ready":
+        _pair.update(0, None)
+    return _pair

@@ -1,0 +1,214 @@
+"""An engine that is killed or stopped, and a worker that is: what goes on, and what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlflow.batch import flat, ragged_rows
+from rlflow.engines.protocol import Reach, SampleKey, Sampling
+from rlflow.engines.sglang.held import members
+from rlflow.errors import RunError
+from tests.engines.sglang.conftest import PYTHON, ROOT, TINY, group, start
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.sglang]
+
+PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10], [11, 3], [9, 12, 4, 13, 5, 14]]
+LONG = Sampling(max_new_tokens=100, temperature=0.0, n=32)
+GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
+KEY = SampleKey(seed=1, iteration=0, stream="gen")
+
+
+def same(real, plain):
+    assert flat(plain.response_tokens).tolist() == flat(real.response_tokens).tolist()
+    assert 1e-4 > float((flat(real.log_probs) - flat(plain.log_probs)).abs().max())
+
+
+class InFlight:
+    """A call in a thread of its own; `disturb` is called once the engine works on it.
+
+    What is asked of this engine may stand still for four seconds.
+    """
+
+    def __init__(self, model, call, disturb):
+        self.made = self.error = None
+        link = model.replica.link()
+        link.patience = 4.0
+        before = link.moved
+        self.thread = threading.Thread(target=self.run, args=(call,))
+        self.thread.start()
+        while link.moved == before and self.thread.is_alive():
+            pass
+        disturb(model)
+
+    def run(self, call):
+        try:
+            self.made = call()
+        except RunError as error:
+            self.error = error
+
+    def wait(self):
+        self.thread.join(120)
+        assert not self.thread.is_alive()
+        return self
+
+
+def kill(model):
+    os.kill(model.replica.facts["pid"], signal.SIGKILL)
+
+
+def kill_guardian(model):
+    os.kill(group(model)[0], signal.SIGKILL)
+
+
+def stop(model):
+    """Stop every process of the engine."""
+    model.replica.link().patience = 4.0
+    os.killpg(group(model)[0], signal.SIGSTOP)
+
+
+def stop_scheduler(model):
+    """Stop the last process only, which computes: the socket goes on answering."""
+    for pid in group(model)[2:]:
+        os.kill(pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("disturb", [kill, kill_guardian, stop, stop_scheduler])
+def test_unanswered_rows_are_asked_of_a_new_engine(pair, disturb):
+    pair.update(3, seed=3)
+    old, starts = group(pair.model), pair.model.replica.starts
+    prompts = ragged_rows(PROMPTS, torch.int64)
+    found = InFlight(
+        pair.model,
+        lambda: pair.rollout.generate(prompts, LONG, KEY, torch.arange(128)),
+        disturb,
+    ).wait()
+    assert found.error is None
+    same(found.made, pair.plain.generate(prompts, LONG, KEY, torch.arange(128)))
+    assert starts + 1 == pair.model.replica.starts
+    assert {} == pair.model.check()
+    assert not {*old} & {*group(pair.model)}
+    assert [] == members(old[0])
+
+
+def test_pieces_of_an_engine_that_is_killed_make_every_row_once(pair):
+    prompts = ragged_rows(PROMPTS, torch.int64)
+    sampling = Sampling(max_new_tokens=110, temperature=1.5, n=64, stop_tokens=(1,))
+    rows = []
+    for piece in range(4):
+        reach = Reach(piece=piece, pieces=4)
+        made = pair.rollout.generate(prompts, sampling, KEY, torch.arange(256), reach)
+        rows += made.rows.tolist()
+        if piece == 0:
+            (growing,) = pair.rollout._open.values()
+            kill(pair.model)
+    assert list(range(256)) == sorted(rows)
+    assert 1 == growing._losses
+
+
+@pytest.mark.parametrize("disturb", [kill, stop])
+def test_an_engine_lost_before_an_update_comes_back_with_the_update(pair, disturb):
+    disturb(pair.model)
+    pair.update(8, seed=8)
+    same(*pair.generate(PROMPTS, GREEDY))
+    assert {} == pair.model.check()
+
+
+def test_an_engine_lost_while_it_takes_weights_comes_back_with_them(pair):
+    found = InFlight(pair.model, lambda: pair.update(9, seed=9), kill).wait()
+    assert found.error is None
+    same(*pair.generate(PROMPTS, GREEDY))
+    assert {} == pair.model.check()
+
+
+def test_an_engine_lost_asleep_is_started_when_it_wakes(pair):
+    pair.rollout.sleep("discard")
+    starts = pair.model.replica.starts
+    lost = pair.model.replica.link().lost
+    kill(pair.model)
+    assert lost.wait(60)
+    assert pair.model.replica.present() is None
+    assert starts == pair.model.replica.starts
+    assert [] == group(pair.model)
+    pair.model.wake()
+    pair.update(10, seed=10)
+    pair.model.wake_pool()
+    assert starts + 1 == pair.model.replica.starts
+    same(*pair.generate(PROMPTS, GREEDY))
+
+
+def test_a_second_loss_is_one_error(pair):
+    model, rollout = start()
+    prompts = ragged_rows(PROMPTS, torch.int64)
+    leaders = [group(model)[0]]
+
+    def disturb(_):
+        """Kill it, and its replacement as soon as that is there."""
+        kill(model)
+        while model.replica.starts < 2:
+            time.sleep(0.01)
+        leaders.append(group(model)[0])
+        os.killpg(leaders[1], signal.SIGSTOP)
+        model.replica.link().lose("killed by this test")
+
+    long = Sampling(max_new_tokens=120, temperature=0.0, n=64)
+    call = lambda: rollout.generate(prompts, long, KEY, torch.arange(256))  # noqa: E731
+    found = InFlight(model, call, disturb).wait()
+    assert ["E584"] == [finding.code for finding in found.error.findings]
+    assert "killed by this test" in found.error.findings[0].got
+    model.close()
+    assert [[], []] == [members(leader) for leader in leaders]
+
+
+WORKER = f"""
+import os, sys, torch
+from rlflow.engines.sglang.load import load_engine
+from rlflow.graph.engines import SGLang
+model, rollout = load_engine({TINY!r}, name="gen", dtype=torch.float32, device="cpu",
+    options=SGLang(python={PYTHON!r}, max_total_tokens=8192))
+print(model.replica._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "killed while the engine is stopped", "ended"])
+def test_no_process_is_left_of_a_worker_that_is_gone(pair, how):
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    leader = int(worker.stdout.readline())
+    assert 3 <= len(members(leader))
+    if how == "ended":
+        worker.communicate("", timeout=60)
+    else:
+        if "stopped" in how:
+            os.killpg(leader, signal.SIGSTOP)
+        worker.kill()
+        worker.wait(60)
+        worker.stdin.close()
+    worker.stdout.close()
+    end = time.monotonic() + 20
+    while members(leader) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert [] == members(leader)
+
+
+def test_no_process_is_left_after_closing(pair):
+    model, _ = start()
+    leader, wrote = group(model)[0], model.replica._process.directory
+    model.close()
+    assert [] == members(leader)
+    assert not wrote.exists()
+    assert not Path(model.replica.launch.directory).exists()

@@ -1,0 +1,212 @@
+"""What an engine is told and how its weights are laid out and hashed, without the engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlflow.engines.protocol import Reach, SampleKey, Sampling
+from rlflow.engines.sglang.arguments import arguments, cores, environment, interpreter, visible
+from rlflow.engines.sglang.checksums import hashed, hashes, layout
+from rlflow.engines.sglang.held import held_bytes, members
+from rlflow.engines.sglang.load import readable
+from rlflow.engines.sglang.memory import SharedWeights
+from rlflow.engines.sglang.rollout import parameters, seed_of
+from rlflow.graph.engines import SGLang
+from tests.conftest import TINY
+
+pytestmark = pytest.mark.torch
+
+COMMON = {"path": "p", "dtype": torch.float32, "ranks": 1, "seed": 3, "context": 128}
+
+
+def test_shared_weights_lie_where_their_table_says():
+    given = {"a": torch.arange(3.0), "b": torch.tensor([[7], [9]], dtype=torch.bfloat16)}
+    made = SharedWeights(given)
+    assert [("a", "float32", (3,), 0), ("b", "bfloat16", (2, 1), 64)] == made.table
+    other = mmap.mmap(made.descriptor, made.size)
+    assert (0, 1, 2) == struct.unpack("3f", other[:12])
+    made.tensors["a"][1] = 5
+    assert (0, 5, 2) == struct.unpack("3f", other[:12])
+    other[0:4] = struct.pack("f", 8)
+    assert [8, 5, 2] == made.tensors["a"].tolist()
+    assert given["a"].tolist() == [0, 1, 2]
+
+
+def test_shared_weights_have_no_name_and_go_with_their_object():
+    made = SharedWeights({"a": torch.ones(1)})
+    descriptor = made.descriptor
+    assert "memfd" in str(Path(f"/proc/self/fd/{descriptor}").readlink())
+    del made
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(descriptor)
+
+
+def test_a_hash_is_the_beginning_of_sha_256():
+    tensor = torch.tensor([1.0, 2.0])
+    wanted = hashlib.sha256(struct.pack("2f", 1, 2)).hexdigest()[:16]
+    assert wanted == hashed([tensor])
+    assert wanted == hashed([tensor[:1], tensor[1:]])
+
+
+def test_fused_and_padded_weights_are_hashed_as_the_engine_has_them():
+    q, k, v = (torch.full((2, 2), number) for number in (1.0, 2.0, 3.0))
+    words = torch.ones(3, 2)
+    staged = {
+        "l.q_proj.weight": q,
+        "l.k_proj.weight": k,
+        "l.v_proj.weight": v,
+        "embed_tokens.weight": words,
+    }
+    held = {
+        "l.qkv_proj.weight": hashed([torch.cat([q, k, v])]),
+        "embed_tokens.weight": hashed([torch.cat([words, torch.zeros(61, 2)])]),
+    }
+    assert held == hashes(held, staged)
+    k[0, 0] += 1
+    assert held["l.qkv_proj.weight"] != hashes(held, staged)["l.qkv_proj.weight"]
+    assert {"scale": "", "l.gate_up_proj.weight": ""} == hashes(
+        ["scale", "l.gate_up_proj.weight"], staged
+    )
+    assert {"lm_head.weight": (["embed_tokens.weight"], 61)} == layout(["lm_head.weight"], staged)
+
+
+def test_a_cpu_engine_computes_all_sequences_at_once_unless_told_otherwise():
+    made = arguments(SGLang(), device=torch.device("cpu"), **COMMON)
+    assert "intel_amx" == made["prefill_attention_backend"] == made["decode_attention_backend"]
+    assert made["disable_cuda_graph"]
+    assert 128 < made["context_length"]
+    assert "enable_memory_saver" not in made
+    told = SGLang(attention_backend="torch_native", max_total_tokens=99, args={"page_size": 4})
+    made = arguments(told, device=torch.device("cpu"), **COMMON)
+    assert ("torch_native", 99, 4) == tuple(
+        made[name] for name in ("attention_backend", "max_total_tokens", "page_size")
+    )
+    assert "prefill_attention_backend" not in made
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        (SGLang(memory_saver=True), "enable_memory_saver", True),
+        (SGLang(deterministic=True), "enable_deterministic_inference", True),
+        (SGLang(cuda_graph=False), "disable_cuda_graph", True),
+        (SGLang(), "disable_cuda_graph", False),
+        (SGLang(mem_fraction_static=0.4), "mem_fraction_static", 0.4),
+        (SGLang(quantization="fp8"), "quantization", "fp8"),
+    ],
+)
+def test_options_of_a_gpu_engine(options, name, value):
+    assert value == arguments(options, device=torch.device("cuda:1"), **COMMON)[name]
+
+
+def test_a_gpu_engine_decides_on_its_pool_by_itself():
+    made = arguments(SGLang(), device=torch.device("cuda"), **COMMON)
+    assert not made.keys() & {"max_total_tokens", "mem_fraction_static", "max_running_requests"}
+
+
+def test_the_interpreter(monkeypatch):
+    monkeypatch.delenv("RLFLOW_SGLANG_PYTHON", raising=False)
+    assert sys.executable == interpreter(SGLang())
+    monkeypatch.setenv("RLFLOW_SGLANG_PYTHON", "/there/python")
+    assert "/there/python" == interpreter(SGLang())
+    assert "/here/python" == interpreter(SGLang(python="/here/python"))
+
+
+def test_the_environment(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    monkeypatch.setenv("OTHER", "kept")
+    made = environment("/e/bin/python", device=torch.device("cpu"), devices=(0,), threads=1)
+    assert ("kept", "1", "1") == (
+        made["OTHER"],
+        made["SGLANG_USE_CPU_ENGINE"],
+        made["OMP_NUM_THREADS"],
+    )
+    shims, vision = made["PYTHONPATH"].split(":")
+    assert {"sitecustomize.py", "sgl_kernel", "triton"} <= {f.name for f in Path(shims).iterdir()}
+    assert "/e/torchvision" == vision
+    made = environment("/e/bin/python", device=torch.device("cuda:1"), devices=(1,), threads=1)
+    assert "PYTHONPATH" not in made
+    assert "SGLANG_USE_CPU_ENGINE" not in made
+
+
+def test_devices_are_named_as_this_process_sees_them(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert ["0", "2"] == visible((0, 2))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert ["7"] == visible((1,))
+
+
+def test_ranks_on_a_cpu_are_bound_to_cores_that_there_are(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 1})
+    assert ["1", "3", "1"] == cores((0, 1, 2))
+    made = environment("/e/bin/python", device=torch.device("cpu"), devices=(2, 3), threads=1)
+    assert "1|3" == made["SGLANG_CPU_OMP_THREADS_BIND"]
+
+
+def test_a_readable_directory_has_weights_and_no_ends(tmp_path):
+    source, made = tmp_path / "source", tmp_path / "made"
+    source.mkdir()
+    made.mkdir()
+    (source / "config.json").write_text('{"model_type": "x", "eos_token_id": [1, 2]}')
+    (source / "generation_config.json").write_text('{"eos_token_id": 3}')
+    (source / "model.safetensors").write_bytes(b"w")
+    readable(made, str(source), None)
+    assert {"config.json", "model.safetensors"} == {file.name for file in made.iterdir()}
+    assert b"w" == (made / "model.safetensors").read_bytes()
+    assert {"model_type": "x", "eos_token_id": None} == json.loads(
+        (made / "config.json").read_text()
+    )
+    assert "eos_token_id" in json.loads((TINY / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("sampling", "reach", "wanted"),
+    [
+        (
+            Sampling(max_new_tokens=9),
+            Reach(),
+            {"max_new_tokens": 9, "top_k": -1, "ignore_eos": True},
+        ),
+        (Sampling(max_new_tokens=9), Reach(first=2, until=5), {"max_new_tokens": 3}),
+        (Sampling(max_new_tokens=9), Reach(first=2), {"max_new_tokens": 7}),
+        (Sampling(max_new_tokens=9), Reach(until=50), {"max_new_tokens": 9}),
+        (Sampling(max_new_tokens=9, top_k=5, top_p=0.5), Reach(), {"top_k": 5, "top_p": 0.5}),
+        (
+            Sampling(max_new_tokens=9, stop_tokens=(4, 7)),
+            Reach(),
+            {"stop_token_ids": [4, 7], "ignore_eos": False},
+        ),
+    ],
+)
+def test_parameters_of_sglang(sampling, reach, wanted):
+    made = parameters(sampling, reach)
+    assert wanted == {name: made[name] for name in wanted}
+
+
+def test_a_seed_depends_on_the_key_and_the_sample():
+    keys = [
+        SampleKey(seed=seed, iteration=iteration, stream=stream)
+        for seed in (0, 1)
+        for iteration in (0, 1)
+        for stream in ("a", "b")
+    ]
+    seeds = {seed_of(key, sample) for key in keys for sample in range(50)}
+    assert 400 == len(seeds)
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert seed_of(keys[0], 3) == seed_of(keys[0], 3)
+
+
+def test_memory_of_a_group():
+    mine = os.getpgrp()
+    assert os.getpid() in members(mine)
+    assert held_bytes(mine, cuda=False) > 10e6
+    assert [] == members(2**22 + 1)

@@ -1,0 +1,154 @@
+"""The rows of a generation, answered in every order and lost on the way."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlflow.batch import flat, lengths
+from rlflow.engines.sglang.link import LostError
+from rlflow.engines.sglang.rows import Rows
+from rlflow.graph.ending import ended_rows
+
+pytestmark = pytest.mark.torch
+
+
+def answered(row, size, reason="stop"):
+    return {
+        "row": row,
+        "tokens": array("q", range(row, row + size)).tobytes(),
+        "log_probs": array("f", [-0.5 * row] * size).tobytes(),
+        "reason": reason,
+        "cached": 2,
+        "versions": ["3"],
+    }
+
+
+class Played:
+    """Messages in a fixed order; a LostError among them is raised."""
+
+    def __init__(self, messages):
+        self.messages = iter(messages)
+
+    def next(self):
+        message = next(self.messages)
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+
+def rows(count, *plays, stopped=False):
+    asked = []
+
+    def ask(wanted):
+        asked.append(wanted)
+        return Played(plays[len(asked) - 1])
+
+    made = Rows(
+        count, ask, stopped=lambda: stopped, give_up=lambda reason: RuntimeError(f"gone: {reason}")
+    )
+    return made, asked
+
+
+@st.composite
+def generations(draw):
+    """Sizes of rows, and the messages of an engine that makes them a few at a time."""
+    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=8))
+    width = draw(st.integers(1, len(sizes)))
+    waiting, running, messages = list(range(len(sizes))), {}, []
+    while waiting or running:
+        while waiting and len(running) < width:
+            running[waiting.pop(0)] = 0
+        counts = {}
+        for row in draw(st.permutations(sorted(running))):
+            running[row] += 1
+            if running[row] == sizes[row]:
+                messages.append(answered(row, sizes[row]))
+                del running[row]
+            elif draw(st.booleans()):
+                counts[row] = running[row]
+        messages.append({"counts": counts})
+    return sizes, messages
+
+
+@given(generations(), st.integers(1, 4))
+def test_pieces_follow_from_the_sizes_alone(generation, pieces):
+    sizes, messages = generation
+    made, asked = rows(len(sizes), messages)
+    order = sorted(range(len(sizes)), key=lambda row: (sizes[row], row))
+    for piece in range(pieces):
+        first, last = (ended_rows(len(sizes), n, pieces) for n in (piece, piece + 1))
+        assert sorted(order[first:last]) == made.piece(piece, pieces).tolist()
+    assert [list(range(len(sizes)))] == asked
+
+
+def test_a_row_is_settled_once_no_other_can_end_before_it():
+    made, _ = rows(3, [])
+    made._take(answered(1, 2))
+    assert not made.settled(1)
+    made._grown |= {0: 1, 2: 1}
+    assert not made.settled(1), "row 0 may end with 2 tokens, and comes before row 1"
+    made._grown |= {0: 2}
+    assert made.settled(1)
+    assert not made.settled(2)
+
+
+def test_the_rows_as_fields():
+    made, _ = rows(3, [answered(2, 1), answered(0, 3, "length"), answered(1, 2, "abort")])
+    made.run()
+    found = made.result(None)
+    assert [0, 1, 2, 1, 2, 2] == flat(found.response_tokens).tolist()
+    assert [3, 2, 1] == lengths(found.log_probs).tolist()
+    assert [0, 0, 0, -0.5, -0.5, -1] == flat(found.log_probs).tolist()
+    assert [False, False, True] == found.finished.tolist()
+    assert (6, {"3"}) == (made.cached, made.versions)
+    some = made.result(torch.tensor([0, 2]))
+    assert [0, 1, 2, 2] == flat(some.response_tokens).tolist()
+
+
+def test_what_is_left_of_a_lost_engine_is_asked_of_the_next_one():
+    made, asked = rows(
+        3,
+        [{"counts": {0: 5}}, answered(1, 2), LostError("its process ended")],
+        [answered(2, 1), answered(0, 3)],
+    )
+    made.run()
+    assert [[0, 1, 2], [0, 2]] == asked
+    assert [3, 2, 1] == lengths(made.result(None).response_tokens).tolist()
+
+
+def test_what_a_lost_engine_had_counted_is_forgotten():
+    made, _ = rows(2, [{"counts": {0: 5, 1: 5}}, LostError("")], [])
+    made.advance()
+    assert {0: 5, 1: 5} == made._grown
+    made.advance()
+    assert {0: 0, 1: 0} == made._grown
+
+
+def test_rows_that_a_second_engine_makes_shorter_are_given_once():
+    made, _ = rows(
+        4,
+        [answered(0, 5), answered(1, 6), {"counts": {2: 7, 3: 7}}, LostError("")],
+        [answered(3, 1), answered(2, 2)],
+    )
+    # Of four rows two pieces have two each.
+    assert [[0, 1], [2, 3]] == [made.piece(number, 2).tolist() for number in range(2)]
+
+
+def test_a_second_loss_is_an_error():
+    made, _ = rows(1, [LostError("one")], [LostError("two")])
+    with pytest.raises(RuntimeError, match="gone: two"):
+        made.run()
+
+
+def test_after_an_abort_nothing_is_asked_again():
+    made, asked = rows(2, [answered(1, 2), LostError("one")], stopped=True)
+    made.run()
+    assert [[0, 1]] == asked
+    found = made.result(None)
+    assert [0, 2] == lengths(found.response_tokens).tolist()
+    assert [False, True] == found.finished.tolist()

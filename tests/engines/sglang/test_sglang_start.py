@@ -1,0 +1,75 @@
+"""Engines that do not start, and why."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from importlib.metadata import distributions
+
+import pytest
+import torch
+
+from rlflow.engines.loading import load_model
+from rlflow.engines.protocol import SampleKey, Sampling
+from rlflow.engines.rollout import TorchRollout
+from rlflow.errors import RunError, UsageError
+from rlflow.graph.engines import SGLang
+from tests.engines.sglang.conftest import TINY, options, start
+
+pytestmark = pytest.mark.torch
+
+
+def threads():
+    return {thread.name for thread in threading.enumerate() if "rlflow-sglang" in thread.name}
+
+
+def test_an_interpreter_that_is_not_there():
+    with pytest.raises(UsageError, match=r"E582.*cannot be run\n.*/nowhere/python: No such file"):
+        start(options=SGLang(python="/nowhere/python"))
+    assert set() == threads()
+
+
+def test_an_interpreter_without_sglang():
+    if any("sglang" == found.name for found in distributions()):
+        pytest.skip("SGLang is installed here")
+    with pytest.raises(UsageError, match=r"E582.*lacks a package\n.*No module named 'sglang'"):
+        start(options=SGLang(python=sys.executable))
+    assert set() == threads()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"args": {"no_such_option": 1}}, "no_such_option"),
+        ({"attention_backend": "none_such"}, "none_such"),
+    ],
+)
+@pytest.mark.slow
+@pytest.mark.sglang
+def test_an_option_that_sglang_refuses(pair, wrong, said):
+    with pytest.raises(RunError, match=r"E580") as caught:
+        start(options=options(**wrong))
+    assert said in caught.value.findings[0].got
+    assert 20 >= len(caught.value.findings[0].got.splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.sglang
+def test_a_start_that_takes_too_long(pair):
+    with pytest.raises(RunError, match=r"E581.*within 0.5 seconds"):
+        start(options=options(start_seconds=0.5))
+
+
+@pytest.mark.slow
+@pytest.mark.sglang
+def test_random_weights_are_those_of_the_seed(pair):
+    from rlflow.batch import flat, ragged_rows
+
+    model, rollout = start(init="random", seed=5)
+    plain = TorchRollout(load_model(TINY, dtype=torch.float32, device="cpu", init="random", seed=5))
+    assert {} == model.check()
+    prompts = ragged_rows([[3, 4, 5], [6, 7]], torch.int64)
+    asked = (Sampling(max_new_tokens=9, temperature=0.0), SampleKey(seed=0, iteration=0, stream=""))
+    made, wanted = (e.generate(prompts, *asked, torch.arange(2)) for e in (rollout, plain))
+    assert flat(wanted.response_tokens).tolist() == flat(made.response_tokens).tolist()
+    model.close()

@@ -1,0 +1,261 @@
+"""Workers and runs with an engine: a double in this process, and the real one where it is."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.engines.loading import load_model
+from rlflow.engines.rollout import TorchRollout
+from rlflow.errors import RunError
+from rlflow.runtime.local import LocalMachine
+from rlflow.runtime.worker import Worker
+from rlflow.scheduler.cluster import cpu_cluster
+from rlflow.scheduler.compile import compile_plan
+from tests.conftest import ended, process
+from tests.runtime.engine_pipeline import Config, colocated, grpo, split
+
+pytestmark = pytest.mark.torch
+
+FILE = Path(__file__).with_name("engine_pipeline.py")
+TIGHT = 9_100_000
+MARK = "RLFLOW_TEST_MARK"
+PYTHON = os.environ.get("RLFLOW_SGLANG_PYTHON", "")
+real = pytest.mark.skipif(not PYTHON, reason="RLFLOW_SGLANG_PYTHON names no interpreter")
+
+
+class Double:
+    """The embedded engine behind the doors of another one, with a log of what was asked."""
+
+    def __init__(self, model: Any, log: list[str]) -> None:
+        self._model, self._log = model, log
+        self.pool_awake, self.wrong = True, {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def sleep(self, mode: str) -> None:
+        self._log.append(f"sleep weights {mode}")
+        self._model.sleep(mode)
+
+    def wake(self) -> None:
+        self._log.append("wake weights")
+        self._model.wake()
+
+    def sleep_pool(self) -> None:
+        assert self.pool_awake
+        self._log.append("sleep pool")
+        self.pool_awake = False
+
+    def wake_pool(self) -> None:
+        assert not self.pool_awake
+        self._log.append("wake pool")
+        self.pool_awake = True
+
+    def loaded(self, version: int) -> None:
+        self._log.append(f"loaded {version}")
+        self._model.loaded(version)
+
+    def check(self) -> dict[str, tuple[str, str]]:
+        return self.wrong
+
+    def close(self) -> None:
+        self._log.append("close")
+
+
+class Generates(TorchRollout):
+    """Refuses to generate without its pool."""
+
+    def __init__(self, model: Any, double: Double) -> None:
+        super().__init__(model)
+        self._double = double
+
+    def generate(self, *args: Any) -> Any:
+        assert self._double.pool_awake
+        self._double._log.append("generate")
+        return super().generate(*args)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What doubles of the engine were asked, in order."""
+    asked: list[str] = []
+
+    def load(path: str, *, name: str, options: Any, dtype: Any, **more: Any) -> Any:
+        asked.append(f"load {name} saver={options.memory_saver} on {list(more['devices'])}")
+        model = load_model(path, dtype=dtype, device=more["device"], seed=more["seed"])
+        double = Double(model, asked)
+        return double, Generates(model, double)
+
+    monkeypatch.setattr("rlflow.engines.sglang.load.load_engine", load)
+    return asked
+
+
+def worker_of(placement: Any, memory: float | None = None, **more: Any) -> tuple[Any, Worker]:
+    cluster = cpu_cluster(placement.num_devices(), threads=1, memory=memory)
+    plan = compile_plan(grpo.trace(Config()), placement, cluster, name="p").plan
+    return plan, Worker(plan, seed=0, **more)
+
+
+def played(plan: Any, worker: Worker, *iterations: int) -> list[dict[str, float]]:
+    """The metrics of the update in each iteration."""
+    found = []
+    for iteration in iterations:
+        for action in plan.actions:
+            metrics = worker.run(action, iteration)
+            found += [dict(metrics)] if action.id == "actor.update" else []
+    return found
+
+
+def test_an_engine_is_woken_in_stages_and_filled_between(log: list[str]) -> None:
+    plan, worker = worker_of(colocated("sglang"), TIGHT)
+    played(plan, worker, 0, 1)
+    assert "load actor@all/sglang saver=True on []" == log[0]
+    first = log[1 : log.index("generate", log.index("generate") + 1)]
+    assert sorted(ORDER) == sorted(first)
+    assert first.index("wake weights") < first.index("loaded 1")
+    assert "loaded 2" in log
+    assert "close" not in log
+    LocalMachine(plan, worker, threads=1).close()
+    assert "close" == log[-1]
+
+
+ORDER = [
+    "generate",
+    "sleep weights discard",
+    "sleep pool",
+    "wake weights",
+    "wake pool",
+    "loaded 1",
+]
+
+
+def test_what_fits_never_sleeps(log: list[str]) -> None:
+    plan, worker = worker_of(split("sglang"))
+    played(plan, worker, 0)
+    assert ["load actor@gen/sglang saver=False on []", "generate", "loaded 1"] == log
+    assert 1 == worker.loaded["actor@gen/sglang"].version
+
+
+def test_an_engine_that_computes_alike_gives_the_same_numbers(log: list[str]) -> None:
+    """Metrics of three iterations, bit for bit: placed apart, colocated in turns, embedded."""
+    assert not log
+    runs = [
+        played(*worker_of(placement, memory), 0, 1, 2)
+        for placement, memory in (
+            (split("sglang"), None),
+            (colocated("sglang"), TIGHT),
+            (colocated("torch"), None),
+        )
+    ]
+    assert runs[0] == runs[1] == runs[2]
+    assert 3 == len(runs[0])
+
+
+def test_the_gap_between_sampled_and_trained_log_probs_is_always_logged(log: list[str]) -> None:
+    assert not log
+    (metrics,) = played(*worker_of(split("sglang")), 0)
+    assert metrics["rollout_gap_max"] < 1e-4
+
+
+def test_a_sync_that_left_the_engine_with_other_weights_is_found(log: list[str]) -> None:
+    assert not log
+    plan, worker = worker_of(split("sglang"), check_sync=True)
+    played(plan, worker, 0)
+    worker.loaded["actor@gen/sglang"].model.wrong = {"embed": ("aa", "bb")}
+    with pytest.raises(RunError) as error:
+        played(plan, worker, 1)
+    (finding,) = error.value.findings
+    assert ("E757", "embed: bb", "embed: aa") == (finding.code, finding.got, finding.expected)
+
+
+def test_engines_end_where_another_model_cannot_be_loaded(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import rlflow.runtime.worker as module
+
+    loading = module.load_instance
+
+    def load(instance: Any, *words: Any, **more: Any) -> Any:
+        if instance.model == "ref":
+            raise RunError(summary="no reference")
+        return loading(instance, *words, **more)
+
+    monkeypatch.setattr(module, "load_instance", load)
+    with pytest.raises(RunError, match="no reference"):
+        worker_of(split("sglang"))
+    assert ["load actor@gen/sglang saver=False on []", "close"] == log
+
+
+def test_a_run_without_sglang_is_refused_before_anything_starts(
+    rlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLFLOW_SGLANG_PYTHON", "no/such/python")
+    done = rlflow("run", FILE, "--placement", "split", "--iterations", 1)
+    assert 2 == done.code
+    assert "error[E250]: engine 'sglang' of actor@gen/sglang cannot start" in done.err
+    assert "there is no such program" in done.err
+    assert [] == list(tmp_path.iterdir())
+    assert 0 == rlflow("plan", FILE, "--placement", "split").code
+    assert 0 == rlflow("check", FILE).code
+    assert "there is no such program" in rlflow("doctor").out
+
+
+def left(mark: Path) -> list[str]:
+    """The processes that inherited a mark in their environment, by number."""
+    found = []
+    for held in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            named = f"{MARK}={mark}".encode() in held.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        found += [held.parent.name] * named
+    return found
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["metrics"] for line in lines]
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.sglang
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--placement", "colocate", "--devices", f"cpu:1@{TIGHT / 1e6}MB"),
+        ("--placement", "split"),
+        ("--placement", "stream"),
+        pytest.param(("--placement", "split", "--backend", "ray"), marks=pytest.mark.ray),
+        pytest.param(("--placement", "ranks"), marks=pytest.mark.ray),
+    ],
+    ids=["colocated", "split", "streamed", "ray", "ranks"],
+)
+def test_grpo_runs_with_sglang(words: tuple[str, ...], tmp_path: Path) -> None:
+    """The first iteration's log-probs are the trainer's within 1e-4, and nothing is left."""
+    folder = tmp_path / "run"
+    words = (*words, "--check-sync", "--iterations", 2, "--run-dir", folder, "--threads", 1)
+    done = ended(process("run", FILE, *words, cwd=tmp_path, **{MARK: str(tmp_path)}), timeout=250)
+    assert 0 == done.code, done.err
+    found = metrics_of(folder)
+    assert 2 == len(found)
+    assert all(metrics["actor.update/rollout_gap_max"] < 1e-4 for metrics in found)
+    assert [] == left(tmp_path)
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.sglang
+def test_an_error_elsewhere_ends_the_engines(tmp_path: Path) -> None:
+    words = ("--placement", "split", "--set", "broken=true", "--run-dir", tmp_path / "run")
+    words = (*words, "--iterations", 1, "--threads", 1)
+    done = ended(process("run", FILE, *words, cwd=tmp_path, **{MARK: str(tmp_path)}), timeout=250)
+    assert 1 == done.code
+    assert "no reward today" in done.err
+    assert [] == left(tmp_path)

@@ -1,0 +1,423 @@
+"""Plans with engines in processes of their own: instances, pools, sleeps, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import assume, given, settings
+
+import rlflow as rf
+from rlflow import ops
+from rlflow.errors import PlanError
+from rlflow.graph.graph import Graph
+from rlflow.scheduler.compile import Compiled, dump_plan
+from rlflow.scheduler.engines import ROOM, with_pool
+from rlflow.scheduler.explain import explain
+from rlflow.scheduler.facts import Facts
+from rlflow.scheduler.hardware import ENGINE_ASLEEP
+from rlflow.scheduler.layouts import lacking
+from rlflow.scheduler.measured import Measured, Record, Sample
+from rlflow.scheduler.observed import estimate, key_of
+from rlflow.scheduler.plan import Plan
+from rlflow.scheduler.saved import read_plan
+from rlflow.scheduler.text import plan_text
+from rlflow.scheduler.verify import verify
+from rlflow.scheduler.verify_engines import engines_sleep_between_rollouts
+from tests.scheduler.examples import compiled_with, grpo, ppo
+from tests.scheduler.mutants import mutants, with_action
+from tests.scheduler.player import play
+from tests.scheduler.strategies import (
+    PLENTY,
+    Case,
+    cluster,
+    engines_on,
+    exact,
+    graph_of,
+    placements,
+)
+
+ENGINE = "actor@all/sglang"
+
+
+def colocated(engine: object = "sglang", **more: object) -> rf.Placement:
+    assign = {"*": rf.on("all"), "actor.rollout": rf.on("all", engine=engine, **more)}
+    return rf.Placement(pools={"all": 1}, assign=assign)
+
+
+def split(engine: object = "sglang", gen: int = 1, train: int = 1, **more: object) -> rf.Placement:
+    return rf.Placement(
+        pools={"train": train, "gen": gen},
+        assign={
+            "actor": rf.on("train"),
+            "actor.rollout": rf.on("gen", engine=engine, **more),
+            "ref": rf.on("train"),
+        },
+    )
+
+
+def tight() -> Compiled:
+    """Weights of 52 MB and a pool of 33 MB, with room for either beside what trains."""
+    placement = colocated(rf.SGLang(max_total_tokens=4000))
+    return compiled_with(grpo(path="models/wide", every=0), placement, share=0.7)
+
+
+EXAMPLES = {
+    "colocated": lambda: compiled_with(grpo(), colocated()),
+    "tight": tight,
+    "split": lambda: compiled_with(grpo(), split()),
+    "ranks": lambda: compiled_with(grpo(), split(gen=4, train=2, tp=2)),
+    "gpus": lambda: compiled_with(
+        grpo(path="models/wide"), split(gen=2, train=2, tp=2), kind="h100"
+    ),
+    "streamed": lambda: compiled_with(grpo(), split().model_copy(update={"stream": 2})),
+    "paused": lambda: compiled_with(
+        grpo(), split().model_copy(update={"staleness": 2, "pause_at": 4})
+    ),
+}
+
+
+@pytest.fixture(params=EXAMPLES)
+def example(request: pytest.FixtureRequest) -> Compiled:
+    return EXAMPLES[request.param]()
+
+
+def test_examples_hold_after_every_pass_and_play(example: Compiled) -> None:
+    for stage, plan in example.stages:
+        assert [] == verify(plan, stage)
+    for seed in range(6):
+        assert [] == play(example.plan, seed)
+
+
+def test_every_mutant_is_rejected(example: Compiled) -> None:
+    plan = example.plan
+    accepted = [name for name, wrong in mutants(plan) if not verify(wrong, "timing")]
+    assert [] == accepted
+
+
+@st.composite
+def engine_plans(draw: Callable[[st.SearchStrategy], object]) -> Plan:
+    """A plan of a random placement in which an engine makes the actor's samples."""
+    graph = draw(st.sampled_from([grpo(), grpo(path="models/wide", every=0), ppo()]))
+    placement = draw(placements(graph))
+    assign = {**placement.assign, "actor.rollout": draw(engines_on(placement.pools))}
+    placement = placement.model_copy(update={"assign": assign})
+    kind = draw(st.sampled_from(["cpu", "cpu", "h100"]))
+    roomy = Case(graph, placement, cluster(kind, placement.num_devices(), PLENTY))
+    assume(roomy.compiles())
+    peak = max(roomy.compile().plan.peaks.values())
+    case = roomy.with_memory(int(peak * draw(st.sampled_from([2.0, 0.9, 0.8, 0.7, 0.6]))))
+    assume(case.compiles())
+    return case.compile().plan
+
+
+@settings(max_examples=25)
+@given(plan=engine_plans(), seed=st.integers(0, 99), pick=st.integers(0, 10**6))
+def test_random_plans_with_an_engine_play_and_their_mutants_do_or_are_rejected(
+    plan: Plan, seed: int, pick: int
+) -> None:
+    """Every plan is verified as it compiles; what a wrong one does, the verifier has seen."""
+    assert [] == play(plan, seed)
+    every = list(mutants(plan))
+    _, wrong = every[pick % len(every)]
+    assert verify(wrong, "timing") or not play(wrong, seed)
+    for i in plan.instances:
+        if i.options is not None:
+            sleeps = [a for a in plan.actions if a.instance == i.name and a.kind == "sleep"]
+            assert i.options.memory_saver is bool(sleeps)
+
+
+def test_an_engine_is_an_instance_of_its_own_with_a_pool_beside_its_weights() -> None:
+    plan = EXAMPLES["colocated"]().plan
+    engine = plan.instance(ENGINE)
+    assert ("sglang", ("rollout",), False) == (engine.engine, engine.uses, engine.trained)
+    assert "whole sglang" == engine.layout()
+    assert [f"{ENGINE}/weights", f"{ENGINE}/pool"] == [
+        p.name for p in plan.parts if p.instance == ENGINE
+    ]
+    assert (f"{ENGINE}/weights", f"{ENGINE}/pool") == plan.action("actor.rollout").needs
+    reshard = plan.action(f"reshard:actor@all->{ENGINE}")
+    assert ("actor@all/weights", f"{ENGINE}/weights") == reshard.needs
+
+
+def test_the_default_engine_leaves_no_trace() -> None:
+    plan = compiled_with(grpo(), colocated(engine="torch")).plan
+    assert ["actor@all", "ref@all"] == [i.name for i in plan.instances]
+    assert "sglang" not in dump_plan(plan)
+    assert all("options" not in found for found in plan.to_json()["instances"])
+
+
+def test_a_pool_holds_all_rows_at_their_longest_and_one_more() -> None:
+    """8 prompts of 2 samples of 5 + 8 tokens; of the evaluation 16 rows: 17 x 13 tokens.
+
+    Each takes 2 x 2 layers x 2 heads x 64 numbers of 4 bytes.
+    """
+    engine = EXAMPLES["colocated"]().plan.instance(ENGINE)
+    assert engine.options is not None
+    tokens = engine.options.max_total_tokens
+    assert tokens is not None
+    assert 0 == tokens % 17
+    pool = EXAMPLES["colocated"]().plan.part(f"{ENGINE}/pool")
+    assert tokens * 2 * 2 * 2 * 64 * 4 == pool.size
+    assert 0 == pool.residual
+
+
+def test_replicas_have_pools_for_their_own_rows() -> None:
+    one = compiled_with(grpo(every=0), split()).plan.instance("actor@gen/sglang").options
+    two = compiled_with(grpo(every=0), split(gen=2)).plan.instance("actor@gen/sglang").options
+    assert one is not None
+    assert two is not None
+    rows = one.max_total_tokens // 17
+    assert (8 + 2 + 1) * rows == two.max_total_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [({"max_total_tokens": 300}, 300), ({"max_total_tokens": 10**6}, 10**6)],
+)
+def test_a_pool_is_as_large_as_said(options: dict[str, int], tokens: int) -> None:
+    plan = compiled_with(grpo(), colocated(rf.SGLang(**options))).plan
+    assert tokens * 2 * 2 * 2 * 64 * 4 == plan.part(f"{ENGINE}/pool").size
+
+
+def test_a_pool_takes_what_a_fraction_of_the_memory_leaves_beside_the_weights() -> None:
+    memory = 100_000_000
+    placement = colocated(rf.SGLang(mem_fraction_static=0.25))
+    plan = compiled_with(grpo(), placement, memory=memory).plan
+    weights = plan.part(f"{ENGINE}/weights").size
+    assert memory // 4 - weights == plan.part(f"{ENGINE}/pool").size
+
+
+def test_a_pool_is_cut_to_the_room_and_holds_a_row_at_least() -> None:
+    compiled = compiled_with(grpo(every=0), colocated())
+    plan, costs = compiled.plan, costs_of(compiled)
+    unsized = replace(plan.instance(ENGINE), options=rf.SGLang())
+    nodes = [plan.graph.node("actor.rollout")]
+    row, each = sum(costs.tokens(nodes[0])), 2 * 2 * 2 * 64 * 4
+    beside = costs.weights(unsized) + costs.held(nodes[0], unsized, 1)
+
+    def tokens(room: float) -> int:
+        options = with_pool(unsized, nodes, int(room), costs).options
+        assert options is not None
+        assert options.max_total_tokens is not None
+        return options.max_total_tokens
+
+    assert 17 * row == tokens(1e12)
+    assert 5 * row == tokens((beside + 5 * row * each + each) / ROOM)
+    assert row == tokens(beside)
+
+
+def test_what_fits_does_not_sleep_and_cannot() -> None:
+    plan = EXAMPLES["colocated"]().plan
+    assert [] == [a.id for a in plan.actions if a.part is not None]
+    assert plan.instance(ENGINE).options.memory_saver is False
+
+
+def test_wakes_are_staged_weights_then_reshard_then_rollout() -> None:
+    plan = tight().plan
+    order = [a.id for a in plan.actions]
+    reshard, weights = f"reshard:actor@all->{ENGINE}", f"wake:{ENGINE}/weights"
+    assert order.index(weights) < order.index(reshard)
+    waits = {dep.action for dep in plan.action(reshard).after}
+    assert weights in waits
+    assert f"wake:{ENGINE}/pool" not in waits
+    moves = {a.id: a.mode for a in plan.actions if a.part and a.part.startswith(ENGINE)}
+    assert {"discard"} == set(moves.values())
+    assert 4 == len(moves)
+    assert plan.instance(ENGINE).options.memory_saver is True
+    pool = plan.action(f"sleep:{ENGINE}/pool").reason.text
+    assert "of no use between two rollouts" in pool
+    assert "allocated, the rollout fills it" in plan.action(f"wake:{ENGINE}/pool").reason.text
+
+
+def test_an_engine_that_may_not_give_memory_back_never_does() -> None:
+    placement = colocated(rf.SGLang(memory_saver=False))
+    memory = max(tight().plan.budgets[0], 1)
+    with pytest.raises(PlanError) as refused:
+        compiled_with(grpo(path="models/wide", every=0), placement, memory=memory)
+    assert "E401" == refused.value.findings[0].code
+    assert f"left by {ENGINE}/weights asleep" in refused.value.findings[0].got
+
+
+def test_a_process_keeps_memory_while_it_sleeps_on_accelerators() -> None:
+    gpus = EXAMPLES["gpus"]().plan
+    part = gpus.part("actor@gen/sglang/weights")
+    assert int(ENGINE_ASLEEP) == part.residual
+    assert part.size > part.residual
+    assert 0 == EXAMPLES["split"]().plan.part("actor@gen/sglang/weights").residual
+
+
+def test_pieces_of_a_rollout_stay_in_the_pool_and_the_engine_awake() -> None:
+    plan = EXAMPLES["streamed"]().plan
+    assert [] == [p.name for p in plan.parts if p.kind == "cache"]
+    held = [p for p in plan.parts if p.instance == "actor@gen/sglang"]
+    assert [p.size for p in held] == [p.residual for p in held]
+    assert "finish" == plan.action("actor.rollout[1/2]").chunk.by
+
+
+def test_a_sleep_between_two_pieces_is_rejected() -> None:
+    plan = tight().plan
+    chunked = plan.action("actor.rollout")
+    streamed = EXAMPLES["streamed"]().plan.action("actor.rollout[1/2]").chunk
+    wrong = with_action(plan, chunked.id, chunk=streamed, begins=True)
+    said = list(engines_sleep_between_rollouts(Facts(plan=wrong)))
+    assert any("has rows left to generate" in text for text in said)
+
+
+def test_weights_reach_an_engine_whole_where_its_first_rank_is() -> None:
+    """2 replicas of tp=2, of 2 ranks that train: each replica lacks the whole model once."""
+    plan = EXAMPLES["ranks"]().plan
+    source, engine = plan.instance("actor@train"), plan.instance("actor@gen/sglang")
+    assert (2, 4) == engine.owners
+    assert {2} == set(lacking(source, engine).values())
+    rollout = plan.action("actor.rollout")
+    assert ((2,), (4,)) == rollout.takes.parts
+    assert (2, 3, 4, 5) == rollout.devices
+
+
+def test_notes_say_what_an_engine_is_and_that_seeds_are_ignored() -> None:
+    text = plan_text(EXAMPLES["split"]().plan)
+    assert "actor@gen/sglang  resharded  whole sglang" in text
+    assert "engine: actor@gen/sglang is SGLang in a process of its own, with a pool of" in text
+    assert "not replayable on CPU: SGLang ignores seeds there" in text
+    assert "seeds: " not in plan_text(compiled_with(greedy(), split()).plan)
+    gpus = plan_text(EXAMPLES["gpus"]().plan)
+    assert "rf.SGLang(deterministic=True) ends that" in gpus
+    calm = split(rf.SGLang(deterministic=True))
+    assert "seeds: " not in plan_text(compiled_with(grpo(), calm, kind="h100").plan)
+
+
+def greedy() -> Graph:
+    def declare() -> None:
+        actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))
+        ref = rf.Model("ref", "models/mid")
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8, temperature=0)
+        reward = ops.reward(exact, samples)
+        ref_lp = ops.log_probs(ref, samples)
+        advantage = ops.advantage("grpo", samples, reward)
+        loss = rf.PolicyLoss("ppo_clip", kl_coef=0.1)
+        ops.update(actor, samples, advantage, ref_lp, loss=loss)
+
+    return graph_of(declare, "greedy")
+
+
+def test_explaining_a_move_names_the_part() -> None:
+    plan = tight().plan
+    text = explain(plan, plan.action(f"sleep:{ENGINE}/pool"))
+    assert f"pool of {ENGINE}" in text
+    assert "assumed per call of an engine" in text
+
+
+def test_a_saved_plan_comes_back_equal(tmp_path: Path) -> None:
+    plan = tight().plan
+    path = tmp_path / "plan.json"
+    path.write_text(dump_plan(plan))
+    assert plan.hash == read_plan(path).hash
+    told = {
+        found["name"]: found.get("options") for found in json.loads(path.read_text())["instances"]
+    }
+    assert told[ENGINE]["memory_saver"] is True
+
+
+def test_moves_of_engines_are_measured_under_keys_of_their_own() -> None:
+    plan, costs = tight().plan, costs_of(tight())
+    keys = {a.id: key_of(plan, costs, a) for a in plan.actions if a.kind != "run"}
+    assert len(set(keys.values())) >= 4
+    reshard = plan.action(f"reshard:actor@all->{ENGINE}")
+    key = keys[reshard.id]
+    record = Record(key, costs.setting, 1, (Sample("run", 3, 1.5, 0.25),))
+    measured = replace(costs, cluster=replace(costs.cluster, measured=Measured(records=(record,))))
+    assert pytest.approx(1.75) == estimate(plan, measured, reshard).seconds
+    assert estimate(plan, costs, reshard).seconds == pytest.approx(reshard.cost.seconds)
+    torch = compiled_with(
+        grpo(path="models/wide", every=0),
+        rf.Placement(
+            pools={"all": 1},
+            assign={"*": rf.on("all"), "actor.rollout": rf.on("all", weights="own")},
+        ),
+    ).plan
+    plain = next(a for a in torch.actions if a.kind == "reshard")
+    assert key != key_of(torch, costs, plain)
+
+
+def costs_of(compiled: Compiled):
+    from rlflow.scheduler.costs import Costs
+    from rlflow.scheduler.shapes import model_shape
+
+    plan = compiled.plan
+    shapes = {m.name: model_shape(m, None) for m in plan.graph.models}
+    devices = cluster("cpu", 1, plan.budgets[0])
+    return Costs(graph=plan.graph, cluster=devices, shapes=shapes)
+
+
+def refused(placement: rf.Placement, graph: Graph | None = None) -> tuple[str, str, str]:
+    with pytest.raises(PlanError) as error:
+        compiled_with(graph or grpo(), placement)
+    (finding,) = error.value.findings
+    return finding.code, finding.what, finding.fix
+
+
+def test_an_engine_for_more_than_rollouts_is_refused_once() -> None:
+    everything = rf.Placement(pools={"all": 1}, assign={"*": rf.on("all", engine="sglang")})
+    code, what, fix = refused(everything)
+    assert "E247" == code
+    assert "actor.update (train)" in what
+    assert "ref.log_probs (forward)" in what
+    assert (
+        '"ref": rf.on("all"), "actor": rf.on("all"), '
+        '"actor.rollout": rf.on("all", engine="sglang")' == fix
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fsdp": 2}, "fsdp=2"),
+        ({"recompute": True}, "recompute=True"),
+        ({"offload": "layers"}, "offload=layers"),
+        ({"weights": "shared"}, "weights=shared"),
+    ],
+)
+def test_layouts_that_an_engine_has_not_are_refused(options: dict[str, object], said: str) -> None:
+    code, what, _ = refused(split(gen=2, **options), grpo(every=0))
+    assert ("E248", f"actor.rollout: engine 'sglang' has no {said}") == (code, what)
+
+
+def test_models_that_an_engine_cannot_run_are_refused() -> None:
+    def declare() -> None:
+        lora = rf.LoRA(rank=4)
+        actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3), lora=lora)
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
+        advantage = ops.advantage("grpo", samples, ops.reward(exact, samples))
+        ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
+
+    placement = colocated()
+    code, what, _ = refused(placement, graph_of(declare, "lora"))
+    assert "E249" == code
+    assert "actor.rollout: engine 'sglang' runs no model with adapters (lora=)" == what
+
+
+def test_two_uses_of_one_engine_agree_on_its_options() -> None:
+    placement = colocated()
+    other = rf.on("all", engine=rf.SGLang(max_total_tokens=99))
+    code, what, _ = refused(
+        placement.model_copy(update={"assign": {**placement.assign, "eval": other}})
+    )
+    assert "E216" == code
+    assert "wants another layout" in what
+
+
+def test_engines_beside_an_embedded_rollout_serve_apart() -> None:
+    placement = colocated()
+    assign = {**placement.assign, "eval": rf.on("all")}
+    plan = compiled_with(grpo(), placement.model_copy(update={"assign": assign})).plan
+    assert {"actor.rollout": ENGINE, "eval": "actor@all"} == {
+        a.id: a.instance for a in plan.actions if a.id in ("actor.rollout", "eval")
+    }
+    assert isinstance(plan, Plan)
