@@ -164,7 +164,7 @@ class RaggedCache(KeyValueCache):
         self.open_columns = new + self.width
         self.visible = {}
         self.column = self.width + furthest + span - 1
-        while self.column >= self.columns:
+        while self.columns <= self.column < self.limit:
             self.grow()
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

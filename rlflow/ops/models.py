@@ -156,9 +156,9 @@ def rollout(
     user message, or messages as JSON; `rf.Chat(...)` adds tools, or a template of its own. With
     `ignore_eos` every response has exactly `max_new_tokens` tokens.
 
-    With a `drafter`, a small model with the same tokenizer, up to `draft_tokens` tokens are proposed
-    by it and read in one pass; the tokens are those that would be sampled without it (speculative
-    decoding, Leviathan et al. 2023, with random numbers in common).
+    A `drafter`, a small model with the same tokenizer, proposes up to `draft_tokens` tokens at a
+    time, which are read in one pass; the tokens are those that would be sampled without it
+    (speculative decoding, Leviathan et al. 2023, with random numbers in common).
     """
     where = declared_at()
     checks = (

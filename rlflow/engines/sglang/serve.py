@@ -2,9 +2,8 @@
 
 It is run by its path, in the interpreter that SGLang is installed for, and needs nothing but the
 standard library, torch and sglang; it knows nothing of rlflow. It ends its process group with the
-socket. Requests are dictionaries with an
-`id` and what to `do`; answers come in any order, each row of a generation by itself. Weights are
-read from the memory file whose descriptor it inherits.
+socket. Requests are dictionaries with an `id` and what to `do`; answers come in any order, each row
+of a generation by itself. Weights are read from the memory file whose descriptor it inherits.
 """
 
 from __future__ import annotations
@@ -294,9 +293,10 @@ class Server:
         from sglang.srt.utils import MultiprocessingSerializer
 
         payload, form = flattened(bucket)
+        copies = [MultiprocessingSerializer.serialize(payload) for _ in range(self.ranks)]
         request = fields_of(
             UpdateWeightsFromTensorReqInput,
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(payload)] * self.ranks,
+            serialized_named_tensors=copies,
             load_format=form,
             flush_cache=last and "kv_cache" not in self.asleep,
             weight_version=version if last else None,
