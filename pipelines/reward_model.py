@@ -1,4 +1,4 @@
-"""A reward model beside a rule: GRPO on both, and the model learns from pairs as they come.
+"""A reward model beside a rule: RLOO on both, and the model learns from pairs as they come.
 
 Ouyang et al. 2022, arXiv 2203.02155. `rlflow run pipelines/reward_model.py --placement split`
 """
@@ -54,7 +54,7 @@ def reward_model(cfg: Config) -> None:
     rule = ops.reward(exact_match, samples, name="rule")
     pairs = ops.pair(samples, ops.reward(liked, samples, name="liked"))
     reward = ops.reward(both, rule, ops.scores(judge, samples), name="both")
-    ops.update(actor, samples, ops.advantage("grpo", samples, reward), loss=rf.PolicyLoss())
+    ops.update(actor, samples, ops.advantage("rloo", samples, reward), loss=rf.PolicyLoss())
     ops.update(judge, samples, pairs, loss=rf.RewardModelLoss("pairwise"))
     test = rf.data.arithmetic(digits=2, split="test")
     ops.evaluate(actor, test, exact_match, every=cfg.eval_every, max_new_tokens=12)

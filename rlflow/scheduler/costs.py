@@ -16,13 +16,14 @@ from rlflow.scheduler import keys
 from rlflow.scheduler.cluster import Cluster
 from rlflow.scheduler.collectives import copy_bandwidth, group_of
 from rlflow.scheduler.distributions import field_bytes, holds, search
+from rlflow.scheduler.drafters import DRAFTS, drafting_holds
 from rlflow.scheduler.hardware import OBJECT_STORE, STORE_SECONDS
 from rlflow.scheduler.layouts import CUTS, Cut, area, lacking, parameters_per_rank, piece, shares
 from rlflow.scheduler.lengths import Lengths, assumed, before, between, fitted, whole
 from rlflow.scheduler.measured import Record, Setting
 from rlflow.scheduler.pieces import WHOLE, Piece, as_measured
 from rlflow.scheduler.plan import ActionKind, Backend, Cost, Instance, Transport
-from rlflow.scheduler.roofline import CACHE, Load, Roofline, averaging
+from rlflow.scheduler.roofline import CACHE, Holds, Load, Roofline, averaging
 from rlflow.scheduler.shapes import Shape, dtype_bytes, trained_parameters
 
 ASSUMED_PROMPT_TOKENS = 64
@@ -135,8 +136,7 @@ class Costs:
         data has characters, or an assumed number where the data is elsewhere.
         """
         once = dict(self._origin(node).params).get("max_new_tokens", ASSUMED_RESPONSE_TOKENS)
-        longest = longest_response(self.graph, node) or once
-        return self._prompt_tokens(node), int(longest)
+        return self._prompt_tokens(node), int(longest_response(self.graph, node) or once)
 
     def _origin(self, node: Node) -> Node:
         """The node that made the rows."""
@@ -223,8 +223,8 @@ class Costs:
             one = roof.update(load, sent, recompute=instance.recompute) + roof.step(trained)
             first = getattr(dict(node.params).get("loss"), "forwards", 0) * roof.forward(load)
             seconds = epochs * batches * (first + one + search(node, roof, load))
-        found = holds(node, roof, load, recompute=instance.recompute)
-        found = tuple(held for held in found if not piece.leg or held[0] != CACHE)
+        found = self._holds(node, instance, roof, load)
+        found = tuple(h for h in found if not piece.leg or h[0] not in (CACHE, DRAFTS))
         transient = sum(size for _, size in found)
         return Cost(seconds=seconds, transient=transient, holds=found, source=TABLE)
 
@@ -234,16 +234,22 @@ class Costs:
         if shape is None:
             return 0
         roof, load = self.roofline(instance, shape), self._load_of(node, parts, WHOLE)
+        return sum(size for _, size in self._holds(node, instance, roof, load))
+
+    def _holds(self, node: Node, instance: Instance, roof: Roofline, load: Load) -> Holds:
+        """What a node holds beside the model, with what a drafter holds beside its own."""
         found = holds(node, roof, load, recompute=instance.recompute)
-        return sum(size for _, size in found)
+        shape = self.shapes[node.drafter] if node.drafter is not None else None
+        beside = shape and self.roofline(replace(instance, model=str(node.drafter)), shape)
+        return drafting_holds(found, node, roof, beside, load) if beside else found
 
     def cache(self, node: Node, instance: Instance, parts: int) -> int | None:
         """Bytes of keys and values of all rows of a rollout on each device of its instance."""
-        shape = self.shapes[instance.model]
-        if shape is None:
+        if (shape := self.shapes[instance.model]) is None:
             return None
-        load = self._load_of(node, parts, WHOLE)
-        return dict(self.roofline(instance, shape).rollout_holds(load)).get(CACHE, 0)
+        roof, load = self.roofline(instance, shape), self._load_of(node, parts, WHOLE)
+        held = dict(self._holds(node, instance, roof, load))
+        return held.get(CACHE, 0) + held.get(DRAFTS, 0)
 
     def _load_of(self, node: Node, parts: int, piece: Piece) -> Load:
         """The rows of one pass: of an update those of a mini-batch, in whichever piece it is.

@@ -13,6 +13,9 @@ from rlflow.errors import Finding
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.placement import On
 from rlflow.scheduler.plan import Instance, Plan
+from rlflow.scheduler.roofline import Holds, Load, Roofline
+
+DRAFTS = "drafts"
 
 
 def with_drafters(
@@ -43,6 +46,19 @@ def with_drafters(
 def drafting_instance(plan: Plan, node: Node, pool: str) -> Instance:
     """The instance of a rollout's drafter."""
     return plan.instance(f"{node.drafter}@{pool}")
+
+
+def drafting_holds(
+    known: Holds, node: Node, roof: Roofline, drafter: Roofline, load: Load
+) -> Holds:
+    """What a rollout holds, and beside it the drafter's keys and values, logits of its tokens too.
+
+    The policy reads one token more than were drafted, and keeps logits of each.
+    """
+    rows, tokens = load.most or load.rows, int(node.param("draft_tokens"))
+    cache = rows * ((load.longest_row + tokens) * drafter.cache_bytes + tokens * roof.cache_bytes)
+    size = int(cache) + tokens * roof.scores(rows) + drafter.scores(rows)
+    return tuple(sorted((*known, (DRAFTS, size)), key=lambda part: -part[1]))
 
 
 def drafter_findings(graph: Graph, instances: Sequence[Instance]) -> list[Finding]:

@@ -32,7 +32,8 @@ class Player:
         self.turns: dict[str, list[str]] = defaultdict(list)
         for node in plan.graph.nodes:
             if node.op.use == "train":
-                self.turns[node.model].append(node.name)
+                runs = sorted(self.runs[node.name], key=lambda a: a.chunk.index if a.chunk else 0)
+                self.turns[node.model] += [run.id for run in runs]
         self.content: dict[str, int | None] = dict.fromkeys(self.models, 0)
         self.resident = set(plan.awake_at_start)
         self.awake = set(plan.awake_at_start)
@@ -116,7 +117,7 @@ class Player:
         for name, lag in action.reads:
             turns = self.turns.get(self.models[name], [])
             wanted = min(max(0, i - lag), self.end) * len(turns)
-            wanted += turns.index(action.node) if action.node in turns else 0
+            wanted += turns.index(action.id) if action.id in turns else 0
             if self.content[name] != wanted:
                 self.broken.append(f"{action.id}@{i} reads {self.content[name]}, not {wanted}")
 
@@ -183,7 +184,7 @@ class Player:
                 self.fill(target, self.moving[action.id, i])
         elif action.writes:
             turns = self.turns[self.models[action.instance]]
-            wrote = i * len(turns) + turns.index(action.node) + 1
+            wrote = i * len(turns) + turns.index(action.id) + 1
             self.content[action.instance] = wrote
 
 

@@ -97,3 +97,29 @@ def test_the_update_of_the_policy_is_not_cut_without_being_asked():
     )
     plan = compiled_with(replace(graph, nodes=nodes), BESIDE).plan
     assert [None] == [step.chunk for step in steps_of(plan)]
+
+
+def test_a_drafter_holds_keys_values_and_logits_of_its_own():
+    def rollout_of(drafter: bool, stream: int = 1) -> Plan:
+        def declare() -> None:
+            actor = rf.Model("actor", "models/wide", optimizer=rf.AdamW(lr=1e-3))
+            small = rf.Model("drafter", "models/tiny") if drafter else None
+            prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
+            samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8, drafter=small)
+            advantage = ops.advantage("grpo", samples, ops.reward(exact, samples))
+            ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
+
+        return compiled_with(graph_of(declare), BESIDE.model_copy(update={"stream": stream})).plan
+
+    plain, drafted = rollout_of(False), rollout_of(True)
+    one, other = (dict(p.action("actor.rollout").cost.holds) for p in (plain, drafted))
+    assert other["drafts"] > 0
+    assert one == {name: size for name, size in other.items() if name != "drafts"}
+    kept = rollout_of(True, 2).part("actor.rollout/cache").size
+    assert other["drafts"] + other["KV cache"] == kept
+    assert rollout_of(True, 2).action("actor.rollout[1/2]").needs == (
+        "actor@gen/weights",
+        "drafter@gen/weights",
+        "actor.rollout/cache",
+    )
+    assert "drafter@gen/weights" in drafted.awake_at_start
