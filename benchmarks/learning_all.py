@@ -221,7 +221,8 @@ def watched(name: str, logged: Sequence[str]) -> dict[str, bool]:
     nodes = load_pipeline(str(PIPELINES / f"{name}.py")).trace().nodes
     held_out = {f"{node.name}/reward": True for node in nodes if node.op.name == "evaluate"}
     rewards = {f"{node.name}/mean": False for node in nodes if node.op.name == "reward"}
-    found = {key: held for key, held in {**rewards, **held_out}.items() if key in logged}
+    drafts = {key: False for key in logged if key.endswith("/acceptance")}
+    found = {key: held for key, held in {**rewards, **drafts, **held_out}.items() if key in logged}
     if False in found.values():
         return found
     for ending in ENDINGS:
