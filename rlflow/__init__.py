@@ -8,7 +8,8 @@ from rlflow import data, ops, rewards
 from rlflow.data import Chat
 from rlflow.envs import Environment, Step, ToolEnvironment
 from rlflow.graph.dispatch import register_dispatch
-from rlflow.graph.engines import SGLang
+from rlflow.graph.engine_options import EngineOptions, register_engine
+from rlflow.graph.engines import VLLM, SGLang
 from rlflow.graph.fields import Row, Token
 from rlflow.graph.model import AdamW, Average, LoRA, Model
 from rlflow.graph.pipeline import Config, Pipeline, pipeline
@@ -25,6 +26,7 @@ from rlflow.ops.preference import DPOLoss, RewardModelLoss
 __version__ = "0.1.0"
 
 __all__ = [
+    "VLLM",
     "AdamW",
     "AdaptiveEntropy",
     "AdaptiveKL",
@@ -33,6 +35,7 @@ __all__ = [
     "Config",
     "DPOLoss",
     "DistillLoss",
+    "EngineOptions",
     "Environment",
     "Handle",
     "ImportanceSampling",
@@ -58,5 +61,6 @@ __all__ = [
     "ops",
     "pipeline",
     "register_dispatch",
+    "register_engine",
     "rewards",
 ]

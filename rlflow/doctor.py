@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rlflow.interpreters import FIX, asked, sglang_python
+from rlflow.graph.engine_options import EngineOptions, registered_engines
+from rlflow.interpreters import asked, engine_python
 from rlflow.scheduler.cluster import GB, machine_cores, machine_memory
 
 REQUIRED = (
@@ -62,7 +63,8 @@ class Row:
 
 def examine() -> list[Row]:
     """Look for everything; rows in a fixed order."""
-    return [*_machine(), *_packages(), _drawing(), _sglang()]
+    engines = [_engine(kind) for kind in registered_engines() if kind.packages]
+    return [*_machine(), *_packages(), _drawing(), *engines]
 
 
 def _machine() -> Iterator[Row]:
@@ -102,13 +104,13 @@ def _drawing() -> Row:
     )
 
 
-def _sglang() -> Row:
-    """What engine="sglang" would start with: an interpreter, and packages there."""
-    found = asked(sglang_python())
+def _engine(kind: type[EngineOptions]) -> Row:
+    """What an engine would start with: an interpreter, and packages there."""
+    found = asked(engine_python(kind), kind.packages)
     return Row(
-        name="engine sglang",
+        name=f"engine {kind.engine}",
         found=found.describe(),
         required=False,
         missing=bool(found.problem or found.missing),
-        fix=FIX,
+        fix=kind.install,
     )

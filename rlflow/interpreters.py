@@ -1,4 +1,4 @@
-"""The interpreter that SGLang runs in, which may be another than this one, and what it lacks.
+"""The interpreter that an engine runs in, which may be another than this one, and what it lacks.
 
 Asks that interpreter for its packages; starts no engine. Knows neither plans nor torch.
 """
@@ -13,29 +13,33 @@ import sys
 from dataclasses import dataclass, field
 
 from rlflow.errors import Finding
+from rlflow.graph.engine_options import EngineOptions
 
-VARIABLE = "RLFLOW_SGLANG_PYTHON"
-NEEDED = ("sglang", "torch", "transformers")
 SECONDS = 30.0
-# What CPUs and accelerators need beside them comes with `sglang` or is stood in for.
+# Packages by their names to Python: one of another distribution is as good.
 ASK = """
 import importlib.metadata as m, json, platform, sys
+from importlib.util import find_spec
 found = {}
 for name in sys.argv[1:]:
     try:
         found[name] = m.version(name)
     except m.PackageNotFoundError:
-        pass
+        for other in m.packages_distributions().get(name, ())[:1] if find_spec(name) else ():
+            found[name] = m.version(other)
 print(json.dumps([platform.python_version(), found]))
 """
-FIX = f"scripts/sglang_cpu.sh ENV, then export {VARIABLE}=ENV/bin/python"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreter:
-    """An interpreter by its path: its version, its packages by name, and why it cannot be asked."""
+    """An interpreter by its path: its version, its packages by name, and why it cannot be asked.
+
+    An engine needs the packages `needed`.
+    """
 
     path: str
+    needed: tuple[str, ...] = ()
     version: str = ""
     packages: dict[str, str] = field(default_factory=dict)
     problem: str = ""
@@ -43,7 +47,7 @@ class Interpreter:
     @property
     def missing(self) -> tuple[str, ...]:
         """The packages that an engine needs and that are not there."""
-        return tuple(name for name in NEEDED if name not in self.packages)
+        return tuple(name for name in self.needed if name not in self.packages)
 
     def describe(self) -> str:
         """One line: path, then versions or what is wrong."""
@@ -55,20 +59,20 @@ class Interpreter:
         return f"{self.path}: {told}{lacks}"
 
 
-def sglang_python(said: str | None = None) -> str:
-    """The interpreter of an engine: as said, that of the variable, or this one."""
-    return said or os.environ.get(VARIABLE) or sys.executable
+def engine_python(kind: type[EngineOptions], said: str | None = None) -> str:
+    """The interpreter of an engine: as said, that of its variable, or this one."""
+    return said or os.environ.get(kind.variable()) or sys.executable
 
 
-def asked(path: str) -> Interpreter:
-    """What an interpreter answers, within so many seconds."""
+def asked(path: str, needed: tuple[str, ...]) -> Interpreter:
+    """What an interpreter answers about packages, within so many seconds."""
     program = shutil.which(path)
     if program is None:
-        return Interpreter(path=path, problem="there is no such program")
+        return Interpreter(path=path, needed=needed, problem="there is no such program")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     try:
         done = subprocess.run(  # noqa: S603  the interpreter that the user names
-            [program, "-c", ASK, *NEEDED],
+            [program, "-c", ASK, *needed],
             capture_output=True,
             text=True,
             timeout=SECONDS,
@@ -78,22 +82,23 @@ def asked(path: str) -> Interpreter:
         version, packages = json.loads(done.stdout)
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip() or "no answer"
-        return Interpreter(path=path, problem=said.splitlines()[-1])
+        return Interpreter(path=path, needed=needed, problem=said.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
-        return Interpreter(path=path, problem=f"{type(error).__name__}: {error}")
-    return Interpreter(path=path, version=version, packages=packages)
+        return Interpreter(path=path, needed=needed, problem=f"{type(error).__name__}: {error}")
+    return Interpreter(path=path, needed=needed, version=version, packages=packages)
 
 
-def missing_engine(names: list[str], path: str) -> Finding | None:
-    """The finding that instances of engine `sglang` cannot start; None where they can."""
-    found = asked(path)
+def missing_engine(names: list[str], kind: type[EngineOptions], path: str) -> Finding | None:
+    """The finding that instances of an engine cannot start; None where they can."""
+    found = asked(path, kind.packages)
     if not found.problem and not found.missing:
         return None
     lacks = found.problem or f"no package {' and no package '.join(found.missing)} there"
     return Finding(
         code="E250",
-        what=f"engine 'sglang' of {' and '.join(names)} cannot start: {lacks}",
+        what=f"engine {kind.engine!r} of {' and '.join(names)} cannot start: {lacks}",
         got=found.describe(),
-        expected=f"an interpreter with {', '.join(NEEDED)}: python= of rf.SGLang, or {VARIABLE}",
-        fix=FIX,
+        expected=f"an interpreter with {', '.join(kind.packages)}: python= of {kind.spelled()}, "
+        f"or {kind.variable()}",
+        fix=kind.install,
     )

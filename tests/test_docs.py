@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import re
 import shlex
@@ -291,6 +292,24 @@ def test_the_op_of_ones_own_runs(tmp_path, monkeypatch):
     )
     assert (0, "") == (done.returncode, done.stderr)
     assert "reward/mean" in (run / "metrics.jsonl").read_text()
+
+
+@pytest.mark.torch
+def test_the_engine_of_ones_own_generates_in_pieces(tmp_path):
+    (block,) = [block for block in blocks("python") if block.page == "engines.md"]
+    file, run = written(block, tmp_path), tmp_path / "run"
+    command = [sys.executable, "-m", "rlflow.cli", "run", str(file), "--run-dir", str(run)]
+    small = ["--iterations", "2", "--check-sync", "--threads", "1", "-q", "--stream", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, *small], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (0, "") == (done.returncode, done.stderr)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line)["metrics"] for line in lines]
+    assert 2 == len(found)
+    assert all(metrics["actor.update/rollout_gap_max"] < 1e-4 for metrics in found)
+    assert "actor@gen/mine" in (run / "plan.json").read_text()
 
 
 def test_the_design_names_the_passes_and_the_rules():

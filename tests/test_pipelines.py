@@ -14,7 +14,7 @@ from rlflow.runtime.metrics import read_metrics
 from tests.conftest import PIPELINES, QUICK, SMALL, TINY
 
 PLACEMENTS = {
-    "grpo_arithmetic.py": ["async", "colocate", "fsdp", "fsdp_tp", "split"],
+    "grpo_arithmetic.py": ["async", "colocate", "fsdp", "fsdp_tp", "sglang", "split"],
     "grpo_gsm8k.py": ["one", "colocate", "split"],
     "ppo_gsm8k.py": ["one", "colocate", "split", "rack", "rack_split"],
     "ppo_arithmetic.py": ["colocate", "split"],

@@ -224,7 +224,6 @@ def require_drafter(
 
     `sizes` int64 `[prompts]` are the lengths of the prompts.
     """
-    draft.model.require_ready()
     mine, known = (
         int(model.config.get_text_config().vocab_size) for model in (policy, draft.model)
     )

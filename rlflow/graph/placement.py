@@ -6,11 +6,18 @@ Nothing here knows how many devices there really are.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
-from rlflow.graph.engines import Engine, SGLang, engine_named
+from rlflow.graph.engine_options import EngineOptions, engine_named, options_of
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -22,8 +29,8 @@ class On(BaseModel):
     `fsdp` > 1). `weights="own"` gives a rollout its own copy where it could share the trained
     one. `recompute` keeps only the inputs of each layer for the backward pass (Chen et al.
     2016); `offload="layers"` keeps a frozen model on the host and brings it in layer by layer.
-    `engine` is what a rollout generates with: `torch`, embedded, or `sglang`, a process of its
-    own for each replica, with the options of `rf.SGLang`.
+    `engine` is what a rollout generates with: `torch`, embedded, or `sglang`, `vllm` or another
+    registered one, a process of its own for each replica, with its options (`rf.SGLang`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,7 +38,7 @@ class On(BaseModel):
     pool: str
     fsdp: Count | None = None
     tp: Count | None = None
-    engine: Engine | SGLang | None = None
+    engine: str | EngineOptions | None = None
     weights: Literal["shared", "own"] | None = None
     recompute: bool | None = None
     offload: Literal["layers"] | None = None
@@ -41,21 +48,21 @@ class On(BaseModel):
     def _known_engine(cls, engine: object) -> object:
         return engine_named(engine)
 
+    @field_serializer("engine")
+    def _engine_as_json(self, engine: str | EngineOptions | None) -> str | dict[str, Any] | None:
+        return engine.as_json() if isinstance(engine, EngineOptions) else engine
+
     @property
-    def sglang(self) -> SGLang | None:
-        """The options of SGLang where it is the engine."""
-        return SGLang() if self.engine == "sglang" else _options(self.engine)
+    def options(self) -> EngineOptions | None:
+        """The options of an engine in a process of its own; None for the embedded one."""
+        return options_of(self.engine)
 
     def describe(self) -> str:
         """The printed form: the pool, then what was said."""
         options = self.model_dump(exclude_none=True, exclude={"pool"})
-        if isinstance(self.engine, SGLang):
+        if isinstance(self.engine, EngineOptions):
             options["engine"] = self.engine.describe()
         return " ".join([self.pool, *(f"{key}={value}" for key, value in options.items())])
-
-
-def _options(engine: Engine | SGLang | None) -> SGLang | None:
-    return engine if isinstance(engine, SGLang) else None
 
 
 def on(pool: str, **layout: object) -> On:

@@ -14,7 +14,6 @@ import torch
 
 from rlflow.engines.average import move
 from rlflow.engines.loading import load_model, load_tokenizer
-from rlflow.engines.models import TorchModel
 from rlflow.engines.optim import learning_rate
 from rlflow.engines.protocol import (
     Generation,
@@ -30,6 +29,8 @@ from rlflow.engines.speculative import Draft
 from rlflow.engines.train import TrainEngine
 from rlflow.errors import Finding, UsageError
 from rlflow.graph.model import AdamW, Model
+from rlflow.ops.body import Stat
+from rlflow.scheduler.engines import ASLEEP
 from rlflow.scheduler.plan import Instance, PartKind
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from rlflow.batch import Batch
-    from rlflow.engines.sglang.model import EngineModel
     from rlflow.ops.body import LossFunction, ModelInUse
 
 # Counters of an engine that tell how well a drafter does.
@@ -114,6 +114,18 @@ class Loaded:
             self.model.wake_pool()
         elif kind == "weights":
             self.model.wake()
+
+    def figures(self) -> dict[str, Stat]:
+        """Numbers about an engine, to log with what it generates: bytes that it kept asleep.
+
+        Of each of its devices; on a CPU, of the host's memory for each of its ranks.
+        """
+        tell = getattr(self.model, "measured", None)
+        if self.instance.options is None or tell is None:
+            return {}
+        held = tell().get("residual_bytes")
+        ranks = self.instance.tp
+        return {} if held is None else {ASLEEP: Stat(kind="max", total=held / ranks)}
 
     def close(self) -> None:
         """End what runs beside this process for it."""
@@ -330,16 +342,12 @@ def _load_sharded(
 def _load_engine(
     instance: Instance, spec: Model, path: str, *, seed: int, device: str, ranks: Sequence[int]
 ) -> Loaded:
-    """Start a process of SGLang for the replica that this process owns."""
-    from rlflow.engines.sglang.load import load_engine
-
+    """Start an engine for the replica that this process owns."""
     assert instance.options is not None
-
     tokenizer = load_tokenizer(path)
-    model, rollout = load_engine(
+    model, rollout = instance.options.load(
         path,
         name=instance.name,
-        options=instance.options,
         dtype=getattr(torch, spec.dtype),
         device=device,
         seed=seed,
@@ -357,7 +365,7 @@ def _load_engine(
     )
 
 
-def _stop_tokens(model: TorchModel | EngineModel, tokenizer: Any) -> tuple[int, ...]:
+def _stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Every token that ends a response: the tokenizer's EOS and those of the model's config.
 
     Raises UsageError where the model cannot make the tokenizer's EOS.

@@ -161,7 +161,7 @@ class Worker:
             self.store.put(action.id, iteration, made, self.flow.readers(action.id, iteration))
         self.release(action, iteration)
         return Result(
-            metrics=output.metrics,
+            metrics={**output.metrics, **(loaded.figures() if loaded is not None else {})},
             rows=output.rows,
             total=made.total if made else 0,
             tokens=_tokens(made) if made and node.op.rows in ("expand", "gather") else None,

@@ -13,12 +13,13 @@ from dataclasses import replace
 
 from rlflow.errors import Finding
 from rlflow.graph.check import num_prompts
-from rlflow.graph.engines import SGLang
+from rlflow.graph.engine_options import EngineOptions
 from rlflow.graph.graph import Node
 from rlflow.graph.placement import On
 from rlflow.scheduler import keys
 from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.measured import Record
 from rlflow.scheduler.pieces import as_measured
 from rlflow.scheduler.plan import Action, Cost, Instance, Part, Plan
 
@@ -26,6 +27,8 @@ ROOM = 0.9
 CALL = 0.02
 CALLS = {"sleep": 1, "wake": 1, "reshard": 3}
 ASSUMED = "assumed per call of an engine"
+# The metric of a rollout: bytes that its engine kept of each device when it slept last.
+ASLEEP = "asleep_bytes"
 
 
 def use_findings(nodes: Sequence[Node], chosen: Mapping[str, On]) -> list[Finding]:
@@ -33,7 +36,7 @@ def use_findings(nodes: Sequence[Node], chosen: Mapping[str, On]) -> list[Findin
     wrong: dict[On, list[Node]] = {}
     for node in nodes:
         where = chosen.get(node.name)
-        if where is not None and where.sglang is not None and node.op.use != "rollout":
+        if where is not None and where.options is not None and node.op.use != "rollout":
             wrong.setdefault(where, []).append(node)
     generate = {str(node.model) for node in nodes if node.op.use == "rollout"}
     return [_no_rollout(where, given, generate) for where, given in wrong.items()]
@@ -41,17 +44,17 @@ def use_findings(nodes: Sequence[Node], chosen: Mapping[str, On]) -> list[Findin
 
 def _no_rollout(where: On, nodes: Sequence[Node], generate: Collection[str]) -> Finding:
     named = [f"{node.name} ({node.op.use or node.op.name})" for node in nodes]
-    pool = where.pool
+    pool, engine = where.pool, where.options.engine if where.options else ""
     models = list(dict.fromkeys(str(node.model or node.name) for node in nodes))
     fixes = [f'"{name}": rf.on("{pool}")' for name in models]
     engines = [name for name in models if name in generate]
-    fixes += [f'"{name}.rollout": rf.on("{pool}", engine="sglang")' for name in engines]
+    fixes += [f'"{name}.rollout": rf.on("{pool}", engine="{engine}")' for name in engines]
     return Finding(
         code="E247",
-        what=f"engine 'sglang' generates and does nothing else, and is placed for "
+        what=f"engine {engine!r} generates and does nothing else, and is placed for "
         f"{' and '.join(named)}",
         where=nodes[0].where,
-        got=f'rf.on("{pool}", engine="sglang") for more than rollouts',
+        got=f'rf.on("{pool}", engine="{engine}") for more than rollouts',
         expected="an engine for rollouts alone",
         fix=", ".join(fixes),
     )
@@ -59,8 +62,9 @@ def _no_rollout(where: On, nodes: Sequence[Node], generate: Collection[str]) -> 
 
 def option_findings(node: Node, where: On, costs: Costs) -> list[Finding]:
     """What is wrong with an engine for a node: layouts, and models, that it does not have."""
-    if where.sglang is None:
+    if where.options is None:
         return []
+    engine = where.options.engine
     said = {
         "fsdp": where.fsdp if where.fsdp not in (None, 1) else None,
         "recompute": where.recompute or None,
@@ -72,11 +76,11 @@ def option_findings(node: Node, where: On, costs: Costs) -> list[Finding]:
         return [
             Finding(
                 code="E248",
-                what=f"{node.name}: engine 'sglang' has no {' and no '.join(wrong)}",
+                what=f"{node.name}: engine {engine!r} has no {' and no '.join(wrong)}",
                 where=node.where,
                 expected="tp= ranks share each layer, devices left over hold replicas, and the "
                 "weights are its own",
-                fix=f'rf.on("{where.pool}", engine="sglang", tp={where.tp or 1})',
+                fix=f'rf.on("{where.pool}", engine="{engine}", tp={where.tp or 1})',
             )
         ]
     model = costs.graph.model(str(node.model))
@@ -92,7 +96,7 @@ def option_findings(node: Node, where: On, costs: Costs) -> list[Finding]:
     return [
         Finding(
             code="E249",
-            what=f"{node.name}: engine 'sglang' runs no model with {' and '.join(has)}",
+            what=f"{node.name}: engine {engine!r} runs no model with {' and '.join(has)}",
             where=model.where,
             got=f"model {model.name!r}",
             expected="a causal language model in float32 or bfloat16, trained as a whole",
@@ -147,8 +151,45 @@ def pool_bytes(instance: Instance, costs: Costs) -> int | None:
 
 
 def kept_asleep(instance: Instance, costs: Costs) -> int:
-    """Bytes that an engine's process keeps on each device while it sleeps."""
+    """Bytes that an engine's process keeps on each device while it sleeps.
+
+    As an earlier run has measured it, else assumed. On a CPU a device's memory is of tensors
+    alone: the process is in its host's.
+    """
+    if _on_cpu(instance, costs):
+        return 0
+    record = asleep_record(instance, costs)
+    if record is not None:
+        return int(record.held)
     return int(max(costs.cluster.kind_of(device).engine for device in instance.devices))
+
+
+def asleep_record(instance: Instance, costs: Costs) -> Record | None:
+    """What an earlier run has measured of such an engine asleep."""
+    return costs.cluster.measured.find(asleep_key(costs, instance), costs.setting)
+
+
+def asleep_key(costs: Costs, instance: Instance) -> str:
+    """What an engine's memory while it sleeps is measured under."""
+    return keys.asleep(_engine_key(costs, instance))
+
+
+def _on_cpu(instance: Instance, costs: Costs) -> bool:
+    return costs.cluster.kind_of(instance.devices[0]).name == "cpu"
+
+
+def on_host(instance: Instance, costs: Costs) -> int:
+    """Bytes of the host's memory for each device: its share of the staging.
+
+    On a CPU also its share of the process beside weights and pool, where that was measured.
+    """
+    whole = costs.weights(replace(instance, tp=1, devices=instance.devices[:1])) or 0
+    staging = math.ceil(whole / instance.tp)
+    record = asleep_record(instance, costs) if _on_cpu(instance, costs) else None
+    if record is None:
+        return staging
+    tensors = (costs.weights(instance) or 0) + (pool_bytes(instance, costs) or 0)
+    return staging + max(int(record.held) - tensors, 0)
 
 
 def engine_parts(instance: Instance, costs: Costs) -> list[Part]:
@@ -166,6 +207,7 @@ def engine_parts(instance: Instance, costs: Costs) -> list[Part]:
             size=whole,
             devices=instance.devices,
             residual=(whole or 0) if stays else kept,
+            on_host=on_host(instance, costs),
         ),
         Part(
             name=instance.pool_part,
@@ -182,7 +224,7 @@ def with_savers(plan: Plan) -> Plan:
     """The plan with engines that can give memory back just where they sleep."""
     asleep = {action.instance for action in plan.actions if action.kind == "sleep"}
 
-    def decided(instance: Instance, options: SGLang) -> Instance:
+    def decided(instance: Instance, options: EngineOptions) -> Instance:
         saver = options.memory_saver
         saver = instance.name in asleep if saver is None else saver
         return replace(instance, options=options.model_copy(update={"memory_saver": saver}))
@@ -199,14 +241,8 @@ def noting_engines(plan: Plan, served: Mapping[str, Sequence[Node]], costs: Cost
         plan = plan.noting("engine", _told(instance, plan, costs))
         drawn = [n.name for n in served[instance.name] if dict(n.params).get("temperature")]
         names = " and ".join(drawn)
-        on_cpu = costs.cluster.kind_of(instance.devices[0]).name == "cpu"
-        if drawn and on_cpu:
-            text = f"sampling of {names} is not replayable on CPU: SGLang ignores seeds there"
-            plan = plan.noting("seeds", text)
-        elif drawn and not instance.options.deterministic:
-            text = f"sampling of {names} is not replayable: what SGLang draws depends on what else "
-            text += "is in a batch; rf.SGLang(deterministic=True) ends that"
-            plan = plan.noting("seeds", text)
+        if drawn and (why := instance.options.unseeded(on_cpu=_on_cpu(instance, costs))):
+            plan = plan.noting("seeds", f"sampling of {names} is not replayable{why}")
     return plan
 
 
@@ -224,19 +260,36 @@ def _told(instance: Instance, plan: Plan, costs: Costs) -> str:
     weights = costs.weights(replace(instance, tp=1, devices=instance.devices[:1]))
     staged = "" if weights is None else f" of {amount(weights)}"
     return (
-        f"{instance.name} is SGLang in {many}, with {pool}; weights reach it through a copy"
-        f"{staged} in its host's memory"
+        f"{instance.name} is {options.title} in {many}, with {pool}; weights reach it through "
+        f"a copy{staged} in its host's memory{_told_asleep(instance, costs)}"
     )
+
+
+def _told_asleep(instance: Instance, costs: Costs) -> str:
+    """What the process keeps while it sleeps, and how that is known."""
+    record = asleep_record(instance, costs)
+    if _on_cpu(instance, costs):
+        if record is None:
+            return ""
+        return (
+            f", its processes hold {amount(record.held)} of it ({record.source_for(costs.setting)})"
+        )
+    source = "assumed" if record is None else record.source_for(costs.setting)
+    return f"; asleep it keeps {amount(kept_asleep(instance, costs))} of each device ({source})"
 
 
 def move_key(costs: Costs, instance: Instance, kind: str, what: str) -> str:
     """What a sleep, wake or reshard of an engine is measured under."""
+    return keys.joined(_engine_key(costs, instance), f"{kind} of an engine's {what}")
+
+
+def _engine_key(costs: Costs, instance: Instance) -> str:
+    """An engine in words of a key: its device, its backend, its model and how that lies."""
     device = costs.cluster.kind_of(instance.devices[0])
     return keys.joined(
         keys.hardware(device.name, costs.cluster.threads),
         costs.backend,
         keys.model(costs.graph.model(instance.model), costs.shapes[instance.model], instance),
-        f"{kind} of an engine's {what}",
     )
 
 

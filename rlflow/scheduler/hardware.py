@@ -16,7 +16,7 @@ CPU_COLLECTIVES = 1.5e9
 # Numpy arrays through Ray's object store, from one process to another: measured on one host.
 OBJECT_STORE = 5e9
 STORE_SECONDS = 2e-3
-# What a process of SGLang keeps of an accelerator when it has given weights and pool back: assumed.
+# What an engine's process keeps of an accelerator when it has given weights and pool back: assumed.
 ENGINE_ASLEEP = 2e9
 CPU_SOURCE = "matrix product, copy and gloo all-reduce measured on cores of an AMD EPYC"
 

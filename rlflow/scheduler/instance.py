@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from rlflow.graph.engines import Engine, SGLang
+from rlflow.graph.engine_options import EMBEDDED, EngineOptions
 from rlflow.graph.op import Use
 
 MICRO_TOKENS = 32_768
@@ -23,7 +23,9 @@ class Part:
     of them stay on the device while it sleeps. Gradients never outlive an update, so they are
     only ever discarded. The `cache` that a rollout in pieces keeps from one to the next stays.
     An engine in a process of its own keeps keys and values in a `pool`: of no use between two
-    rollouts, so it is only ever discarded too.
+    rollouts, so it is only ever discarded too. For an engine's weights `on_host` bytes of each
+    device's host are taken all the time: by a copy, which is what an offload leaves, and on a
+    CPU by the engine's process.
     """
 
     name: str
@@ -32,6 +34,12 @@ class Part:
     size: int | None
     devices: tuple[int, ...]
     residual: int = 0
+    on_host: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data; without `on_host` where that is nothing."""
+        found = asdict(self)
+        return found if self.on_host else {k: v for k, v in found.items() if k != "on_host"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +63,12 @@ class Instance:
     recompute: bool = False
     offload: Literal["layers"] | None = None
     micro_tokens: int = MICRO_TOKENS
-    options: SGLang | None = None
+    options: EngineOptions | None = None
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> str:
         """What it generates with."""
-        return "torch" if self.options is None else "sglang"
+        return EMBEDDED if self.options is None else self.options.engine
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -127,5 +135,5 @@ class Instance:
         if self.options is None:
             del found["options"]
         else:
-            found["options"] = self.options.said()
+            found["options"] = self.options.as_json()
         return found

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rlflow.errors import Finding, PlanError
+from rlflow.graph.engine_options import EMBEDDED
 from rlflow.graph.graph import Node
 from rlflow.graph.op import Use
 from rlflow.graph.placement import On
@@ -77,7 +78,7 @@ def instance_of(node: Node, where: On, pools: Mapping[str, tuple[int, ...]]) -> 
         trained=use == "train",
         fsdp=fsdp,
         tp=tp,
-        options=where.sglang,
+        options=where.options,
     )
 
 
@@ -216,7 +217,8 @@ def parts_of(instance: Instance, costs: Costs) -> list[Part]:
 
 def serving_instance(plan: Plan, node: Node, where: On) -> Instance:
     """The instance that serves a node on the pool it is assigned to."""
-    use, engine = node.op.use, "torch" if where.sglang is None else "sglang"
+    use, options = node.op.use, where.options
+    engine = EMBEDDED if options is None else options.engine
     candidates = [
         i
         for i in plan.instances

@@ -228,21 +228,25 @@ class Instants:
     def host_peak(self) -> tuple[int, str, tuple[tuple[int, str], ...]]:
         """The most bytes in one host's memory, the move at which, and the parts they are of.
 
-        What is offloaded is in host memory from when its sleep may start until its wake is over.
+        What is offloaded is in host memory from when its sleep may start until its wake is over,
+        and what has a copy there all the time.
         """
         best: tuple[int, str, tuple[tuple[int, str], ...]] = (0, "", ())
         never = self._never_awake()
         out = [move for move in self._moves if (move.kind, move.mode) == ("sleep", "offload")]
-        for move in [action.id for action in out] or [""][: len(never)]:
-            parts = never + (self._offloaded(move) if move else [])
+        always = [part for part in self.plan.parts if part.on_host]
+        for move in [action.id for action in out] or [""][: len(never) + len(always)]:
+            parts = always + [part for part in never if not part.on_host]
+            parts += [p for p in (self._offloaded(move) if move else []) if not p.on_host]
             sizes: Counter[tuple[int, ...]] = Counter()
             for part in parts:
-                sizes[part.devices] += leaving(part)
+                sizes[part.devices] += part.on_host or leaving(part)
             near = {part.devices: self._hosts[part.name] for part in parts}
             for host in sorted({host for hosts in near.values() for host in hosts}):
                 total = sum(size * near[own].get(host, 0) for own, size in sizes.items())
                 if total > best[0]:
-                    held = [(leaving(p) * self._hosts[p.name].get(host, 0), p.name) for p in parts]
+                    near_of = ((p, self._hosts[p.name].get(host, 0)) for p in parts)
+                    held = [((p.on_host or leaving(p)) * n, p.name) for p, n in near_of]
                     best = (total, move, tuple(sorted((h for h in held if h[0]), reverse=True)))
         return best
 

@@ -95,6 +95,11 @@ def model(declared: Model | None, shape: Shape | None, instance: Instance | None
     return f"{digest} {declared.head} {declared.dtype}{lora}{trained} {layout}"
 
 
+def asleep(engine: str) -> str:
+    """What an engine keeps while it sleeps, by the words for its device and its model."""
+    return joined(engine, "an engine asleep")
+
+
 def lengths(graph: Graph, origin: Node, longest: int) -> str:
     """The responses that a node makes: they depend on the weights, so on their path."""
     path = graph.model(origin.model).path if origin.model is not None else ""

@@ -24,6 +24,8 @@ VERSION = 1
 MOST_RUNS = 5
 MOST_RECORDS = 2000
 
+FIGURES = ("seconds", "wait", "length", "longest", "trips", "held")
+
 Origin = Literal["run", "profile"]
 
 
@@ -50,7 +52,8 @@ class Sample:
 
     `count` spans are behind it; `length` and `longest` are tokens of the responses that a
     rollout made, in the mean over its iterations, 0 where it made none; `trips` are those
-    through a loop in the mean over `count` iterations, 0 where it is of none.
+    through a loop in the mean over `count` iterations, 0 where it is of none; `held` is the most
+    bytes that an engine kept of a device while it slept, 0 where it is of none.
     """
 
     origin: Origin
@@ -60,6 +63,7 @@ class Sample:
     length: float = 0.0
     longest: float = 0.0
     trips: float = 0.0
+    held: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,11 @@ class Record:
         chosen = self.chosen
         count = sum(sample.count for sample in chosen)
         return sum(sample.trips * sample.count for sample in chosen) / max(count, 1)
+
+    @property
+    def held(self) -> float:
+        """The most bytes that were kept asleep in any of the runs."""
+        return max(sample.held for sample in self.chosen)
 
     @property
     def source(self) -> str:
@@ -160,7 +169,7 @@ class Measured:
                     "setting": [r.setting.pipeline, r.setting.devices, r.setting.staleness],
                     "serial": r.serial,
                     "samples": [
-                        [s.origin, s.count, s.seconds, s.wait, s.length, s.longest, s.trips]
+                        [s.origin, s.count, *(getattr(s, name) for name in FIGURES)]
                         for s in r.samples
                     ],
                 }
@@ -223,12 +232,12 @@ def _record(row: Any) -> Record:
 
 def _sample(origin: Origin, count: int, *seconds: float) -> Sample:
     took, wait, length, longest, *rest = (float(value) for value in seconds)
-    (trips,) = rest or (0.0,)
+    trips, held = (*rest, *(0.0, 0.0)[len(rest) :])
     if origin not in ("run", "profile") or not 0 <= took < float("inf"):
         raise ValueError(f"a sample of {took} seconds from {origin!r}")
-    if not 0 <= trips < float("inf"):
-        raise ValueError(f"a sample of {trips} trips")
-    return Sample(origin, int(count), took, wait, length, longest, trips)
+    if not 0 <= trips < float("inf") or not 0 <= held < float("inf"):
+        raise ValueError(f"a sample of {trips} trips and {held} bytes")
+    return Sample(origin, int(count), took, wait, length, longest, trips, held)
 
 
 def add_to_file(path: Path, samples: Iterable[tuple[str, Setting, Sample]]) -> Measured:

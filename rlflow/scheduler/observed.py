@@ -15,7 +15,7 @@ from typing import Protocol
 
 from rlflow.scheduler import keys
 from rlflow.scheduler.costs import Costs
-from rlflow.scheduler.engines import engine_moved, move_key, moving
+from rlflow.scheduler.engines import ASLEEP, asleep_key, engine_moved, move_key, moving
 from rlflow.scheduler.measured import Origin, Sample, Setting
 from rlflow.scheduler.pieces import piece_done
 from rlflow.scheduler.plan import Action, Cost, Plan
@@ -87,7 +87,7 @@ def samples(
     begun: int,
     origin: Origin,
 ) -> list[Found]:
-    """What is kept of a run: seconds and waits of every kind of work, waits of all, lengths, trips.
+    """What is kept of a run: seconds and waits of all kinds of work; lengths, trips, what sleeps.
 
     `figures` are the metrics by iteration. Spans of other plans, which an earlier session of the
     run may have left, do not count. Empty where the run had too few iterations.
@@ -131,8 +131,9 @@ def samples(
     if every:
         found.append((costs.dispatch_key(), setting, Sample(origin, len(every), 0.0, dispatch)))
     lines = list(figures)
-    lengths = _lengths(plan, costs, lines, seen, origin)
-    return [*found, *lengths, *_trips(plan, costs, lines, seen, origin)]
+    for more in (_lengths, _trips, _asleep):
+        found += more(plan, costs, lines, seen, origin)
+    return found
 
 
 def key_of(plan: Plan, costs: Costs, action: Action) -> str | None:
@@ -281,6 +282,25 @@ def _trips(
         if counts:
             sample = Sample(origin, len(counts), 0.0, 0.0, trips=fmean(counts))
             found.append((keys.trips(plan.graph, end), costs.setting, sample))
+    return found
+
+
+def _asleep(
+    plan: Plan,
+    costs: Costs,
+    figures: Sequence[tuple[int, Mapping[str, float]]],
+    seen: Window,
+    origin: Origin,
+) -> list[Found]:
+    """The most bytes that every engine has kept of a device while it slept."""
+    found = []
+    for instance in plan.instances if figures else ():
+        names = {f"{a.node}/{ASLEEP}" for a in plan.actions if a.instance == instance.name}
+        rows = [v for iteration, v in figures if iteration >= seen.first]
+        held = [row[name] for row in rows for name in sorted(names & row.keys())]
+        if instance.options is not None and held:
+            sample = Sample(origin, len(held), 0.0, 0.0, held=max(held))
+            found.append((asleep_key(costs, instance), costs.setting, sample))
     return found
 
 

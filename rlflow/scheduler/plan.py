@@ -312,9 +312,10 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data, stable to the byte when dumped with sorted keys.
 
-        How much memory hosts have is no part of a plan in which nothing sleeps there.
+        How much memory hosts have is no part of a plan that takes none of it.
         """
         offloads = any(action.mode == "offload" for action in self.actions)
+        offloads = offloads or any(part.on_host for part in self.parts)
         budgets = {d: size for d, size in sorted(self.budgets.items()) if offloads or d != HOST}
         return {
             "pipeline": self.graph.name,
@@ -328,7 +329,7 @@ class Plan:
             "hosts": self.hosts,
             "host_starts": list(self.host_starts),
             "instances": [instance.as_json() for instance in self.instances],
-            "parts": [asdict(part) for part in self.parts],
+            "parts": [part.as_json() for part in self.parts],
             "actions": [asdict(action) for action in self.actions],
             "awake_at_start": list(self.awake_at_start),
             "peaks": {str(device): peak for device, peak in sorted(self.peaks.items())},

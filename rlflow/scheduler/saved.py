@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from rlflow.errors import Finding, UsageError
+from rlflow.graph.engine_options import EngineOptions, options_from_json
 from rlflow.graph.fields import Field
 from rlflow.graph.graph import Binding, Graph, Node
 from rlflow.graph.model import Model
@@ -97,7 +98,8 @@ def _built(kind: Any, value: Any) -> Any:
         rest = [each for each in given if each is not type(None)]
         return None if value is None else _built(rest[0], value)
     if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return kind.model_validate(value)
+        engine = kind is EngineOptions
+        return options_from_json(value) if engine else kind.model_validate(value)
     if origin is tuple:
         if len(given) == 2 and given[1] is Ellipsis:
             return tuple(_built(given[0], each) for each in value)

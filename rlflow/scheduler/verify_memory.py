@@ -182,16 +182,21 @@ class Held:
     def on_host(self) -> int:
         """The most bytes that one host may hold of parts that sleep and are not discarded.
 
-        Held from when a sleep may start until its wake is over; and of parts never awake.
+        Held from when a sleep may start until its wake is over; and of parts never awake. A part
+        that has something there all the time is not copied once more.
         """
         plan, bit = self.facts.plan, self.facts.bit
         hosts = {d: plan.host_of(d) for d in {d for own in self._sets for d in own if d != HOST}}
         near = {own: Counter(hosts[d] for d in own if d != HOST) for own in self._sets}
         sleeps = [s.opens.id for own in self.spells.values() for s in own if _offloads(s.opens)]
-        kept = [(p.devices, given_back(p), self._always_back(p)) for p in plan.parts]
+        copied = [p for p in plan.parts if not p.on_host]
+        kept = [(p.devices, given_back(p), self._always_back(p)) for p in copied]
+        base: Counter[tuple[int, ...]] = Counter()
+        for p in plan.parts:
+            base[p.devices] += p.on_host
         most = 0
-        for instant in sleeps or [""][: len(self.never_awake)]:
-            there: Counter[tuple[int, ...]] = Counter()
+        for instant in sleeps or [""]:
+            there = base.copy()
             during = bit[instant] if instant else -1
             for devices, size, back in kept:
                 if during & ~back:

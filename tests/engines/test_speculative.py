@@ -295,6 +295,8 @@ def chain(**wrong):
         ([[0], [1, 2]], 8, (), (13, 9, 3)),
         # The first row has room for two drafts while the second takes three.
         ([[0], [1, 2]], 7, (), (11, 7, 3)),
+        # One draft for the first row, which is nearly done, does not keep the second from three.
+        ([[0], [1, 2]], 6, (), (10, 6, 2)),
     ],
 )
 def test_drafts_are_counted_as_by_hand(prompts, limit, stops, expected):
@@ -304,6 +306,15 @@ def test_drafts_are_counted_as_by_hand(prompts, limit, stops, expected):
     made, stats = generated(chain(), sampling, draft=drafter, prompts=prompts)
     require_equal(plain, made)
     assert expected == (stats["drafted"], stats["accepted"], stats["decode_passes"])
+
+
+def test_no_draft_is_made_that_no_row_has_room_for():
+    drafter, calls = chain(), []
+    forward = drafter.logits
+    drafter.logits = lambda *args: calls.append(1) or forward(*args)
+    greedy = Sampling(max_new_tokens=3, temperature=0.0)
+    generated(chain(), greedy, draft=Draft(model=drafter, tokens=3), prompts=[[0]])
+    assert 1 + 1 == len(calls)
 
 
 def test_the_drafter_reads_at_most_two_tokens_a_row_at_a_time(models):

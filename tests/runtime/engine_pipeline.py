@@ -50,6 +50,8 @@ def split(engine: object, gen: int = 1, tp: int = 1) -> rf.Placement:
         "split": split("sglang"),
         "ranks": split("sglang", gen=2, tp=2),
         "stream": split("sglang").model_copy(update={"stream": 2}),
+        "vllm": split("vllm"),
+        "vllm_colocated": colocated("vllm"),
         "embedded": colocated("torch"),
     }
 )

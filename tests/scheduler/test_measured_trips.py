@@ -182,7 +182,7 @@ def test_samples_without_trips_are_read(tmp_path: Path) -> None:
     assert (record,) == found.records
 
 
-@pytest.mark.parametrize("trips", ["-1", "NaN", "Infinity", "1, 2"])
+@pytest.mark.parametrize("trips", ["-1", "NaN", "Infinity", "1, 2, 3"])
 def test_trips_that_are_none_damage_the_file(tmp_path: Path, trips: str) -> None:
     path = tmp_path / "costs.json"
     path.write_text(

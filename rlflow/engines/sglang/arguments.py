@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from rlflow.graph.engine_options import EngineOptions
     from rlflow.graph.engines import SGLang
 
 SHIMS = Path(__file__).with_name("cpu_shims")
@@ -32,9 +33,9 @@ PASSED_ON = (
 )
 
 
-def interpreter(options: SGLang) -> str:
-    """The interpreter that SGLang is installed for."""
-    return options.python or os.environ.get("RLFLOW_SGLANG_PYTHON") or sys.executable
+def interpreter(options: EngineOptions) -> str:
+    """The interpreter that an engine is installed for."""
+    return options.python or os.environ.get(options.variable()) or sys.executable
 
 
 def arguments(
@@ -46,8 +47,10 @@ def arguments(
     ranks: int,
     seed: int,
     context: int | None,
+    config: Any = None,
 ) -> dict[str, Any]:
-    """Arguments of `sglang.Engine`; what is None is left to it."""
+    """Arguments of `sglang.Engine`; what is None is left to it. The model's config says nothing."""
+    del config
     given = {name: getattr(options, name) for name in PASSED_ON}
     made: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     made |= {
@@ -98,12 +101,8 @@ def environment(
     On a CPU it finds stand-ins for what has no wheel there; torchvision lies beside the
     interpreter's environment, where `scripts/sglang_cpu.sh` puts it.
     """
-    dropped = {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"}
-    made = {name: value for name, value in os.environ.items() if name not in dropped}
+    made = plain_environment(threads)
     made["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-    made["OMP_NUM_THREADS"] = str(max(1, threads))
-    # Threads that spin while they wait take the cores of other processes.
-    made["GOMP_SPINCOUNT"] = "0"
     if device.type == "cpu":
         beside = Path(python).parent.parent / "torchvision"
         made["PYTHONPATH"] = os.pathsep.join([str(SHIMS), str(beside)])
@@ -113,6 +112,16 @@ def environment(
             made["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores(devices))
     else:
         made["CUDA_VISIBLE_DEVICES"] = ",".join(visible(devices))
+    return made
+
+
+def plain_environment(threads: int) -> dict[str, str]:
+    """The environment here without what is Python's own, for so many threads."""
+    dropped = {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"}
+    made = {name: value for name, value in os.environ.items() if name not in dropped}
+    made["OMP_NUM_THREADS"] = str(max(1, threads))
+    # Threads that spin while they wait take the cores of other processes.
+    made["GOMP_SPINCOUNT"] = "0"
     return made
 
 

@@ -1,8 +1,8 @@
 """The script that starts an engine's script and ends its whole process group when it is time.
 
 That is when the worker which started it is gone, or the engine. It runs in the engine's
-interpreter, needs the standard library alone, and knows neither rlflow nor SGLang.
-Arguments: the socket's descriptor, the worker's process id.
+interpreter, needs the standard library alone, and knows neither rlflow nor the engine.
+Arguments: the socket's descriptor, the worker's process id, the engine's script.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import sys
-from pathlib import Path
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
@@ -40,7 +39,7 @@ def guard(engine: int, worker: int) -> NoReturn:
 
 def main() -> None:
     """Fork: the child becomes the engine, and dies with this process at the latest."""
-    connection, worker = sys.argv[1:3]
+    connection, worker, script = sys.argv[1:4]
     guardian = os.getpid()
     alive, held = os.pipe()
     if os.fork():
@@ -52,7 +51,6 @@ def main() -> None:
         return
     os.set_inheritable(held, True)
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
-    script = str(Path(__file__).with_name("serve.py"))
     os.execv(sys.executable, [sys.executable, script, connection, str(held)])  # noqa: S606
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,17 +26,41 @@ from rlflow.engines.sglang.replica import Launch
 from rlflow.engines.sglang.rollout import SGLangRollout
 
 if TYPE_CHECKING:
+    from rlflow.graph.engine_options import EngineOptions
     from rlflow.graph.engines import SGLang
 
 PATIENCE = 120.0
 LEFT_OUT = {"config.json", "generation_config.json"}
 
 
-def load_engine(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What one kind of engine is started with.
+
+    `script` runs in the engine's interpreter. `arguments` has those of the engine, for options,
+    the directory that it reads, dtype, device, the number of its ranks, seed, context and the
+    model's config; `fresh` has those that every start has anew. `environment` is for an
+    interpreter, device, the ranks' devices and a number of threads.
+    """
+
+    script: Path
+    arguments: Callable[..., dict[str, Any]]
+    environment: Callable[..., dict[str, str]]
+    fresh: Callable[[], dict[str, Any]] = dict
+
+
+def load_engine(path: str, *, options: SGLang, **how: Any) -> tuple[EngineModel, SGLangRollout]:
+    """Start SGLang with the weights of `path`; see `start_engine`."""
+    model = start_engine(path, KIND, options=options, **how)
+    return model, SGLangRollout(model, seeded=options.deterministic)
+
+
+def start_engine(
     path: str,
+    kind: Kind,
     *,
     name: str,
-    options: SGLang,
+    options: EngineOptions,
     dtype: torch.dtype,
     device: str | torch.device,
     seed: int = 0,
@@ -43,13 +68,13 @@ def load_engine(
     threads: int = 1,
     devices: Sequence[int] = (),
     patience: float = PATIENCE,
-) -> tuple[EngineModel, SGLangRollout]:
+) -> EngineModel:
     """Start an engine with the weights of `path`, or random ones that are a function of `seed`.
 
     `devices` are the numbers of the devices (of the cores on a CPU) of its tensor-parallel
     ranks, by default the one of `device`. Nothing of the engine may stand still for longer than
     `patience` seconds while it is asked something. Raises UsageError for a path that cannot be
-    read or an interpreter without SGLang, RunError where the engine does not start.
+    read or an interpreter without the engine, RunError where the engine does not start.
     """
     check_path(path, init)
     place = torch.device(device)
@@ -60,12 +85,12 @@ def load_engine(
     weights = {key: value.detach() for key, value in module.named_parameters()}
     staging = SharedWeights(weights, pinned=place.type == "cuda")
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    context = options.context_length or limit
+    context = getattr(options, "context_length", None) or limit
     directory = tempfile.mkdtemp(prefix="rlflow-model-")
     readable(Path(directory), path, module if init == "random" else None)
     del module, weights
     python = interpreter(options)
-    given = arguments(
+    given = kind.arguments(
         options,
         path=directory,
         dtype=dtype,
@@ -73,30 +98,35 @@ def load_engine(
         ranks=len(ranks),
         seed=seed,
         context=context,
+        config=config,
     )
     launch = Launch(
         name=name,
         command=Command(
             python=python,
-            environment=environment(python, device=place, devices=ranks, threads=threads),
+            script=kind.script,
+            environment=kind.environment(python, device=place, devices=ranks, threads=threads),
             descriptors=(staging.descriptor,),
         ),
-        message=partial(starting, given, staging, len(ranks)),
+        message=partial(starting, kind.fresh, given, staging, len(ranks)),
         directory=directory,
         cuda=place.type == "cuda",
-        start_seconds=options.start_seconds,
+        options=options,
         patience=patience,
     )
-    model = EngineModel(launch, staging, config, context=context, dtype=dtype)
-    return model, SGLangRollout(model, seeded=options.deterministic)
+    return EngineModel(launch, staging, config, context=context, dtype=dtype)
 
 
 def starting(
-    given: Mapping[str, Any], staging: SharedWeights, ranks: int, first: bool
+    fresh: Callable[[], dict[str, Any]],
+    given: Mapping[str, Any],
+    staging: SharedWeights,
+    ranks: int,
+    first: bool,
 ) -> dict[str, Any]:
     """What an engine is told at its start; a replacement has to be given weights first."""
     return {
-        "arguments": {"nccl_port": free_port(), **given},
+        "arguments": {**fresh(), **given},
         "table": staging.table,
         "memory": staging.descriptor,
         "bytes": staging.size,
@@ -106,7 +136,7 @@ def starting(
 
 
 def readable(directory: Path, path: str, module: nn.Module | None) -> None:
-    """Fill a directory that SGLang loads: a config without ends, and weights.
+    """Fill a directory that an engine loads: a config without ends, and weights.
 
     The weights are those of `path`, or of `module` if one is given.
     """
@@ -134,3 +164,11 @@ def located(path: str) -> Path:
     from transformers.utils import cached_file
 
     return Path(str(cached_file(path, "config.json"))).parent
+
+
+KIND = Kind(
+    script=Path(__file__).with_name("serve.py"),
+    arguments=arguments,
+    environment=environment,
+    fresh=lambda: {"nccl_port": free_port()},
+)

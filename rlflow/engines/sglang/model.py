@@ -1,4 +1,4 @@
-"""A model whose weights an SGLang engine holds; what a reshard writes is the staging of them.
+"""A model whose weights an engine holds; what a reshard writes is the staging of them.
 
 The staging is the host's copy: it stays while the engine sleeps, and fills a new engine after a
 loss. This file knows neither rows nor how processes start.
@@ -188,17 +188,12 @@ class EngineModel:
         return {
             "start_seconds": self.replica.seconds,
             "starts": float(self.replica.starts),
-            "pool_bytes": float(self.replica.facts["pool_tokens"] * self._token_bytes()),
+            "pool_bytes": float(
+                self.replica.facts["pool_tokens"] * token_bytes(self.config, self.dtype)
+            ),
             **self._residual,
             **self._seconds,
         }
-
-    def _token_bytes(self) -> int:
-        """Bytes of the keys and values of one token, over all layers and ranks."""
-        text = self.config.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return int(2 * text.num_hidden_layers * heads * size * self.dtype.itemsize)
 
     def refused(self, what: str, error: Exception) -> RunError:
         """What to raise where the engine did not do what was asked."""
@@ -276,6 +271,14 @@ class EngineModel:
             link.ask("update", {"version": self.version}).result()
         if not self.pool_awake:
             link.ask("sleep", {"tags": [POOL]}).result()
+
+
+def token_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of one token, over all layers and ranks."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * size * dtype.itemsize)
 
 
 def weakly(method: Callable[..., Any], *, otherwise: Any = None) -> Callable[..., Any]:

@@ -30,9 +30,10 @@ LONGEST_LINE = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """How a process is started: the interpreter, the environment, descriptors to inherit."""
+    """How a process is started: interpreter and script, environment, descriptors to inherit."""
 
     python: str
+    script: Path
     environment: Mapping[str, str]
     descriptors: Sequence[int]
 
@@ -47,7 +48,8 @@ class EngineProcess:
         self.directory = Path(tempfile.mkdtemp(prefix="rlflow-sglang-"))
         self._log = self.directory / "log"
         mine, theirs = socket.socketpair()
-        words = [command.python, str(SCRIPT), str(theirs.fileno()), str(os.getpid())]
+        given = (SCRIPT, theirs.fileno(), os.getpid(), command.script)
+        words = [command.python, *map(str, given)]
         try:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(  # noqa: S603

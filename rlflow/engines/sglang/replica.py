@@ -18,16 +18,12 @@ from rlflow.engines.sglang.held import held_bytes
 from rlflow.engines.sglang.link import Link, LostError, RefusedError
 from rlflow.engines.sglang.process import Command, EngineProcess
 from rlflow.errors import Finding, RlflowError, RunError, UsageError
-
-INSTALL = (
-    "pip install 'rlflow-engine[sglang]'   or, on a CPU, scripts/sglang_cpu.sh and "
-    "RLFLOW_SGLANG_PYTHON=.venv-sglang/bin/python"
-)
+from rlflow.graph.engine_options import EngineOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How an engine is started: as what process, told what, within how many seconds.
+    """How an engine is started: as what process, told what, with which options.
 
     `message` makes what it is told; it is given whether the engine starts for the first time.
     `directory` is what it reads, removed when the replica is closed.
@@ -39,7 +35,7 @@ class Launch:
     message: Callable[[bool], Mapping[str, Any]]
     directory: str
     cuda: bool
-    start_seconds: float
+    options: EngineOptions
     patience: float
 
 
@@ -147,7 +143,7 @@ class Replica:
         began = time.monotonic()
         process = self._begun()
         try:
-            link = self._ready(process, began + self.launch.start_seconds)
+            link = self._ready(process, began + self.launch.options.start_seconds)
             if self.starts:
                 self._restore(link)
             with self._change:
@@ -175,7 +171,7 @@ class Replica:
                 code="E582",
                 what=f"the interpreter of the engine of {self.launch.name!r} cannot be run",
                 got=f"{command.python}: {error.strerror}",
-                fix=INSTALL,
+                fix=self.launch.options.install,
             )
             raise UsageError(finding) from error
         with self._change:
@@ -210,18 +206,18 @@ class Replica:
                     code="E582",
                     what=f"the engine of {self.launch.name!r} lacks a package",
                     got=f"{self.launch.command.python}: {told['missing']}",
-                    expected="an interpreter that SGLang is installed for",
-                    fix=INSTALL,
+                    expected=f"an interpreter that {self.launch.options.title} is installed for",
+                    fix=self.launch.options.install,
                 )
             )
         if "late" in told:
-            limit = f"{self.launch.start_seconds:g} seconds"
+            limit = f"{self.launch.options.start_seconds:g} seconds"
             return RunError(
                 Finding(
                     code="E581",
                     what=f"{self._what()} within {limit}",
                     got=lines,
-                    fix="rf.SGLang(start_seconds=...)",
+                    fix=f"{self.launch.options.spelled()}(start_seconds=...)",
                 )
             )
         got = lines or str(told.get("failed", ""))

@@ -29,7 +29,7 @@ LIKELIEST = 1e-9
 
 
 class SGLangRollout:
-    """Generates with the engine of `model`.
+    """Generates with the engine of `model`, SGLang or one that answers as it does.
 
     With `seeded` every sample has a seed of its own, which SGLang honours on accelerators in its
     deterministic mode; else what is drawn depends on what else is in a batch.
@@ -142,7 +142,7 @@ class SGLangRollout:
                     what=f"prompt {longest} is too long for the pool of {self.model.name!r}",
                     got=got,
                     expected=f"at most {pool}, what the engine's pool of keys and values holds",
-                    fix="rf.SGLang(max_total_tokens=...)",
+                    fix=f"{self.model.replica.launch.options.spelled()}(max_total_tokens=...)",
                 )
             )
 

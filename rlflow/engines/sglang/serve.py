@@ -27,6 +27,7 @@ from typing import Any
 BEAT_SECONDS = 0.05
 FLUSH_SECONDS = 30.0
 BUCKET_BYTES = 512 << 20
+UNFLUSHED = "cache was not flushed"
 
 
 class Refused(Exception):
@@ -218,15 +219,11 @@ class Server:
             self.tokenizer.abort_request(abort_all=True)
             await asyncio.sleep(BEAT_SECONDS)
 
-    async def idle(self) -> None:
-        """Wait until no request is left, then empty the cache.
-
-        A scheduler may hold a batch for a moment after its last row was answered; what it keeps
-        of old weights must not serve new ones.
-        """
+    async def idle(self, *, flush: bool) -> None:
+        """Wait until no request is left, then empty the cache of what old weights have made."""
         while self.live:
             await asyncio.sleep(BEAT_SECONDS)
-        if "kv_cache" in self.asleep:
+        if "kv_cache" in self.asleep or not flush:
             return
         end = time.monotonic() + FLUSH_SECONDS
         while not (flushed := await self.tokenizer.flush_cache()).success:
@@ -237,9 +234,9 @@ class Server:
     async def do_update(self, version: int) -> str:
         """Take all weights from the memory file; the version that SGLang then reports.
 
-        Until that is done no version is served.
+        Until that is done no version is served. SGLang without sessions wants an empty cache.
         """
-        await self.idle()
+        await self.idle(flush=not hasattr(self.tokenizer, "begin_weight_update"))
         self.version = None
         buckets = list(self.buckets())
         async with self.session():
@@ -288,26 +285,29 @@ class Server:
             yield name, flat.view(shape)
 
     async def load(self, bucket: list[tuple[str, Any]], version: str, *, last: bool) -> None:
-        """Have SGLang load some weights, flattened into one piece of shared memory."""
+        """Have SGLang load some weights; again while it still holds a batch, which is soon over."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        payload, form = flattened(bucket)
-        copies = [MultiprocessingSerializer.serialize(payload) for _ in range(self.ranks)]
-        request = fields_of(
-            UpdateWeightsFromTensorReqInput,
-            serialized_named_tensors=copies,
-            load_format=form,
-            flush_cache=last and "kv_cache" not in self.asleep,
-            weight_version=version if last else None,
-        )
-        require(await self.tokenizer.update_weights_from_tensor(request, None))
+        end, done = time.monotonic() + FLUSH_SECONDS, (False, UNFLUSHED)
+        while not done[0] and UNFLUSHED in str(done[1]) and time.monotonic() < end:
+            payload, form = flattened(bucket)
+            copies = [MultiprocessingSerializer.serialize(payload) for _ in range(self.ranks)]
+            request = fields_of(
+                UpdateWeightsFromTensorReqInput,
+                serialized_named_tensors=copies,
+                load_format=form,
+                flush_cache=last and "kv_cache" not in self.asleep,
+                weight_version=version if last else None,
+            )
+            done = await self.tokenizer.update_weights_from_tensor(request, None)
+        require(done)
 
     async def do_sleep(self, tags: list[str]) -> None:
         """Give memory back: of `weights`, or of the pool, `kv_cache`."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        await self.idle()
+        await self.idle(flush=True)
         if "weights" in tags:
             self.version = None
         if wanted := [tag for tag in tags if tag not in self.asleep]:

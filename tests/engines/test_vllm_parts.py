@@ -1,0 +1,117 @@
+"""What a vLLM engine is told, without the engine."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlflow.engines.sglang.arguments import interpreter
+from rlflow.engines.vllm import KIND, PROCESS, arguments, environment, pool
+from rlflow.graph.engines import VLLM
+
+pytestmark = pytest.mark.torch
+
+CPU = torch.device("cpu")
+TEXT = SimpleNamespace(
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64
+)
+CONFIG = SimpleNamespace(get_text_config=lambda: TEXT)
+COMMON = {"path": "p", "dtype": torch.float32, "ranks": 1, "seed": 3, "context": 128}
+
+
+def told(options, device=CPU, **more):
+    return arguments(options, device=device, config=CONFIG, **{**COMMON, **more})
+
+
+def test_a_cpu_engine_is_eager_and_has_a_pool_of_a_known_size():
+    made = told(VLLM())
+    assert made["enforce_eager"]
+    assert (16384 // 32 + 1, 32) == (made["num_gpu_blocks_override"], made["block_size"])
+    # Two layers, keys and values of two heads of 16 numbers of four bytes.
+    assert made["kv_cache_memory_bytes"] == (16384 + 32) * 2 * 2 * 2 * 16 * 4
+    assert ("float32", "processed_logprobs", 128) == tuple(
+        made[name] for name in ("dtype", "logprobs_mode", "max_model_len")
+    )
+    assert "enable_sleep_mode" not in told(VLLM(memory_saver=True))
+    assert not {"gpu_memory_utilization", "quantization"} & made.keys()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "context", "blocks", "longest"),
+    [(64, 128, 3, 64), (65, 128, 4, 96), (1000, 128, 33, 128), (50, None, 3, 64)],
+)
+def test_a_pool_holds_what_is_said_and_a_block_that_is_kept_back(tokens, context, blocks, longest):
+    made = pool(tokens, 32, context, each=10)
+    assert {
+        "block_size": 32,
+        "num_gpu_blocks_override": blocks,
+        "kv_cache_memory_bytes": blocks * 320,
+        "max_model_len": longest,
+    } == made
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        (VLLM(memory_saver=True), "enable_sleep_mode", True),
+        (VLLM(cuda_graph=False), "enforce_eager", True),
+        (VLLM(), "enforce_eager", False),
+        (VLLM(mem_fraction_static=0.4), "gpu_memory_utilization", 0.4),
+        (VLLM(max_total_tokens=160), "num_gpu_blocks_override", 11),
+        (VLLM(max_running_requests=7), "max_num_seqs", 7),
+        (VLLM(args={"swap_space": 1}), "swap_space", 1),
+    ],
+)
+def test_options_of_a_gpu_engine(options, name, value):
+    assert value == told(options, torch.device("cuda:1"), ranks=2)[name]
+
+
+def test_a_gpu_engine_decides_on_its_pool_by_itself():
+    assert (
+        not {"block_size", "max_num_seqs", "gpu_memory_utilization"}
+        & told(VLLM(), torch.device("cuda")).keys()
+    )
+
+
+def test_the_environment(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    made = environment("/e/python", device=CPU, devices=(0,), threads=2)
+    assert ("2", "nobind", "spawn") == (
+        made["OMP_NUM_THREADS"],
+        made["VLLM_CPU_OMP_THREADS_BIND"],
+        made["VLLM_WORKER_MULTIPROC_METHOD"],
+    )
+    assert "PYTHONPATH" not in made
+    made = environment("/e/python", device=torch.device("cuda:1"), devices=(1, 3), threads=1)
+    assert "1,3" == made["CUDA_VISIBLE_DEVICES"]
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in made
+
+
+def test_the_interpreter(monkeypatch):
+    monkeypatch.setenv("RLFLOW_SGLANG_PYTHON", "/other/python")
+    monkeypatch.delenv("RLFLOW_VLLM_PYTHON", raising=False)
+    assert sys.executable == interpreter(VLLM())
+    monkeypatch.setenv("RLFLOW_VLLM_PYTHON", "/there/python")
+    assert "/there/python" == interpreter(VLLM())
+    assert "/here/python" == interpreter(VLLM(python="/here/python"))
+
+
+def test_what_runs_in_the_engines_interpreter_needs_no_rlflow():
+    """Nor may a file beside the script hide a module of somebody else's."""
+    files = sorted(PROCESS.glob("*.py"))
+    assert ["__init__.py", "rlflow_vllm_worker.py", "serve.py"] == [file.name for file in files]
+    assert KIND.script == PROCESS / "serve.py"
+    names = {
+        name.split(".")[0]
+        for file in files
+        for node in ast.walk(ast.parse(Path(file).read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in [getattr(node, "module", None) or node.names[0].name]
+    }
+    assert {"torch", "vllm"} == names - sys.stdlib_module_names

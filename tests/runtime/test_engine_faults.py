@@ -1,0 +1,206 @@
+"""Runs whose engine is killed or stopped while it works: the numbers stay, or there is one error.
+
+Rollouts are greedy, so that the tokens of a disturbed run are those of an undisturbed one. The
+run is in this process and the engine in its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.engines.sglang.held import members
+from rlflow.engines.sglang.link import Call, Link
+from rlflow.engines.sglang.model import EngineModel
+from tests.runtime.test_engine_runs import MARK, PYTHON, left, metrics_of
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.slow,
+    pytest.mark.sglang,
+    pytest.mark.skipif(not PYTHON, reason="RLFLOW_SGLANG_PYTHON names no interpreter"),
+]
+
+FILE = Path(__file__).with_name("fault_pipeline.py")
+TIGHT = 36
+ROWS, TOKENS, ITERATIONS = 32, 48, 3
+PATIENCE = 15.0
+
+
+def process_group(model: EngineModel) -> int:
+    assert model.replica._process is not None
+    return model.replica._process.pid
+
+
+def kill(model: EngineModel) -> None:
+    """End the engine's own process, as by kill -9."""
+    os.kill(model.replica.facts["pid"], signal.SIGKILL)
+
+
+def stop(model: EngineModel) -> None:
+    """Stop every process of the engine."""
+    os.killpg(process_group(model), signal.SIGSTOP)
+
+
+class Fault:
+    """Disturbs the engine when it is asked to `do` something, the times whose numbers are `turns`.
+
+    It is held where it is until it is disturbed: its last process, which computes, is stopped.
+    """
+
+    def __init__(self, do: str, disturb: Callable[[EngineModel], None], *turns: int) -> None:
+        self.do, self.disturb, self.turns = do, disturb, turns
+        self.asked = 0
+        self.disturbed: list[int] = []
+        self.models: list[EngineModel] = []
+        self.threads: list[threading.Thread] = []
+
+    def beset(self, patch: pytest.MonkeyPatch) -> None:
+        """Watch the engine that a run loads."""
+        from rlflow.engines.sglang import load
+
+        loading, ask, sleep = load.load_engine, Link.ask, EngineModel._sleep
+
+        def loaded(*words: Any, **more: Any) -> Any:
+            model, rollout = loading(*words, **more, patience=PATIENCE)
+            self.models.append(model)
+            return model, rollout
+
+        def asked(link: Link, do: str, fields: Any, *, numbered: bool = False) -> Call:
+            if do != self.do or not self.due():
+                return ask(link, do, fields, numbered=numbered)
+            before = link.moved
+            if do == "update":
+                self.hold()
+            call = ask(link, do, fields, numbered=numbered)
+            self.threads.append(threading.Thread(target=self.strike, args=(link, before)))
+            self.threads[-1].start()
+            return call
+
+        def slept(model: EngineModel, tag: str) -> None:
+            sleep(model, tag)
+            asleep = not model.pool_awake and model.state not in {"ready", "empty"}
+            if self.do == "asleep" and asleep and self.due():
+                link = model.replica.link()
+                self.strike(link, link.moved)
+                assert link.lost.wait(60)
+
+        patch.setattr(load, "load_engine", loaded)
+        patch.setattr(Link, "ask", asked)
+        patch.setattr(EngineModel, "_sleep", slept)
+
+    def due(self) -> bool:
+        self.asked += 1
+        return self.asked in self.turns
+
+    def hold(self) -> None:
+        os.kill(members(process_group(self.models[0]))[-1], signal.SIGSTOP)
+
+    def strike(self, link: Link, before: float) -> None:
+        """Disturb the engine, a generation once some of it has come."""
+        while self.do == "generate" and link.moved == before and not link.lost.wait(0.005):
+            pass
+        if self.do == "generate":
+            self.hold()
+        self.disturbed.append(process_group(self.models[0]))
+        self.disturb(self.models[0])
+
+
+class Ran:
+    """A run that is over: what it said, what it read, what it left."""
+
+    def __init__(self, rlflow: Any, folder: Path, *words: Any) -> None:
+        seen = folder / "seen.jsonl"
+        run = ("--run-dir", folder / "run", "--iterations", ITERATIONS, "--threads", 1)
+        self.result = rlflow("run", FILE, *words, *run, "--set", f"seen={seen}")
+        lines = seen.read_text().splitlines() if seen.exists() else []
+        self.seen = [[tuple(row) for row in json.loads(line)] for line in lines]
+        self.metrics = metrics_of(folder / "run")
+
+    def tokens(self) -> list[dict[int, list[int]]]:
+        return [{sample: tokens for sample, tokens, _ in batch} for batch in self.seen]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The tokens and metrics of a run in which nothing happens; made once."""
+    made: list[Ran] = []
+
+    def get(rlflow: Any) -> Ran:
+        if not made:
+            made.append(Ran(rlflow, tmp_path_factory.mktemp("whole"), "--placement", "split"))
+        return made[0]
+
+    return get
+
+
+def numbers(metrics: dict[str, float]) -> dict[str, float]:
+    """What an iteration has learned: neither times nor how far apart two engines are."""
+    return {name: value for name, value in metrics.items() if "gap" not in name}
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (("generate", kill, 2), ("--placement", "split")),
+        (("generate", kill, 2), ("--placement", "stream")),
+        (("generate", stop, 2), ("--placement", "split")),
+        (("update", kill, 1), ("--placement", "split")),
+        (("asleep", kill, 1), ("--placement", "colocate", "--devices", f"cpu:1@{TIGHT}MB")),
+    ],
+    ids=["generation", "pieces", "stopped", "update", "asleep"],
+)
+def test_a_run_goes_on_with_the_same_numbers(
+    fault: Any,
+    words: tuple[str, ...],
+    undisturbed: Any,
+    rlflow: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = undisturbed(rlflow)
+    monkeypatch.setenv(MARK, str(tmp_path))
+    watch = Fault(*fault)
+    watch.beset(monkeypatch)
+    found = Ran(rlflow, tmp_path, *words)
+    for thread in watch.threads:
+        thread.join()
+    assert 0 == found.result.code, found.result.err
+    (model,) = watch.models
+    assert (1, 2) == (len(watch.disturbed), model.replica.starts)
+    assert [] == left(tmp_path)
+    assert ITERATIONS == len(found.seen)
+    for iteration, batch in enumerate(found.seen):
+        first = iteration * ROWS
+        assert [*range(first, first + ROWS)] == sorted(sample for sample, _, _ in batch)
+        assert all([iteration] * TOKENS == versions for _, _, versions in batch)
+    assert whole.tokens() == found.tokens()
+    assert whole.tokens()[0] != whole.tokens()[1]
+    assert ITERATIONS == len(found.metrics)
+    for mine, theirs in zip(found.metrics, whole.metrics, strict=True):
+        assert numbers(theirs) == pytest.approx(numbers(mine), rel=1e-3, abs=1e-4)
+
+
+def test_a_second_loss_ends_a_run_with_one_error(
+    rlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of the second iteration are lost, and again when another engine has begun them."""
+    monkeypatch.setenv(MARK, str(tmp_path))
+    watch = Fault("generate", kill, 2, 3)
+    watch.beset(monkeypatch)
+    found = Ran(rlflow, tmp_path, "--placement", "split")
+    for thread in watch.threads:
+        thread.join()
+    assert 1 == found.result.code
+    assert 1 == found.result.err.count("error[")
+    assert "error[E584]: the engine of 'actor@gen/sglang' was lost" in found.result.err
+    assert 2 == len(set(watch.disturbed))
+    assert [] == left(tmp_path)
+    assert [1, ROWS] == [len(found.metrics), len(found.seen[0])]

@@ -1,0 +1,186 @@
+"""What engines keep of a device while they sleep, and of their hosts all the time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import rlflow as rf
+from rlflow.errors import PlanError
+from rlflow.scheduler import observed
+from rlflow.scheduler.cluster import Cluster
+from rlflow.scheduler.compile import Compiled, compile_plan, dump_plan
+from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.engines import asleep_key
+from rlflow.scheduler.hardware import ENGINE_ASLEEP
+from rlflow.scheduler.measured import NOTHING, Measured, Sample, Setting, load_measured
+from rlflow.scheduler.plan import HOST, Plan
+from rlflow.scheduler.saved import read_plan
+from rlflow.scheduler.shapes import model_shape
+from rlflow.scheduler.text import plan_text
+from rlflow.scheduler.verify import STAGES, verify
+from tests.scheduler.examples import grpo
+from tests.scheduler.strategies import PLENTY, cluster
+from tests.scheduler.test_engine_plans import colocated, split
+from tests.scheduler.test_measured_runs import played
+
+GRAPH = grpo(path="models/wide", every=0)
+ALONE = colocated(rf.SGLang(max_total_tokens=4000))
+ENGINE = "actor@all/sglang"
+# Layers of 512 x (512 + 2 x 256 + 512) + 3 x 512 x 2048, embeddings of 64 words.
+WEIGHTS = 4 * (4 * 3_932_160 + 64 * 512)
+
+
+def planned(devices: Cluster, placement: rf.Placement = ALONE) -> Compiled:
+    return compile_plan(GRAPH, placement, devices)
+
+
+def costs_of(plan: Plan, devices: Cluster) -> Costs:
+    shapes = {model.name: model_shape(model) for model in plan.graph.models}
+    return Costs(graph=plan.graph, cluster=devices, shapes=shapes, backend=plan.backend)
+
+
+def knowing(devices: Cluster, held: float, *more: float) -> Cluster:
+    """Devices on which runs have seen the engine keep so many bytes, one run each."""
+    plan = planned(devices).plan
+    key = asleep_key(costs_of(plan, devices), plan.instance(ENGINE))
+    found = NOTHING
+    for size in (held, *more):
+        sample = Sample("run", 4, 0.0, 0.0, held=size)
+        found = found.adding([(key, Setting(plan.graph.name, 1, 0), sample)])
+    return replace(devices, measured=found)
+
+
+def tight(kind: str = "cpu") -> Cluster:
+    """A device that engine and training have to take turns on."""
+    roomy = planned(cluster(kind, 1, PLENTY)).plan.peaks[0]
+    return cluster(kind, 1, int(0.7 * roomy))
+
+
+def weights_of(plan: Plan):
+    return plan.part(f"{ENGINE}/weights")
+
+
+def test_the_shape_is_the_one_counted_with() -> None:
+    devices = cluster("cpu", 1, PLENTY)
+    plan = planned(devices).plan
+    assert WEIGHTS == costs_of(plan, devices).weights(plan.instance(ENGINE))
+
+
+def test_what_was_measured_asleep_takes_the_place_of_what_is_assumed() -> None:
+    """The most of any run; the text says which it is."""
+    devices = cluster("h100", 1, 80e9)
+    assumed, measured = planned(devices).plan, planned(knowing(devices, 3.1e9, 2.9e9)).plan
+    assert int(ENGINE_ASLEEP) == weights_of(assumed).residual
+    assert int(3.1e9) == weights_of(measured).residual
+    assert int(3.1e9 - ENGINE_ASLEEP) == weights_of(measured).size - weights_of(assumed).size
+    assert "asleep it keeps 2.0 GB of each device (assumed)" in plan_text(assumed)
+    assert "asleep it keeps 3.1 GB of each device (measured, 2 runs)" in plan_text(measured)
+    assert measured.peaks[0] - assumed.peaks[0] == int(3.1e9 - ENGINE_ASLEEP)
+
+
+def test_a_device_too_small_for_what_was_measured_is_refused() -> None:
+    devices = cluster("h100", 1, 4e9)
+    planned(devices)
+    with pytest.raises(PlanError) as error:
+        planned(knowing(devices, 3.99e9))
+    assert "E401" == error.value.findings[0].code
+    assert f"4.1 GB {ENGINE}/weights" in error.value.findings[0].got
+
+
+def test_the_staging_of_weights_is_in_the_hosts_peak_once() -> None:
+    """A plan without sleeps has it there, and so has one whose engine is emptied by turns."""
+    calm = planned(cluster("cpu", 1, PLENTY)).plan
+    assert WEIGHTS == weights_of(calm).on_host == calm.peaks[HOST]
+    assert not any(action.kind == "sleep" for action in calm.actions)
+    turns = planned(tight()).plan
+    asleep = {a.part for a in turns.actions if (a.kind, a.mode) == ("sleep", "offload")}
+    away = sum((turns.part(name).size or 0) for name in asleep)
+    assert any(action.instance == ENGINE for action in turns.actions if action.kind == "sleep")
+    assert WEIGHTS <= turns.peaks[HOST] <= WEIGHTS + away
+    assert "host 63.0 MB" in plan_text(calm)
+
+
+def test_ranks_of_an_engine_share_one_staging() -> None:
+    options = rf.SGLang(max_total_tokens=4000)
+    placement = split(options, gen=4, tp=2)
+    plan = planned(cluster("cpu", placement.num_devices(), PLENTY), placement).plan
+    assert WEIGHTS // 2 == plan.part("actor@gen/sglang/weights").on_host
+    assert 2 * WEIGHTS == plan.peaks[HOST]
+
+
+def test_a_process_on_a_cpu_is_in_its_hosts_memory_and_not_in_a_devices() -> None:
+    """Beside weights and pool, which stay in it, and the staging."""
+    devices = cluster("cpu", 1, PLENTY)
+    plain, known = planned(devices).plan, planned(knowing(devices, 1.3e9)).plan
+    pool = known.part(f"{ENGINE}/pool").size
+    assert 0 == weights_of(known).residual
+    assert plain.peaks[0] == known.peaks[0]
+    assert int(1.3e9) - WEIGHTS - pool == known.peaks[HOST] - plain.peaks[HOST]
+    assert "its processes hold 1.3 GB of it (measured, 1 run)" in plan_text(known)
+    small = knowing(devices, WEIGHTS / 2)
+    assert WEIGHTS == planned(small).plan.peaks[HOST]
+
+
+def test_a_host_too_small_for_the_staging_is_refused() -> None:
+    devices = cluster("cpu", 1, PLENTY)
+    devices = replace(devices, kind=replace(devices.kind, host_memory=WEIGHTS - 1))
+    with pytest.raises(PlanError) as error:
+        planned(devices)
+    (finding,) = error.value.findings
+    assert ("E405", True) == (finding.code, f"{ENGINE}/weights" in finding.got)
+
+
+@pytest.mark.parametrize("make", [lambda: cluster("cpu", 1, PLENTY), tight])
+def test_a_plan_that_forgets_the_host_is_rejected(make, tmp_path: Path) -> None:
+    compiled = planned(make())
+    plan = compiled.plan
+    assert not verify(plan, STAGES[-1])
+    peaks = {**plan.peaks, HOST: plan.peaks[HOST] - WEIGHTS}
+    assert verify(replace(plan, peaks=peaks), STAGES[-1])
+    part = weights_of(plan)
+    more = [replace(p, on_host=p.on_host + 1) if p == part else p for p in plan.parts]
+    assert verify(replace(plan, parts=tuple(more)), STAGES[-1])
+    path = tmp_path / "plan.json"
+    path.write_text(dump_plan(plan))
+    assert plan.hash == read_plan(path).hash
+
+
+def test_parts_of_others_take_nothing_of_a_host_and_say_nothing_of_it() -> None:
+    document = planned(cluster("cpu", 1, PLENTY)).plan.to_json()
+    told = [part["name"] for part in document["parts"] if "on_host" in part]
+    assert [f"{ENGINE}/weights"] == told
+
+
+def test_a_run_leaves_the_most_that_was_kept() -> None:
+    """Of its iterations but the first, by the metric of the engine's rollout."""
+    devices = cluster("cpu", 1, PLENTY)
+    plan = planned(devices).plan
+    costs = costs_of(plan, devices)
+    seen = [9e9, 1.0e9, 1.4e9, 1.2e9]
+    figures = [(n, {"actor.rollout/asleep_bytes": size}) for n, size in enumerate(seen)]
+    figures[2][1]["ref.log_probs/asleep_bytes"] = 8e9
+    spans = played(plan, len(seen))
+    found = observed.samples(plan, costs, spans, figures, begun=0, origin="run")
+    key = asleep_key(costs, plan.instance(ENGINE))
+    assert [(3, 1.4e9)] == [(s.count, s.held) for name, _, s in found if name == key]
+    none = observed.samples(plan, costs, spans, [(n, {}) for n in range(4)], begun=0, origin="run")
+    assert key not in {name for name, _, _ in none}
+
+
+def test_files_without_bytes_or_trips_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    setting = Setting("grpo", 1, 0)
+    whole = NOTHING.adding([("key", setting, Sample("run", 2, 1.0, 0.5, 3.0, 4.0, 2.0, 7.0))])
+    for length, held in ((8, 7.0), (7, 0.0), (6, 0.0)):
+        document = whole.to_json()
+        document["records"][0]["samples"][0] = document["records"][0]["samples"][0][:length]
+        path.write_text(json.dumps(document))
+        found: Measured = load_measured(path)
+        assert ("", held) == (found.problem, found.records[0].held)
+    document["records"][0]["samples"][0] = ["run", 2, 1.0, 0.5, 3.0, 4.0, 2.0, 7.0, 1.0]
+    path.write_text(json.dumps(document))
+    assert load_measured(path).problem
