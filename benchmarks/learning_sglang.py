@@ -37,9 +37,8 @@ def main() -> None:
     print(text_table(HEADER, rows), flush=True)
     apart, error = difference(*(trained(each) for each in found.values()))
     verdict = "alike" if abs(apart) <= ALIKE * error else "APART"
-    print(
-        f"training reward, last {ENDS}: sglang - embedded = {apart:+.3f} +- {ALIKE * error:.3f}: {verdict}"
-    )
+    figures = f"sglang - embedded = {apart:+.3f} +- {ALIKE * error:.3f}"
+    print(f"training reward, last {ENDS}: {figures}: {verdict}")
     folder = (CACHE / "quick" if options.quick else RESULTS) / "learning"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{NAME}.sglang.json"

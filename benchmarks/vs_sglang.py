@@ -101,7 +101,9 @@ class Case:
 class Bare:
     """The script that drives a bare engine, in a session of its own."""
 
-    def __init__(self, python: str, environment: Mapping[str, str], given: Mapping[str, Any]):
+    def __init__(
+        self, python: str, environment: Mapping[str, str], given: Mapping[str, Any]
+    ) -> None:
         self._process = subprocess.Popen(
             [python, str(HERE / "vs_sglang_side.py")],
             stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The bare side of `vs_sglang.py`: `sgl.Engine` in a script of its own, in the engine's interpreter.
+"""The bare side of `vs_sglang.py`: `sgl.Engine` alone, in the interpreter that it belongs to.
 
 Reads one JSON object a line and answers with one: first the arguments of the engine, then what to
 `do`. It knows nothing of rlflow. Its results go to the standard output as it was at the start;
