@@ -3,7 +3,6 @@
 rlflow run pipelines/grpo_arithmetic.py --placement split
 rlflow run pipelines/grpo_arithmetic.py --placement async
 rlflow run pipelines/grpo_arithmetic.py --placement fsdp --devices cpu:2
-rlflow run pipelines/grpo_arithmetic.py --placement sglang # docs/sglang.md
 """
 
 from __future__ import annotations
