@@ -29,13 +29,16 @@ QUICK = ("--set", "eval_every=5", "--threads", "1")
 
 @pytest.fixture(autouse=True)
 def _own_ops() -> Iterator[None]:
-    """Ops that a pipeline registers while a test runs are forgotten with it."""
+    """Ops and engines that a pipeline registers while a test runs are forgotten with it."""
+    from rlflow.graph.engine_options import _ENGINES
     from rlflow.graph.op import REGISTRY
 
-    before = dict(REGISTRY)
+    known: tuple[dict[str, Any], ...] = (REGISTRY, _ENGINES)
+    before = [dict(each) for each in known]
     yield
-    REGISTRY.clear()
-    REGISTRY.update(before)
+    for each, was in zip(known, before, strict=True):
+        each.clear()
+        each.update(was)
 
 
 class Result(NamedTuple):
