@@ -82,11 +82,12 @@ def on_gpus() -> list[tuple[str, str]]:
 
 
 def for_laptops(name: str) -> list[str]:
-    """The placements whose pools have one device each, so that this process can run them."""
+    """The placements that this process can run: pools of one device, no engine beside it."""
     return [
         placement
         for placement, where in pipeline(name).placements.items()
         if all(1 == len(devices) for devices in where.devices().values())
+        and all(on.options is None for on in where.assign.values())
     ]
 
 
