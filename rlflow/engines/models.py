@@ -192,31 +192,13 @@ class TorchModel:
         """
         self.require_awake()
         mine = self.all_tensors()
-        findings = [*self.unknown(tensors, mine), *self.missing(tensors)]
+        findings = [*misfits(self.name, tensors, mine), *self.missing(tensors)]
         if findings:
             raise RunError(*findings)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 mine[name].copy_(tensor)
         self.loaded(version)
-
-    def unknown(self, tensors: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> list[Finding]:
-        """What is wrong with the tensors that were given."""
-        findings = []
-        for name, tensor in tensors.items():
-            if name not in mine:
-                what = f"model {self.name!r} has no weight {name!r}"
-                findings.append(Finding(code="E509", what=what, near=near_names(name, mine)))
-            elif tensor.shape != mine[name].shape:
-                findings.append(
-                    Finding(
-                        code="E509",
-                        what=f"weight {name!r} of model {self.name!r} has another shape",
-                        got=str(tuple(tensor.shape)),
-                        expected=str(tuple(mine[name].shape)),
-                    )
-                )
-        return findings
 
     def missing(self, tensors: Mapping[str, Tensor]) -> list[Finding]:
         """One finding for all weights that should have been given."""
@@ -259,3 +241,22 @@ class TorchModel:
 def names_but(module: nn.Module, others: Container[str]) -> set[str]:
     """The names of a module's parameters that are not among `others`."""
     return {name for name, _ in module.named_parameters() if name not in others}
+
+
+def misfits(name: str, tensors: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> list[Finding]:
+    """What is wrong with weights that were given."""
+    findings = []
+    for key, tensor in tensors.items():
+        if key not in mine:
+            what = f"model {name!r} has no weight {key!r}"
+            findings.append(Finding(code="E509", what=what, near=near_names(key, mine)))
+        elif tensor.shape != mine[key].shape:
+            findings.append(
+                Finding(
+                    code="E509",
+                    what=f"weight {key!r} of model {name!r} has another shape",
+                    got=str(tuple(tensor.shape)),
+                    expected=str(tuple(mine[key].shape)),
+                )
+            )
+    return findings

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from rlflow.engines.flat import whole_shards
-from rlflow.engines.models import State
+from rlflow.engines.models import State, misfits
 from rlflow.engines.protocol import Shard, SleepMode
 from rlflow.engines.sglang.checksums import hashes, layout
 from rlflow.engines.sglang.link import Link, LostError, RefusedError
 from rlflow.engines.sglang.memory import SharedWeights
 from rlflow.engines.sglang.replica import Launch, Replica
-from rlflow.errors import Finding, RunError, known_names, near_names
+from rlflow.errors import Finding, RunError, known_names
 
 WEIGHTS, POOL = "weights", "kv_cache"
 
@@ -290,25 +290,6 @@ def weakly(method: Callable[..., Any], *, otherwise: Any = None) -> Callable[...
         return otherwise if found is None else found(*args)
 
     return call
-
-
-def misfits(name: str, tensors: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> list[Finding]:
-    """What is wrong with weights that were given."""
-    findings = []
-    for key, tensor in tensors.items():
-        if key not in mine:
-            what = f"model {name!r} has no weight {key!r}"
-            findings.append(Finding(code="E509", what=what, near=near_names(key, mine)))
-        elif tensor.shape != mine[key].shape:
-            findings.append(
-                Finding(
-                    code="E509",
-                    what=f"weight {key!r} of model {name!r} has another shape",
-                    got=str(tuple(tensor.shape)),
-                    expected=str(tuple(mine[key].shape)),
-                )
-            )
-    return findings
 
 
 def missing(name: str, tensors: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> list[Finding]:

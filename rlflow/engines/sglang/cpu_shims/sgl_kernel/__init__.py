@@ -100,7 +100,7 @@ def extend_attention_cpu(
     """
     plain_only(logit_cap, is_cross, sinks)
     if tree_mask is not None:
-        raise NotImplementedError("speculative decoding needs kernels that are not here")
+        raise RuntimeError("speculative decoding needs kernels that are not here")
     keys, added = seq_lens.tolist(), extend_lens.tolist()
     few_queries = len(keys) * max(added) <= PADDED_QUERIES * sum(added)
     together = few_queries and len(keys) * max(keys) <= PADDED_KEYS * sum(keys)
@@ -158,7 +158,7 @@ def attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float
 def plain_only(logit_cap: float, is_cross: bool, sinks: Any) -> None:
     """Refuse variants of attention that are not written here."""
     if is_cross or logit_cap or sinks is not None:
-        raise NotImplementedError("attention with a cap, sinks or an encoder: use torch_native")
+        raise RuntimeError("attention with a cap, sinks or an encoder: use torch_native")
 
 
 class Operator:
@@ -182,7 +182,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
 
     def missing(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"sgl_kernel.{name} cannot run on this CPU")
+        raise RuntimeError(f"sgl_kernel.{name} cannot run on this CPU")
 
     missing.__name__ = name
     return missing

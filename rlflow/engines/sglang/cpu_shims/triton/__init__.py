@@ -25,11 +25,11 @@ class Kernel:
         self.__name__ = getattr(function, "__name__", "kernel")
 
     def __getitem__(self, grid: Any) -> Any:
-        raise NotImplementedError(f"triton kernel {self.__name__} cannot run on a CPU")
+        raise RuntimeError(f"triton kernel {self.__name__} cannot run on a CPU")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse."""
-        raise NotImplementedError(f"triton kernel {self.__name__} cannot run on a CPU")
+        raise RuntimeError(f"triton kernel {self.__name__} cannot run on a CPU")
 
 
 def decorator(*args: Any, **kwargs: Any) -> Any:
