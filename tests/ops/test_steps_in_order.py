@@ -6,17 +6,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlflow as rf
 from rlflow.batch import make_batch, ragged_rows
 from rlflow.errors import NumericsError
+from rlflow.ops.bodies import update
 from tests.ops.test_bodies import call_of
-
-torch = pytest.importorskip("torch")
-
-from rlflow.ops.bodies import update  # noqa: E402  behind the import of torch
 
 pytestmark = pytest.mark.torch
 
