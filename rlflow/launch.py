@@ -191,7 +191,8 @@ def _existing_run(resume: str, run_dir: str | None, pipeline: str) -> Path:
 def in_the_same_chunks(declared: Declared, target: Target, existing: Path) -> Target:
     """The target with the chunks of the run that goes on, where they are chosen by estimates.
 
-    Another number would be as right, but sums of ragged rows would be of other bits.
+    Another number would be as right, but sums of ragged rows would be of other bits. Steps in the
+    background are chunks whatever `stream` is; those begin no chain.
     """
     _, placement = declared.pipeline.placement(target.placement)
     said = target.stream or str(placement.stream)
@@ -199,7 +200,7 @@ def in_the_same_chunks(declared: Declared, target: Target, existing: Path) -> Ta
         actions = json.loads((existing / "plan.json").read_text(encoding="utf-8"))["actions"]
     except (OSError, ValueError, KeyError):
         return target
-    chunks = [action["chunk"]["count"] for action in actions if action.get("chunk")]
+    chunks = [action["chunk"]["count"] for action in actions if action.get("begins")]
     return replace(target, stream=str(max(chunks, default=1))) if said == "auto" else target
 
 
