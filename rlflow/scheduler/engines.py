@@ -339,14 +339,14 @@ def own_pools(plan: Plan) -> Plan:
 
     They need no cache beside it, and never sleep: what is asleep goes on with nothing.
     """
-    going_on = {
-        str(action.instance): f"{action.node}/cache"
+    kept = {
+        (str(action.instance), f"{action.node}/cache")
         for action in plan.actions
         if ends_first(action) and plan.instance(str(action.instance)).options is not None
     }
-    if not going_on:
+    if not kept:
         return plan
-    caches = set(going_on.values())
+    going_on, caches = {instance for instance, _ in kept}, {cache for _, cache in kept}
     parts = tuple(
         replace(part, residual=part.size or 0) if part.instance in going_on else part
         for part in plan.parts

@@ -259,6 +259,14 @@ def test_pieces_of_a_rollout_stay_in_the_pool_and_the_engine_awake() -> None:
     assert "finish" == plan.action("actor.rollout[1/2]").chunk.by
 
 
+def test_two_rollouts_in_pieces_by_one_engine_both_go_on_in_its_pool() -> None:
+    plan = compiled_with(greedy(probed=True), split().model_copy(update={"stream": 2})).plan
+    assert [] == [p.name for p in plan.parts if p.kind == "cache"]
+    for name in ("actor.rollout[1/2]", "probe[1/2]"):
+        assert "finish" == plan.action(name).chunk.by
+        assert plan.action(name).needs == ("actor@gen/sglang/weights", "actor@gen/sglang/pool")
+
+
 def test_a_sleep_between_two_pieces_is_rejected() -> None:
     plan = tight().plan
     chunked = plan.action("actor.rollout")
@@ -291,7 +299,7 @@ def test_notes_say_what_an_engine_is_and_that_seeds_are_ignored() -> None:
     assert "seeds: " not in plan_text(compiled_with(grpo(), calm, kind="h100").plan)
 
 
-def greedy() -> Graph:
+def greedy(*, probed: bool = False) -> Graph:
     def declare() -> None:
         actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))
         ref = rf.Model("ref", "models/mid")
@@ -302,6 +310,9 @@ def greedy() -> Graph:
         advantage = ops.advantage("grpo", samples, reward)
         loss = rf.PolicyLoss("ppo_clip", kl_coef=0.1)
         ops.update(actor, samples, advantage, ref_lp, loss=loss)
+        if probed:
+            probe = ops.rollout(actor, prompts, n=2, max_new_tokens=4, name="probe")
+            ops.metrics(ops.reward(exact, probe, name="exact"), name="probe.metrics")
 
     return graph_of(declare, "greedy")
 
