@@ -7,20 +7,18 @@ knows the names of vLLM's options, and no process.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlflow.engines.sglang.arguments import CPU_POOL_TOKENS, cores, plain_environment, visible
-from rlflow.engines.sglang.load import Kind, start_engine
+from rlflow.engines.sglang.load import APART, Kind, start_engine
 from rlflow.engines.sglang.model import EngineModel, token_bytes
 from rlflow.engines.sglang.rollout import SGLangRollout
 
 if TYPE_CHECKING:
     from rlflow.graph.engines import VLLM
 
-PROCESS = Path(__file__).with_name("vllm_process")
 STREAM_INTERVAL = 16
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 CPU_REQUESTS = 256
@@ -110,4 +108,4 @@ def environment(
     return made
 
 
-KIND = Kind(script=PROCESS / "serve.py", arguments=arguments, environment=environment)
+KIND = Kind(script=APART / "serve_vllm.py", arguments=arguments, environment=environment)

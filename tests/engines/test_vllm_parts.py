@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ast
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rlflow.engines.sglang.arguments import interpreter
-from rlflow.engines.vllm import KIND, PROCESS, arguments, environment, pool
+from rlflow.engines.sglang.load import APART
+from rlflow.engines.sglang.load import KIND as SGLANG
+from rlflow.engines.vllm import KIND, arguments, environment, pool
 from rlflow.graph.engines import VLLM
 
 pytestmark = pytest.mark.torch
@@ -102,16 +103,18 @@ def test_the_interpreter(monkeypatch):
     assert "/here/python" == interpreter(VLLM(python="/here/python"))
 
 
-def test_what_runs_in_the_engines_interpreter_needs_no_rlflow():
-    """Nor may a file beside the script hide a module of somebody else's."""
-    files = sorted(PROCESS.glob("*.py"))
-    assert ["__init__.py", "rlflow_vllm_worker.py", "serve.py"] == [file.name for file in files]
-    assert KIND.script == PROCESS / "serve.py"
+def test_what_runs_in_an_engines_interpreter_needs_no_rlflow():
+    """Nor may a file beside the scripts hide a module of somebody else's."""
+    files = sorted(APART.rglob("*.py"))
+    beside = {file.stem for file in APART.glob("*.py")} - {"__init__"}
+    scripts = {KIND.script.stem, SGLANG.script.stem}
+    assert scripts | {"rlflow_guardian", "rlflow_vllm_worker"} == beside
     names = {
         name.split(".")[0]
         for file in files
-        for node in ast.walk(ast.parse(Path(file).read_text()))
-        if isinstance(node, ast.Import | ast.ImportFrom)
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0)
         for name in [getattr(node, "module", None) or node.names[0].name]
     }
-    assert {"torch", "vllm"} == names - sys.stdlib_module_names
+    own = {"rlflow_engine_process"}
+    assert {"torch", "vllm", "sglang"} == names - sys.stdlib_module_names - own

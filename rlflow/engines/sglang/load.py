@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rlflow.graph.engines import SGLang
 
 PATIENCE = 120.0
+APART = Path(__file__).parents[1] / "apart"
 LEFT_OUT = {"config.json", "generation_config.json"}
 
 
@@ -127,9 +128,7 @@ def starting(
     """What an engine is told at its start; a replacement has to be given weights first."""
     return {
         "arguments": {**fresh(), **given},
-        "table": staging.table,
-        "memory": staging.descriptor,
-        "bytes": staging.size,
+        "held": {"table": staging.table, "memory": staging.descriptor, "bytes": staging.size},
         "ranks": ranks,
         "version": 0 if first else None,
     }
@@ -167,7 +166,7 @@ def located(path: str) -> Path:
 
 
 KIND = Kind(
-    script=Path(__file__).with_name("serve.py"),
+    script=APART / "serve_sglang.py",
     arguments=arguments,
     environment=environment,
     fresh=lambda: {"nccl_port": free_port()},

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rlflow.engines.sglang.held import members
 
-SCRIPT = Path(__file__).with_name("guardian.py")
+SCRIPT = Path(__file__).parents[1] / "apart" / "rlflow_guardian.py"
 LAST_LINES = 20
 # Processes that were killed take a moment, to give back memory, until they are gone.
 KILL_SECONDS = 10.0

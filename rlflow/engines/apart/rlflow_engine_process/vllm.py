@@ -1,10 +1,7 @@
-"""The script of an engine process: vLLM behind a socket.
+"""vLLM behind a socket: an engine, its rows and its weights.
 
-It is run by its path, in the interpreter that vLLM is installed for, and needs nothing but the
-standard library, torch and vllm; it knows nothing of rlflow. It ends its process group with the
-socket, and with vLLM's own processes. Requests are dictionaries with an `id` and what to `do`;
-answers come in any order, each row of a generation by itself. Weights are read from the memory
-file whose descriptor it inherits, by vLLM's workers through its name under /proc.
+It ends its process group with vLLM's own processes. Weights are read from the memory file by
+vLLM's workers, through its name under /proc.
 """
 
 from __future__ import annotations
@@ -12,76 +9,34 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import mmap
 import os
-import signal
-import sys
-import threading
 import time
-import traceback
 from array import array
 from multiprocessing.connection import Connection
 from typing import Any
 
-BEAT_SECONDS = 0.05
+from .held import Held
+from .server import BEAT_SECONDS, Refused, Server, connected, refuse_start
+
 FLUSH_SECONDS = 30.0
-BUCKET_BYTES = 512 << 20
 PARTS = frozenset({"weights", "kv_cache"})
 
 
-class Refused(Exception):
-    """vLLM did not do what it was asked; the text says why."""
-
-
-def end() -> None:
-    """End this process and all that it started."""
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-class Server:
+class VLLMServer(Server):
     """Answers requests with an engine, on the event loop that the engine was made on."""
 
     def __init__(self, engine: Any, connection: Connection, start: dict[str, Any]) -> None:
+        super().__init__(connection)
         self.engine = engine
-        self.connection = connection
-        self.table: list[tuple[str, str, tuple[int, ...], int]] = start["table"]
-        self.descriptor, self.bytes = int(start["memory"]), int(start["bytes"])
+        self.held = Held(start["held"])
         self.frees = bool(start["arguments"].get("enable_sleep_mode"))
         self.version: int | None = start["version"]
         self.asleep: set[str] = set()
         self.freed: set[str] = set()
-        self.live: dict[int, set[str]] = {}
-        self.aborted: set[int] = set()
-        self.counts: dict[int, dict[int, int]] = {}
-        self.touched = 0
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Send one message; the worker is gone where that fails, and so is this group."""
-        try:
-            self.connection.send(message)
-        except OSError:
-            end()
-
-    def receive(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Hand every request to the event loop; at the end of the socket end this group."""
-        while True:
-            try:
-                request = self.connection.recv()
-            except (EOFError, OSError):
-                end()
-            asyncio.run_coroutine_threadsafe(self.answer(request), loop)
-
-    async def run(self) -> None:
-        """Serve until the worker is gone, and report what has moved, if anything has."""
-        loop = asyncio.get_running_loop()
-        threading.Thread(target=self.receive, args=(loop,), daemon=True).start()
-        heard = 0
-        while True:
-            await asyncio.sleep(BEAT_SECONDS)
-            counts, self.counts = self.counts, {}
-            if counts or self.touched != heard:
-                heard = self.touched
-                self.send({"progress": counts})
+    def broken(self) -> bool:
+        """Whether the engine's processes are gone."""
+        return bool(self.engine.errored)
 
     async def prepare(self) -> dict[str, Any]:
         """What a worker wants to know of a started engine, whose weights can be replaced."""
@@ -100,24 +55,6 @@ class Server:
     async def asked(self, method: str, *words: Any) -> Any:
         """What a method of vLLM's workers answers, of each rank."""
         return await self.engine.collective_rpc(method, args=words)
-
-    async def answer(self, request: dict[str, Any]) -> None:
-        """Do what is asked and send its result, or the reason why not.
-
-        An engine whose processes are gone ends this one.
-        """
-        try:
-            value = await getattr(self, f"do_{request['do']}")(**request["fields"])
-        except Refused as error:
-            found = {"error": str(error)}
-        except Exception as error:
-            if self.engine.errored:
-                traceback.print_exc()
-                end()
-            found = {"error": "".join(traceback.format_exception(error))}
-        else:
-            found = {"value": value}
-        self.send({"id": request["id"], **found})
 
     async def do_generate(
         self,
@@ -212,24 +149,13 @@ class Server:
         """
         await self.idle()
         self.version = None
-        memory = f"/proc/{os.getpid()}/fd/{self.descriptor}"
-        for bucket in self.buckets():
-            await self.asked("rlflow_load", memory, self.bytes, bucket)
+        memory = f"/proc/{os.getpid()}/fd/{self.held.descriptor}"
+        for bucket in self.held.buckets():
+            await self.asked("rlflow_load", memory, self.held.bytes, bucket)
             self.touched += 1
         await self.engine.update_weight_version(str(version))
         self.version = version
         return str(await self.engine.get_weight_version())
-
-    def buckets(self) -> list[list[tuple[str, str, tuple[int, ...], int]]]:
-        """The table in parts whose weights have about so many bytes."""
-        found: list[list[tuple[str, str, tuple[int, ...], int]]] = [[]]
-        begin = 0
-        for entry in self.table:
-            if found[-1] and entry[3] - begin > BUCKET_BYTES:
-                found.append([])
-                begin = entry[3]
-            found[-1].append(entry)
-        return found
 
     async def do_sleep(self, tags: list[str]) -> None:
         """Give memory back, once weights and pool (`kv_cache`) both sleep: vLLM frees both."""
@@ -259,8 +185,8 @@ class Server:
         """The same hashes of the memory file: of weights one after the other, zeros behind."""
         import torch
 
-        memory = mmap.mmap(self.descriptor, self.bytes)
-        known, made = {entry[0]: entry for entry in self.table}, {}
+        memory = self.held.memory
+        known, made = {entry[0]: entry for entry in self.held.table}, {}
         for name, (parts, extra) in layout.items():
             found = hashlib.sha256()
             for _, dtype, shape, offset in (known[part] for part in parts):
@@ -303,23 +229,14 @@ async def serve(connection: Connection) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**start["arguments"]))
-        server = Server(engine, connection, start)
+        server = VLLMServer(engine, connection, start)
         facts = await server.prepare()
     except BaseException as error:
-        traceback.print_exc()
-        kind = "missing" if isinstance(error, ModuleNotFoundError) else "failed"
-        connection.send({kind: f"{type(error).__name__}: {error}"})
-        raise SystemExit(1) from None
+        refuse_start(connection, error)
     server.send({"ready": facts})
     await server.run()
 
 
 def main() -> None:
-    """Serve on the socket whose descriptor is the first argument; keep those of the others."""
-    for descriptor in sys.argv[1:]:
-        os.set_inheritable(int(descriptor), False)
-    asyncio.run(serve(Connection(int(sys.argv[1]))))
-
-
-if __name__ == "__main__":
-    main()
+    """Serve on the socket that this process was given."""
+    asyncio.run(serve(connected()))

@@ -1,0 +1,1 @@
+"""What runs in the interpreter of an engine: scripts, and the package that they start from."""

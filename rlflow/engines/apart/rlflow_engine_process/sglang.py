@@ -1,0 +1,56 @@
+"""SGLang behind a socket: an engine, its rows and its weights, on the engine's own event loop."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing.connection import Connection
+from typing import Any
+
+from .held import Held
+from .server import connected, refuse_start
+from .sglang_rows import Generating
+from .sglang_weights import Holding
+
+
+class SGLangServer(Generating, Holding):
+    """Answers requests with an engine; `start` is what its worker has told it."""
+
+    def __init__(self, engine: Any, connection: Connection, start: dict[str, Any]) -> None:
+        super().__init__(connection)
+        self.engine = engine
+        self.tokenizer = engine.tokenizer_manager
+        self.held = Held(start["held"])
+        self.ranks = int(start["ranks"])
+        self.device = str(start["arguments"]["device"])
+        self.version = start["version"]
+        self.asleep = set()
+
+    def facts(self) -> dict[str, Any]:
+        """What a worker wants to know of a started engine."""
+        import sglang
+        import torch
+
+        told = getattr(self.engine, "_scheduler_init_result", None)
+        info = told.scheduler_infos[0] if told else self.engine.scheduler_info
+        made = {"sglang": sglang.__version__, "torch": torch.__version__, "pid": os.getpid()}
+        return {**made, "pool_tokens": int(info["max_total_num_tokens"])}
+
+    def moved(self) -> object:
+        """SGLang hears of every running request at least each fifty tokens."""
+        return float(self.tokenizer.last_receive_tstamp), self.touched
+
+
+def main() -> None:
+    """Start the engine that the first message describes, and answer for it."""
+    connection = connected()
+    start = connection.recv()
+    try:
+        import sglang
+
+        engine = sglang.Engine(**start["arguments"])
+        server = SGLangServer(engine, connection, start)
+        facts = server.facts()
+    except BaseException as error:
+        refuse_start(connection, error)
+    server.send({"ready": facts})
+    engine.loop.run_until_complete(server.run())

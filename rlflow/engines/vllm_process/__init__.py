@@ -1,1 +1,0 @@
-"""What runs in vLLM's interpreter: nothing here imports rlflow, or is imported by it."""
