@@ -318,8 +318,7 @@ class Worker:
         for target in targets:
             target.version = iteration - dict(action.writes)[target.instance.name]
             target.model.loaded(target.version)
-            engine = target.instance.options is not None and target.instance.tp == 1
-            if self.check_sync and engine:
+            if self.check_sync and target.instance.options is not None:
                 require_same(action, target.model.check())
         return received
 

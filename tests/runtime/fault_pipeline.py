@@ -51,6 +51,7 @@ def written(
 @rf.pipeline(
     placements={
         "split": split("sglang"),
+        "ranks": split("sglang", gen=2, tp=2),
         "colocate": colocated("sglang"),
         "stream": split("sglang").model_copy(update={"stream": 2}),
     }

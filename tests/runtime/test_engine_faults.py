@@ -10,7 +10,9 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 from rlflow.engines.sglang.held import members
 from rlflow.engines.sglang.link import Call, Link
 from rlflow.engines.sglang.model import EngineModel
+from tests.conftest import ended, process
 from tests.runtime.test_engine_runs import MARK, PYTHON, left, metrics_of
 
 pytestmark = [
@@ -32,6 +35,8 @@ FILE = Path(__file__).with_name("fault_pipeline.py")
 TIGHT = 36
 ROWS, TOKENS, ITERATIONS = 32, 48, 3
 PATIENCE = 15.0
+COLOCATED = ("--placement", "colocate", "--devices", f"cpu:1@{TIGHT}MB")
+SCRIPT = b"serve_sglang.py"
 
 
 def process_group(model: EngineModel) -> int:
@@ -77,7 +82,7 @@ class Fault:
             if do != self.do or not self.due():
                 return ask(link, do, fields, numbered=numbered)
             before = link.moved
-            if do == "update":
+            if do in {"update", "sleep"}:
                 self.hold()
             call = ask(link, do, fields, numbered=numbered)
             self.threads.append(threading.Thread(target=self.strike, args=(link, before)))
@@ -154,9 +159,11 @@ def numbers(metrics: dict[str, float]) -> dict[str, float]:
         (("generate", kill, 2), ("--placement", "stream")),
         (("generate", stop, 2), ("--placement", "split")),
         (("update", kill, 1), ("--placement", "split")),
-        (("asleep", kill, 1), ("--placement", "colocate", "--devices", f"cpu:1@{TIGHT}MB")),
+        (("asleep", kill, 1), COLOCATED),
+        (("sleep", kill, 3), COLOCATED),
+        (("sleep", stop, 3), COLOCATED),
     ],
-    ids=["generation", "pieces", "stopped", "update", "asleep"],
+    ids=["generation", "pieces", "stopped", "update", "asleep", "sleep", "stopped_sleep"],
 )
 def test_a_run_goes_on_with_the_same_numbers(
     fault: Any,
@@ -205,3 +212,46 @@ def test_a_second_loss_ends_a_run_with_one_error(
     assert 2 == len(set(watch.disturbed))
     assert [] == left(tmp_path)
     assert [1, ROWS] == [len(found.metrics), len(found.seen[0])]
+
+
+def engines(mark: Path) -> list[int]:
+    """The processes of engines that inherited a mark, the first one started first."""
+    found = []
+    for pid in left(mark):
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            found += [int(pid)] * any(word.endswith(SCRIPT) for word in words)
+    return sorted(found)
+
+
+def has_ended_an_iteration(folder: Path) -> bool:
+    lines = folder / "run" / "metrics.jsonl"
+    return lines.exists() and lines.read_text().count("\n") > 0
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("words", [("split", "--backend", "ray"), ("ranks",)], ids=["one", "ranks"])
+def test_a_run_on_ray_goes_on_with_the_same_tokens(
+    words: tuple[str, ...], undisturbed: Any, rlflow: Any, tmp_path: Path
+) -> None:
+    """An engine is killed wherever it is after the first iteration."""
+    whole = undisturbed(rlflow)
+    seen = tmp_path / "seen.jsonl"
+    run = ("--run-dir", tmp_path / "run", "--iterations", ITERATIONS, "--threads", 1)
+    more = ("--placement", *words, "--set", f"seen={seen}", "--check-sync")
+    started = process("run", FILE, *run, *more, cwd=tmp_path, **{MARK: str(tmp_path)})
+    end = time.monotonic() + 240
+    while not has_ended_an_iteration(tmp_path) and time.monotonic() < end:
+        assert started.poll() is None, ended(started).err
+        time.sleep(0.02)
+    first = engines(tmp_path)
+    assert first
+    os.kill(first[-1], signal.SIGKILL)
+    while set(engines(tmp_path)) <= set(first):
+        assert started.poll() is None, "the run ended without another engine"
+        time.sleep(0.02)
+    done = ended(started, timeout=250)
+    assert 0 == done.code, done.err
+    assert [] == left(tmp_path)
+    found = [[tuple(row) for row in json.loads(line)] for line in seen.read_text().splitlines()]
+    assert whole.tokens() == [{sample: tokens for sample, tokens, _ in batch} for batch in found]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -164,20 +164,26 @@ class EngineModel:
     def check(self) -> dict[str, tuple[str, str]]:
         """The weights whose hashes differ, by the engine's names: (staging, engine).
 
-        Raises RunError for an engine of several ranks, whose weights are cut.
+        With several ranks a name has the number of its rank behind it.
         """
-        (held, *more) = self.checksums()
-        if more:
-            what = f"the weights of {self.name!r} are cut, and cannot be compared by their hashes"
-            raise RunError(Finding(code="E588", what=what, got=f"tp={len(more) + 1}"))
+        ranks = self.checksums()
+        found = {}
+        for rank, held in enumerate(ranks):
+            mine = self._hashes(held, rank, len(ranks))
+            where = f" of rank {rank}" if len(ranks) > 1 else ""
+            wrong = (name for name in held if mine[name] != held[name])
+            found.update({f"{name}{where}": (mine[name], held[name]) for name in wrong})
+        return found
+
+    def _hashes(self, held: Iterable[str], rank: int, ranks: int) -> dict[str, str]:
+        """What a rank's weights should hash to, were they those of the staging."""
         staged = self.staging.tensors
         if not self.replica.launch.cuda:
-            mine = hashes(held, staged)
-        else:
-            # What is hashed on a GPU is hashed in another way, which SGLang alone knows.
-            known = {name: of for name, of in layout(held, staged).items() if of[0]}
-            mine = dict.fromkeys(held, "") | self._asked("hashes", {"layout": known})
-        return {name: (mine[name], held[name]) for name in held if mine[name] != held[name]}
+            return hashes(held, staged, rank, ranks)
+        # What is hashed on a GPU is hashed in another way, which SGLang alone knows.
+        known = {name: of for name, of in layout(held, staged, rank, ranks).items() if of[0]}
+        made: dict[str, str] = self._asked("hashes", {"layout": known})
+        return dict.fromkeys(held, "") | made
 
     def measured(self) -> dict[str, float]:
         """Seconds of the last start, sleep, wake and update; bytes of the pool.

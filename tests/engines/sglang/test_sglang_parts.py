@@ -15,7 +15,7 @@ import torch
 
 from rlflow.engines.protocol import Reach, SampleKey, Sampling
 from rlflow.engines.sglang.arguments import arguments, cores, environment, interpreter, visible
-from rlflow.engines.sglang.checksums import hashed, hashes, layout
+from rlflow.engines.sglang.checksums import hashed, hashes, layout, pieces
 from rlflow.engines.sglang.held import held_bytes, members
 from rlflow.engines.sglang.load import readable
 from rlflow.engines.sglang.memory import SharedWeights
@@ -76,7 +76,38 @@ def test_fused_and_padded_weights_are_hashed_as_the_engine_has_them():
     assert {"scale": "", "l.gate_up_proj.weight": ""} == hashes(
         ["scale", "l.gate_up_proj.weight"], staged
     )
-    assert {"lm_head.weight": (["embed_tokens.weight"], 61)} == layout(["lm_head.weight"], staged)
+    tied = {"lm_head.weight": ([("embed_tokens.weight", 0, 0, 3)], 61)}
+    assert tied == layout(["lm_head.weight"], staged)
+
+
+def test_each_rank_has_its_part_of_what_tensor_parallelism_cuts():
+    square = torch.arange(16.0).view(4, 4)
+    q, k, v = square, 100 + square[:2], 200 + square[:2]
+    staged = {
+        "l.q_proj.weight": q,
+        "l.k_proj.weight": k,
+        "l.v_proj.weight": v,
+        "l.q_proj.bias": torch.arange(4.0),
+        "l.k_proj.bias": torch.arange(2.0),
+        "l.v_proj.bias": torch.arange(2.0),
+        "l.o_proj.weight": square,
+        "l.o_proj.bias": torch.arange(4.0),
+        "l.norm.weight": torch.ones(4),
+        "embed_tokens.weight": torch.ones(70, 2),
+    }
+    second = {
+        "l.qkv_proj.weight": [q[2:], k[1:], v[1:]],
+        "l.qkv_proj.bias": [torch.tensor([2.0, 3.0, 1.0, 1.0])],
+        "l.o_proj.weight": [square[:, 2:].contiguous()],
+        "l.o_proj.bias": [torch.arange(4.0)],
+        "l.norm.weight": [torch.ones(4)],
+        # 128 rows in all, 64 for each rank; the last 58 are zeros.
+        "embed_tokens.weight": [torch.ones(6, 2), torch.zeros(58, 2)],
+    }
+    assert {name: hashed(made) for name, made in second.items()} == hashes(second, staged, 1, 2)
+    assert ([("embed_tokens.weight", 0, 0, 64)], 0) == pieces("embed_tokens.weight", staged, 0, 2)
+    # 128 rows do not divide by 3, so there are 192.
+    assert ([("embed_tokens.weight", 0, 64, 70)], 58) == pieces("embed_tokens.weight", staged, 1, 3)
 
 
 def test_a_cpu_engine_computes_all_sequences_at_once_unless_told_otherwise():

@@ -14,6 +14,9 @@ from .server import Entry
 
 BUCKET_BYTES = 512 << 20
 
+# A weight, a dimension, and where in it a part of the weight begins and ends.
+Piece = tuple[str, int, int, int]
+
 
 class Held:
     """The weights of a `table`, whose bytes lie in the memory of a descriptor."""
@@ -42,3 +45,12 @@ class Held:
                 begin = entry[3]
             found[-1].append(entry)
         return found
+
+    def joined(self, pieces: list[Piece], extra: int, device: str = "cpu") -> Any:
+        """Pieces of weights one after the other, and rows of zeros behind, on a device."""
+        import torch
+
+        held = dict(self.tensors())
+        cut = [held[part].narrow(dim, start, stop - start) for part, dim, start, stop in pieces]
+        whole = torch.cat([piece.to(device) for piece in cut])
+        return torch.cat([whole, whole.new_zeros(extra, *whole.shape[1:])])

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from .held import Held
+from .held import Held, Piece
 from .server import BEAT_SECONDS, Entry, Refused, Server
 
 FLUSH_SECONDS = 30.0
@@ -127,17 +127,12 @@ class Holding(Server):
         require(found)
         return [dict(rank["checksums"]) for rank in found[2]]
 
-    async def do_hashes(self, layout: dict[str, tuple[list[str], int]]) -> dict[str, str]:
-        """The same hashes of the memory file: of weights one after the other, zeros behind."""
-        import torch
+    async def do_hashes(self, layout: dict[str, tuple[list[Piece], int]]) -> dict[str, str]:
+        """The same hashes of the memory file: of pieces one after the other, zeros behind."""
         from sglang.srt.managers.mm_utils import tensor_hash
 
-        held, made = dict(self.held.tensors()), {}
-        for name, (parts, extra) in layout.items():
-            whole = torch.cat([held[part].to(self.device) for part in parts])
-            padded = torch.cat([whole, whole.new_zeros(extra, *whole.shape[1:])])
-            made[name] = f"{tensor_hash(padded):016x}"
-        return made
+        made = {name: self.held.joined(*of, self.device) for name, of in layout.items()}
+        return {name: f"{tensor_hash(tensor):016x}" for name, tensor in made.items()}
 
 
 def require(result: Any) -> None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 import os
 import time
 from array import array
 from multiprocessing.connection import Connection
 from typing import Any
 
-from .held import Held
+from .held import Held, Piece
 from .server import BEAT_SECONDS, Refused, Server, connected, refuse_start
 
 FLUSH_SECONDS = 30.0
@@ -181,19 +180,14 @@ class VLLMServer(Server):
             {name.rpartition(":")[2]: text[:16] for name, text in rank.items()} for rank in found
         ]
 
-    async def do_hashes(self, layout: dict[str, tuple[list[str], int]]) -> dict[str, str]:
-        """The same hashes of the memory file: of weights one after the other, zeros behind."""
+    async def do_hashes(self, layout: dict[str, tuple[list[Piece], int]]) -> dict[str, str]:
+        """The same hashes of the memory file: of pieces one after the other, zeros behind."""
         import torch
 
-        memory = self.held.memory
-        known, made = {entry[0]: entry for entry in self.held.table}, {}
-        for name, (parts, extra) in layout.items():
-            found = hashlib.sha256()
-            for _, dtype, shape, offset in (known[part] for part in parts):
-                size = getattr(torch, dtype).itemsize
-                found.update(memory[offset : offset + size * math.prod(shape)])
-                found.update(bytes(extra * size * math.prod(shape[1:])))
-            made[name] = found.hexdigest()[:16]
+        made = {}
+        for name, of in layout.items():
+            data = self.held.joined(*of).contiguous().reshape(-1).view(torch.uint8).numpy().data
+            made[name] = hashlib.sha256(data).hexdigest()[:16]
         return made
 
 
