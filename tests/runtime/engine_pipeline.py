@@ -44,11 +44,24 @@ def split(engine: object, gen: int = 1, tp: int = 1) -> rf.Placement:
     )
 
 
+def hybrid(engine: object) -> rf.Placement:
+    """Two replicas, one on the device that trains."""
+    return rf.Placement(
+        pools={"train": [0], "gen": [0, 1]},
+        assign={
+            "actor": rf.on("train"),
+            "ref": rf.on("train"),
+            "actor.rollout": rf.on("gen", engine=engine),
+        },
+    )
+
+
 @rf.pipeline(
     placements={
         "colocate": colocated("sglang"),
         "split": split("sglang"),
         "ranks": split("sglang", gen=2, tp=2),
+        "hybrid": hybrid("sglang"),
         "stream": split("sglang").model_copy(update={"stream": 2}),
         "vllm": split("vllm"),
         "vllm_colocated": colocated("vllm"),

@@ -22,6 +22,7 @@ from tests.runtime.engine_pipeline import Config, colocated, grpo, split
 pytestmark = pytest.mark.torch
 
 FILE = Path(__file__).with_name("engine_pipeline.py")
+HYBRID = ("--devices", "cpu:2@9.1MB")
 TIGHT = 9_100_000
 MARK = "RLFLOW_TEST_MARK"
 PYTHON = os.environ.get("RLFLOW_SGLANG_PYTHON", "")
@@ -234,8 +235,9 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
         ("--placement", "stream"),
         pytest.param(("--placement", "split", "--backend", "ray"), marks=pytest.mark.ray),
         pytest.param(("--placement", "ranks"), marks=pytest.mark.ray),
+        pytest.param(("--placement", "hybrid", *HYBRID), marks=pytest.mark.ray),
     ],
-    ids=["colocated", "split", "streamed", "ray", "ranks"],
+    ids=["colocated", "split", "streamed", "ray", "ranks", "hybrid"],
 )
 def test_grpo_runs_with_sglang(words: tuple[str, ...], tmp_path: Path) -> None:
     """The first iteration's log-probs are the trainer's within 1e-4, and nothing is left."""
