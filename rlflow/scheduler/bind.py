@@ -6,6 +6,7 @@ of a kind together. Time and memory come later.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from rlflow.errors import Finding, PlanError, known_names, near_names
@@ -115,7 +116,7 @@ def _spread_rows(
     for name in plan.graph.order():
         node, place = plan.graph.node(name), places[name]
         findings += dispatch_findings(node, place, made)
-        taken = takes(node, place, made)
+        taken = takes(node, place, made, _grown(node, places, made))
         findings += division_findings(plan.graph, node, taken)
         left = makes(node, place, taken)
         found[name] = taken, left
@@ -123,6 +124,14 @@ def _spread_rows(
             made[name] = left
     _refuse(findings)
     return found
+
+
+def _grown(node: Node, places: Mapping[str, Place], made: Mapping[str, Spread]) -> Spread | None:
+    """How a node's rows lie in the caches of the engine that has generated them and goes on."""
+    origin = node.rows_of
+    if origin is None or origin == node.name or not places[node.name].remembers(places[origin]):
+        return None
+    return made[origin] if made[origin].rule == "generated" else None
 
 
 def assignment(node: Node, placement: Placement) -> On | None:

@@ -40,6 +40,11 @@ class Place:
         """Whether its ranks compute together, so that none of them may be left out."""
         return self.instance is not None and self.instance.sharded
 
+    def remembers(self, origin: Place) -> bool:
+        """Whether what generates here is an engine that has in its cache what `origin` has made."""
+        engine = self.instance is not None and self.instance.options is not None
+        return engine and self.instance == origin.instance
+
     @property
     def everywhere(self) -> Spread:
         """One part with all rows, held by every device that holds any."""
@@ -51,8 +56,12 @@ class Place:
         return Spread(parts=(self.devices[:1],))
 
 
-def takes(node: Node, place: Place, made: Mapping[str, Spread]) -> Spread | None:
+def takes(
+    node: Node, place: Place, made: Mapping[str, Spread], grown: Spread | None = None
+) -> Spread | None:
     """How a node's input rows lie; `made` has what its sources left. None for no inputs.
+
+    Rows that are `grown` in parts, where an engine still has them in its cache, stay there.
 
     With one row part all rows are wherever the instance's devices are, however dispatched. A
     collective op without a model is not split: only the ranks of an instance reach each other.
@@ -66,8 +75,9 @@ def takes(node: Node, place: Place, made: Mapping[str, Spread]) -> Spread | None
         return place.first
     if how == "all" or len(parts) == 1:
         return place.everywhere
-    if how == "parts":
-        return made[node.sources[0]]
+    stays = grown if how == "split" and node.op.rows == "same" else None
+    if how == "parts" or stays is not None:
+        return stays or made[node.sources[0]]
     return Spread(parts=parts, rule="balanced" if how == "split" else how)
 
 

@@ -178,11 +178,24 @@ def _is_dispatched(facts: Facts, node: Node, a: Action, spread: Spread) -> Itera
             yield f"{a.id} takes parts {spread.parts} that its sources do not leave so"
     elif len(spread.parts) != most or len(spread.devices) != len(facts.rows_on(a)):
         yield f"{a.id} takes {len(spread.parts)} parts, its devices hold {most}"
+    elif _goes_on(facts, node, a):
+        if spread != facts.runs[str(node.rows_of)][0].makes:
+            yield f"{a.id} takes {spread.describe()}, an engine has cached its rows elsewhere"
     elif spread.rule != ("balanced" if how == "split" else how):
         yield f"{a.id} takes parts by the rule {spread.rule}, its op says {how}"
     cut = len(spread.parts) > 1 and how in ("split", "parts")
     if cut and node.op.per == "batch" and not node.op.collective:
         yield f"{a.id} is a batch op and gets its rows in {len(spread.parts)} parts"
+
+
+def _goes_on(facts: Facts, node: Node, a: Action) -> bool:
+    """Whether a node goes on with rows that its own engine has generated, in several parts."""
+    engine = facts.instances.get(a.instance or "")
+    made = facts.runs[str(node.rows_of)][0]
+    if engine is None or engine.options is None or made.makes is None:
+        return False
+    going_on = node.op.rows == "same" and node.op.dispatched == "split"
+    return going_on and made.makes.rule == "generated" and made.instance == a.instance
 
 
 def _is_left(facts: Facts, node: Node, a: Action, spread: Spread) -> Iterator[str]:

@@ -11,10 +11,15 @@ from rlflow import ops
 from rlflow.graph.check import longest_response
 from rlflow.scheduler.cluster import cpu_cluster
 from rlflow.scheduler.compile import compile_plan
+from rlflow.scheduler.facts import Facts
 from rlflow.scheduler.lengths import assumed
 from rlflow.scheduler.roofline import Load
 from rlflow.scheduler.staleness import largest_lag, stale_rollouts
+from rlflow.scheduler.verify import verify
+from rlflow.scheduler.verify_rows import spreads_are_right
 from tests.conftest import TINY
+from tests.scheduler.mutants import mutants, with_action
+from tests.scheduler.player import play
 
 
 class Never(rf.Environment):
@@ -22,9 +27,9 @@ class Never(rf.Environment):
         return rf.Step("1", False)
 
 
-def planned(**options):
-    assign = {"actor": rf.on("train"), "actor.rollout": rf.on("gen")}
-    placement = rf.Placement(pools={"train": 1, "gen": 1}, assign=assign, **options)
+def compiled(*, gen=1, engine=None, **options):
+    assign = {"actor": rf.on("train"), "actor.rollout": rf.on("gen", engine=engine)}
+    placement = rf.Placement(pools={"train": 1, "gen": gen}, assign=assign, **options)
 
     @rf.pipeline(placements={"split": placement})
     def made(cfg: rf.Config) -> None:
@@ -34,8 +39,12 @@ def planned(**options):
         rows = ops.episodes(actor, Never(), prompts, n=2, **limits)
         ops.update(actor, rows, ops.advantage("grpo", rows), loss=rf.PolicyLoss())
 
-    devices = cpu_cluster(2, threads=1, memory=4e9)
-    return compile_plan(made.trace(made.config()), placement, devices).plan
+    devices = cpu_cluster(1 + gen, threads=1, memory=4e9)
+    return compile_plan(made.trace(made.config()), placement, devices)
+
+
+def planned(**options):
+    return compiled(**options).plan
 
 
 def test_rows_are_as_long_as_an_episode_may_get():
@@ -70,3 +79,39 @@ def test_later_turns_are_as_old_as_the_first_ones_last_token(options, lag, oldes
     expected = {"actor.rollout": oldest, "episodes.turns": oldest} if oldest else {}
     found = stale_rollouts(plan.graph)
     assert expected == {name: found[name] for name in expected}
+
+
+@pytest.mark.parametrize("options", [{}, {"stream": 2}, {"staleness": 1}])
+def test_later_turns_stay_with_the_replica_that_has_their_rows_in_its_cache(options):
+    found = compiled(gen=2, engine="sglang", **options)
+    plan = found.plan
+    for stage, each in found.stages:
+        assert [] == verify(each, stage)
+    assert [] == play(plan, seed=3)
+    first = next(action for action in plan.actions if action.node == "actor.rollout")
+    turns = [action for action in plan.actions if str(action.node).startswith("episodes.act")]
+    turns = [action for action in turns if action.kind == "run"]
+    assert ("generated", 2) == (first.makes.rule, len(first.makes.parts))
+    assert turns
+    assert all(first.makes == turn.takes == turn.makes for turn in turns)
+    moved = [a for a in plan.actions if a.kind == "transfer" and a.makes == first.makes]
+    assert moved
+    assert not any("response_tokens" in a.fields for a in moved)
+    for name, wrong in mutants(plan):
+        if not verify(wrong, "timing"):
+            assert [] == play(wrong, seed=5), name
+
+
+def test_without_an_engine_later_turns_are_evened_out():
+    plan = planned(gen=2)
+    turns = [a for a in plan.actions if a.kind == "run" and a.node == "episodes.act"]
+    assert ["balanced"] == [turn.takes.rule for turn in turns]
+
+
+def test_a_turn_that_leaves_its_rows_replica_is_rejected():
+    plan = planned(gen=2, engine="sglang")
+    turn = next(a for a in plan.actions if a.kind == "run" and a.node == "episodes.act")
+    spread = replace(turn.takes, rule="balanced")
+    wrong = with_action(plan, turn.id, takes=spread, makes=spread)
+    said = list(spreads_are_right(Facts(plan=wrong)))
+    assert any("an engine has cached its rows elsewhere" in text for text in said)

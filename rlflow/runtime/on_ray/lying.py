@@ -34,7 +34,8 @@ class RowSet:
     """Rows that one node made in one iteration, and the partitions computed of them.
 
     `tokens` int64 `[rows]`, zeros where unknown; `groups` int64 `[rows]`, None without. `pieces`
-    has the rows of those chunks that are cut by who ends first.
+    has the rows of those chunks that are cut by who ends first, `grown` the rows as they were
+    generated, part by part, by chunk.
     """
 
     total: int
@@ -42,6 +43,7 @@ class RowSet:
     groups: Rows | None
     partitions: dict[Partition, tuple[list[Rows], list[Rows]]] = field(default_factory=dict)
     pieces: dict[Chunk, Rows] = field(default_factory=dict)
+    grown: dict[Chunk | None, list[Rows]] = field(default_factory=dict)
 
     def of(self, chunk: Chunk | None) -> Rows:
         """The rows of a chunk, ascending; all of them for None."""
@@ -175,6 +177,7 @@ class Lying:
             self._sets[key] = _row_set(total, groups)
         if action.chunk is not None and _by_finish(action):
             self._sets[key].pieces[action.chunk] = np.sort(np.concatenate(parts))
+        self._sets[key].grown[action.chunk] = parts
         for part, answer in zip(parts, answers, strict=True):
             if answer.tokens is not None:
                 self._sets[key].tokens[part] = answer.tokens
@@ -200,6 +203,13 @@ class Lying:
         first, last = chunk_rows(self._row_set(action, iteration).total, chunk)
         return [rows[(rows >= first) & (rows < last)] for rows in held]
 
+    def _generated(self, action: Action, iteration: int) -> list[Rows]:
+        """The rows of an action's batch, or of its chunk, as they were generated, part by part."""
+        grown = self._row_set(action, iteration).grown
+        if action.piece_read in grown:
+            return grown[action.piece_read]
+        return [np.sort(np.concatenate(pieces)) for pieces in zip(*grown.values(), strict=True)]
+
     def _partition(
         self, action: Action, iteration: int, spread: Spread
     ) -> tuple[list[Rows], list[Rows]]:
@@ -208,7 +218,9 @@ class Lying:
         A chunk is spread as a batch of its own.
         """
         if spread.rule == "generated":
-            held = self._taken(action, iteration)
+            carried = action.kind == "transfer" and action.takes != spread
+            made = self._taken if not carried else self._generated
+            held = made(action, iteration)
             return held, held
         rows = self._row_set(action, iteration)
         key = (spread.rule, len(spread.parts), action.piece_read)

@@ -21,6 +21,7 @@ from rlflow.scheduler.plan import Action, Chunk, Plan
 from tests.scheduler.conftest import write_models
 from tests.scheduler.examples import MESH, SPLIT, TWICE, compiled_with, grpo
 from tests.scheduler.strategies import PLENTY, Case, cluster, graphs, placements
+from tests.scheduler.test_episode_plans import compiled as episodes
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -240,6 +241,16 @@ def test_rows_of_chunks_arrive_whatever_the_graph(data, count, seed):
     except RunError as error:  # a rule that tears a group apart for an op that needs it whole
         if error.findings[0].code != "E761":
             raise
+
+
+@pytest.mark.parametrize("gen", [2, 4])
+@pytest.mark.parametrize("stream", [1, 2])
+@pytest.mark.parametrize("engine", ["torch", "sglang"])
+def test_rows_of_later_turns_arrive(engine, stream, gen):
+    """Where an engine has them in its cache they stay, and what others add comes to them."""
+    plan = episodes(gen=gen, engine=engine, stream=stream).plan
+    for seed in range(5):
+        Ranks(plan, seed).play()
 
 
 def test_a_rollout_of_rows_that_were_made_whole_takes_its_slice():
