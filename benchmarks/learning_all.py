@@ -232,13 +232,21 @@ def watched(name: str, logged: Sequence[str]) -> dict[str, bool]:
     return found
 
 
-def run_once(name: str, seed: int, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The metrics of one run, one line an iteration."""
+def run_once(
+    name: str,
+    seed: int,
+    wanted: Mapping[str, Any],
+    *,
+    file: Path | None = None,
+    more: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """The metrics of one run, one line an iteration; of another `file` than the pipeline's own."""
     say(f"{name}: seed {seed}, {wanted['iterations']} iterations, {wanted['backend']}")
     directory = CACHE / "runs" / f"learning-{name}-{seed}"
     shutil.rmtree(directory, ignore_errors=True)
     os.environ["RLFLOW_COSTS"] = "off"
-    command: list[str | Path] = [rlflow(), "run", PIPELINES / f"{name}.py", "--threads", "1"]
+    path = PIPELINES / f"{name}.py" if file is None else file
+    command: list[str | Path] = [rlflow(), "run", path, "--threads", "1", *more]
     command += ["--placement", wanted["placement"], "--backend", wanted["backend"]]
     command += ["--iterations", str(wanted["iterations"]), "--set", f"seed={seed}"]
     command += ["--save-every", str(NEVER), "--run-dir", directory, "-q"]

@@ -1,8 +1,8 @@
-"""Whether a pipeline learns alike with SGLang and with the embedded engine.
+"""Whether GRPO learns alike with SGLang and with the embedded engine, wherever SGLang runs.
 
-`pipelines/grpo_arithmetic.py` runs with the same seed, prompts and start under its placements
-`split` and `sglang`, which differ in the engine of the rollouts; the samples differ, since SGLang
-ignores seeds on a CPU. The curves go to `results/learning/grpo_arithmetic.sglang.json`.
+`pipelines/grpo_arithmetic.py` runs with the same seed, prompts and start: with the embedded engine,
+and with SGLang split and colocated (there its pool sleeps during the update), in this process and
+on Ray. The samples differ, since SGLang ignores seeds on a CPU.
 
 RLFLOW_SGLANG_PYTHON=.venv-sglang/bin/python python benchmarks/learning_sglang.py
 """
@@ -10,43 +10,87 @@ RLFLOW_SGLANG_PYTHON=.venv-sglang/bin/python python benchmarks/learning_sglang.p
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import math
 import os
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from common import CACHE, RESULTS, ROOT, machine, say, text_table
-from learning_all import ENDS, PIPELINES, Learned, Series, gathered, run_once, watched
+from common import (
+    CACHE,
+    HERE,
+    RESULTS,
+    ROOT,
+    machine,
+    markdown_report,
+    markdown_table,
+    say,
+    text_table,
+    write_results,
+)
+from learning_all import ENDS, Series, gathered, run_once, watched
 
 NAME = "grpo_arithmetic"
-ENGINES = {"embedded": "split", "sglang": "sglang"}
-HEADER = ("engine", "metric", "iterations", "first", "last", "gain")
+FILE = HERE / "learning_sglang_side.py"
+HEADER = ("engine", "metric", "iterations", "first", "last", "gain", "beside embedded")
 ALIKE = 2.0
+TIGHT = ("--devices", "cpu:1@45MB")
+NOTES = (
+    f"One seed. `first` and `last` are means of {ENDS} iterations, of an evaluation its first and "
+    "its last one.",
+    "`beside embedded`: the difference of the last rewards in training from those of the embedded "
+    f"engine, and {ALIKE:g} times its standard error.",
+    "Colocated, a device has 45 MB: the pool of SGLang sleeps while the update runs, and every "
+    "update of its weights wakes in stages.",
+    "`log-probs`: the largest difference in the first iteration between what was sampled with and "
+    "what the trainer computes of the same tokens.",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """Where SGLang runs: a placement, a backend, and what else is said."""
+
+    name: str
+    placement: str
+    backend: str = "local"
+    more: tuple[str, ...] = ()
+
+
+WAYS = (
+    Way(name="embedded", placement="embedded"),
+    Way(name="SGLang, split", placement="split"),
+    Way(name="SGLang, split, Ray", placement="split", backend="ray"),
+    Way(name="SGLang, colocated", placement="colocated", more=TIGHT),
+    Way(name="SGLang, colocated, Ray", placement="colocated", backend="ray", more=TIGHT),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What a run has shown: rewards by iteration, and how far log-probs are apart at its start."""
+
+    way: Way
+    series: tuple[Series, ...]
+    gap: float
 
 
 def main() -> None:
-    """Run both engines, print the table, write the curves."""
+    """Run all, print the table, write the curves."""
     options = parsed()
     # The interpreter of `make test-sglang`, where none is named.
     os.environ.setdefault("RLFLOW_SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" / "python"))
-    found = {engine: learned(placement, options) for engine, placement in ENGINES.items()}
-    rows = [row for engine, each in found.items() for row in lines(engine, each)]
+    facts = machine()
+    found = [learned(way, options) for way in WAYS]
+    rows = [row for each in found for row in lines(each, found[0])]
     print(text_table(HEADER, rows), flush=True)
-    apart, error = difference(*(trained(each) for each in found.values()))
-    verdict = "alike" if abs(apart) <= ALIKE * error else "APART"
-    figures = f"sglang - embedded = {apart:+.3f} +- {ALIKE * error:.3f}"
-    print(f"training reward, last {ENDS}: {figures}: {verdict}")
-    folder = (CACHE / "quick" if options.quick else RESULTS) / "learning"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{NAME}.sglang.json"
-    ends = {"difference": apart, "standard_error": error, "alike": verdict == "alike"}
-    document = {**asdict(found["sglang"]), "embedded": asdict(found["embedded"]), **ends}
-    text = json.dumps(document, sort_keys=True)
-    path.write_text(text.replace('"machine"', '\n"machine"').replace("[[", "[\n[") + "\n")
-    say(f"wrote {path}")
+    gaps = [(each.way.name, f"{each.gap:.1e}") for each in found]
+    tables = [markdown_table(HEADER, rows), markdown_table(("engine", "log-probs"), gaps)]
+    page = markdown_report("GRPO with SGLang beside the embedded engine", facts, tables, NOTES)
+    ran = {"iterations": options.iterations, "seed": options.seed}
+    data = {"machine": facts, "options": ran, "runs": [asdict(each) for each in found]}
+    folder = CACHE / "quick" if options.quick else RESULTS
+    write_results(folder, "learning_sglang", data, page)
 
 
 def parsed() -> argparse.Namespace:
@@ -61,37 +105,34 @@ def parsed() -> argparse.Namespace:
     return options
 
 
-def learned(placement: str, options: argparse.Namespace) -> Learned:
-    """What one run under a placement has shown."""
+def learned(way: Way, options: argparse.Namespace) -> Learned:
+    """What one run has shown."""
     wanted: dict[str, Any] = {
-        "backend": "local",
-        "placement": placement,
-        "seeds": (options.seed,),
+        "backend": way.backend,
+        "placement": way.placement,
         "iterations": options.iterations,
-        "digest": hashlib.sha256((PIPELINES / f"{NAME}.py").read_bytes()).hexdigest()[:16],
     }
-    facts = machine()
-    run = run_once(NAME, options.seed, wanted)
-    series = gathered(
-        [run], watched(NAME, sorted({key for line in run for key in line["metrics"]}))
-    )
-    return Learned(pipeline=f"{NAME}, {placement}", **wanted, machine=facts, series=series)
+    say(way.name)
+    run = run_once(NAME, options.seed, wanted, file=FILE, more=way.more)
+    logged = sorted({key for line in run for key in line["metrics"]})
+    (gap,) = (value for key, value in run[0]["metrics"].items() if key.endswith("rollout_gap_max"))
+    return Learned(way=way, series=gathered([run], watched(NAME, logged)), gap=gap)
 
 
-def lines(engine: str, found: Learned) -> list[tuple[str, ...]]:
+def lines(found: Learned, embedded: Learned) -> list[tuple[str, ...]]:
     """A line of the table for every metric."""
     rows = []
-    for each in found.series:
+    for each, other in zip(found.series, embedded.series, strict=True):
         (first,), (last,) = each.ends()
         gain, _ = each.gain()
+        apart = ""
+        if not each.held_out and found is not embedded:
+            by, error = difference(other, each)
+            apart = f"{by:+.3f} +- {ALIKE * error:.3f}"
         counts = str(len(each.iterations))
-        rows.append((engine, each.metric, counts, f"{first:.3f}", f"{last:.3f}", f"{gain:+.3f}"))
+        numbers = (f"{first:.3f}", f"{last:.3f}", f"{gain:+.3f}")
+        rows.append((found.way.name, each.metric, counts, *numbers, apart))
     return rows
-
-
-def trained(found: Learned) -> Series:
-    """The reward in training."""
-    return next(each for each in found.series if not each.held_out)
 
 
 def difference(embedded: Series, other: Series) -> tuple[float, float]:

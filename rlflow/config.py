@@ -21,7 +21,7 @@ from rlflow.errors import (
     known_names,
     near_names,
 )
-from rlflow.graph.pipeline import Pipeline
+from rlflow.graph.pipeline import MODULE, Pipeline
 from rlflow.graph.trace import raised_at
 
 
@@ -54,7 +54,7 @@ def load_pipeline(target: str) -> Pipeline:
 
 
 def _import(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"rlflow_pipeline_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"{MODULE}{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UsageError(
             Finding(code="E306", what=f"{path} is not a Python file", fix=f"{path.stem}.py")

@@ -23,6 +23,8 @@ from rlflow.graph.graph import Graph
 from rlflow.graph.placement import Placement, on
 from rlflow.graph.trace import declared_at, raised_at, short_path, tracing
 
+# The names of the modules that files of pipelines are loaded as.
+MODULE = "rlflow_pipeline_"
 DEFAULT_PLACEMENTS = {"colocate": Placement(pools={"all": 1}, assign={"*": on("all")})}
 
 

@@ -16,6 +16,7 @@ from ray import cloudpickle
 
 import rlflow
 from rlflow.errors import Finding, UsageError
+from rlflow.graph.pipeline import MODULE
 from rlflow.scheduler.plan import Plan
 
 OWN = Path(rlflow.__file__).parent
@@ -50,7 +51,7 @@ def unshipped(blob: bytes) -> Plan:
 
 @contextmanager
 def _by_value(near: Path | None) -> Iterator[None]:
-    """Within it, what is defined in the pipeline's folder is pickled by value."""
+    """Within it, what is defined in a pipeline's file or folder is pickled by value."""
     modules = [module for module in list(sys.modules.values()) if _is_near(module, near)]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
@@ -62,7 +63,10 @@ def _by_value(near: Path | None) -> Iterator[None]:
 
 
 def _is_near(module: ModuleType, near: Path | None) -> bool:
+    """Whether a module is of the pipeline's folder, or a pipeline's file from anywhere."""
     file = getattr(module, "__file__", None)
+    if getattr(module, "__name__", "").startswith(MODULE):
+        return True
     if file is None or near is None:
         return False
     path = Path(file).resolve()

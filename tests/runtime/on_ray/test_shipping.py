@@ -29,6 +29,9 @@ def locked(response: str, answer: str) -> float:
     with LOCK:
         return 1.0
 
+def alone(response: str, answer: str) -> float:
+    return 1.0
+
 def declare(function):
     def pipeline(cfg: rf.Config) -> None:
         actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=1e-4))
@@ -44,6 +47,10 @@ class Config(rf.Config):
 @rf.pipeline()
 def good(cfg: Config) -> None:
     declare(judge)(cfg)
+
+@rf.pipeline()
+def by_itself(cfg: Config) -> None:
+    declare(alone)(cfg)
 
 @rf.pipeline()
 def bad(cfg: Config) -> None:
@@ -70,13 +77,8 @@ def compiled(tmp_path, monkeypatch):
     sys.modules.pop("rlflow_pipeline_mine", None)
 
 
-def test_functions_and_the_modules_beside_them_travel_by_value(compiled, tmp_path):
-    plan, file = compiled("good")
-    blob = tmp_path / "blob"
-    blob.write_bytes(shipped(plan, file))
-    file.unlink()
-    (tmp_path / "helper_of_mine.py").unlink()
-
+def judged(blob):
+    """What another process, which has no file of the pipeline, makes of a plan and its reward."""
     program = (
         "import pathlib, sys\n"
         "from rlflow.runtime.on_ray.shipping import unshipped\n"
@@ -90,8 +92,26 @@ def test_functions_and_the_modules_beside_them_travel_by_value(compiled, tmp_pat
         check=True,
         cwd=Path(__file__).parents[3],
     )
+    return result.stdout.strip()
 
-    assert f"{plan.hash} 4.0" == result.stdout.strip()
+
+def test_functions_and_the_modules_beside_them_travel_by_value(compiled, tmp_path):
+    plan, file = compiled("good")
+    blob = tmp_path / "blob"
+    blob.write_bytes(shipped(plan, file))
+    file.unlink()
+    (tmp_path / "helper_of_mine.py").unlink()
+
+    assert f"{plan.hash} 4.0" == judged(blob)
+
+
+def test_a_pipeline_that_another_file_loads_travels_by_value_too(compiled, tmp_path):
+    plan, file = compiled("by_itself")
+    elsewhere = tmp_path / "elsewhere" / "other.py"
+    blob = tmp_path / "blob"
+    blob.write_bytes(shipped(plan, elsewhere))
+    file.unlink()
+    assert f"{plan.hash} 1.0" == judged(blob)
 
 
 def test_a_function_that_holds_a_lock_is_refused_by_what_it_holds(compiled):
