@@ -23,7 +23,14 @@ class SGLangServer(Generating, Holding):
         self.ranks = int(start["ranks"])
         self.device = str(start["arguments"]["device"])
         self.version = start["version"]
+        self.adapters = start.get("adapters")
+        self.based = self.version is not None
         self.asleep = set()
+
+    async def adapted(self) -> None:
+        """Load the adapters that the weights of a first start have beside them."""
+        if self.adapters is not None and self.version is not None:
+            await self.adapt(self.version)
 
     def facts(self) -> dict[str, Any]:
         """What a worker wants to know of a started engine."""
@@ -50,6 +57,7 @@ def main() -> None:
         engine = sglang.Engine(**start["arguments"])
         server = SGLangServer(engine, connection, start)
         facts = server.facts()
+        engine.loop.run_until_complete(server.adapted())
     except BaseException as error:
         refuse_start(connection, error)
     server.send({"ready": facts})
