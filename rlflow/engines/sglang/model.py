@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlflow.engines.flat import whole_shards
+from rlflow.engines.lora import is_adapter
 from rlflow.engines.models import State, misfits
 from rlflow.engines.protocol import Shard, SleepMode
 from rlflow.engines.sglang.checksums import hashes, layout
@@ -169,7 +170,8 @@ class EngineModel:
     def check(self) -> dict[str, tuple[str, str]]:
         """The weights whose hashes differ, by the engine's names: (staging, engine).
 
-        Raises RunError for an engine of several ranks, whose weights are cut.
+        Of adapters what the engine was sent last is compared. Raises RunError for an engine of
+        several ranks, whose weights are cut.
         """
         (held, *more) = self.checksums()
         if more:
@@ -180,8 +182,10 @@ class EngineModel:
             mine = hashes(held, staged)
         else:
             # What is hashed on a GPU is hashed in another way, which SGLang alone knows.
-            known = {name: of for name, of in layout(held, staged).items() if of[0]}
+            sent = [name for name in held if is_adapter(name)]
+            known = {n: of for n, of in layout(held, staged).items() if of[0] and n not in sent}
             mine = dict.fromkeys(held, "") | self._asked("hashes", {"layout": known})
+            mine |= hashes(sent, staged)
         return {name: (mine[name], held[name]) for name in held if mine[name] != held[name]}
 
     def measured(self) -> dict[str, float]:

@@ -5,6 +5,7 @@ This file knows neither rows nor how whole weights are loaded.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from .held import Held
@@ -18,7 +19,8 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class Adapting(Server):
     """Has the adapters of `held`, made as `adapters` say: with `rank`, `alpha` and `targets`.
 
-    None of a model without such. `adapter` is the name of those that requests are to ask for.
+    None of a model without such. `adapter` is the name of those that requests are to ask for,
+    `sent` what was sent of them.
     """
 
     tokenizer: Any
@@ -26,6 +28,7 @@ class Adapting(Server):
     ranks: int
     adapters: dict[str, Any] | None
     adapter: str | None = None
+    sent: tuple[Any, str | None] = ([], None)
 
     async def adapt(self, version: int) -> None:
         """Put the adapters of a version in the place of the former ones.
@@ -51,7 +54,7 @@ class Adapting(Server):
 
         assert self.adapters is not None
         tensors = whole_layers(dict(self.held.tensors()), int(self.adapters["rank"]))
-        piece, form = flattened(list(tensors.items()))
+        self.sent = piece, form = flattened(list(tensors.items()))
         payload = dict(piece)
         return fields_of(
             LoadLoRAAdapterFromTensorsReqInput,
@@ -68,6 +71,12 @@ class Adapting(Server):
             ],
             serialized_tensors=MultiprocessingSerializer.serialize(payload, output_str=True),
         )
+
+    def sums(self) -> dict[str, str]:
+        """The beginning of SHA-256 of every adapter that was sent, by its name in the table."""
+        sent = dict(unflattened(*self.sent))
+        names = [name for name, *_ in self.held.table if is_adapter(name)]
+        return {name: digest(sent[f"{name}.weight"]) for name in names} if sent else {}
 
     async def tell(self, version: str) -> None:
         """Have SGLang say this version of what it makes from now on."""
@@ -103,6 +112,14 @@ def whole_layers(weights: dict[str, Any], rank: int) -> dict[str, Any]:
     return found
 
 
+def digest(tensor: Any) -> str:
+    """The first 16 digits of SHA-256 over a tensor's bytes."""
+    import torch
+
+    held = tensor.contiguous().view(torch.uint8).numpy()
+    return hashlib.sha256(held).hexdigest()[:16]
+
+
 def done(result: Any) -> tuple[bool, str]:
     """Whether adapters were loaded or unloaded, and what was said of it."""
     return bool(result.success), str(result.error_message)
@@ -132,3 +149,12 @@ def flattened(bucket: list[tuple[str, Any]]) -> tuple[Any, str | None]:
     made = FlattenedTensorBucket(named_tensors=bucket)
     piece = {"flattened_tensor": made.get_flattened_tensor(), "metadata": made.get_metadata()}
     return piece, "flattened_bucket"
+
+
+def unflattened(piece: Any, form: str | None) -> list[tuple[str, Any]]:
+    """The weights of which `flattened` has made something."""
+    if form is None:
+        return list(piece)
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    return list(FlattenedTensorBucket(**piece).reconstruct_tensors())

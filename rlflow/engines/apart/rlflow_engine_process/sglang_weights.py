@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from typing import Any
 
 from .server import BEAT_SECONDS, Entry, Refused
 from .sglang_adapters import Adapting, fields_of, flattened, is_adapter, require
@@ -131,12 +130,15 @@ class Holding(Adapting):
             self.asleep.difference_update(wanted)
 
     async def do_checksums(self) -> list[dict[str, str]]:
-        """SGLang's own hashes of the weights that it holds, by its names, of every rank."""
+        """SGLang's own hashes of the weights that it holds, by its names, of every rank.
+
+        Of adapters, which it does not hash, those of what was sent last.
+        """
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         found = await self.tokenizer.check_weights(CheckWeightsReqInput(action="checksum"), None)
         require(found)
-        return [dict(rank["checksums"]) for rank in found[2]]
+        return [{**rank["checksums"], **self.sums()} for rank in found[2]]
 
     async def do_hashes(self, layout: dict[str, tuple[list[str], int]]) -> dict[str, str]:
         """The same hashes of the memory file: of weights one after the other, zeros behind."""
