@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlflow.engines.loading import Init, auto, build, check_path, quiet, read
 from rlflow.engines.lora import adapt, is_adapter
@@ -89,20 +89,17 @@ def start_engine(
     read or an interpreter without the engine, RunError where the engine does not start.
     """
     check_path(path, init)
-    place = torch.device(device)
+    place, python = torch.device(device), interpreter(options)
     ranks = tuple(devices) or (place.index or 0,)
     with quiet():
         config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
         module = read(path, lambda: build(path, config, "lm", dtype, seed, init))
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    context = getattr(options, "context_length", None) or limit
+    context = getattr(options, "context_length", None) or longest(config)
     adapters = None if lora is None else adapt(module, lora, seed).names
-    weights = {key: value.detach() for key, value in module.named_parameters()}
-    staging = SharedWeights(weights, pinned=place.type == "cuda")
+    staging = SharedWeights(parameters(module), pinned=place.type == "cuda")
     directory = tempfile.mkdtemp(prefix="rlflow-model-")
     readable(Path(directory), path, module if init == "random" else None)
-    del module, weights
-    python = interpreter(options)
+    del module
     given = kind.arguments(
         options,
         path=directory,
@@ -128,6 +125,17 @@ def start_engine(
         patience=patience,
     )
     return EngineModel(launch, staging, config, context=context, dtype=dtype, trained=adapters)
+
+
+def parameters(module: nn.Module) -> dict[str, Tensor]:
+    """The weights of a module by name."""
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def longest(config: Any) -> int | None:
+    """How many tokens a row may have, None where the model sets no limit."""
+    found: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found
 
 
 def told(lora: LoRA | None) -> dict[str, Any] | None:

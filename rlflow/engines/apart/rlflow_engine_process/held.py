@@ -32,11 +32,11 @@ class Held:
             flat = torch.frombuffer(self.memory, dtype=kind, count=count, offset=offset)
             yield name, flat.view(shape)
 
-    def buckets(self, table: list[Entry] | None = None) -> list[list[Entry]]:
-        """A table in parts whose weights have about so many bytes, and one at the least."""
+    def buckets(self) -> list[list[Entry]]:
+        """The table in parts whose weights have about so many bytes, and one at the least."""
         found: list[list[Entry]] = [[]]
         begin = 0
-        for entry in self.table if table is None else table:
+        for entry in self.table:
             if found[-1] and entry[3] - begin > BUCKET_BYTES:
                 found.append([])
                 begin = entry[3]

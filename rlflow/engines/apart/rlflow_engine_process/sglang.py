@@ -8,11 +8,11 @@ from typing import Any
 
 from .held import Held
 from .server import connected, refuse_start
+from .sglang_adapters import Adapting, split
 from .sglang_rows import Generating
-from .sglang_weights import Holding
 
 
-class SGLangServer(Generating, Holding):
+class SGLangServer(Generating, Adapting):
     """Answers requests with an engine; `start` is what its worker has told it."""
 
     def __init__(self, engine: Any, connection: Connection, start: dict[str, Any]) -> None:
@@ -23,13 +23,15 @@ class SGLangServer(Generating, Holding):
         self.ranks = int(start["ranks"])
         self.device = str(start["arguments"]["device"])
         self.version = start["version"]
-        self.adapters = start.get("adapters")
         self.based = self.version is not None
+        if start["adapters"] is not None:
+            self.adapters = start["adapters"]
+            self.held, self.halves = (Held(part) for part in split(start["held"]))
         self.asleep = set()
 
     async def adapted(self) -> None:
         """Load the adapters that the weights of a first start have beside them."""
-        if self.adapters is not None and self.version is not None:
+        if self.halves is not None and self.version is not None:
             await self.adapt(self.version)
 
     def facts(self) -> dict[str, Any]:

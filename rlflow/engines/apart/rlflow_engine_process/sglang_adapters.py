@@ -1,6 +1,6 @@
 """Adapters that SGLang adds to weights that stay: those of one version at a time, by its name.
 
-This file knows neither rows nor how whole weights are loaded.
+This file knows no rows.
 """
 
 from __future__ import annotations
@@ -9,26 +9,54 @@ import hashlib
 from typing import Any
 
 from .held import Held
-from .server import Refused, Server
+from .sglang_weights import Holding, flattened, require
 
 DOWN, UP = ".lora_A", ".lora_B"
 # SGLang computes these as one layer each, and takes adapters for all of one or for none.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class Adapting(Server):
-    """Has the adapters of `held`, made as `adapters` say: with `rank`, `alpha` and `targets`.
+class Adapting(Holding):
+    """Adds the adapters of `halves` to the weights of `held`, which stay; of a model without, None.
 
-    None of a model without such. `adapter` is the name of those that requests are to ask for,
-    `sent` what was sent of them.
+    They are made as `adapters` say: with `rank`, `alpha` and `targets`. `adapter` is the name of
+    those that requests are to ask for, `sent` what was sent of them. `based` says whether the
+    weights below them are there.
     """
 
-    tokenizer: Any
-    held: Held
-    ranks: int
-    adapters: dict[str, Any] | None
+    halves: Held | None = None
+    adapters: dict[str, Any]
     adapter: str | None = None
     sent: tuple[Any, str | None] = ([], None)
+    based: bool
+
+    async def do_update(self, version: int, whole: bool = False) -> str:
+        """Take weights from the memory file; the version that SGLang then reports.
+
+        All of them, or where the others are in place the adapters alone, unless the `whole` is
+        wanted. Until that is done no version is served.
+        """
+        if self.halves is None:
+            return await super().do_update(version)
+        if whole or not self.based:
+            await super().do_update(version)
+            self.based = True
+        else:
+            await self.idle(flush=True)
+        self.version = None
+        await self.adapt(version)
+        self.touched += 1
+        self.version = version
+        return self.reported()
+
+    async def do_sleep(self, tags: list[str]) -> None:
+        """Give memory back; what lies below the adapters is then to be loaded, too."""
+        self.based = self.based and "weights" not in tags
+        await super().do_sleep(tags)
+
+    async def do_checksums(self) -> list[dict[str, str]]:
+        """SGLang's own hashes, and of adapters, which it does not hash, those of what was sent."""
+        return [{**rank, **self.sums()} for rank in await super().do_checksums()]
 
     async def adapt(self, version: int) -> None:
         """Put the adapters of a version in the place of the former ones.
@@ -49,15 +77,21 @@ class Adapting(Server):
 
     def request(self, name: str) -> Any:
         """What asks SGLang to load the adapters; before 0.5.18 one copy was for all ranks."""
-        from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput as Request
         from sglang.srt.utils import MultiprocessingSerializer
 
-        assert self.adapters is not None
-        tensors = whole_layers(dict(self.held.tensors()), int(self.adapters["rank"]))
+        assert self.halves is not None
+        weights = {**dict(self.held.tensors()), **dict(self.halves.tensors())}
+        tensors = whole_layers(weights, int(self.adapters["rank"]))
         self.sent = piece, form = flattened(list(tensors.items()))
-        payload = dict(piece)
-        return fields_of(
-            LoadLoRAAdapterFromTensorsReqInput,
+        known = getattr(Request, "__struct_fields__", None) or Request.__dataclass_fields__
+        if "serialized_named_tensors" in known:
+            copies = [MultiprocessingSerializer.serialize(dict(piece)) for _ in range(self.ranks)]
+            payload = {"serialized_named_tensors": copies}
+        else:
+            one = MultiprocessingSerializer.serialize(dict(piece), output_str=True)
+            payload = {"serialized_tensors": one}
+        return Request(
             lora_name=name,
             config_dict={
                 "peft_type": "LORA",
@@ -66,17 +100,14 @@ class Adapting(Server):
                 "target_modules": self.adapters["targets"],
             },
             load_format=form,
-            serialized_named_tensors=[
-                MultiprocessingSerializer.serialize(payload) for _ in range(self.ranks)
-            ],
-            serialized_tensors=MultiprocessingSerializer.serialize(payload, output_str=True),
+            **payload,
         )
 
     def sums(self) -> dict[str, str]:
         """The beginning of SHA-256 of every adapter that was sent, by its name in the table."""
         sent = dict(unflattened(*self.sent))
-        names = [name for name, *_ in self.held.table if is_adapter(name)]
-        return {name: digest(sent[f"{name}.weight"]) for name in names} if sent else {}
+        names = [] if self.halves is None else [name for name, *_ in self.halves.table]
+        return {name: digest(sent[f"{name}.weight"]) for name in names}
 
     async def tell(self, version: str) -> None:
         """Have SGLang say this version of what it makes from now on."""
@@ -87,6 +118,13 @@ class Adapting(Server):
 
         request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
         await self.tokenizer.update_weight_version(request)
+
+
+def split(said: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is said of weights in memory, of those but adapters and of adapters."""
+    rest = [entry for entry in said["table"] if not is_adapter(entry[0])]
+    halves = [entry for entry in said["table"] if is_adapter(entry[0])]
+    return {**said, "table": rest}, {**said, "table": halves}
 
 
 def is_adapter(name: str) -> bool:
@@ -123,32 +161,6 @@ def digest(tensor: Any) -> str:
 def done(result: Any) -> tuple[bool, str]:
     """Whether adapters were loaded or unloaded, and what was said of it."""
     return bool(result.success), str(result.error_message)
-
-
-def require(result: Any) -> None:
-    """Raise Refused unless the first of a result is true."""
-    if not result[0]:
-        raise Refused(str(result[1]))
-
-
-def fields_of(kind: Any, **values: Any) -> Any:
-    """An instance of a request, of the values that this version of SGLang knows."""
-    known = getattr(kind, "__struct_fields__", None) or kind.__dataclass_fields__
-    return kind(**{name: value for name, value in values.items() if name in known})
-
-
-def flattened(bucket: list[tuple[str, Any]]) -> tuple[Any, str | None]:
-    """What is sent of some weights, and the name of its form.
-
-    One piece of bytes with a table, where this version of SGLang has that; else the tensors.
-    """
-    try:
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-    except ImportError:
-        return [(name, tensor.clone()) for name, tensor in bucket], None
-    made = FlattenedTensorBucket(named_tensors=bucket)
-    piece = {"flattened_tensor": made.get_flattened_tensor(), "metadata": made.get_metadata()}
-    return piece, "flattened_bucket"
 
 
 def unflattened(piece: Any, form: str | None) -> list[tuple[str, Any]]:

@@ -9,25 +9,27 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
-from .server import BEAT_SECONDS, Entry, Refused
-from .sglang_adapters import Adapting, fields_of, flattened, is_adapter, require
+from .held import Held
+from .server import BEAT_SECONDS, Entry, Refused, Server
 
 FLUSH_SECONDS = 30.0
 UNFLUSHED = "cache was not flushed"
 
 
-class Holding(Adapting):
+class Holding(Server):
     """Holds the weights of `held`, and tells of which `version` they are.
 
-    `asleep` are the parts that have no memory: `weights`, and the pool, `kv_cache`. `based` says
-    whether the weights below adapters are there.
+    `asleep` are the parts that have no memory: `weights`, and the pool, `kv_cache`.
     """
 
+    tokenizer: Any
+    held: Held
+    ranks: int
     device: str
     version: int | None
     asleep: set[str]
-    based: bool
 
     async def idle(self, *, flush: bool) -> None:
         """Wait until no request is left, then empty the cache of what old weights have made."""
@@ -41,32 +43,20 @@ class Holding(Adapting):
                 raise Refused(f"the cache was not flushed: {getattr(flushed, 'message', '')}")
             await asyncio.sleep(0.005)
 
-    async def do_update(self, version: int, whole: bool = False) -> str:
-        """Take weights from the memory file; the version that SGLang then reports.
+    async def do_update(self, version: int) -> str:
+        """Take all weights from the memory file; the version that SGLang then reports.
 
-        All of them, or where the others are in place the adapters alone, unless the `whole` is
-        wanted. Until that is done no version is served. SGLang without sessions wants an empty
-        cache.
+        Until that is done no version is served. SGLang without sessions wants an empty cache.
         """
-        alone = self.adapters is not None and self.based and not whole
-        await self.idle(flush=alone or not hasattr(self.tokenizer, "begin_weight_update"))
+        await self.idle(flush=not hasattr(self.tokenizer, "begin_weight_update"))
         self.version = None
-        if not alone:
-            await self.load_all(str(version))
-            self.based = True
-        if self.adapters is not None:
-            await self.adapt(version)
-            self.touched += 1
-        self.version = version
-        return self.reported()
-
-    async def load_all(self, version: str) -> None:
-        """Have SGLang load all weights but adapters."""
-        buckets = self.held.buckets([e for e in self.held.table if not is_adapter(e[0])])
+        buckets = self.held.buckets()
         async with self.session():
             for number, bucket in enumerate(buckets, 1):
-                await self.load(bucket, version, last=number == len(buckets))
+                await self.load(bucket, str(version), last=number == len(buckets))
                 self.touched += 1
+        self.version = version
+        return self.reported()
 
     def reported(self) -> str:
         """The version of its weights that SGLang tells."""
@@ -114,7 +104,7 @@ class Holding(Adapting):
 
         await self.idle(flush=True)
         if "weights" in tags:
-            self.version, self.based = None, False
+            self.version = None
         if wanted := [tag for tag in tags if tag not in self.asleep]:
             request = ReleaseMemoryOccupationReqInput(tags=wanted)
             await self.tokenizer.release_memory_occupation(request, None)
@@ -130,15 +120,12 @@ class Holding(Adapting):
             self.asleep.difference_update(wanted)
 
     async def do_checksums(self) -> list[dict[str, str]]:
-        """SGLang's own hashes of the weights that it holds, by its names, of every rank.
-
-        Of adapters, which it does not hash, those of what was sent last.
-        """
+        """SGLang's own hashes of the weights that it holds, by its names, of every rank."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         found = await self.tokenizer.check_weights(CheckWeightsReqInput(action="checksum"), None)
         require(found)
-        return [{**rank["checksums"], **self.sums()} for rank in found[2]]
+        return [dict(rank["checksums"]) for rank in found[2]]
 
     async def do_hashes(self, layout: dict[str, tuple[list[str], int]]) -> dict[str, str]:
         """The same hashes of the memory file: of weights one after the other, zeros behind."""
@@ -151,3 +138,29 @@ class Holding(Adapting):
             padded = torch.cat([whole, whole.new_zeros(extra, *whole.shape[1:])])
             made[name] = f"{tensor_hash(padded):016x}"
         return made
+
+
+def require(result: Any) -> None:
+    """Raise Refused unless the first of a result is true."""
+    if not result[0]:
+        raise Refused(str(result[1]))
+
+
+def fields_of(kind: Any, **values: Any) -> Any:
+    """An instance of a request, of the values that this version of SGLang knows."""
+    known = getattr(kind, "__struct_fields__", None) or kind.__dataclass_fields__
+    return kind(**{name: value for name, value in values.items() if name in known})
+
+
+def flattened(bucket: list[tuple[str, Any]]) -> tuple[Any, str | None]:
+    """What is sent of some weights, and the name of its form.
+
+    One piece of bytes with a table, where this version of SGLang has that; else the tensors.
+    """
+    try:
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+    except ImportError:
+        return [(name, tensor.clone()) for name, tensor in bucket], None
+    made = FlattenedTensorBucket(named_tensors=bucket)
+    piece = {"flattened_tensor": made.get_flattened_tensor(), "metadata": made.get_metadata()}
+    return piece, "flattened_bucket"
