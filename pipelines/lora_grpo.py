@@ -26,9 +26,9 @@ def exact_match(response: str, answer: str) -> float:
     return float(response == answer)
 
 
-def placed(train: int, gen: int) -> rf.Placement:
+def placed(train: int, gen: int, engine: str = "torch") -> rf.Placement:
     """Training, and so the reference, on some devices; rollouts on others."""
-    assign = {"*": rf.on("train"), "actor.rollout": rf.on("gen")}
+    assign = {"*": rf.on("train"), "actor.rollout": rf.on("gen", engine=engine)}
     return rf.Placement(pools={"train": train, "gen": gen}, assign=assign)
 
 
@@ -36,6 +36,7 @@ def placed(train: int, gen: int) -> rf.Placement:
     placements={
         "colocate": rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")}),
         "split": placed(1, 1),
+        "sglang": placed(1, 1, engine="sglang"),
         "h100": rf.Placement(pools={"all": 2}, assign={"*": rf.on("all")}),
         "h100_split": placed(4, 4),
     }

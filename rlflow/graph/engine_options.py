@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -34,7 +34,8 @@ class EngineOptions(BaseModel):
     A subclass has a name, `engine`, and a `title` for texts; `loader` is the dotted name of what
     starts it (`package.module:function`), or it overrides `load`. An interpreter needs its
     `packages`; `install` is what to type where it lacks them. `said_elsewhere` are the arguments
-    that `args` may not have, and what they follow from.
+    that `args` may not have, and what they follow from. `adapted` are the linear layers, by the
+    last part of their names, that it adds low-rank adapters to: none unless it says so.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,6 +46,7 @@ class EngineOptions(BaseModel):
     packages: ClassVar[tuple[str, ...]] = ()
     install: ClassVar[str] = ""
     said_elsewhere: ClassVar[Mapping[str, str]] = {}
+    adapted: ClassVar[tuple[str, ...]] = ()
 
     max_total_tokens: Positive | None = None
     mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)
@@ -71,7 +73,8 @@ class EngineOptions(BaseModel):
         """Start one: its weights by name and version, and what generates with them.
 
         `path` is the model's directory or hub name; `how` has `name`, `dtype`, `device`, `seed`,
-        `init` ("weights" or "random"), `threads` and `devices`, the numbers of its ranks' devices.
+        `init` ("weights" or "random"), `threads` and `devices`, the numbers of its ranks' devices;
+        for a model with adapters `lora` as well.
         """
         made: tuple[Any, Any] = pkgutil.resolve_name(self.loader)(path, options=self, **how)
         return made
@@ -80,6 +83,12 @@ class EngineOptions(BaseModel):
         """Why equal seeds may draw other samples, to follow "not replayable"; empty if not."""
         del on_cpu
         return ""
+
+    @classmethod
+    def unadapted(cls, targets: Sequence[str]) -> list[str]:
+        """The layers among the targets of adapters that it has none for, by their last parts."""
+        layers = dict.fromkeys(target.rpartition(".")[2] for target in targets)
+        return [layer for layer in layers if layer not in cls.adapted]
 
     @classmethod
     def spelled(cls) -> str:

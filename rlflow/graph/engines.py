@@ -32,6 +32,10 @@ SAID_ELSEWHERE = {
     "load_format": "the model's init",
     "lora_paths": "the model's lora",
     "enable_lora": "the model's lora",
+    "max_lora_rank": "the model's lora",
+    "lora_target_modules": "the model's lora",
+    "max_loras_per_batch": "the model's lora",
+    "max_loaded_loras": "the model's lora",
     "host": "no port is opened",
     "port": "no port is opened",
     "nccl_port": "no port is opened",
@@ -93,6 +97,15 @@ class SGLang(EngineOptions):
         "then export RLFLOW_SGLANG_PYTHON=ENV/bin/python"
     )
     said_elsewhere: ClassVar[Mapping[str, str]] = SAID_ELSEWHERE
+    adapted: ClassVar[tuple[str, ...]] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
 
     max_running_requests: Positive | None = None
     context_length: Positive | None = None

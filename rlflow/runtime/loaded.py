@@ -345,6 +345,7 @@ def _load_engine(
     """Start an engine for the replica that this process owns."""
     assert instance.options is not None
     tokenizer = load_tokenizer(path)
+    adapters = {} if spec.lora is None else {"lora": spec.lora}
     model, rollout = instance.options.load(
         path,
         name=instance.name,
@@ -354,6 +355,7 @@ def _load_engine(
         init="random" if spec.init == "random" else "weights",
         threads=torch.get_num_threads(),
         devices=ranks,
+        **adapters,
     )
     return Loaded(
         instance=instance,

@@ -22,6 +22,7 @@ from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.measured import Record
 from rlflow.scheduler.pieces import as_measured
 from rlflow.scheduler.plan import Action, Cost, Instance, Part, Plan
+from rlflow.scheduler.shapes import dtype_bytes, trained_parameters
 
 ROOM = 0.9
 CALL = 0.02
@@ -84,9 +85,11 @@ def option_findings(node: Node, where: On, costs: Costs) -> list[Finding]:
             )
         ]
     model = costs.graph.model(str(node.model))
+    adapted, lora = where.options.adapted, model.lora
+    unadapted = where.options.unadapted(() if lora is None else lora.targets)
     reasons = {
         "a value head": model.head == "value",
-        "adapters (lora=)": model.lora is not None,
+        f"adapters on {' and '.join(unadapted)} (lora=)": bool(unadapted),
         f"dtype {model.dtype}": model.dtype == "float64",
         f"drafter {node.drafter!r}": node.drafter is not None,
     }
@@ -99,7 +102,8 @@ def option_findings(node: Node, where: On, costs: Costs) -> list[Finding]:
             what=f"{node.name}: engine {engine!r} runs no model with {' and '.join(has)}",
             where=model.where,
             got=f"model {model.name!r}",
-            expected="a causal language model in float32 or bfloat16, trained as a whole",
+            expected="a causal language model in float32 or bfloat16, trained as a whole"
+            + (f", or by adapters on {', '.join(adapted)}" if adapted else ""),
             fix=f'"{model.name}.rollout": rf.on("{where.pool}")',
         )
     ]
@@ -296,8 +300,8 @@ def _engine_key(costs: Costs, instance: Instance) -> str:
 def moving(cost: Cost, instance: Instance, kind: str, what: str, costs: Costs) -> Cost:
     """The cost of a sleep, wake or reshard of an engine, which is asked and answers.
 
-    Of a reshard its weights go from the host's memory to its devices as well. Measured where an
-    earlier run did the same.
+    Of a reshard its weights go from the host's memory to its devices as well, of a model with
+    adapters only these. Measured where an earlier run did the same.
     """
     if cost.seconds is None:
         return cost
@@ -307,8 +311,16 @@ def moving(cost: Cost, instance: Instance, kind: str, what: str, costs: Costs) -
     seconds = CALLS[kind] * CALL
     if kind == "reshard":
         device = costs.cluster.kind_of(instance.devices[0])
-        seconds += (costs.weights(instance) or 0) / (device.host_link * device.reached)
+        seconds += _loaded(instance, costs) / (device.host_link * device.reached)
     return replace(cost, seconds=cost.seconds + seconds, source=f"{cost.source}; {ASSUMED}")
+
+
+def _loaded(instance: Instance, costs: Costs) -> int:
+    """Bytes that an update brings to each device: of all weights, or of adapters."""
+    model, shape = costs.graph.model(instance.model), costs.shapes[instance.model]
+    if model.lora is None or shape is None:
+        return costs.weights(instance) or 0
+    return (trained_parameters(model, shape) or 0) * dtype_bytes(model)
 
 
 def engine_moved(plan: Plan, action: Action) -> tuple[Instance, str] | None:

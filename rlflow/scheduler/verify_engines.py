@@ -21,8 +21,10 @@ def engines_are_apart(facts: Facts) -> Iterator[str]:
         if i.fsdp > 1 or i.recompute or i.offload:
             yield f"engine {i.name} lies as {i.layout()}"
         model = facts.plan.graph.model(i.model)
-        if model.lora is not None or model.head == "value":
-            yield f"engine {i.name} runs a model with adapters or a value head"
+        targets = () if model.lora is None else model.lora.targets
+        foreign = {target.split(".")[-1] for target in targets} - set(i.options.adapted)
+        if foreign or model.head == "value":
+            yield f"engine {i.name} runs a model with adapters that it has not, or a value head"
     for a in facts.plan.actions:
         yield from _is_served(facts, a)
 

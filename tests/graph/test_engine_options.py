@@ -172,3 +172,10 @@ def test_what_is_not_replayable() -> None:
     assert "depends on what else" in rf.SGLang().unseeded(on_cpu=False)
     assert "" == rf.SGLang(deterministic=True).unseeded(on_cpu=False)
     assert "" == rf.VLLM().unseeded(on_cpu=True) == rf.VLLM().unseeded(on_cpu=False)
+
+
+def test_layers_that_an_engine_adapts_go_by_the_last_part_of_their_names() -> None:
+    targets = ("q_proj", "self_attn.o_proj", "dense", "1.mlp.dense")
+    assert ["dense"] == rf.SGLang.unadapted(targets)
+    assert ["q_proj", "o_proj", "dense"] == rf.VLLM.unadapted(targets)
+    assert [] == rf.VLLM.unadapted(())

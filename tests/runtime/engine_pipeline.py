@@ -16,6 +16,7 @@ class Config(rf.Config):
     temperature: float = 1.0
     iterations: int = 2
     broken: bool = False
+    adapters: bool = False
 
 
 def exact_match(response: str, answer: str) -> float:
@@ -69,7 +70,8 @@ def hybrid(engine: object) -> rf.Placement:
     }
 )
 def grpo(cfg: Config) -> None:
-    actor = rf.Model("actor", str(TINY), optimizer=rf.AdamW(lr=1e-3))
+    lora = rf.LoRA(rank=4, targets=("q_proj", "down_proj")) if cfg.adapters else None
+    actor = rf.Model("actor", str(TINY), optimizer=rf.AdamW(lr=1e-3), lora=lora)
     ref = rf.Model("ref", str(TINY))
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=cfg.prompts_per_iteration)
     samples = ops.rollout(

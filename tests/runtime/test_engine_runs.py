@@ -13,7 +13,9 @@ from rlflow.engines.loading import load_model
 from rlflow.engines.rollout import TorchRollout
 from rlflow.errors import RunError
 from rlflow.runtime.local import LocalMachine
+from rlflow.runtime.spans import read_spans
 from rlflow.runtime.worker import Worker
+from rlflow.runtime.world import resharder
 from rlflow.scheduler.cluster import cpu_cluster
 from rlflow.scheduler.compile import compile_plan
 from tests.conftest import ended, process
@@ -23,7 +25,10 @@ pytestmark = pytest.mark.torch
 
 FILE = Path(__file__).with_name("engine_pipeline.py")
 HYBRID = ("--devices", "cpu:2@9.1MB")
-TIGHT = 9_100_000
+TIGHT, TIGHT_ADAPTED = 9_100_000, 5_500_000
+# Two layers with adapters of rank 4 on 128 to 128 and on 384 to 128 numbers of 4 bytes.
+ADAPTERS = 2 * 4 * (128 + 128 + 384 + 128) * 4
+SMALL = f"cpu:1@{TIGHT_ADAPTED / 1e6}MB"
 MARK = "RLFLOW_TEST_MARK"
 PYTHON = os.environ.get("RLFLOW_SGLANG_PYTHON", "")
 real = pytest.mark.skipif(not PYTHON, reason="RLFLOW_SGLANG_PYTHON names no interpreter")
@@ -88,7 +93,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def load(path: str, *, name: str, options: Any, dtype: Any, **more: Any) -> Any:
         asked.append(f"load {name} saver={options.memory_saver} on {list(more['devices'])}")
-        model = load_model(path, dtype=dtype, device=more["device"], seed=more["seed"])
+        lora = {"lora": more["lora"]} if "lora" in more else {}
+        model = load_model(path, dtype=dtype, device=more["device"], seed=more["seed"], **lora)
         double = Double(model, asked)
         return double, Generates(model, double)
 
@@ -96,9 +102,12 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def worker_of(placement: Any, memory: float | None = None, **more: Any) -> tuple[Any, Worker]:
+def worker_of(
+    placement: Any, memory: float | None = None, *, adapters: bool = False, **more: Any
+) -> tuple[Any, Worker]:
     cluster = cpu_cluster(placement.num_devices(), threads=1, memory=memory)
-    plan = compile_plan(grpo.trace(Config()), placement, cluster, name="p").plan
+    graph = grpo.trace(Config(adapters=adapters))
+    plan = compile_plan(graph, placement, cluster, name="p").plan
     return plan, Worker(plan, seed=0, **more)
 
 
@@ -155,6 +164,26 @@ def test_an_engine_that_computes_alike_gives_the_same_numbers(log: list[str]) ->
     ]
     assert runs[0] == runs[1] == runs[2]
     assert 3 == len(runs[0])
+
+
+def test_an_engine_is_told_of_adapters_and_given_these_alone(log: list[str]) -> None:
+    """Metrics of three iterations, bit for bit, and what the reshard moves."""
+    runs = []
+    for placement, memory in (
+        (split("sglang"), None),
+        (colocated("sglang"), TIGHT_ADAPTED),
+        (colocated("torch"), None),
+    ):
+        plan, worker = worker_of(placement, memory, adapters=True, check_sync=True)
+        runs.append(played(plan, worker, 0, 1, 2))
+        for action in plan.actions:
+            if action.kind == "reshard":
+                ends = [worker.loaded[str(name)] for name in (action.instance, *action.targets)]
+                made = resharder(None, action, ends[0], ends[1:]).run()
+                assert ADAPTERS == action.cost.moved == made.received + made.copied
+    assert runs[0] == runs[1] == runs[2]
+    assert "sleep weights offload" in log
+    assert "loaded 3" in log
 
 
 def test_the_gap_between_sampled_and_trained_log_probs_is_always_logged(log: list[str]) -> None:
@@ -232,12 +261,17 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
     [
         ("--placement", "colocate", "--devices", f"cpu:1@{TIGHT / 1e6}MB"),
         ("--placement", "split"),
+        ("--placement", "colocate", "--set", "adapters=true", "--devices", SMALL),
         ("--placement", "stream"),
         pytest.param(("--placement", "split", "--backend", "ray"), marks=pytest.mark.ray),
+        pytest.param(
+            ("--placement", "split", "--backend", "ray", "--set", "adapters=true"),
+            marks=pytest.mark.ray,
+        ),
         pytest.param(("--placement", "ranks"), marks=pytest.mark.ray),
         pytest.param(("--placement", "hybrid", *HYBRID), marks=pytest.mark.ray),
     ],
-    ids=["colocated", "split", "streamed", "ray", "ranks", "hybrid"],
+    ids=["colocated", "split", "adapted", "streamed", "ray", "ray adapted", "ranks", "hybrid"],
 )
 def test_grpo_runs_with_sglang(words: tuple[str, ...], tmp_path: Path) -> None:
     """The first iteration's log-probs are the trainer's within 1e-4, and nothing is left."""
@@ -248,6 +282,8 @@ def test_grpo_runs_with_sglang(words: tuple[str, ...], tmp_path: Path) -> None:
     found = metrics_of(folder)
     assert 2 == len(found)
     assert all(metrics["actor.update/rollout_gap_max"] < 1e-4 for metrics in found)
+    moved = {span.bytes for span in read_spans(folder / "spans") if span.kind == "reshard"}
+    assert ("adapters=true" not in words) or {ADAPTERS} == moved
     assert [] == left(tmp_path)
 
 

@@ -27,7 +27,7 @@ from rlflow.scheduler.plan import Plan
 from rlflow.scheduler.saved import read_plan
 from rlflow.scheduler.text import plan_text
 from rlflow.scheduler.verify import verify
-from rlflow.scheduler.verify_engines import engines_sleep_between_rollouts
+from rlflow.scheduler.verify_engines import engines_are_apart, engines_sleep_between_rollouts
 from tests.scheduler.examples import compiled_with, grpo, ppo
 from tests.scheduler.mutants import mutants, with_action
 from tests.scheduler.player import play
@@ -66,6 +66,22 @@ def tight() -> Compiled:
     return compiled_with(grpo(path="models/wide", every=0), placement, share=0.7)
 
 
+def adapted(path: str = "models/mid", **lora: object) -> Graph:
+    """GRPO of a model with adapters, and a reference without."""
+
+    def declare() -> None:
+        adapters = rf.LoRA(**{"rank": 4, **lora})
+        actor = rf.Model("actor", path, optimizer=rf.AdamW(lr=1e-3), lora=adapters)
+        ref = rf.Model("ref", "models/mid")
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
+        advantage = ops.advantage("grpo", samples, ops.reward(exact, samples))
+        loss = rf.PolicyLoss("ppo_clip", kl_coef=0.1)
+        ops.update(actor, samples, advantage, ops.log_probs(ref, samples), loss=loss)
+
+    return graph_of(declare, "adapted")
+
+
 EXAMPLES = {
     "colocated": lambda: compiled_with(grpo(), colocated()),
     "tight": tight,
@@ -75,6 +91,8 @@ EXAMPLES = {
         grpo(path="models/wide"), split(gen=2, train=2, tp=2), kind="h100"
     ),
     "streamed": lambda: compiled_with(grpo(), split().model_copy(update={"stream": 2})),
+    "adapted": lambda: compiled_with(adapted(), split(gen=4, train=2, tp=2)),
+    "adapted tight": lambda: compiled_with(adapted("models/wide"), colocated(), share=0.85),
     "paused": lambda: compiled_with(
         grpo(), split().model_copy(update={"staleness": 2, "pause_at": 4})
     ),
@@ -102,7 +120,8 @@ def test_every_mutant_is_rejected(example: Compiled) -> None:
 @st.composite
 def engine_plans(draw: Callable[[st.SearchStrategy], object]) -> Plan:
     """A plan of a random placement in which an engine makes the actor's samples."""
-    graph = draw(st.sampled_from([grpo(), grpo(path="models/wide", every=0), ppo()]))
+    graphs = [grpo(), grpo(path="models/wide", every=0), ppo(), adapted(), adapted("models/wide")]
+    graph = draw(st.sampled_from(graphs))
     placement = draw(placements(graph))
     assign = {**placement.assign, "actor.rollout": draw(engines_on(placement.pools))}
     placement = placement.model_copy(update={"assign": assign})
@@ -399,19 +418,66 @@ def test_layouts_that_an_engine_has_not_are_refused(options: dict[str, object], 
     assert ("E248", f"actor.rollout: engine 'sglang' has no {said}") == (code, what)
 
 
-def test_models_that_an_engine_cannot_run_are_refused() -> None:
-    def declare() -> None:
-        lora = rf.LoRA(rank=4)
-        actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3), lora=lora)
-        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
-        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
-        advantage = ops.advantage("grpo", samples, ops.reward(exact, samples))
-        ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
-
-    placement = colocated()
-    code, what, _ = refused(placement, graph_of(declare, "lora"))
+@pytest.mark.parametrize(
+    ("engine", "targets", "layers"),
+    [
+        ("vllm", ("q_proj", "self_attn.v_proj", "q_proj"), "q_proj and v_proj"),
+        ("sglang", ("q_proj", "0.mlp.dense"), "dense"),
+    ],
+)
+def test_adapters_that_an_engine_has_not_are_refused(
+    engine: str, targets: tuple[str, ...], layers: str
+) -> None:
+    code, what, fix = refused(colocated(engine), adapted(targets=targets))
     assert "E249" == code
-    assert "actor.rollout: engine 'sglang' runs no model with adapters (lora=)" == what
+    wanted = f"actor.rollout: engine {engine!r} runs no model with adapters on {layers} (lora=)"
+    assert wanted == what
+    assert '"actor.rollout": rf.on("all")' == fix
+
+
+def test_a_reshard_brings_an_engine_adapters_alone() -> None:
+    """Of rank 4 on q, 256 to 256 numbers, and v, 256 to 128, in two layers; in 4 bytes each."""
+    plan = EXAMPLES["adapted"]().plan
+    (reshard,) = (a for a in plan.actions if a.kind == "reshard")
+    sizes = 2 * 4 * (512 + 384) * 4
+    # Two replicas of two ranks lack them once each.
+    assert 2 * sizes == reshard.cost.moved
+    assert 2 == len(plan.instance("actor@gen/sglang").owners)
+
+
+def test_the_weights_of_an_engine_include_its_adapters() -> None:
+    plans = [compiled_with(adapted(rank=rank), split()).plan for rank in (4, 8)]
+    one, two = (plan.part("actor@gen/sglang/weights") for plan in plans)
+    assert 2 * 4 * (512 + 384) * 4 == two.size - one.size == two.on_host - one.on_host
+
+
+def test_an_update_of_adapters_spares_the_way_of_the_weights_below_them() -> None:
+    """From the host's memory to the engine's device, besides the way to the host's memory."""
+    costs = []
+    for graph in (adapted("models/wide", rank=1), grpo(path="models/wide", every=0)):
+        plan = compiled_with(graph, split(), kind="h100").plan
+        (reshard,) = (a for a in plan.actions if a.kind == "reshard")
+        costs.append(reshard.cost)
+    kind = cluster("h100", 1, PLENTY).kind_of(0)
+    spared = (costs[1].moved - costs[0].moved) / (kind.host_link * kind.reached)
+    assert costs[1].seconds - costs[0].seconds > spared
+
+
+def test_an_engine_with_adapters_keeps_what_lies_below_them_asleep() -> None:
+    plan = EXAMPLES["adapted tight"]().plan
+    moves = {a.kind: a.mode for a in plan.actions if a.part == f"{ENGINE}/weights"}
+    assert {"sleep": "offload", "wake": "offload"} == moves
+
+
+def test_a_plan_with_adapters_that_an_engine_has_not_is_rejected() -> None:
+    plan = EXAMPLES["adapted"]().plan
+    assert [] == list(engines_are_apart(Facts(plan=plan)))
+    other = tuple(
+        i if i.options is None else replace(i, options=rf.VLLM(memory_saver=False))
+        for i in plan.instances
+    )
+    said = list(engines_are_apart(Facts(plan=replace(plan, instances=other))))
+    assert any("adapters that it has not" in text for text in said)
 
 
 def test_two_uses_of_one_engine_agree_on_its_options() -> None:

@@ -17,6 +17,7 @@ import torch
 if TYPE_CHECKING:
     from rlflow.graph.engine_options import EngineOptions
     from rlflow.graph.engines import SGLang
+    from rlflow.graph.model import LoRA
 
 SHIMS = Path(__file__).with_name("cpu_shims")
 # A request may have fewer tokens than the engine's context; the rest stays unused.
@@ -48,6 +49,7 @@ def arguments(
     seed: int,
     context: int | None,
     config: Any = None,
+    lora: LoRA | None = None,
 ) -> dict[str, Any]:
     """Arguments of `sglang.Engine`; what is None is left to it. The model's config says nothing."""
     del config
@@ -70,11 +72,29 @@ def arguments(
         made["context_length"] = context + SPARE_CONTEXT
     if options.deterministic:
         made["enable_deterministic_inference"] = True
+    if lora is not None:
+        made |= adapting(lora, on_cpu=device.type == "cpu")
     if device.type == "cpu":
         made = on_cpu(made, pool="mem_fraction_static" not in given)
     elif options.memory_saver:
         made["enable_memory_saver"] = True
     return {**made, **options.args}
+
+
+def adapting(lora: LoRA, *, on_cpu: bool) -> dict[str, Any]:
+    """Arguments of an engine with adapters, those of one version at a time."""
+    made = {
+        "enable_lora": True,
+        "max_lora_rank": lora.rank,
+        "lora_target_modules": layer_names(lora),
+        "max_loras_per_batch": 1,
+    }
+    return {**made, "lora_backend": "torch_native"} if on_cpu else made
+
+
+def layer_names(lora: LoRA) -> list[str]:
+    """The last parts of the names of the layers that have adapters, sorted."""
+    return sorted({target.rpartition(".")[2] for target in lora.targets})
 
 
 def on_cpu(made: Mapping[str, Any], *, pool: bool) -> dict[str, Any]:

@@ -9,16 +9,23 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlflow.engines.loading import Init, auto, build, check_path, quiet, read
-from rlflow.engines.sglang.arguments import arguments, environment, free_port, interpreter
+from rlflow.engines.lora import adapt, is_adapter
+from rlflow.engines.sglang.arguments import (
+    arguments,
+    environment,
+    free_port,
+    interpreter,
+    layer_names,
+)
 from rlflow.engines.sglang.memory import SharedWeights
 from rlflow.engines.sglang.model import EngineModel
 from rlflow.engines.sglang.process import Command
@@ -28,6 +35,7 @@ from rlflow.engines.sglang.rollout import SGLangRollout
 if TYPE_CHECKING:
     from rlflow.graph.engine_options import EngineOptions
     from rlflow.graph.engines import SGLang
+    from rlflow.graph.model import LoRA
 
 PATIENCE = 120.0
 APART = Path(__file__).parents[1] / "apart"
@@ -52,7 +60,8 @@ class Kind:
 
 def load_engine(path: str, *, options: SGLang, **how: Any) -> tuple[EngineModel, SGLangRollout]:
     """Start SGLang with the weights of `path`; see `start_engine`."""
-    model = start_engine(path, KIND, options=options, **how)
+    kind = replace(KIND, arguments=partial(arguments, lora=how.get("lora")))
+    model = start_engine(path, kind, options=options, **how)
     return model, SGLangRollout(model, seeded=options.deterministic)
 
 
@@ -69,28 +78,28 @@ def start_engine(
     threads: int = 1,
     devices: Sequence[int] = (),
     patience: float = PATIENCE,
+    lora: LoRA | None = None,
 ) -> EngineModel:
     """Start an engine with the weights of `path`, or random ones that are a function of `seed`.
 
+    With `lora` it has adapters beside them, and updates bring only these.
     `devices` are the numbers of the devices (of the cores on a CPU) of its tensor-parallel
     ranks, by default the one of `device`. Nothing of the engine may stand still for longer than
     `patience` seconds while it is asked something. Raises UsageError for a path that cannot be
     read or an interpreter without the engine, RunError where the engine does not start.
     """
     check_path(path, init)
-    place = torch.device(device)
+    place, python = torch.device(device), interpreter(options)
     ranks = tuple(devices) or (place.index or 0,)
     with quiet():
         config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
         module = read(path, lambda: build(path, config, "lm", dtype, seed, init))
-    weights = {key: value.detach() for key, value in module.named_parameters()}
-    staging = SharedWeights(weights, pinned=place.type == "cuda")
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    context = getattr(options, "context_length", None) or limit
+    context = getattr(options, "context_length", None) or longest(config)
+    adapters = None if lora is None else adapt(module, lora, seed).names
+    staging = SharedWeights(parameters(module), pinned=place.type == "cuda")
     directory = tempfile.mkdtemp(prefix="rlflow-model-")
     readable(Path(directory), path, module if init == "random" else None)
-    del module, weights
-    python = interpreter(options)
+    del module
     given = kind.arguments(
         options,
         path=directory,
@@ -109,13 +118,31 @@ def start_engine(
             environment=kind.environment(python, device=place, devices=ranks, threads=threads),
             descriptors=(staging.descriptor,),
         ),
-        message=partial(starting, kind.fresh, given, staging, len(ranks)),
+        message=partial(starting, kind.fresh, given, staging, len(ranks), told(lora)),
         directory=directory,
         cuda=place.type == "cuda",
         options=options,
         patience=patience,
     )
-    return EngineModel(launch, staging, config, context=context, dtype=dtype)
+    return EngineModel(launch, staging, config, context=context, dtype=dtype, trained=adapters)
+
+
+def parameters(module: nn.Module) -> dict[str, Tensor]:
+    """The weights of a module by name."""
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def longest(config: Any) -> int | None:
+    """How many tokens a row may have, None where the model sets no limit."""
+    found: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found
+
+
+def told(lora: LoRA | None) -> dict[str, Any] | None:
+    """What an engine's process is told of adapters, None of a model without."""
+    if lora is None:
+        return None
+    return {"rank": lora.rank, "alpha": lora.alpha, "targets": layer_names(lora)}
 
 
 def starting(
@@ -123,6 +150,7 @@ def starting(
     given: Mapping[str, Any],
     staging: SharedWeights,
     ranks: int,
+    adapters: Mapping[str, Any] | None,
     first: bool,
 ) -> dict[str, Any]:
     """What an engine is told at its start; a replacement has to be given weights first."""
@@ -130,6 +158,7 @@ def starting(
         "arguments": {**fresh(), **given},
         "held": {"table": staging.table, "memory": staging.descriptor, "bytes": staging.size},
         "ranks": ranks,
+        "adapters": adapters,
         "version": 0 if first else None,
     }
 
@@ -146,8 +175,9 @@ def readable(directory: Path, path: str, module: nn.Module | None) -> None:
                 (directory / file.name).symlink_to(file.resolve())
     else:
         whole: Any = module
+        state = {name: t for name, t in module.state_dict().items() if not is_adapter(name)}
         with quiet():
-            whole.save_pretrained(directory)
+            whole.save_pretrained(directory, state_dict=state)
         (directory / "generation_config.json").unlink(missing_ok=True)
     config = json.loads((source / "config.json").read_text())
     for part in (config, config.get("text_config") or {}):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlflow.engines.flat import whole_shards
+from rlflow.engines.lora import is_adapter
 from rlflow.engines.models import State, misfits
 from rlflow.engines.protocol import Shard, SleepMode
 from rlflow.engines.sglang.checksums import hashes, layout
@@ -29,8 +30,9 @@ WEIGHTS, POOL = "weights", "kv_cache"
 class EngineModel:
     """The weights of an engine by name and version, asleep or awake, and its pool.
 
-    `shards` are the staging; `loaded` brings it to the engine. `close` ends the engine; it
-    is called when the model is forgotten, and the engine dies with this process in any case.
+    `shards` are the staging; `loaded` brings it to the engine: all of it, or the `trained` weights
+    alone, adapters, where the others are there. `close` ends the engine; it is called when the
+    model is forgotten, and the engine dies with this process in any case.
     """
 
     adapters = None
@@ -43,6 +45,7 @@ class EngineModel:
         *,
         context: int | None,
         dtype: torch.dtype,
+        trained: frozenset[str] | None = None,
     ) -> None:
         self.name = launch.name
         self.config = config
@@ -53,6 +56,7 @@ class EngineModel:
         self.state: State = "ready"
         self.pool_awake = True
         self.staging = staging
+        self._trained = trained
         self._seconds: dict[str, float] = {}
         self._residual: dict[str, float] = {}
         self.replica = Replica(
@@ -75,8 +79,8 @@ class EngineModel:
         return dict(self.staging.tensors)
 
     def trained_names(self) -> frozenset[str]:
-        """The names of all weights: a reshard brings every one."""
-        return frozenset(self.staging.tensors)
+        """The names of what a reshard brings: of all weights, or of adapters."""
+        return frozenset(self.staging.tensors) if self._trained is None else self._trained
 
     def num_bytes(self) -> int:
         """Bytes of all weights."""
@@ -143,17 +147,19 @@ class EngineModel:
     def load_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Copy weights to the staging and load them; nothing changes if a name is wrong.
 
-        Raises RunError for a missing, unknown or differently shaped tensor, or while asleep.
+        All that a reshard brings must be there; weights below adapters may be. Raises RunError
+        for a missing, unknown or differently shaped tensor, or while asleep.
         """
         self.require_awake()
-        mine = self.staging.tensors
-        findings = [*misfits(self.name, tensors, mine), *missing(self.name, tensors, mine)]
+        mine, trained = self.staging.tensors, self.trained_names()
+        findings = [*misfits(self.name, tensors, mine), *missing(self.name, tensors, trained)]
         if findings:
             raise RunError(*findings)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 mine[name].copy_(tensor)
-        self.loaded(version)
+        self.version, self.state = version, "ready"
+        self._update(whole=tensors.keys() > trained)
 
     def checksums(self) -> list[dict[str, str]]:
         """Hashes of what the engine holds, by its own names, of every rank of it."""
@@ -164,7 +170,8 @@ class EngineModel:
     def check(self) -> dict[str, tuple[str, str]]:
         """The weights whose hashes differ, by the engine's names: (staging, engine).
 
-        With several ranks a name has the number of its rank behind it.
+        With several ranks a name has the number of its rank behind it. Of adapters what the
+        engine was sent last is compared, which is whole.
         """
         ranks = self.checksums()
         found = {}
@@ -177,13 +184,15 @@ class EngineModel:
 
     def _hashes(self, held: Iterable[str], rank: int, ranks: int) -> dict[str, str]:
         """What a rank's weights should hash to, were they those of the staging."""
-        staged = self.staging.tensors
+        staged, names = self.staging.tensors, list(held)
+        sent = [name for name in names if is_adapter(name)]
+        whole = [name for name in names if name not in sent]
         if not self.replica.launch.cuda:
-            return hashes(held, staged, rank, ranks)
+            return hashes(whole, staged, rank, ranks) | hashes(sent, staged)
         # What is hashed on a GPU is hashed in another way, which SGLang alone knows.
-        known = {name: of for name, of in layout(held, staged, rank, ranks).items() if of[0]}
+        known = {name: of for name, of in layout(whole, staged, rank, ranks).items() if of[0]}
         made: dict[str, str] = self._asked("hashes", {"layout": known})
-        return dict.fromkeys(held, "") | made
+        return dict.fromkeys(whole, "") | made | hashes(sent, staged)
 
     def measured(self) -> dict[str, float]:
         """Seconds of the last start, sleep, wake and update; bytes of the pool.
@@ -218,10 +227,12 @@ class EngineModel:
                 raise self.refused(f"answer ({do})", error) from error
         raise self.replica.lost(reason)
 
-    def _update(self) -> None:
+    def _update(self, *, whole: bool = False) -> None:
+        """Have the engine load the staging; the `whole` of it where adapters are not all."""
         began = time.monotonic()
+        fields = {"version": self.version, **({"whole": True} if whole else {})}
         try:
-            told = self.replica.link().ask("update", {"version": self.version}).result()
+            told = self.replica.link().ask("update", fields).result()
         except LostError:
             # Its replacement is filled from the staging before it can be had.
             self.replica.link()
@@ -298,9 +309,9 @@ def weakly(method: Callable[..., Any], *, otherwise: Any = None) -> Callable[...
     return call
 
 
-def missing(name: str, tensors: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> list[Finding]:
+def missing(name: str, tensors: Mapping[str, Tensor], wanted: Set[str]) -> list[Finding]:
     """One finding for all weights that should have been given."""
-    absent = sorted(mine.keys() - tensors.keys())
+    absent = sorted(wanted - tensors.keys())
     if not absent:
         return []
     return [Finding(code="E509", what=f"weights for {name!r} are missing: {known_names(absent)}")]

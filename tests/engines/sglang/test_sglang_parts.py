@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from rlflow.engines.apart.rlflow_engine_process.sglang_adapters import whole_layers
+from rlflow.engines.loading import load_model
 from rlflow.engines.protocol import Reach, SampleKey, Sampling
 from rlflow.engines.sglang.arguments import arguments, cores, environment, interpreter, visible
 from rlflow.engines.sglang.checksums import hashed, hashes, layout, pieces
@@ -21,6 +24,7 @@ from rlflow.engines.sglang.load import readable
 from rlflow.engines.sglang.memory import SharedWeights
 from rlflow.engines.sglang.rollout import parameters, seed_of
 from rlflow.graph.engines import SGLang
+from rlflow.graph.model import LoRA
 from tests.conftest import TINY
 
 pytestmark = pytest.mark.torch
@@ -142,6 +146,52 @@ def test_options_of_a_gpu_engine(options, name, value):
 def test_a_gpu_engine_decides_on_its_pool_by_itself():
     made = arguments(SGLang(), device=torch.device("cuda"), **COMMON)
     assert not made.keys() & {"max_total_tokens", "mem_fraction_static", "max_running_requests"}
+
+
+def test_an_engine_with_adapters_has_room_for_one_version_of_them():
+    lora = LoRA(rank=3, targets=("1.self_attn.q_proj", "down_proj", "q_proj"))
+    made = arguments(SGLang(), device=torch.device("cuda"), lora=lora, **COMMON)
+    wanted = {
+        "enable_lora": True,
+        "max_lora_rank": 3,
+        "lora_target_modules": ["down_proj", "q_proj"],
+        "max_loras_per_batch": 1,
+    }
+    assert wanted == {name: made[name] for name in made if "lora" in name}
+    made = arguments(SGLang(), device=torch.device("cpu"), lora=lora, **COMMON)
+    assert "torch_native" == made["lora_backend"]
+    plain = arguments(SGLang(), device=torch.device("cpu"), **COMMON)
+    assert not [name for name in plain if "lora" in name]
+
+
+def test_layers_that_are_computed_as_one_are_adapted_as_one():
+    """Of q, k, v the v is adapted in layer 0, q and k in layer 1; of gate and up the up."""
+    weights = {
+        f"l.{number}.{name}.weight": torch.ones(size, 5)
+        for number in (0, 1)
+        for name, size in {"q_proj": 4, "k_proj": 2, "v_proj": 2, "o_proj": 4, "up_proj": 6}.items()
+    }
+    given = ("0.v_proj", "1.q_proj", "1.k_proj", "1.up_proj", "0.o_proj")
+    for name in given:
+        rows = len(weights[f"l.{name}.weight"])
+        weights |= {f"l.{name}.lora_A": torch.ones(3, 5), f"l.{name}.lora_B": torch.ones(rows, 3)}
+    found = whole_layers(weights, 3)
+    zeros = ("0.q_proj", "0.k_proj", "1.v_proj")
+    names = {f"l.{name}.lora_{half}.weight" for name in (*given, *zeros) for half in "AB"}
+    assert names == found.keys()
+    for name in names:
+        adapted = not any(zero in name for zero in zeros)
+        assert adapted == bool(found[name].any())
+    assert [(3, 5), (4, 3)] == [tuple(found[f"l.0.q_proj.lora_{h}.weight"].shape) for h in "AB"]
+
+
+def test_random_weights_are_written_without_the_adapters_beside_them(tmp_path):
+    (tmp_path / "made").mkdir()
+    model = load_model(str(TINY), dtype=torch.float32, device="cpu", init="random", lora=LoRA())
+    readable(tmp_path / "made", str(TINY), model.module)
+    found = load_file(tmp_path / "made" / "model.safetensors")
+    assert "model.layers.0.self_attn.q_proj.weight" in found
+    assert not [name for name in found if "lora" in name]
 
 
 def test_the_interpreter(monkeypatch):

@@ -8,11 +8,11 @@ from typing import Any
 
 from .held import Held
 from .server import connected, refuse_start
+from .sglang_adapters import Adapting, split
 from .sglang_rows import Generating
-from .sglang_weights import Holding
 
 
-class SGLangServer(Generating, Holding):
+class SGLangServer(Generating, Adapting):
     """Answers requests with an engine; `start` is what its worker has told it."""
 
     def __init__(self, engine: Any, connection: Connection, start: dict[str, Any]) -> None:
@@ -23,7 +23,16 @@ class SGLangServer(Generating, Holding):
         self.ranks = int(start["ranks"])
         self.device = str(start["arguments"]["device"])
         self.version = start["version"]
+        self.based = self.version is not None
+        if start["adapters"] is not None:
+            self.adapters = start["adapters"]
+            self.held, self.halves = (Held(part) for part in split(start["held"]))
         self.asleep = set()
+
+    async def adapted(self) -> None:
+        """Load the adapters that the weights of a first start have beside them."""
+        if self.halves is not None and self.version is not None:
+            await self.adapt(self.version)
 
     def facts(self) -> dict[str, Any]:
         """What a worker wants to know of a started engine."""
@@ -50,6 +59,7 @@ def main() -> None:
         engine = sglang.Engine(**start["arguments"])
         server = SGLangServer(engine, connection, start)
         facts = server.facts()
+        engine.loop.run_until_complete(server.adapted())
     except BaseException as error:
         refuse_start(connection, error)
     server.send({"ready": facts})

@@ -18,12 +18,14 @@ Row = tuple[int, int, dict[str, int]]
 class Generating(Server):
     """Makes rows with the engine; `version` are the weights that it serves, None while it cannot.
 
-    `asleep` are the parts that have no memory.
+    `asleep` are the parts that have no memory, `adapter` is the name of what every request asks for
+    beside the weights, if anything.
     """
 
     tokenizer: Any
     version: int | None
     asleep: set[str]
+    adapter: str | None
 
     async def do_generate(
         self,
@@ -115,6 +117,7 @@ class Generating(Server):
             sampling_params=sampling,
             return_logprob=first["max_new_tokens"] > 0,
             stream=stream,
+            lora_path=self.adapter,
         )
         return self.tokenizer.generate_request(request, None)
 

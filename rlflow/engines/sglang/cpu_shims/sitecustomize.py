@@ -1,20 +1,26 @@
-"""Lets torchvision be imported beside a CPU torch, wherever this directory is on the path.
+"""Lets torchvision and SGLang's adapters work beside a CPU torch, where this directory is found.
 
 The wheel of torchvision is built for CUDA: its library does not load here, and registering what
 its operators return then fails. Their schemas are defined first; the operators are never called.
+SGLang's adapters pin memory, for copies to an accelerator; where there is none torch refuses that.
 """
 
 from __future__ import annotations
 
 import importlib.abc
+import importlib.machinery
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
+
+PINNING = ("sglang.srt.lora.layers", "sglang.srt.lora.backend.torch_backend")
+MAKERS = ("tensor", "zeros")
 
 
 class SchemasFirst(importlib.abc.MetaPathFinder):
@@ -37,4 +43,43 @@ class SchemasFirst(importlib.abc.MetaPathFinder):
         SchemasFirst.kept = library
 
 
-sys.meta_path.insert(0, SchemasFirst())
+class NothingPinned(importlib.abc.MetaPathFinder):
+    """Finds SGLang's adapters, and has them pin no memory."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Called for every import; what is found is given another torch once it was run."""
+        if name not in PINNING:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            run: Callable[[ModuleType], None] = spec.loader.exec_module
+
+            def run_unpinned(module: ModuleType) -> None:
+                run(module)
+                vars(module)["torch"] = unpinned()
+
+            vars(spec.loader)["exec_module"] = run_unpinned
+        return spec
+
+
+def unpinned() -> ModuleType:
+    """Torch, but that nothing is pinned: no tensor, and none of those that it makes here."""
+    import torch
+
+    class Unpinned(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    def maker(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
+
+    found = Unpinned("torch")
+    for name in MAKERS:
+        setattr(found, name, maker(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[assignment]
+    return found
+
+
+sys.meta_path[:0] = [SchemasFirst(), NothingPinned()]
