@@ -42,7 +42,7 @@ class Adapting(Holding):
             await super().do_update(version)
             self.based = True
         else:
-            await self.idle(flush=True)
+            await self.idle(flush=False)
         self.version = None
         await self.adapt(version)
         self.touched += 1
@@ -61,8 +61,8 @@ class Adapting(Holding):
     async def adapt(self, version: int) -> None:
         """Put the adapters of a version in the place of the former ones.
 
-        No request may be left. SGLang keeps no prefixes of one for another: each that is loaded
-        has a key of its own.
+        No request may be left. The cache need not be emptied, which takes much longer: SGLang
+        finds a prefix by its tokens and by a key that is made anew whenever adapters are loaded.
         """
         from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
