@@ -14,7 +14,8 @@ from rlflow.graph.placement import On, Placement
 from rlflow.scheduler.averages import average_findings
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.drafters import drafter_findings, drafting_instance, with_drafters
-from rlflow.scheduler.engines import noting_engines, option_findings, use_findings, with_pool
+from rlflow.scheduler.engine_notes import noting_engines
+from rlflow.scheduler.engines import option_findings, use_findings, with_pool
 from rlflow.scheduler.instances import (
     USES,
     layout_findings,

@@ -17,11 +17,11 @@ from rlflow.graph.engine_options import EngineOptions
 from rlflow.graph.graph import Node
 from rlflow.graph.placement import On
 from rlflow.scheduler import keys
-from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.measured import Record
 from rlflow.scheduler.pieces import as_measured
 from rlflow.scheduler.plan import Action, Cost, Instance, Part, Plan
+from rlflow.scheduler.serving import pool_size
 
 ROOM = 0.9
 CALL = 0.02
@@ -126,10 +126,14 @@ def with_pool(instance: Instance, nodes: Sequence[Node], room: int, costs: Costs
     return replace(instance, options=options.model_copy(update={"max_total_tokens": tokens}))
 
 
+def parts_of(instance: Instance, node: Node) -> int:
+    """In how many parts the rows of a node lie over an engine's replicas."""
+    return instance.row_parts if node.op.dispatched not in ("all", "first") else 1
+
+
 def _tokens(node: Node, instance: Instance, costs: Costs) -> int:
     """Tokens of all rows of a part at their longest and one more; of parts, of a group more."""
-    parts = instance.row_parts if node.op.dispatched not in ("all", "first") else 1
-    rows = costs.rows(node)
+    parts, rows = parts_of(instance, node), costs.rows(node)
     group = math.ceil(rows / (num_prompts(costs.graph, node) or rows))
     most = rows if parts == 1 else math.ceil(rows / parts) + group
     return (most + 1) * sum(costs.tokens(node))
@@ -140,14 +144,10 @@ def pool_bytes(instance: Instance, costs: Costs) -> int | None:
     options, shape = instance.options, costs.shapes[instance.model]
     if options is None or shape is None:
         return None
-    sizes = []
-    if options.max_total_tokens is not None:
-        sizes.append(options.max_total_tokens * costs.roofline(instance, shape).cache_bytes)
-    if options.mem_fraction_static is not None:
-        memory = min(costs.cluster.kind_of(device).memory for device in instance.devices)
-        static = options.mem_fraction_static * memory
-        sizes.append(max(static - (costs.weights(instance) or 0), 0))
-    return int(min(sizes)) if sizes else None
+    memory = min(costs.cluster.kind_of(device).memory for device in instance.devices)
+    each = costs.roofline(instance, shape).cache_bytes
+    size = pool_size(options, memory, costs.weights(instance) or 0, each)
+    return None if size is None else int(size)
 
 
 def kept_asleep(instance: Instance, costs: Costs) -> int:
@@ -156,7 +156,7 @@ def kept_asleep(instance: Instance, costs: Costs) -> int:
     As an earlier run has measured it, else assumed. On a CPU a device's memory is of tensors
     alone: the process is in its host's.
     """
-    if _on_cpu(instance, costs):
+    if on_cpu(instance, costs):
         return 0
     record = asleep_record(instance, costs)
     if record is not None:
@@ -174,7 +174,8 @@ def asleep_key(costs: Costs, instance: Instance) -> str:
     return keys.asleep(_engine_key(costs, instance))
 
 
-def _on_cpu(instance: Instance, costs: Costs) -> bool:
+def on_cpu(instance: Instance, costs: Costs) -> bool:
+    """Whether an engine computes on the host's processors."""
     return costs.cluster.kind_of(instance.devices[0]).name == "cpu"
 
 
@@ -185,7 +186,7 @@ def on_host(instance: Instance, costs: Costs) -> int:
     """
     whole = costs.weights(replace(instance, tp=1, devices=instance.devices[:1])) or 0
     staging = math.ceil(whole / instance.tp)
-    record = asleep_record(instance, costs) if _on_cpu(instance, costs) else None
+    record = asleep_record(instance, costs) if on_cpu(instance, costs) else None
     if record is None:
         return staging
     tensors = (costs.weights(instance) or 0) + (pool_bytes(instance, costs) or 0)
@@ -231,51 +232,6 @@ def with_savers(plan: Plan) -> Plan:
 
     made = (i if i.options is None else decided(i, i.options) for i in plan.instances)
     return replace(plan, instances=tuple(made))
-
-
-def noting_engines(plan: Plan, served: Mapping[str, Sequence[Node]], costs: Costs) -> Plan:
-    """The plan with what engines are, and which samples cannot be drawn again."""
-    for instance in plan.instances:
-        if instance.options is None:
-            continue
-        plan = plan.noting("engine", _told(instance, plan, costs))
-        drawn = [n.name for n in served[instance.name] if dict(n.params).get("temperature")]
-        names = " and ".join(drawn)
-        if drawn and (why := instance.options.unseeded(on_cpu=_on_cpu(instance, costs))):
-            plan = plan.noting("seeds", f"sampling of {names} is not replayable{why}")
-    return plan
-
-
-def _told(instance: Instance, plan: Plan, costs: Costs) -> str:
-    """How many processes, how large a pool, and where weights are on their way."""
-    options = instance.options
-    assert options is not None
-    size = plan.part(instance.pool_part).size
-    tokens = options.max_total_tokens
-    many = "a process of its own"
-    if instance.row_parts > 1:
-        many = f"{instance.row_parts} processes of its own, one for each replica"
-    pool = "a pool of unknown size" if size is None else f"a pool of {amount(size)}"
-    pool += f" for {tokens} tokens" if tokens is not None else ""
-    weights = costs.weights(replace(instance, tp=1, devices=instance.devices[:1]))
-    staged = "" if weights is None else f" of {amount(weights)}"
-    return (
-        f"{instance.name} is {options.title} in {many}, with {pool}; weights reach it through "
-        f"a copy{staged} in its host's memory{_told_asleep(instance, costs)}"
-    )
-
-
-def _told_asleep(instance: Instance, costs: Costs) -> str:
-    """What the process keeps while it sleeps, and how that is known."""
-    record = asleep_record(instance, costs)
-    if _on_cpu(instance, costs):
-        if record is None:
-            return ""
-        return (
-            f", its processes hold {amount(record.held)} of it ({record.source_for(costs.setting)})"
-        )
-    source = "assumed" if record is None else record.source_for(costs.setting)
-    return f"; asleep it keeps {amount(kept_asleep(instance, costs))} of each device ({source})"
 
 
 def move_key(costs: Costs, instance: Instance, kind: str, what: str) -> str:

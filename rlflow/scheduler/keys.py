@@ -20,6 +20,8 @@ from rlflow.graph.graph import Graph, Node
 from rlflow.graph.model import Model
 from rlflow.graph.text import param_text
 from rlflow.scheduler.plan import Instance
+from rlflow.scheduler.roofline import Load, Roofline
+from rlflow.scheduler.serving import timed
 from rlflow.scheduler.shapes import Shape
 
 # Options that change numbers and not how long they take.
@@ -92,7 +94,16 @@ def model(declared: Model | None, shape: Shape | None, instance: Instance | None
     lora = f" {declared.lora.describe()}" if declared.lora is not None else ""
     trained = " trained" if instance.trained else ""
     layout = f"{instance.layout()} on {len(instance.devices)}"
+    if instance.options is not None:
+        said = timed(instance.options).items()
+        layout += "".join(f" {name}={value}" for name, value in said)
     return f"{digest} {declared.head} {declared.dtype}{lora}{trained} {layout}"
+
+
+def waiting(roof: Roofline, load: Load) -> str:
+    """How many rows an engine computes at once where others of the load wait; empty if none do."""
+    room = roof.at_once(load)
+    return "" if room >= load.rows else f" {room:g} at once"
 
 
 def asleep(engine: str) -> str:
