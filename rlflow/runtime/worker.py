@@ -113,7 +113,9 @@ class Worker:
         actions = self.plan.actions
         emptied = {a.part for a in actions if a.kind == "wake" and a.mode == "discard"}
         for part in self.plan.parts:
-            if part.name not in self.plan.awake_at_start and part.instance in self.loaded:
+            stays = self.world is not None and self.world.own in part.stays
+            asleep = part.name not in self.plan.awake_at_start and not stays
+            if asleep and part.instance in self.loaded:
                 mode = "discard" if part.name in emptied else "offload"
                 self.loaded[part.instance].sleep(part.kind, mode)
 

@@ -1,4 +1,4 @@
-"""Plans with engines in processes of their own: instances, pools, sleeps, and what is refused."""
+"""Plans with engines in processes of their own: instances, pools, sleeps, notes, keys."""
 
 from __future__ import annotations
 
@@ -60,6 +60,13 @@ def split(engine: object = "sglang", gen: int = 1, train: int = 1, **more: objec
     )
 
 
+def hybrid(engine: object = "sglang", **more: object) -> rf.Placement:
+    """Two devices train, two generate, and one of them does both."""
+    rollout = rf.on("gen", engine=engine, **more)
+    assign = {"*": rf.on("train"), "actor.rollout": rollout}
+    return rf.Placement(pools={"train": [0, 1], "gen": [1, 2]}, assign=assign)
+
+
 def tight() -> Compiled:
     """Weights of 52 MB and a pool of 33 MB, with room for either beside what trains."""
     placement = colocated(rf.SGLang(max_total_tokens=4000))
@@ -75,6 +82,9 @@ EXAMPLES = {
         grpo(path="models/wide"), split(gen=2, train=2, tp=2), kind="h100"
     ),
     "streamed": lambda: compiled_with(grpo(), split().model_copy(update={"stream": 2})),
+    "hybrid": lambda: compiled_with(
+        grpo(path="models/wide", every=0), hybrid(rf.SGLang(max_total_tokens=4000)), share=0.7
+    ),
     "paused": lambda: compiled_with(
         grpo(), split().model_copy(update={"staleness": 2, "pause_at": 4})
     ),
@@ -364,64 +374,6 @@ def costs_of(compiled: Compiled):
     shapes = {m.name: model_shape(m, None) for m in plan.graph.models}
     devices = cluster("cpu", 1, plan.budgets[0])
     return Costs(graph=plan.graph, cluster=devices, shapes=shapes)
-
-
-def refused(placement: rf.Placement, graph: Graph | None = None) -> tuple[str, str, str]:
-    with pytest.raises(PlanError) as error:
-        compiled_with(graph or grpo(), placement)
-    (finding,) = error.value.findings
-    return finding.code, finding.what, finding.fix
-
-
-def test_an_engine_for_more_than_rollouts_is_refused_once() -> None:
-    everything = rf.Placement(pools={"all": 1}, assign={"*": rf.on("all", engine="sglang")})
-    code, what, fix = refused(everything)
-    assert "E247" == code
-    assert "actor.update (train)" in what
-    assert "ref.log_probs (forward)" in what
-    assert (
-        '"ref": rf.on("all"), "actor": rf.on("all"), '
-        '"actor.rollout": rf.on("all", engine="sglang")' == fix
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"fsdp": 2}, "fsdp=2"),
-        ({"recompute": True}, "recompute=True"),
-        ({"offload": "layers"}, "offload=layers"),
-        ({"weights": "shared"}, "weights=shared"),
-    ],
-)
-def test_layouts_that_an_engine_has_not_are_refused(options: dict[str, object], said: str) -> None:
-    code, what, _ = refused(split(gen=2, **options), grpo(every=0))
-    assert ("E248", f"actor.rollout: engine 'sglang' has no {said}") == (code, what)
-
-
-def test_models_that_an_engine_cannot_run_are_refused() -> None:
-    def declare() -> None:
-        lora = rf.LoRA(rank=4)
-        actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3), lora=lora)
-        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
-        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
-        advantage = ops.advantage("grpo", samples, ops.reward(exact, samples))
-        ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
-
-    placement = colocated()
-    code, what, _ = refused(placement, graph_of(declare, "lora"))
-    assert "E249" == code
-    assert "actor.rollout: engine 'sglang' runs no model with adapters (lora=)" == what
-
-
-def test_two_uses_of_one_engine_agree_on_its_options() -> None:
-    placement = colocated()
-    other = rf.on("all", engine=rf.SGLang(max_total_tokens=99))
-    code, what, _ = refused(
-        placement.model_copy(update={"assign": {**placement.assign, "eval": other}})
-    )
-    assert "E216" == code
-    assert "wants another layout" in what
 
 
 def test_engines_beside_an_embedded_rollout_serve_apart() -> None:
