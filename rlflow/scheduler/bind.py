@@ -70,7 +70,8 @@ def bind(plan: Plan, context: Context) -> Plan:
     findings += [f for i in instances for f in layout_findings(i, plan, context.costs)]
     findings += drafter_findings(plan.graph, instances)
     _refuse(findings)
-    parts = tuple(part for instance in instances for part in parts_of(instance, context.costs))
+    costs = context.costs
+    parts = tuple(part for i in instances for part in parts_of(i, served[i.name], costs))
     bound = replace(plan, instances=instances, parts=parts)
     bound = noting_engines(bound, served, context.costs)
     places = {n.name: _place(n, chosen.get(n.name), bound) for n in plan.graph.nodes}

@@ -23,7 +23,7 @@ from rlflow.scheduler.lengths import Lengths, assumed, before, between, fitted, 
 from rlflow.scheduler.measured import Record, Setting
 from rlflow.scheduler.pieces import WHOLE, Piece, as_measured
 from rlflow.scheduler.plan import ActionKind, Backend, Cost, Instance, Transport
-from rlflow.scheduler.roofline import CACHE, Holds, Load, Roofline, averaging
+from rlflow.scheduler.roofline import CACHE, Holds, Load, Roofline, apart, averaging
 from rlflow.scheduler.serving import serving_of
 from rlflow.scheduler.shapes import Shape, dtype_bytes, trained_parameters
 
@@ -221,7 +221,7 @@ class Costs:
             one = roof.update(load, sent, recompute=instance.recompute) + roof.step(trained)
             first = getattr(dict(node.params).get("loss"), "forwards", 0) * roof.forward(load)
             seconds = epochs * batches * (first + one + search(node, roof, load))
-        found = self._holds(node, instance, roof, load)
+        found = () if apart(roof) else self._holds(node, instance, roof, load)
         found = tuple(h for h in found if not piece.leg or h[0] not in (CACHE, DRAFTS))
         transient = sum(size for _, size in found)
         return Cost(seconds=seconds, transient=transient, holds=found, source=TABLE)

@@ -11,7 +11,15 @@ from dataclasses import replace
 from rlflow.graph.graph import Node
 from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.costs import Costs
-from rlflow.scheduler.engines import asleep_record, kept_asleep, on_cpu, parts_of
+from rlflow.scheduler.engines import (
+    GRAPHS,
+    POOL,
+    asleep_holds,
+    asleep_record,
+    kept_asleep,
+    on_cpu,
+    parts_of,
+)
 from rlflow.scheduler.plan import Instance, Plan
 
 
@@ -33,13 +41,16 @@ def _told(instance: Instance, plan: Plan, nodes: Sequence[Node], costs: Costs) -
     """How many processes, how large a pool for which rows, and where weights are on their way."""
     options = instance.options
     assert options is not None
-    size = plan.part(instance.pool_part).size
+    part = plan.part(instance.pool_part)
+    size = dict(part.holds).get(POOL, part.size)
     tokens = options.max_total_tokens
     many = "a process of its own"
     if instance.row_parts > 1:
         many = f"{instance.row_parts} processes of its own, one for each replica"
     pool = "a pool of unknown size" if size is None else f"a pool of {amount(size)}"
     pool += f" for {tokens} tokens" if tokens is not None else ""
+    room = [f"{amount(held)} of {name}" for name, held in part.holds if name != POOL]
+    pool += f", beside it {' and '.join(room)}" if room else ""
     weights = costs.weights(replace(instance, tp=1, devices=instance.devices[:1]))
     staged = "" if weights is None else f" of {amount(weights)}"
     return (
@@ -72,4 +83,7 @@ def _told_asleep(instance: Instance, costs: Costs) -> str:
             f", its processes hold {amount(record.held)} of it ({record.source_for(costs.setting)})"
         )
     source = "assumed" if record is None else record.source_for(costs.setting)
-    return f"; asleep it keeps {amount(kept_asleep(instance, costs))} of each device ({source})"
+    graphs = dict(asleep_holds(instance, costs)).get(GRAPHS)
+    part = f", {amount(graphs)} of it {GRAPHS}" if graphs else ""
+    kept = amount(kept_asleep(instance, costs))
+    return f"; asleep it keeps {kept} of each device{part} ({source})"

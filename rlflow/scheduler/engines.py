@@ -21,6 +21,7 @@ from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.measured import Record
 from rlflow.scheduler.pieces import as_measured
 from rlflow.scheduler.plan import Action, Cost, Instance, Part, Plan
+from rlflow.scheduler.roofline import Holds
 from rlflow.scheduler.serving import pool_size
 
 ROOM = 0.9
@@ -29,6 +30,7 @@ CALLS = {"sleep": 1, "wake": 1, "reshard": 3}
 ASSUMED = "assumed per call of an engine"
 # The metric of a rollout: bytes that its engine kept of each device when it slept last.
 ASLEEP = "asleep_bytes"
+PROCESS, GRAPHS, POOL = "its process", "CUDA graphs", "keys and values"
 
 
 def use_findings(nodes: Sequence[Node], chosen: Mapping[str, On]) -> list[Finding]:
@@ -120,7 +122,7 @@ def with_pool(instance: Instance, nodes: Sequence[Node], room: int, costs: Costs
     wanted = max(_tokens(node, instance, costs) for node in nodes)
     each = costs.roofline(instance, shape).cache_bytes
     beside = (costs.weights(instance) or 0) + kept_asleep(instance, costs)
-    beside += max(costs.held(node, instance, instance.row_parts) for node in nodes)
+    beside += sum(size for _, size in working(instance, nodes, costs))
     fitting = int((ROOM * room - beside) / each)
     tokens = max(longest, min(wanted, fitting))
     return replace(instance, options=options.model_copy(update={"max_total_tokens": tokens}))
@@ -153,15 +155,36 @@ def pool_bytes(instance: Instance, costs: Costs) -> int | None:
 def kept_asleep(instance: Instance, costs: Costs) -> int:
     """Bytes that an engine's process keeps on each device while it sleeps.
 
-    As an earlier run has measured it, else assumed. On a CPU a device's memory is of tensors
-    alone: the process is in its host's.
+    On a CPU a device's memory is of tensors alone: the process is in its host's.
     """
+    return sum(size for _, size in asleep_holds(instance, costs))
+
+
+def asleep_holds(instance: Instance, costs: Costs) -> Holds:
+    """The same by what it is: as an earlier run has measured it in all, else assumed."""
     if on_cpu(instance, costs):
-        return 0
+        return ()
     record = asleep_record(instance, costs)
     if record is not None:
-        return int(record.held)
-    return int(max(costs.cluster.kind_of(device).engine for device in instance.devices))
+        return ((PROCESS, int(record.held)),)
+    most = max(costs.cluster.kind_of(device).engine for device in instance.devices)
+    shape = costs.shapes[instance.model]
+    serving = None if shape is None else costs.roofline(instance, shape).serving
+    graphs = ((GRAPHS, serving.graph_bytes),) if serving and serving.captured else ()
+    return (("context and workspaces", int(most)), *graphs)
+
+
+def working(instance: Instance, nodes: Sequence[Node], costs: Costs) -> Holds:
+    """What an engine computes in: activations and logits of the rollout that has the most.
+
+    On an accelerator its process keeps this memory from pass to pass, as long as its pool is awake.
+    """
+    shape = costs.shapes[instance.model]
+    if shape is None:
+        return ()
+    roof = costs.roofline(instance, shape)
+    found = [roof.rollout_holds(costs.load(node, parts_of(instance, node))) for node in nodes]
+    return max(found, key=lambda holds: sum(size for _, size in holds), default=())
 
 
 def asleep_record(instance: Instance, costs: Costs) -> Record | None:
@@ -193,12 +216,18 @@ def on_host(instance: Instance, costs: Costs) -> int:
     return staging + max(int(record.held) - tensors, 0)
 
 
-def engine_parts(instance: Instance, costs: Costs) -> list[Part]:
-    """Weights and pool of an engine; without `memory_saver` neither is ever given back."""
+def engine_parts(instance: Instance, nodes: Sequence[Node], costs: Costs) -> list[Part]:
+    """Weights and pool of an engine; without `memory_saver` neither is ever given back.
+
+    On an accelerator its process is counted with the weights, what it computes in with the pool.
+    """
     assert instance.options is not None
     weights, pool = costs.weights(instance), pool_bytes(instance, costs)
-    kept = kept_asleep(instance, costs)
+    process, room = asleep_holds(instance, costs), working(instance, nodes, costs)
+    room = () if on_cpu(instance, costs) else room
+    kept = sum(size for _, size in process)
     whole = None if weights is None else weights + kept
+    full = None if pool is None else pool + sum(size for _, size in room)
     stays = instance.options.memory_saver is False
     return [
         Part(
@@ -209,14 +238,16 @@ def engine_parts(instance: Instance, costs: Costs) -> list[Part]:
             devices=instance.devices,
             residual=(whole or 0) if stays else kept,
             on_host=on_host(instance, costs),
+            holds=(("weights", weights), *process) if weights is not None and process else (),
         ),
         Part(
             name=instance.pool_part,
             instance=instance.name,
             kind="pool",
-            size=pool,
+            size=full,
             devices=instance.devices,
-            residual=(pool or 0) if stays else 0,
+            residual=(full or 0) if stays else 0,
+            holds=((POOL, pool), *room) if pool is not None and room else (),
         ),
     ]
 

@@ -16,8 +16,8 @@ CPU_COLLECTIVES = 1.5e9
 # Numpy arrays through Ray's object store, from one process to another: measured on one host.
 OBJECT_STORE = 5e9
 STORE_SECONDS = 2e-3
-# What an engine's process keeps of an accelerator when it has given weights and pool back: assumed.
-ENGINE_ASLEEP = 2e9
+# What an engine's process keeps of an accelerator beside graphs, weights and pool: assumed.
+ENGINE_ASLEEP = 1.5e9
 CPU_SOURCE = "matrix product, copy and gloo all-reduce measured on cores of an AMD EPYC"
 
 
@@ -33,7 +33,7 @@ class Kind:
     `latency` that before a collective's first byte, `hop` and `far_hop` that of each rank it
     passes, in one host and between hosts. `reached` is the part of the bandwidths that large
     copies get, `sustained` the part of the rates that whole layers get. An engine's process
-    keeps `engine` bytes while its weights and its pool sleep: context, graphs, workspaces.
+    keeps `engine` bytes while its weights and its pool sleep: context and workspaces.
     """
 
     name: str

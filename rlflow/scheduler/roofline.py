@@ -316,6 +316,11 @@ def _largest_first(*parts: tuple[str, int]) -> Holds:
     return tuple(sorted((part for part in parts if part[1]), key=lambda part: -part[1]))
 
 
+def apart(roof: Roofline) -> bool:
+    """Whether what it computes in is an engine's process's own, which keeps it between passes."""
+    return roof.serving is not None and roof.kind.name != "cpu"
+
+
 def averaging(roof: Roofline, trained: int, of: int, *, period: int, source: str) -> Cost:
     """The cost of taking `trained` weights, numbers of `of` bytes each, into an average of them.
 

@@ -256,7 +256,7 @@ def test_an_engine_that_may_not_give_memory_back_never_does() -> None:
 def test_a_process_keeps_memory_while_it_sleeps_on_accelerators() -> None:
     gpus = EXAMPLES["gpus"]().plan
     part = gpus.part("actor@gen/sglang/weights")
-    assert int(ENGINE_ASLEEP) == part.residual
+    assert int(ENGINE_ASLEEP) + 512 * 2**21 == part.residual
     assert part.size > part.residual
     assert 0 == EXAMPLES["split"]().plan.part("actor@gen/sglang/weights").residual
 
