@@ -24,7 +24,7 @@ from rlflow.scheduler.measured import Record, Setting
 from rlflow.scheduler.pieces import WHOLE, Piece, as_measured
 from rlflow.scheduler.plan import ActionKind, Backend, Cost, Instance, Transport
 from rlflow.scheduler.roofline import CACHE, Holds, Load, Roofline, apart, averaging
-from rlflow.scheduler.serving import serving_of
+from rlflow.scheduler.serving import with_serving
 from rlflow.scheduler.shapes import Shape, dtype_bytes, trained_parameters
 
 ASSUMED_PROMPT_TOKENS = 64
@@ -300,10 +300,7 @@ class Costs:
             fsdp=group_of(self.cluster, devices[: across : instance.tp]),
             replicas=group_of(self.cluster, devices[::across] if instance.trained else ()),
         )
-        if instance.options is None:
-            return found
-        held = self.weights(instance) or 0
-        return replace(found, serving=serving_of(instance, found.kind, held, found.cache_bytes))
+        return with_serving(found, instance, self)
 
     def copy(
         self,

@@ -19,8 +19,11 @@ from rlflow.scheduler.engines import (
     kept_asleep,
     on_cpu,
     parts_of,
+    start_key,
 )
 from rlflow.scheduler.plan import Instance, Plan
+from rlflow.scheduler.serving import pool_record
+from rlflow.scheduler.text import duration
 
 
 def noting_engines(plan: Plan, served: Mapping[str, Sequence[Node]], costs: Costs) -> Plan:
@@ -49,6 +52,8 @@ def _told(instance: Instance, plan: Plan, nodes: Sequence[Node], costs: Costs) -
         many = f"{instance.row_parts} processes of its own, one for each replica"
     pool = "a pool of unknown size" if size is None else f"a pool of {amount(size)}"
     pool += f" for {tokens} tokens" if tokens is not None else ""
+    known = pool_record(instance, costs)
+    pool += f" ({known.source_for(costs.setting)})" if known is not None else ""
     room = [f"{amount(held)} of {name}" for name, held in part.holds if name != POOL]
     pool += f", beside it {' and '.join(room)}" if room else ""
     weights = costs.weights(replace(instance, tp=1, devices=instance.devices[:1]))
@@ -57,7 +62,16 @@ def _told(instance: Instance, plan: Plan, nodes: Sequence[Node], costs: Costs) -
         f"{instance.name} is {options.title} in {many}, with {pool}"
         f"{_told_waiting(instance, nodes, costs)}; weights reach it through "
         f"a copy{staged} in its host's memory{_told_asleep(instance, costs)}"
+        f"{_told_start(instance, costs)}"
     )
+
+
+def _told_start(instance: Instance, costs: Costs) -> str:
+    """How long it takes to start, where an earlier run has measured that."""
+    record = costs.cluster.measured.find(start_key(costs, instance), costs.setting)
+    if record is None:
+        return ""
+    return f"; it starts in {duration(record.seconds)} ({record.source_for(costs.setting)})"
 
 
 def _told_waiting(instance: Instance, nodes: Sequence[Node], costs: Costs) -> str:

@@ -22,14 +22,15 @@ from rlflow.scheduler.measured import Record
 from rlflow.scheduler.pieces import as_measured
 from rlflow.scheduler.plan import Action, Cost, Instance, Part, Plan
 from rlflow.scheduler.roofline import Holds
-from rlflow.scheduler.serving import pool_size
+from rlflow.scheduler.serving import engine_key, pool_size
 
 ROOM = 0.9
 CALL = 0.02
 CALLS = {"sleep": 1, "wake": 1, "reshard": 3}
 ASSUMED = "assumed per call of an engine"
-# The metric of a rollout: bytes that its engine kept of each device when it slept last.
-ASLEEP = "asleep_bytes"
+# Metrics of a rollout: bytes that its engine kept of each device when it slept last, bytes of its
+# pool, seconds that it took to start.
+ASLEEP, POOLED, STARTED = "asleep_bytes", "pool_bytes", "start_seconds"
 PROCESS, GRAPHS, POOL = "its process", "CUDA graphs", "keys and values"
 
 
@@ -146,9 +147,7 @@ def pool_bytes(instance: Instance, costs: Costs) -> int | None:
     options, shape = instance.options, costs.shapes[instance.model]
     if options is None or shape is None:
         return None
-    memory = min(costs.cluster.kind_of(device).memory for device in instance.devices)
-    each = costs.roofline(instance, shape).cache_bytes
-    size = pool_size(options, memory, costs.weights(instance) or 0, each)
+    size = pool_size(instance, costs, costs.roofline(instance, shape).cache_bytes)
     return None if size is None else int(size)
 
 
@@ -194,7 +193,12 @@ def asleep_record(instance: Instance, costs: Costs) -> Record | None:
 
 def asleep_key(costs: Costs, instance: Instance) -> str:
     """What an engine's memory while it sleeps is measured under."""
-    return keys.asleep(_engine_key(costs, instance))
+    return keys.asleep(engine_key(costs, instance))
+
+
+def start_key(costs: Costs, instance: Instance) -> str:
+    """What the seconds that an engine takes to start are measured under."""
+    return keys.joined(engine_key(costs, instance), "an engine's start")
 
 
 def on_cpu(instance: Instance, costs: Costs) -> bool:
@@ -267,17 +271,7 @@ def with_savers(plan: Plan) -> Plan:
 
 def move_key(costs: Costs, instance: Instance, kind: str, what: str) -> str:
     """What a sleep, wake or reshard of an engine is measured under."""
-    return keys.joined(_engine_key(costs, instance), f"{kind} of an engine's {what}")
-
-
-def _engine_key(costs: Costs, instance: Instance) -> str:
-    """An engine in words of a key: its device, its backend, its model and how that lies."""
-    device = costs.cluster.kind_of(instance.devices[0])
-    return keys.joined(
-        keys.hardware(device.name, costs.cluster.threads),
-        costs.backend,
-        keys.model(costs.graph.model(instance.model), costs.shapes[instance.model], instance),
-    )
+    return keys.joined(engine_key(costs, instance), f"{kind} of an engine's {what}")
 
 
 def moving(cost: Cost, instance: Instance, kind: str, what: str, costs: Costs) -> Cost:

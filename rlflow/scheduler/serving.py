@@ -2,18 +2,21 @@
 
 It takes a row whenever there is room for it, and the others wait (continuous batching, Yu et al.
 2022, section 4). What its options leave to it follows from what the engines do by themselves.
-Knows options; neither models nor plans.
+Knows options and sizes; no plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from rlflow.graph.engine_options import EngineOptions
-from rlflow.scheduler.hardware import Kind
-from rlflow.scheduler.instance import Instance
+from rlflow.scheduler import keys
+
+if TYPE_CHECKING:
+    from rlflow.scheduler.costs import Costs
+    from rlflow.scheduler.instance import Instance
+    from rlflow.scheduler.measured import Record
+    from rlflow.scheduler.roofline import Roofline
 
 # Rows that an engine computes at once where nothing is said: `max_running_requests` of SGLang,
 # whose pool ends before that, `max_num_seqs` of vLLM's AsyncLLM; both have fewer on a CPU.
@@ -25,15 +28,6 @@ CAPTURED = ((20, 8, 8), (35, 48, 160), (60, 32, 160), (160, 256, 512))
 CAPTURED_AT_MOST = 512
 # Bytes of graphs for each of these rows: what SGLang's `reserve_for_graph_mb` keeps free.
 GRAPH_BYTES = 2 << 20
-# Options that change neither how long an engine's work takes nor what its process holds; the
-# pool counts by the rows that it has room for.
-BESIDE_TIME = {
-    "python",
-    "start_seconds",
-    "memory_saver",
-    "max_total_tokens",
-    "mem_fraction_static",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,33 +58,65 @@ class Serving:
         return GRAPH_BYTES * self.captured
 
 
-def serving_of(instance: Instance, kind: Kind, held: int, each: float) -> Serving | None:
-    """How an engine serves that holds so many bytes of weights, and of each token in its pool.
-
-    None for one that generates in its worker's process.
-    """
+def with_serving(roof: Roofline, instance: Instance, costs: Costs) -> Roofline:
+    """The roofline of an engine with how it serves; as it is for one in its worker's process."""
     options = instance.options
     if options is None:
-        return None
-    on_cpu = kind.name == "cpu"
+        return roof
+    on_cpu = roof.kind.name == "cpu"
     said: int | None = getattr(options, "max_running_requests", None)
     slots = said or (AT_ONCE_ON_CPU if on_cpu else AT_ONCE.get(options.engine))
     captured = 0
     if not on_cpu and getattr(options, "cuda_graph", False):
-        most = _captured(instance.tp, kind.memory)
+        most = _captured(instance.tp, roof.kind.memory)
         captured = most if slots is None else min(most, slots)
-    size = pool_size(options, kind.memory, held, each)
-    return Serving(slots=slots, pool=None if size is None else size / each, captured=captured)
+    size = pool_size(instance, costs, roof.cache_bytes)
+    pool = None if size is None else size / roof.cache_bytes
+    return replace(roof, serving=Serving(slots=slots, pool=pool, captured=captured))
 
 
-def pool_size(options: EngineOptions, memory: float, held: int, each: float) -> float | None:
-    """Bytes of the pool: of its tokens, or what a fraction leaves; None where neither is said."""
-    sizes = []
+def pool_size(instance: Instance, costs: Costs, each: float) -> float | None:
+    """Bytes of the pool on each device, of tokens of `each` so many; None where nothing is said.
+
+    Of its tokens, or what a fraction of the memory leaves: as an earlier run has measured that.
+    """
+    options, sizes = instance.options, []
+    if options is None:
+        return None
     if options.max_total_tokens is not None:
         sizes.append(options.max_total_tokens * each)
     if options.mem_fraction_static is not None:
-        sizes.append(max(options.mem_fraction_static * memory - held, 0.0))
+        record = pool_record(instance, costs)
+        memory = min(costs.cluster.kind_of(device).memory for device in instance.devices)
+        left = options.mem_fraction_static * memory - (costs.weights(instance) or 0)
+        sizes.append(max(left, 0.0) if record is None else record.held)
     return min(sizes, default=None)
+
+
+def pool_record(instance: Instance, costs: Costs) -> Record | None:
+    """What an earlier run has measured of a pool whose size is left to the engine."""
+    if instance.options is None or instance.options.mem_fraction_static is None:
+        return None
+    return costs.cluster.measured.find(pool_key(costs, instance), costs.setting)
+
+
+def pool_key(costs: Costs, instance: Instance) -> str:
+    """What the size of an engine's pool is measured under."""
+    options = instance.options
+    memory = min(costs.cluster.kind_of(device).memory for device in instance.devices)
+    share = None if options is None else options.mem_fraction_static
+    what = f"an engine's pool, {share} of {memory:.0f} bytes"
+    return keys.joined(engine_key(costs, instance), what)
+
+
+def engine_key(costs: Costs, instance: Instance) -> str:
+    """An engine in words of a key: its device, its backend, its model and how that lies."""
+    device = costs.cluster.kind_of(instance.devices[0])
+    return keys.joined(
+        keys.hardware(device.name, costs.cluster.threads),
+        costs.backend,
+        keys.model(costs.graph.model(instance.model), costs.shapes[instance.model], instance),
+    )
 
 
 def _captured(tp: int, memory: float) -> int:
@@ -99,8 +125,3 @@ def _captured(tp: int, memory: float) -> int:
         if memory < gibibytes * 2**30:
             return many if tp >= 4 else few
     return CAPTURED_AT_MOST
-
-
-def timed(options: EngineOptions) -> Mapping[str, Any]:
-    """What is said of an engine that changes how long its work takes."""
-    return {name: value for name, value in options.said().items() if name not in BESIDE_TIME}

@@ -218,6 +218,42 @@ def test_a_run_leaves_the_most_that_was_kept() -> None:
     assert key not in {name for name, _, _ in none}
 
 
+def test_the_pool_and_the_start_of_a_run_are_known_to_the_next_plan() -> None:
+    """Where its size is left to the engine, the least that any iteration told."""
+    devices, placement = cluster("h100", 1, 80e9), colocated(rf.SGLang(mem_fraction_static=0.5))
+    plan = planned(devices, placement).plan
+    costs = costs_of(plan, devices)
+    derived = int(40e9) - WEIGHTS
+    assert derived == dict(plan.part(f"{ENGINE}/pool").holds)["keys and values"]
+    seen = [(0.0, 1e9), (31e9, 21.5), (30e9, 24.5), (32e9, 24.5)]
+    figures = [
+        (n, {"actor.rollout/pool_bytes": size, "actor.rollout/start_seconds": took})
+        for n, (size, took) in enumerate(seen)
+    ]
+    found = observed.samples(plan, costs, played(plan, len(seen)), figures, begun=0, origin="run")
+    known = replace(devices, measured=NOTHING.adding(found))
+    again = planned(known, placement).plan
+    assert int(30e9) == dict(again.part(f"{ENGINE}/pool").holds)["keys and values"]
+    text = plan_text(again)
+    assert "with a pool of 30.0 GB (measured, 1 run)" in text
+    assert "it starts in 24.5 s (measured, 1 run)" in text
+    assert "it starts" not in plan_text(plan)
+    other = planned(known, colocated(rf.SGLang(mem_fraction_static=0.4))).plan
+    left = dict(other.part(f"{ENGINE}/pool").holds)["keys and values"]
+    assert int(32e9) - WEIGHTS == left
+    said = planned(known, colocated(rf.SGLang(mem_fraction_static=0.5, max_total_tokens=9))).plan
+    assert 9 * 8192 == dict(said.part(f"{ENGINE}/pool").holds)["keys and values"]
+
+
+def test_a_pool_that_was_asked_for_by_tokens_is_no_news() -> None:
+    devices = cluster("cpu", 1, PLENTY)
+    plan = planned(devices).plan
+    figures = [(n, {"actor.rollout/pool_bytes": 1e6}) for n in range(4)]
+    costs = costs_of(plan, devices)
+    found = observed.samples(plan, costs, played(plan, 4), figures, begun=0, origin="run")
+    assert not any("pool, " in key and "None" in key for key, _, _ in found)
+
+
 def test_files_without_bytes_or_trips_are_read(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     setting = Setting("grpo", 1, 0)

@@ -13,13 +13,16 @@ from hypothesis import given, settings
 
 import rlflow as rf
 from rlflow.scheduler import serving
+from rlflow.scheduler.cluster import Cluster
+from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.engines import with_pool
-from rlflow.scheduler.hardware import KINDS
+from rlflow.scheduler.hardware import KINDS, Kind
+from rlflow.scheduler.keys import timed
 from rlflow.scheduler.lengths import Lengths, assumed, stages, whole
 from rlflow.scheduler.observed import key_of
 from rlflow.scheduler.plan import Instance
 from rlflow.scheduler.roofline import PREFILL, Load, Roofline
-from rlflow.scheduler.serving import Serving, pool_size, serving_of, timed
+from rlflow.scheduler.serving import Serving, pool_size, with_serving
 from rlflow.scheduler.shapes import known_shape
 from rlflow.scheduler.text import plan_text
 from tests.scheduler.examples import compiled_with, grpo
@@ -31,8 +34,8 @@ SMALL = replace(SEVEN_B, shape=known_shape("qwen2.5-0.5b"))
 
 def engine(options: rf.EngineOptions, tp: int = 1) -> Instance:
     return Instance(
-        name="a@g/x",
-        model="a",
+        name="actor@g/x",
+        model="actor",
         pool="g",
         devices=tuple(range(tp)),
         uses=("rollout",),
@@ -42,8 +45,15 @@ def engine(options: rf.EngineOptions, tp: int = 1) -> Instance:
     )
 
 
-def served(options: rf.EngineOptions, kind: str = "h100", tp: int = 1) -> Serving:
-    found = serving_of(engine(options, tp), KINDS[kind], 1000, 4.0)
+def costs_on(kind: Kind, count: int = 1) -> Costs:
+    graph = grpo(every=0)
+    shapes = dict.fromkeys(("actor", "ref"), known_shape("qwen2.5-7b"))
+    return Costs(graph=graph, cluster=Cluster(kind=kind, count=count), shapes=shapes)
+
+
+def served(options: rf.EngineOptions, kind: Kind = KINDS["h100"], tp: int = 1) -> Serving:
+    roof = replace(SEVEN_B, kind=kind)
+    found = with_serving(roof, engine(options, tp), costs_on(kind, tp)).serving
     assert found is not None
     return found
 
@@ -184,7 +194,7 @@ def test_what_engines_do_by_themselves() -> None:
     """SGLang's largest captured pass by memory and ranks, and no larger than its requests."""
     assert (2048, 256) == (served(rf.SGLang()).slots, served(rf.SGLang()).captured)
     assert 512 == served(rf.SGLang(), tp=4).captured
-    assert 512 == served(rf.SGLang(), "b200").captured
+    assert 512 == served(rf.SGLang(), KINDS["b200"]).captured
     assert 16 == served(rf.SGLang(max_running_requests=16)).captured
     assert (16, 0) == (
         served(rf.SGLang(max_running_requests=16)).slots,
@@ -192,9 +202,7 @@ def test_what_engines_do_by_themselves() -> None:
     )
     assert (128, 128) == (served(rf.VLLM()).slots, served(rf.VLLM()).captured)
     small = replace(KINDS["h100"], memory=24 * 2**30)
-    found = serving_of(engine(rf.SGLang()), small, 0, 1.0)
-    assert found is not None
-    assert 48 == found.captured
+    assert 48 == served(rf.SGLang(), small).captured
     assert 2 * 2**20 * 256 == served(rf.SGLang()).graph_bytes
 
 
@@ -207,13 +215,18 @@ def test_on_a_cpu_as_many_rows_as_the_engines_are_told() -> None:
 
 
 def test_a_pool_is_of_its_tokens_or_of_what_is_left() -> None:
-    assert pool_size(rf.SGLang(), 100.0, 10, 2.0) is None
-    assert 80.0 == pool_size(rf.SGLang(max_total_tokens=40), 100.0, 10, 2.0)
-    assert 40.0 == pool_size(rf.SGLang(mem_fraction_static=0.5), 100.0, 10, 2.0)
-    both = rf.SGLang(mem_fraction_static=0.5, max_total_tokens=40)
-    assert 40.0 == pool_size(both, 100.0, 10, 2.0)
-    assert 0.0 == pool_size(rf.SGLang(mem_fraction_static=0.05), 100.0, 10, 2.0)
-    assert 250.0 == served(rf.SGLang(max_total_tokens=250)).pool
+    costs, weights = costs_on(KINDS["h100"]), 7_615_616_512 * 4
+
+    def size(**options: float) -> float | None:
+        return pool_size(engine(rf.SGLang(**options)), costs, 1000.0)
+
+    assert size() is None
+    assert 40_000.0 == size(max_total_tokens=40)
+    assert 40e9 - weights == size(mem_fraction_static=0.5)
+    assert 40_000.0 == size(mem_fraction_static=0.5, max_total_tokens=40)
+    assert 0.0 == size(mem_fraction_static=0.05)
+    each = SEVEN_B.cache_bytes
+    assert (40e9 - weights) / each == served(rf.SGLang(mem_fraction_static=0.5)).pool
 
 
 def test_keys_have_what_changes_the_time_of_an_engine() -> None:
