@@ -19,7 +19,13 @@ import click
 
 from rlflow.commands import Target, compile_target, declare
 from rlflow.errors import RlflowError, UsageError
-from rlflow.options import model_shape_option, repeated, schedule_options, target_options
+from rlflow.options import (
+    engine_option,
+    model_shape_option,
+    repeated,
+    schedule_options,
+    target_options,
+)
 
 BUG = 70
 INTERRUPTED = 130
@@ -272,6 +278,7 @@ def simulate(iterations: int | None, as_json: bool, output: str | None, **option
     metavar="K",
     help="How far rollouts may run ahead; what the pipeline's placements have by default.",
 )
+@engine_option
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="How many.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
 @click.option("-o", "--output", metavar="FILE.py", help="Write the best placement to a file.")
@@ -282,7 +289,8 @@ def tune(
     from rlflow.scheduler.tune_text import tuned_json, tuned_text
     from rlflow.tuning import tune_target, write_placement
 
-    found = tune_target(Target(**options), max_staleness=max_staleness, top=top)
+    engine = options.pop("engine")
+    found = tune_target(Target(**options), max_staleness=max_staleness, top=top, engine=engine)
     if output is not None:
         write_placement(found, Path(output))
         hint(f"wrote {output}")

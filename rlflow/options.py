@@ -90,3 +90,9 @@ model_shape_option = click.option(
     metavar="NAME",
     help="Take models as public ones of this shape: qwen2.5-7b, or actor=qwen2.5-7b,...",
 )
+
+engine_option = click.option(
+    "--engine",
+    metavar="NAME",
+    help="What makes rollouts: torch, sglang, vllm; left out, torch or what a placement names.",
+)

@@ -12,11 +12,18 @@ from rlflow.scheduler.tune import Limits, Tuned, tune
 from rlflow.scheduler.tune_text import placement_file
 
 
-def tune_target(target: Target, *, max_staleness: int | None = None, top: int = 10) -> Tuned:
+def tune_target(
+    target: Target,
+    *,
+    max_staleness: int | None = None,
+    top: int = 10,
+    engine: str | None = None,
+) -> Tuned:
     """Search placements of a pipeline on the devices asked for, or the cores of this machine.
 
     Staleness is used up to `max_staleness`; left out, as far as the pipeline or a placement of
-    it allows. With a placement named it alone is what the search has to beat.
+    it allows. With a placement named it alone is what the search has to beat. An `engine` that is
+    named makes all rollouts.
     """
     declared = declare(target)
     pipeline = declared.pipeline
@@ -26,7 +33,7 @@ def tune_target(target: Target, *, max_staleness: int | None = None, top: int = 
     if max_staleness is None:
         max_staleness = max(allowed(declared.graph, given) for given in placements.values())
     cluster = parse_cluster(target.devices, machine_cores(), target.threads)
-    limits = Limits(staleness=max_staleness, top=top)
+    limits = Limits(staleness=max_staleness, top=top, engine=engine)
     near, backend = pipeline.path, target.backend
     try:
         return tune(declared.graph, placements, cluster, limits=limits, near=near, backend=backend)

@@ -30,7 +30,7 @@ from rlflow.engines.train import TrainEngine
 from rlflow.errors import Finding, UsageError
 from rlflow.graph.model import AdamW, Model
 from rlflow.ops.body import Stat
-from rlflow.scheduler.engines import ASLEEP
+from rlflow.scheduler.engines import ASLEEP, POOLED, STARTED
 from rlflow.scheduler.plan import Instance, PartKind
 
 if TYPE_CHECKING:
@@ -116,16 +116,23 @@ class Loaded:
             self.model.wake()
 
     def figures(self) -> dict[str, Stat]:
-        """Numbers about an engine, to log with what it generates: bytes that it kept asleep.
+        """Numbers about an engine, to log with what it generates, of each of its devices.
 
-        Of each of its devices; on a CPU, of the host's memory for each of its ranks.
+        Bytes that it kept asleep, on a CPU of the host's memory; bytes of its pool; seconds that
+        its last start took.
         """
         tell = getattr(self.model, "measured", None)
         if self.instance.options is None or tell is None:
             return {}
-        held = tell().get("residual_bytes")
-        ranks = self.instance.tp
-        return {} if held is None else {ASLEEP: Stat(kind="max", total=held / ranks)}
+        told, ranks = tell(), self.instance.tp
+        found: dict[str, Stat] = {}
+        if "residual_bytes" in told:
+            found[ASLEEP] = Stat(kind="max", total=told["residual_bytes"] / ranks)
+        if "pool_bytes" in told:
+            found[POOLED] = Stat(kind="min", total=told["pool_bytes"] / ranks)
+        if "start_seconds" in told:
+            found[STARTED] = Stat(kind="max", total=told["start_seconds"])
+        return found
 
     def close(self) -> None:
         """End what runs beside this process for it."""

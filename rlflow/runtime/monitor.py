@@ -234,16 +234,18 @@ class Books:
         self.hosts: dict[int, int] = defaultdict(int)
         discarded = {action.part for action in plan.actions if action.mode == "discard"}
         for part in plan.parts:
+            for device in part.stays:
+                self.held[device] += part.size or 0
             self._hold(part, (part.size or 0) if part.name in self.awake else part.residual)
             if part.name not in self.awake and part.name not in discarded:
                 self._hold_on_host(part, 1)
 
     def _hold(self, part: Part, size: int) -> None:
-        for device in part.devices:
+        for device in part.leaves:
             self.held[device] += size
 
     def _hold_on_host(self, part: Part, sign: int) -> None:
-        for device in part.devices:
+        for device in part.leaves:
             self.hosts[self.plan.host_of(device)] += sign * (part.size or 0)
 
     def wanted(self, action: Action, instance: str, version: int) -> int:

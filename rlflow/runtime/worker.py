@@ -113,7 +113,9 @@ class Worker:
         actions = self.plan.actions
         emptied = {a.part for a in actions if a.kind == "wake" and a.mode == "discard"}
         for part in self.plan.parts:
-            if part.name not in self.plan.awake_at_start and part.instance in self.loaded:
+            if part.name in self.plan.awake_at_start or part.instance not in self.loaded:
+                continue
+            if self.world is None or self.world.own not in part.stays:
                 mode = "discard" if part.name in emptied else "offload"
                 self.loaded[part.instance].sleep(part.kind, mode)
 

@@ -15,7 +15,8 @@ from rlflow.graph.placement import On, Placement
 from rlflow.scheduler.averages import average_findings
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.drafters import drafter_findings, drafting_instance, with_drafters
-from rlflow.scheduler.engines import noting_engines, option_findings, use_findings, with_pool
+from rlflow.scheduler.engine_notes import noting_engines
+from rlflow.scheduler.engines import option_findings, use_findings, with_pool
 from rlflow.scheduler.instances import (
     USES,
     layout_findings,
@@ -70,7 +71,8 @@ def bind(plan: Plan, context: Context) -> Plan:
     findings += [f for i in instances for f in layout_findings(i, plan, context.costs)]
     findings += drafter_findings(plan.graph, instances)
     _refuse(findings)
-    parts = tuple(part for instance in instances for part in parts_of(instance, context.costs))
+    costs = context.costs
+    parts = tuple(part for i in instances for part in parts_of(i, served[i.name], costs))
     bound = replace(plan, instances=instances, parts=parts)
     bound = noting_engines(bound, served, context.costs)
     places = {n.name: _place(n, chosen.get(n.name), bound) for n in plan.graph.nodes}

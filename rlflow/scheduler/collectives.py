@@ -14,6 +14,10 @@ from functools import lru_cache
 
 from rlflow.scheduler.cluster import Cluster
 
+BUCKET = 64 << 20
+HOST_BUCKET = 8 << 20
+BUCKETS = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -83,3 +87,9 @@ def copy_bandwidth(cluster: Cluster, devices: Sequence[int]) -> float:
     if len({cluster.host_of(device) for device in devices}) > 1:
         return min(link, *(kind.nic * kind.reached for kind in kinds))
     return link
+
+
+def staging(moved: int, *, on_cpu: bool) -> tuple[tuple[str, int], ...]:
+    """What a reshard holds in and out: buckets, as large as the transports take at the most."""
+    size = BUCKETS * min(HOST_BUCKET if on_cpu else BUCKET, moved)
+    return (("buckets", size),) if size else ()

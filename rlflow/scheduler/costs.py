@@ -14,7 +14,7 @@ from rlflow.graph.check import longest_response, num_prompts, num_rows
 from rlflow.graph.graph import Graph, Node
 from rlflow.scheduler import keys
 from rlflow.scheduler.cluster import Cluster
-from rlflow.scheduler.collectives import copy_bandwidth, group_of
+from rlflow.scheduler.collectives import copy_bandwidth, group_of, staging
 from rlflow.scheduler.distributions import field_bytes, holds, search
 from rlflow.scheduler.drafters import DRAFTS, drafting_holds
 from rlflow.scheduler.hardware import OBJECT_STORE, STORE_SECONDS
@@ -23,7 +23,8 @@ from rlflow.scheduler.lengths import Lengths, assumed, before, between, fitted, 
 from rlflow.scheduler.measured import Record, Setting
 from rlflow.scheduler.pieces import WHOLE, Piece, as_measured
 from rlflow.scheduler.plan import ActionKind, Backend, Cost, Instance, Transport
-from rlflow.scheduler.roofline import CACHE, Holds, Load, Roofline, averaging
+from rlflow.scheduler.roofline import CACHE, Holds, Load, Roofline, apart, averaging
+from rlflow.scheduler.serving import with_serving
 from rlflow.scheduler.shapes import Shape, dtype_bytes, trained_parameters
 
 ASSUMED_PROMPT_TOKENS = 64
@@ -35,9 +36,6 @@ HOST_SECONDS = 2e-4
 ADAM_MOMENTS = 2
 FULL_BYTES = 4
 LAYERS_AT_ONCE = 2
-BUCKET = 64 << 20
-HOST_BUCKET = 8 << 20
-BUCKETS = 2
 TABLE = "model shape and device table"
 NOT_HERE = "the model's files are not here"
 
@@ -210,7 +208,7 @@ class Costs:
             of = dtype_bytes(self.graph.model(node.averages))
             trained, period = self._trained_per_rank(instance) or 0, node.param("every")
             return averaging(roof, trained, of, period=period, source=TABLE)
-        load = self._load_of(node, parts, piece)
+        load = self.load(node, parts, piece)
         if node.op.use == "rollout":
             legs = (piece.index, piece.count) if piece.leg else (0, 1)
             seconds = roof.rollout(load, *legs)
@@ -223,7 +221,7 @@ class Costs:
             one = roof.update(load, sent, recompute=instance.recompute) + roof.step(trained)
             first = getattr(dict(node.params).get("loss"), "forwards", 0) * roof.forward(load)
             seconds = epochs * batches * (first + one + search(node, roof, load))
-        found = self._holds(node, instance, roof, load)
+        found = () if apart(roof) else self._holds(node, instance, roof, load)
         found = tuple(h for h in found if not piece.leg or h[0] not in (CACHE, DRAFTS))
         transient = sum(size for _, size in found)
         return Cost(seconds=seconds, transient=transient, holds=found, source=TABLE)
@@ -233,7 +231,7 @@ class Costs:
         shape = self.shapes[instance.model]
         if shape is None:
             return 0
-        roof, load = self.roofline(instance, shape), self._load_of(node, parts, WHOLE)
+        roof, load = self.roofline(instance, shape), self.load(node, parts, WHOLE)
         return sum(size for _, size in self._holds(node, instance, roof, load))
 
     def _holds(self, node: Node, instance: Instance, roof: Roofline, load: Load) -> Holds:
@@ -247,11 +245,11 @@ class Costs:
         """Bytes of keys and values of all rows of a rollout on each device of its instance."""
         if (shape := self.shapes[instance.model]) is None:
             return None
-        roof, load = self.roofline(instance, shape), self._load_of(node, parts, WHOLE)
+        roof, load = self.roofline(instance, shape), self.load(node, parts, WHOLE)
         held = dict(self._holds(node, instance, roof, load))
         return held.get(CACHE, 0) + held.get(DRAFTS, 0)
 
-    def _load_of(self, node: Node, parts: int, piece: Piece) -> Load:
+    def load(self, node: Node, parts: int, piece: Piece = WHOLE) -> Load:
         """The rows of one pass: of an update those of a mini-batch, in whichever piece it is.
 
         The legs of a rollout have all rows; those of a rollout that goes on are prompts.
@@ -289,20 +287,20 @@ class Costs:
         """A model on an instance's ranks: a mesh (replicas, fsdp, tp), row-major."""
         model, devices = self.graph.model(instance.model), instance.devices
         across = instance.fsdp * instance.tp
-        low = dtype_bytes(model) < FULL_BYTES
-        return Roofline(
+        size = dtype_bytes(model)
+        found = Roofline(
             kind=self.cluster.kind_of(devices[0]),
             shape=shape,
-            size=dtype_bytes(model),
+            size=size,
             predicts=model.head != "value",
-            gathers=instance.fsdp > 1 or (instance.trained and low),
+            gathers=instance.fsdp > 1 or (instance.trained and size < FULL_BYTES),
             streamed=bool(instance.offload),
-            pooled=instance.options is not None,
             micro_tokens=instance.micro_tokens,
             tp=group_of(self.cluster, devices[: instance.tp]),
             fsdp=group_of(self.cluster, devices[: across : instance.tp]),
             replicas=group_of(self.cluster, devices[::across] if instance.trained else ()),
         )
+        return with_serving(found, instance, self)
 
     def copy(
         self,
@@ -334,7 +332,8 @@ class Costs:
             bandwidth = copy_bandwidth(self.cluster, devices)
         seconds = moved / (1 if self.cluster.is_cpu else beside) / bandwidth
         seconds += STORE_SECONDS if kind == "transfer" else 0.0
-        holds = self._buckets(moved) if transport in ("shared memory", "collective") else ()
+        leaves = transport in ("shared memory", "collective")
+        holds = staging(moved, on_cpu=self.cluster.is_cpu) if leaves else ()
         estimate = Cost(
             seconds=seconds,
             moved=moved,
@@ -349,12 +348,6 @@ class Costs:
             return as_measured(estimate, record, self.setting)
         return self._with_dispatch(estimate)
 
-    def _buckets(self, moved: int) -> tuple[tuple[str, int], ...]:
-        """Staging of a reshard, in and out: of the size that the transports take at the most."""
-        bucket = HOST_BUCKET if self.cluster.is_cpu else BUCKET
-        size = BUCKETS * min(bucket, moved)
-        return (("buckets", size),) if size else ()
-
     @property
     def setting(self) -> Setting:
         """Beside what the actions are planned."""
@@ -368,6 +361,8 @@ class Costs:
         load = f"rows={rows} prompts={num_prompts(self.graph, node) or rows}"
         load += f" tokens={prompt}+{longest} parts={parts} chunk={piece}"
         model = None if node.model is None else self.graph.model(node.model)
+        if instance is not None and shape is not None and instance.options is not None:
+            load += keys.waiting(self.roofline(instance, shape), self.load(node, parts, piece))
         return keys.joined(
             self._hardware(instance.devices if instance else ()),
             self.backend,

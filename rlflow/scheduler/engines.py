@@ -17,19 +17,22 @@ from rlflow.graph.engine_options import EngineOptions
 from rlflow.graph.graph import Node
 from rlflow.graph.placement import On
 from rlflow.scheduler import keys
-from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.measured import Record
 from rlflow.scheduler.pieces import as_measured
 from rlflow.scheduler.plan import Action, Cost, Instance, Part, Plan
+from rlflow.scheduler.roofline import Holds
+from rlflow.scheduler.serving import engine_key, pool_size
 from rlflow.scheduler.shapes import dtype_bytes, trained_parameters
 
 ROOM = 0.9
 CALL = 0.02
 CALLS = {"sleep": 1, "wake": 1, "reshard": 3}
 ASSUMED = "assumed per call of an engine"
-# The metric of a rollout: bytes that its engine kept of each device when it slept last.
-ASLEEP = "asleep_bytes"
+# Metrics of a rollout: bytes that its engine kept of each device when it slept last, bytes of its
+# pool, seconds that it took to start.
+ASLEEP, POOLED, STARTED = "asleep_bytes", "pool_bytes", "start_seconds"
+PROCESS, GRAPHS, POOL = "its process", "CUDA graphs", "keys and values"
 
 
 def use_findings(nodes: Sequence[Node], chosen: Mapping[str, On]) -> list[Finding]:
@@ -124,16 +127,20 @@ def with_pool(instance: Instance, nodes: Sequence[Node], room: int, costs: Costs
     wanted = max(_tokens(node, instance, costs) for node in nodes)
     each = costs.roofline(instance, shape).cache_bytes
     beside = (costs.weights(instance) or 0) + kept_asleep(instance, costs)
-    beside += max(costs.held(node, instance, instance.row_parts) for node in nodes)
+    beside += sum(size for _, size in working(instance, nodes, costs))
     fitting = int((ROOM * room - beside) / each)
     tokens = max(longest, min(wanted, fitting))
     return replace(instance, options=options.model_copy(update={"max_total_tokens": tokens}))
 
 
+def parts_of(instance: Instance, node: Node) -> int:
+    """In how many parts the rows of a node lie over an engine's replicas."""
+    return instance.row_parts if node.op.dispatched not in ("all", "first") else 1
+
+
 def _tokens(node: Node, instance: Instance, costs: Costs) -> int:
     """Tokens of all rows of a part at their longest and one more; of parts, of a group more."""
-    parts = instance.row_parts if node.op.dispatched not in ("all", "first") else 1
-    rows = costs.rows(node)
+    parts, rows = parts_of(instance, node), costs.rows(node)
     group = math.ceil(rows / (num_prompts(costs.graph, node) or rows))
     most = rows if parts == 1 else math.ceil(rows / parts) + group
     return (most + 1) * sum(costs.tokens(node))
@@ -144,28 +151,43 @@ def pool_bytes(instance: Instance, costs: Costs) -> int | None:
     options, shape = instance.options, costs.shapes[instance.model]
     if options is None or shape is None:
         return None
-    sizes = []
-    if options.max_total_tokens is not None:
-        sizes.append(options.max_total_tokens * costs.roofline(instance, shape).cache_bytes)
-    if options.mem_fraction_static is not None:
-        memory = min(costs.cluster.kind_of(device).memory for device in instance.devices)
-        static = options.mem_fraction_static * memory
-        sizes.append(max(static - (costs.weights(instance) or 0), 0))
-    return int(min(sizes)) if sizes else None
+    size = pool_size(instance, costs, costs.roofline(instance, shape).cache_bytes)
+    return None if size is None else int(size)
 
 
 def kept_asleep(instance: Instance, costs: Costs) -> int:
     """Bytes that an engine's process keeps on each device while it sleeps.
 
-    As an earlier run has measured it, else assumed. On a CPU a device's memory is of tensors
-    alone: the process is in its host's.
+    On a CPU a device's memory is of tensors alone: the process is in its host's.
     """
-    if _on_cpu(instance, costs):
-        return 0
+    return sum(size for _, size in asleep_holds(instance, costs))
+
+
+def asleep_holds(instance: Instance, costs: Costs) -> Holds:
+    """The same by what it is: as an earlier run has measured it in all, else assumed."""
+    if on_cpu(instance, costs):
+        return ()
     record = asleep_record(instance, costs)
     if record is not None:
-        return int(record.held)
-    return int(max(costs.cluster.kind_of(device).engine for device in instance.devices))
+        return ((PROCESS, int(record.held)),)
+    most = max(costs.cluster.kind_of(device).engine for device in instance.devices)
+    shape = costs.shapes[instance.model]
+    serving = None if shape is None else costs.roofline(instance, shape).serving
+    graphs = ((GRAPHS, serving.graph_bytes),) if serving and serving.captured else ()
+    return (("context and workspaces", int(most)), *graphs)
+
+
+def working(instance: Instance, nodes: Sequence[Node], costs: Costs) -> Holds:
+    """What an engine computes in: activations and logits of the rollout that has the most.
+
+    On an accelerator its process keeps this memory from pass to pass, as long as its pool is awake.
+    """
+    shape = costs.shapes[instance.model]
+    if shape is None:
+        return ()
+    roof = costs.roofline(instance, shape)
+    found = [roof.rollout_holds(costs.load(node, parts_of(instance, node))) for node in nodes]
+    return max(found, key=lambda holds: sum(size for _, size in holds), default=())
 
 
 def asleep_record(instance: Instance, costs: Costs) -> Record | None:
@@ -175,10 +197,16 @@ def asleep_record(instance: Instance, costs: Costs) -> Record | None:
 
 def asleep_key(costs: Costs, instance: Instance) -> str:
     """What an engine's memory while it sleeps is measured under."""
-    return keys.asleep(_engine_key(costs, instance))
+    return keys.asleep(engine_key(costs, instance))
 
 
-def _on_cpu(instance: Instance, costs: Costs) -> bool:
+def start_key(costs: Costs, instance: Instance) -> str:
+    """What the seconds that an engine takes to start are measured under."""
+    return keys.joined(engine_key(costs, instance), "an engine's start")
+
+
+def on_cpu(instance: Instance, costs: Costs) -> bool:
+    """Whether an engine computes on the host's processors."""
     return costs.cluster.kind_of(instance.devices[0]).name == "cpu"
 
 
@@ -189,19 +217,25 @@ def on_host(instance: Instance, costs: Costs) -> int:
     """
     whole = costs.weights(replace(instance, tp=1, devices=instance.devices[:1])) or 0
     staging = math.ceil(whole / instance.tp)
-    record = asleep_record(instance, costs) if _on_cpu(instance, costs) else None
+    record = asleep_record(instance, costs) if on_cpu(instance, costs) else None
     if record is None:
         return staging
     tensors = (costs.weights(instance) or 0) + (pool_bytes(instance, costs) or 0)
     return staging + max(int(record.held) - tensors, 0)
 
 
-def engine_parts(instance: Instance, costs: Costs) -> list[Part]:
-    """Weights and pool of an engine; without `memory_saver` neither is ever given back."""
+def engine_parts(instance: Instance, nodes: Sequence[Node], costs: Costs) -> list[Part]:
+    """Weights and pool of an engine; without `memory_saver` neither is ever given back.
+
+    On an accelerator its process is counted with the weights, what it computes in with the pool.
+    """
     assert instance.options is not None
     weights, pool = costs.weights(instance), pool_bytes(instance, costs)
-    kept = kept_asleep(instance, costs)
+    process, room = asleep_holds(instance, costs), working(instance, nodes, costs)
+    room = () if on_cpu(instance, costs) else room
+    kept = sum(size for _, size in process)
     whole = None if weights is None else weights + kept
+    full = None if pool is None else pool + sum(size for _, size in room)
     stays = instance.options.memory_saver is False
     return [
         Part(
@@ -212,14 +246,16 @@ def engine_parts(instance: Instance, costs: Costs) -> list[Part]:
             devices=instance.devices,
             residual=(whole or 0) if stays else kept,
             on_host=on_host(instance, costs),
+            holds=(("weights", weights), *process) if weights is not None and process else (),
         ),
         Part(
             name=instance.pool_part,
             instance=instance.name,
             kind="pool",
-            size=pool,
+            size=full,
             devices=instance.devices,
-            residual=(pool or 0) if stays else 0,
+            residual=(full or 0) if stays else 0,
+            holds=((POOL, pool), *room) if pool is not None and room else (),
         ),
     ]
 
@@ -237,64 +273,9 @@ def with_savers(plan: Plan) -> Plan:
     return replace(plan, instances=tuple(made))
 
 
-def noting_engines(plan: Plan, served: Mapping[str, Sequence[Node]], costs: Costs) -> Plan:
-    """The plan with what engines are, and which samples cannot be drawn again."""
-    for instance in plan.instances:
-        if instance.options is None:
-            continue
-        plan = plan.noting("engine", _told(instance, plan, costs))
-        drawn = [n.name for n in served[instance.name] if dict(n.params).get("temperature")]
-        names = " and ".join(drawn)
-        if drawn and (why := instance.options.unseeded(on_cpu=_on_cpu(instance, costs))):
-            plan = plan.noting("seeds", f"sampling of {names} is not replayable{why}")
-    return plan
-
-
-def _told(instance: Instance, plan: Plan, costs: Costs) -> str:
-    """How many processes, how large a pool, and where weights are on their way."""
-    options = instance.options
-    assert options is not None
-    size = plan.part(instance.pool_part).size
-    tokens = options.max_total_tokens
-    many = "a process of its own"
-    if instance.row_parts > 1:
-        many = f"{instance.row_parts} processes of its own, one for each replica"
-    pool = "a pool of unknown size" if size is None else f"a pool of {amount(size)}"
-    pool += f" for {tokens} tokens" if tokens is not None else ""
-    weights = costs.weights(replace(instance, tp=1, devices=instance.devices[:1]))
-    staged = "" if weights is None else f" of {amount(weights)}"
-    return (
-        f"{instance.name} is {options.title} in {many}, with {pool}; weights reach it through "
-        f"a copy{staged} in its host's memory{_told_asleep(instance, costs)}"
-    )
-
-
-def _told_asleep(instance: Instance, costs: Costs) -> str:
-    """What the process keeps while it sleeps, and how that is known."""
-    record = asleep_record(instance, costs)
-    if _on_cpu(instance, costs):
-        if record is None:
-            return ""
-        return (
-            f", its processes hold {amount(record.held)} of it ({record.source_for(costs.setting)})"
-        )
-    source = "assumed" if record is None else record.source_for(costs.setting)
-    return f"; asleep it keeps {amount(kept_asleep(instance, costs))} of each device ({source})"
-
-
 def move_key(costs: Costs, instance: Instance, kind: str, what: str) -> str:
     """What a sleep, wake or reshard of an engine is measured under."""
-    return keys.joined(_engine_key(costs, instance), f"{kind} of an engine's {what}")
-
-
-def _engine_key(costs: Costs, instance: Instance) -> str:
-    """An engine in words of a key: its device, its backend, its model and how that lies."""
-    device = costs.cluster.kind_of(instance.devices[0])
-    return keys.joined(
-        keys.hardware(device.name, costs.cluster.threads),
-        costs.backend,
-        keys.model(costs.graph.model(instance.model), costs.shapes[instance.model], instance),
-    )
+    return keys.joined(engine_key(costs, instance), f"{kind} of an engine's {what}")
 
 
 def moving(cost: Cost, instance: Instance, kind: str, what: str, costs: Costs) -> Cost:

@@ -116,6 +116,10 @@ def _memory(plan: Plan, action: Action) -> Rows:
         size = "?" if part.size is None else amount(part.size)
         left = f", {amount(part.residual)} stay on it asleep" if part.residual else ""
         rows.append(("part", f"{part.kind} of {part.instance}, {size} on each device{left}"))
+    for part in plan.parts:
+        if part.holds and part.name in (*action.needs, action.part):
+            held = ", ".join(f"{amount(size)} {name}" for name, size in part.holds)
+            rows.append(("holds", f"{part.name}: {held}"))
     return rows
 
 

@@ -16,8 +16,8 @@ CPU_COLLECTIVES = 1.5e9
 # Numpy arrays through Ray's object store, from one process to another: measured on one host.
 OBJECT_STORE = 5e9
 STORE_SECONDS = 2e-3
-# What an engine's process keeps of an accelerator when it has given weights and pool back: assumed.
-ENGINE_ASLEEP = 2e9
+# What an engine's process keeps of an accelerator beside graphs, weights and pool: assumed.
+ENGINE_ASLEEP = 1.5e9
 CPU_SOURCE = "matrix product, copy and gloo all-reduce measured on cores of an AMD EPYC"
 
 
@@ -29,11 +29,11 @@ class Kind:
     TF32, as PyTorch computes them; `bandwidth` of its memory. `link` joins the devices of a
     host, `bus` is what collectives get of it; `nic` is its share of the host's network and
     `host_link` its way to the host's memory, of which a host has `host_memory` bytes. `launch`
-    is the least time from one kernel to the next, `latency` that before a collective's first
-    byte, `hop` and `far_hop` that of each rank it passes, in one host and between hosts.
-    `reached` is the part of the bandwidths that large copies get, `sustained` the part of the
-    rates that whole layers get. An engine's process keeps `engine` bytes while its weights and
-    its pool sleep: context, graphs, workspaces.
+    is the least time from one kernel to the next, `replayed` the same in a captured graph;
+    `latency` that before a collective's first byte, `hop` and `far_hop` that of each rank it
+    passes, in one host and between hosts. `reached` is the part of the bandwidths that large
+    copies get, `sustained` the part of the rates that whole layers get. An engine's process
+    keeps `engine` bytes while its weights and its pool sleep: context and workspaces.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Kind:
     sustained: float
     source: str
     engine: float = 0.0
+    replayed: float = 0.0
 
     def rate(self, itemsize: int) -> float:
         """Peak flop/s of products of numbers of so many bytes; doubles at half of floats."""
@@ -76,8 +77,9 @@ def _gpu(
 ) -> Kind:
     """An accelerator of a host of eight: 2 TB of host memory, latencies as NCCL has them.
 
-    A kernel follows another after 4 us; a small all-reduce of eight devices takes about 20 us
-    within a host (NCCL, 2 + 2 log2 8 steps), some 40 us across hosts.
+    A kernel follows another after 4 us, in a captured graph after 1 us (assumed); a small
+    all-reduce of eight devices takes about 20 us within a host (NCCL, 2 + 2 log2 8 steps), some
+    40 us across hosts.
     """
     return Kind(
         name=name,
@@ -98,6 +100,7 @@ def _gpu(
         sustained=0.4,
         source=source,
         engine=ENGINE_ASLEEP,
+        replayed=1e-6,
     )
 
 

@@ -25,7 +25,8 @@ class Part:
     An engine in a process of its own keeps keys and values in a `pool`: of no use between two
     rollouts, so it is only ever discarded too. For an engine's weights `on_host` bytes of each
     device's host are taken all the time: by a copy, which is what an offload leaves, and on a
-    CPU by the engine's process.
+    CPU by the engine's process. On the devices where everything fits it `stays`. `holds` says
+    what `size` is of, where that is several things, each with its bytes.
     """
 
     name: str
@@ -35,11 +36,18 @@ class Part:
     devices: tuple[int, ...]
     residual: int = 0
     on_host: int = 0
+    stays: tuple[int, ...] = ()
+    holds: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """The devices on which it sleeps where it has to."""
+        return tuple(device for device in self.devices if device not in self.stays)
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data; without `on_host` where that is nothing."""
-        found = asdict(self)
-        return found if self.on_host else {k: v for k, v in found.items() if k != "on_host"}
+        """As plain data; without `on_host`, `stays` and `holds` where they are nothing."""
+        rare = {"on_host", "stays", "holds"}
+        return {k: v for k, v in asdict(self).items() if v or k not in rare}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ a pool are refused here. Time, rows and other instances' memory come later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rlflow.errors import Finding, PlanError
@@ -193,10 +193,10 @@ def _offload_findings(instance: Instance, plan: Plan) -> list[Finding]:
     return []
 
 
-def parts_of(instance: Instance, costs: Costs) -> list[Part]:
-    """The memory of an instance that can sleep, each part by itself."""
+def parts_of(instance: Instance, nodes: Sequence[Node], costs: Costs) -> list[Part]:
+    """The memory of an instance that can sleep, each part by itself; it serves `nodes`."""
     if instance.options is not None:
-        return engine_parts(instance, costs)
+        return engine_parts(instance, nodes, costs)
     weights = Part(
         name=instance.weights,
         instance=instance.name,

@@ -79,6 +79,11 @@ def leaving(part: Part) -> int:
     return max((part.size or 0) - part.residual, 0)
 
 
+def _copied(part: Part) -> tuple[int, ...]:
+    """The devices of a part whose bytes are in their hosts' memory, all the time or asleep."""
+    return part.devices if part.on_host else part.leaves
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asleep:
     """A sleep, the wake that ends it, and the actions between the two, always; as bits.
@@ -182,7 +187,7 @@ class Instants:
             for nap in naps:
                 asleep |= nap.inside
             for action in self._named(asleep):
-                for group in self.memories.of_part[name]:
+                for group in self.memories.on[parts[name].leaves]:
                     if group in found[action.id]:
                         found[action.id][group] -= leaving(parts[name])
         return found
@@ -240,8 +245,8 @@ class Instants:
             parts += [p for p in (self._offloaded(move) if move else []) if not p.on_host]
             sizes: Counter[tuple[int, ...]] = Counter()
             for part in parts:
-                sizes[part.devices] += part.on_host or leaving(part)
-            near = {part.devices: self._hosts[part.name] for part in parts}
+                sizes[_copied(part)] += part.on_host or leaving(part)
+            near = {_copied(part): self._hosts[part.name] for part in parts}
             for host in sorted({host for hosts in near.values() for host in hosts}):
                 total = sum(size * near[own].get(host, 0) for own, size in sizes.items())
                 if total > best[0]:
@@ -274,14 +279,14 @@ class Instants:
 
     @cached_property
     def _hosts(self) -> dict[str, dict[int, int]]:
-        """How many of each part's devices every host has."""
+        """How many of each part's devices every host has that copies to it."""
         found: dict[tuple[int, ...], dict[int, int]] = {}
         devices = {device for part in self.plan.parts for device in part.devices}
         host = {device: self.plan.host_of(device) for device in sorted(devices)}
         for part in self.plan.parts:
-            if part.devices not in found:
-                found[part.devices] = dict(Counter(host[device] for device in part.devices))
-        return {part.name: found[part.devices] for part in self.plan.parts}
+            if _copied(part) not in found:
+                found[_copied(part)] = dict(Counter(host[device] for device in _copied(part)))
+        return {part.name: found[_copied(part)] for part in self.plan.parts}
 
 
 def _lanes(plan: Plan, memories: Memories) -> list[tuple[str, str, int]]:

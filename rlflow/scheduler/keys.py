@@ -10,9 +10,10 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rlflow.graph.check import num_rows
 from rlflow.graph.fields import Field
@@ -22,8 +23,21 @@ from rlflow.graph.text import param_text
 from rlflow.scheduler.plan import Instance
 from rlflow.scheduler.shapes import Shape
 
+if TYPE_CHECKING:
+    from rlflow.graph.engine_options import EngineOptions
+    from rlflow.scheduler.roofline import Load, Roofline
+
 # Options that change numbers and not how long they take.
 WEIGHTLESS = {"max_grad_norm", "temperature", "batched", "field"}
+# Options that change neither how long an engine's work takes nor what its process holds; the
+# pool counts by the rows that it has room for.
+BESIDE_TIME = {
+    "python",
+    "start_seconds",
+    "memory_saver",
+    "max_total_tokens",
+    "mem_fraction_static",
+}
 
 
 def joined(*parts: str) -> str:
@@ -92,7 +106,21 @@ def model(declared: Model | None, shape: Shape | None, instance: Instance | None
     lora = f" {declared.lora.describe()}" if declared.lora is not None else ""
     trained = " trained" if instance.trained else ""
     layout = f"{instance.layout()} on {len(instance.devices)}"
+    if instance.options is not None:
+        said = timed(instance.options).items()
+        layout += "".join(f" {name}={value}" for name, value in said)
     return f"{digest} {declared.head} {declared.dtype}{lora}{trained} {layout}"
+
+
+def timed(options: EngineOptions) -> Mapping[str, Any]:
+    """What is said of an engine that changes how long its work takes."""
+    return {name: value for name, value in options.said().items() if name not in BESIDE_TIME}
+
+
+def waiting(roof: Roofline, load: Load) -> str:
+    """How many rows an engine computes at once where others of the load wait; empty if none do."""
+    room = roof.at_once(load)
+    return "" if room >= load.rows else f" {room:g} at once"
 
 
 def asleep(engine: str) -> str:

@@ -155,48 +155,54 @@ KNOWN: dict[str, Widths] = {
 def known_widths(name: str) -> Widths:
     """The widths of a public model. Raises UsageError (E231) for a name that is not known."""
     if name not in KNOWN:
-        raise UsageError(
-            Finding(
-                code="E231",
-                what=f"no model shape {name!r} is known",
-                expected=", ".join(KNOWN),
-                near=near_names(name, list(KNOWN)),
-            )
-        )
+        raise UsageError(_unknown(name))
     return KNOWN[name]
+
+
+def _unknown(name: str) -> Finding:
+    return Finding(
+        code="E231",
+        what=f"no model shape {name!r} is known",
+        expected=", ".join(KNOWN),
+        near=near_names(name, list(KNOWN)),
+    )
 
 
 def parse_model_shape(text: str, models: tuple[str, ...]) -> dict[str, str]:
     """What `--model-shape` says, by model: one name for all, or `model=name` pairs.
 
     `qwen2.5-7b,critic=qwen2.5-1.5b` gives the critic another shape than the rest. Raises
-    UsageError for a spelling, a model that the graph has not, a shape that is not known.
+    UsageError, with all of a kind, for a spelling, a model that the graph has not or that is
+    named twice, a shape that is not known.
     """
-    found: dict[str, str] = {}
-    rest: str | None = None
-    for part in text.split(","):
-        left, given, right = (word.strip() for word in part.partition("="))
-        if not left or (given and not right):
-            raise UsageError(
-                Finding(
-                    code="E233",
-                    what=f"--model-shape {text!r} is no shape, nor model=shape",
-                    fix="--model-shape qwen2.5-7b,critic=qwen2.5-1.5b",
-                )
-            )
-        known_widths(right or left)
-        if not given:
-            rest = left
-        elif left in models:
-            found[left] = right
-        else:
-            raise UsageError(
-                Finding(
-                    code="E232",
-                    what=f"--model-shape {text!r}: the graph has no model {left!r}",
-                    expected=", ".join(models),
-                    near=near_names(left, models),
-                )
-            )
-    others = {} if rest is None else dict.fromkeys(models, rest)
-    return others | found
+    pairs = [tuple(word.strip() for word in part.partition("=")) for part in text.split(",")]
+    if any(not left or (given and not right) for left, given, right in pairs):
+        raise UsageError(_misspelled(text, "is no shape, nor model=shape"))
+    found = {left: right for left, given, right in pairs if given}
+    rest = [left for left, given, _ in pairs if not given]
+    if len(found) + min(len(rest), 1) < len(pairs):
+        raise UsageError(_misspelled(text, "gives a model two shapes"))
+    names = dict.fromkeys(right or left for left, _, right in pairs)
+    wrong = [_unknown(name) for name in names if name not in KNOWN]
+    wrong += [
+        Finding(
+            code="E232",
+            what=f"--model-shape {text!r}: the graph has no model {name!r}",
+            expected=", ".join(models),
+            near=near_names(name, models),
+        )
+        for name in found
+        if name not in models
+    ]
+    if wrong:
+        raise UsageError(*wrong)
+    return dict.fromkeys(models, rest[0]) | found if rest else found
+
+
+def _misspelled(text: str, how: str) -> Finding:
+    return Finding(
+        code="E233",
+        what=f"--model-shape {text!r} {how}",
+        expected="a shape for all models, and others for some: model=shape",
+        fix="--model-shape qwen2.5-7b,critic=qwen2.5-1.5b",
+    )

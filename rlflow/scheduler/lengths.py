@@ -6,6 +6,7 @@ text roughly are: many short ones, a long tail, and some that reach the limit. K
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,21 +16,26 @@ ASSUMED_MEAN = 0.5
 ASSUMED_SPREAD = 0.6
 SPREADS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0)
 STEPS = 64
+FEW_STEPS = 32
+FEW_WAVES = 16
+RARE = 1e-6
 HALVINGS = 30
 NEARLY_ALL = 0.98
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """`tokens` decoding steps from position `start` on, with `live` rows in expectation.
+    """`tokens` decoding steps with `live` rows of `age` tokens each in expectation.
 
-    `goes_on` is the probability that any row of any rank is still growing.
+    `goes_on` is the probability that any row of any rank is still growing. `ended` is the share
+    of rows that is over, counted from when the last one has begun.
     """
 
-    start: float
+    age: float
     tokens: float
     live: float
     goes_on: float
+    ended: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +91,16 @@ def fitted(longest: int, mean: float, greatest: float, rows: int) -> Lengths:
 
 
 @lru_cache(maxsize=1024)
-def stages(lengths: Lengths, rows: float, ranks: int) -> tuple[Stage, ...]:
+def stages(lengths: Lengths, rows: float, ranks: int, room: float = math.inf) -> tuple[Stage, ...]:
     """Decoding cut into stages, for `rows` rows on each of `ranks` ranks that end together.
 
     Of n rows, n S(t) live at token t in expectation, and any of n m rows on m ranks with
     probability 1 - (1 - S(t))^(n m); what lives on the rank that goes on is at least one row.
+    Where a rank has `room` for fewer, the others wait, and one begins whenever one ends.
     """
-    return tuple(_stages(lengths, rows, ranks))
+    return tuple(
+        _stages(lengths, rows, ranks) if rows <= room else _crowded(lengths, rows, ranks, room)
+    )
 
 
 def _stages(lengths: Lengths, rows: float, ranks: int) -> Iterator[Stage]:
@@ -100,7 +109,37 @@ def _stages(lengths: Lengths, rows: float, ranks: int) -> Iterator[Stage]:
         goes_on = _any_of(alive, rows * ranks)
         if goes_on < 1e-9:
             return
-        yield Stage(start, tokens, max(rows * alive / goes_on, 1.0), goes_on)
+        live = max(rows * alive / goes_on, 1.0)
+        yield Stage(start + tokens / 2, tokens, live, goes_on, 1 - alive)
+
+
+def _crowded(lengths: Lengths, rows: float, ranks: int, room: float) -> Iterator[Stage]:
+    """The same in equal steps: how many rows begin in each follows from those that end in it.
+
+    Of those that began j steps before, S(j) live; the sum over j are all that live.
+    """
+    grid = list(_grid(lengths.longest))
+    reach = max(start + tokens for start, tokens in grid if lengths.survival(start) > RARE)
+    count = min(math.ceil(reach), STEPS if rows <= FEW_WAVES * room else FEW_STEPS)
+    width = reach / count
+    alive = [lengths.survival((step + 0.5) * width - 0.5) for step in range(count)]
+    alive[0] = 1.0
+    begun, waiting = [room], rows - room
+    for now in itertools.count():
+        lately = [(begun[now - j], j) for j in range(min(count, now + 1))]
+        live = sum(many * alive[j] for many, j in lately)
+        goes_on = 1.0
+        if waiting <= 0:
+            goes_on = 1 - math.prod((1 - alive[j]) ** (many * ranks) for many, j in lately)
+            if goes_on < 1e-9:
+                return
+        age = sum(many * alive[j] * (j + 0.5) for many, j in lately) * width / max(live, 1e-9)
+        ended = 0.0 if waiting > 0 else 1 - live / rows
+        yield Stage(age, width, min(max(live / goes_on, 1.0), room), goes_on, ended)
+        after = [*alive[1:], 0.0]
+        free = sum(many * (alive[j] - after[j]) for many, j in lately)
+        begun.append(min(free, waiting))
+        waiting -= begun[-1]
 
 
 def _grid(longest: int) -> Iterator[tuple[float, float]]:

@@ -32,8 +32,8 @@ def move_cost(
     plan: Plan, context: Context, part: Part, mode: Mode, kind: Literal["sleep", "wake"] = "wake"
 ) -> Cost:
     """The cost of a sleep or wake: nothing is copied of what is discarded."""
-    moved = 0 if mode == "discard" else leaving(part) * len(part.devices)
-    cost = context.costs.copy(moved, devices=part.devices, kind=kind)
+    moved = 0 if mode == "discard" else leaving(part) * len(part.leaves)
+    cost = context.costs.copy(moved, devices=part.leaves, kind=kind)
     instance = plan.instance(part.instance)
     if instance.options is None:
         return cost
@@ -103,7 +103,7 @@ def _action(plan: Plan, traced: Traced, spot: Spot, name: str, context: Context)
         id=name,
         kind=kind,
         reason=Reason(rule="needed" if spot.wake else "memory", text=text),
-        devices=part.devices,
+        devices=part.leaves,
         pool=plan.instance(part.instance).pool,
         instance=part.instance,
         part=part.name,

@@ -15,10 +15,20 @@ from typing import Protocol
 
 from rlflow.scheduler import keys
 from rlflow.scheduler.costs import Costs
-from rlflow.scheduler.engines import ASLEEP, asleep_key, engine_moved, move_key, moving
+from rlflow.scheduler.engines import (
+    ASLEEP,
+    POOLED,
+    STARTED,
+    asleep_key,
+    engine_moved,
+    move_key,
+    moving,
+    start_key,
+)
 from rlflow.scheduler.measured import Origin, Sample, Setting
 from rlflow.scheduler.pieces import piece_done
 from rlflow.scheduler.plan import Action, Cost, Plan
+from rlflow.scheduler.serving import pool_key
 from rlflow.scheduler.spreads import Place, num_parts
 
 LEAST_ITERATIONS = 3
@@ -131,7 +141,7 @@ def samples(
     if every:
         found.append((costs.dispatch_key(), setting, Sample(origin, len(every), 0.0, dispatch)))
     lines = list(figures)
-    for more in (_lengths, _trips, _asleep):
+    for more in (_lengths, _trips, _engines):
         found += more(plan, costs, lines, seen, origin)
     return found
 
@@ -285,22 +295,35 @@ def _trips(
     return found
 
 
-def _asleep(
+def _engines(
     plan: Plan,
     costs: Costs,
     figures: Sequence[tuple[int, Mapping[str, float]]],
     seen: Window,
     origin: Origin,
 ) -> list[Found]:
-    """The most bytes that every engine has kept of a device while it slept."""
-    found = []
+    """What every engine has kept of a device asleep, at the most, its pool, and its start."""
+    found: list[Found] = []
     for instance in plan.instances if figures else ():
-        names = {f"{a.node}/{ASLEEP}" for a in plan.actions if a.instance == instance.name}
-        rows = [v for iteration, v in figures if iteration >= seen.first]
-        held = [row[name] for row in rows for name in sorted(names & row.keys())]
-        if instance.options is not None and held:
+        if instance.options is None:
+            continue
+        nodes = sorted({str(a.node) for a in plan.actions if a.instance == instance.name})
+
+        def told(metric: str, nodes: Sequence[str] = nodes) -> list[float]:
+            rows = [v for iteration, v in figures if iteration >= seen.first]
+            names = [f"{node}/{metric}" for node in nodes]
+            return [row[name] for row in rows for name in names if name in row]
+
+        setting = costs.setting
+        if held := told(ASLEEP):
             sample = Sample(origin, len(held), 0.0, 0.0, held=max(held))
-            found.append((asleep_key(costs, instance), costs.setting, sample))
+            found.append((asleep_key(costs, instance), setting, sample))
+        if instance.options.mem_fraction_static is not None and (pool := told(POOLED)):
+            sample = Sample(origin, len(pool), 0.0, 0.0, held=min(pool))
+            found.append((pool_key(costs, instance), setting, sample))
+        if took := told(STARTED):
+            sample = Sample(origin, len(took), max(took), 0.0)
+            found.append((start_key(costs, instance), setting, sample))
     return found
 
 

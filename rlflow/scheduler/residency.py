@@ -4,13 +4,13 @@ With the order known, next uses are known. `paging` chooses what stays so that f
 `prefetch` when the rest leaves and returns, beside the compute; this file makes actions of
 that. Gradients and the pools of engines are always discarded, and so are weights that a reshard
 overwrites before they are read; everything else is offloaded to the host. Nothing is put to
-sleep that fits.
+sleep that fits: of a part on several devices only what is where memory is short.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.errors import Finding, PlanError
@@ -53,8 +53,12 @@ def residency(plan: Plan, context: Context) -> Plan:
     ]
     seconds = [seconds_of(action) for action in plan.actions]
     naps = shortened(traced.trace, choice.stay, copies, seconds)
+    slept = {traced.parts[nap.gap].name: traced.parts[nap.gap] for nap in naps}
+    plan = replace(plan, parts=tuple(slept.get(part.name, part) for part in plan.parts))
     plan = with_moves(_noting(plan, traced.trace, choice), traced, naps, context)
     plan = with_savers(plan)
+    if any(part.stays for part in slept.values()):
+        memories = Memories(plan=plan)
     return _stated(plan, Instants(plan, memories))
 
 
@@ -77,16 +81,28 @@ def traced_of(plan: Plan, memories: Memories) -> Traced:
         size, places = leaving(part), users.get(part.name, [])
         if not (size and places) or short.isdisjoint(memories.of_part[part.name]):
             continue
-        own = tuple(number[group] for group in memories.of_part[part.name])
+        found = _staying(plan, part, memories, short)
+        own = tuple(number[g] for g in dict.fromkeys(memories.group[d] for d in found.leaves))
         for since, until in zip(places, [*places[1:], places[0]], strict=True):
             rows = tuple((r, i) for r in own for i in _between(rings[r].places, since, until))
             mode = _mode(plan, part, plan.actions[until])
-            cost = 0 if mode == "discard" else 2 * size * len(part.devices)
+            cost = 0 if mode == "discard" else 2 * size * len(found.leaves)
             gaps.append(Gap(size=size, cost=cost, since=since, until=until, rings=own, rows=rows))
-            parts.append(part)
+            parts.append(found)
             modes.append(mode)
     trace = Trace(length=len(plan.actions), rings=rings, gaps=tuple(gaps))
     return Traced(trace=trace, parts=tuple(parts), modes=tuple(modes))
+
+
+def _staying(plan: Plan, part: Part, memories: Memories, short: Collection[int]) -> Part:
+    """The part that sleeps where memory is short alone; of an engine, whole replicas."""
+    instance = plan.instance(part.instance)
+    ranks = 1 if instance.options is None else instance.tp
+    stays: list[int] = []
+    for first in range(0, len(part.devices), ranks):
+        replica = part.devices[first : first + ranks]
+        stays += [] if any(memories.group[d] in short for d in replica) else replica
+    return replace(part, stays=tuple(stays))
 
 
 def _ring(plan: Plan, memories: Memories, group: int) -> Ring:

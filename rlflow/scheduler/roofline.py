@@ -15,6 +15,7 @@ from rlflow.scheduler.collectives import ALONE, Group
 from rlflow.scheduler.hardware import Kind
 from rlflow.scheduler.lengths import Lengths, after, assumed, stages
 from rlflow.scheduler.plan import MICRO_TOKENS, Cost
+from rlflow.scheduler.serving import Serving
 from rlflow.scheduler.shapes import Shape
 
 KERNELS_PER_LAYER = 12
@@ -86,8 +87,9 @@ class Roofline:
 
     `size` is bytes of a number; `predicts` says whether there is a head over the vocabulary;
     `gathers` whether parameters have to be made whole before a layer computes; `streamed`
-    whether layers come from the host. With `pooled` keys and values lie in a pool of its own, and
-    prompts are read some at a time. A pass sees at most `micro_tokens` tokens, or one row.
+    whether layers come from the host. With `serving` keys and values lie in a pool of its own,
+    prompts are read some at a time, and rows wait for room. A pass sees at most `micro_tokens`
+    tokens, or one row.
     """
 
     kind: Kind
@@ -96,7 +98,7 @@ class Roofline:
     predicts: bool = True
     gathers: bool = False
     streamed: bool = False
-    pooled: bool = False
+    serving: Serving | None = None
     micro_tokens: int = MICRO_TOKENS
     tp: Group = ALONE
     fsdp: Group = ALONE
@@ -108,9 +110,14 @@ class Roofline:
         return self.shape.parameters * self.size / self.tp.ranks
 
     @property
+    def kernels(self) -> int:
+        """Kernels of one pass over all layers."""
+        return (self.shape.layers + BESIDE_LAYERS) * KERNELS_PER_LAYER
+
+    @property
     def overhead(self) -> float:
         """Seconds to launch the kernels of one pass over all layers."""
-        return (self.shape.layers + BESIDE_LAYERS) * KERNELS_PER_LAYER * self.kind.launch
+        return self.kernels * self.kind.launch
 
     def computed(self, tokens: float, predictions: float, pairs: float) -> float:
         """Seconds of the products of a forward: 2 flop a parameter and token, 4 a pair and width.
@@ -200,30 +207,44 @@ class Roofline:
         """Seconds to prefill the prompts and decode until the longest of all rows has ended.
 
         A step computes for the rows that are left, reads the weights and their keys and values.
-        Of `legs` rows end in each as `ended_share` says; the prompts are of the first.
+        Of `legs` rows end in each as `ended_share` says; the prompts are of the first, and all
+        that is done while rows wait: one of those may be the shortest.
         """
-        prompt = load.prompts * load.prompt
-        pairs = load.prompts * load.prompt**2 / 2
-        prefill = self.launched(
-            max(self.computed(prompt, load.prompts, pairs), self.read(self.weights), self.brought())
-        )
         total = self.gathered() if self.gathers else 0.0
-        total += 0.0 if leg else self.agreed(prompt) + prefill
-        for stage in stages(load.lengths, load.rows, load.peers):
-            ended = 1 - load.lengths.survival(stage.start + stage.tokens / 2 - 0.5)
-            last = leg + 1 == legs
-            if not ended_share(leg, legs) <= ended < (2.0 if last else ended_share(leg + 1, legs)):
-                continue
-            context = load.prompt + stage.start + stage.tokens / 2
-            step = self.decode(stage.live, context)
-            total += stage.tokens * stage.goes_on * step
+        if not leg:
+            total += self.agreed(load.prompts * load.prompt) + self.prefill(load)
+        since = ended_share(leg, legs)
+        until = 2.0 if leg + 1 == legs else ended_share(leg + 1, legs)
+        for stage in stages(load.lengths, load.rows, load.peers, self.at_once(load)):
+            if since <= stage.ended < until:
+                step = self.decode(stage.live, load.prompt + stage.age)
+                total += stage.tokens * stage.goes_on * step
         return total
+
+    def prefill(self, load: Load) -> float:
+        """Seconds to read the prompts, each once: at once, or in passes of `PREFILL` tokens."""
+        prompt = load.prompts * load.prompt
+        passes = 1 if self.serving is None else max(1, math.ceil(prompt / PREFILL))
+        computed = self.computed(prompt, load.prompts, load.prompts * load.prompt**2 / 2)
+        one = max(computed / passes, self.read(self.weights), self.brought())
+        return passes * self.launched(one)
+
+    def at_once(self, load: Load) -> float:
+        """Rows that are computed at once: each has its response and its share of its prompt."""
+        if self.serving is None:
+            return load.rows
+        tokens = load.lengths.mean + load.prompts * load.prompt / load.rows
+        return self.serving.at_once(load.rows, tokens)
 
     def decode(self, rows: float, context: float) -> float:
         """Seconds of one token for each of `rows` rows that have seen `context` tokens."""
         computed = self.computed(rows, rows, rows * context)
         read = self.read(self.weights + rows * context * self.cache_bytes)
-        seconds = self.launched(max(computed, read, self.brought()))
+        seconds = max(computed, read, self.brought())
+        if self.serving is not None and rows <= self.serving.captured:
+            seconds = max(seconds, self.kind.launch + self.kernels * self.kind.replayed)
+        else:
+            seconds = self.launched(seconds)
         return seconds + self.agreed(rows)
 
     @property
@@ -278,8 +299,10 @@ class Roofline:
         rows = load.most or load.rows
         prompts = rows if load.most else load.prompts
         tokens = max(prompts * load.prompt, rows)
-        activations = self.kept * (min(tokens, PREFILL) if self.pooled else tokens)
-        cache = 0 if self.pooled else int(rows * load.longest_row * self.cache_bytes)
+        cache = int(rows * load.longest_row * self.cache_bytes)
+        if self.serving is not None:
+            tokens, cache, rows = min(tokens, PREFILL), 0, self.serving.rows(rows)
+        activations = self.kept * tokens
         return _largest_first(
             (CACHE, cache),
             ("activations", int(activations)),
@@ -291,6 +314,11 @@ class Roofline:
 def _largest_first(*parts: tuple[str, int]) -> Holds:
     """The parts that hold anything, the largest first."""
     return tuple(sorted((part for part in parts if part[1]), key=lambda part: -part[1]))
+
+
+def apart(roof: Roofline) -> bool:
+    """Whether what it computes in is an engine's process's own, which keeps it between passes."""
+    return roof.serving is not None and roof.kind.name != "cpu"
 
 
 def averaging(roof: Roofline, trained: int, of: int, *, period: int, source: str) -> Cost:

@@ -22,6 +22,7 @@ from rlflow.scheduler.rewrite import rewrite
 from rlflow.scheduler.shapes import Shape, model_shape
 from rlflow.scheduler.text import counted
 from rlflow.scheduler.tune_bounds import Bounds, Figure, Figures, KnownCosts
+from rlflow.scheduler.tune_engines import by_engine, with_engines
 from rlflow.scheduler.tune_moves import Moves
 from rlflow.scheduler.tune_search import Search, Tried
 from rlflow.scheduler.tune_space import Choice, divisions, roles_of, unions
@@ -36,13 +37,15 @@ NODES_TIMES_DEVICES = 160_000
 class Limits:
     """What placements may use: most staleness, counts of chunks; how many are shown.
 
-    `plans` is how many are compiled, about; by the size of graph and cluster if None.
+    `plans` is how many are compiled, about; by the size of graph and cluster if None. `engine`
+    makes all rollouts; left out, the embedded one or another that a placement names.
     """
 
     staleness: int = 0
     streams: tuple[int, ...] = STREAMS
     top: int = 10
     plans: int | None = None
+    engine: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +85,16 @@ def tune(
     """Search placements of a graph on a cluster; `placements` are the pipeline's own.
 
     Raises PlanError E240 where nothing fits, E241 where a model's size is not known, E242 where
-    there is no model to place; InvariantError where a plan that is shown breaks an invariant.
+    there is no model to place, E249 where the engine asked for cannot run a model; InvariantError
+    where a plan that is shown breaks an invariant.
     """
     limits = limits or Limits()
     shapes = {model.name: model_shape(model, near) for model in graph.models}
     costs = KnownCosts(graph=graph, cluster=cluster, shapes=shapes)
     plan = _rewritten(graph, cluster, costs)
     _check_known(plan.graph, shapes)
-    figures = Figures(plan, costs, roles_of(plan.graph))
+    roles = with_engines(roles_of(plan.graph), placements, limits.engine, costs)
+    figures = Figures(plan, costs, roles)
 
     def compiler(placement: Placement, name: str, verified: bool) -> Plan:
         return compile_plan(
@@ -115,7 +120,7 @@ def tune(
         budget=limits.plans or _plans(plan.graph, cluster),
         top=limits.top,
     )
-    search.compile_written(placements, cluster.count)
+    search.compile_written(by_engine(placements, roles, limits.engine), cluster.count)
     search.compile_usual()
     search.compile_promising()
     search.climb()

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.steps import steps_in_order
 from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.engines import engine_parts, with_pool
 from rlflow.scheduler.instances import layout_findings
 from rlflow.scheduler.microbatches import in_micro_batches
 from rlflow.scheduler.pieces import WHOLE, Piece
@@ -145,7 +146,10 @@ class Figures:
     def _figure(self, role: Role, choice: Choice) -> Figure:
         instance = _instance(role, choice)
         room = min(self.plan.budget(device) for device in instance.devices)
-        instance = in_micro_batches(instance, role.nodes, room, self.costs)
+        if instance.options is None:
+            instance = in_micro_batches(instance, role.nodes, room, self.costs)
+        else:
+            instance = with_pool(instance, role.nodes, room, self.costs)
         seconds, need, at = [], 0, role.nodes[0].name
         why: Why | None = "layout" if layout_findings(instance, self.plan, self.costs) else None
         held = 0
@@ -156,7 +160,7 @@ class Figures:
                 why, at = "rows", node.name
             cost = self.costs.run(node, own, parts)
             seconds.append(cost.seconds or 0.0)
-            awake = self._awake(node, instance, own)
+            awake = self._awake(node, instance, own, role.nodes)
             held = max(held, awake)
             if awake + (cost.transient or 0) > need:
                 need = awake + (cost.transient or 0)
@@ -168,8 +172,10 @@ class Figures:
             seconds=tuple(seconds), busy=busy, held=held, need=need, room=room, why=why, at=at
         )
 
-    def _awake(self, node: Node, instance: Instance, own: Instance) -> int:
+    def _awake(self, node: Node, instance: Instance, own: Instance, nodes: Sequence[Node]) -> int:
         """Bytes that a node cannot do without while it runs, of an average both models' weights."""
+        if instance.options is not None:
+            return sum(part.size or 0 for part in engine_parts(instance, nodes, self.costs))
         held = self.costs.weights(instance) or 0
         if own != instance:
             held += self.costs.weights(own) or 0
@@ -194,6 +200,7 @@ def _instance(role: Role, choice: Choice) -> Instance:
         tp=layout.tp,
         recompute=layout.recompute,
         offload="layers" if layout.offload else None,
+        options=role.options(layout),
     )
 
 
@@ -328,7 +335,8 @@ class Bounds:
             return False
         here, there = candidate.choices[role], candidate.choices[source]
         same = (here.layout.fsdp, here.layout.tp) == (there.layout.fsdp, there.layout.tp)
-        return here.range == there.range and same and not here.layout.own
+        apart = here.layout.own or here.layout.engine
+        return here.range == there.range and same and not apart
 
     def estimate(self, candidate: Candidate) -> float:
         """The bound, and seconds to bring out and in again what does not fit, about."""

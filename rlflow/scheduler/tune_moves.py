@@ -164,10 +164,11 @@ class Moves:
     def _sharing(self, candidate: Candidate) -> Candidate:
         """The candidate with rollouts on the trained weights of their devices where that fits."""
         for role, made in enumerate(self.roles):
-            if made.source is None:
+            if made.source is None or None not in made.engines:
                 continue
             here, there = candidate.choices[role], candidate.choices[made.source]
-            layout = replace(here.layout, fsdp=there.layout.fsdp, tp=there.layout.tp)
+            fsdp, tp = there.layout.fsdp, there.layout.tp
+            layout = replace(here.layout, fsdp=fsdp, tp=tp, engine="")
             shared = Choice(here.start, here.stop, layout)
             if here.range == there.range and self.figures.of(role, shared).why is None:
                 candidate = _with(candidate, role, shared)
@@ -211,7 +212,8 @@ class Moves:
         if where[0] >= where[1]:
             return None
         fitting = self.figures.fitting(role, where)
-        alike = [c for c in fitting if c.layout.tp == choice.layout.tp]
+        kind = choice.layout.tp, choice.layout.engine
+        alike = [c for c in fitting if (c.layout.tp, c.layout.engine) == kind]
         return next(iter((*alike, *fitting)), None)
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rlflow.graph.engine_options import EngineOptions
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.placement import On, Placement
 from rlflow.scheduler.cluster import Cluster
@@ -29,7 +30,8 @@ class Role:
     """Uses of `model` placed together under `key`; `source` is the role that trains its weights.
 
     One that is `averaged` changes where another model is trained; `averages` are the nodes that
-    take what this one trains into such a model, on its devices.
+    take what this one trains into such a model, on its devices. Rollouts are made by one of its
+    `engines`, None for the embedded one.
     """
 
     key: str
@@ -40,27 +42,38 @@ class Role:
     source: int | None = None
     averaged: bool = False
     averages: tuple[Node, ...] = ()
+    engines: tuple[EngineOptions | None, ...] = (None,)
 
     @property
     def runs(self) -> tuple[Node, ...]:
         """All that runs where it is placed."""
         return (*self.nodes, *self.averages)
 
+    def options(self, layout: Layout) -> EngineOptions | None:
+        """The options of the engine that a layout names; None for the embedded one."""
+        found = (o for o in self.engines if o is not None and o.describe() == layout.engine)
+        return next(found, None)
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """How a role's ranks share its model; `own` is a rollout's copy where it could share."""
+    """How a role's ranks share its model; `own` is a rollout's copy where it could share.
+
+    `engine` describes the one that generates in a process of its own; empty for the embedded one.
+    """
 
     fsdp: int = 1
     tp: int = 1
     recompute: bool = False
     offload: bool = False
     own: bool = False
+    engine: str = ""
 
     def describe(self) -> str:
         """The printed form."""
         sizes = f"fsdp={self.fsdp} tp={self.tp}"
         said = {"recompute": self.recompute, "offload=layers": self.offload, "own": self.own}
+        said |= {self.engine: True} if self.engine else {}
         return " ".join([sizes, *(word for word, holds in said.items() if holds)])
 
 
@@ -192,7 +205,8 @@ def layouts_of(role: Role, where: Range, shape: Shape | None, cluster: Cluster) 
             continue
         ranks = count // tp
         if role.rollout:
-            yield Layout(tp=tp)
+            for options in role.engines:
+                yield Layout(tp=tp, engine="" if options is None else options.describe())
             continue
         host = max(1, per_host // tp)
         sizes = [ranks, *([host] if host < ranks and ranks % host == 0 else []), 1]
@@ -200,7 +214,7 @@ def layouts_of(role: Role, where: Range, shape: Shape | None, cluster: Cluster) 
             yield Layout(fsdp=fsdp, tp=tp)
             if role.trained:
                 yield Layout(fsdp=fsdp, tp=tp, recompute=True)
-    if not (role.trained or role.averaged) and role.source is None:
+    if not (role.trained or role.averaged) and role.source is None and None in role.engines:
         yield Layout(offload=True)
 
 
@@ -221,7 +235,13 @@ def on_of(role: Role, choice: Choice, pool: str) -> On:
         recompute=layout.recompute or None,
         offload="layers" if layout.offload else None,
         weights="own" if layout.own else None,
+        engine=as_named(role.options(layout)),
     )
+
+
+def as_named(options: EngineOptions | None) -> str | EngineOptions | None:
+    """An engine as a user would write it: by its name where nothing else is said."""
+    return options if options is None or options.said() else options.engine
 
 
 def placement_of(candidate: Candidate, roles: tuple[Role, ...], staleness: int = 0) -> Placement:
@@ -238,8 +258,9 @@ def placement_of(candidate: Candidate, roles: tuple[Role, ...], staleness: int =
     for role, choice in zip(roles, candidate.choices, strict=True):
         where = on_of(role, choice, names[choice.range])
         if not assign:
-            assign["*"] = where
-            continue
+            assign["*"] = where.model_copy(update={"engine": None})
+            if where.engine is None:
+                continue
         given = assign.get(role.model, assign["*"])
         if not role.trained:
             given = given.model_copy(update={"recompute": None})

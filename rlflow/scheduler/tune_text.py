@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rlflow.graph.engine_options import EngineOptions
 from rlflow.graph.placement import On, Placement
 from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.plan import Plan
@@ -166,11 +167,16 @@ def _pool_source(wanted: int | list[int]) -> str:
 
 def _on_source(where: On) -> str:
     said = where.model_dump(exclude_none=True, exclude={"pool"})
+    if isinstance(where.engine, EngineOptions):
+        said["engine"] = where.engine
     words = [f'"{where.pool}"', *(f"{key}={_literal(value)}" for key, value in said.items())]
     return f"rf.on({', '.join(words)})"
 
 
 def _literal(value: object) -> str:
+    if isinstance(value, EngineOptions):
+        options = ", ".join(f"{name}={said!r}" for name, said in value.said().items())
+        return f"{value.spelled()}({options})"
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 

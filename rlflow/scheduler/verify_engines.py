@@ -60,6 +60,7 @@ def engines_sleep_between_rollouts(facts: Facts) -> Iterator[str]:
             yield f"{a.id} keeps a pool, of no use after the rollout"
         if a.instance in going_on:
             yield f"{a.id} of an engine that has rows left to generate"
+    yield from _parts_are_right(facts)
     for i in facts.plan.instances:
         if i.options is None:
             continue
@@ -67,3 +68,18 @@ def engines_sleep_between_rollouts(facts: Facts) -> Iterator[str]:
             yield f"{asleep[i.name].id}, and {i.name} cannot give memory back"
         if i.options.memory_saver is None:
             yield f"nothing says whether {i.name} can give memory back"
+
+
+def _parts_are_right(facts: Facts) -> Iterator[str]:
+    """A replica is one process: all of it sleeps, or none. What parts hold is their size."""
+    for part in facts.plan.parts:
+        instance = facts.instances[part.instance]
+        ranks = 1 if instance.options is None else instance.tp
+        for first in range(0, len(part.devices), ranks):
+            replica = set(part.devices[first : first + ranks])
+            if replica & set(part.stays) not in (set(), replica):
+                yield f"{part.name} stays on {list(part.stays)}, which is no whole replica"
+        if part.holds and sum(size for _, size in part.holds) != part.size:
+            yield f"{part.name} is of {part.size} bytes, and of {dict(part.holds)}"
+        if not set(part.stays) <= set(part.devices):
+            yield f"{part.name} stays on {list(part.stays)}, it is on {list(part.devices)}"

@@ -131,7 +131,8 @@ class Held:
     def _sets(self) -> list[tuple[int, ...]]:
         """The sets of devices that actions and parts have."""
         plan = self.facts.plan
-        sets = [*(a.devices for a in plan.actions), *(p.devices for p in plan.parts)]
+        sets = [a.devices for a in plan.actions]
+        sets += [devices for p in plan.parts for devices in (p.devices, sleeping_on(p))]
         return list(dict.fromkeys(sets))
 
     @cached_property
@@ -160,7 +161,7 @@ class Held:
         }
         for name in self.moves:
             part, asleep = facts.parts[name], self.asleep(name)
-            near, freed = frozenset(kinds[part.devices]), given_back(part)
+            near, freed = frozenset(kinds[sleeping_on(part)]), given_back(part)
             for load, bit in zip(found.values(), facts.bit.values(), strict=True):
                 for device in near.intersection(load) if asleep & bit else ():
                     load[device] -= freed
@@ -190,7 +191,7 @@ class Held:
         near = {own: Counter(hosts[d] for d in own if d != HOST) for own in self._sets}
         sleeps = [s.opens.id for own in self.spells.values() for s in own if _offloads(s.opens)]
         copied = [p for p in plan.parts if not p.on_host]
-        kept = [(p.devices, given_back(p), self._always_back(p)) for p in copied]
+        kept = [(sleeping_on(p), given_back(p), self._always_back(p)) for p in copied]
         base: Counter[tuple[int, ...]] = Counter()
         for p in plan.parts:
             base[p.devices] += p.on_host
@@ -234,6 +235,11 @@ def _offloads(move: Action) -> bool:
 def given_back(part: Part) -> int:
     """Bytes of a device that a part's sleep frees."""
     return max((part.size or 0) - part.residual, 0)
+
+
+def sleeping_on(part: Part) -> tuple[int, ...]:
+    """The devices that a part's sleep is of: without those on which it stays."""
+    return tuple(device for device in part.devices if device not in part.stays)
 
 
 def list_is_an_order(facts: Facts) -> Iterator[str]:
@@ -309,12 +315,15 @@ def _moves_alternate(held: Held) -> Iterator[str]:
 def moves_are_needed(facts: Facts) -> Iterator[str]:
     """Each sleep makes room that is needed, each wake has a user, and both lose no weights."""
     held = held_of(facts)
+    for part in facts.plan.parts:
+        if part.stays and (part.name not in held.moves or not sleeping_on(part)):
+            yield f"{part.name} stays on {list(part.stays)} and sleeps nowhere"
     for name, spells in held.spells.items():
         part = facts.parts[name]
         for spell in spells:
             a, inside = spell.opens, spell.inside
-            if a.devices != part.devices:
-                yield f"{a.id} runs on {list(a.devices)}, {name} is on {list(part.devices)}"
+            if a.devices != sleeping_on(part):
+                yield f"{a.id} runs on {list(a.devices)}, {name} on {list(sleeping_on(part))}"
             during = [b for b in facts.plan.actions if inside & facts.bit[b.id]]
             if a.kind == "wake" and not any(name in b.needs for b in during):
                 yield f"{a.id} is useless: nobody needs {name} before it sleeps again"
@@ -328,7 +337,7 @@ def _lacks_room(held: Held, part: Part, action: Action) -> bool:
     load, plan = held.loads[action.id], held.facts.plan
     return any(
         device in load and load[device] + given_back(part) > plan.budget(device)
-        for device in held.kinds[part.devices]
+        for device in held.kinds[sleeping_on(part)]
     )
 
 

@@ -147,8 +147,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def numbers(metrics: dict[str, float]) -> dict[str, float]:
-    """What an iteration has learned: neither memory nor how far apart two engines are."""
-    apart = ("gap", "asleep_bytes")
+    """What an iteration has learned: not memory, nor time, nor how far apart two engines are."""
+    apart = ("gap", "asleep_bytes", "start_seconds")
     return {k: v for k, v in metrics.items() if not any(word in k for word in apart)}
 
 

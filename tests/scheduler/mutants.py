@@ -39,7 +39,7 @@ def without_action(plan: Plan, name: str) -> Plan:
 def mutants(plan: Plan) -> Iterator[Mutant]:
     """Every mutant of every kind."""
     kinds = (removed, without_dep, swapped, moved, numbers, doubled, redirected, slept, spread)
-    kinds += (cut, caches, paused, engines)
+    kinds += (cut, caches, leaving, paused, engines)
     for kind in kinds:
         yield from kind(plan)
 
@@ -229,6 +229,16 @@ def caches(plan: Plan) -> Iterator[Mutant]:
         for change in changes:
             parts = (replace(p, **change) if p == part else p for p in plan.parts)
             yield f"{part.name} with {change}", replace(plan, parts=tuple(parts))
+
+
+def leaving(plan: Plan) -> Iterator[Mutant]:
+    """A part that stays on other devices than its sleep leaves it on."""
+    moved = {a.part for a in plan.actions if a.part is not None}
+    for part in plan.parts:
+        for stays in dict.fromkeys(((), part.devices, part.devices[:1])):
+            if stays != part.stays and (part.name in moved or stays):
+                parts = (replace(p, stays=stays) if p == part else p for p in plan.parts)
+                yield f"{part.name} stays on {stays}", replace(plan, parts=tuple(parts))
 
 
 def paused(plan: Plan) -> Iterator[Mutant]:

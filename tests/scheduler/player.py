@@ -147,13 +147,14 @@ class Player:
             held = 0
             for name, part in self.parts.items():
                 if device in part.devices:
-                    held += (part.size or 0) if name in self.resident else part.residual
+                    here = name in self.resident or device in part.stays
+                    held += (part.size or 0) if here else part.residual
             held += sum(a.cost.transient or 0 for a, _ in self.running if device in a.devices)
             if held > self.plan.budget(device):
                 self.broken.append(f"{action.id}@{i} makes {held} bytes on {device}")
         hosts: dict[int, int] = defaultdict(int)
         for name in self.on_host:
-            for device in self.parts[name].devices:
+            for device in set(self.parts[name].devices) - set(self.parts[name].stays):
                 hosts[self.plan.host_of(device)] += self.parts[name].size or 0
         if max(hosts.values(), default=0) > self.plan.budget(HOST):
             self.broken.append(f"{action.id}@{i} makes {dict(hosts)} bytes on hosts")

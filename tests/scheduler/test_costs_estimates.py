@@ -10,8 +10,8 @@ import pytest
 import rlflow as rf
 from rlflow import ops
 from rlflow.graph.graph import Graph
+from rlflow.scheduler import collectives, keys
 from rlflow.scheduler import costs as module
-from rlflow.scheduler import keys
 from rlflow.scheduler.cluster import KINDS, cpu_cluster, parse_cluster
 from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.hardware import OBJECT_STORE, STORE_SECONDS
@@ -186,8 +186,8 @@ def test_buckets_are_held_where_weights_leave_their_process() -> None:
     far = costs.copy(10**9, 8, kind="reshard", transport="collective")
     small = costs.copy(1000, 8, kind="reshard", transport="collective")
 
-    assert (("buckets", 2 * module.BUCKET),) == far.holds
-    assert (2 * module.BUCKET, 2000) == (far.transient, small.transient)
+    assert (("buckets", 2 * collectives.BUCKET),) == far.holds
+    assert (2 * collectives.BUCKET, 2000) == (far.transient, small.transient)
     assert () == costs.copy(10**9, 8, kind="reshard", transport="copy").holds
 
 
@@ -208,8 +208,8 @@ def test_sizes_are_those_of_the_engines() -> None:
 
     parameters = inspect.signature(Resharder.__init__).parameters
 
-    assert module.BUCKET == parameters["bucket_bytes"].default
-    assert module.HOST_BUCKET == HALF == HOST_BUCKET
+    assert collectives.BUCKET == parameters["bucket_bytes"].default
+    assert collectives.HOST_BUCKET == HALF == HOST_BUCKET
 
 
 def with_option(graph: Graph, name: str, **options: object) -> Graph:

@@ -52,7 +52,7 @@ def test_two_tokens_by_hand() -> None:
     lengths = Lengths(2, 1.5, 0.6)
     first, second = stages(lengths, 2, 1)
 
-    assert (0.0, 1.0, 1.0) == (first.start, first.tokens, first.goes_on)
+    assert (0.5, 1.0, 1.0) == (first.age, first.tokens, first.goes_on)
     assert lengths.survival(1) == pytest.approx(0.5, abs=1e-6)
     assert second.goes_on == pytest.approx(0.75, abs=1e-6)
     assert second.live == pytest.approx(4 / 3, abs=1e-5)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+
 import pytest
 
 from rlflow.errors import UsageError
 from rlflow.graph.model import Model
 from rlflow.scheduler.known_shapes import KNOWN, known_widths, parse_model_shape
 from rlflow.scheduler.shapes import known_shape, model_shape, stand_ins
+from tests.conftest import PIPELINES, Result
 
 PUBLISHED = {
     "qwen2.5-0.5b": 494_032_768,
@@ -79,6 +83,8 @@ def test_one_name_is_for_all_and_pairs_for_some() -> None:
         ("actor=", "E233", ""),
         ("qwen2.5-7b,", "E233", ""),
         ("=qwen2.5-7b", "E233", ""),
+        ("qwen2.5-7b,qwen3-8b", "E233", ""),
+        ("actor=qwen2.5-7b,actor=qwen3-8b", "E233", ""),
     ],
 )
 def test_what_is_not_known_is_refused_with_near_names(text: str, code: str, near: str) -> None:
@@ -88,6 +94,44 @@ def test_what_is_not_known_is_refused_with_near_names(text: str, code: str, near
     (finding,) = raised.value.findings
     assert code == finding.code
     assert near in (*finding.near, "")
+
+
+def test_all_that_is_not_known_is_said_at_once() -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_model_shape("qwen3-9b,actor=qwen3-9b,draft=qwen3-5b", ("actor", "drafter"))
+
+    assert [("E231", "qwen3-9b"), ("E231", "qwen3-5b"), ("E232", "draft")] == [
+        (finding.code, finding.what.split("'")[-2]) for finding in raised.value.findings
+    ]
+
+
+DRAFTED = PIPELINES / "drafted_grpo.py"
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("plan", "actor=qwen2.5-7b,drafter=qwen2.5-0.5b"),
+        *(
+            (name, "qwen2.5-7b,drafter=qwen2.5-0.5b")
+            for name in ("plan", "simulate", "tune", "diff")
+        ),
+    ],
+)
+def test_a_small_drafter_is_planned_beside_a_large_actor(
+    rlflow: Callable[..., Result], command: str, text: str
+) -> None:
+    words = ["--devices", "h100:8", "--model-shape", text]
+    words += ["--top", "1"] if command == "tune" else ["--placement", "h100"]
+    words += ["--placement", "h100"] if command == "diff" else []
+    words += ["--json"] if command == "plan" else []
+    done = rlflow(command, DRAFTED, *words)
+
+    assert 0 == done.code, done.err
+    if command == "plan":
+        sizes = {part["name"]: part["size"] for part in json.loads(done.out)["parts"]}
+        assert 7_615_616_512 * 4 == sizes["actor@gen/weights"]
+        assert 494_032_768 * 4 == sizes["drafter@gen/weights"]
 
 
 def test_a_note_says_what_stands_for_what_in_which_dtype() -> None:

@@ -15,6 +15,7 @@ from rlflow.scheduler.cluster import Cluster
 from rlflow.scheduler.compile import Compiled, compile_plan, dump_plan
 from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.engines import asleep_key
+from rlflow.scheduler.explain import explain
 from rlflow.scheduler.hardware import ENGINE_ASLEEP
 from rlflow.scheduler.measured import NOTHING, Measured, Sample, Setting, load_measured
 from rlflow.scheduler.plan import HOST, Plan
@@ -31,6 +32,8 @@ GRAPH = grpo(path="models/wide", every=0)
 ALONE = colocated(rf.SGLang(max_total_tokens=4000))
 ENGINE = "actor@all/sglang"
 # Layers of 512 x (512 + 2 x 256 + 512) + 3 x 512 x 2048, embeddings of 64 words.
+# Graphs of up to 256 rows, 2 MiB each, beside what the process keeps in any case.
+ASSUMED = int(ENGINE_ASLEEP) + 256 * 2**21
 WEIGHTS = 4 * (4 * 3_932_160 + 64 * 512)
 
 
@@ -74,12 +77,56 @@ def test_what_was_measured_asleep_takes_the_place_of_what_is_assumed() -> None:
     """The most of any run; the text says which it is."""
     devices = cluster("h100", 1, 80e9)
     assumed, measured = planned(devices).plan, planned(knowing(devices, 3.1e9, 2.9e9)).plan
-    assert int(ENGINE_ASLEEP) == weights_of(assumed).residual
+    assert ASSUMED == weights_of(assumed).residual
     assert int(3.1e9) == weights_of(measured).residual
-    assert int(3.1e9 - ENGINE_ASLEEP) == weights_of(measured).size - weights_of(assumed).size
-    assert "asleep it keeps 2.0 GB of each device (assumed)" in plan_text(assumed)
+    assert int(3.1e9) - ASSUMED == weights_of(measured).size - weights_of(assumed).size
+    told = "asleep it keeps 2.0 GB of each device, 536.9 MB of it CUDA graphs (assumed)"
+    assert told in plan_text(assumed)
     assert "asleep it keeps 3.1 GB of each device (measured, 2 runs)" in plan_text(measured)
-    assert measured.peaks[0] - assumed.peaks[0] == int(3.1e9 - ENGINE_ASLEEP)
+    assert measured.peaks[0] - assumed.peaks[0] == int(3.1e9) - ASSUMED
+
+
+def test_an_engine_without_graphs_keeps_less() -> None:
+    """Its parts say what they are of, and so does an explanation of who needs them."""
+    devices = cluster("h100", 1, 80e9)
+    eager = planned(devices, colocated(rf.SGLang(max_total_tokens=4000, cuda_graph=False))).plan
+    part = weights_of(eager)
+    assert (("weights", WEIGHTS), ("context and workspaces", int(ENGINE_ASLEEP))) == part.holds
+    assert ASSUMED - 256 * 2**21 == part.residual
+    graphs = weights_of(planned(devices).plan)
+    assert ("CUDA graphs", 256 * 2**21) == graphs.holds[-1]
+    assert sum(size for _, size in graphs.holds) == graphs.size
+    few = rf.SGLang(max_total_tokens=4000, max_running_requests=4)
+    assert (
+        int(ENGINE_ASLEEP) + 4 * 2**21 == weights_of(planned(devices, colocated(few)).plan).residual
+    )
+    text = explain(eager, eager.action("actor.rollout"))
+    assert f"holds      {ENGINE}/weights: 63.0 MB weights, 1.5 GB context and workspaces" in text
+    assert "CUDA graphs" not in plan_text(eager)
+
+
+def test_what_an_engine_computes_in_is_of_its_pool_on_accelerators_alone() -> None:
+    """Its process keeps it from pass to pass: 16 rows of 64 words, 80 tokens of prompts.
+
+    A row is read with 4 tokens of 512, 2 + 2 heads twice of 128, and 3 of 2048.
+    """
+    plan = planned(cluster("h100", 1, 80e9)).plan
+    part = plan.part(f"{ENGINE}/pool")
+    held = dict(part.holds)
+    token = 4 * (4 * 512 + 2 * (4 + 2) * 128 + 3 * 2048)
+    assert 16 * 64 * (4 + 8) == held["logits"]
+    assert 40 * token == held["activations"]
+    assert 4000 * 2 * 4 * 2 * 128 * 4 == held["keys and values"]
+    assert sum(held.values()) == part.size
+    assert 0 == plan.action("actor.rollout").cost.transient
+    wrong = [replace(p, holds=p.holds[1:]) if p == part else p for p in plan.parts]
+    assert verify(replace(plan, parts=tuple(wrong)), STAGES[-1])
+    host = planned(cluster("cpu", 1, PLENTY)).plan
+    assert () == host.part(f"{ENGINE}/pool").holds
+    assert host.action("actor.rollout").cost.transient
+    peak = plan.action("actor.rollout").peak
+    training = sum(p.size or 0 for p in plan.parts if p.instance != ENGINE)
+    assert training + part.size + weights_of(plan).size == peak
 
 
 def test_a_device_too_small_for_what_was_measured_is_refused() -> None:
@@ -169,6 +216,42 @@ def test_a_run_leaves_the_most_that_was_kept() -> None:
     assert [(3, 1.4e9)] == [(s.count, s.held) for name, _, s in found if name == key]
     none = observed.samples(plan, costs, spans, [(n, {}) for n in range(4)], begun=0, origin="run")
     assert key not in {name for name, _, _ in none}
+
+
+def test_the_pool_and_the_start_of_a_run_are_known_to_the_next_plan() -> None:
+    """Where its size is left to the engine, the least that any iteration told."""
+    devices, placement = cluster("h100", 1, 80e9), colocated(rf.SGLang(mem_fraction_static=0.5))
+    plan = planned(devices, placement).plan
+    costs = costs_of(plan, devices)
+    derived = int(40e9) - WEIGHTS
+    assert derived == dict(plan.part(f"{ENGINE}/pool").holds)["keys and values"]
+    seen = [(0.0, 1e9), (31e9, 21.5), (30e9, 24.5), (32e9, 24.5)]
+    figures = [
+        (n, {"actor.rollout/pool_bytes": size, "actor.rollout/start_seconds": took})
+        for n, (size, took) in enumerate(seen)
+    ]
+    found = observed.samples(plan, costs, played(plan, len(seen)), figures, begun=0, origin="run")
+    known = replace(devices, measured=NOTHING.adding(found))
+    again = planned(known, placement).plan
+    assert int(30e9) == dict(again.part(f"{ENGINE}/pool").holds)["keys and values"]
+    text = plan_text(again)
+    assert "with a pool of 30.0 GB (measured, 1 run)" in text
+    assert "it starts in 24.5 s (measured, 1 run)" in text
+    assert "it starts" not in plan_text(plan)
+    other = planned(known, colocated(rf.SGLang(mem_fraction_static=0.4))).plan
+    left = dict(other.part(f"{ENGINE}/pool").holds)["keys and values"]
+    assert int(32e9) - WEIGHTS == left
+    said = planned(known, colocated(rf.SGLang(mem_fraction_static=0.5, max_total_tokens=9))).plan
+    assert 9 * 8192 == dict(said.part(f"{ENGINE}/pool").holds)["keys and values"]
+
+
+def test_a_pool_that_was_asked_for_by_tokens_is_no_news() -> None:
+    devices = cluster("cpu", 1, PLENTY)
+    plan = planned(devices).plan
+    figures = [(n, {"actor.rollout/pool_bytes": 1e6}) for n in range(4)]
+    costs = costs_of(plan, devices)
+    found = observed.samples(plan, costs, played(plan, 4), figures, begun=0, origin="run")
+    assert not any("pool, " in key and "None" in key for key, _, _ in found)
 
 
 def test_files_without_bytes_or_trips_are_read(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_what_follows_reads_a_prompt_for_every_row() -> None:
     forward, reward = costs.graph.node("ref.log_probs"), costs.graph.node("reward")
     look = replace(GEN, name="ref@gen", model="ref", uses=("forward",))
     pieces = (Piece(count=2), Piece(count=2, loose=True))
-    by_prompts, by_rows = (costs._load_of(forward, 1, piece) for piece in pieces)
+    by_prompts, by_rows = (costs.load(forward, 1, piece) for piece in pieces)
 
     assert (8.0, 4.0) == (by_prompts.rows, by_prompts.prompts)
     assert (16 * 2 / 3, 8.0) == pytest.approx((by_rows.rows, by_rows.prompts))
@@ -193,8 +193,8 @@ def paused(stream: int = 1, *, pause_at: int = 4, staleness: int = 1) -> rf.Plac
 def test_a_rollout_in_two_takes_longer_by_what_is_read_again() -> None:
     one = compiled_with(grpo(), paused(pause_at=4), kind="h100").plan
     costs = costs_of(one.graph)
-    first = costs._load_of(one.graph.node("actor.rollout"), 1, WHOLE)
-    rest = costs._load_of(one.graph.node("actor.rollout.resumed"), 1, WHOLE)
+    first = costs.load(one.graph.node("actor.rollout"), 1, WHOLE)
+    rest = costs.load(one.graph.node("actor.rollout.resumed"), 1, WHOLE)
 
     assert (4, 4) == (first.lengths.longest, rest.lengths.longest)
     assert rest.prompt == first.prompt + 4
@@ -220,8 +220,8 @@ def test_memory_is_for_all_rows_going_on() -> None:
 def test_who_goes_on_does_a_piece_of_that(piece: Piece) -> None:
     plan = compiled_with(grpo(), paused()).plan
     costs = costs_of(plan.graph, "cpu")
-    load = costs._load_of(plan.graph.node("actor.rollout.resumed"), 1, piece)
-    entire = costs._load_of(plan.graph.node("actor.rollout.resumed"), 1, WHOLE)
+    load = costs.load(plan.graph.node("actor.rollout.resumed"), 1, piece)
+    entire = costs.load(plan.graph.node("actor.rollout.resumed"), 1, WHOLE)
 
     assert load.rows == pytest.approx(max(entire.rows * piece.share, 1.0))
     assert load.most == pytest.approx(16 * piece.share)

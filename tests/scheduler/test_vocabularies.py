@@ -130,7 +130,7 @@ def test_a_look_at_the_mini_batch_costs_a_forward_each_step(loss, forwards):
         table.table(replace(node, params=tuple({**params, "loss": each}.items())), instance, 1)
         for each in (rf.PolicyLoss(), loss)
     )
-    load = table._load_of(node, 1, WHOLE)
+    load = table.load(node, 1, WHOLE)
     one = table.roofline(instance, table.shapes["actor"]).forward(load)
     assert forwards == loss.forwards
     assert other.seconds == pytest.approx(plain.seconds + 2 * forwards * one)

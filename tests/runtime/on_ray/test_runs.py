@@ -52,6 +52,10 @@ def placement(devices, **layout):
     "tp2": placement(2, fsdp=1, tp=2),
     "fsdp2tp2": placement(4, fsdp=2, tp=2),
     "hsdp": placement(4, fsdp=2),
+    "hybrid": rf.Placement(
+        pools={{"train": [0, 1], "gen": [1, 2]}},
+        assign={{"*": rf.on("train"), "actor.rollout": rf.on("gen"), "ref": rf.on("gen")}},
+    ),
 }})
 def greedy(cfg: Config) -> None:
     actor = rf.Model("actor", {str(TINY)!r}, optimizer=rf.AdamW(lr=3e-4))
@@ -134,6 +138,23 @@ def test_sharded_ranks_make_the_same_tokens_and_losses(train, tmp_path, placemen
     many = train("many", file, *words, "--check-sync", iterations=20)
 
     assert_close(one, many, iterations=20)
+
+
+@pytest.mark.slow
+def test_parts_that_sleep_on_one_of_their_devices_change_no_number(train, tmp_path):
+    """Beside training a copy of the weights sleeps, and shards of the optimizer; others stay."""
+    file = tmp_path / "greedy.py"
+    file.write_text(GREEDY)
+    words = ("--placement", "hybrid", "--threads", "1")
+    roomy = train("roomy", file, *words, "--devices", "cpu:3@1GB")
+
+    tight = train("tight", file, *words, "--devices", "cpu:3@8.5MB", "--check-sync")
+
+    parts = json.loads((tight / "plan.json").read_text())["parts"]
+    stays = {part["name"]: part["stays"] for part in parts if "stays" in part}
+    assert [2] == stays["actor@gen/weights"]
+    assert [0] == stays["actor@train/optimizer"]
+    assert (roomy / "metrics.jsonl").read_bytes() == (tight / "metrics.jsonl").read_bytes()
 
 
 def test_two_nodes_make_the_same_tokens_as_one_process(train, tmp_path, two_nodes):

@@ -1,0 +1,94 @@
+"""Which engines `tune` may generate with: the embedded one, and those that somebody names.
+
+Knows assignments and roles; neither devices nor seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rlflow.errors import Finding, PlanError
+from rlflow.graph.engine_options import EMBEDDED, EngineOptions, engine_named, options_of
+from rlflow.graph.placement import On, Placement
+from rlflow.scheduler.bind import assignment
+from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.engines import option_findings
+from rlflow.scheduler.tune_space import Role, as_named
+
+
+def with_engines(
+    roles: tuple[Role, ...], placements: Mapping[str, Placement], name: str | None, costs: Costs
+) -> tuple[Role, ...]:
+    """The roles with what their rollouts may be made by.
+
+    The embedded engine and those that a placement names for one of their nodes; with a `name`
+    that one alone, with the options that a placement gives it. Raises PlanError E245 for an unknown
+    name, E249 for a model that the engine asked for cannot run.
+    """
+    engine_named(name)
+    made, findings = [], list[Finding]()
+    for role in roles if name is None else ():
+        able = [o for o in _named(role, placements) if not _refused(role, o, costs)]
+        made.append(replace(role, engines=(None, *able)) if role.rollout else role)
+    for role in roles if name is not None else ():
+        options = _asked(role, placements, str(name)) if role.rollout else None
+        findings += [] if options is None else _refused(role, options, costs)
+        made.append(replace(role, engines=(options,)) if role.rollout else role)
+    if findings:
+        raise PlanError(*findings)
+    return tuple(made)
+
+
+def by_engine(
+    placements: Mapping[str, Placement], roles: tuple[Role, ...], name: str | None
+) -> dict[str, Placement]:
+    """The placements of a pipeline with all rollouts made by the engine of that name.
+
+    One that changes by that is known as `split with sglang`; without a name none changes.
+    """
+    found: dict[str, Placement] = {}
+    for title, placement in placements.items():
+        assign = dict(placement.assign)
+        for role in roles if name is not None else ():
+            for node in role.nodes if role.rollout else ():
+                where = assignment(node, placement)
+                if where is not None and _engine(where) != name:
+                    key = node.name if node.name in placement.assign else role.key
+                    assign[key] = _moved(where, role.engines[0])
+        same = assign == placement.assign
+        changed = placement if same else placement.model_copy(update={"assign": assign})
+        found[title if same else f"{title} with {name}"] = changed
+    return found
+
+
+def _engine(where: On) -> str:
+    return EMBEDDED if where.options is None else where.options.engine
+
+
+def _moved(where: On, options: EngineOptions | None) -> On:
+    """An assignment of a rollout to the same devices, made by another engine."""
+    if options is None:
+        return where.model_copy(update={"engine": None})
+    return On(pool=where.pool, tp=where.tp, engine=as_named(options))
+
+
+def _asked(role: Role, placements: Mapping[str, Placement], name: str) -> EngineOptions | None:
+    """The engine of that name, with the options that a placement gives it for a role."""
+    wanted = (options for options in _named(role, placements) if options.engine == name)
+    return next(wanted, None) or options_of(name)
+
+
+def _named(role: Role, placements: Mapping[str, Placement]) -> list[EngineOptions]:
+    """The engines that placements name for a role's nodes, in the order written, each once."""
+    chosen = (
+        assignment(node, placement) for placement in placements.values() for node in role.nodes
+    )
+    options = (where.options for where in chosen if where is not None)
+    return list({found.describe(): found for found in options if found is not None}.values())
+
+
+def _refused(role: Role, options: EngineOptions, costs: Costs) -> list[Finding]:
+    """What keeps an engine from a role's model."""
+    where = On(pool="all", engine=options)
+    return [f for node in role.nodes[:1] for f in option_findings(node, where, costs)]

@@ -1,0 +1,183 @@
+"""The search with engines in processes of their own: offered where named, pasted, never worse."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlflow as rf
+from rlflow.errors import PlanError
+from rlflow.scheduler.cluster import cpu_cluster, parse_cluster
+from rlflow.scheduler.compile import compile_plan
+from rlflow.scheduler.shapes import model_shape
+from rlflow.scheduler.tune import Limits, _rewritten, tune
+from rlflow.scheduler.tune_bounds import Bounds, Figures, KnownCosts
+from rlflow.scheduler.tune_engines import by_engine, with_engines
+from rlflow.scheduler.tune_moves import Moves
+from rlflow.scheduler.tune_space import Candidate, Choice, Layout, placement_of, roles_of
+from rlflow.scheduler.tune_text import placement_source, tuned_text
+from tests.scheduler.examples import COLOCATE, SPLIT, grpo, ppo
+from tests.scheduler.test_engine_plans import colocated, split
+from tests.scheduler.test_tune import adapters, big, large_batch, shortest
+
+EAGER = rf.SGLang(cuda_graph=False)
+EAGER_SOURCE = "SGLang(cuda_graph=False)"
+QUICK = Limits(plans=40, engine="sglang")
+
+
+def moves_of(graph, where, placements, name=None):
+    shapes = {model.name: model_shape(model) for model in graph.models}
+    costs = KnownCosts(graph=graph, cluster=where, shapes=shapes)
+    plan = _rewritten(graph, where, costs)
+    roles = with_engines(roles_of(plan.graph), placements, name, costs)
+    figures = Figures(plan, costs, roles)
+    bounds = Bounds(plan.graph, figures)
+    return Moves(figures=figures, bounds=bounds, cluster=where, staleness=0, streams=(1, 2))
+
+
+def offered(placements, name=None, graph=None):
+    """The engines of the rollouts, by what they are called; the embedded one is None."""
+    moves = moves_of(graph or grpo(), cpu_cluster(2, threads=1, memory=1e9), placements, name)
+    assert {(None,)} == {role.engines for role in moves.roles if not role.rollout}
+    (role,) = (role for role in moves.roles if role.rollout)
+    return [options and options.describe() for options in role.engines]
+
+
+def test_engines_are_offered_where_a_placement_or_the_user_names_them():
+    assert [None] == offered({"split": SPLIT})
+    assert [None, "sglang"] == offered({"split": SPLIT, "apart": split()})
+    several = {"a": colocated(EAGER), "b": split(EAGER), "c": split("vllm")}
+    assert [None, "sglang(cuda_graph=False)", "vllm"] == offered(several)
+    assert ["sglang"] == offered({"split": SPLIT}, "sglang")
+    assert ["sglang(cuda_graph=False)"] == offered(several, "sglang")
+    assert [None] == offered(several, "torch")
+
+
+def test_an_engine_that_cannot_run_the_model_is_refused_by_name_alone():
+    assert [None] == offered({"split": SPLIT}, graph=adapters())
+    with pytest.raises(PlanError) as refused:
+        offered({"split": SPLIT}, "sglang", adapters())
+    assert "E249" == refused.value.findings[0].code
+    with pytest.raises(PlanError) as unknown:
+        offered({"split": SPLIT}, "sgland")
+    assert ("E245", ("sglang",)) == (
+        unknown.value.findings[0].code,
+        unknown.value.findings[0].near[:1],
+    )
+
+
+def test_written_placements_take_the_engine_that_is_asked_for():
+    roles = moves_of(grpo(), cpu_cluster(2, threads=1), {}, "sglang").roles
+    eval_apart = SPLIT.model_copy(update={"assign": {**SPLIT.assign, "eval": rf.on("gen", tp=1)}})
+    found = by_engine({"split": SPLIT, "own": split(EAGER), "eval": eval_apart}, roles, "sglang")
+    assert ["split with sglang", "own", "eval with sglang"] == list(found)
+    assert split(EAGER) == found["own"]
+    assert rf.on("gen", engine="sglang") == found["split with sglang"].assign["actor.rollout"]
+    assert rf.on("gen", tp=1, engine="sglang") == found["eval with sglang"].assign["eval"]
+    assert {"split": SPLIT} == by_engine({"split": SPLIT}, roles, None)
+    torch = moves_of(grpo(), cpu_cluster(2, threads=1), {}, "torch").roles
+    found = by_engine({"own": split()}, torch, "torch")
+    assert {"actor@train", "actor@gen", "ref@train"} == {
+        i.name
+        for i in compile_plan(
+            grpo(), found["own with torch"], cpu_cluster(2, threads=1)
+        ).plan.instances
+    }
+
+
+@pytest.mark.parametrize("engine", ["", "sglang", "sglang(cuda_graph=False)"])
+def test_a_candidate_is_compiled_and_pasted_as_it_says(engine):
+    graph, where = ppo(), cpu_cluster(4, threads=1, memory=1e9)
+    roles = moves_of(graph, where, {"a": colocated(), "b": colocated(EAGER)}).roles
+    candidate = Candidate(
+        (
+            Choice(0, 2, Layout(fsdp=2)),
+            Choice(0, 4, Layout(tp=2, engine=engine)),
+            Choice(2, 4, Layout(offload=True)),
+            Choice(2, 4, Layout(fsdp=2)),
+        )
+    )
+    placement = placement_of(candidate, roles)
+    assert placement == eval(placement_source(placement), {"rf": rf})
+    held = {i.name: i.layout() for i in compile_plan(graph, placement, where).plan.instances}
+    name = engine.partition("(")[0]
+    assert f"tp=2 x2 {name}".strip() == held["actor@gen" + (f"/{name}" if name else "")]
+    said = {"": "", "sglang": 'engine="sglang"'}.get(engine, f"engine=rf.{EAGER_SOURCE}")
+    assert said in placement_source(placement)
+
+
+def test_a_role_that_only_samples_does_not_give_its_engine_to_others():
+    """Where it comes first, `*` has its devices and not its engine."""
+    roles = moves_of(grpo(), cpu_cluster(2, threads=1), {"a": colocated()}).roles
+    first = tuple(sorted(roles, key=lambda role: not role.rollout))
+    choices = tuple(Choice(0, 2, Layout(engine="sglang" if role.rollout else "")) for role in first)
+    placement = placement_of(Candidate(choices), first)
+    assert rf.on("all") == placement.assign["*"].model_copy(update={"fsdp": None})
+    assert "sglang" == placement.assign["actor.rollout"].engine
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_no_plan_of_an_engine_is_shorter_than_its_bound(data):
+    build = data.draw(st.sampled_from([grpo, ppo]))
+    kind = data.draw(st.sampled_from(["cpu:4@1GB", "h100:4"]))
+    graph, where = build(), parse_cluster(kind, 4, 1)
+    moves = moves_of(graph, where, {}, data.draw(st.sampled_from(["sglang", "vllm"])))
+    ranges = [(0, 4), (0, 2), (2, 4), (1, 3)]
+    choices = []
+    for number, role in enumerate(moves.roles):
+        at = data.draw(st.sampled_from(ranges)) if number else (0, 4)
+        choices.append(data.draw(st.sampled_from(moves.figures.fitting(number, at))))
+        assert bool(choices[-1].layout.engine) is role.rollout
+    candidate = Candidate(tuple(choices), stream=data.draw(st.sampled_from([1, 2])))
+    try:
+        placement = placement_of(candidate, moves.roles)
+        plan = compile_plan(graph, placement, where, verified=False).plan
+    except PlanError:
+        return
+    assert moves.bounds.period(candidate) <= plan.timing.period * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("devices", ["cpu:2@4GB", "h100:4"])
+def test_rows_of_a_search_with_an_engine_are_pasted_to_what_they_promise(devices):
+    where = parse_cluster(devices, 2, 1)
+    graph = big(grpo(), "shape:qwen2.5-0.5b") if where.kind.name != "cpu" else grpo()
+    tuned = tune(graph, {"colocate": COLOCATE, "split": SPLIT}, where, limits=QUICK)
+    for row in tuned.rows[:4]:
+        pasted = eval(placement_source(row.placement), {"rf": rf})
+        plan = compile_plan(graph, pasted, where).plan
+        assert row.plan.timing.period == plan.timing.period
+        (made,) = {i.engine for i in plan.instances if "rollout" in i.uses}
+        assert "sglang" == made
+    written = by_engine({"c": COLOCATE, "s": SPLIT}, roles_with(graph, where), "sglang")
+    assert tuned.best.period <= shortest(graph, written.values(), where) * (1 + 1e-9)
+    assert "sglang" in tuned_text(tuned)
+
+
+def roles_with(graph, where):
+    return moves_of(graph, where, {}, "sglang").roles
+
+
+def test_beside_an_engine_the_embedded_one_is_still_found():
+    """On a CPU a reshard through another process costs more than it brings."""
+    where = cpu_cluster(2, threads=1, memory=1e9)
+    plain = tune(grpo(), {"split": SPLIT}, where, limits=Limits(plans=40))
+    both = tune(grpo(), {"split": split()}, where, limits=Limits(plans=40))
+    assert both.best.period <= plain.best.period * 1.02
+    assert ["split"] == [tried.name for _, tried in both.written]
+
+
+@pytest.mark.slow
+def test_a_large_search_with_an_engine_is_never_worse_than_by_hand():
+    graph, where = large_batch("ppo"), parse_cluster("h100:64", 1)
+    tuned = tune(graph, {}, where, limits=Limits(engine="sglang"))
+    by_hand = [
+        rf.Placement(
+            pools={"train": 64 - gen, "gen": gen},
+            assign={"*": rf.on("train"), "actor.rollout": rf.on("gen", engine="sglang", tp=tp)},
+        )
+        for gen in (16, 32, 48)
+        for tp in (1, 2, 4)
+    ]
+    assert tuned.best.period <= shortest(graph, by_hand, where) * (1 + 1e-9)
