@@ -34,7 +34,8 @@ class EngineOptions(BaseModel):
     A subclass has a name, `engine`, and a `title` for texts; `loader` is the dotted name of what
     starts it (`package.module:function`), or it overrides `load`. An interpreter needs its
     `packages`; `install` is what to type where it lacks them. `said_elsewhere` are the arguments
-    that `args` may not have, and what they follow from.
+    that `args` may not have, and what they follow from. Where it `drafts`, a drafter may lie in
+    it beside its model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,6 +46,7 @@ class EngineOptions(BaseModel):
     packages: ClassVar[tuple[str, ...]] = ()
     install: ClassVar[str] = ""
     said_elsewhere: ClassVar[Mapping[str, str]] = {}
+    drafts: ClassVar[bool] = False
 
     max_total_tokens: Positive | None = None
     mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)
@@ -71,7 +73,9 @@ class EngineOptions(BaseModel):
         """Start one: its weights by name and version, and what generates with them.
 
         `path` is the model's directory or hub name; `how` has `name`, `dtype`, `device`, `seed`,
-        `init` ("weights" or "random"), `threads` and `devices`, the numbers of its ranks' devices.
+        `init` ("weights" or "random"), `threads` and `devices`, the numbers of its ranks' devices;
+        where a drafter lies in it also `draft`: its `path`, `name`, `dtype`, `init` and how many
+        `tokens` it proposes at a time.
         """
         made: tuple[Any, Any] = pkgutil.resolve_name(self.loader)(path, options=self, **how)
         return made
@@ -79,6 +83,11 @@ class EngineOptions(BaseModel):
     def unseeded(self, *, on_cpu: bool) -> str:
         """Why equal seeds may draw other samples, to follow "not replayable"; empty if not."""
         del on_cpu
+        return ""
+
+    def distorted(self, temperature: float, *, on_cpu: bool) -> str:
+        """Why a drafter would change what is sampled at a temperature; empty if it does not."""
+        del temperature, on_cpu
         return ""
 
     @classmethod

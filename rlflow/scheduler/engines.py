@@ -19,6 +19,7 @@ from rlflow.graph.placement import On
 from rlflow.scheduler import keys
 from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.inside import drafter_part, held_weights, reserved, staging, token_bytes
 from rlflow.scheduler.measured import Record
 from rlflow.scheduler.pieces import as_measured
 from rlflow.scheduler.plan import Action, Cost, Instance, Part, Plan
@@ -88,7 +89,7 @@ def option_findings(node: Node, where: On, costs: Costs) -> list[Finding]:
         "a value head": model.head == "value",
         "adapters (lora=)": model.lora is not None,
         f"dtype {model.dtype}": model.dtype == "float64",
-        f"drafter {node.drafter!r}": node.drafter is not None,
+        f"drafter {node.drafter!r}": node.drafter is not None and not where.options.drafts,
     }
     has = [reason for reason, holds in reasons.items() if holds]
     if not has:
@@ -116,10 +117,10 @@ def with_pool(instance: Instance, nodes: Sequence[Node], room: int, costs: Costs
         return instance
     if options.mem_fraction_static is not None:
         return instance
-    longest = max(sum(costs.tokens(node)) for node in nodes)
+    longest = max(sum(costs.tokens(node)) for node in nodes) + reserved(instance)
     wanted = max(_tokens(node, instance, costs) for node in nodes)
-    each = costs.roofline(instance, shape).cache_bytes
-    beside = (costs.weights(instance) or 0) + kept_asleep(instance, costs)
+    each = token_bytes(instance, costs)
+    beside = (held_weights(instance, costs) or 0) + kept_asleep(instance, costs)
     beside += max(costs.held(node, instance, instance.row_parts) for node in nodes)
     fitting = int((ROOM * room - beside) / each)
     tokens = max(longest, min(wanted, fitting))
@@ -132,7 +133,7 @@ def _tokens(node: Node, instance: Instance, costs: Costs) -> int:
     rows = costs.rows(node)
     group = math.ceil(rows / (num_prompts(costs.graph, node) or rows))
     most = rows if parts == 1 else math.ceil(rows / parts) + group
-    return (most + 1) * sum(costs.tokens(node))
+    return (most + 1) * (sum(costs.tokens(node)) + reserved(instance))
 
 
 def pool_bytes(instance: Instance, costs: Costs) -> int | None:
@@ -142,11 +143,11 @@ def pool_bytes(instance: Instance, costs: Costs) -> int | None:
         return None
     sizes = []
     if options.max_total_tokens is not None:
-        sizes.append(options.max_total_tokens * costs.roofline(instance, shape).cache_bytes)
+        sizes.append(options.max_total_tokens * token_bytes(instance, costs))
     if options.mem_fraction_static is not None:
         memory = min(costs.cluster.kind_of(device).memory for device in instance.devices)
         static = options.mem_fraction_static * memory
-        sizes.append(max(static - (costs.weights(instance) or 0), 0))
+        sizes.append(max(static - (held_weights(instance, costs) or 0), 0))
     return int(min(sizes)) if sizes else None
 
 
@@ -183,19 +184,22 @@ def on_host(instance: Instance, costs: Costs) -> int:
 
     On a CPU also its share of the process beside weights and pool, where that was measured.
     """
-    whole = costs.weights(replace(instance, tp=1, devices=instance.devices[:1])) or 0
-    staging = math.ceil(whole / instance.tp)
+    copied = staging(instance, costs)
     record = asleep_record(instance, costs) if _on_cpu(instance, costs) else None
     if record is None:
-        return staging
-    tensors = (costs.weights(instance) or 0) + (pool_bytes(instance, costs) or 0)
-    return staging + max(int(record.held) - tensors, 0)
+        return copied
+    tensors = (held_weights(instance, costs) or 0) + (pool_bytes(instance, costs) or 0)
+    return copied + max(int(record.held) - tensors, 0)
 
 
 def engine_parts(instance: Instance, costs: Costs) -> list[Part]:
-    """Weights and pool of an engine; without `memory_saver` neither is ever given back."""
-    assert instance.options is not None
-    weights, pool = costs.weights(instance), pool_bytes(instance, costs)
+    """Weights and pool of an engine; without `memory_saver` neither is ever given back.
+
+    Of a drafter in an engine weights alone.
+    """
+    if instance.options is None:
+        return [drafter_part(instance, costs)]
+    weights, pool = held_weights(instance, costs), pool_bytes(instance, costs)
     kept = kept_asleep(instance, costs)
     whole = None if weights is None else weights + kept
     stays = instance.options.memory_saver is False
@@ -259,6 +263,7 @@ def _told(instance: Instance, plan: Plan, costs: Costs) -> str:
     pool += f" for {tokens} tokens" if tokens is not None else ""
     weights = costs.weights(replace(instance, tp=1, devices=instance.devices[:1]))
     staged = "" if weights is None else f" of {amount(weights)}"
+    pool += "" if instance.drafter is None else f", and {instance.drafter} drafts in it"
     return (
         f"{instance.name} is {options.title} in {many}, with {pool}; weights reach it through "
         f"a copy{staged} in its host's memory{_told_asleep(instance, costs)}"
@@ -316,7 +321,7 @@ def engine_moved(plan: Plan, action: Action) -> tuple[Instance, str] | None:
     if action.kind not in CALLS:
         return None
     names = action.targets if action.kind == "reshard" else (action.instance,)
-    found = [i for i in plan.instances if i.name in names and i.options is not None]
+    found = [i for i in plan.instances if i.name in names and i.apart]
     if not found:
         return None
     if action.kind == "reshard":

@@ -105,17 +105,25 @@ class Facts:
         needs, reads = (instance.weights, *kept), ((instance.name, self.plan.graph.lag(node)),)
         if "drafter" in dict(node.params):
             beside, lag = self._drafter(node, instance), self.plan.graph.lag(node) + 1
+            if beside is None:
+                return ("a drafter",), (), ()
             return (instance.weights, beside.weights, *kept), (*reads, (beside.name, lag)), ()
         return needs, reads, ()
 
-    def _drafter(self, node: Node, instance: Instance) -> Instance:
-        """The instance of a rollout's drafter, which lies whole where the rollout runs."""
-        (found,) = (
+    def _drafter(self, node: Node, instance: Instance) -> Instance | None:
+        """The instance of a rollout's drafter: in its engine, or whole where the rollout runs.
+
+        None where there is not just one.
+        """
+        engine = None if instance.options is None else instance.name
+        found = [
             i
             for i in self.plan.instances
-            if i.model == dict(node.params)["drafter"] and i.pool == instance.pool
-        )
-        return found
+            if i.model == dict(node.params)["drafter"]
+            and i.pool == instance.pool
+            and i.inside == engine
+        ]
+        return found[0] if len(found) == 1 else None
 
     def rows_on(self, action: Action) -> tuple[int, ...]:
         """The devices of an action that may have rows: of an engine's ranks the first ones."""
