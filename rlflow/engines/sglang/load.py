@@ -15,10 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlflow.engines.loading import Init, auto, build, check_path, quiet, read
-from rlflow.engines.sglang.arguments import arguments, environment, free_port, interpreter
+from rlflow.engines.protocol import Drafting
+from rlflow.engines.sglang.arguments import (
+    arguments,
+    drafting,
+    environment,
+    free_port,
+    interpreter,
+)
+from rlflow.engines.sglang.draft import EngineDraft, context_of
 from rlflow.engines.sglang.memory import SharedWeights
 from rlflow.engines.sglang.model import EngineModel
 from rlflow.engines.sglang.process import Command
@@ -34,6 +42,11 @@ APART = Path(__file__).parents[1] / "apart"
 LEFT_OUT = {"config.json", "generation_config.json"}
 
 
+def no_drafter(given: Mapping[str, Any], path: str, tokens: int) -> dict[str, Any]:
+    """For engines in which no drafter lies."""
+    raise AssertionError(f"{path} is to draft {tokens} tokens in an engine without drafters")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """What one kind of engine is started with.
@@ -41,13 +54,15 @@ class Kind:
     `script` runs in the engine's interpreter. `arguments` has those of the engine, for options,
     the directory that it reads, dtype, device, the number of its ranks, seed, context and the
     model's config; `fresh` has those that every start has anew. `environment` is for an
-    interpreter, device, the ranks' devices and a number of threads.
+    interpreter, device, the ranks' devices and a number of threads. `drafting` adds a
+    drafter to arguments, by its directory and the number of its tokens.
     """
 
     script: Path
     arguments: Callable[..., dict[str, Any]]
     environment: Callable[..., dict[str, str]]
     fresh: Callable[[], dict[str, Any]] = dict
+    drafting: Callable[[Mapping[str, Any], str, int], dict[str, Any]] = no_drafter
 
 
 def load_engine(path: str, *, options: SGLang, **how: Any) -> tuple[EngineModel, SGLangRollout]:
@@ -68,32 +83,28 @@ def start_engine(
     init: Init = "weights",
     threads: int = 1,
     devices: Sequence[int] = (),
+    draft: Drafting | None = None,
     patience: float = PATIENCE,
 ) -> EngineModel:
     """Start an engine with the weights of `path`, or random ones that are a function of `seed`.
 
     `devices` are the numbers of the devices (of the cores on a CPU) of its tensor-parallel
-    ranks, by default the one of `device`. Nothing of the engine may stand still for longer than
-    `patience` seconds while it is asked something. Raises UsageError for a path that cannot be
-    read or an interpreter without the engine, RunError where the engine does not start.
+    ranks, by default the one of `device`. A `draft` lies in the engine beside its model. Nothing
+    of the engine may stand still for longer than `patience` seconds while it is asked something.
+    Raises UsageError for a path that cannot be read or an interpreter without the engine,
+    RunError where the engine does not start.
     """
-    check_path(path, init)
     place = torch.device(device)
     ranks = tuple(devices) or (place.index or 0,)
-    with quiet():
-        config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
-        module = read(path, lambda: build(path, config, "lm", dtype, seed, init))
-    weights = {key: value.detach() for key, value in module.named_parameters()}
-    staging = SharedWeights(weights, pinned=place.type == "cuda")
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    context = getattr(options, "context_length", None) or limit
-    directory = tempfile.mkdtemp(prefix="rlflow-model-")
-    readable(Path(directory), path, module if init == "random" else None)
-    del module, weights
+    wanted = {"model": (path, init)}
+    wanted |= {} if draft is None else {"draft": (draft.path, draft.init)}
+    directory, configs, stagings = staged(wanted, dtype=dtype, seed=seed, device=place)
+    config = configs[0]
+    context = getattr(options, "context_length", None) or context_of(config)
     python = interpreter(options)
     given = kind.arguments(
         options,
-        path=directory,
+        path=f"{directory}/model",
         dtype=dtype,
         device=place,
         ranks=len(ranks),
@@ -101,34 +112,71 @@ def start_engine(
         context=context,
         config=config,
     )
+    drafter = None if draft is None else EngineDraft(draft, stagings[1], configs[1])
+    if draft is not None:
+        given = kind.drafting(given, f"{directory}/draft", draft.tokens)
     launch = Launch(
         name=name,
         command=Command(
             python=python,
             script=kind.script,
             environment=kind.environment(python, device=place, devices=ranks, threads=threads),
-            descriptors=(staging.descriptor,),
+            descriptors=tuple(each.descriptor for each in stagings),
         ),
-        message=partial(starting, kind.fresh, given, staging, len(ranks)),
+        message=partial(starting, kind.fresh, given, stagings, len(ranks)),
         directory=directory,
         cuda=place.type == "cuda",
         options=options,
         patience=patience,
     )
-    return EngineModel(launch, staging, config, context=context, dtype=dtype)
+    return EngineModel(launch, stagings[0], config, context=context, dtype=dtype, draft=drafter)
+
+
+def staged(
+    wanted: Mapping[str, tuple[str, Init]], *, dtype: torch.dtype, seed: int, device: torch.device
+) -> tuple[str, list[Any], list[SharedWeights]]:
+    """A directory that has models as an engine reads them, their configs, and their weights.
+
+    `wanted` are their paths by their names in the directory, and which weights they have.
+    """
+    found = [loaded(path, init, dtype, seed) for path, init in wanted.values()]
+    pinned = device.type == "cuda"
+    stagings = [SharedWeights(parameters(module), pinned=pinned) for _, module in found]
+    directory = tempfile.mkdtemp(prefix="rlflow-model-")
+    for (name, (path, init)), (_, module) in zip(wanted.items(), found, strict=True):
+        Path(directory, name).mkdir()
+        readable(Path(directory, name), path, module if init == "random" else None)
+    return directory, [config for config, _ in found], stagings
+
+
+def loaded(path: str, init: Init, dtype: torch.dtype, seed: int) -> tuple[Any, nn.Module]:
+    """The config of a path, and a model with its weights or random ones."""
+    check_path(path, init)
+    with quiet():
+        config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
+        return config, read(path, lambda: build(path, config, "lm", dtype, seed, init))
+
+
+def parameters(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a model by name, without their gradients."""
+    return {key: value.detach() for key, value in module.named_parameters()}
 
 
 def starting(
     fresh: Callable[[], dict[str, Any]],
     given: Mapping[str, Any],
-    staging: SharedWeights,
+    stagings: Sequence[SharedWeights],
     ranks: int,
     first: bool,
 ) -> dict[str, Any]:
-    """What an engine is told at its start; a replacement has to be given weights first."""
+    """What an engine is told at its start; a replacement has to be given weights first.
+
+    `stagings` are that of its model, and of a drafter if there is one.
+    """
+    held = [{"table": s.table, "memory": s.descriptor, "bytes": s.size} for s in stagings]
     return {
         "arguments": {**fresh(), **given},
-        "held": {"table": staging.table, "memory": staging.descriptor, "bytes": staging.size},
+        **dict(zip(("held", "draft"), held, strict=False)),
         "ranks": ranks,
         "version": 0 if first else None,
     }
@@ -170,4 +218,5 @@ KIND = Kind(
     arguments=arguments,
     environment=environment,
     fresh=lambda: {"nccl_port": free_port()},
+    drafting=drafting,
 )

@@ -18,6 +18,7 @@ from rlflow.engines.flat import whole_shards
 from rlflow.engines.models import State, misfits
 from rlflow.engines.protocol import Shard, SleepMode
 from rlflow.engines.sglang.checksums import hashes, layout
+from rlflow.engines.sglang.draft import DRAFT, EngineDraft
 from rlflow.engines.sglang.link import Link, LostError, RefusedError
 from rlflow.engines.sglang.memory import SharedWeights
 from rlflow.engines.sglang.replica import Launch, Replica
@@ -29,8 +30,9 @@ WEIGHTS, POOL = "weights", "kv_cache"
 class EngineModel:
     """The weights of an engine by name and version, asleep or awake, and its pool.
 
-    `shards` are the staging; `loaded` brings it to the engine. `close` ends the engine; it
-    is called when the model is forgotten, and the engine dies with this process in any case.
+    `shards` are the staging; `loaded` brings it to the engine. A `draft` lies in it too, and
+    sleeps and wakes with the weights. `close` ends the engine; it is called when the model is
+    forgotten, and the engine dies with this process in any case.
     """
 
     adapters = None
@@ -43,6 +45,7 @@ class EngineModel:
         *,
         context: int | None,
         dtype: torch.dtype,
+        draft: EngineDraft | None = None,
     ) -> None:
         self.name = launch.name
         self.config = config
@@ -53,6 +56,10 @@ class EngineModel:
         self.state: State = "ready"
         self.pool_awake = True
         self.staging = staging
+        self.draft = draft
+        if draft is not None:
+            draft.bring = weakly(self._bring_draft)
+            draft.compare = weakly(self._compare_draft, otherwise={})
         self._seconds: dict[str, float] = {}
         self._residual: dict[str, float] = {}
         self.replica = Replica(
@@ -114,6 +121,7 @@ class EngineModel:
         fill = self.state == "offloaded"
         self.state = "ready" if fill else "empty"
         self._wake(WEIGHTS)
+        self._bring_draft()
         if fill:
             self._update()
 
@@ -166,18 +174,7 @@ class EngineModel:
 
         Raises RunError for an engine of several ranks, whose weights are cut.
         """
-        (held, *more) = self.checksums()
-        if more:
-            what = f"the weights of {self.name!r} are cut, and cannot be compared by their hashes"
-            raise RunError(Finding(code="E588", what=what, got=f"tp={len(more) + 1}"))
-        staged = self.staging.tensors
-        if not self.replica.launch.cuda:
-            mine = hashes(held, staged)
-        else:
-            # What is hashed on a GPU is hashed in another way, which SGLang alone knows.
-            known = {name: of for name, of in layout(held, staged).items() if of[0]}
-            mine = dict.fromkeys(held, "") | self._asked("hashes", {"layout": known})
-        return {name: (mine[name], held[name]) for name in held if mine[name] != held[name]}
+        return self._compared(self.staging.tensors, {})
 
     def measured(self) -> dict[str, float]:
         """Seconds of the last start, sleep, wake and update; bytes of the pool.
@@ -199,6 +196,49 @@ class EngineModel:
         """What to raise where the engine did not do what was asked."""
         text = f"the engine of {self.name!r} did not {what}"
         return RunError(Finding(code="E587", what=text, got=str(error).strip()))
+
+    def _compare_draft(self) -> dict[str, tuple[str, str]]:
+        """The same of the drafter's weights; nothing while those sleep."""
+        assert self.draft is not None
+        if not self._wanted():
+            return {}
+        return self._compared(self.draft.staging.tensors, {"of": DRAFT})
+
+    def _compared(
+        self, staged: Mapping[str, Tensor], of: Mapping[str, str]
+    ) -> dict[str, tuple[str, str]]:
+        """The weights whose hashes differ from those that are staged."""
+        self.require_awake()
+        (held, *more) = self._asked("checksums", of)
+        if more:
+            what = f"the weights of {self.name!r} are cut, and cannot be compared by their hashes"
+            raise RunError(Finding(code="E588", what=what, got=f"tp={len(more) + 1}"))
+        if not self.replica.launch.cuda:
+            mine = hashes(held, staged)
+        else:
+            # What is hashed on a GPU is hashed in another way, which SGLang alone knows.
+            known = {name: kept for name, kept in layout(held, staged).items() if kept[0]}
+            mine = dict.fromkeys(held, "") | self._asked("hashes", {"layout": known, **of})
+        return {name: (mine[name], held[name]) for name in held if mine[name] != held[name]}
+
+    def _bring_draft(self) -> None:
+        """Bring the drafter's staging to the engine, unless there is none or it sleeps.
+
+        A replacement has it before it can be had.
+        """
+        if self.draft is None or not self._wanted():
+            return
+        try:
+            self.replica.link().ask("update", self._draft_fields()).result()
+        except LostError:
+            self.replica.link()
+        except RefusedError as error:
+            raise self.refused("take weights of its drafter", error) from error
+
+    def _draft_fields(self) -> dict[str, Any]:
+        """What is asked to bring the drafter's staging to the engine."""
+        assert self.draft is not None
+        return {"version": self.draft.version, "of": DRAFT}
 
     def _asked(self, do: str, fields: Mapping[str, Any]) -> Any:
         """The answer to a question, asked again of another engine where one is lost."""
@@ -266,7 +306,9 @@ class EngineModel:
         return self.state in {"ready", "empty"}
 
     def _restored(self, link: Link) -> None:
-        """Bring a new engine to where the model is."""
+        """Bring a new engine to where the model and its drafter are."""
+        if self.draft is not None:
+            link.ask("update", self._draft_fields()).result()
         if self.state == "ready":
             link.ask("update", {"version": self.version}).result()
         if not self.pool_awake:

@@ -9,7 +9,7 @@ from typing import Any
 from .held import Held
 from .server import connected, refuse_start
 from .sglang_rows import Generating
-from .sglang_weights import Holding
+from .sglang_weights import Holding, require_selectors
 
 
 class SGLangServer(Generating, Holding):
@@ -20,6 +20,9 @@ class SGLangServer(Generating, Holding):
         self.engine = engine
         self.tokenizer = engine.tokenizer_manager
         self.held = Held(start["held"])
+        self.drafted = Held(start["draft"]) if "draft" in start else None
+        if self.drafted is not None:
+            require_selectors()
         self.ranks = int(start["ranks"])
         self.device = str(start["arguments"]["device"])
         self.version = start["version"]
