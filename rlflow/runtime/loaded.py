@@ -16,6 +16,7 @@ from rlflow.engines.average import move
 from rlflow.engines.loading import load_model, load_tokenizer
 from rlflow.engines.optim import learning_rate
 from rlflow.engines.protocol import (
+    Drafting,
     Generation,
     Reach,
     SampleKey,
@@ -284,13 +285,16 @@ def load_instance(
     device: str = "cpu",
     mesh: DeviceMesh | None = None,
     ranks: Sequence[int] = (),
+    draft: Drafting | None = None,
 ) -> Loaded:
     """Load an instance: whole in this process, or this process's shards of it over a mesh.
 
-    An engine of its own is started in a process beside this one, on the devices of its `ranks`.
+    An engine of its own is started in a process beside this one, on the devices of its `ranks`,
+    with a `draft` if there is one.
     """
     if instance.options is not None:
-        return _load_engine(instance, spec, path, seed=seed, device=device, ranks=ranks)
+        beside = {} if draft is None else {"draft": draft}
+        return _load_engine(instance, spec, path, seed=seed, device=device, ranks=ranks, **beside)
     optimizer = spec.optimizer if isinstance(spec.optimizer, AdamW) and instance.trained else None
     common: dict[str, Any] = {
         "dtype": getattr(torch, spec.dtype),
@@ -340,7 +344,14 @@ def _load_sharded(
 
 
 def _load_engine(
-    instance: Instance, spec: Model, path: str, *, seed: int, device: str, ranks: Sequence[int]
+    instance: Instance,
+    spec: Model,
+    path: str,
+    *,
+    seed: int,
+    device: str,
+    ranks: Sequence[int],
+    **beside: Drafting,
 ) -> Loaded:
     """Start an engine for the replica that this process owns."""
     assert instance.options is not None
@@ -354,6 +365,7 @@ def _load_engine(
         init="random" if spec.init == "random" else "weights",
         threads=torch.get_num_threads(),
         devices=ranks,
+        **beside,
     )
     return Loaded(
         instance=instance,

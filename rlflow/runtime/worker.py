@@ -23,6 +23,7 @@ from rlflow.engines.rng import permutation
 from rlflow.graph.graph import Binding, Graph, Node
 from rlflow.ops.body import Alone, Call, Output, Stat
 from rlflow.runtime.flow import Flow
+from rlflow.runtime.inside import drafting_in, inside
 from rlflow.runtime.loaded import InUse, Loaded, load_instance
 from rlflow.runtime.node_states import NodeStates
 from rlflow.runtime.stats import logged
@@ -99,6 +100,9 @@ class Worker:
         """Load what this process holds, and put to sleep what the plan does not begin with."""
         held = self.plan.instances if self.world is None else self.world.instances
         for instance in held:
+            if instance.inside is not None:
+                self.loaded[instance.name] = inside(instance, self.loaded[instance.inside])
+                continue
             declared = self.graph.model(instance.model)
             self.loaded[instance.name] = load_instance(
                 instance,
@@ -108,6 +112,7 @@ class Worker:
                 device="cpu" if self.world is None else self.world.device,
                 mesh=None if self.world is None else self.world.mesh(instance),
                 ranks=() if self.world is None else self.world.places(instance),
+                draft=drafting_in(self.plan, instance, self._path),
             )
         require_averages(self.plan, self.loaded)
         actions = self.plan.actions
@@ -223,8 +228,9 @@ class Worker:
         )
 
     def _in_use(self, action: Action, node: Node, loaded: Loaded, key: SampleKey) -> InUse:
-        """The model of a node, with the drafter beside it if it has one."""
-        beside = [self.loaded[name] for name, _ in action.reads if name in self.loaded]
+        """The model of a node, with the drafter beside it if it has one that is in no engine."""
+        names = (name for name, _ in action.reads if name in self.loaded)
+        beside = [held for held in map(self.loaded.__getitem__, names) if not held.instance.inside]
         drafters = [held for held in beside if held.instance.model == node.drafter]
         drafter = drafters[0] if drafters else None
         return InUse(loaded, key, piece=_piece(action), drafter=drafter)
@@ -318,7 +324,7 @@ class Worker:
         for target in targets:
             target.version = iteration - dict(action.writes)[target.instance.name]
             target.model.loaded(target.version)
-            engine = target.instance.options is not None and target.instance.tp == 1
+            engine = target.instance.apart and target.instance.tp == 1
             if self.check_sync and engine:
                 require_same(action, target.model.check())
         return received
