@@ -14,10 +14,17 @@ import pytest
 import torch
 
 from rlflow.engines.protocol import Reach, SampleKey, Sampling
-from rlflow.engines.sglang.arguments import arguments, cores, environment, interpreter, visible
+from rlflow.engines.sglang.arguments import (
+    arguments,
+    cores,
+    drafting,
+    environment,
+    interpreter,
+    visible,
+)
 from rlflow.engines.sglang.checksums import hashed, hashes, layout
 from rlflow.engines.sglang.held import held_bytes, members
-from rlflow.engines.sglang.load import readable
+from rlflow.engines.sglang.load import no_drafter, readable
 from rlflow.engines.sglang.memory import SharedWeights
 from rlflow.engines.sglang.rollout import parameters, seed_of
 from rlflow.graph.engines import SGLang
@@ -210,3 +217,23 @@ def test_memory_of_a_group():
     assert os.getpid() in members(mine)
     assert held_bytes(mine, cuda=False) > 10e6
     assert [] == members(2**22 + 1)
+
+
+def test_a_drafter_proposes_one_chain_and_is_kept_where_memory_is_given_back():
+    """The policy reads its drafts and one token more."""
+    made = drafting({"model_path": "p"}, "d", 3)
+    assert ("p", "STANDALONE", "d") == (
+        made["model_path"],
+        made["speculative_algorithm"],
+        made["speculative_draft_model_path"],
+    )
+    names = ("num_steps", "eagle_topk", "num_draft_tokens")
+    assert [3, 1, 4] == [made[f"speculative_{name}"] for name in names]
+    assert "enable_draft_weights_cpu_backup" not in made
+    saving = drafting({"enable_memory_saver": True}, "d", 3)
+    assert saving["enable_draft_weights_cpu_backup"] is True
+
+
+def test_an_engine_without_drafters_is_given_none():
+    with pytest.raises(AssertionError, match="in an engine without drafters"):
+        no_drafter({}, "d", 3)
