@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rlflow.engines.loading import Init, auto, build, check_path, quiet, read
@@ -193,10 +194,9 @@ def readable(directory: Path, path: str, module: nn.Module | None) -> None:
             if file.name not in LEFT_OUT and file.is_file():
                 (directory / file.name).symlink_to(file.resolve())
     else:
-        whole: Any = module
-        with quiet():
-            whole.save_pretrained(directory)
-        (directory / "generation_config.json").unlink(missing_ok=True)
+        # Any rank writes its engine's; transformers would only have the first one save.
+        weights = {name: tensor.contiguous() for name, tensor in parameters(module).items()}
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     for part in (config, config.get("text_config") or {}):
         part["eos_token_id"] = None
