@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlflow.engines.protocol import Reach, SampleKey, Sampling
 from rlflow.engines.sglang.arguments import (
@@ -24,7 +25,7 @@ from rlflow.engines.sglang.arguments import (
 )
 from rlflow.engines.sglang.checksums import hashed, hashes, layout
 from rlflow.engines.sglang.held import held_bytes, members
-from rlflow.engines.sglang.load import no_drafter, readable
+from rlflow.engines.sglang.load import loaded, no_drafter, readable
 from rlflow.engines.sglang.memory import SharedWeights
 from rlflow.engines.sglang.rollout import parameters, seed_of
 from rlflow.graph.engines import SGLang
@@ -237,3 +238,16 @@ def test_a_drafter_proposes_one_chain_and_is_kept_where_memory_is_given_back():
 def test_an_engine_without_drafters_is_given_none():
     with pytest.raises(AssertionError, match="in an engine without drafters"):
         no_drafter({}, "d", 3)
+
+
+def test_every_rank_writes_the_random_weights_of_its_engine(tmp_path, monkeypatch):
+    config, module = loaded(str(TINY), "random", torch.float32, 3)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda *group: 1)
+    readable(tmp_path, str(TINY), module)
+    found = load_file(tmp_path / "model.safetensors")
+    wanted = dict(module.named_parameters())
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert (config.vocab_size, None) == (said["vocab_size"], said["eos_token_id"])
