@@ -92,6 +92,19 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """A drafter that an engine is to hold: its weights are those of `path`, or random ones.
+
+    It proposes so many `tokens` at a time to the engine's model, whose dtype and tokens it has.
+    """
+
+    name: str
+    path: str
+    init: Literal["weights", "random"]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What an optimizer step did; `applied` is false where it was skipped as not finite."""
 

@@ -90,7 +90,7 @@ class TorchRollout:
         if draft is not None and not draft.tokens:
             draft = None
         if draft is not None:
-            require_drafter(draft, self.model, sizes, sampling, reach)
+            require_drafter(draft.model, self.model, sizes, sampling, reach)
         self._stats["prompt_tokens"] += float(sizes.sum())
         responses = self.responses(sampling, key, sample_ids, reach)
         if draft is None:

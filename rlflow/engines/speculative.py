@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -217,33 +218,42 @@ class SpeculativeDecoding(Decoding):
         return False
 
 
+class Reads(Protocol):
+    """A model that reads tokens: its config has its vocabulary."""
+
+    name: str
+    config: Any
+
+    @property
+    def context(self) -> int | None:
+        """How many tokens it reads at the most; None where it says nothing."""
+
+
 def require_drafter(
-    draft: Draft, policy: TorchModel, sizes: Tensor, sampling: Sampling, reach: Reach
+    drafter: Reads, policy: Reads, sizes: Tensor, sampling: Sampling, reach: Reach
 ) -> None:
     """Raise RunError for a drafter that cannot read what the policy may write.
 
     `sizes` int64 `[prompts]` are the lengths of the prompts.
     """
-    mine, known = (
-        int(model.config.get_text_config().vocab_size) for model in (policy, draft.model)
-    )
+    mine, known = (int(model.config.get_text_config().vocab_size) for model in (policy, drafter))
     if known < mine:
         raise RunError(
             Finding(
                 code="E596",
-                what=f"drafter {draft.model.name!r} does not know all tokens of {policy.name!r}",
+                what=f"drafter {drafter.name!r} does not know all tokens of {policy.name!r}",
                 got=f"a vocabulary of {known}",
                 expected=f"at least {mine}, the policy's",
                 fix="a drafter with the tokenizer of the policy, its vocabulary as large",
             )
         )
-    context = draft.model.context
+    context = drafter.context
     needed = (int(sizes.max()) if len(sizes) else 0) - reach.first + sampling.max_new_tokens
     if context is not None and needed > context:
         raise RunError(
             Finding(
                 code="E597",
-                what=f"the context of drafter {draft.model.name!r} is too short",
+                what=f"the context of drafter {drafter.name!r} is too short",
                 got=f"{context} tokens",
                 expected=f"at least {needed}: the longest prompt and "
                 f"{sampling.max_new_tokens} new tokens",

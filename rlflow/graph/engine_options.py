@@ -35,7 +35,8 @@ class EngineOptions(BaseModel):
     starts it (`package.module:function`), or it overrides `load`. An interpreter needs its
     `packages`; `install` is what to type where it lacks them. `said_elsewhere` are the arguments
     that `args` may not have, and what they follow from. `adapted` are the linear layers, by the
-    last part of their names, that it adds low-rank adapters to: none unless it says so.
+    last part of their names, that it adds low-rank adapters to: none unless it says so. Where it
+    `drafts`, a drafter may lie in it beside its model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,6 +48,7 @@ class EngineOptions(BaseModel):
     install: ClassVar[str] = ""
     said_elsewhere: ClassVar[Mapping[str, str]] = {}
     adapted: ClassVar[tuple[str, ...]] = ()
+    drafts: ClassVar[bool] = False
 
     max_total_tokens: Positive | None = None
     mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)
@@ -74,7 +76,8 @@ class EngineOptions(BaseModel):
 
         `path` is the model's directory or hub name; `how` has `name`, `dtype`, `device`, `seed`,
         `init` ("weights" or "random"), `threads` and `devices`, the numbers of its ranks' devices;
-        for a model with adapters `lora` as well.
+        for a model with adapters `lora` as well, and where a drafter lies in it `draft`: its
+        `path`, `name`, `dtype`, `init` and how many `tokens` it proposes at a time.
         """
         made: tuple[Any, Any] = pkgutil.resolve_name(self.loader)(path, options=self, **how)
         return made
@@ -82,6 +85,11 @@ class EngineOptions(BaseModel):
     def unseeded(self, *, on_cpu: bool) -> str:
         """Why equal seeds may draw other samples, to follow "not replayable"; empty if not."""
         del on_cpu
+        return ""
+
+    def distorted(self, temperature: float, *, on_cpu: bool) -> str:
+        """Why a drafter would change what is sampled at a temperature; empty if it does not."""
+        del temperature, on_cpu
         return ""
 
     @classmethod

@@ -44,6 +44,11 @@ SAID_ELSEWHERE = {
     "enable_memory_saver": "memory_saver=",
     "enable_weights_cpu_backup": "the plan's sleeps",
     "custom_weight_loader": "rlflow brings the weights",
+    "speculative_algorithm": "drafter= of the rollout",
+    "speculative_draft_model_path": "drafter= of the rollout",
+    "speculative_num_steps": "draft_tokens= of the rollout",
+    "speculative_num_draft_tokens": "draft_tokens= of the rollout",
+    "speculative_eagle_topk": "draft_tokens= of the rollout",
 }
 
 SAID_ELSEWHERE_VLLM = {
@@ -106,6 +111,7 @@ class SGLang(EngineOptions):
         "up_proj",
         "down_proj",
     )
+    drafts: ClassVar[bool] = True
 
     max_running_requests: Positive | None = None
     context_length: Positive | None = None
@@ -113,7 +119,6 @@ class SGLang(EngineOptions):
     cuda_graph: bool = True
     quantization: str | None = None
     deterministic: bool = False
-    speculative: None = None
 
     def unseeded(self, *, on_cpu: bool) -> str:
         """SGLang draws by seeds on accelerators alone, and there when it is deterministic."""
@@ -125,6 +130,11 @@ class SGLang(EngineOptions):
             ": what SGLang draws depends on what else is in a batch; "
             "rf.SGLang(deterministic=True) ends that"
         )
+
+    def distorted(self, temperature: float, *, on_cpu: bool) -> str:
+        """On a CPU SGLang keeps drafts by the likeliest token, as if the temperature were 0."""
+        wrong = on_cpu and temperature > 0
+        return "on a CPU SGLang verifies drafts greedily, whatever the temperature" if wrong else ""
 
 
 @register_engine

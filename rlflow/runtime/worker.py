@@ -23,7 +23,9 @@ from rlflow.engines.rng import permutation
 from rlflow.graph.graph import Binding, Graph, Node
 from rlflow.ops.body import Alone, Call, Output, Stat
 from rlflow.runtime.flow import Flow
-from rlflow.runtime.loaded import InUse, Loaded, load_instance
+from rlflow.runtime.inside import drafting_in, inside
+from rlflow.runtime.loaded import InUse, Loaded
+from rlflow.runtime.loading import load_instance
 from rlflow.runtime.node_states import NodeStates
 from rlflow.runtime.stats import logged
 from rlflow.runtime.store import ShardStore, Stored, together
@@ -99,6 +101,9 @@ class Worker:
         """Load what this process holds, and put to sleep what the plan does not begin with."""
         held = self.plan.instances if self.world is None else self.world.instances
         for instance in held:
+            if instance.inside is not None:
+                self.loaded[instance.name] = inside(instance, self.loaded[instance.inside])
+                continue
             declared = self.graph.model(instance.model)
             self.loaded[instance.name] = load_instance(
                 instance,
@@ -108,6 +113,7 @@ class Worker:
                 device="cpu" if self.world is None else self.world.device,
                 mesh=None if self.world is None else self.world.mesh(instance),
                 ranks=() if self.world is None else self.world.places(instance),
+                draft=drafting_in(self.plan, instance, self._path),
             )
         require_averages(self.plan, self.loaded)
         actions = self.plan.actions
@@ -225,8 +231,9 @@ class Worker:
         )
 
     def _in_use(self, action: Action, node: Node, loaded: Loaded, key: SampleKey) -> InUse:
-        """The model of a node, with the drafter beside it if it has one."""
-        beside = [self.loaded[name] for name, _ in action.reads if name in self.loaded]
+        """The model of a node, with the drafter beside it if it has one that is in no engine."""
+        names = (name for name, _ in action.reads if name in self.loaded)
+        beside = [held for held in map(self.loaded.__getitem__, names) if not held.instance.inside]
         drafters = [held for held in beside if held.instance.model == node.drafter]
         drafter = drafters[0] if drafters else None
         return InUse(loaded, key, piece=_piece(action), drafter=drafter)
@@ -320,7 +327,7 @@ class Worker:
         for target in targets:
             target.version = iteration - dict(action.writes)[target.instance.name]
             target.model.loaded(target.version)
-            if self.check_sync and target.instance.options is not None:
+            if self.check_sync and target.instance.apart:
                 require_same(action, target.model.check())
         return received
 

@@ -17,6 +17,7 @@ from rlflow.scheduler.context import Context
 from rlflow.scheduler.drafters import drafter_findings, drafting_instance, with_drafters
 from rlflow.scheduler.engine_notes import noting_engines
 from rlflow.scheduler.engines import option_findings, use_findings, with_pool
+from rlflow.scheduler.inside import drafts_findings
 from rlflow.scheduler.instances import (
     USES,
     layout_findings,
@@ -57,11 +58,11 @@ def bind(plan: Plan, context: Context) -> Plan:
     served: dict[str, list[Node]] = {}
     for node in plan.graph.nodes:
         if node.model is not None:
-            name = serving_instance(made, node, chosen[node.name]).name
-            served.setdefault(name, []).append(node)
-        if node.drafter is not None:
-            beside = drafting_instance(made, node, chosen[node.name].pool)
-            served.setdefault(beside.name, []).append(node)
+            serving = serving_instance(made, node, chosen[node.name])
+            served.setdefault(serving.name, []).append(node)
+            if node.drafter is not None:
+                beside = drafting_instance(made, node, serving)
+                served.setdefault(beside.name, []).append(node)
     instances = tuple(
         _fitted(instance, served[instance.name], made, context)
         for instance in made.instances
@@ -69,7 +70,9 @@ def bind(plan: Plan, context: Context) -> Plan:
     )
     findings = trained_twice(plan, instances)
     findings += [f for i in instances for f in layout_findings(i, plan, context.costs)]
-    findings += drafter_findings(plan.graph, instances)
+    findings += drafter_findings(made, instances, served)
+    for engine in (i for i in instances if i.drafter is not None):
+        findings += drafts_findings(engine, served[engine.name], context.costs)
     _refuse(findings)
     costs = context.costs
     parts = tuple(part for i in instances for part in parts_of(i, served[i.name], costs))
@@ -92,6 +95,8 @@ def _fitted(instance: Instance, nodes: list[Node], plan: Plan, context: Context)
     room = min(plan.budget(device) for device in instance.devices)
     if instance.options is not None:
         return with_pool(instance, nodes, room, context.costs)
+    if instance.inside is not None:
+        return instance
     passed = [node for node in nodes if node.averages is None]
     return in_micro_batches(instance, passed, room, context.costs)
 
@@ -259,8 +264,8 @@ def _weights(
         needs = (instance.weights, source.weights)
         reads = (*reads, (source.name, -1))
     if node.drafter is not None:
-        drafter = drafting_instance(plan, node, instance.pool)
-        needs = (*needs, drafter.weights)
+        drafter = drafting_instance(plan, node, instance)
+        needs = (instance.weights, drafter.weights, *needs[1:])
         reads = (*reads, (drafter.name, plan.graph.lag_of(node, node.drafter)))
     return needs, reads, ((instance.name, -1),) if node.op.use == "train" else ()
 

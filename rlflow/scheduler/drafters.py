@@ -1,7 +1,7 @@
 """Where drafters lie: whole, on the devices of the rollouts that they propose tokens for.
 
-A rollout reads the weights of its drafter beside its own. This file knows no passes, and not what
-a drafter proposes.
+A rollout reads the weights of its drafter beside its own. Where it runs in an engine of its own,
+the drafter lies in that. This file knows no passes, and not what a drafter proposes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rlflow.errors import Finding
-from rlflow.graph.graph import Graph, Node
+from rlflow.graph.graph import Node
 from rlflow.graph.placement import On
 from rlflow.scheduler.plan import Instance, Plan
 from rlflow.scheduler.roofline import Holds, Load, Roofline
@@ -26,10 +26,25 @@ def with_drafters(
     for node in plan.graph.nodes:
         if node.drafter is None:
             continue
-        pool = chosen[node.name].pool
-        name = f"{node.drafter}@{pool}"
+        where = chosen[node.name]
+        pool, options = where.pool, where.options
+        name = drafting_name(node, pool, None if options is None else options.engine)
         known = found.get(name)
-        if known is None:
+        if options is not None:
+            host = found[f"{node.model}@{pool}/{options.engine}"]
+            tokens = int(node.param("draft_tokens"))
+            found[host.name] = replace(host, drafter=node.drafter, draft_tokens=tokens)
+            found[name] = Instance(
+                name=name,
+                model=node.drafter,
+                pool=pool,
+                devices=host.devices,
+                uses=("rollout",),
+                trained=False,
+                tp=host.tp,
+                inside=host.name,
+            )
+        elif known is None:
             found[name] = Instance(
                 name=name,
                 model=node.drafter,
@@ -43,9 +58,15 @@ def with_drafters(
     return tuple(found.values())
 
 
-def drafting_instance(plan: Plan, node: Node, pool: str) -> Instance:
-    """The instance of a rollout's drafter."""
-    return plan.instance(f"{node.drafter}@{pool}")
+def drafting_name(node: Node, pool: str, engine: str | None) -> str:
+    """The name of the instance of a rollout's drafter, by the rollout's pool and engine."""
+    return f"{node.drafter}@{pool}" + (f"/{engine}/{node.model}" if engine is not None else "")
+
+
+def drafting_instance(plan: Plan, node: Node, served: Instance) -> Instance:
+    """The instance of the drafter of a rollout that is served by another instance."""
+    engine = None if served.options is None else served.engine
+    return plan.instance(drafting_name(node, served.pool, engine))
 
 
 def drafting_holds(
@@ -53,26 +74,30 @@ def drafting_holds(
 ) -> Holds:
     """What a rollout holds, and beside it the drafter's keys and values, logits of its tokens too.
 
-    The policy reads one token more than were drafted, and keeps logits of each.
+    The policy reads one token more than were drafted, and keeps logits of each. Keys and values
+    in a pool are not counted.
     """
     rows, tokens = load.most or load.rows, int(node.param("draft_tokens"))
     cache = rows * ((load.longest_row + tokens) * drafter.cache_bytes + tokens * roof.cache_bytes)
+    cache = 0 if roof.serving is not None else cache
     size = int(cache) + tokens * roof.scores(rows) + drafter.scores(rows)
     return tuple(sorted((*known, (DRAFTS, size)), key=lambda part: -part[1]))
 
 
-def drafter_findings(graph: Graph, instances: Sequence[Instance]) -> list[Finding]:
-    """E261 for every rollout whose weights or whose drafter's are cut over ranks, or elsewhere."""
+def drafter_findings(
+    plan: Plan, instances: Sequence[Instance], served: Mapping[str, Sequence[Node]]
+) -> list[Finding]:
+    """E261 for every rollout here whose weights or whose drafter's are cut over ranks.
+
+    `served` has the nodes of each instance; rollouts in engines of their own are left out.
+    """
     findings = []
-    for node in graph.nodes:
-        cut = [
-            f"{i.name}: {i.layout()}"
-            for i in instances
-            if node.drafter is not None
-            and i.model in (node.model, node.drafter)
-            and "rollout" in i.uses
-            and (i.fsdp * i.tp > 1 or i.options is not None)
-        ]
+    of = {node.name: i for i in instances for node in served[i.name] if node.model == i.model}
+    for node in plan.graph.nodes:
+        if node.drafter is None or of[node.name].options is not None:
+            continue
+        beside = drafting_instance(plan, node, of[node.name])
+        cut = [f"{i.name}: {i.layout()}" for i in (of[node.name], beside) if i.fsdp * i.tp > 1]
         if cut:
             findings.append(
                 Finding(

@@ -56,6 +56,7 @@ def _told(instance: Instance, plan: Plan, nodes: Sequence[Node], costs: Costs) -
     pool += f" ({known.source_for(costs.setting)})" if known is not None else ""
     room = [f"{amount(held)} of {name}" for name, held in part.holds if name != POOL]
     pool += f", beside it {' and '.join(room)}" if room else ""
+    pool += "" if instance.drafter is None else f", and {instance.drafter} drafts in it"
     weights = costs.weights(replace(instance, tp=1, devices=instance.devices[:1]))
     staged = "" if weights is None else f" of {amount(weights)}"
     return (

@@ -18,6 +18,7 @@ from rlflow.graph.graph import Node
 from rlflow.graph.placement import On
 from rlflow.scheduler import keys
 from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.inside import drafter_part, held_weights, reserved, staging, token_bytes
 from rlflow.scheduler.measured import Record
 from rlflow.scheduler.pieces import as_measured
 from rlflow.scheduler.plan import Action, Cost, Instance, Part, Plan
@@ -94,7 +95,7 @@ def option_findings(node: Node, where: On, costs: Costs) -> list[Finding]:
         "a value head": model.head == "value",
         f"adapters on {' and '.join(unadapted)} (lora=)": bool(unadapted),
         f"dtype {model.dtype}": model.dtype == "float64",
-        f"drafter {node.drafter!r}": node.drafter is not None,
+        f"drafter {node.drafter!r}": node.drafter is not None and not where.options.drafts,
     }
     has = [reason for reason, holds in reasons.items() if holds]
     if not has:
@@ -123,10 +124,10 @@ def with_pool(instance: Instance, nodes: Sequence[Node], room: int, costs: Costs
         return instance
     if options.mem_fraction_static is not None:
         return instance
-    longest = max(sum(costs.tokens(node)) for node in nodes)
+    longest = max(sum(costs.tokens(node)) for node in nodes) + reserved(instance)
     wanted = max(_tokens(node, instance, costs) for node in nodes)
-    each = costs.roofline(instance, shape).cache_bytes
-    beside = (costs.weights(instance) or 0) + kept_asleep(instance, costs)
+    each = token_bytes(instance, costs)
+    beside = (held_weights(instance, costs) or 0) + kept_asleep(instance, costs)
     beside += sum(size for _, size in working(instance, nodes, costs))
     fitting = int((ROOM * room - beside) / each)
     tokens = max(longest, min(wanted, fitting))
@@ -143,7 +144,7 @@ def _tokens(node: Node, instance: Instance, costs: Costs) -> int:
     parts, rows = parts_of(instance, node), costs.rows(node)
     group = math.ceil(rows / (num_prompts(costs.graph, node) or rows))
     most = rows if parts == 1 else math.ceil(rows / parts) + group
-    return (most + 1) * sum(costs.tokens(node))
+    return (most + 1) * (sum(costs.tokens(node)) + reserved(instance))
 
 
 def pool_bytes(instance: Instance, costs: Costs) -> int | None:
@@ -151,7 +152,7 @@ def pool_bytes(instance: Instance, costs: Costs) -> int | None:
     options, shape = instance.options, costs.shapes[instance.model]
     if options is None or shape is None:
         return None
-    size = pool_size(instance, costs, costs.roofline(instance, shape).cache_bytes)
+    size = pool_size(instance, costs, token_bytes(instance, costs))
     return None if size is None else int(size)
 
 
@@ -215,22 +216,23 @@ def on_host(instance: Instance, costs: Costs) -> int:
 
     On a CPU also its share of the process beside weights and pool, where that was measured.
     """
-    whole = costs.weights(replace(instance, tp=1, devices=instance.devices[:1])) or 0
-    staging = math.ceil(whole / instance.tp)
+    copied = staging(instance, costs)
     record = asleep_record(instance, costs) if on_cpu(instance, costs) else None
     if record is None:
-        return staging
-    tensors = (costs.weights(instance) or 0) + (pool_bytes(instance, costs) or 0)
-    return staging + max(int(record.held) - tensors, 0)
+        return copied
+    tensors = (held_weights(instance, costs) or 0) + (pool_bytes(instance, costs) or 0)
+    return copied + max(int(record.held) - tensors, 0)
 
 
 def engine_parts(instance: Instance, nodes: Sequence[Node], costs: Costs) -> list[Part]:
     """Weights and pool of an engine; without `memory_saver` neither is ever given back.
 
     On an accelerator its process is counted with the weights, what it computes in with the pool.
+    Of a drafter in an engine weights alone.
     """
-    assert instance.options is not None
-    weights, pool = costs.weights(instance), pool_bytes(instance, costs)
+    if instance.options is None:
+        return [drafter_part(instance, costs)]
+    weights, pool = held_weights(instance, costs), pool_bytes(instance, costs)
     process, room = asleep_holds(instance, costs), working(instance, nodes, costs)
     room = () if on_cpu(instance, costs) else room
     kept = sum(size for _, size in process)
@@ -309,7 +311,7 @@ def engine_moved(plan: Plan, action: Action) -> tuple[Instance, str] | None:
     if action.kind not in CALLS:
         return None
     names = action.targets if action.kind == "reshard" else (action.instance,)
-    found = [i for i in plan.instances if i.name in names and i.options is not None]
+    found = [i for i in plan.instances if i.name in names and i.apart]
     if not found:
         return None
     if action.kind == "reshard":

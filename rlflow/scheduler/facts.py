@@ -105,17 +105,23 @@ class Facts:
         needs, reads = (instance.weights, *kept), ((instance.name, self.plan.graph.lag(node)),)
         if "drafter" in dict(node.params):
             beside, lag = self._drafter(node, instance), self.plan.graph.lag(node) + 1
-            return (instance.weights, beside.weights, *kept), (*reads, (beside.name, lag)), ()
+            return (instance.weights, f"{beside}/weights", *kept), (*reads, (beside, lag)), ()
         return needs, reads, ()
 
-    def _drafter(self, node: Node, instance: Instance) -> Instance:
-        """The instance of a rollout's drafter, which lies whole where the rollout runs."""
-        (found,) = (
-            i
+    def _drafter(self, node: Node, instance: Instance) -> str:
+        """The instance of a rollout's drafter: in its engine, or whole where the rollout runs.
+
+        Its name; what is no name where there is not just one.
+        """
+        engine = None if instance.options is None else instance.name
+        found = [
+            i.name
             for i in self.plan.instances
-            if i.model == dict(node.params)["drafter"] and i.pool == instance.pool
-        )
-        return found
+            if i.model == dict(node.params)["drafter"]
+            and i.pool == instance.pool
+            and i.inside == engine
+        ]
+        return found[0] if len(found) == 1 else "a drafter"
 
     def rows_on(self, action: Action) -> tuple[int, ...]:
         """The devices of an action that may have rows: of an engine's ranks the first ones."""

@@ -57,7 +57,9 @@ class Instance:
     Its ranks are a mesh (replicas, fsdp, tp), row-major over `devices`: the last `tp` of
     them share each layer, and so the rows. One pass sees at most `micro_tokens` tokens, or one
     row. With `options` it is an engine in a process of its own for each replica, which the
-    replica's first device owns: there lie the rows, and there weights arrive whole.
+    replica's first device owns: there lie the rows, and there weights arrive whole. In such an
+    engine the model `drafter` may propose `draft_tokens` tokens at a time; it is an instance of
+    its own `inside` that of the engine, whose weights it sleeps and wakes with.
     """
 
     name: str
@@ -72,6 +74,14 @@ class Instance:
     offload: Literal["layers"] | None = None
     micro_tokens: int = MICRO_TOKENS
     options: EngineOptions | None = None
+    drafter: str | None = None
+    draft_tokens: int = 0
+    inside: str | None = None
+
+    @property
+    def apart(self) -> bool:
+        """Whether the process of an engine holds it: it is the engine, or drafts in it."""
+        return self.options is not None or self.inside is not None
 
     @property
     def engine(self) -> str:
@@ -81,7 +91,7 @@ class Instance:
     @property
     def owners(self) -> tuple[int, ...]:
         """The devices whose processes hold anything of it."""
-        return self.devices if self.options is None else self.devices[:: self.tp]
+        return self.devices[:: self.tp] if self.apart else self.devices
 
     @property
     def row_parts(self) -> int:
@@ -121,7 +131,7 @@ class Instance:
     @property
     def sharded(self) -> bool:
         """Whether its ranks compute together; otherwise each has a replica of its own."""
-        if self.options is not None:
+        if self.apart:
             return False
         return len(self.devices) > 1 and (self.trained or self.fsdp * self.tp > 1)
 
@@ -132,14 +142,19 @@ class Instance:
         parts += [f"x{self.replicas}"] if self.replicas > 1 else []
         parts = parts or ["whole"]
         parts += [self.engine] if self.options is not None else []
+        parts += [f"drafts={self.draft_tokens}"] if self.drafter is not None else []
+        parts += [f"in {self.inside}"] if self.inside is not None else []
         parts += ["recompute"] if self.recompute else []
         parts += [f"offload={self.offload}"] if self.offload else []
         parts += [f"micro={self.micro_tokens}"] if self.micro_tokens != MICRO_TOKENS else []
         return " ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data; one that computes in its own process has no key for an engine."""
+        """Plain data; without keys for an engine or a drafter where it has none."""
         found = asdict(self)
+        for name in ("drafter", "draft_tokens", "inside"):
+            if not found[name]:
+                del found[name]
         if self.options is None:
             del found["options"]
         else:

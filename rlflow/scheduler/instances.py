@@ -195,7 +195,7 @@ def _offload_findings(instance: Instance, plan: Plan) -> list[Finding]:
 
 def parts_of(instance: Instance, nodes: Sequence[Node], costs: Costs) -> list[Part]:
     """The memory of an instance that can sleep, each part by itself; it serves `nodes`."""
-    if instance.options is not None:
+    if instance.apart:
         return engine_parts(instance, nodes, costs)
     weights = Part(
         name=instance.weights,
@@ -222,7 +222,10 @@ def serving_instance(plan: Plan, node: Node, where: On) -> Instance:
     candidates = [
         i
         for i in plan.instances
-        if i.model == node.model and i.pool == where.pool and i.engine == engine
+        if i.model == node.model
+        and i.pool == where.pool
+        and i.engine == engine
+        and i.inside is None
     ]
     own = [i for i in candidates if i.name.endswith("/rollout")]
     if use == "rollout" and own:

@@ -46,7 +46,7 @@ def piece(instance: Instance, device: int, how: Cut) -> Box:
     `fsdp` cuts the outputs of what `tp` leaves. An engine takes whole weights in one process for
     each replica, and shares them out itself.
     """
-    if instance.options is not None:
+    if instance.apart:
         side = (Fraction(0), Fraction(int(device in instance.owners)))
         return side, side
     place = instance.devices.index(device)

@@ -14,7 +14,11 @@ from collections.abc import Callable, Iterator
 
 from rlflow.scheduler.facts import Facts
 from rlflow.scheduler.plan import HOST, Plan
-from rlflow.scheduler.verify_engines import engines_are_apart, engines_sleep_between_rollouts
+from rlflow.scheduler.verify_engines import (
+    drafters_lie_in_their_engines,
+    engines_are_apart,
+    engines_sleep_between_rollouts,
+)
 from rlflow.scheduler.verify_graph import pauses_are_resumed, shared_work_is_exact
 from rlflow.scheduler.verify_loops import loops_are_read_whole, trips_are_gated
 from rlflow.scheduler.verify_memory import (
@@ -220,6 +224,7 @@ SHAPE: tuple[tuple[str, Rule], ...] = (
     ("bind", parts_are_formed),
     ("bind", nodes_run_once),
     ("bind", deps_are_sound),
+    ("bind", drafters_lie_in_their_engines),
     ("bind", runs_match_nodes),
 )
 """Rules without which the others make no sense, each with the first pass it must hold after."""

@@ -29,6 +29,50 @@ def engines_are_apart(facts: Facts) -> Iterator[str]:
         yield from _is_served(facts, a)
 
 
+def drafters_lie_in_their_engines(facts: Facts) -> Iterator[str]:
+    """A drafter in an engine is the one that the engine has, and has nothing else of its own.
+
+    It lies on the engine's devices as the engine does, drafts for it alone, and sleeps with it.
+    """
+    held: dict[str, list[Instance]] = {}
+    for i in facts.plan.instances:
+        if i.inside is None:
+            continue
+        held.setdefault(i.inside, []).append(i)
+        engine = facts.instances.get(i.inside)
+        if engine is None or engine.options is None or engine.drafter != i.model:
+            yield f"{i.name} lies in {i.inside}, which has no such drafter"
+        elif (i.devices, i.tp, i.pool) != (engine.devices, engine.tp, engine.pool):
+            yield f"{i.name} lies on {list(i.devices)} as {i.layout()}, its engine does not"
+        if i.trained or i.uses != ("rollout",) or i.fsdp > 1 or i.recompute or i.offload:
+            yield f"{i.name} does more than draft"
+        if i.options is not None or i.drafter is not None:
+            yield f"{i.name} is in an engine, and an engine itself"
+        if facts.parts[i.weights].size:
+            yield f"{i.weights} has memory of its own, beside its engine's"
+        yield from (f"{a.id} moves {a.part}" for a in facts.plan.actions if a.part == i.weights)
+    for i in facts.plan.instances:
+        drafts = i.drafter is not None
+        if drafts is not (i.draft_tokens > 0) or len(held.get(i.name, ())) != int(drafts):
+            inside = [other.name for other in held.get(i.name, ())]
+            yield f"{i.name} drafts {i.draft_tokens} tokens with {i.drafter}, in it lie {inside}"
+    yield from _as_declared(facts)
+
+
+def _as_declared(facts: Facts) -> Iterator[str]:
+    """An engine drafts as its rollouts say, all of them alike where they say anything."""
+    said: dict[str, set[tuple[str, int]]] = {}
+    for node, (run, *_) in facts.runs.items():
+        params = dict(facts.plan.graph.node(node).params)
+        if "drafter" in params:
+            found = str(params["drafter"]), int(params["draft_tokens"])
+            said.setdefault(str(run.instance), set()).add(found)
+    for i in facts.plan.instances:
+        drafts = {(i.drafter, i.draft_tokens)} if i.drafter is not None else set()
+        if i.options is not None and said.get(i.name, set()) != drafts:
+            yield f"{i.name} lies as {i.layout()}, its rollouts say {sorted(said.get(i.name, ()))}"
+
+
 def _is_served(facts: Facts, a: Action) -> Iterator[str]:
     """A run of an engine has weights and pool; nothing else has anything of a pool."""
     pools = [need for need in a.needs if facts.parts[need].kind == "pool"]

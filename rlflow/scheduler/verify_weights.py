@@ -186,7 +186,7 @@ def _sides(instance: Instance, device: int, cells: int) -> tuple[range, ...]:
     holds all, and shares it out itself.
     """
     rank = instance.devices.index(device) % (instance.fsdp * instance.tp)
-    if instance.options is not None:
+    if instance.apart:
         return tuple(range(0 if rank else cells) for _ in range(3))
     shard, layer = divmod(rank, instance.tp)
     by_tp, by_fsdp = cells // instance.tp, cells // instance.fsdp

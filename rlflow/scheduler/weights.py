@@ -167,7 +167,7 @@ def _reshard(
     lanes = len({device for target in targets for device in target.devices})
     devices = tuple(sorted({*source.devices, *(d for t in targets for d in t.devices)}))
     cost = context.costs.copy(moved, lanes, devices=devices, kind="reshard", transport=how)
-    for engine in [target for target in targets if target.options is not None][:1]:
+    for engine in [target for target in targets if target.apart][:1]:
         cost = moving(cost, engine, "reshard", brought(moved), context.costs)
     return Action(
         id=f"reshard:{source.name}->{'+'.join(target.name for target in targets)}",

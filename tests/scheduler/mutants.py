@@ -39,7 +39,7 @@ def without_action(plan: Plan, name: str) -> Plan:
 def mutants(plan: Plan) -> Iterator[Mutant]:
     """Every mutant of every kind."""
     kinds = (removed, without_dep, swapped, moved, numbers, doubled, redirected, slept, spread)
-    kinds += (cut, caches, leaving, paused, engines)
+    kinds += (cut, caches, leaving, paused, engines, drafters)
     for kind in kinds:
         yield from kind(plan)
 
@@ -281,6 +281,24 @@ def engines(plan: Plan) -> Iterator[Mutant]:
             if a.part == i.pool_part:
                 cost = replace(a.cost, moved=1)
                 yield f"{a.id} copies", with_action(plan, a.id, cost=cost)
+
+
+def drafters(plan: Plan) -> Iterator[Mutant]:
+    """A drafter in no engine or another one, one that is more than that, or drafts otherwise."""
+    for i in plan.instances:
+        changes: list[dict[str, object]] = []
+        if i.inside is not None:
+            changes += [{"inside": None}, {"inside": i.name}, {"trained": True}, {"fsdp": 2}]
+            changes += [{"uses": ("forward", "rollout")}, {"drafter": i.model, "draft_tokens": 1}]
+        if i.drafter is not None:
+            changes += [{"drafter": None}, {"drafter": i.model}, {"draft_tokens": 0}]
+            changes += [{"draft_tokens": i.draft_tokens + 1}]
+        for change in changes:
+            others = tuple(replace(o, **change) if o == i else o for o in plan.instances)
+            yield f"{i.name} with {change}", replace(plan, instances=others)
+        if i.inside is not None:
+            parts = [replace(p, size=1) if p.name == i.weights else p for p in plan.parts]
+            yield f"{i.weights} of a byte", replace(plan, parts=tuple(parts))
 
 
 def with_node(plan: Plan, changed: Node) -> Plan:

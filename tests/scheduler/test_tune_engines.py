@@ -57,7 +57,7 @@ def test_engines_are_offered_where_a_placement_or_the_user_names_them():
 def test_an_engine_that_cannot_run_the_model_is_refused_by_name_alone():
     assert [None] == offered({"split": SPLIT}, graph=adapters())
     with pytest.raises(PlanError) as refused:
-        offered({"split": SPLIT}, "sglang", adapters())
+        offered({"split": SPLIT}, "vllm", adapters())
     assert "E249" == refused.value.findings[0].code
     with pytest.raises(PlanError) as unknown:
         offered({"split": SPLIT}, "sgland")

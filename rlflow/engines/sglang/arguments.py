@@ -97,6 +97,24 @@ def layer_names(lora: LoRA) -> list[str]:
     return sorted({target.rpartition(".")[2] for target in lora.targets})
 
 
+def drafting(given: Mapping[str, Any], path: str, tokens: int) -> dict[str, Any]:
+    """The arguments with a drafter: a model of its own that proposes one chain of tokens.
+
+    Where the engine gives memory back, SGLang restores what of a drafter is no weight, such as
+    tables of its positions, from a copy of its own alone.
+    """
+    kept = {"enable_draft_weights_cpu_backup": True} if "enable_memory_saver" in given else {}
+    return {
+        **given,
+        **kept,
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": path,
+        "speculative_num_steps": tokens,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": tokens + 1,
+    }
+
+
 def on_cpu(made: Mapping[str, Any], *, pool: bool) -> dict[str, Any]:
     """The same for a CPU: attention of all sequences at once, a pool that does not take it all."""
     plain = {

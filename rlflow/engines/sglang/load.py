@@ -15,17 +15,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rlflow.engines.loading import Init, auto, build, check_path, quiet, read
 from rlflow.engines.lora import adapt, is_adapter
+from rlflow.engines.protocol import Drafting
 from rlflow.engines.sglang.arguments import (
     arguments,
+    drafting,
     environment,
     free_port,
     interpreter,
     layer_names,
 )
+from rlflow.engines.sglang.draft import EngineDraft, context_of
 from rlflow.engines.sglang.memory import SharedWeights
 from rlflow.engines.sglang.model import EngineModel
 from rlflow.engines.sglang.process import Command
@@ -42,6 +46,11 @@ APART = Path(__file__).parents[1] / "apart"
 LEFT_OUT = {"config.json", "generation_config.json"}
 
 
+def no_drafter(given: Mapping[str, Any], path: str, tokens: int) -> dict[str, Any]:
+    """For engines in which no drafter lies."""
+    raise AssertionError(f"{path} is to draft {tokens} tokens in an engine without drafters")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """What one kind of engine is started with.
@@ -49,13 +58,15 @@ class Kind:
     `script` runs in the engine's interpreter. `arguments` has those of the engine, for options,
     the directory that it reads, dtype, device, the number of its ranks, seed, context and the
     model's config; `fresh` has those that every start has anew. `environment` is for an
-    interpreter, device, the ranks' devices and a number of threads.
+    interpreter, device, the ranks' devices and a number of threads. `drafting` adds a
+    drafter to arguments, by its directory and the number of its tokens.
     """
 
     script: Path
     arguments: Callable[..., dict[str, Any]]
     environment: Callable[..., dict[str, str]]
     fresh: Callable[[], dict[str, Any]] = dict
+    drafting: Callable[[Mapping[str, Any], str, int], dict[str, Any]] = no_drafter
 
 
 def load_engine(path: str, *, options: SGLang, **how: Any) -> tuple[EngineModel, SGLangRollout]:
@@ -77,6 +88,7 @@ def start_engine(
     init: Init = "weights",
     threads: int = 1,
     devices: Sequence[int] = (),
+    draft: Drafting | None = None,
     patience: float = PATIENCE,
     lora: LoRA | None = None,
 ) -> EngineModel:
@@ -84,58 +96,80 @@ def start_engine(
 
     With `lora` it has adapters beside them, and updates bring only these.
     `devices` are the numbers of the devices (of the cores on a CPU) of its tensor-parallel
-    ranks, by default the one of `device`. Nothing of the engine may stand still for longer than
-    `patience` seconds while it is asked something. Raises UsageError for a path that cannot be
-    read or an interpreter without the engine, RunError where the engine does not start.
+    ranks, by default the one of `device`. A `draft` lies in the engine beside its model. Nothing
+    of the engine may stand still for longer than `patience` seconds while it is asked something.
+    Raises UsageError for a path that cannot be read or an interpreter without the engine,
+    RunError where the engine does not start.
     """
-    check_path(path, init)
-    place, python = torch.device(device), interpreter(options)
+    place = torch.device(device)
     ranks = tuple(devices) or (place.index or 0,)
-    with quiet():
-        config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
-        module = read(path, lambda: build(path, config, "lm", dtype, seed, init))
-    context = getattr(options, "context_length", None) or longest(config)
-    adapters = None if lora is None else adapt(module, lora, seed).names
-    staging = SharedWeights(parameters(module), pinned=place.type == "cuda")
-    directory = tempfile.mkdtemp(prefix="rlflow-model-")
-    readable(Path(directory), path, module if init == "random" else None)
-    del module
-    given = kind.arguments(
-        options,
-        path=directory,
-        dtype=dtype,
-        device=place,
-        ranks=len(ranks),
-        seed=seed,
-        context=context,
-        config=config,
+    wanted = {"model": (path, init)}
+    wanted |= {} if draft is None else {"draft": (draft.path, draft.init)}
+    directory, configs, stagings, adapters = staged(
+        wanted, dtype=dtype, seed=seed, device=place, lora=lora
     )
+    config, python = configs[0], interpreter(options)
+    context = getattr(options, "context_length", None) or context_of(config)
+    known = {"dtype": dtype, "device": place, "seed": seed, "context": context, "config": config}
+    given = kind.arguments(options, path=f"{directory}/model", ranks=len(ranks), **known)
+    drafter = None
+    if draft is not None:
+        drafter = EngineDraft(draft, stagings[1], configs[1])
+        given = kind.drafting(given, f"{directory}/draft", draft.tokens)
     launch = Launch(
         name=name,
         command=Command(
             python=python,
             script=kind.script,
             environment=kind.environment(python, device=place, devices=ranks, threads=threads),
-            descriptors=(staging.descriptor,),
+            descriptors=tuple(each.descriptor for each in stagings),
         ),
-        message=partial(starting, kind.fresh, given, staging, len(ranks), told(lora)),
+        message=partial(starting, kind.fresh, given, stagings, len(ranks), told(lora)),
         directory=directory,
         cuda=place.type == "cuda",
         options=options,
         patience=patience,
     )
-    return EngineModel(launch, staging, config, context=context, dtype=dtype, trained=adapters)
+    return EngineModel(
+        launch, stagings[0], config, context=context, dtype=dtype, draft=drafter, trained=adapters
+    )
+
+
+def staged(
+    wanted: Mapping[str, tuple[str, Init]],
+    *,
+    dtype: torch.dtype,
+    seed: int,
+    device: torch.device,
+    lora: LoRA | None,
+) -> tuple[str, list[Any], list[SharedWeights], frozenset[str] | None]:
+    """A directory that has models as an engine reads them, their configs, and their weights.
+
+    `wanted` are their paths by their names in the directory, and which weights they have. With
+    `lora` the first one has adapters, which are named last.
+    """
+    found = [loaded(path, init, dtype, seed) for path, init in wanted.values()]
+    adapters = None if lora is None else adapt(found[0][1], lora, seed).names
+    pinned = device.type == "cuda"
+    stagings = [SharedWeights(parameters(module), pinned=pinned) for _, module in found]
+    directory = tempfile.mkdtemp(prefix="rlflow-model-")
+    for (name, (path, init)), (_, module) in zip(wanted.items(), found, strict=True):
+        Path(directory, name).mkdir()
+        readable(Path(directory, name), path, module if init == "random" else None)
+    return directory, [config for config, _ in found], stagings, adapters
+
+
+def loaded(path: str, init: Init, dtype: torch.dtype, seed: int) -> tuple[Any, nn.Module]:
+    """The config of a path, and a model with its weights or random ones."""
+    check_path(path, init)
+    with quiet():
+        config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
+        return config, read(path, lambda: build(path, config, "lm", dtype, seed, init))
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:
-    """The weights of a module by name."""
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
-
-
-def longest(config: Any) -> int | None:
-    """How many tokens a row may have, None where the model sets no limit."""
-    found: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return found
+    """The parameters of a model by name, without their gradients."""
+    return {key: value.detach() for key, value in module.named_parameters()}
 
 
 def told(lora: LoRA | None) -> dict[str, Any] | None:
@@ -148,15 +182,19 @@ def told(lora: LoRA | None) -> dict[str, Any] | None:
 def starting(
     fresh: Callable[[], dict[str, Any]],
     given: Mapping[str, Any],
-    staging: SharedWeights,
+    stagings: Sequence[SharedWeights],
     ranks: int,
     adapters: Mapping[str, Any] | None,
     first: bool,
 ) -> dict[str, Any]:
-    """What an engine is told at its start; a replacement has to be given weights first."""
+    """What an engine is told at its start; a replacement has to be given weights first.
+
+    `stagings` are that of its model, and of a drafter if there is one.
+    """
+    held = [{"table": s.table, "memory": s.descriptor, "bytes": s.size} for s in stagings]
     return {
         "arguments": {**fresh(), **given},
-        "held": {"table": staging.table, "memory": staging.descriptor, "bytes": staging.size},
+        **dict(zip(("held", "draft"), held, strict=False)),
         "ranks": ranks,
         "adapters": adapters,
         "version": 0 if first else None,
@@ -174,11 +212,10 @@ def readable(directory: Path, path: str, module: nn.Module | None) -> None:
             if file.name not in LEFT_OUT and file.is_file():
                 (directory / file.name).symlink_to(file.resolve())
     else:
-        whole: Any = module
-        state = {name: t for name, t in module.state_dict().items() if not is_adapter(name)}
-        with quiet():
-            whole.save_pretrained(directory, state_dict=state)
-        (directory / "generation_config.json").unlink(missing_ok=True)
+        # Any rank writes its engine's; transformers would only have the first one save.
+        whole = {n: t for n, t in parameters(module).items() if not is_adapter(n)}
+        weights = {name: tensor.contiguous() for name, tensor in whole.items()}
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     for part in (config, config.get("text_config") or {}):
         part["eos_token_id"] = None
@@ -200,4 +237,5 @@ KIND = Kind(
     arguments=arguments,
     environment=environment,
     fresh=lambda: {"nccl_port": free_port()},
+    drafting=drafting,
 )

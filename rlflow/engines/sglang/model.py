@@ -19,6 +19,7 @@ from rlflow.engines.lora import is_adapter
 from rlflow.engines.models import State, misfits
 from rlflow.engines.protocol import Shard, SleepMode
 from rlflow.engines.sglang.checksums import hashes, layout
+from rlflow.engines.sglang.draft import DRAFT, EngineDraft
 from rlflow.engines.sglang.link import Link, LostError, RefusedError
 from rlflow.engines.sglang.memory import SharedWeights
 from rlflow.engines.sglang.replica import Launch, Replica
@@ -31,8 +32,9 @@ class EngineModel:
     """The weights of an engine by name and version, asleep or awake, and its pool.
 
     `shards` are the staging; `loaded` brings it to the engine: all of it, or the `trained` weights
-    alone, adapters, where the others are there. `close` ends the engine; it is called when the
-    model is forgotten, and the engine dies with this process in any case.
+    alone, adapters, where the others are there. A `draft` lies in it too, and sleeps and wakes
+    with the weights. `close` ends the engine; it is called when the model is forgotten, and the
+    engine dies with this process in any case.
     """
 
     adapters = None
@@ -45,6 +47,7 @@ class EngineModel:
         *,
         context: int | None,
         dtype: torch.dtype,
+        draft: EngineDraft | None = None,
         trained: frozenset[str] | None = None,
     ) -> None:
         self.name = launch.name
@@ -57,6 +60,10 @@ class EngineModel:
         self.pool_awake = True
         self.staging = staging
         self._trained = trained
+        self.draft = draft
+        if draft is not None:
+            draft.bring = weakly(self._bring_draft)
+            draft.compare = weakly(self._compare_draft, otherwise={})
         self._seconds: dict[str, float] = {}
         self._residual: dict[str, float] = {}
         self.replica = Replica(
@@ -118,6 +125,7 @@ class EngineModel:
         fill = self.state == "offloaded"
         self.state = "ready" if fill else "empty"
         self._wake(WEIGHTS)
+        self._bring_draft()
         if fill:
             self._update()
 
@@ -173,26 +181,7 @@ class EngineModel:
         With several ranks a name has the number of its rank behind it. Of adapters what the
         engine was sent last is compared, which is whole.
         """
-        ranks = self.checksums()
-        found = {}
-        for rank, held in enumerate(ranks):
-            mine = self._hashes(held, rank, len(ranks))
-            where = f" of rank {rank}" if len(ranks) > 1 else ""
-            wrong = (name for name in held if mine[name] != held[name])
-            found.update({f"{name}{where}": (mine[name], held[name]) for name in wrong})
-        return found
-
-    def _hashes(self, held: Iterable[str], rank: int, ranks: int) -> dict[str, str]:
-        """What a rank's weights should hash to, were they those of the staging."""
-        staged, names = self.staging.tensors, list(held)
-        sent = [name for name in names if is_adapter(name)]
-        whole = [name for name in names if name not in sent]
-        if not self.replica.launch.cuda:
-            return hashes(whole, staged, rank, ranks) | hashes(sent, staged)
-        # What is hashed on a GPU is hashed in another way, which SGLang alone knows.
-        known = {name: of for name, of in layout(whole, staged, rank, ranks).items() if of[0]}
-        made: dict[str, str] = self._asked("hashes", {"layout": known})
-        return dict.fromkeys(whole, "") | made | hashes(sent, staged)
+        return self._compared(self.staging.tensors, {})
 
     def measured(self) -> dict[str, float]:
         """Seconds of the last start, sleep, wake and update; bytes of the pool.
@@ -214,6 +203,65 @@ class EngineModel:
         """What to raise where the engine did not do what was asked."""
         text = f"the engine of {self.name!r} did not {what}"
         return RunError(Finding(code="E587", what=text, got=str(error).strip()))
+
+    def _compare_draft(self) -> dict[str, tuple[str, str]]:
+        """The same of the drafter's weights; nothing while those sleep."""
+        assert self.draft is not None
+        if not self._wanted():
+            return {}
+        return self._compared(self.draft.staging.tensors, {"of": DRAFT})
+
+    def _compared(
+        self, staged: Mapping[str, Tensor], of: Mapping[str, str]
+    ) -> dict[str, tuple[str, str]]:
+        """The weights whose hashes differ from those that are staged, of every rank."""
+        self.require_awake()
+        ranks: list[dict[str, str]] = self._asked("checksums", of)
+        found = {}
+        for rank, held in enumerate(ranks):
+            mine = self._hashes(held, staged, of, rank, len(ranks))
+            where = f" of rank {rank}" if len(ranks) > 1 else ""
+            wrong = (name for name in held if mine[name] != held[name])
+            found.update({f"{name}{where}": (mine[name], held[name]) for name in wrong})
+        return found
+
+    def _hashes(
+        self,
+        held: Iterable[str],
+        staged: Mapping[str, Tensor],
+        of: Mapping[str, str],
+        rank: int,
+        ranks: int,
+    ) -> dict[str, str]:
+        """What a rank's weights should hash to, were they those that are staged."""
+        names = list(held)
+        sent = [name for name in names if is_adapter(name)]
+        whole = [name for name in names if name not in sent]
+        if not self.replica.launch.cuda:
+            return hashes(whole, staged, rank, ranks) | hashes(sent, staged)
+        # What is hashed on a GPU is hashed in another way, which SGLang alone knows.
+        known = {name: of for name, of in layout(whole, staged, rank, ranks).items() if of[0]}
+        made: dict[str, str] = self._asked("hashes", {"layout": known, **of})
+        return dict.fromkeys(whole, "") | made | hashes(sent, staged)
+
+    def _bring_draft(self) -> None:
+        """Bring the drafter's staging to the engine, unless there is none or it sleeps.
+
+        A replacement has it before it can be had.
+        """
+        if self.draft is None or not self._wanted():
+            return
+        try:
+            self.replica.link().ask("update", self._draft_fields()).result()
+        except LostError:
+            self.replica.link()
+        except RefusedError as error:
+            raise self.refused("take weights of its drafter", error) from error
+
+    def _draft_fields(self) -> dict[str, Any]:
+        """What is asked to bring the drafter's staging to the engine."""
+        assert self.draft is not None
+        return {"version": self.draft.version, "of": DRAFT}
 
     def _asked(self, do: str, fields: Mapping[str, Any]) -> Any:
         """The answer to a question, asked again of another engine where one is lost."""
@@ -283,7 +331,9 @@ class EngineModel:
         return self.state in {"ready", "empty"}
 
     def _restored(self, link: Link) -> None:
-        """Bring a new engine to where the model is."""
+        """Bring a new engine to where the model and its drafter are."""
+        if self.draft is not None:
+            link.ask("update", self._draft_fields()).result()
         if self.state == "ready":
             link.ask("update", {"version": self.version}).result()
         if not self.pool_awake:

@@ -20,11 +20,14 @@ from rlflow.engines.protocol import Generation, Reach, SampleKey, Sampling, Slee
 from rlflow.engines.sglang.link import Call, LostError, RefusedError
 from rlflow.engines.sglang.model import EngineModel
 from rlflow.engines.sglang.rows import Rows
+from rlflow.engines.speculative import require_drafter
 from rlflow.errors import Finding, RunError
 
 EVERYTHING = Reach()
 # SGLang keeps so many tokens of its pool and of its context back.
 KEPT_BACK = 8
+# For the drafts of so many turns, and the token after them, it has to have room.
+TURNS = 2
 LIKELIEST = 1e-9
 
 
@@ -39,9 +42,8 @@ class SGLangRollout:
         self.model = model
         self.seeded = seeded
         self._abort = threading.Event()
-        self._stats = dict.fromkeys(
-            ("prompt_tokens", "new_tokens", "decode_passes", "cached_prompt_tokens"), 0.0
-        )
+        counted = ("prompt_tokens", "new_tokens", "decode_passes", "cached_prompt_tokens")
+        self._stats = dict.fromkeys((*counted, "drafted", "accepted"), 0.0)
         self._open: dict[SampleKey, Rows] = {}
 
     def generate(
@@ -82,7 +84,9 @@ class SGLangRollout:
         self._stats["new_tokens"] += float(sizes.sum())
         self._stats["decode_passes"] += float(sizes.max()) if len(sizes) else 0.0
         self._stats["cached_prompt_tokens"] += rows.cached
-        rows.cached = 0
+        self._stats["drafted"] += rows.drafted
+        self._stats["accepted"] += rows.accepted
+        rows.cached = rows.drafted = rows.accepted = 0
         return made
 
     def _begun(
@@ -94,6 +98,8 @@ class SGLangRollout:
         if len(sample_ids):
             sizes = lengths(prompts)
             self._require_room(sizes, sampling, reach)
+            if self.model.draft is not None:
+                require_drafter(self.model.draft, self.model, sizes, sampling, reach)
             self._stats["prompt_tokens"] += float(sizes.sum())
         given = [array("q", row.tolist()).tobytes() for row in prompts.unbind()]
         seeds: list[dict[str, int]] = [
@@ -135,6 +141,8 @@ class SGLangRollout:
                 )
             )
         pool = int(self.model.replica.facts["pool_tokens"]) - KEPT_BACK
+        if self.model.draft is not None:
+            pool -= TURNS * (self.model.draft.tokens + 1)
         if size + sampling.max_new_tokens > pool:
             raise RunError(
                 Finding(
@@ -182,7 +190,10 @@ class SGLangRollout:
                 link.ask("abort", {})
 
     def stats(self) -> Mapping[str, float]:
-        """Counters since the engine was made; prompt tokens too that the cache has given."""
+        """Counters since the engine was made; prompt tokens too that the cache has given.
+
+        `drafted` are all tokens that a drafter has proposed, those after the end of a row too.
+        """
         return dict(self._stats)
 
 

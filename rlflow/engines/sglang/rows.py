@@ -49,6 +49,8 @@ class Rows:
         self.log_probs: dict[int, array[float]] = {}
         self.finished: dict[int, bool] = {}
         self.cached = 0
+        self.drafted = 0
+        self.accepted = 0
         self.versions: set[str] = set()
         self._grown = dict.fromkeys(range(count), 0)
         self._given: set[int] = set()
@@ -110,6 +112,8 @@ class Rows:
         self.log_probs[row] = array("f", message["log_probs"])
         self.finished[row] = message["reason"] == "stop"
         self.cached += message["cached"]
+        self.drafted += message.get("drafted", 0)
+        self.accepted += message.get("accepted", 0)
         self.versions.update(message["versions"])
         del self._grown[row]
 

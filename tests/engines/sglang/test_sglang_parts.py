@@ -17,10 +17,17 @@ from safetensors.torch import load_file
 from rlflow.engines.apart.rlflow_engine_process.sglang_adapters import whole_layers
 from rlflow.engines.loading import load_model
 from rlflow.engines.protocol import Reach, SampleKey, Sampling
-from rlflow.engines.sglang.arguments import arguments, cores, environment, interpreter, visible
+from rlflow.engines.sglang.arguments import (
+    arguments,
+    cores,
+    drafting,
+    environment,
+    interpreter,
+    visible,
+)
 from rlflow.engines.sglang.checksums import hashed, hashes, layout, pieces
 from rlflow.engines.sglang.held import held_bytes, members
-from rlflow.engines.sglang.load import readable
+from rlflow.engines.sglang.load import loaded, no_drafter, readable
 from rlflow.engines.sglang.memory import SharedWeights
 from rlflow.engines.sglang.rollout import parameters, seed_of
 from rlflow.graph.engines import SGLang
@@ -291,3 +298,36 @@ def test_memory_of_a_group():
     assert os.getpid() in members(mine)
     assert held_bytes(mine, cuda=False) > 10e6
     assert [] == members(2**22 + 1)
+
+
+def test_a_drafter_proposes_one_chain_and_is_kept_where_memory_is_given_back():
+    """The policy reads its drafts and one token more."""
+    made = drafting({"model_path": "p"}, "d", 3)
+    assert ("p", "STANDALONE", "d") == (
+        made["model_path"],
+        made["speculative_algorithm"],
+        made["speculative_draft_model_path"],
+    )
+    names = ("num_steps", "eagle_topk", "num_draft_tokens")
+    assert [3, 1, 4] == [made[f"speculative_{name}"] for name in names]
+    assert "enable_draft_weights_cpu_backup" not in made
+    saving = drafting({"enable_memory_saver": True}, "d", 3)
+    assert saving["enable_draft_weights_cpu_backup"] is True
+
+
+def test_an_engine_without_drafters_is_given_none():
+    with pytest.raises(AssertionError, match="in an engine without drafters"):
+        no_drafter({}, "d", 3)
+
+
+def test_every_rank_writes_the_random_weights_of_its_engine(tmp_path, monkeypatch):
+    config, module = loaded(str(TINY), "random", torch.float32, 3)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda *group: 1)
+    readable(tmp_path, str(TINY), module)
+    found = load_file(tmp_path / "model.safetensors")
+    wanted = dict(module.named_parameters())
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert (config.vocab_size, None) == (said["vocab_size"], said["eos_token_id"])

@@ -152,3 +152,10 @@ def test_after_an_abort_nothing_is_asked_again():
     found = made.result(None)
     assert [0, 2] == lengths(found.response_tokens).tolist()
     assert [False, True] == found.finished.tolist()
+
+
+def test_what_was_drafted_adds_up_over_the_rows():
+    drafts = {"drafted": 6, "accepted": 4}
+    made, _ = rows(2, [{**answered(0, 2), **drafts}, {**answered(1, 3), **drafts}])
+    made.run()
+    assert (12, 8) == (made.drafted, made.accepted)

@@ -10,6 +10,7 @@ from .held import Held
 from .server import connected, refuse_start
 from .sglang_adapters import Adapting, split
 from .sglang_rows import Generating
+from .sglang_weights import require_selectors
 
 
 class SGLangServer(Generating, Adapting):
@@ -20,6 +21,9 @@ class SGLangServer(Generating, Adapting):
         self.engine = engine
         self.tokenizer = engine.tokenizer_manager
         self.held = Held(start["held"])
+        self.drafted = Held(start["draft"]) if "draft" in start else None
+        if self.drafted is not None:
+            require_selectors()
         self.ranks = int(start["ranks"])
         self.device = str(start["arguments"]["device"])
         self.version = start["version"]

@@ -9,7 +9,7 @@ import hashlib
 from typing import Any
 
 from .held import Held
-from .sglang_weights import Holding, flattened, require
+from .sglang_weights import MODEL, Holding, flattened, require
 
 DOWN, UP = ".lora_A", ".lora_B"
 # SGLang computes these as one layer each, and takes adapters for all of one or for none.
@@ -30,14 +30,14 @@ class Adapting(Holding):
     sent: tuple[Any, str | None] = ([], None)
     based: bool
 
-    async def do_update(self, version: int, whole: bool = False) -> str:
+    async def do_update(self, version: int, of: str = MODEL, whole: bool = False) -> str:
         """Take weights from the memory file; the version that SGLang then reports.
 
         All of them, or where the others are in place the adapters alone, unless the `whole` is
         wanted. Until that is done no version is served.
         """
         if self.halves is None:
-            return await super().do_update(version)
+            return await super().do_update(version, of)
         if whole or not self.based:
             await super().do_update(version)
             self.based = True
@@ -54,9 +54,9 @@ class Adapting(Holding):
         self.based = self.based and "weights" not in tags
         await super().do_sleep(tags)
 
-    async def do_checksums(self) -> list[dict[str, str]]:
+    async def do_checksums(self, of: str = MODEL) -> list[dict[str, str]]:
         """SGLang's own hashes, and of adapters, which it does not hash, those of what was sent."""
-        return [{**rank, **self.sums()} for rank in await super().do_checksums()]
+        return [{**rank, **self.sums()} for rank in await super().do_checksums(of)]
 
     async def adapt(self, version: int) -> None:
         """Put the adapters of a version in the place of the former ones.

@@ -145,7 +145,7 @@ def repeated(rows: list[Row]) -> list[Row]:
 
 
 def answered(call: int, row: int, made: dict[str, Any]) -> dict[str, Any]:
-    """The message about a row: its tokens, their log-probs, and why it ended."""
+    """The message about a row: its tokens, their log-probs, why it ended, and what was drafted."""
     meta = made.get("meta_info", {})
     scored = meta.get("output_token_logprobs") or []
     reason = meta.get("finish_reason") or {"type": "abort"}
@@ -156,6 +156,8 @@ def answered(call: int, row: int, made: dict[str, Any]) -> dict[str, Any]:
         "log_probs": array("f", [entry[0] for entry in scored]).tobytes(),
         "reason": reason["type"],
         "cached": int(meta.get("cached_tokens") or 0),
+        "drafted": int(meta.get("spec_num_proposed_drafts") or 0),
+        "accepted": int(meta.get("spec_num_correct_drafts") or 0),
         "versions": versions(meta),
     }
 

@@ -8,24 +8,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from .held import Held, Piece
-from .server import BEAT_SECONDS, Entry, Refused, Server
+from .server import BEAT_SECONDS, Refused, Server
 
 FLUSH_SECONDS = 30.0
 UNFLUSHED = "cache was not flushed"
+MODEL, DRAFT = "model", "draft"
 
 
 class Holding(Server):
     """Holds the weights of `held`, and tells of which `version` they are.
 
-    `asleep` are the parts that have no memory: `weights`, and the pool, `kv_cache`.
+    `drafted` are those of a drafter, of no version that rows tell. `asleep` are the parts that
+    have no memory: `weights`, and the pool, `kv_cache`.
     """
 
     tokenizer: Any
     held: Held
+    drafted: Held | None
     ranks: int
     device: str
     version: int | None
@@ -43,19 +46,30 @@ class Holding(Server):
                 raise Refused(f"the cache was not flushed: {getattr(flushed, 'message', '')}")
             await asyncio.sleep(0.005)
 
-    async def do_update(self, version: int) -> str:
+    def of(self, part: str) -> tuple[Held, str]:
+        """The memory file of the model's weights or of the drafter's, and SGLang's word for it."""
+        if part == DRAFT:
+            assert self.drafted is not None
+            return self.drafted, "draft"
+        return self.held, "all" if self.drafted is None else "target"
+
+    async def do_update(self, version: int, of: str = MODEL) -> str:
         """Take all weights from the memory file; the version that SGLang then reports.
 
         Until that is done no version is served. SGLang without sessions wants an empty cache.
+        Weights of the drafter leave the version as it is.
         """
         await self.idle(flush=not hasattr(self.tokenizer, "begin_weight_update"))
-        self.version = None
-        buckets = self.held.buckets()
-        async with self.session():
+        served, self.version = self.version, None
+        held, selector = self.of(of)
+        buckets = held.buckets()
+        async with self.session(selector):
             for number, bucket in enumerate(buckets, 1):
-                await self.load(bucket, str(version), last=number == len(buckets))
+                last = number == len(buckets)
+                told = str(version) if last and of == MODEL else None
+                await self.load(held.tensors(bucket), selector, told, last=last)
                 self.touched += 1
-        self.version = version
+        self.version = version if of == MODEL else served
         return self.reported()
 
     def reported(self) -> str:
@@ -65,35 +79,40 @@ class Holding(Server):
         return str(self.tokenizer.server_args.weight_version)
 
     @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[None]:
+    async def session(self, selector: str) -> AsyncIterator[None]:
         """A session of weight updates, in versions of SGLang that have such."""
         if not hasattr(self.tokenizer, "begin_weight_update"):
             yield
             return
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
-        require(await self.tokenizer.begin_weight_update(BeginWeightUpdateReqInput(), None))
+        begin = fields_of(BeginWeightUpdateReqInput, selector=selector)
+        require(await self.tokenizer.begin_weight_update(begin, None))
         try:
             yield
         finally:
             ended = await self.tokenizer.end_weight_update(EndWeightUpdateReqInput(), None)
         require(ended)
 
-    async def load(self, bucket: list[Entry], version: str, *, last: bool) -> None:
+    async def load(
+        self, bucket: Iterable[tuple[str, Any]], selector: str, version: str | None, *, last: bool
+    ) -> None:
         """Have SGLang load some weights; again while it still holds a batch, which is soon over."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
+        weights = list(bucket)
         end, done = time.monotonic() + FLUSH_SECONDS, (False, UNFLUSHED)
         while not done[0] and UNFLUSHED in str(done[1]) and time.monotonic() < end:
-            payload, form = flattened(list(self.held.tensors(bucket)))
+            payload, form = flattened(weights)
             copies = [MultiprocessingSerializer.serialize(payload) for _ in range(self.ranks)]
             request = fields_of(
                 UpdateWeightsFromTensorReqInput,
                 serialized_named_tensors=copies,
                 load_format=form,
                 flush_cache=last and "kv_cache" not in self.asleep,
-                weight_version=version if last else None,
+                weight_version=version,
+                selector=selector,
             )
             done = await self.tokenizer.update_weights_from_tensor(request, None)
         require(done)
@@ -119,20 +138,37 @@ class Holding(Server):
             await self.tokenizer.resume_memory_occupation(request, None)
             self.asleep.difference_update(wanted)
 
-    async def do_checksums(self) -> list[dict[str, str]]:
+    async def do_checksums(self, of: str = MODEL) -> list[dict[str, str]]:
         """SGLang's own hashes of the weights that it holds, by its names, of every rank."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
-        found = await self.tokenizer.check_weights(CheckWeightsReqInput(action="checksum"), None)
+        _, selector = self.of(of)
+        asked = fields_of(CheckWeightsReqInput, action="checksum", selector=selector)
+        found = await self.tokenizer.check_weights(asked, None)
         require(found)
-        return [dict(rank["checksums"]) for rank in found[2]]
+        return [
+            {name.removeprefix("draft."): held for name, held in rank["checksums"].items()}
+            for rank in found[2]
+        ]
 
-    async def do_hashes(self, layout: dict[str, tuple[list[Piece], int]]) -> dict[str, str]:
+    async def do_hashes(
+        self, layout: dict[str, tuple[list[Piece], int]], of: str = MODEL
+    ) -> dict[str, str]:
         """The same hashes of the memory file: of pieces one after the other, zeros behind."""
         from sglang.srt.managers.mm_utils import tensor_hash
 
-        made = {name: self.held.joined(*of, self.device) for name, of in layout.items()}
+        held, _ = self.of(of)
+        made = {name: held.joined(*pieces, self.device) for name, pieces in layout.items()}
         return {name: f"{tensor_hash(tensor):016x}" for name, tensor in made.items()}
+
+
+def require_selectors() -> None:
+    """Raise Refused where this SGLang updates model and drafter only together."""
+    import sglang
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+    if "selector" not in names_of(UpdateWeightsFromTensorReqInput):
+        raise Refused(f"SGLang {sglang.__version__} gives a drafter no weights of its own")
 
 
 def require(result: Any) -> None:
@@ -143,8 +179,12 @@ def require(result: Any) -> None:
 
 def fields_of(kind: Any, **values: Any) -> Any:
     """An instance of a request, of the values that this version of SGLang knows."""
-    known = getattr(kind, "__struct_fields__", None) or kind.__dataclass_fields__
-    return kind(**{name: value for name, value in values.items() if name in known})
+    return kind(**{name: value for name, value in values.items() if name in names_of(kind)})
+
+
+def names_of(kind: Any) -> Any:
+    """The names of the values that a request has in this version of SGLang."""
+    return getattr(kind, "__struct_fields__", None) or kind.__dataclass_fields__
 
 
 def flattened(bucket: list[tuple[str, Any]]) -> tuple[Any, str | None]:

@@ -1,8 +1,9 @@
 """Stands for SGLang's compiled kernels on a CPU: no wheel of them has the CPU's.
 
 On an x86 CPU without AMX every layer computes in plain torch, so only the attention of the backend
-`intel_amx` is called here, over all sequences of a batch at once. Any other name can be imported
-and raises when it is called. The signatures are those that SGLang calls.
+`intel_amx` is called here, over all sequences of a batch at once, and what speculative decoding
+keeps books with. Any other name can be imported and raises when it is called. The signatures are
+those that SGLang calls.
 """
 
 from __future__ import annotations
@@ -13,6 +14,35 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from sgl_kernel.chains import (
+    assign_draft_cache_locs_contiguous_cpu,
+    assign_extend_cache_locs_cpu,
+    assign_req_to_token_pool_cpu,
+    build_draft_decode_metadata_cpu,
+    build_tree_kernel_efficient_cpu,
+    copy_all_layer_kv_cache_cpu,
+    fill_accept_out_cache_loc_cpu,
+    fill_bonus_tokens_cpu,
+    rotate_input_ids_cpu,
+    seen_in_tree,
+    verify_tree_greedy_cpu,
+)
+
+__all__ = [
+    "assign_draft_cache_locs_contiguous_cpu",
+    "assign_extend_cache_locs_cpu",
+    "assign_req_to_token_pool_cpu",
+    "build_draft_decode_metadata_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "copy_all_layer_kv_cache_cpu",
+    "decode_attention_cpu",
+    "extend_attention_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
+    "rotate_input_ids_cpu",
+    "verify_tree_greedy_cpu",
+]
 
 __version__ = "0.4.10+cpu.plain"
 
@@ -96,11 +126,10 @@ def extend_attention_cpu(
 ) -> None:
     """Attend with the new queries of each sequence, `[all of them, heads, size]`, into `o`.
 
-    Sequences of about equal lengths are one padded batch, others go one by one.
+    Sequences of about equal lengths are one padded batch, others go one by one. A bool `tree_mask`
+    says which of the new tokens see each other, as many of each sequence.
     """
     plain_only(logit_cap, is_cross, sinks)
-    if tree_mask is not None:
-        raise RuntimeError("speculative decoding needs kernels that are not here")
     keys, added = seq_lens.tolist(), extend_lens.tolist()
     few_queries = len(keys) * max(added) <= PADDED_QUERIES * sum(added)
     together = few_queries and len(keys) * max(keys) <= PADDED_KEYS * sum(keys)
@@ -115,6 +144,9 @@ def extend_attention_cpu(
         for place, (start, size) in enumerate(zip(starts, sizes, strict=True)):
             padded[place, :size] = q[start : start + size]
         mask = seen(seq_lens[rows], extend_lens[rows], longest, max(sizes), window, is_causal)
+        if tree_mask is not None:
+            tree = tree_mask.view(len(keys), max(sizes), max(sizes))[rows].bool()
+            mask &= seen_in_tree(tree, seq_lens[rows], extend_lens[rows], longest)
         keyed, valued = gathered(k_buffer, slots), gathered(v_buffer, slots)
         made = attended(padded, keyed, valued, mask, sm_scale)
         for place, (start, size) in enumerate(zip(starts, sizes, strict=True)):

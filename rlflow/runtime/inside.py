@@ -1,0 +1,41 @@
+"""Drafters that lie in engines: what an engine is told of one, and the instance that it is here.
+
+Knows engines and instances; neither the plan's order nor who reads what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rlflow.engines.protocol import Drafting
+from rlflow.runtime.loaded import Loaded, NoTraining
+from rlflow.scheduler.plan import Instance, Plan
+
+
+def drafting_in(plan: Plan, engine: Instance, path: Callable[[str], str]) -> Drafting | None:
+    """What an engine is to draft with; `path` finds the files of a model. None without a drafter.
+
+    Its first weights are those of the instance that is trained.
+    """
+    if engine.drafter is None:
+        return None
+    (name,) = (i.name for i in plan.instances if i.inside == engine.name)
+    declared = plan.graph.model(engine.drafter)
+    return Drafting(
+        name=name,
+        path=path(declared.path),
+        init="random" if declared.init == "random" else "weights",
+        tokens=engine.draft_tokens,
+    )
+
+
+def inside(instance: Instance, engine: Loaded) -> Loaded:
+    """A drafter that an engine was started with: weights to be written, and nothing to run."""
+    return Loaded(
+        instance=instance,
+        model=engine.model.draft,
+        train=NoTraining(),
+        rollout=None,
+        tokenizer=engine.tokenizer,
+        stop_tokens=engine.stop_tokens,
+    )

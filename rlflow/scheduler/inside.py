@@ -1,0 +1,125 @@
+"""What an engine holds where a drafter lies in it, and what may draft there.
+
+A drafter in an engine has weights of its own, which a reshard fills through a staging; on the
+devices they are a part of the engine's, with which they sleep and wake. Its keys and values lie in
+the engine's pool. Knows sizes and options; no order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from rlflow.errors import Finding
+from rlflow.graph.graph import Node
+from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.plan import Instance, Part
+
+# An engine has slots for the drafts of so many turns of each row, and for the token after them.
+TURNS = 2
+
+
+def models_in(instance: Instance) -> tuple[Instance, ...]:
+    """The models of an engine, each as it lies there: its own, and its drafter's."""
+    if instance.drafter is None:
+        return (instance,)
+    return instance, replace(instance, model=instance.drafter)
+
+
+def held_weights(instance: Instance, costs: Costs) -> int | None:
+    """Bytes of all weights of an engine on each of its devices; None where a shape is not known."""
+    sizes = [costs.weights(each) for each in models_in(instance)]
+    return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def token_bytes(instance: Instance, costs: Costs) -> float:
+    """Bytes that a token takes in the pool of an engine, of models whose shapes are known."""
+    found = ((each, costs.shapes[each.model]) for each in models_in(instance))
+    return sum(costs.roofline(each, shape).cache_bytes for each, shape in found if shape)
+
+
+def reserved(instance: Instance) -> int:
+    """Tokens that each row takes in the pool beyond its own, for what is drafted."""
+    return TURNS * (instance.draft_tokens + 1) if instance.drafter is not None else 0
+
+
+def staging(instance: Instance, costs: Costs) -> int:
+    """Bytes of the host's memory for each device that the copy of an instance's weights takes."""
+    whole = costs.weights(replace(instance, tp=1, devices=instance.devices[:1])) or 0
+    return math.ceil(whole / instance.tp)
+
+
+def drafter_part(instance: Instance, costs: Costs) -> Part:
+    """The weights of a drafter in an engine: a copy on the host, of the engine's on a device.
+
+    For an accelerator the engine has a copy of its own there too, to give memory back.
+    """
+    copies = 1 if costs.cluster.kind_of(instance.devices[0]).name == "cpu" else 2
+    return Part(
+        name=instance.weights,
+        instance=instance.name,
+        kind="weights",
+        size=0 if costs.weights(instance) is not None else None,
+        devices=instance.devices,
+        on_host=copies * staging(instance, costs),
+    )
+
+
+def drafts_findings(engine: Instance, nodes: Sequence[Node], costs: Costs) -> Iterator[Finding]:
+    """E630, E638 and E639 for the rollouts of an engine in which a drafter lies."""
+    assert engine.options is not None
+    drafted = [node for node in nodes if node.drafter is not None]
+    said = {f"{n.drafter} (draft_tokens={n.param('draft_tokens')})": n for n in drafted}
+    title = engine.options.title
+    if len(said) > 1:
+        yield Finding(
+            code="E638",
+            what=f"{engine.name} is to draft in several ways, and {title} has one for all rows",
+            where=list(said.values())[1].where,
+            got=", ".join(said),
+            expected="one drafter and one number of draft_tokens for the rollouts of an engine",
+            fix="the same drafter= and draft_tokens=, or a pool of its own for one rollout",
+        )
+    unlike = list(_unlike(engine, costs))
+    if unlike:
+        yield Finding(
+            code="E639",
+            what=f"drafter {engine.drafter!r} cannot lie in {title} beside {engine.model!r}",
+            where=drafted[0].where,
+            got=", ".join(unlike),
+            expected="the policy's dtype and size of vocabulary, trained as a whole",
+            fix=f'"{engine.model}.rollout": rf.on("{engine.pool}")',
+        )
+    on_cpu = costs.cluster.kind_of(engine.devices[0]).name == "cpu"
+    for node in nodes:
+        temperature = float(dict(node.params).get("temperature", 0))
+        why = engine.options.distorted(temperature, on_cpu=on_cpu)
+        if why:
+            yield _distorted(engine, node, temperature, why)
+
+
+def _unlike(engine: Instance, costs: Costs) -> Iterator[str]:
+    """What keeps a drafter from lying beside a model."""
+    mine, theirs = (costs.graph.model(each.model) for each in models_in(engine))
+    if theirs.dtype != mine.dtype:
+        yield f"dtype {theirs.dtype}, the policy's is {mine.dtype}"
+    if theirs.lora is not None:
+        yield "adapters (lora=)"
+    if mine.lora is not None:
+        yield "adapters (lora=) of the policy"
+    shape, other = (costs.shapes[each.model] for each in models_in(engine))
+    if shape is not None and other is not None and other.vocab != shape.vocab:
+        yield f"a vocabulary of {other.vocab}, the policy's is {shape.vocab}"
+
+
+def _distorted(engine: Instance, node: Node, temperature: float, why: str) -> Finding:
+    beside = "" if node.drafter else f", since {engine.drafter!r} drafts for all of {engine.name}"
+    return Finding(
+        code="E630",
+        what=f"{node.name}: with a drafter what is sampled would be wrong{beside}: {why}",
+        where=node.where,
+        got=f"temperature={temperature:g}",
+        expected="temperature=0, or the embedded engine, whose tokens no drafter changes",
+        fix=f'"{engine.model}.rollout": rf.on("{engine.pool}")',
+    )
