@@ -153,6 +153,21 @@ def test_base_and_adapters_come_back_after_a_sleep(adapted, mode):
     assert {} == adapted.model.check()
 
 
+def test_what_lies_below_the_adapters_is_loaded_after_a_sleep_and_not_before(adapted):
+    """A flipped byte of the staging gets to the engine with the next loading of it all."""
+    staged = adapted.model.staging.tensors["model.norm.weight"].view(torch.uint8)
+    for mode in ("offload", "discard"):
+        staged[5] ^= 1
+        assert ["model.norm.weight"] == list(adapted.model.check())
+        adapted.model.sleep_pool()
+        assert ["model.norm.weight"] == list(adapted.model.check())
+        adapted.model.sleep(mode)
+        adapted.model.wake()
+        adapted.model.loaded(2)
+        assert {} == adapted.model.check()
+        adapted.model.wake_pool()
+
+
 def test_weights_below_the_adapters_may_be_given_too(adapted):
     base = "model.layers.0.self_attn.q_proj.weight"
     tensors = {n: t * 1.02 for n, t in adapted.plain.model.named_tensors().items()}
