@@ -147,7 +147,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def numbers(metrics: dict[str, float]) -> dict[str, float]:
-    """What an iteration has learned: not memory, nor time, nor how far apart two engines are."""
+    """What an iteration has learned: no memory, no time, nor how far apart two engines are."""
     apart = ("gap", "asleep_bytes", "start_seconds")
     return {k: v for k, v in metrics.items() if not any(word in k for word in apart)}
 
