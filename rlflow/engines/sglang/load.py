@@ -18,20 +18,24 @@ import torch
 from torch import nn
 
 from rlflow.engines.loading import Init, auto, build, check_path, quiet, read
+from rlflow.engines.nodes import Nodes
 from rlflow.engines.sglang.arguments import arguments, environment, free_port, interpreter
 from rlflow.engines.sglang.memory import SharedWeights
 from rlflow.engines.sglang.model import EngineModel
+from rlflow.engines.sglang.parts import helps, node_arguments, node_variables
 from rlflow.engines.sglang.process import Command
 from rlflow.engines.sglang.replica import Launch
 from rlflow.engines.sglang.rollout import SGLangRollout
+from rlflow.engines.sglang.updates import Broadcast, Disk, Memory, Way
+from rlflow.graph.engines import SGLang
 
 if TYPE_CHECKING:
     from rlflow.graph.engine_options import EngineOptions
-    from rlflow.graph.engines import SGLang
 
 PATIENCE = 120.0
 APART = Path(__file__).parents[1] / "apart"
 LEFT_OUT = {"config.json", "generation_config.json"}
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +73,15 @@ def start_engine(
     threads: int = 1,
     devices: Sequence[int] = (),
     patience: float = PATIENCE,
+    nodes: Nodes | None = None,
 ) -> EngineModel:
     """Start an engine with the weights of `path`, or random ones that are a function of `seed`.
 
     `devices` are the numbers of the devices (of the cores on a CPU) of its tensor-parallel
     ranks, by default the one of `device`. Nothing of the engine may stand still for longer than
-    `patience` seconds while it is asked something. Raises UsageError for a path that cannot be
-    read or an interpreter without the engine, RunError where the engine does not start.
+    `patience` seconds while it is asked something. Of an engine on several `nodes` this is the
+    part of one host; only the first answers and has a staging. Raises UsageError for a path that
+    cannot be read or an interpreter without the engine, RunError where it does not start.
     """
     check_path(path, init)
     place = torch.device(device)
@@ -84,38 +90,50 @@ def start_engine(
         config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
         module = read(path, lambda: build(path, config, "lm", dtype, seed, init))
     weights = {key: value.detach() for key, value in module.named_parameters()}
-    staging = SharedWeights(weights, pinned=place.type == "cuda")
+    staging = SharedWeights({} if helps(nodes) else weights, pinned=place.type == "cuda")
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     context = getattr(options, "context_length", None) or limit
+    count = len(ranks) * (nodes.count if nodes is not None else 1)
+    way = chosen_way(options, staging, count, nodes)
     directory = tempfile.mkdtemp(prefix="rlflow-model-")
     readable(Path(directory), path, module if init == "random" else None)
     del module, weights
     python = interpreter(options)
-    given = kind.arguments(
-        options,
-        path=directory,
-        dtype=dtype,
-        device=place,
-        ranks=len(ranks),
-        seed=seed,
-        context=context,
-        config=config,
-    )
+    variables = kind.environment(python, device=place, devices=ranks, threads=threads)
+    told: dict[str, Any] = {"path": directory, "dtype": dtype, "device": place, "ranks": count}
+    told |= {"seed": seed, "context": context, "config": config}
+    given = kind.arguments(options, **told) | node_arguments(nodes)
     launch = Launch(
         name=name,
         command=Command(
             python=python,
             script=kind.script,
-            environment=kind.environment(python, device=place, devices=ranks, threads=threads),
+            environment=variables | node_variables(nodes, place, ranks),
             descriptors=(staging.descriptor,),
         ),
-        message=partial(starting, kind.fresh, given, staging, len(ranks)),
+        message=partial(starting, kind.fresh, given, staging, count),
         directory=directory,
         cuda=place.type == "cuda",
         options=options,
         patience=patience,
+        replaced=nodes is None,
     )
-    return EngineModel(launch, staging, config, context=context, dtype=dtype)
+    return EngineModel(launch, staging, config, context=context, dtype=dtype, way=way)
+
+
+def chosen_way(
+    options: EngineOptions, staging: SharedWeights, ranks: int, nodes: Nodes | None
+) -> Way:
+    """How weights reach an engine of so many ranks, as its options say."""
+    if not isinstance(options, SGLang):
+        return Memory()
+    said = options.way(1 if nodes is None else nodes.count)
+    if said == "disk":
+        return Disk(staging, options.updates_dir)
+    if said == "group":
+        address = LOOPBACK if nodes is None else nodes.address
+        return Broadcast(staging, ranks=ranks, address=address)
+    return Memory()
 
 
 def starting(

@@ -21,6 +21,7 @@ from rlflow.engines.sglang.checksums import hashes, layout
 from rlflow.engines.sglang.link import Link, LostError, RefusedError
 from rlflow.engines.sglang.memory import SharedWeights
 from rlflow.engines.sglang.replica import Launch, Replica
+from rlflow.engines.sglang.updates import Memory, Way
 from rlflow.errors import Finding, RunError, known_names
 
 WEIGHTS, POOL = "weights", "kv_cache"
@@ -43,7 +44,9 @@ class EngineModel:
         *,
         context: int | None,
         dtype: torch.dtype,
+        way: Way | None = None,
     ) -> None:
+        self.way = way or Memory()
         self.name = launch.name
         self.config = config
         self.context = context
@@ -215,7 +218,7 @@ class EngineModel:
     def _update(self) -> None:
         began = time.monotonic()
         try:
-            told = self.replica.link().ask("update", {"version": self.version}).result()
+            told = self._bring(self.replica.link())
         except LostError:
             # Its replacement is filled from the staging before it can be had.
             self.replica.link()
@@ -232,6 +235,10 @@ class EngineModel:
                 )
             )
         self._seconds["update_seconds"] = time.monotonic() - began
+
+    def _bring(self, link: Link) -> str:
+        """Bring the staging to an engine; the version that it then reports."""
+        return self.way.bring(link, self.version, self.replica.facts)
 
     def _sleep(self, tag: str) -> None:
         """Put a part to sleep; an engine that is lost meanwhile holds no memory either."""
@@ -268,7 +275,7 @@ class EngineModel:
     def _restored(self, link: Link) -> None:
         """Bring a new engine to where the model is."""
         if self.state == "ready":
-            link.ask("update", {"version": self.version}).result()
+            self._bring(link)
         if not self.pool_awake:
             link.ask("sleep", {"tags": [POOL]}).result()
 
