@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from rlflow.batch import Batch
+    from rlflow.engines.nodes import Nodes
     from rlflow.ops.body import LossFunction, ModelInUse
 
 # Counters of an engine that tell how well a drafter does.
@@ -284,13 +285,17 @@ def load_instance(
     device: str = "cpu",
     mesh: DeviceMesh | None = None,
     ranks: Sequence[int] = (),
+    nodes: Nodes | None = None,
 ) -> Loaded:
     """Load an instance: whole in this process, or this process's shards of it over a mesh.
 
-    An engine of its own is started in a process beside this one, on the devices of its `ranks`.
+    An engine of its own is started in a process beside this one, on the devices of its `ranks`;
+    of one that lies on several `nodes`, this host's part.
     """
     if instance.options is not None:
-        return _load_engine(instance, spec, path, seed=seed, device=device, ranks=ranks)
+        how: dict[str, Any] = {"seed": seed, "device": device, "devices": ranks}
+        more = {} if nodes is None else {"nodes": nodes}
+        return _load_engine(instance, spec, path, how | more)
     optimizer = spec.optimizer if isinstance(spec.optimizer, AdamW) and instance.trained else None
     common: dict[str, Any] = {
         "dtype": getattr(torch, spec.dtype),
@@ -339,21 +344,17 @@ def _load_sharded(
     )
 
 
-def _load_engine(
-    instance: Instance, spec: Model, path: str, *, seed: int, device: str, ranks: Sequence[int]
-) -> Loaded:
-    """Start an engine for the replica that this process owns."""
+def _load_engine(instance: Instance, spec: Model, path: str, how: Mapping[str, Any]) -> Loaded:
+    """Start an engine for the replica that this process owns, or its part on this host."""
     assert instance.options is not None
     tokenizer = load_tokenizer(path)
     model, rollout = instance.options.load(
         path,
         name=instance.name,
         dtype=getattr(torch, spec.dtype),
-        device=device,
-        seed=seed,
         init="random" if spec.init == "random" else "weights",
         threads=torch.get_num_threads(),
-        devices=ranks,
+        **how,
     )
     return Loaded(
         instance=instance,

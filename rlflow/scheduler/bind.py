@@ -14,6 +14,7 @@ from rlflow.graph.placement import On, Placement
 from rlflow.scheduler.averages import average_findings
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.drafters import drafter_findings, drafting_instance, with_drafters
+from rlflow.scheduler.engine_hosts import host_findings
 from rlflow.scheduler.engines import noting_engines, option_findings, use_findings, with_pool
 from rlflow.scheduler.instances import (
     USES,
@@ -68,6 +69,7 @@ def bind(plan: Plan, context: Context) -> Plan:
     findings = trained_twice(plan, instances)
     findings += [f for i in instances for f in layout_findings(i, plan, context.costs)]
     findings += drafter_findings(plan.graph, instances)
+    findings += host_findings(instances, context.cluster)
     _refuse(findings)
     parts = tuple(part for instance in instances for part in parts_of(instance, context.costs))
     bound = replace(plan, instances=instances, parts=parts)

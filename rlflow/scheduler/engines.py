@@ -19,6 +19,7 @@ from rlflow.graph.placement import On
 from rlflow.scheduler import keys
 from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.engine_hosts import num_hosts, told_way
 from rlflow.scheduler.measured import Record
 from rlflow.scheduler.pieces import as_measured
 from rlflow.scheduler.plan import Action, Cost, Instance, Part, Plan
@@ -181,10 +182,11 @@ def _on_cpu(instance: Instance, costs: Costs) -> bool:
 def on_host(instance: Instance, costs: Costs) -> int:
     """Bytes of the host's memory for each device: its share of the staging.
 
+    Where a replica lies on several hosts, as if each of them had one: the first has.
     On a CPU also its share of the process beside weights and pool, where that was measured.
     """
     whole = costs.weights(replace(instance, tp=1, devices=instance.devices[:1])) or 0
-    staging = math.ceil(whole / instance.tp)
+    staging = math.ceil(whole * num_hosts(instance, costs.cluster) / instance.tp)
     record = asleep_record(instance, costs) if _on_cpu(instance, costs) else None
     if record is None:
         return staging
@@ -261,7 +263,8 @@ def _told(instance: Instance, plan: Plan, costs: Costs) -> str:
     staged = "" if weights is None else f" of {amount(weights)}"
     return (
         f"{instance.name} is {options.title} in {many}, with {pool}; weights reach it through "
-        f"a copy{staged} in its host's memory{_told_asleep(instance, costs)}"
+        f"a copy{staged} in its host's memory{told_way(instance, costs.cluster)}"
+        f"{_told_asleep(instance, costs)}"
     )
 
 

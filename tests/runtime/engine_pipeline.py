@@ -49,6 +49,8 @@ def split(engine: object, gen: int = 1, tp: int = 1) -> rf.Placement:
         "colocate": colocated("sglang"),
         "split": split("sglang"),
         "ranks": split("sglang", gen=2, tp=2),
+        "disk": split(rf.SGLang(updates="disk")),
+        "group": split(rf.SGLang(updates="group")),
         "stream": split("sglang").model_copy(update={"stream": 2}),
         "vllm": split("vllm"),
         "vllm_colocated": colocated("vllm"),
