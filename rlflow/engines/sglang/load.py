@@ -100,6 +100,7 @@ def start_engine(
     del module, weights
     python = interpreter(options)
     variables = kind.environment(python, device=place, devices=ranks, threads=threads)
+    variables["RLFLOW_MODEL_DIRECTORY"] = directory
     told: dict[str, Any] = {"path": directory, "dtype": dtype, "device": place, "ranks": count}
     told |= {"seed": seed, "context": context, "config": config}
     given = kind.arguments(options, **told) | node_arguments(nodes)

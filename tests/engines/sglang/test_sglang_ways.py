@@ -253,20 +253,23 @@ time.sleep(60)
 
 
 def test_nothing_is_left_of_an_engine_whose_worker_is_killed(tmp_path):
-    script = tmp_path / "engine.py"
+    script, model, other = tmp_path / "engine.py", tmp_path / "rlflow-model-1", tmp_path / "other"
     script.write_text(ENGINE)
+    for kept in (model, other):
+        kept.mkdir()
     with subprocess.Popen(
         [sys.executable, "-c", WORKER, str(script)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RLFLOW_MODEL_DIRECTORY": str(model)},
     ) as worker:
         leader, directory = worker.stdout.readline().split()
         assert {"log", "weights"} == {file.name for file in Path(directory).iterdir()}
         worker.send_signal(signal.SIGKILL)
     end = time.monotonic() + 20
-    while (Path(directory).exists() or members(int(leader))) and time.monotonic() < end:
+    made = (Path(directory), model)
+    while any((*map(Path.exists, made), members(int(leader)))) and time.monotonic() < end:
         time.sleep(0.01)
-    assert not Path(directory).exists()
+    assert [False, False, True] == [path.exists() for path in (*made, other)]
     assert not members(int(leader))
