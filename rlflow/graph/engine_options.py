@@ -98,6 +98,20 @@ class EngineOptions(BaseModel):
         layers = dict.fromkeys(target.rpartition(".")[2] for target in targets)
         return [layer for layer in layers if layer not in cls.adapted]
 
+    def host_findings(self, name: str, hosts: int) -> list[Finding]:
+        """What keeps the ranks of a replica from being on so many hosts, for an instance's name."""
+        if hosts == 1:
+            return []
+        return [
+            Finding(
+                code="E672",
+                what=f"the ranks of {name} are on {hosts} hosts",
+                got=f"{self.title or self.engine} is started in one process, on one host",
+                expected="a replica, tp= devices, on one host",
+                fix="a smaller tp=, or other devices for its pool",
+            )
+        ]
+
     @classmethod
     def spelled(cls) -> str:
         """The class as a pipeline names it."""

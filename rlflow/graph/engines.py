@@ -6,9 +6,15 @@ Nothing here knows what an engine does with an option, or whether one is install
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from pathlib import PurePath
+from typing import ClassVar, Literal, Self
 
+from pydantic import model_validator
+
+from rlflow.errors import Finding, PlanError
 from rlflow.graph.engine_options import EngineOptions, Positive, register_engine
+
+Updates = Literal["memory", "group", "disk"]
 
 SAID_ELSEWHERE = {
     "model_path": "the model's path",
@@ -91,6 +97,10 @@ class SGLang(EngineOptions):
     weights and pool can be given back while the engine waits; None: where the plan has it
     sleep. `deterministic` draws alike whatever else is in a batch, on accelerators. `args` are
     further arguments of its server, by their names there.
+
+    `updates` is how weights reach it: through "memory" that worker and engine map, a "group" of
+    processes with a broadcast, or a file on "disk", in `updates_dir` or a directory that is
+    removed with the engine. None: "group" for a replica over several hosts, else "memory".
     """
 
     engine: ClassVar[str] = "sglang"
@@ -119,6 +129,50 @@ class SGLang(EngineOptions):
     cuda_graph: bool = True
     quantization: str | None = None
     deterministic: bool = False
+    updates: Updates | None = None
+    updates_dir: str | None = None
+
+    @model_validator(mode="after")
+    def _directory_for_disk(self) -> Self:
+        """A directory is for updates by disk, and the same from everywhere; PlanError E670."""
+        said = self.updates_dir
+        if said is None or (self.updates == "disk" and PurePath(said).is_absolute()):
+            return self
+        raise PlanError(
+            Finding(
+                code="E670",
+                what=f"rf.SGLang(updates_dir={said!r}) would do nothing"
+                if self.updates != "disk"
+                else f"rf.SGLang(updates_dir={said!r}) is another directory for every process",
+                got=f"updates={self.updates!r}",
+                expected='an absolute path, with updates="disk"',
+                fix='rf.SGLang(updates="disk", updates_dir="/shared/weights")',
+            )
+        )
+
+    def way(self, hosts: int) -> Updates:
+        """How weights reach a replica whose ranks are on so many hosts."""
+        return self.updates or ("memory" if hosts == 1 else "group")
+
+    def host_findings(self, name: str, hosts: int) -> list[Finding]:
+        """What keeps a replica from lying on so many hosts: memory, or files, of one of them."""
+        if hosts == 1:
+            return []
+        way = self.way(hosts)
+        own = way == "disk" and self.updates_dir is None
+        if way != "memory" and not own:
+            return []
+        missing = "the memory of its worker" if way == "memory" else "a directory of its worker"
+        return [
+            Finding(
+                code="E671",
+                what=f"weights cannot reach {name}, whose ranks are on {hosts} hosts, "
+                f"through {missing}",
+                got=f"updates={way!r}" + ", no updates_dir" * own,
+                expected='updates="group", or updates="disk" with a directory that all hosts share',
+                fix='rf.SGLang(updates="group")',
+            )
+        ]
 
     def unseeded(self, *, on_cpu: bool) -> str:
         """SGLang draws by seeds on accelerators alone, and there when it is deterministic."""

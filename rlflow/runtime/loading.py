@@ -22,6 +22,8 @@ from rlflow.scheduler.plan import Instance
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from rlflow.engines.nodes import Nodes
+
 
 def load_instance(
     instance: Instance,
@@ -32,16 +34,19 @@ def load_instance(
     device: str = "cpu",
     mesh: DeviceMesh | None = None,
     ranks: Sequence[int] = (),
+    nodes: Nodes | None = None,
     draft: Drafting | None = None,
 ) -> Loaded:
     """Load an instance: whole in this process, or this process's shards of it over a mesh.
 
     An engine of its own is started in a process beside this one, on the devices of its `ranks`,
-    with a `draft` if there is one.
+    with a `draft` if there is one; of one that lies on several `nodes`, this host's part.
     """
     if instance.options is not None:
-        beside = {} if draft is None else {"draft": draft}
-        return _load_engine(instance, spec, path, seed=seed, device=device, ranks=ranks, **beside)
+        how: dict[str, Any] = {"seed": seed, "device": device, "devices": ranks}
+        more = {"draft": draft, "nodes": nodes, "lora": spec.lora}
+        given = {name: value for name, value in more.items() if value is not None}
+        return _load_engine(instance, spec, path, how | given)
     optimizer = spec.optimizer if isinstance(spec.optimizer, AdamW) and instance.trained else None
     common: dict[str, Any] = {
         "dtype": getattr(torch, spec.dtype),
@@ -90,31 +95,17 @@ def _load_sharded(
     )
 
 
-def _load_engine(
-    instance: Instance,
-    spec: Model,
-    path: str,
-    *,
-    seed: int,
-    device: str,
-    ranks: Sequence[int],
-    **beside: Drafting,
-) -> Loaded:
-    """Start an engine for the replica that this process owns."""
+def _load_engine(instance: Instance, spec: Model, path: str, how: Mapping[str, Any]) -> Loaded:
+    """Start an engine for the replica that this process owns, or its part on this host."""
     assert instance.options is not None
     tokenizer = load_tokenizer(path)
-    adapters = {} if spec.lora is None else {"lora": spec.lora}
     model, rollout = instance.options.load(
         path,
         name=instance.name,
         dtype=getattr(torch, spec.dtype),
-        device=device,
-        seed=seed,
         init="random" if spec.init == "random" else "weights",
         threads=torch.get_num_threads(),
-        devices=ranks,
-        **adapters,
-        **beside,
+        **how,
     )
     return Loaded(
         instance=instance,

@@ -91,6 +91,7 @@ class Worker:
         self._wanted = {node.name: _fields_read(plan.graph, node) for node in plan.graph.nodes}
         self._tokenizer = functools.cache(self._load_tokenizer)
         self.loaded: dict[str, Loaded] = {}
+        self._helped: dict[str, Loaded] = {}
         try:
             self._load()
         except BaseException:
@@ -100,20 +101,21 @@ class Worker:
     def _load(self) -> None:
         """Load what this process holds, and put to sleep what the plan does not begin with."""
         held = self.plan.instances if self.world is None else self.world.instances
-        for instance in held:
+        helped = () if self.world is None else self.world.helped
+        # Every rank in one order, since the ranks of an instance wait for each other.
+        for instance in (i for i in self.plan.instances if i in held or i in helped):
             if instance.inside is not None:
                 self.loaded[instance.name] = inside(instance, self.loaded[instance.inside])
                 continue
             declared = self.graph.model(instance.model)
-            self.loaded[instance.name] = load_instance(
+            kept = self.loaded if instance in held else self._helped
+            kept[instance.name] = load_instance(
                 instance,
                 declared,
                 self._path(declared.path),
                 seed=self.seed,
-                device="cpu" if self.world is None else self.world.device,
-                mesh=None if self.world is None else self.world.mesh(instance),
-                ranks=() if self.world is None else self.world.places(instance),
                 draft=drafting_in(self.plan, instance, self._path),
+                **({} if self.world is None else self.world.where(instance)),
             )
         require_averages(self.plan, self.loaded)
         actions = self.plan.actions
@@ -127,7 +129,7 @@ class Worker:
 
     def close(self) -> None:
         """End what runs beside this process: engines of their own."""
-        for loaded in self.loaded.values():
+        for loaded in (*self.loaded.values(), *self._helped.values()):
             loaded.close()
 
     def trained(self) -> list[Loaded]:

@@ -10,13 +10,15 @@ import math
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rlflow.engines.nodes import Nodes, free_port
+from rlflow.runtime.hosts import Site, replica_hosts
 from rlflow.scheduler.plan import Action, Instance, Plan
 
 if TYPE_CHECKING:
@@ -40,14 +42,18 @@ class World:
         *,
         device: str,
         timeout: float,
+        address: str = "127.0.0.1",
     ) -> None:
         self.plan = plan
         self.own = own
         self.device = device
         self._ranks = {number: rank for rank, number in enumerate(devices)}
         self._wait = timedelta(seconds=timeout)
-        cut = any(i.options is not None and i.tp > 1 for i in plan.instances)
-        self._seen = self._numbers() if cut and device != "cpu" else None
+        cut = [i for i in plan.instances if i.options is not None and i.tp > 1]
+        self._parts: dict[str, tuple[int, ...]] = {}
+        self._nodes: dict[str, Nodes] = {}
+        if cut:
+            self._find(cut, address)
         shared = [i for i in plan.instances if i.sharded]
         self._meshes = {i.name: self._mesh(i) for i in shared}
         self._groups = {i.name: self._group(i.devices) for i in shared}
@@ -63,29 +69,75 @@ class World:
         """The instances that this rank holds."""
         return tuple(i for i in self.plan.instances if self.own in i.owners)
 
+    @property
+    def helped(self) -> tuple[Instance, ...]:
+        """The engines of which this rank starts the part on its host, for an owner on another."""
+        return tuple(
+            i for i in self.plan.instances if i.name in self._nodes and self.own not in i.owners
+        )
+
+    def where(self, instance: Instance) -> dict[str, Any]:
+        """Where this rank loads an instance: device, mesh, and an engine's ranks and hosts."""
+        return {
+            "device": self.device,
+            "mesh": self.mesh(instance),
+            "ranks": self.places(instance),
+            "nodes": self.nodes(instance),
+        }
+
     def mesh(self, instance: Instance) -> DeviceMesh | None:
         """The mesh of an instance that its ranks share; None where each holds all of it."""
         return self._meshes.get(instance.name)
 
     def places(self, instance: Instance) -> tuple[int, ...]:
-        """The devices of an engine's ranks, where this one owns it, by their numbers on its host.
+        """The devices of an engine's ranks that this one starts, by their numbers on its host.
 
         Of CPUs the cores. Empty for what is not cut over ranks.
         """
-        if instance.options is None or instance.tp == 1:
-            return ()
-        first = instance.devices.index(self.own)
-        group = instance.devices[first : first + instance.tp]
-        if self._seen is None:
+        group = self._parts.get(instance.name, ())
+        if self.device == "cpu":
             cores = os.cpu_count() or 1
             return tuple(device % cores for device in group)
-        return tuple(self._seen[self._ranks[device]] for device in group)
+        return tuple(self._sites[device].number for device in group)
 
-    def _numbers(self) -> list[int]:
-        """The number of every rank's accelerator on its host; collective."""
+    def nodes(self, instance: Instance) -> Nodes | None:
+        """The place of this host among those of a replica; None where it is on one host."""
+        return self._nodes.get(instance.name)
+
+    def _find(self, engines: Sequence[Instance], address: str) -> None:
+        """Which engines' replicas, and which of their devices, this rank starts; collective.
+
+        The first device of a host's part of a replica does. Raises PlanError where an engine
+        cannot lie as its devices do.
+        """
         own = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-        found: list[int] = [0] * len(self._ranks)
-        dist.all_gather_object(found, int(own))
+        here = Site(address=address, number=0 if self.device == "cpu" else int(own))
+        sites: list[Site] = self._told(here)
+        self._sites = {device: sites[rank] for device, rank in self._ranks.items()}
+        parts = {i.name: replica_hosts(i, self._sites) for i in engines}
+        apart = [name for name, found in parts.items() for part in found if len(part) > 1]
+        ports = self._told({name: free_port(address) for name in apart}) if apart else []
+        for name, found in parts.items():
+            for replica in found:
+                first = replica[0][0]
+                for rank, part in enumerate(replica):
+                    if part[0] != self.own:
+                        continue
+                    self._parts[name] = part
+                    if len(replica) > 1:
+                        self._nodes[name] = Nodes(
+                            address=self._sites[first].address,
+                            port=ports[self._ranks[first]][name],
+                            rank=rank,
+                            count=len(replica),
+                        )
+
+    def _told(self, mine: Any) -> list[Any]:
+        """What every rank says, in their order; collective."""
+        found: list[Any] = [None] * len(self._ranks)
+        if len(found) == 1:
+            return [mine]
+        dist.all_gather_object(found, mine)
         return found
 
     def group(self, instance: Instance) -> dist.ProcessGroup | None:

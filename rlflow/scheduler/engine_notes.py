@@ -11,6 +11,7 @@ from dataclasses import replace
 from rlflow.graph.graph import Node
 from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.engine_hosts import told_way
 from rlflow.scheduler.engines import (
     GRAPHS,
     POOL,
@@ -62,7 +63,8 @@ def _told(instance: Instance, plan: Plan, nodes: Sequence[Node], costs: Costs) -
     return (
         f"{instance.name} is {options.title} in {many}, with {pool}"
         f"{_told_waiting(instance, nodes, costs)}; weights reach it through "
-        f"a copy{staged} in its host's memory{_told_asleep(instance, costs)}"
+        f"a copy{staged} in its host's memory{told_way(instance, costs.cluster)}"
+        f"{_told_asleep(instance, costs)}"
         f"{_told_start(instance, costs)}"
     )
 

@@ -18,6 +18,7 @@ from rlflow.graph.graph import Node
 from rlflow.graph.placement import On
 from rlflow.scheduler import keys
 from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.engine_hosts import num_hosts
 from rlflow.scheduler.inside import drafter_part, held_weights, reserved, staging, token_bytes
 from rlflow.scheduler.measured import Record
 from rlflow.scheduler.pieces import as_measured
@@ -214,9 +215,10 @@ def on_cpu(instance: Instance, costs: Costs) -> bool:
 def on_host(instance: Instance, costs: Costs) -> int:
     """Bytes of the host's memory for each device: its share of the staging.
 
+    Where a replica lies on several hosts, as if each of them had one: the first has.
     On a CPU also its share of the process beside weights and pool, where that was measured.
     """
-    copied = staging(instance, costs)
+    copied = staging(instance, costs) * num_hosts(instance, costs.cluster)
     record = asleep_record(instance, costs) if on_cpu(instance, costs) else None
     if record is None:
         return copied

@@ -63,6 +63,8 @@ def hybrid(engine: object) -> rf.Placement:
         "split": split("sglang"),
         "ranks": split("sglang", gen=2, tp=2),
         "hybrid": hybrid("sglang"),
+        "disk": split(rf.SGLang(updates="disk")),
+        "group": split(rf.SGLang(updates="group")),
         "stream": split("sglang").model_copy(update={"stream": 2}),
         "vllm": split("vllm"),
         "vllm_colocated": colocated("vllm"),

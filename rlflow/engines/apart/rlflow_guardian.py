@@ -14,6 +14,8 @@ import signal
 import sys
 from typing import NoReturn
 
+from rlflow_engine_process.sweeping import sweep  # type: ignore[import-not-found]
+
 PR_SET_PDEATHSIG = 1
 SECONDS = 1.0
 
@@ -31,8 +33,13 @@ def guard(engine: int, worker: int) -> NoReturn:
     """
     on_parents_death(signal.SIGCONT)
     while os.getppid() == worker:
-        if select.select([sys.stdin.fileno(), engine], [], [], SECONDS)[0]:
+        ended = select.select([sys.stdin.fileno(), engine], [], [], SECONDS)[0]
+        if sys.stdin.fileno() in ended:
+            sweep()
+        if ended:
             break
+    else:
+        sweep()
     os.killpg(os.getpgrp(), signal.SIGKILL)
     raise AssertionError("killed")
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from rlflow.engines.loading import Init, auto, build, check_path, quiet, read
 from rlflow.engines.lora import adapt, is_adapter
+from rlflow.engines.nodes import Nodes
 from rlflow.engines.protocol import Drafting
 from rlflow.engines.sglang.arguments import (
     arguments,
@@ -32,18 +33,21 @@ from rlflow.engines.sglang.arguments import (
 from rlflow.engines.sglang.draft import EngineDraft, context_of
 from rlflow.engines.sglang.memory import SharedWeights
 from rlflow.engines.sglang.model import EngineModel
+from rlflow.engines.sglang.parts import helps, node_arguments, node_variables
 from rlflow.engines.sglang.process import Command
 from rlflow.engines.sglang.replica import Launch
 from rlflow.engines.sglang.rollout import SGLangRollout
+from rlflow.engines.sglang.updates import Broadcast, Disk, Memory, Way
+from rlflow.graph.engines import SGLang
 
 if TYPE_CHECKING:
     from rlflow.graph.engine_options import EngineOptions
-    from rlflow.graph.engines import SGLang
     from rlflow.graph.model import LoRA
 
 PATIENCE = 120.0
 APART = Path(__file__).parents[1] / "apart"
 LEFT_OUT = {"config.json", "generation_config.json"}
+LOOPBACK = "127.0.0.1"
 
 
 def no_drafter(given: Mapping[str, Any], path: str, tokens: int) -> dict[str, Any]:
@@ -91,6 +95,7 @@ def start_engine(
     draft: Drafting | None = None,
     patience: float = PATIENCE,
     lora: LoRA | None = None,
+    nodes: Nodes | None = None,
 ) -> EngineModel:
     """Start an engine with the weights of `path`, or random ones that are a function of `seed`.
 
@@ -98,41 +103,42 @@ def start_engine(
     `devices` are the numbers of the devices (of the cores on a CPU) of its tensor-parallel
     ranks, by default the one of `device`. A `draft` lies in the engine beside its model. Nothing
     of the engine may stand still for longer than `patience` seconds while it is asked something.
-    Raises UsageError for a path that cannot be read or an interpreter without the engine,
-    RunError where the engine does not start.
+    Of an engine on several `nodes` this is the part of one host; only the first answers and has a
+    staging. Raises UsageError for a path that cannot be read or an interpreter without the
+    engine, RunError where the engine does not start.
     """
     place = torch.device(device)
     ranks = tuple(devices) or (place.index or 0,)
-    wanted = {"model": (path, init)}
-    wanted |= {} if draft is None else {"draft": (draft.path, draft.init)}
-    directory, configs, stagings, adapters = staged(
-        wanted, dtype=dtype, seed=seed, device=place, lora=lora
-    )
+    count = len(ranks) * (nodes.count if nodes is not None else 1)
+    beside = {} if draft is None else {"draft": (draft.path, draft.init)}
+    how: dict[str, Any] = {"lora": lora, "held": not helps(nodes)}
+    wanted = {"model": (path, init), **beside}
+    found = staged(wanted, dtype=dtype, seed=seed, device=place, **how)
+    directory, configs, stagings, adapters = found
     config, python = configs[0], interpreter(options)
     context = getattr(options, "context_length", None) or context_of(config)
     known = {"dtype": dtype, "device": place, "seed": seed, "context": context, "config": config}
-    given = kind.arguments(options, path=f"{directory}/model", ranks=len(ranks), **known)
-    drafter = None
+    given = kind.arguments(options, path=f"{directory}/model", ranks=count, **known)
+    given |= node_arguments(nodes)
+    more: dict[str, Any] = {"context": context, "dtype": dtype, "trained": adapters}
     if draft is not None:
-        drafter = EngineDraft(draft, stagings[1], configs[1])
+        more["draft"] = EngineDraft(draft, stagings[1], configs[1])
         given = kind.drafting(given, f"{directory}/draft", draft.tokens)
+    variables = kind.environment(python, device=place, devices=ranks, threads=threads)
+    variables |= {"RLFLOW_MODEL_DIRECTORY": directory, **node_variables(nodes, place, ranks)}
+    fds = tuple(each.descriptor for each in stagings)
     launch = Launch(
         name=name,
-        command=Command(
-            python=python,
-            script=kind.script,
-            environment=kind.environment(python, device=place, devices=ranks, threads=threads),
-            descriptors=tuple(each.descriptor for each in stagings),
-        ),
-        message=partial(starting, kind.fresh, given, stagings, len(ranks), told(lora)),
+        command=Command(python=python, script=kind.script, environment=variables, descriptors=fds),
+        message=partial(starting, kind.fresh, given, stagings, count, told(lora)),
         directory=directory,
         cuda=place.type == "cuda",
         options=options,
         patience=patience,
+        replaced=nodes is None,
     )
-    return EngineModel(
-        launch, stagings[0], config, context=context, dtype=dtype, draft=drafter, trained=adapters
-    )
+    way = chosen_way(options, stagings[0], count, nodes)
+    return EngineModel(launch, stagings[0], config, way=way, **more)
 
 
 def staged(
@@ -142,16 +148,19 @@ def staged(
     seed: int,
     device: torch.device,
     lora: LoRA | None,
+    held: bool,
 ) -> tuple[str, list[Any], list[SharedWeights], frozenset[str] | None]:
     """A directory that has models as an engine reads them, their configs, and their weights.
 
     `wanted` are their paths by their names in the directory, and which weights they have. With
-    `lora` the first one has adapters, which are named last.
+    `lora` the first one has adapters, which are named last. Weights that are not `held` here
+    are of another host's part.
     """
     found = [loaded(path, init, dtype, seed) for path, init in wanted.values()]
     adapters = None if lora is None else adapt(found[0][1], lora, seed).names
     pinned = device.type == "cuda"
-    stagings = [SharedWeights(parameters(module), pinned=pinned) for _, module in found]
+    weights = [parameters(module) if held else {} for _, module in found]
+    stagings = [SharedWeights(each, pinned=pinned) for each in weights]
     directory = tempfile.mkdtemp(prefix="rlflow-model-")
     for (name, (path, init)), (_, module) in zip(wanted.items(), found, strict=True):
         Path(directory, name).mkdir()
@@ -177,6 +186,21 @@ def told(lora: LoRA | None) -> dict[str, Any] | None:
     if lora is None:
         return None
     return {"rank": lora.rank, "alpha": lora.alpha, "targets": layer_names(lora)}
+
+
+def chosen_way(
+    options: EngineOptions, staging: SharedWeights, ranks: int, nodes: Nodes | None
+) -> Way:
+    """How weights reach an engine of so many ranks, as its options say."""
+    if not isinstance(options, SGLang):
+        return Memory()
+    said = options.way(1 if nodes is None else nodes.count)
+    if said == "disk":
+        return Disk(staging, options.updates_dir)
+    if said == "group":
+        address = LOOPBACK if nodes is None else nodes.address
+        return Broadcast(staging, ranks=ranks, address=address)
+    return Memory()
 
 
 def starting(

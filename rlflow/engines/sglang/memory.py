@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -45,6 +45,16 @@ class SharedWeights:
         }
         for name, tensor in tensors.items():
             self.tensors[name].copy_(tensor)
+
+    def piece(self, table: Sequence[Entry]) -> Tensor:
+        """The bytes of some weights, uint8, one after the other: a view where they lie so."""
+        begin, end = table[0][3], table[0][3]
+        for name, _, _, offset in table:
+            if offset != end:
+                flat = [self.tensors[entry[0]].reshape(-1).view(torch.uint8) for entry in table]
+                return torch.cat(flat)
+            end += self.tensors[name].nbytes
+        return self._bytes[begin:end]
 
     def _view(self, kind: str, shape: tuple[int, ...], offset: int) -> Tensor:
         dtype: torch.dtype = getattr(torch, kind)

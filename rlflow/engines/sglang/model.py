@@ -23,6 +23,7 @@ from rlflow.engines.sglang.draft import DRAFT, EngineDraft
 from rlflow.engines.sglang.link import Link, LostError, RefusedError
 from rlflow.engines.sglang.memory import SharedWeights
 from rlflow.engines.sglang.replica import Launch, Replica
+from rlflow.engines.sglang.updates import Memory, Way
 from rlflow.errors import Finding, RunError, known_names
 
 WEIGHTS, POOL = "weights", "kv_cache"
@@ -49,7 +50,9 @@ class EngineModel:
         dtype: torch.dtype,
         draft: EngineDraft | None = None,
         trained: frozenset[str] | None = None,
+        way: Way | None = None,
     ) -> None:
+        self.way = way or Memory()
         self.name = launch.name
         self.config = config
         self.context = context
@@ -278,9 +281,8 @@ class EngineModel:
     def _update(self, *, whole: bool = False) -> None:
         """Have the engine load the staging; the `whole` of it where adapters are not all."""
         began = time.monotonic()
-        fields = {"version": self.version, **({"whole": True} if whole else {})}
         try:
-            told = self.replica.link().ask("update", fields).result()
+            told = self._bring(self.replica.link(), whole=whole)
         except LostError:
             # Its replacement is filled from the staging before it can be had.
             self.replica.link()
@@ -297,6 +299,10 @@ class EngineModel:
                 )
             )
         self._seconds["update_seconds"] = time.monotonic() - began
+
+    def _bring(self, link: Link, *, whole: bool = False) -> str:
+        """Bring the staging to an engine; the version that it then reports."""
+        return self.way.bring(link, self.version, self.replica.facts, whole=whole)
 
     def _sleep(self, tag: str) -> None:
         """Put a part to sleep; an engine that is lost meanwhile holds no memory either."""
@@ -335,7 +341,7 @@ class EngineModel:
         if self.draft is not None:
             link.ask("update", self._draft_fields()).result()
         if self.state == "ready":
-            link.ask("update", {"version": self.version}).result()
+            self._bring(link)
         if not self.pool_awake:
             link.ask("sleep", {"tags": [POOL]}).result()
 

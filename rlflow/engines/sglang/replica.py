@@ -26,7 +26,8 @@ class Launch:
     """How an engine is started: as what process, told what, with which options.
 
     `message` makes what it is told; it is given whether the engine starts for the first time.
-    `directory` is what it reads, removed when the replica is closed.
+    `directory` is what it reads, removed when the replica is closed. After a loss another is
+    started if it may be `replaced`.
     Nothing of it may stand still for longer than `patience` seconds while it is asked something.
     """
 
@@ -37,6 +38,7 @@ class Launch:
     cuda: bool
     options: EngineOptions
     patience: float
+    replaced: bool = True
 
 
 class Replica:
@@ -120,6 +122,18 @@ class Replica:
             )
         )
 
+    def lost_for_good(self, reason: str) -> RunError:
+        """What to raise where a part of an engine on several hosts was lost."""
+        return RunError(
+            Finding(
+                code="E675",
+                what=f"the engine of {self.launch.name!r} was lost, which lies on several hosts",
+                got="\n".join([reason, self._last_lines]),
+                expected="an engine that answers; one on several hosts is not started anew",
+                fix="--resume",
+            )
+        )
+
     def _keep(self) -> None:
         try:
             while self._awaited():
@@ -159,6 +173,8 @@ class Replica:
             with self._change:
                 self._link = None
                 closing = self._closing
+        if not closing and not self.launch.replaced:
+            raise self.lost_for_good(link.reason)
         if not closing and self.starts > 1 and not link.served:
             raise self.lost(link.reason)
 
@@ -195,7 +211,7 @@ class Replica:
         if "ready" not in told:
             process.kill()
             raise self._not_started(process, told)
-        self.facts = told["ready"]
+        self.facts = {**told["ready"], "directory": str(process.directory)}
         return Link(process.connection, process.kill, patience=self.launch.patience)
 
     def _not_started(self, process: EngineProcess, told: Mapping[str, Any]) -> RlflowError:

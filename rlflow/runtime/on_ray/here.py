@@ -30,6 +30,7 @@ class Host:
 
     device = "cpu"
     instances: tuple[Instance, ...] = ()
+    helped: tuple[Instance, ...] = ()
 
     def __init__(self, plan: Plan) -> None:
         self.graph: Graph = plan.graph
@@ -86,6 +87,7 @@ def join_ranks(plan: Plan, start: Start) -> World:
         start.devices,
         device=start.device,
         timeout=start.timeout,
+        address=start.address or start.master,
     )
 
 

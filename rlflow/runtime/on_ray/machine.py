@@ -188,7 +188,7 @@ class RayMachine:
     def _close_engines(self, ranks: Ranks) -> None:
         """Have ranks end the processes beside them; those of a rank that is lost end with it."""
         engines = [i for i in self.plan.instances if i.options is not None]
-        owners = sorted({device for engine in engines for device in engine.owners})
+        owners = sorted({device for engine in engines for device in engine.devices})
         with contextlib.suppress(Exception):
             asked = [ranks.actor(device).close.remote() for device in owners]
             if asked:
@@ -242,7 +242,9 @@ class RayMachine:
         )
         plan = ray.put(shipped(self.plan, options.near))
         asked = {
-            device: self.ranks.actor(device).start.remote(plan, replace(start, own=device))
+            device: self.ranks.actor(device).start.remote(
+                plan, replace(start, own=device, address=self.ranks.reports[device].address)
+            )
             for device in self.ranks.everybody()
         }
         engines = [i.options.start_seconds for i in self.plan.instances if i.options is not None]

@@ -41,7 +41,10 @@ register_faults("rank:run", "rank:reshard", "rank:sleep", "rank:wake", "rank:sen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What a rank needs to know besides the plan; `devices` are the plan's, by rank."""
+    """What a rank needs to know besides the plan; `devices` are the plan's, by rank.
+
+    `address` is that of the rank's own node.
+    """
 
     own: int
     devices: tuple[int, ...]
@@ -53,6 +56,7 @@ class Start:
     near: Path | None
     check_sync: bool
     timeout: float
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+from .sweeping import sweep
+
 BEAT_SECONDS = 0.05
 
 # A row of a weight: name, dtype, shape, offset in bytes.
@@ -50,6 +52,7 @@ class Server:
         try:
             self.connection.send(message)
         except OSError:
+            sweep()
             end()
 
     def receive(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -58,6 +61,7 @@ class Server:
             try:
                 request = self.connection.recv()
             except (EOFError, OSError):
+                sweep()
                 end()
             asyncio.run_coroutine_threadsafe(self.answer(request), loop)
 

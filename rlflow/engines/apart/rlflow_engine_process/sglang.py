@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn
 
 from .held import Held
-from .server import connected, refuse_start
+from .server import connected, end, refuse_start
 from .sglang_adapters import Adapting, split
 from .sglang_rows import Generating
+from .sglang_ways import Receiving
 from .sglang_weights import require_selectors
 
 
-class SGLangServer(Generating, Adapting):
+class SGLangServer(Generating, Receiving, Adapting):
     """Answers requests with an engine; `start` is what its worker has told it."""
 
     def __init__(self, engine: Any, connection: Connection, start: dict[str, Any]) -> None:
@@ -53,6 +55,17 @@ class SGLangServer(Generating, Adapting):
         return float(self.tokenizer.last_receive_tstamp), self.touched
 
 
+def help_along(connection: Connection) -> NoReturn:
+    """Be a part of an engine that another host's part answers for, until any of them is gone.
+
+    Whatever the worker of this part sends, it has nothing to say but its end.
+    """
+    connection.send({"ready": {"pid": os.getpid(), "pool_tokens": 0}})
+    ranks = [process.sentinel for process in multiprocessing.active_children()]
+    wait([connection, *ranks])
+    end()
+
+
 def main() -> None:
     """Start the engine that the first message describes, and answer for it."""
     connection = connected()
@@ -61,6 +74,8 @@ def main() -> None:
         import sglang
 
         engine = sglang.Engine(**start["arguments"])
+        if start["arguments"].get("node_rank", 0) > 0:
+            help_along(connection)
         server = SGLangServer(engine, connection, start)
         facts = server.facts()
         engine.loop.run_until_complete(server.adapted())

@@ -30,14 +30,14 @@ class Adapting(Holding):
     sent: tuple[Any, str | None] = ([], None)
     based: bool
 
-    async def do_update(self, version: int, of: str = MODEL, whole: bool = False) -> str:
+    async def do_update(self, version: int, *, of: str = MODEL, whole: bool = False) -> str:
         """Take weights from the memory file; the version that SGLang then reports.
 
         All of them, or where the others are in place the adapters alone, unless the `whole` is
         wanted. Until that is done no version is served.
         """
         if self.halves is None:
-            return await super().do_update(version, of)
+            return await super().do_update(version, of=of)
         if whole or not self.based:
             await super().do_update(version)
             self.based = True

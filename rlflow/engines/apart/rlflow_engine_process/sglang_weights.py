@@ -53,7 +53,7 @@ class Holding(Server):
             return self.drafted, "draft"
         return self.held, "all" if self.drafted is None else "target"
 
-    async def do_update(self, version: int, of: str = MODEL) -> str:
+    async def do_update(self, version: int, *, of: str = MODEL) -> str:
         """Take all weights from the memory file; the version that SGLang then reports.
 
         Until that is done no version is served. SGLang without sessions wants an empty cache.

@@ -1,0 +1,105 @@
+"""Other ways of weights to SGLang than memory: files, and broadcasts of their worker.
+
+This file knows no rows, and nothing of the worker but where it is met.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from .server import Entry
+from .sglang_weights import FLUSH_SECONDS, UNFLUSHED, Holding, fields_of, require
+
+GROUP = "rlflow"
+
+
+class Receiving(Holding):
+    """Takes weights from a directory, or from a group of which its worker is rank 0."""
+
+    async def do_join(self, address: str, port: int) -> None:
+        """Have SGLang's ranks join the group that the worker makes."""
+        from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
+
+        request = InitWeightsUpdateGroupReqInput(
+            master_address=address,
+            master_port=port,
+            rank_offset=1,
+            world_size=1 + self.ranks,
+            group_name=GROUP,
+            backend="gloo",
+        )
+        require(await self.tokenizer.init_weights_update_group(request, None))
+
+    async def do_update(
+        self,
+        version: int,
+        *,
+        path: str | None = None,
+        buckets: list[list[Entry]] | None = None,
+        **more: Any,
+    ) -> str:
+        """Take all weights; the version that SGLang then reports. None is served until then.
+
+        They are in the directory `path`, or the worker broadcasts them in `buckets`, or they lie
+        in memory.
+        """
+        if path is None and buckets is None:
+            return await super().do_update(version, **more)
+        await self.idle(flush=not hasattr(self.tokenizer, "begin_weight_update"))
+        self.version = None
+        if path is not None:
+            await self.from_disk(path, str(version))
+        else:
+            await self.from_group(buckets or [], str(version))
+        self.version = version
+        return self.reported()
+
+    async def from_disk(self, path: str, version: str) -> None:
+        """Have SGLang read all weights of a directory."""
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        request = fields_of(
+            UpdateWeightFromDiskReqInput,
+            model_path=path,
+            load_format="safetensors",
+            flush_cache="kv_cache" not in self.asleep,
+            weight_version=version,
+        )
+        await settled(self.tokenizer.update_weights_from_disk, request)
+
+    async def from_group(self, buckets: list[list[Entry]], version: str) -> None:
+        """Have SGLang receive all weights, each bucket as one piece of bytes.
+
+        The version, and the empty cache, come with a last request that has no weights, since
+        that may be asked again.
+        """
+        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
+
+        receive = self.tokenizer.update_weights_from_distributed
+
+        def request(bucket: list[Entry], **more: Any) -> Any:
+            return fields_of(
+                UpdateWeightsFromDistributedReqInput,
+                names=[name for name, _, _, _ in bucket],
+                dtypes=[dtype for _, dtype, _, _ in bucket],
+                shapes=[list(shape) for _, _, shape, _ in bucket],
+                group_name=GROUP,
+                **more,
+            )
+
+        async with self.session("all"):
+            for bucket in buckets:
+                sent = request(bucket, flush_cache=False, load_format="flattened_bucket")
+                require(await receive(sent, None))
+                self.touched += 1
+            flush = "kv_cache" not in self.asleep
+            await settled(receive, request([], flush_cache=flush, weight_version=version))
+
+
+async def settled(ask: Any, request: Any) -> None:
+    """Ask SGLang for an update; again while it still holds a batch, which is soon over."""
+    end, done = time.monotonic() + FLUSH_SECONDS, (False, UNFLUSHED)
+    while not done[0] and UNFLUSHED in str(done[1]) and time.monotonic() < end:
+        done = await ask(request, None)
+    require(done)

@@ -1,0 +1,138 @@
+"""Weights that reach the real engine through files and by broadcasts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlflow.batch import flat
+from rlflow.engines.loading import load_model
+from rlflow.engines.protocol import Sampling
+from rlflow.engines.rollout import TorchRollout
+from rlflow.engines.sglang.held import members
+from rlflow.engines.sglang.link import Link
+from rlflow.engines.sglang.updates import Broadcast
+from tests.engines.sglang.conftest import PYTHON, TINY, Pair, group, options, start
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.sglang]
+
+PROMPTS = [list(range(3, 33)), list(range(10, 45)), list(range(20, 50))]
+GREEDY = Sampling(max_new_tokens=12, temperature=0.0, n=2)
+
+
+@pytest.fixture(scope="module", params=["disk", "group"])
+def reached(request):
+    """An engine that weights reach in this way, the embedded one beside it; nothing is left."""
+    if not Path(PYTHON).exists():
+        pytest.skip("no environment with SGLang: make test-sglang builds it")
+    model, rollout = start(options=options(updates=request.param))
+    plain = TorchRollout(load_model(TINY, dtype=torch.float32, device="cpu"))
+    yield Pair(model, rollout, plain)
+    leader, directory = group(model)[0], Path(model.replica.facts["directory"])
+    model.close()
+    assert [] == members(leader)
+    assert not directory.exists()
+
+
+def same(real, plain):
+    assert flat(plain.response_tokens).tolist() == flat(real.response_tokens).tolist()
+    assert 1e-4 > float((flat(real.log_probs) - flat(plain.log_probs)).abs().max())
+
+
+def written(model):
+    return [*Path(model.replica.facts["directory"]).glob("version-*")]
+
+
+def test_an_update_is_what_it_generates_with(reached):
+    before, _ = reached.generate(PROMPTS, GREEDY)
+    for version in (1, 2, 3):
+        reached.update(version, seed=version)
+        real, plain = reached.generate(PROMPTS, GREEDY)
+        same(real, plain)
+        assert {} == reached.model.check()
+        assert version == reached.model.version
+        assert [] == written(reached.model)
+    assert flat(before.response_tokens).tolist() != flat(real.response_tokens).tolist()
+
+
+def test_an_update_right_after_generation_leaves_nothing_in_the_cache(reached):
+    for version in range(1, 9):
+        reached.generate(PROMPTS, GREEDY)
+        reached.update(version, seed=100 + version)
+        cached = reached.rollout.stats()["cached_prompt_tokens"]
+        same(*reached.generate(PROMPTS, Sampling(max_new_tokens=12, temperature=0.0)))
+        assert cached == reached.rollout.stats()["cached_prompt_tokens"]
+
+
+def test_several_buckets_are_one_update(reached, monkeypatch):
+    if not isinstance(reached.model.way, Broadcast):
+        pytest.skip("a file has no buckets")
+    table = reached.model.staging.table
+    monkeypatch.setattr(reached.model.way, "_buckets", [table[:1], table[1:9], table[9:]])
+    reached.update(3, seed=33)
+    same(*reached.generate(PROMPTS, GREEDY))
+    assert {} == reached.model.check()
+
+
+def test_it_sleeps_and_is_filled_before_its_pool_is_there(reached):
+    reached.model.sleep_pool()
+    reached.model.sleep("discard")
+    reached.model.wake()
+    reached.update(4, seed=4)
+    reached.model.wake_pool()
+    same(*reached.generate(PROMPTS, GREEDY))
+    reached.rollout.sleep("offload")
+    reached.rollout.wake()
+    assert ("ready", 4) == (reached.model.state, reached.model.version)
+    same(*reached.generate(PROMPTS, GREEDY))
+
+
+def kill(model):
+    os.kill(model.replica.facts["pid"], signal.SIGKILL)
+
+
+def stop(model):
+    """Stop every process of the engine."""
+    os.killpg(group(model)[0], signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("disturb", [kill, stop])
+def test_an_engine_lost_while_it_takes_weights_comes_back_with_them(reached, disturb, monkeypatch):
+    """All but its guardian and its socket are held, and it is disturbed once it has been asked.
+
+    Nothing of it may stand still for ten seconds.
+    """
+    model, asked, ask = reached.model, threading.Event(), Link.ask
+
+    def watched(link, do, fields, **more):
+        call = ask(link, do, fields, **more)
+        if do == "update":
+            asked.set()
+        return call
+
+    reached.update(7, seed=7)
+    model.replica.link().patience = 10.0
+    monkeypatch.setattr(Link, "ask", watched)
+    starts, first = model.replica.starts, group(model)
+    directory = Path(model.replica.facts["directory"])
+    for pid in first[2:]:
+        os.kill(pid, signal.SIGSTOP)
+    updating = threading.Thread(target=reached.update, args=(8, 8))
+    updating.start()
+    assert asked.wait(60)
+    disturb(model)
+    updating.join(200)
+    assert not updating.is_alive()
+    assert (starts + 1, 8) == (model.replica.starts, model.version)
+    same(*reached.generate(PROMPTS, GREEDY))
+    assert {} == model.check()
+    assert not {*first} & {*group(model)}
+    assert [] == members(first[0]) == written(model)
+    assert not directory.exists()
+    reached.update(9, seed=9)
+    same(*reached.generate(PROMPTS, GREEDY))

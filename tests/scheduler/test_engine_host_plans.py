@@ -1,0 +1,99 @@
+"""Plans whose engines lie on several hosts, and how weights reach them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import rlflow as rf
+from rlflow.errors import PlanError
+from rlflow.scheduler.compile import Compiled, compile_plan
+from tests.scheduler.examples import grpo
+from tests.scheduler.strategies import cluster
+
+
+def planned(engine: object, *, gen: int, tp: int, train: int = 2, hosts: int = 2) -> Compiled:
+    """Devices shared out to hosts in their order: train first, then gen."""
+    placement = rf.Placement(
+        pools={"train": train, "gen": gen},
+        assign={
+            "actor": rf.on("train"),
+            "actor.rollout": rf.on("gen", engine=engine, tp=tp),
+            "ref": rf.on("train"),
+        },
+    )
+    devices = replace(cluster("h100", train + gen, 1e12), hosts=hosts)
+    return compile_plan(grpo(path="shape:qwen2.5-7b"), placement, devices)
+
+
+def note(compiled: Compiled) -> str:
+    """What a plan says of its engine."""
+    (told,) = (note.text for note in compiled.plan.notes if note.rule == "engine")
+    return told.partition("weights reach it through ")[2].partition(";")[0]
+
+
+@pytest.mark.parametrize(
+    ("engine", "hosts", "end"),
+    [
+        ("sglang", 1, "in its host's memory"),
+        (rf.SGLang(updates="memory"), 1, "in its host's memory"),
+        (rf.SGLang(updates="group"), 1, "in its host's memory, and a broadcast from it"),
+        (
+            rf.SGLang(updates="disk"),
+            1,
+            "in its host's memory, and a file in a temporary directory",
+        ),
+        ("sglang", 3, "in its host's memory, on 2 hosts, and a broadcast from it"),
+        (
+            rf.SGLang(updates="disk", updates_dir="/shared"),
+            3,
+            "in its host's memory, on 2 hosts, and a file in /shared",
+        ),
+    ],
+)
+def test_the_plan_says_how_weights_reach_an_engine(engine: object, hosts: int, end: str) -> None:
+    """Six devices: on three hosts the four of the replica are on the last two."""
+    assert note(planned(engine, gen=4, tp=4, hosts=hosts)).endswith(end)
+
+
+def test_replicas_each_on_a_host_need_no_broadcast() -> None:
+    assert note(planned("sglang", gen=4, tp=2, hosts=3)).endswith("in its host's memory")
+    many = note(planned("sglang", gen=8, tp=4, train=4, hosts=6))
+    assert many.endswith("in its host's memory, each on 2 hosts, and a broadcast from it")
+
+
+@pytest.mark.parametrize(
+    ("engine", "gen", "code"),
+    [
+        (rf.SGLang(updates="memory"), 4, "E671"),
+        (rf.SGLang(updates="disk"), 4, "E671"),
+        ("vllm", 4, "E672"),
+        ("sglang", 4, None),
+        (rf.SGLang(updates="disk", updates_dir="/shared"), 4, None),
+    ],
+)
+def test_what_cannot_lie_on_two_hosts(engine: object, gen: int, code: str | None) -> None:
+    if code is None:
+        planned(engine, gen=gen, tp=4, hosts=3)
+        return
+    with pytest.raises(PlanError) as caught:
+        planned(engine, gen=gen, tp=4, hosts=3)
+    assert [code] == [finding.code for finding in caught.value.findings]
+    planned(engine, gen=gen, tp=4, hosts=1)
+
+
+def test_hosts_have_equal_shares_of_a_replica() -> None:
+    """Six devices on two hosts: of the replica on 2 to 5 the first has one, the second three."""
+    with pytest.raises(PlanError) as caught:
+        planned("sglang", gen=4, tp=4)
+    (finding,) = caught.value.findings
+    assert ("E674", "1, 3 of them, host by host") == (finding.code, finding.got)
+
+
+def test_every_host_is_taken_to_hold_the_staging() -> None:
+    """Of a replica on one host each device counts a quarter of it, on two hosts a half."""
+    one, two = (planned("sglang", gen=4, tp=4, hosts=hosts).plan for hosts in (1, 3))
+    (here,) = (part for part in one.parts if part.name == "actor@gen/sglang/weights")
+    (there,) = (part for part in two.parts if part.name == "actor@gen/sglang/weights")
+    assert 2 * here.on_host - 1 <= there.on_host <= 2 * here.on_host
