@@ -14,6 +14,7 @@ from rlflow.graph.fields import Row, Token
 from rlflow.graph.model import AdamW, Average, LoRA, Model
 from rlflow.graph.pipeline import Config, Pipeline, pipeline
 from rlflow.graph.placement import On, Placement, on
+from rlflow.graph.speculative import Speculative
 from rlflow.graph.trace import Handle
 from rlflow.graph.userop import op
 from rlflow.ops.controllers import AdaptiveEntropy, AdaptiveKL
@@ -51,6 +52,7 @@ __all__ = [
     "Row",
     "SFTLoss",
     "SGLang",
+    "Speculative",
     "Step",
     "Token",
     "ToolEnvironment",

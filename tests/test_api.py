@@ -29,6 +29,7 @@ PUBLIC = [
     "Row",
     "SFTLoss",
     "SGLang",
+    "Speculative",
     "Step",
     "Token",
     "ToolEnvironment",

@@ -13,6 +13,7 @@ from pydantic import model_validator
 
 from rlflow.errors import Finding, PlanError
 from rlflow.graph.engine_options import EngineOptions, Positive, register_engine
+from rlflow.graph.speculative import Speculative
 
 Updates = Literal["memory", "group", "disk"]
 
@@ -50,11 +51,11 @@ SAID_ELSEWHERE = {
     "enable_memory_saver": "memory_saver=",
     "enable_weights_cpu_backup": "the plan's sleeps",
     "custom_weight_loader": "rlflow brings the weights",
-    "speculative_algorithm": "drafter= of the rollout",
-    "speculative_draft_model_path": "drafter= of the rollout",
-    "speculative_num_steps": "draft_tokens= of the rollout",
-    "speculative_num_draft_tokens": "draft_tokens= of the rollout",
-    "speculative_eagle_topk": "draft_tokens= of the rollout",
+    "speculative_algorithm": "speculative=, or drafter= of the rollout",
+    "speculative_draft_model_path": "speculative=, or drafter= of the rollout",
+    "speculative_num_steps": "speculative=, or drafter= of the rollout",
+    "speculative_num_draft_tokens": "speculative=, or drafter= of the rollout",
+    "speculative_eagle_topk": "speculative=, or drafter= of the rollout",
 }
 
 SAID_ELSEWHERE_VLLM = {
@@ -101,6 +102,9 @@ class SGLang(EngineOptions):
     `updates` is how weights reach it: through "memory" that worker and engine map, a "group" of
     processes with a broadcast, or a file on "disk", in `updates_dir` or a directory that is
     removed with the engine. None: "group" for a replica over several hosts, else "memory".
+
+    With `speculative` it drafts with a model that stays as it is; one that is trained is
+    `drafter=` of the rollout.
     """
 
     engine: ClassVar[str] = "sglang"
@@ -129,6 +133,7 @@ class SGLang(EngineOptions):
     cuda_graph: bool = True
     quantization: str | None = None
     deterministic: bool = False
+    speculative: Speculative | None = None
     updates: Updates | None = None
     updates_dir: str | None = None
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rlflow.errors import Finding
 from rlflow.graph.graph import Node
+from rlflow.graph.speculative import Speculative
 from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.plan import Instance, Part
 
@@ -30,7 +32,23 @@ def models_in(instance: Instance) -> tuple[Instance, ...]:
 def held_weights(instance: Instance, costs: Costs) -> int | None:
     """Bytes of all weights of an engine on each of its devices; None where a shape is not known."""
     sizes = [costs.weights(each) for each in models_in(instance)]
-    return None if None in sizes else sum(size or 0 for size in sizes)
+    beside = frozen_bytes(instance)
+    return None if None in sizes else sum(size or 0 for size in sizes) + beside
+
+
+def frozen(instance: Instance) -> Speculative | None:
+    """What an engine drafts with by its options alone."""
+    said: Speculative | None = getattr(instance.options, "speculative", None)
+    return said
+
+
+def frozen_bytes(instance: Instance) -> int:
+    """Bytes on each device of a draft model that stays as it is: of its files, where they are."""
+    said = frozen(instance)
+    if said is None or said.draft_model is None:
+        return 0
+    files = Path(said.draft_model).glob("*.safetensors")
+    return math.ceil(sum(file.stat().st_size for file in files) / instance.tp)
 
 
 def token_bytes(instance: Instance, costs: Costs) -> float:
@@ -41,6 +59,9 @@ def token_bytes(instance: Instance, costs: Costs) -> float:
 
 def reserved(instance: Instance) -> int:
     """Tokens that each row takes in the pool beyond its own, for what is drafted."""
+    said = frozen(instance)
+    if said is not None:
+        return TURNS * (said.draft_tokens * said.topk + 1)
     return TURNS * (instance.draft_tokens + 1) if instance.drafter is not None else 0
 
 
@@ -67,7 +88,20 @@ def drafter_part(instance: Instance, costs: Costs) -> Part:
 
 
 def drafts_findings(engine: Instance, nodes: Sequence[Node], costs: Costs) -> Iterator[Finding]:
-    """E630, E638 and E639 for the rollouts of an engine in which a drafter lies."""
+    """E630, E638, E639 and E678 for the rollouts of an engine that drafts."""
+    assert engine.options is not None
+    if engine.drafter is not None:
+        yield from _together(engine, nodes, costs)
+    on_cpu = costs.cluster.kind_of(engine.devices[0]).name == "cpu"
+    for node in nodes:
+        temperature = float(dict(node.params).get("temperature", 0))
+        why = engine.options.distorted(temperature, on_cpu=on_cpu)
+        if why:
+            yield _distorted(engine, node, temperature, why)
+
+
+def _together(engine: Instance, nodes: Sequence[Node], costs: Costs) -> Iterator[Finding]:
+    """What keeps a drafter from lying in an engine beside its model."""
     assert engine.options is not None
     drafted = [node for node in nodes if node.drafter is not None]
     said = {f"{n.drafter} (draft_tokens={n.param('draft_tokens')})": n for n in drafted}
@@ -91,12 +125,15 @@ def drafts_findings(engine: Instance, nodes: Sequence[Node], costs: Costs) -> It
             expected="the policy's dtype and size of vocabulary, trained as a whole",
             fix=f'"{engine.model}.rollout": rf.on("{engine.pool}")',
         )
-    on_cpu = costs.cluster.kind_of(engine.devices[0]).name == "cpu"
-    for node in nodes:
-        temperature = float(dict(node.params).get("temperature", 0))
-        why = engine.options.distorted(temperature, on_cpu=on_cpu)
-        if why:
-            yield _distorted(engine, node, temperature, why)
+    if frozen(engine) is not None:
+        yield Finding(
+            code="E678",
+            what=f"{engine.name} is to draft with {engine.drafter!r} and by its options",
+            where=drafted[0].where,
+            got="drafter= of the rollout and speculative= of the engine",
+            expected="one of them",
+            fix=f'"{engine.model}.rollout": rf.on("{engine.pool}", engine="{engine.engine}")',
+        )
 
 
 def _unlike(engine: Instance, costs: Costs) -> Iterator[str]:
@@ -114,7 +151,9 @@ def _unlike(engine: Instance, costs: Costs) -> Iterator[str]:
 
 
 def _distorted(engine: Instance, node: Node, temperature: float, why: str) -> Finding:
-    beside = "" if node.drafter else f", since {engine.drafter!r} drafts for all of {engine.name}"
+    who = "its options" if engine.drafter is None else repr(engine.drafter)
+    drafts = "draft" if engine.drafter is None else "drafts"
+    beside = "" if node.drafter else f", since {who} {drafts} for all of {engine.name}"
     return Finding(
         code="E630",
         what=f"{node.name}: with a drafter what is sampled would be wrong{beside}: {why}",

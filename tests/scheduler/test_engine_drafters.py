@@ -275,3 +275,70 @@ def test_embedded_and_engine_rollouts_have_drafters_of_their_own() -> None:
     assert (DRAFTER, 1) in plan.action("actor.rollout").reads
     assert ("drafter@gen", 1) in plan.action("probe").reads
     assert plan.instance("drafter@gen") == replace(plan.instance("drafter@gen"), inside=None)
+
+
+FROZEN = rf.Speculative(algorithm="STANDALONE", draft_model="/models/draft", draft_tokens=4)
+
+
+def sampling(temperature: float) -> Graph:
+    def declare() -> None:
+        actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8, temperature=temperature)
+        advantage = ops.advantage("grpo", samples, ops.reward(exact, samples))
+        ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
+
+    return graph_of(declare)
+
+
+def test_options_that_draft_are_refused_where_they_would_change_samples() -> None:
+    engine = rf.SGLang(speculative=FROZEN)
+    with pytest.raises(PlanError) as refused:
+        compiled_with(sampling(1.0), placed(engine=engine))
+    (finding,) = refused.value.findings
+    assert "E630" == finding.code
+    assert "actor.rollout: with a drafter" in finding.what
+    assert "E630" not in plan_text(compiled_with(sampling(0.0), placed(engine=engine)).plan)
+    assert compiled_with(sampling(1.0), placed(engine=engine), kind="h100").plan
+
+
+def test_a_drafter_and_options_that_draft_are_refused_together() -> None:
+    with pytest.raises(PlanError) as refused:
+        compiled_with(drafted(), placed(engine=rf.SGLang(speculative=FROZEN)))
+    assert ["E678"] == [finding.code for finding in refused.value.findings]
+
+
+def test_a_frozen_draft_model_counts_by_its_files(tmp_path: Path) -> None:
+    """And each row has slots in the pool for two turns of five tokens."""
+    (tmp_path / "model.safetensors").write_bytes(bytes(123_456))
+    said = FROZEN.model_copy(update={"draft_model": str(tmp_path)})
+    plans = [
+        compiled_with(sampling(0.0), placed(engine=engine)).plan
+        for engine in (rf.SGLang(), rf.SGLang(speculative=said))
+    ]
+    plain, drafts = (plan.part(f"{ENGINE}/weights").size for plan in plans)
+    assert 123_456 == drafts - plain
+    tokens = [plan.instance(ENGINE).options.max_total_tokens for plan in plans]
+    assert (16 + 1) * 2 * 5 == tokens[1] - tokens[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"algorithm": "EAGLE"}, "needs a draft_model"),
+        ({"algorithm": "NGRAM", "draft_model": "/there"}, "no model of its own"),
+        ({"algorithm": "EAGLE3", "draft_model": "../there"}, "another draft_model for every"),
+    ],
+)
+def test_speculative_options_that_are_wrong_are_refused(options: dict[str, str], said: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        rf.Speculative(**options)
+    (finding,) = refused.value.findings
+    assert "E677" == finding.code
+    assert said in finding.what
+
+
+def test_a_plan_with_options_that_draft_is_saved_and_read(tmp_path: Path) -> None:
+    plan = compiled_with(sampling(0.0), placed(engine=rf.SGLang(speculative=FROZEN))).plan
+    (tmp_path / "plan.json").write_text(dump_plan(plan))
+    assert plan.instances == read_plan(tmp_path / "plan.json").instances

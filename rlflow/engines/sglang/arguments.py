@@ -72,6 +72,8 @@ def arguments(
         made["context_length"] = context + SPARE_CONTEXT
     if options.deterministic:
         made["enable_deterministic_inference"] = True
+    if options.speculative is not None:
+        made |= options.speculative.arguments()
     if lora is not None:
         made |= adapting(lora, on_cpu=device.type == "cpu")
     if device.type == "cpu":

@@ -8,12 +8,13 @@ import signal
 import pytest
 import torch
 
+import rlflow as rf
 from rlflow.batch import flat, lengths, ragged_rows
 from rlflow.engines.loading import load_model
 from rlflow.engines.protocol import Drafting, Reach, SampleKey, Sampling
 from rlflow.engines.rollout import TorchRollout
 from rlflow.errors import RunError
-from tests.engines.sglang.conftest import TINY, Pair, start
+from tests.engines.sglang.conftest import TINY, Pair, options, start
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.sglang]
 
@@ -158,3 +159,20 @@ def test_a_replacement_has_the_weights_of_both(drafted):
     assert starts + 1 == drafted.model.replica.starts
     assert {} == drafted.model.check()
     assert {} == drafted.model.draft.check()
+
+
+def test_a_frozen_draft_model_stays_as_it_is():
+    """The policy moves on, and what its options draft with is still the first policy."""
+    said = rf.Speculative(algorithm="STANDALONE", draft_model=TINY, draft_tokens=3)
+    model, rollout = start(options=options(speculative=said))
+    plain = TorchRollout(load_model(TINY, dtype=torch.float32, device="cpu"))
+    pair = Pair(model, rollout, plain)
+    good = accepted(pair)
+    assert good > 0.5
+    pair.update(1, 8)
+    other = accepted(pair)
+    assert {} == model.check()
+    pair.update(2, None)
+    assert pytest.approx(good, abs=0.02) == accepted(pair)
+    assert other < good
+    model.close()

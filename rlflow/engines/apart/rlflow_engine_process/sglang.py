@@ -24,7 +24,8 @@ class SGLangServer(Generating, Receiving, Adapting):
         self.tokenizer = engine.tokenizer_manager
         self.held = Held(start["held"])
         self.drafted = Held(start["draft"]) if "draft" in start else None
-        if self.drafted is not None:
+        self.drafts = "speculative_draft_model_path" in start["arguments"]
+        if self.drafts:
             require_selectors()
         self.ranks = int(start["ranks"])
         self.device = str(start["arguments"]["device"])

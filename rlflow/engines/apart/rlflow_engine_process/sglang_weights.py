@@ -29,6 +29,7 @@ class Holding(Server):
     tokenizer: Any
     held: Held
     drafted: Held | None
+    drafts: bool
     ranks: int
     device: str
     version: int | None
@@ -51,7 +52,7 @@ class Holding(Server):
         if part == DRAFT:
             assert self.drafted is not None
             return self.drafted, "draft"
-        return self.held, "all" if self.drafted is None else "target"
+        return self.held, "target" if self.drafts else "all"
 
     async def do_update(self, version: int, *, of: str = MODEL) -> str:
         """Take all weights from the memory file; the version that SGLang then reports.

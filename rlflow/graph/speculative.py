@@ -1,0 +1,78 @@
+"""A frozen model that an engine drafts with, as a value: for drafters that nothing trains.
+
+Nothing here knows what an engine does with it.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rlflow.errors import Finding, PlanError
+
+Algorithm = Literal["EAGLE", "EAGLE3", "STANDALONE", "NEXTN", "NGRAM"]
+# Those that draft with a model of files of its own: the others have none.
+WITH_FILES = ("EAGLE", "EAGLE3", "STANDALONE")
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Speculative(BaseModel):
+    """Speculative decoding in an engine by a draft model that stays as it is.
+
+    `algorithm` is SGLang's name: heads on the policy's hidden states ("EAGLE", "EAGLE3", Li et al.
+    2024 and 2025), a smaller language model ("STANDALONE"), layers of the policy itself ("NEXTN"),
+    or what its rows have repeated ("NGRAM"). The first three need a `draft_model`: an absolute
+    path or a hub name. It proposes `draft_tokens` a turn, at each place the `topk` likeliest.
+    A drafter that is trained is `drafter=` of the rollout.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    algorithm: Algorithm = "EAGLE"
+    draft_model: str | None = None
+    draft_tokens: Positive = 3
+    topk: Positive = 1
+
+    @model_validator(mode="after")
+    def _has_its_model(self) -> Self:
+        """A draft model where there is one, and the same from everywhere; PlanError E677."""
+        path, wanted = self.draft_model, self.algorithm in WITH_FILES
+        if (path is not None) == wanted and not _relative(path):
+            return self
+        what = "needs a draft_model" if wanted else "drafts with no model of its own"
+        if wanted and path is not None:
+            what = "has another draft_model for every process"
+        raise PlanError(
+            Finding(
+                code="E677",
+                what=f"rf.Speculative(algorithm={self.algorithm!r}) {what}",
+                got=f"draft_model={path!r}",
+                expected="an absolute path or a hub name" if wanted else "no draft_model",
+                fix=f'rf.Speculative(algorithm="{self.algorithm}"'
+                + (', draft_model="/models/draft")' if wanted else ")"),
+            )
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """SGLang's arguments for it."""
+        made: dict[str, Any] = {"speculative_algorithm": self.algorithm}
+        if self.draft_model is not None:
+            made["speculative_draft_model_path"] = self.draft_model
+        if self.algorithm == "NGRAM":
+            return {**made, "speculative_num_draft_tokens": self.draft_tokens + 1}
+        return {
+            **made,
+            "speculative_num_steps": self.draft_tokens,
+            "speculative_eagle_topk": self.topk,
+            "speculative_num_draft_tokens": 1 + self.draft_tokens * self.topk,
+        }
+
+
+def _relative(path: str | None) -> bool:
+    """Whether a path depends on where it is read: it begins with a dot, or has more than a name."""
+    if path is None or PurePath(path).is_absolute():
+        return False
+    return path.startswith(".") or path.count("/") > 1
