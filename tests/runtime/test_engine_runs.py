@@ -263,10 +263,12 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
         ("--placement", "split"),
         ("--placement", "colocate", "--set", "adapters=true", "--devices", SMALL),
         ("--placement", "stream"),
-        pytest.param(("--placement", "split", "--backend", "ray"), marks=pytest.mark.ray),
+        pytest.param(
+            ("--placement", "split", "--backend", "ray"), marks=[pytest.mark.ray, pytest.mark.extra]
+        ),
         pytest.param(
             ("--placement", "split", "--backend", "ray", "--set", "adapters=true"),
-            marks=pytest.mark.ray,
+            marks=[pytest.mark.ray, pytest.mark.extra],
         ),
         pytest.param(("--placement", "ranks"), marks=pytest.mark.ray),
         pytest.param(("--placement", "hybrid", *HYBRID), marks=pytest.mark.ray),

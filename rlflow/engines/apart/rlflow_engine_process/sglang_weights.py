@@ -34,6 +34,7 @@ class Holding(Server):
     device: str
     version: int | None
     asleep: set[str]
+    buffer: Any = None
 
     async def idle(self, *, flush: bool) -> None:
         """Wait until no request is left, then empty the cache of what old weights have made."""
@@ -105,7 +106,7 @@ class Holding(Server):
         weights = list(bucket)
         end, done = time.monotonic() + FLUSH_SECONDS, (False, UNFLUSHED)
         while not done[0] and UNFLUSHED in str(done[1]) and time.monotonic() < end:
-            payload, form = flattened(weights)
+            payload, form = self.shared(weights)
             copies = [MultiprocessingSerializer.serialize(payload) for _ in range(self.ranks)]
             request = fields_of(
                 UpdateWeightsFromTensorReqInput,
@@ -117,6 +118,28 @@ class Holding(Server):
             )
             done = await self.tokenizer.update_weights_from_tensor(request, None)
         require(done)
+
+    def shared(self, weights: list[tuple[str, Any]]) -> tuple[Any, str | None]:
+        """The same as `flattened`, in memory that is shared with the ranks and kept for the next.
+
+        So weights are copied once on their way, and not into pages that are new each time.
+        """
+        import torch
+
+        try:
+            from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+        except ImportError:
+            return flattened(weights)
+        shapes = [(name, tensor.to("meta")) for name, tensor in weights]
+        made = FlattenedTensorBucket(named_tensors=shapes)
+        table, size = made.get_metadata(), made.get_flattened_tensor().numel()
+        if self.buffer is None or self.buffer.numel() < size:
+            fresh: Any = torch.empty(size, dtype=torch.uint8)
+            self.buffer = fresh.share_memory_()
+        for (_, tensor), place in zip(weights, table, strict=True):
+            part = self.buffer[place.start_idx : place.end_idx]
+            part.copy_(tensor.flatten().view(torch.uint8))
+        return {"flattened_tensor": self.buffer[:size], "metadata": table}, "flattened_bucket"
 
     async def do_sleep(self, tags: list[str]) -> None:
         """Give memory back: of `weights`, or of the pool, `kv_cache`."""
