@@ -123,6 +123,8 @@ def on_cpu(made: Mapping[str, Any], *, pool: bool) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "disable_overlap_schedule": True,
+        # A scheduler that has nothing to do would take a core for asking whether it has.
+        "sleep_on_idle": True,
         "mem_fraction_static": 0.1,
         "max_total_tokens": CPU_POOL_TOKENS,
         "max_running_requests": CPU_REQUESTS,
