@@ -58,10 +58,18 @@ class Fault:
     """Disturbs the engine when it is asked to `do` something, the times whose numbers are `turns`.
 
     It is held where it is until it is disturbed: its last process, which computes, is stopped.
+    A generation is disturbed once some of it has come, or before with `at_once`.
     """
 
-    def __init__(self, do: str, disturb: Callable[[EngineModel], None], *turns: int) -> None:
+    def __init__(
+        self,
+        do: str,
+        disturb: Callable[[EngineModel], None],
+        *turns: int,
+        at_once: bool = False,
+    ) -> None:
         self.do, self.disturb, self.turns = do, disturb, turns
+        self.waits = do == "generate" and not at_once
         self.asked = 0
         self.disturbed: list[int] = []
         self.models: list[EngineModel] = []
@@ -82,7 +90,7 @@ class Fault:
             if do != self.do or not self.due():
                 return ask(link, do, fields, numbered=numbered)
             before = link.moved
-            if do in {"update", "sleep"}:
+            if not self.waits:
                 self.hold()
             call = ask(link, do, fields, numbered=numbered)
             self.threads.append(threading.Thread(target=self.strike, args=(link, before)))
@@ -110,9 +118,9 @@ class Fault:
 
     def strike(self, link: Link, before: float) -> None:
         """Disturb the engine, a generation once some of it has come."""
-        while self.do == "generate" and link.moved == before and not link.lost.wait(0.005):
+        while self.waits and link.moved == before and not link.lost.wait(0.005):
             pass
-        if self.do == "generate":
+        if self.waits:
             self.hold()
         self.disturbed.append(process_group(self.models[0]))
         self.disturb(self.models[0])
@@ -201,7 +209,7 @@ def test_a_second_loss_ends_a_run_with_one_error(
 ) -> None:
     """The rows of the second iteration are lost, and again when another engine has begun them."""
     monkeypatch.setenv(MARK, str(tmp_path))
-    watch = Fault("generate", kill, 2, 3)
+    watch = Fault("generate", kill, 2, 3, at_once=True)
     watch.beset(monkeypatch)
     found = Ran(rlflow, tmp_path, "--placement", "split")
     for thread in watch.threads:

@@ -19,7 +19,7 @@ from rlflow.engines.sglang.held import members
 from rlflow.errors import RunError
 from tests.engines.sglang.conftest import PYTHON, TINY, Pair, group, options, start
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.sglang]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.sglang, pytest.mark.extra]
 
 PROMPTS = [list(range(3, 33)), list(range(10, 45)), list(range(20, 50))]
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0, n=2)
