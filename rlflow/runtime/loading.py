@@ -42,79 +42,80 @@ def load_instance(
     An engine of its own is started in a process beside this one, on the devices of its `ranks`,
     with a `draft` if there is one; of one that lies on several `nodes`, this host's part.
     """
+    tokenizer = load_tokenizer(path)
     if instance.options is not None:
         how: dict[str, Any] = {"seed": seed, "device": device, "devices": ranks}
         more = {"draft": draft, "nodes": nodes, "lora": spec.lora}
         given = {name: value for name, value in more.items() if value is not None}
-        return _load_engine(instance, spec, path, how | given)
-    optimizer = spec.optimizer if isinstance(spec.optimizer, AdamW) and instance.trained else None
-    common: dict[str, Any] = {
-        "dtype": getattr(torch, spec.dtype),
-        "device": device,
-        "head": spec.head,
-        "seed": seed,
-        "init": "random" if spec.init == "random" else "weights",
-        "lora": spec.lora,
-        "recompute": instance.recompute,
-    }
-    tokenizer = load_tokenizer(path)
-    if mesh is not None:
-        return _load_sharded(instance, optimizer, path, tokenizer, mesh, common)
-    model = load_model(path, **common, offload=instance.offload)
-    model.name = instance.name
+        model, train, rollout = _engine(instance, spec, path, how | given)
+    else:
+        common: dict[str, Any] = {
+            "dtype": getattr(torch, spec.dtype),
+            "device": device,
+            "head": spec.head,
+            "seed": seed,
+            "init": _init(spec),
+            "lora": spec.lora,
+            "recompute": instance.recompute,
+        }
+        chosen = spec.optimizer if isinstance(spec.optimizer, AdamW) else None
+        optimizer = chosen if instance.trained else None
+        if mesh is None:
+            model, train, rollout = _whole(instance, optimizer, path, common)
+        else:
+            model, train, rollout = _sharded(instance, optimizer, path, mesh, common)
     return Loaded(
         instance=instance,
         model=model,
-        train=TrainEngine(model, optimizer, micro_tokens=instance.micro_tokens),
-        rollout=TorchRollout(model),
+        train=train,
+        rollout=rollout,
         tokenizer=tokenizer,
         stop_tokens=_stop_tokens(model, tokenizer),
     )
 
 
-def _load_sharded(
-    instance: Instance,
-    optimizer: Any,
-    path: str,
-    tokenizer: Any,
-    mesh: DeviceMesh,
-    common: Mapping[str, Any],
-) -> Loaded:
+def _whole(
+    instance: Instance, optimizer: Any, path: str, common: Mapping[str, Any]
+) -> tuple[Any, Any, Any]:
+    """Model, training and rollout of an instance that lies in one process."""
+    model = load_model(path, **common, offload=instance.offload)
+    model.name = instance.name
+    train = TrainEngine(model, optimizer, micro_tokens=instance.micro_tokens)
+    return model, train, TorchRollout(model)
+
+
+def _sharded(
+    instance: Instance, optimizer: Any, path: str, mesh: DeviceMesh, common: Mapping[str, Any]
+) -> tuple[Any, Any, Any]:
+    """Model, training and rollout of this process's shards of an instance."""
     from rlflow.engines.sharded.build import load_sharded
     from rlflow.engines.sharded.rollout import ShardedRollout
     from rlflow.engines.sharded.train import ShardedTrainEngine
 
     model = load_sharded(path, mesh=mesh, trained=instance.trained, name=instance.name, **common)
-    return Loaded(
-        instance=instance,
-        model=model,
-        train=ShardedTrainEngine(model, optimizer, micro_tokens=instance.micro_tokens),
-        rollout=ShardedRollout(model),
-        tokenizer=tokenizer,
-        stop_tokens=_stop_tokens(model, tokenizer),
-    )
+    train = ShardedTrainEngine(model, optimizer, micro_tokens=instance.micro_tokens)
+    return model, train, ShardedRollout(model)
 
 
-def _load_engine(instance: Instance, spec: Model, path: str, how: Mapping[str, Any]) -> Loaded:
+def _engine(
+    instance: Instance, spec: Model, path: str, how: Mapping[str, Any]
+) -> tuple[Any, Any, Any]:
     """Start an engine for the replica that this process owns, or its part on this host."""
     assert instance.options is not None
-    tokenizer = load_tokenizer(path)
     model, rollout = instance.options.load(
         path,
         name=instance.name,
         dtype=getattr(torch, spec.dtype),
-        init="random" if spec.init == "random" else "weights",
+        init=_init(spec),
         threads=torch.get_num_threads(),
         **how,
     )
-    return Loaded(
-        instance=instance,
-        model=model,
-        train=NoTraining(),
-        rollout=rollout,
-        tokenizer=tokenizer,
-        stop_tokens=_stop_tokens(model, tokenizer),
-    )
+    return model, NoTraining(), rollout
+
+
+def _init(spec: Model) -> str:
+    """Where the first weights of a model come from, as those who load them call it."""
+    return "random" if spec.init == "random" else "weights"
 
 
 def _stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -15,10 +15,8 @@ from rlflow.scheduler.compile import Compiled, dump_plan
 from rlflow.scheduler.plan import HOST
 from rlflow.scheduler.saved import read_plan
 from rlflow.scheduler.text import plan_text
-from rlflow.scheduler.verify import verify
 from tests.scheduler.examples import compiled_with
-from tests.scheduler.mutants import mutants
-from tests.scheduler.player import play
+from tests.scheduler.proving import holds_and_plays, unnoticed
 from tests.scheduler.strategies import exact, graph_of
 
 ENGINE, DRAFTER = "actor@gen/sglang", "drafter@gen/sglang/actor"
@@ -88,16 +86,11 @@ def example(request: pytest.FixtureRequest) -> Compiled:
 
 
 def test_examples_hold_after_every_pass_and_play(example: Compiled) -> None:
-    for stage, plan in example.stages:
-        assert [] == verify(plan, stage)
-    for seed in range(6):
-        assert [] == play(example.plan, seed)
+    holds_and_plays(example)
 
 
 def test_every_mutant_is_rejected(example: Compiled) -> None:
-    plan = example.plan
-    accepted = [name for name, wrong in mutants(plan) if not verify(wrong, "timing")]
-    assert [] == accepted
+    assert [] == unnoticed(example.plan)
 
 
 def test_a_drafter_is_an_instance_in_the_engine_filled_one_update_behind() -> None:

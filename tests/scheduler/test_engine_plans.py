@@ -31,6 +31,7 @@ from rlflow.scheduler.verify_engines import engines_are_apart, engines_sleep_bet
 from tests.scheduler.examples import compiled_with, grpo, ppo
 from tests.scheduler.mutants import mutants, with_action
 from tests.scheduler.player import play
+from tests.scheduler.proving import holds_and_plays, unnoticed
 from tests.scheduler.strategies import (
     PLENTY,
     Case,
@@ -115,16 +116,11 @@ def example(request: pytest.FixtureRequest) -> Compiled:
 
 
 def test_examples_hold_after_every_pass_and_play(example: Compiled) -> None:
-    for stage, plan in example.stages:
-        assert [] == verify(plan, stage)
-    for seed in range(6):
-        assert [] == play(example.plan, seed)
+    holds_and_plays(example)
 
 
 def test_every_mutant_is_rejected(example: Compiled) -> None:
-    plan = example.plan
-    accepted = [name for name, wrong in mutants(plan) if not verify(wrong, "timing")]
-    assert [] == accepted
+    assert [] == unnoticed(example.plan)
 
 
 @st.composite

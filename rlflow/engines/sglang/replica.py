@@ -117,7 +117,7 @@ class Replica:
             Finding(
                 code="E584",
                 what=f"the engine of {self.launch.name!r} was lost, and so was its replacement",
-                got="\n".join([reason, self._last_lines]),
+                got=self._got(reason),
                 expected="an engine that answers",
             )
         )
@@ -128,11 +128,15 @@ class Replica:
             Finding(
                 code="E675",
                 what=f"the engine of {self.launch.name!r} was lost, which lies on several hosts",
-                got="\n".join([reason, self._last_lines]),
+                got=self._got(reason),
                 expected="an engine that answers; one on several hosts is not started anew",
                 fix="--resume",
             )
         )
+
+    def _got(self, reason: str) -> str:
+        """Why an engine was lost, and what its last run has said at its end."""
+        return "\n".join([reason, self._last_lines])
 
     def _keep(self) -> None:
         try:

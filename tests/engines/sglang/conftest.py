@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from rlflow.batch import ragged_rows
+from rlflow.batch import flat, lengths, ragged_rows
 from rlflow.engines.loading import load_model
-from rlflow.engines.protocol import SampleKey
+from rlflow.engines.protocol import SampleKey, Sampling
 from rlflow.engines.rollout import TorchRollout
 from rlflow.engines.sglang.held import members
 from rlflow.engines.sglang.load import load_engine
@@ -22,6 +22,9 @@ from rlflow.graph.engines import SGLang
 ROOT = Path(__file__).resolve().parents[3]
 TINY = str(ROOT / "pipelines" / "assets" / "arith-tiny")
 PYTHON = os.environ.get("RLFLOW_SGLANG_PYTHON") or str(ROOT / ".venv-sglang" / "bin" / "python")
+# Long enough that several prompts are in the cache after one call.
+PROMPTS = [list(range(3, 33)), list(range(10, 45)), list(range(20, 50))]
+GREEDY = Sampling(max_new_tokens=12, temperature=0.0, n=2)
 
 
 class Pair(NamedTuple):
@@ -58,6 +61,14 @@ def options(**more):
     return SGLang(python=PYTHON, max_total_tokens=8192, **more)
 
 
+def same(real, plain):
+    """Rows of an engine are those of the embedded one, its log-probs within what is promised."""
+    assert lengths(plain.response_tokens).tolist() == lengths(real.response_tokens).tolist()
+    assert flat(plain.response_tokens).tolist() == flat(real.response_tokens).tolist()
+    assert plain.finished.tolist() == real.finished.tolist()
+    assert 1e-4 > float((flat(real.log_probs) - flat(plain.log_probs)).abs().max())
+
+
 def start(**more):
     made = {"name": "gen", "options": options(), "dtype": torch.float32, "device": "cpu"}
     return load_engine(TINY, **{**made, **more})
@@ -68,20 +79,33 @@ def group(model):
     return members(model.replica._process.pid)
 
 
-@pytest.fixture(scope="session")
-def _pair():
+def paired(model, rollout):
+    """An engine with the embedded one of the same first weights beside it."""
+    return Pair(model, rollout, TorchRollout(load_model(TINY, dtype=torch.float32, device="cpu")))
+
+
+def afresh(pair):
+    """Both engines with the first weights, awake."""
+    pair.rollout.wake()
+    if pair.model.version or pair.model.state != "ready":
+        pair.update(0, None)
+    return pair
+
+
+def needs_sglang():
     if not Path(PYTHON).exists():
         pytest.skip("no environment with SGLang: make test-sglang builds it")
-    model, rollout = start()
-    plain = TorchRollout(load_model(TINY, dtype=torch.float32, device="cpu"))
-    yield Pair(model, rollout, plain)
-    model.close()
+
+
+@pytest.fixture(scope="session")
+def _pair():
+    needs_sglang()
+    made = paired(*start())
+    yield made
+    made.model.close()
 
 
 @pytest.fixture
 def pair(_pair):
     """Both engines with the first weights, awake."""
-    _pair.rollout.wake()
-    if _pair.model.version or _pair.model.state != "ready":
-        _pair.update(0, None)
-    return _pair
+    return afresh(_pair)

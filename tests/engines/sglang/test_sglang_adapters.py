@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,19 +15,21 @@ from rlflow.engines.protocol import Reach, SampleKey, Sampling
 from rlflow.engines.rollout import TorchRollout
 from rlflow.errors import RunError
 from rlflow.graph.model import LoRA
-from tests.engines.sglang.conftest import PYTHON, TINY, Pair, group, start
+from tests.engines.sglang.conftest import (
+    GREEDY,
+    PROMPTS,
+    TINY,
+    Pair,
+    group,
+    needs_sglang,
+    same,
+    start,
+)
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.sglang]
 
-PROMPTS = [list(range(3, 33)), list(range(10, 45)), list(range(20, 50))]
-GREEDY = Sampling(max_new_tokens=12, temperature=0.0, n=2)
 # Of q, k and v one alone, of gate and up one alone, o nowhere, and down in one layer.
 LORA = LoRA(rank=3, alpha=4, targets=("v_proj", "up_proj", "layers.1.mlp.down_proj"))
-
-
-def same(real, plain):
-    assert flat(plain.response_tokens).tolist() == flat(real.response_tokens).tolist()
-    assert 1e-4 > float((flat(real.log_probs) - flat(plain.log_probs)).abs().max())
 
 
 def trained(pair, version, seed):
@@ -45,8 +46,7 @@ def trained(pair, version, seed):
 
 @pytest.fixture(scope="module")
 def started():
-    if not Path(PYTHON).exists():
-        pytest.skip("no environment with SGLang: make test-sglang builds it")
+    needs_sglang()
     model, rollout = start(lora=LORA, seed=5)
     plain = load_model(TINY, dtype=torch.float32, device="cpu", lora=LORA, seed=5)
     yield Pair(model, rollout, TorchRollout(plain))

@@ -9,18 +9,25 @@ import pytest
 import torch
 
 import rlflow as rf
-from rlflow.batch import flat, lengths, ragged_rows
+from rlflow.batch import ragged_rows
 from rlflow.engines.loading import load_model
 from rlflow.engines.protocol import Drafting, Reach, SampleKey, Sampling
-from rlflow.engines.rollout import TorchRollout
 from rlflow.errors import RunError
-from tests.engines.sglang.conftest import TINY, Pair, options, start
+from tests.engines.sglang.conftest import (
+    GREEDY,
+    TINY,
+    afresh,
+    needs_sglang,
+    options,
+    paired,
+    same,
+    start,
+)
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.sglang]
 
 DRAFT = Drafting(name="drafter@gen", path=TINY, init="random", tokens=3)
 PROMPTS = [list(range(3, 33)), list(range(10, 45)), [5, 6, 7]]
-GREEDY = Sampling(max_new_tokens=12, temperature=0.0, n=2)
 
 
 def weights():
@@ -30,18 +37,16 @@ def weights():
 
 @pytest.fixture(scope="module")
 def _drafted():
-    model, rollout = start(draft=DRAFT)
-    plain = TorchRollout(load_model(TINY, dtype=torch.float32, device="cpu"))
-    yield Pair(model, rollout, plain)
-    model.close()
+    needs_sglang()
+    made = paired(*start(draft=DRAFT))
+    yield made
+    made.model.close()
 
 
 @pytest.fixture
 def drafted(_drafted):
     """Both engines with the first weights, awake; the real one's drafter is random."""
-    _drafted.rollout.wake()
-    if _drafted.model.version or _drafted.model.state != "ready":
-        _drafted.update(0, None)
+    afresh(_drafted)
     source = torch.Generator().manual_seed(9)
     random = {n: 0.02 * torch.randn(t.shape, generator=source) for n, t in weights().items()}
     give(_drafted.model.draft, random, 0)
@@ -53,13 +58,6 @@ def give(draft, tensors, version):
     for name, shard in draft.shards().items():
         shard.tensor.copy_(tensors[name])
     draft.loaded(version)
-
-
-def same(real, plain):
-    assert lengths(plain.response_tokens).tolist() == lengths(real.response_tokens).tolist()
-    assert flat(plain.response_tokens).tolist() == flat(real.response_tokens).tolist()
-    assert 1e-4 > float((flat(real.log_probs) - flat(plain.log_probs)).abs().max())
-    assert plain.finished.tolist() == real.finished.tolist()
 
 
 def accepted(pair, sampling=GREEDY):
@@ -164,15 +162,13 @@ def test_a_replacement_has_the_weights_of_both(drafted):
 def test_a_frozen_draft_model_stays_as_it_is():
     """The policy moves on, and what its options draft with is still the first policy."""
     said = rf.Speculative(algorithm="STANDALONE", draft_model=TINY, draft_tokens=3)
-    model, rollout = start(options=options(speculative=said))
-    plain = TorchRollout(load_model(TINY, dtype=torch.float32, device="cpu"))
-    pair = Pair(model, rollout, plain)
+    pair = paired(*start(options=options(speculative=said)))
     good = accepted(pair)
     assert good > 0.5
     pair.update(1, 8)
     other = accepted(pair)
-    assert {} == model.check()
+    assert {} == pair.model.check()
     pair.update(2, None)
     assert pytest.approx(good, abs=0.02) == accepted(pair)
     assert other < good
-    model.close()
+    pair.model.close()

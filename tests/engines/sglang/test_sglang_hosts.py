@@ -5,32 +5,32 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from pathlib import Path
 
 import pytest
-import torch
 
-from rlflow.batch import flat
-from rlflow.engines.loading import load_model
 from rlflow.engines.nodes import Nodes, free_port
-from rlflow.engines.protocol import Sampling
-from rlflow.engines.rollout import TorchRollout
 from rlflow.engines.sglang.held import members
 from rlflow.errors import RunError
-from tests.engines.sglang.conftest import PYTHON, TINY, Pair, group, options, start
+from tests.engines.sglang.conftest import (
+    GREEDY,
+    PROMPTS,
+    group,
+    needs_sglang,
+    options,
+    paired,
+    same,
+    start,
+)
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.sglang, pytest.mark.extra]
 
-PROMPTS = [list(range(3, 33)), list(range(10, 45)), list(range(20, 50))]
-GREEDY = Sampling(max_new_tokens=12, temperature=0.0, n=2)
 ADDRESS = "127.0.0.2"
 
 
 @pytest.fixture(scope="module")
 def parts():
     """What two workers have made: model and rollout, the first host's first; nothing is left."""
-    if not Path(PYTHON).exists():
-        pytest.skip("no environment with SGLang: make test-sglang builds it")
+    needs_sglang()
     port, made = free_port(ADDRESS), {}
 
     def make(rank):
@@ -55,12 +55,7 @@ def parts():
 def pair(parts):
     """The first part, which answers, and the embedded engine."""
     (model, rollout), _ = parts
-    return Pair(model, rollout, TorchRollout(load_model(TINY, dtype=torch.float32, device="cpu")))
-
-
-def same(real, plain):
-    assert flat(plain.response_tokens).tolist() == flat(real.response_tokens).tolist()
-    assert 1e-4 > float((flat(real.log_probs) - flat(plain.log_probs)).abs().max())
+    return paired(model, rollout)
 
 
 def test_an_update_reaches_the_ranks_of_both(pair):

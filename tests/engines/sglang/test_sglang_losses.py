@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlflow.batch import flat, ragged_rows
+from rlflow.batch import ragged_rows
 from rlflow.engines.protocol import Reach, SampleKey, Sampling
 from rlflow.engines.sglang.held import members
 from rlflow.errors import RunError
-from tests.engines.sglang.conftest import PYTHON, ROOT, TINY, group, start
+from tests.engines.sglang.conftest import PYTHON, ROOT, TINY, group, same, start
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.sglang]
 
@@ -25,11 +25,6 @@ PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10], [11, 3], [9, 12, 4, 13, 5, 14]]
 LONG = Sampling(max_new_tokens=100, temperature=0.0, n=32)
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 KEY = SampleKey(seed=1, iteration=0, stream="gen")
-
-
-def same(real, plain):
-    assert flat(plain.response_tokens).tolist() == flat(real.response_tokens).tolist()
-    assert 1e-4 > float((flat(real.log_probs) - flat(plain.log_probs)).abs().max())
 
 
 class InFlight:

@@ -8,40 +8,35 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
-from rlflow.batch import flat
-from rlflow.engines.loading import load_model
-from rlflow.engines.protocol import Sampling
-from rlflow.engines.rollout import TorchRollout
 from rlflow.engines.sglang.held import members
 from rlflow.engines.sglang.link import Link
 from rlflow.engines.sglang.updates import Broadcast
-from tests.engines.sglang.conftest import PYTHON, TINY, Pair, group, options, start
+from tests.engines.sglang.conftest import (
+    GREEDY,
+    PROMPTS,
+    group,
+    needs_sglang,
+    options,
+    paired,
+    same,
+    start,
+)
+from tests.engines.sglang.updating import generates_with_updates, leaves_nothing_in_the_cache
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.sglang]
-
-PROMPTS = [list(range(3, 33)), list(range(10, 45)), list(range(20, 50))]
-GREEDY = Sampling(max_new_tokens=12, temperature=0.0, n=2)
 
 
 @pytest.fixture(scope="module", params=["disk", "group"])
 def reached(request):
     """An engine that weights reach in this way, the embedded one beside it; nothing is left."""
-    if not Path(PYTHON).exists():
-        pytest.skip("no environment with SGLang: make test-sglang builds it")
+    needs_sglang()
     model, rollout = start(options=options(updates=request.param))
-    plain = TorchRollout(load_model(TINY, dtype=torch.float32, device="cpu"))
-    yield Pair(model, rollout, plain)
+    yield paired(model, rollout)
     leader, directory = group(model)[0], Path(model.replica.facts["directory"])
     model.close()
     assert [] == members(leader)
     assert not directory.exists()
-
-
-def same(real, plain):
-    assert flat(plain.response_tokens).tolist() == flat(real.response_tokens).tolist()
-    assert 1e-4 > float((flat(real.log_probs) - flat(plain.log_probs)).abs().max())
 
 
 def written(model):
@@ -49,24 +44,12 @@ def written(model):
 
 
 def test_an_update_is_what_it_generates_with(reached):
-    before, _ = reached.generate(PROMPTS, GREEDY)
-    for version in (1, 2, 3):
-        reached.update(version, seed=version)
-        real, plain = reached.generate(PROMPTS, GREEDY)
-        same(real, plain)
-        assert {} == reached.model.check()
-        assert version == reached.model.version
-        assert [] == written(reached.model)
-    assert flat(before.response_tokens).tolist() != flat(real.response_tokens).tolist()
+    generates_with_updates(reached)
+    assert [] == written(reached.model)
 
 
 def test_an_update_right_after_generation_leaves_nothing_in_the_cache(reached):
-    for version in range(1, 9):
-        reached.generate(PROMPTS, GREEDY)
-        reached.update(version, seed=100 + version)
-        cached = reached.rollout.stats()["cached_prompt_tokens"]
-        same(*reached.generate(PROMPTS, Sampling(max_new_tokens=12, temperature=0.0)))
-        assert cached == reached.rollout.stats()["cached_prompt_tokens"]
+    leaves_nothing_in_the_cache(reached)
 
 
 def test_several_buckets_are_one_update(reached, monkeypatch):

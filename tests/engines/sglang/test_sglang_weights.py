@@ -5,41 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlflow.batch import flat
-from rlflow.engines.protocol import Sampling
 from rlflow.engines.sglang.checksums import layout
 from rlflow.errors import RunError
+from tests.engines.sglang.conftest import GREEDY, PROMPTS, same
+from tests.engines.sglang.updating import generates_with_updates, leaves_nothing_in_the_cache
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.sglang]
 
-# Long enough that several prompts are in the cache after one call.
-PROMPTS = [list(range(3, 33)), list(range(10, 45)), list(range(20, 50))]
-GREEDY = Sampling(max_new_tokens=12, temperature=0.0, n=2)
-
-
-def same(real, plain):
-    assert flat(plain.response_tokens).tolist() == flat(real.response_tokens).tolist()
-    assert 1e-4 > float((flat(real.log_probs) - flat(plain.log_probs)).abs().max())
-
 
 def test_an_update_is_what_it_generates_with(pair):
-    before, _ = pair.generate(PROMPTS, GREEDY)
-    for version in (1, 2, 3):
-        pair.update(version, seed=version)
-        real, plain = pair.generate(PROMPTS, GREEDY)
-        same(real, plain)
-        assert {} == pair.model.check()
-        assert version == pair.model.version
-    assert flat(before.response_tokens).tolist() != flat(real.response_tokens).tolist()
+    generates_with_updates(pair)
 
 
 def test_an_update_right_after_generation_leaves_nothing_in_the_cache(pair):
-    for version in range(1, 9):
-        pair.generate(PROMPTS, GREEDY)
-        pair.update(version, seed=100 + version)
-        cached = pair.rollout.stats()["cached_prompt_tokens"]
-        same(*pair.generate(PROMPTS, Sampling(max_new_tokens=12, temperature=0.0)))
-        assert cached == pair.rollout.stats()["cached_prompt_tokens"]
+    leaves_nothing_in_the_cache(pair)
 
 
 def test_the_engine_reports_the_version_it_was_given(pair):
