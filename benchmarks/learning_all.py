@@ -280,11 +280,22 @@ def write_table(folder: Path) -> None:
     """The table of everything that lies there, beside it as `learning_all`."""
     found = [LEARNED.validate_json(path.read_bytes()) for path in sorted(folder.glob("*.json"))]
     rows = [row for learned in found for row in learned.rows()]
+    facts = sorted((learned.machine for learned in found), key=lambda each: each["date"])
+    notes = (*NOTES, measured_at(facts))
     page = markdown_report(
-        "Whether every pipeline learns", machine(), [markdown_table(HEADER, rows)], NOTES
+        "Whether every pipeline learns", facts[-1], [markdown_table(HEADER, rows)], notes
     )
     data = {"header": HEADER, "rows": rows}
     write_results(folder.parent, "learning_all", data, page)
+
+
+def measured_at(facts: Sequence[Mapping[str, Any]]) -> str:
+    """The commits and the time of what a table has, oldest first."""
+    commits = list(dict.fromkeys(str(each["commit"]) for each in facts))
+    return (
+        f"Measured from {facts[0]['date']} to {facts[-1]['date']}, at commits "
+        f"{', '.join(commits)} (+ with changed files); the line at the top is of the last one."
+    )
 
 
 def draw(learned: Learned, path: Path) -> None:

@@ -40,8 +40,7 @@ NOTES = (
     "its last one.",
     "`beside embedded`: the difference of the last rewards in training from those of the embedded "
     f"engine, and {ALIKE:g} times its standard error.",
-    "Colocated, a device has 45 MB: the pool of SGLang sleeps while the update runs, and every "
-    "update of its weights wakes in stages.",
+    "Colocated, a device has 45 MB: the pool of SGLang sleeps while the update runs.",
     "`log-probs`: the largest difference in the first iteration between what was sampled with and "
     "what the trainer computes of the same tokens.",
 )

@@ -86,6 +86,10 @@ def process(*words: Any, cwd: Path, **environment: str) -> subprocess.Popen[str]
 
 
 def ended(started: subprocess.Popen[str], timeout: float = 120) -> Result:
-    """Wait for a process; its exit code and what it printed."""
-    out, err = started.communicate(timeout=timeout)
+    """Wait for a process; its exit code and what it printed. One that is late is killed."""
+    try:
+        out, err = started.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        started.kill()
+        raise
     return Result(started.returncode, out, err)

@@ -56,19 +56,38 @@ class Speculative(BaseModel):
             )
         )
 
+    @property
+    def verified(self) -> int:
+        """Tokens of a row that the policy reads a turn: what is drafted, and the one before it."""
+        return 1 + self.draft_tokens * (1 if self.algorithm == "NGRAM" else self.topk)
+
     def arguments(self) -> dict[str, Any]:
         """SGLang's arguments for it."""
-        made: dict[str, Any] = {"speculative_algorithm": self.algorithm}
-        if self.draft_model is not None:
-            made["speculative_draft_model_path"] = self.draft_model
         if self.algorithm == "NGRAM":
-            return {**made, "speculative_num_draft_tokens": self.draft_tokens + 1}
-        return {
-            **made,
-            "speculative_num_steps": self.draft_tokens,
-            "speculative_eagle_topk": self.topk,
-            "speculative_num_draft_tokens": 1 + self.draft_tokens * self.topk,
-        }
+            return {
+                "speculative_algorithm": "NGRAM",
+                "speculative_num_draft_tokens": self.verified,
+            }
+        return drafting(self.algorithm, self.draft_model, self.draft_tokens, topk=self.topk)
+
+
+def slots(verified: int) -> int:
+    """Tokens that a row takes in an engine's pool beyond its own, of which it verifies so many.
+
+    SGLang has slots for two turns.
+    """
+    return 2 * verified
+
+
+def drafting(algorithm: str, path: str | None, tokens: int, *, topk: int = 1) -> dict[str, Any]:
+    """SGLang's arguments for drafts of so many tokens, by the model of a path if one is given."""
+    return {
+        "speculative_algorithm": algorithm,
+        **({} if path is None else {"speculative_draft_model_path": path}),
+        "speculative_num_steps": tokens,
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": 1 + tokens * topk,
+    }
 
 
 def _relative(path: str | None) -> bool:

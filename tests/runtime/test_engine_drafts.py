@@ -11,6 +11,7 @@ import torch
 from rlflow.engines.loading import load_model
 from rlflow.engines.protocol import Drafting
 from rlflow.errors import RunError
+from rlflow.runtime.spans import read_spans
 from rlflow.runtime.worker import Worker
 from rlflow.scheduler.cluster import cpu_cluster
 from rlflow.scheduler.compile import compile_plan
@@ -130,6 +131,7 @@ def test_greedy_rows_are_those_of_the_embedded_engine(log: list[Any]) -> None:
 @real
 @pytest.mark.slow
 @pytest.mark.sglang
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "words",
     [
@@ -150,6 +152,8 @@ def test_a_drafter_in_sglang_learns_and_changes_nothing(
         done = ended(process("run", FILE, *where, *more, "--run-dir", folder, cwd=tmp_path), 250)
         assert 0 == done.code, done.err
         runs.append(metrics_of(folder))
+    slept = any(span.kind == "sleep" for span in read_spans(tmp_path / "sglang" / "spans"))
+    assert ("--devices" in words) == slept
     for one, other in zip(*runs, strict=True):
         for name in ("reward/mean", "actor.rollout/length", "actor.rollout/length_max"):
             assert one[name] == other[name], name

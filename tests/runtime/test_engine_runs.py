@@ -284,7 +284,9 @@ def test_grpo_runs_with_sglang(words: tuple[str, ...], tmp_path: Path) -> None:
     found = metrics_of(folder)
     assert 2 == len(found)
     assert all(metrics["actor.update/rollout_gap_max"] < 1e-4 for metrics in found)
-    moved = {span.bytes for span in read_spans(folder / "spans") if span.kind == "reshard"}
+    spans = read_spans(folder / "spans")
+    assert ("--devices" in words) == any(span.kind == "sleep" for span in spans)
+    moved = {span.bytes for span in spans if span.kind == "reshard"}
     assert ("adapters=true" not in words) or {ADAPTERS} == moved
     assert [] == left(tmp_path)
 

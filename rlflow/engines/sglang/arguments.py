@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlflow.graph import speculative
+
 if TYPE_CHECKING:
     from rlflow.graph.engine_options import EngineOptions
     from rlflow.graph.engines import SGLang
@@ -72,14 +74,14 @@ def arguments(
         made["context_length"] = context + SPARE_CONTEXT
     if options.deterministic:
         made["enable_deterministic_inference"] = True
-    if options.speculative is not None:
-        made |= options.speculative.arguments()
     if lora is not None:
         made |= adapting(lora, on_cpu=device.type == "cpu")
     if device.type == "cpu":
-        made = on_cpu(made, pool="mem_fraction_static" not in given)
+        made = on_cpu(made)
     elif options.memory_saver:
         made["enable_memory_saver"] = True
+    if options.speculative is not None:
+        made = with_drafts(made, options.speculative.arguments())
     return {**made, **options.args}
 
 
@@ -100,35 +102,35 @@ def layer_names(lora: LoRA) -> list[str]:
 
 
 def drafting(given: Mapping[str, Any], path: str, tokens: int) -> dict[str, Any]:
-    """The arguments with a drafter: a model of its own that proposes one chain of tokens.
+    """The arguments with a drafter: a model of its own that proposes one chain of tokens."""
+    return with_drafts(given, speculative.drafting("STANDALONE", path, tokens))
 
-    Where the engine gives memory back, SGLang restores what of a drafter is no weight, such as
-    tables of its positions, from a copy of its own alone.
+
+def with_drafts(given: Mapping[str, Any], drafts: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with those that say what drafts.
+
+    Where the engine gives memory back, SGLang restores what drafts from a copy of its own alone:
+    the weights that nothing else brings, and what is no weight, such as tables of positions.
     """
     kept = {"enable_draft_weights_cpu_backup": True} if "enable_memory_saver" in given else {}
-    return {
-        **given,
-        **kept,
-        "speculative_algorithm": "STANDALONE",
-        "speculative_draft_model_path": path,
-        "speculative_num_steps": tokens,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": tokens + 1,
-    }
+    return {**given, **kept, **drafts}
 
 
-def on_cpu(made: Mapping[str, Any], *, pool: bool) -> dict[str, Any]:
-    """The same for a CPU: attention of all sequences at once, a pool that does not take it all."""
+def on_cpu(made: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for a CPU: attention of all sequences at once, a pool that does not take it all.
+
+    A part of the host's memory for the pool is taken as it is said.
+    """
     plain = {
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "disable_overlap_schedule": True,
         # A scheduler that has nothing to do would take a core for asking whether it has.
         "sleep_on_idle": True,
-        "mem_fraction_static": 0.1,
-        "max_total_tokens": CPU_POOL_TOKENS,
         "max_running_requests": CPU_REQUESTS,
     }
+    if "mem_fraction_static" not in made:
+        plain |= {"mem_fraction_static": 0.1, "max_total_tokens": CPU_POOL_TOKENS}
     if "attention_backend" not in made:
         # Named by phase, they are taken on a CPU without AMX too.
         plain["prefill_attention_backend"] = plain["decode_attention_backend"] = "intel_amx"

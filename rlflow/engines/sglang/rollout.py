@@ -22,12 +22,11 @@ from rlflow.engines.sglang.model import EngineModel
 from rlflow.engines.sglang.rows import Rows
 from rlflow.engines.speculative import require_drafter
 from rlflow.errors import Finding, RunError
+from rlflow.graph.speculative import slots
 
 EVERYTHING = Reach()
 # SGLang keeps so many tokens of its pool and of its context back.
 KEPT_BACK = 8
-# For the drafts of so many turns, and the token after them, it has to have room.
-TURNS = 2
 LIKELIEST = 1e-9
 
 
@@ -140,9 +139,7 @@ class SGLangRollout:
                     fix=f"max_new_tokens={context - size}" if size < context else "",
                 )
             )
-        pool = int(self.model.replica.facts["pool_tokens"]) - KEPT_BACK
-        if self.model.draft is not None:
-            pool -= TURNS * (self.model.draft.tokens + 1)
+        pool = int(self.model.replica.facts["pool_tokens"]) - KEPT_BACK - slots(self._verified())
         if size + sampling.max_new_tokens > pool:
             raise RunError(
                 Finding(
@@ -153,6 +150,13 @@ class SGLangRollout:
                     fix=f"{self.model.replica.launch.options.spelled()}(max_total_tokens=...)",
                 )
             )
+
+    def _verified(self) -> int:
+        """Tokens of a row that the engine verifies a turn; none where nothing drafts."""
+        if self.model.draft is not None:
+            return self.model.draft.tokens + 1
+        said = getattr(self.model.replica.launch.options, "speculative", None)
+        return 0 if said is None else int(said.verified)
 
     def _require_version(self, rows: Rows) -> None:
         """Raise RunError where a row says that other weights have made it."""

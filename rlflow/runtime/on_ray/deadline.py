@@ -7,7 +7,7 @@ exceptions, not what was asked.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import ray
@@ -31,23 +31,25 @@ def wait(
     *,
     doing: str,
     who: Names | None = None,
+    told: Callable[[Any], BaseException | None] = lambda _: None,
 ) -> list[Any]:
     """What the references hold, in their order, all of them within so many seconds.
 
     `who` names those asked, by place in `refs` or by a reference's hexadecimal id. The first
     error ends the wait, but one that may be the mere echo of a death, such as a broken
-    connection, waits a moment for the death to be known. Raises what a worker raised, and
-    RunError where one died or did not answer or the cluster is gone.
+    connection, waits a moment for the death to be known; so does one that is `told` by an answer
+    instead of raised. Raises what a worker raised or told, and RunError where one died or did not
+    answer or the cluster is gone.
     """
     answers: dict[Any, Any] = {}
     errors: dict[Any, BaseException] = {}
     pending = list(dict.fromkeys(refs))
     end, look = time.monotonic() + seconds, FIRST_LOOK
-    while pending and not any(_tells_all(error) for error in errors.values()):
+    while pending and not any(_tells_all(errors[ref]) for ref in errors.keys() - answers.keys()):
         left = max(0.0, end - time.monotonic())
         ready, pending = ray.wait(pending, num_returns=len(pending), timeout=min(look, left))
         for ref in ready:
-            _take(ref, answers, errors)
+            _take(ref, answers, errors, told)
         if errors:
             end = min(end, time.monotonic() + GRACE)
         if pending and time.monotonic() >= end:
@@ -63,12 +65,21 @@ def wait(
     return [answers[ref] for ref in refs]
 
 
-def _take(ref: Any, answers: dict[Any, Any], errors: dict[Any, BaseException]) -> None:
-    """Note what a reference that is ready holds."""
+def _take(
+    ref: Any,
+    answers: dict[Any, Any],
+    errors: dict[Any, BaseException],
+    told: Callable[[Any], BaseException | None],
+) -> None:
+    """Note what a reference that is ready holds, and the error that it may tell."""
     try:
         answers[ref] = ray.get(ref, timeout=GET_SECONDS)
     except Exception as error:
         errors[ref] = unwrapped(error)
+        return
+    said = told(answers[ref])
+    if said is not None:
+        errors[ref] = said
 
 
 def _tells_all(error: BaseException) -> bool:

@@ -7,7 +7,7 @@ sees names, sizes and digests. It knows no order of actions.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -262,11 +262,8 @@ class RayMachine:
     def answers(self, asked: Mapping[int, Any], doing: str, seconds: float) -> dict[int, Any]:
         """What ranks answer within so many seconds, by device; raises the first error."""
         who = {place: self.ranks.name(device) for place, device in enumerate(asked)}
-        found = dict(
-            zip(asked, wait(list(asked.values()), seconds, doing=doing, who=who), strict=True)
-        )
-        raise_first(found.values())
-        return found
+        found = wait(list(asked.values()), seconds, doing=doing, who=who, told=failure)
+        return dict(zip(asked, found, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,9 +290,6 @@ class Remote:
         return record
 
 
-def raise_first(answers: Iterable[Any]) -> None:
-    """Raise the first error among what ranks returned."""
-    for answer in answers:
-        if isinstance(answer, Failed):
-            error: RlflowError = answer.raised()
-            raise error
+def failure(answer: Any) -> RlflowError | None:
+    """The error that a rank has returned, None where it is an answer."""
+    return answer.raised() if isinstance(answer, Failed) else None

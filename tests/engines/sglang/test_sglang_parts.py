@@ -32,6 +32,7 @@ from rlflow.engines.sglang.memory import SharedWeights
 from rlflow.engines.sglang.rollout import parameters, seed_of
 from rlflow.graph.engines import SGLang
 from rlflow.graph.model import LoRA
+from rlflow.graph.speculative import Speculative
 from tests.conftest import TINY
 
 pytestmark = pytest.mark.torch
@@ -153,6 +154,34 @@ def test_options_of_a_gpu_engine(options, name, value):
 def test_a_gpu_engine_decides_on_its_pool_by_itself():
     made = arguments(SGLang(), device=torch.device("cuda"), **COMMON)
     assert not made.keys() & {"max_total_tokens", "mem_fraction_static", "max_running_requests"}
+
+
+def test_a_part_of_the_memory_is_the_pool_of_a_cpu_too():
+    made = arguments(SGLang(mem_fraction_static=0.3), device=torch.device("cpu"), **COMMON)
+    assert (0.3, False) == (made["mem_fraction_static"], "max_total_tokens" in made)
+    both = SGLang(mem_fraction_static=0.3, max_total_tokens=77)
+    made = arguments(both, device=torch.device("cpu"), **COMMON)
+    assert (0.3, 77) == (made["mem_fraction_static"], made["max_total_tokens"])
+    assert 0 < arguments(SGLang(), device=torch.device("cpu"), **COMMON)["max_total_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("said", "verified"),
+    [
+        ({"algorithm": "EAGLE", "draft_model": "/d", "draft_tokens": 3, "topk": 2}, 7),
+        ({"algorithm": "STANDALONE", "draft_model": "/d", "draft_tokens": 3}, 4),
+        ({"algorithm": "NGRAM", "draft_tokens": 3}, 4),
+    ],
+)
+def test_what_drafts_is_kept_where_memory_is_given_back(said, verified):
+    drafts = Speculative(**said)
+    for saver, kept in ((True, True), (False, None), (None, None)):
+        told = SGLang(speculative=drafts, memory_saver=saver)
+        made = arguments(told, device=torch.device("cuda"), **COMMON)
+        assert kept == made.get("enable_draft_weights_cpu_backup")
+        assert said["algorithm"] == made["speculative_algorithm"]
+        assert said.get("draft_model") == made.get("speculative_draft_model_path")
+        assert verified == made["speculative_num_draft_tokens"] == drafts.verified
 
 
 def test_an_engine_with_adapters_has_room_for_one_version_of_them():

@@ -228,6 +228,8 @@ def test_a_part_of_an_engine_knows_where_to_meet(monkeypatch):
 
 def test_a_free_port_is_of_the_address():
     assert 1024 < free_port("127.0.0.1") < 65536
+    with pytest.raises(OSError, match="assign"):
+        free_port("192.0.2.1")  # of documents: no host has it
 
 
 WORKER = """

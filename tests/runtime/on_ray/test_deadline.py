@@ -13,6 +13,7 @@ import ray
 from ray import cloudpickle, exceptions
 
 from rlflow.errors import Finding, RewardError, RunError
+from rlflow.runtime.on_ray import deadline
 from rlflow.runtime.on_ray.alive import bounded
 from rlflow.runtime.on_ray.causes import cause_of
 from rlflow.runtime.on_ray.deadline import wait
@@ -114,6 +115,33 @@ def test_an_error_of_ours_comes_back_whole_while_others_hang(pair):
     assert ["raised by rank 1, scoring"] == raised.value.__notes__
     assert "in ours" in str(raised.value.__cause__)
     ray.get(hanging)
+
+
+def told(answer):
+    """The error that an answer stands for."""
+    return RewardError(FINDING) if answer == "wrong" else None
+
+
+def test_an_error_that_is_told_ends_the_wait_while_others_hang(pair, monkeypatch):
+    monkeypatch.setattr(deadline, "GRACE", 0.2)
+    hanging = pair[0].after.remote(6, None)
+
+    with pytest.raises(RewardError) as raised:
+        wait([hanging, pair[1].after.remote(0, "wrong")], 20, doing="loading", told=told)
+
+    assert (FINDING,) == raised.value.findings
+    assert ([], [hanging]) == ray.wait([hanging], timeout=0)
+    ray.get(hanging)
+
+
+def test_a_death_is_the_cause_of_an_error_that_is_told(pair, mortal):
+    actor, _ = mortal
+
+    refs = [pair[0].after.remote(0, "wrong"), actor.end.remote("kill")]
+    with pytest.raises(RunError, match=r"E776") as raised:
+        wait(refs, 20, doing="saving", who={1: "rank 1"}, told=told)
+
+    assert "rank 1 was lost" in raised.value.findings[0].what
 
 
 def test_any_other_error_comes_back_as_it_was_raised(pair):

@@ -42,12 +42,32 @@ def engines(mark: str) -> dict[int, str]:
     return found
 
 
+@pytest.mark.timeout(700)
 def test_a_replica_on_two_nodes_runs_until_a_worker_of_it_is_killed(nodes, tmp_path):
     """Devices 1 and 2 are one replica, on either node; the worker of the second starts its part."""
     run = tmp_path / "run"
     words = ("--placement", "ranks", "--address", nodes.address, "--threads", 1)
     words = (*words, "--iterations", 2000, "--run-dir", run)
-    began = process("run", FILE, *words, cwd=tmp_path)
+    with process("run", FILE, *words, cwd=tmp_path) as began:
+        try:
+            workers = started(began, run, nodes.mark)
+            os.kill(int(workers[2][2]), signal.SIGKILL)
+            result = ended(began, timeout=200)
+        finally:
+            began.kill()
+    assert 1 == result.code
+    assert 1 == result.err.count("error["), result.err
+    assert re.search(r"error\[(E675|E759)\]", result.err), result.err
+    until = time.monotonic() + 20
+    while engines(nodes.mark) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert {} == engines(nodes.mark)
+    metrics = read_metrics(run / "metrics.jsonl")
+    assert all(line.metrics["actor.update/rollout_gap_max"] < 1e-4 for line in metrics)
+
+
+def started(began, run, mark):
+    """Device, address and process of every worker, of a run in which each part has its engine."""
     metrics, until = run / "metrics.jsonl", time.monotonic() + 400
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
         assert time.monotonic() < until
@@ -57,19 +77,7 @@ def test_a_replica_on_two_nodes_runs_until_a_worker_of_it_is_killed(nodes, tmp_p
     assert "in its host's memory, on 2 hosts, and a broadcast from it" in plan
     workers = re.findall(r"^(\d) +cpu +(127\S+) +\S+ +(\d+)$", plan, re.MULTILINE)
     assert ["127.0.0.2", "127.0.0.2", "127.0.0.10"] == [address for _, address, _ in workers]
-    guardians = [words for words in engines(nodes.mark).values() if "rlflow_guardian" in words]
-    started = {pid for _, _, pid in workers if any(f" {pid} " in words for words in guardians)}
-    assert {pid for _, _, pid in workers[1:]} == started
-
-    os.kill(int(workers[2][2]), signal.SIGKILL)
-    result = ended(began, timeout=200)
-
-    assert 1 == result.code
-    assert 1 == result.err.count("error["), result.err
-    assert re.search(r"error\[(E675|E759)\]", result.err), result.err
-    until = time.monotonic() + 20
-    while engines(nodes.mark) and time.monotonic() < until:
-        time.sleep(0.2)
-    assert {} == engines(nodes.mark)
-    found = [line.metrics["actor.update/rollout_gap_max"] for line in read_metrics(metrics)]
-    assert all(gap < 1e-4 for gap in found)
+    guardians = [words for words in engines(mark).values() if "rlflow_guardian" in words]
+    found = {pid for _, _, pid in workers if any(f" {pid} " in words for words in guardians)}
+    assert {pid for _, _, pid in workers[1:]} == found
+    return workers

@@ -5,11 +5,11 @@ This file knows no rows, and nothing of the worker but where it is met.
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from typing import Any
 
 from .server import Entry
-from .sglang_weights import FLUSH_SECONDS, UNFLUSHED, Holding, fields_of, require
+from .sglang_weights import MODEL, Holding, fields_of, require, settled
 
 GROUP = "rlflow"
 
@@ -59,13 +59,15 @@ class Receiving(Holding):
         """Have SGLang read all weights of a directory."""
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
-        request = fields_of(
-            UpdateWeightFromDiskReqInput,
-            model_path=path,
-            load_format="safetensors",
-            flush_cache="kv_cache" not in self.asleep,
-            weight_version=version,
-        )
+        def request() -> Any:
+            return fields_of(
+                UpdateWeightFromDiskReqInput,
+                model_path=path,
+                load_format="safetensors",
+                flush_cache="kv_cache" not in self.asleep,
+                weight_version=version,
+            )
+
         await settled(self.tokenizer.update_weights_from_disk, request)
 
     async def from_group(self, buckets: list[list[Entry]], version: str) -> None:
@@ -77,6 +79,7 @@ class Receiving(Holding):
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
         receive = self.tokenizer.update_weights_from_distributed
+        _, selector = self.of(MODEL)
 
         def request(bucket: list[Entry], **more: Any) -> Any:
             return fields_of(
@@ -85,21 +88,15 @@ class Receiving(Holding):
                 dtypes=[dtype for _, dtype, _, _ in bucket],
                 shapes=[list(shape) for _, _, shape, _ in bucket],
                 group_name=GROUP,
+                selector=selector,
                 **more,
             )
 
-        async with self.session("all"):
+        async with self.session(selector):
             for bucket in buckets:
                 sent = request(bucket, flush_cache=False, load_format="flattened_bucket")
                 require(await receive(sent, None))
                 self.touched += 1
             flush = "kv_cache" not in self.asleep
-            await settled(receive, request([], flush_cache=flush, weight_version=version))
-
-
-async def settled(ask: Any, request: Any) -> None:
-    """Ask SGLang for an update; again while it still holds a batch, which is soon over."""
-    end, done = time.monotonic() + FLUSH_SECONDS, (False, UNFLUSHED)
-    while not done[0] and UNFLUSHED in str(done[1]) and time.monotonic() < end:
-        done = await ask(request, None)
-    require(done)
+            last = partial(request, [], flush_cache=flush, weight_version=version)
+            await settled(receive, last)

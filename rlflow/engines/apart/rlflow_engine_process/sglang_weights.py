@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from .held import Held, Piece
@@ -99,16 +99,16 @@ class Holding(Server):
     async def load(
         self, bucket: Iterable[tuple[str, Any]], selector: str, version: str | None, *, last: bool
     ) -> None:
-        """Have SGLang load some weights; again while it still holds a batch, which is soon over."""
+        """Have SGLang load some weights."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
         weights = list(bucket)
-        end, done = time.monotonic() + FLUSH_SECONDS, (False, UNFLUSHED)
-        while not done[0] and UNFLUSHED in str(done[1]) and time.monotonic() < end:
+
+        def request() -> Any:
             payload, form = self.shared(weights)
             copies = [MultiprocessingSerializer.serialize(payload) for _ in range(self.ranks)]
-            request = fields_of(
+            return fields_of(
                 UpdateWeightsFromTensorReqInput,
                 serialized_named_tensors=copies,
                 load_format=form,
@@ -116,8 +116,8 @@ class Holding(Server):
                 weight_version=version,
                 selector=selector,
             )
-            done = await self.tokenizer.update_weights_from_tensor(request, None)
-        require(done)
+
+        await settled(self.tokenizer.update_weights_from_tensor, request)
 
     def shared(self, weights: list[tuple[str, Any]]) -> tuple[Any, str | None]:
         """The same as `flattened`, in memory that is shared with the ranks and kept for the next.
@@ -199,6 +199,14 @@ def require(result: Any) -> None:
     """Raise Refused unless the first of a result is true."""
     if not result[0]:
         raise Refused(str(result[1]))
+
+
+async def settled(ask: Any, request: Callable[[], Any]) -> None:
+    """Ask SGLang for an update; again while it still holds a batch, which is soon over."""
+    end, done = time.monotonic() + FLUSH_SECONDS, (False, UNFLUSHED)
+    while not done[0] and UNFLUSHED in str(done[1]) and time.monotonic() < end:
+        done = await ask(request(), None)
+    require(done)
 
 
 def fields_of(kind: Any, **values: Any) -> Any:
