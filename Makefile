@@ -33,9 +33,9 @@ test: $(STAMP)  ## all tests but the slow ones: two files at a time, those that 
 test-fast: $(STAMP)  ## the tests that need no torch
 	$(BIN)/python -m pytest -m "not torch and not slow"
 
-test-slow: $(STAMP)  ## end-to-end runs of minutes
-	$(BIN)/python -m pytest -m "slow and not ray and not sglang and not vllm" -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m "slow and ray and not sglang and not vllm"
+test-slow: $(STAMP)  ## end-to-end runs of minutes; BUT="and not extra" leaves some out
+	$(BIN)/python -m pytest -m "slow and not ray and not sglang and not vllm $(BUT)" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "slow and ray and not sglang and not vllm $(BUT)"
 
 test-sglang: $(STAMP)  ## the real SGLang engine on this CPU, in an environment of its own (2 GB); BUT="and not extra" leaves some out
 	PYTHON=$(PYTHON) scripts/sglang_cpu.sh .venv-sglang

@@ -41,7 +41,8 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, tor
 CHECK_PROMPTS = (5, 3)
 CHECK_RESPONSES = (4, 2, 3, 5)
 
-# transformers fills random weights from the process-wide generator and logs to one logger.
+# transformers fills random weights from the process-wide generator, logs to one logger, and while
+# it reads a model ties no weights anywhere in the process.
 _loading = threading.Lock()
 
 
@@ -68,7 +69,7 @@ def load_model(
     option that does not fit the model.
     """
     check_path(path, init)
-    with _loading, quiet():
+    with alone():
         attention.register()
         config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
         check_layers(path, config)
@@ -76,7 +77,7 @@ def load_model(
     layers = None if offload is None else HostLayers(module, torch.device(device))
     module.eval().to(device)
     plain = plain_outputs(module, config, head)
-    with _loading, quiet():
+    with alone():
         use_packed_attention(module, path)
     adapters = None if lora is None else adapt(module, lora, seed)
     model = TorchModel(module, config, head=head, name=path, adapters=adapters, layers=layers)
@@ -97,19 +98,23 @@ def auto(name: str) -> Any:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers from drawing bars and reports; errors still come through."""
+def alone() -> Iterator[None]:
+    """Keep other threads from transformers meanwhile, and it from drawing bars and reports.
+
+    Errors still come through.
+    """
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+    with _loading:
+        level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(level)
+            if bars:
+                logging.enable_progress_bar()
 
 
 def read(path: str, action: Callable[[], Any]) -> Any:
@@ -336,14 +341,14 @@ def save_model(model: TorchModel, path: str) -> None:
         for name, tensor in body.state_dict().items()
         if not is_adapter(name)
     }
-    with _loading, quiet():
+    with alone():
         body.save_pretrained(path, state_dict=state)
 
 
 def load_tokenizer(path: str) -> Any:
     """The tokenizer beside a model; UsageError where it is missing or has no EOS token."""
     check_path(path, "random")
-    with _loading, quiet():
+    with alone():
         tokenizer = read(path, lambda: auto("AutoTokenizer").from_pretrained(path))
     if tokenizer.eos_token_id is None:
         raise UsageError(

@@ -215,7 +215,14 @@ def test_a_model_of_other_widths_is_refused_with_what_differs(rlflow, home, monk
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", ["together", "fsdp", "tp"])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param("together", marks=pytest.mark.extra),
+        "fsdp",
+        pytest.param("tp", marks=pytest.mark.extra),
+    ],
+)
 def test_ranks_average_their_shards(run, placement):
     """The blend needs no other rank: of what the ranks have learned it is the plain loop's."""
     words = ("--placement", placement, "--backend", "ray", "--check-sync")

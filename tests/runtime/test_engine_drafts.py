@@ -136,7 +136,7 @@ def test_greedy_rows_are_those_of_the_embedded_engine(log: list[Any]) -> None:
     "words",
     [
         ("--placement", "colocate", "--devices", f"cpu:1@{TIGHT / 1e6}MB"),
-        ("--placement", "stream"),
+        pytest.param(("--placement", "stream"), marks=pytest.mark.extra),
         pytest.param(("--placement", "split", "--backend", "ray"), marks=pytest.mark.ray),
     ],
     ids=["colocated", "streamed", "ray"],

@@ -167,7 +167,7 @@ def numbers(metrics: dict[str, float]) -> dict[str, float]:
         pytest.param(("generate", kill, 2), ("--placement", "stream"), marks=pytest.mark.extra),
         pytest.param(("generate", stop, 2), ("--placement", "split"), marks=pytest.mark.extra),
         (("update", kill, 1), ("--placement", "split")),
-        (("asleep", kill, 1), COLOCATED),
+        pytest.param(("asleep", kill, 1), COLOCATED, marks=pytest.mark.extra),
         (("sleep", kill, 3), COLOCATED),
         pytest.param(("sleep", stop, 3), COLOCATED, marks=pytest.mark.extra),
     ],
@@ -204,6 +204,7 @@ def test_a_run_goes_on_with_the_same_numbers(
         assert numbers(theirs) == pytest.approx(numbers(mine), rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.extra
 def test_a_second_loss_ends_a_run_with_one_error(
     rlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,13 +50,16 @@ def host_bytes(pid: int) -> int:
 
 
 def device_bytes() -> dict[int, int]:
-    """Bytes on all CUDA devices by process, as the driver reports them."""
+    """Bytes on all CUDA devices by process, as the driver reports them in time."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
-    done = subprocess.run(  # noqa: S603
-        [program, *QUERY], capture_output=True, text=True, check=False, timeout=SECONDS
-    )
+    try:
+        done = subprocess.run(  # noqa: S603
+            [program, *QUERY], capture_output=True, text=True, check=False, timeout=SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
     held: dict[int, int] = {}
     for line in done.stdout.splitlines():
         pid, _, mebibytes = line.partition(",")

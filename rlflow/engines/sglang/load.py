@@ -7,8 +7,10 @@ a response, since those come with every request. This file knows no requests.
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rlflow.engines.loading import Init, auto, build, check_path, quiet, read
+from rlflow.engines.loading import Init, alone, auto, build, check_path, read
 from rlflow.engines.lora import adapt, is_adapter
 from rlflow.engines.nodes import Nodes
 from rlflow.engines.protocol import Drafting
@@ -111,46 +113,70 @@ def start_engine(
     ranks = tuple(devices) or (place.index or 0,)
     count = len(ranks) * (nodes.count if nodes is not None else 1)
     beside = {} if draft is None else {"draft": (draft.path, draft.init)}
-    how: dict[str, Any] = {"lora": lora, "held": not helps(nodes)}
     wanted = {"model": (path, init), **beside}
-    found = staged(wanted, dtype=dtype, seed=seed, device=place, **how)
-    directory, configs, stagings, adapters = found
-    config, python = configs[0], interpreter(options)
-    context = getattr(options, "context_length", None) or context_of(config)
-    known = {"dtype": dtype, "device": place, "seed": seed, "context": context, "config": config}
-    given = kind.arguments(options, path=f"{directory}/model", ranks=count, **known)
-    given |= node_arguments(nodes)
-    more: dict[str, Any] = {"context": context, "dtype": dtype, "trained": adapters}
-    if draft is not None:
-        more["draft"] = EngineDraft(draft, stagings[1], configs[1])
-        given = kind.drafting(given, f"{directory}/draft", draft.tokens)
-    variables = kind.environment(python, device=place, devices=ranks, threads=threads)
-    variables |= {"RLFLOW_MODEL_DIRECTORY": directory, **node_variables(nodes, place, ranks)}
-    fds = tuple(each.descriptor for each in stagings)
-    launch = Launch(
-        name=name,
-        command=Command(python=python, script=kind.script, environment=variables, descriptors=fds),
-        message=partial(starting, kind.fresh, given, stagings, count, told(lora)),
-        directory=directory,
-        cuda=place.type == "cuda",
-        options=options,
-        patience=patience,
-        replaced=nodes is None,
-    )
-    way = chosen_way(options, stagings[0], count, nodes)
-    return EngineModel(launch, stagings[0], config, way=way, **more)
+    how: dict[str, Any] = {"seed": seed, "device": place, "lora": lora, "held": not helps(nodes)}
+    with kept_if_started() as directory:
+        configs, stagings, adapters = staged(wanted, directory, dtype=dtype, **how)
+        config, python = configs[0], interpreter(options)
+        context = getattr(options, "context_length", None) or context_of(config)
+        about = {"dtype": dtype, "device": place, "seed": seed, "context": context, "ranks": count}
+        given = given_to(kind, options, directory, draft, nodes, config=config, **about)
+        more: dict[str, Any] = {"context": context, "dtype": dtype, "trained": adapters}
+        if draft is not None:
+            more["draft"] = EngineDraft(draft, stagings[1], configs[1])
+        variables = kind.environment(python, device=place, devices=ranks, threads=threads)
+        variables |= {"RLFLOW_MODEL_DIRECTORY": directory, **node_variables(nodes, place, ranks)}
+        fds = tuple(each.descriptor for each in stagings)
+        how = {"environment": variables, "descriptors": fds}
+        launch = Launch(
+            name=name,
+            command=Command(python=python, script=kind.script, **how),
+            message=partial(starting, kind.fresh, given, stagings, count, told(lora)),
+            directory=directory,
+            cuda=place.type == "cuda",
+            options=options,
+            patience=patience,
+            replaced=nodes is None,
+        )
+        way = chosen_way(options, stagings[0], count, nodes)
+        return EngineModel(launch, stagings[0], config, way=way, **more)
+
+
+def given_to(
+    kind: Kind,
+    options: EngineOptions,
+    directory: str,
+    draft: Drafting | None,
+    nodes: Nodes | None,
+    **known: Any,
+) -> dict[str, Any]:
+    """The arguments of an engine that reads a directory, with its drafter and its other hosts."""
+    given = kind.arguments(options, path=f"{directory}/model", **known) | node_arguments(nodes)
+    return given if draft is None else kind.drafting(given, f"{directory}/draft", draft.tokens)
+
+
+@contextmanager
+def kept_if_started() -> Iterator[str]:
+    """A temporary directory, which is removed where what uses it first fails."""
+    directory = tempfile.mkdtemp(prefix="rlflow-model-")
+    try:
+        yield directory
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def staged(
     wanted: Mapping[str, tuple[str, Init]],
+    directory: str,
     *,
     dtype: torch.dtype,
     seed: int,
     device: torch.device,
     lora: LoRA | None,
     held: bool,
-) -> tuple[str, list[Any], list[SharedWeights], frozenset[str] | None]:
-    """A directory that has models as an engine reads them, their configs, and their weights.
+) -> tuple[list[Any], list[SharedWeights], frozenset[str] | None]:
+    """Models written to a directory as an engine reads them: their configs, and their weights.
 
     `wanted` are their paths by their names in the directory, and which weights they have. With
     `lora` the first one has adapters, which are named last. Weights that are not `held` here
@@ -161,17 +187,16 @@ def staged(
     pinned = device.type == "cuda"
     weights = [parameters(module) if held else {} for _, module in found]
     stagings = [SharedWeights(each, pinned=pinned) for each in weights]
-    directory = tempfile.mkdtemp(prefix="rlflow-model-")
     for (name, (path, init)), (_, module) in zip(wanted.items(), found, strict=True):
         Path(directory, name).mkdir()
         readable(Path(directory, name), path, module if init == "random" else None)
-    return directory, [config for config, _ in found], stagings, adapters
+    return [config for config, _ in found], stagings, adapters
 
 
 def loaded(path: str, init: Init, dtype: torch.dtype, seed: int) -> tuple[Any, nn.Module]:
     """The config of a path, and a model with its weights or random ones."""
     check_path(path, init)
-    with quiet():
+    with alone():
         config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
         return config, read(path, lambda: build(path, config, "lm", dtype, seed, init))
 
@@ -196,7 +221,7 @@ def chosen_way(
         return Memory()
     said = options.way(1 if nodes is None else nodes.count)
     if said == "disk":
-        return Disk(staging, options.updates_dir)
+        return Disk(staging, options.updates_dir, ranks=ranks)
     if said == "group":
         address = LOOPBACK if nodes is None else nodes.address
         return Broadcast(staging, ranks=ranks, address=address)

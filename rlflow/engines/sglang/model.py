@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlflow.engines.flat import whole_shards
-from rlflow.engines.lora import is_adapter
 from rlflow.engines.models import State, misfits
 from rlflow.engines.protocol import Shard, SleepMode
-from rlflow.engines.sglang.checksums import hashes, layout
 from rlflow.engines.sglang.draft import DRAFT, EngineDraft
 from rlflow.engines.sglang.link import Link, LostError, RefusedError
 from rlflow.engines.sglang.memory import SharedWeights
+from rlflow.engines.sglang.proof import differences
 from rlflow.engines.sglang.replica import Launch, Replica
 from rlflow.engines.sglang.updates import Memory, Way
 from rlflow.errors import Finding, RunError, known_names
@@ -219,33 +218,7 @@ class EngineModel:
     ) -> dict[str, tuple[str, str]]:
         """The weights whose hashes differ from those that are staged, of every rank."""
         self.require_awake()
-        ranks: list[dict[str, str]] = self._asked("checksums", of)
-        found = {}
-        for rank, held in enumerate(ranks):
-            mine = self._hashes(held, staged, of, rank, len(ranks))
-            where = f" of rank {rank}" if len(ranks) > 1 else ""
-            wrong = (name for name in held if mine[name] != held[name])
-            found.update({f"{name}{where}": (mine[name], held[name]) for name in wrong})
-        return found
-
-    def _hashes(
-        self,
-        held: Iterable[str],
-        staged: Mapping[str, Tensor],
-        of: Mapping[str, str],
-        rank: int,
-        ranks: int,
-    ) -> dict[str, str]:
-        """What a rank's weights should hash to, were they those that are staged."""
-        names = list(held)
-        sent = [name for name in names if is_adapter(name)]
-        whole = [name for name in names if name not in sent]
-        if not self.replica.launch.cuda:
-            return hashes(whole, staged, rank, ranks) | hashes(sent, staged)
-        # What is hashed on a GPU is hashed in another way, which SGLang alone knows.
-        known = {name: of for name, of in layout(whole, staged, rank, ranks).items() if of[0]}
-        made: dict[str, str] = self._asked("hashes", {"layout": known, **of})
-        return dict.fromkeys(whole, "") | made | hashes(sent, staged)
+        return differences(self._asked, staged, of, cuda=self.replica.launch.cuda)
 
     def _bring_draft(self) -> None:
         """Bring the drafter's staging to the engine, unless there is none or it sleeps.
@@ -301,8 +274,20 @@ class EngineModel:
         self._seconds["update_seconds"] = time.monotonic() - began
 
     def _bring(self, link: Link, *, whole: bool = False) -> str:
-        """Bring the staging to an engine; the version that it then reports."""
-        return self.way.bring(link, self.version, self.replica.facts, whole=whole)
+        """Bring the staging to an engine; the version that it then reports.
+
+        Raises RefusedError where the engine says that it has the weights, and a rank of it differs.
+        """
+
+        def prove() -> None:
+            def ask(do: str, fields: Mapping[str, Any]) -> Any:
+                return link.ask(do, fields).result()
+
+            wrong = differences(ask, self.staging.tensors, {}, cuda=self.replica.launch.cuda)
+            if wrong:
+                raise RefusedError(f"other weights are there: {known_names(sorted(wrong))}")
+
+        return self.way.bring(link, self.version, self.replica.facts, prove=prove, whole=whole)
 
     def _sleep(self, tag: str) -> None:
         """Put a part to sleep; an engine that is lost meanwhile holds no memory either."""

@@ -76,9 +76,9 @@ class EngineProcess:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
-            end = time.monotonic() + KILL_SECONDS
-            while members(self.pid) and time.monotonic() < end:
-                time.sleep(0.01)
+        end = time.monotonic() + KILL_SECONDS
+        while members(self.pid) and time.monotonic() < end:
+            time.sleep(0.01)
         if self._process.stdin is not None:
             self._process.stdin.close()
 

@@ -46,7 +46,7 @@ class Replica:
 
     After a loss a new process is started at once, or as soon as `wanted()` is true, and is
     `restored` before anybody else asks it. A replacement that is lost before it has answered
-    anything is not replaced again. `facts` and `seconds` are of the last start.
+    anybody else is not replaced again. `facts` and `seconds` are of the last start.
     """
 
     def __init__(
@@ -246,6 +246,7 @@ class Replica:
     def _restore(self, link: Link) -> None:
         try:
             self._restored(link)
+            link.served = False
         except LostError as error:
             raise self.lost(str(error)) from error
         except RefusedError as error:

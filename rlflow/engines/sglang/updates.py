@@ -30,12 +30,20 @@ class Way(Protocol):
     """Brings all weights of a staging to an engine."""
 
     def bring(
-        self, link: Link, version: int, facts: Mapping[str, Any], *, whole: bool = False
+        self,
+        link: Link,
+        version: int,
+        facts: Mapping[str, Any],
+        *,
+        prove: Callable[[], None],
+        whole: bool = False,
     ) -> str:
         """Have the engine take them as `version`; the version that it reports.
 
-        `facts` are those of the running engine. Of a model with adapters the `whole` is brought
-        where what lies below them has changed. Raises LostError and RefusedError as requests do.
+        `facts` are those of the running engine. SGLang answers for its first rank alone; where
+        another one may not have got what that got, the way has the engine `prove` its weights. Of
+        a model with adapters the `whole` is brought where what lies below them has changed. Raises
+        LostError and RefusedError as requests do, and what `prove` raises.
         """
 
 
@@ -43,22 +51,29 @@ class Memory:
     """The staging itself, which the engine has mapped."""
 
     def bring(
-        self, link: Link, version: int, facts: Mapping[str, Any], *, whole: bool = False
+        self,
+        link: Link,
+        version: int,
+        facts: Mapping[str, Any],
+        *,
+        prove: Callable[[], None],
+        whole: bool = False,
     ) -> str:
-        """See `Way`."""
-        del facts
+        """See `Way`; the ranks wait for each other after each bucket."""
+        del facts, prove
         more = {"whole": True} if whole else {}
         return str(link.ask("update", {"version": version, **more}).result())
 
 
 class Disk:
-    """A safetensors file, which is there for as long as the update takes.
+    """A safetensors file, which is there until all `ranks` have read it.
 
     It is written to a directory of its own in `directory`, or in the engine's, which goes with
-    the engine. Raises RunError E673 where nothing can be written there.
+    the engine. Of several ranks one may find no file there, or an old one, so that what they hold
+    is compared every time. Raises RunError E673 where nothing can be written there.
     """
 
-    def __init__(self, staging: SharedWeights, directory: str | None) -> None:
+    def __init__(self, staging: SharedWeights, directory: str | None, *, ranks: int) -> None:
         try:
             if directory is not None:
                 tempfile.TemporaryFile(dir=directory).close()
@@ -66,9 +81,16 @@ class Disk:
             raise not_written(str(directory), error) from error
         self._staging = staging
         self._directory = directory
+        self._ranks = ranks
 
     def bring(
-        self, link: Link, version: int, facts: Mapping[str, Any], *, whole: bool = False
+        self,
+        link: Link,
+        version: int,
+        facts: Mapping[str, Any],
+        *,
+        prove: Callable[[], None],
+        whole: bool = False,
     ) -> str:
         """See `Way`; raises RunError E673 where the file cannot be written."""
         assert not whole, "adapters go through memory"
@@ -78,7 +100,10 @@ class Disk:
             # No two updates share a name, which a host may have read and remembered.
             written = tempfile.mkdtemp(prefix=f"version-{version}-", dir=base)
             write_weights(Path(written) / "model.safetensors", self._staging)
-            return str(link.ask("update", {"version": version, "path": written}).result())
+            told = str(link.ask("update", {"version": version, "path": written}).result())
+            if self._ranks > 1:
+                prove()
+            return told
         except OSError as error:
             if link.lost.is_set():
                 raise LostError(link.reason) from error
@@ -89,7 +114,10 @@ class Disk:
 
 
 class Broadcast:
-    """A broadcast in a group of this process and the engine's `ranks`, met at `address`."""
+    """A broadcast in a group of this process and the engine's `ranks`, met at `address`.
+
+    What several ranks hold is compared after the first one: that all are in the group.
+    """
 
     def __init__(self, staging: SharedWeights, *, ranks: int, address: str) -> None:
         self._staging = staging
@@ -99,28 +127,42 @@ class Broadcast:
         self._groups: weakref.WeakKeyDictionary[Link, Peers] = weakref.WeakKeyDictionary()
 
     def bring(
-        self, link: Link, version: int, facts: Mapping[str, Any], *, whole: bool = False
+        self,
+        link: Link,
+        version: int,
+        facts: Mapping[str, Any],
+        *,
+        prove: Callable[[], None],
+        whole: bool = False,
     ) -> str:
         """See `Way`; an engine that is met for the first time has joined a group before."""
         assert not whole, "adapters go through memory"
         del facts
-        peers = self._groups.get(link)
-        if peers is None:
-            peers = Peers(self._address, self._ranks, seconds=link.patience)
-            meeting = beside(link, peers.meet)
-            link.ask("join", {"address": self._address, "port": peers.port}).result()
-            meeting.join()
-            self._groups[link] = peers
+        known = self._groups.get(link)
+        peers = known or self._met(link)
 
         def send() -> None:
             for bucket in self._buckets:
                 peers.broadcast(self._staging.piece(bucket))
 
+        # A broadcast does not wait for long, and rows in flight may take any time.
+        link.ask("drain", {}).result()
         call = link.ask("update", {"version": version, "buckets": self._buckets})
         sending = beside(link, send)
         told = str(call.result())
         sending.join()
+        if known is None and self._ranks > 1:
+            prove()
         return told
+
+    def _met(self, link: Link) -> Peers:
+        """A group with the ranks of an engine that is in none."""
+        peers = Peers(self._address, self._ranks, seconds=link.patience)
+        meeting = beside(link, peers.meet)
+        link.ask("join", {"address": self._address, "port": peers.port}).result()
+        meeting.join()
+        self._groups[link] = peers
+        return peers
 
 
 def beside(link: Link, work: Callable[[], None]) -> threading.Thread:

@@ -22,14 +22,13 @@ from rlflow.engines.attention import AttentionState
 from rlflow.engines.fused import EXACT
 from rlflow.engines.loading import (
     Init,
-    _loading,
+    alone,
     auto,
     check_layers,
     check_outputs,
     check_path,
     differences,
     plain_outputs,
-    quiet,
     read,
     use_packed_attention,
 )
@@ -70,7 +69,7 @@ def load_sharded(
     """
     check_path(path, init)
     ranks = MeshRanks(mesh, torch.device(device))
-    with _loading, quiet():
+    with alone():
         attention.register()
         config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
         check_layers(path, config)
@@ -87,11 +86,11 @@ def load_sharded(
         module, config, head=head, name=name or path, ranks=ranks, dtype=dtype, cuts=cuts,
         adapters=adapters,
     )  # fmt: skip
-    with _loading, quiet():
+    with alone():
         read(path, lambda: fill_all(model.shards(), model, path, seed=seed, init=init))
     plain = plain_outputs(HiddenStates(module), config, head)
     model.settle()
-    with _loading, quiet():
+    with alone():
         use_packed_attention(module, path)
     check(model, plain, split)
     if recompute:

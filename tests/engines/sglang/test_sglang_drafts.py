@@ -159,10 +159,11 @@ def test_a_replacement_has_the_weights_of_both(drafted):
     assert {} == drafted.model.draft.check()
 
 
-def test_a_frozen_draft_model_stays_as_it_is():
+@pytest.mark.parametrize("updates", ["memory", "group"])
+def test_a_frozen_draft_model_stays_as_it_is(updates):
     """The policy moves on, and what its options draft with is still the first policy."""
     said = rf.Speculative(algorithm="STANDALONE", draft_model=TINY, draft_tokens=3)
-    pair = paired(*start(options=options(speculative=said)))
+    pair = paired(*start(options=options(speculative=said, updates=updates)))
     good = accepted(pair)
     assert good > 0.5
     pair.update(1, 8)

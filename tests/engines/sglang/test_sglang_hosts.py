@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -31,23 +31,22 @@ ADDRESS = "127.0.0.2"
 def parts():
     """What two workers have made: model and rollout, the first host's first; nothing is left."""
     needs_sglang()
-    port, made = free_port(ADDRESS), {}
+    port = free_port(ADDRESS)
 
     def make(rank):
         nodes = Nodes(address=ADDRESS, port=port, rank=rank, count=2)
-        made[rank] = start(options=options(), nodes=nodes, devices=(rank,))
+        return start(options=options(), nodes=nodes, devices=(rank,))
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as threads:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        threads = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    leaders = [group(model)[0] for model, _ in made.values()]
-    yield made[0], made[1]
-    for model, _ in made.values():
-        model.close()
+        making = [threads.submit(make, rank) for rank in (0, 1)]
+    made = [each.result() for each in making if each.exception() is None]
+    leaders = [group(model)[0] for model, _ in made]
+    try:
+        yield [each.result() for each in making]
+    finally:
+        for model, _ in made:
+            model.close()
     assert [[], []] == [members(leader) for leader in leaders]
 
 
@@ -63,6 +62,7 @@ def test_an_update_reaches_the_ranks_of_both(pair):
     for version in (1, 2):
         pair.update(version, seed=version)
         same(*pair.generate(PROMPTS, GREEDY))
+        assert {} == pair.model.check()
     first, second = pair.model.checksums()
     assert first.keys() == second.keys()
     assert first["model.norm.weight"] == second["model.norm.weight"]

@@ -84,7 +84,7 @@ def stop(model):
     os.killpg(group(model)[0], signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("disturb", [kill, stop])
+@pytest.mark.parametrize("disturb", [kill, pytest.param(stop, marks=pytest.mark.extra)])
 def test_an_engine_lost_while_it_takes_weights_comes_back_with_them(reached, disturb, monkeypatch):
     """All but its guardian and its socket are held, and it is disturbed once it has been asked.
 

@@ -109,6 +109,10 @@ class Asked:
         self.lost.set()
 
 
+def unasked():
+    raise AssertionError("nothing is to be proven")
+
+
 def test_a_file_is_there_for_as_long_as_the_update_takes(tmp_path):
     def answer(fields):
         assert bytes_of(["odd"]) == (
@@ -117,8 +121,8 @@ def test_a_file_is_there_for_as_long_as_the_update_takes(tmp_path):
         return "3"
 
     link = Asked(answer)
-    way = Disk(SharedWeights(GIVEN), None)
-    assert "3" == way.bring(link, 3, {"directory": str(tmp_path)})
+    way = Disk(SharedWeights(GIVEN), None, ranks=1)
+    assert "3" == way.bring(link, 3, {"directory": str(tmp_path)}, prove=unasked)
     assert (3, str(tmp_path)) == (link.fields["version"], str(Path(link.fields["path"]).parent))
     assert [] == list(tmp_path.iterdir())
 
@@ -128,24 +132,25 @@ def test_a_file_goes_with_an_update_that_fails(tmp_path):
         assert Path(fields["path"]).exists()
         raise LostError("gone")
 
+    way = Disk(SharedWeights(GIVEN), str(tmp_path), ranks=2)
     with pytest.raises(LostError):
-        Disk(SharedWeights(GIVEN), str(tmp_path)).bring(Asked(lost), 1, {})
+        way.bring(Asked(lost), 1, {}, prove=unasked)
     assert [] == list(tmp_path.iterdir())
 
 
 def test_a_directory_that_is_not_there(tmp_path):
     with pytest.raises(RunError, match=r"E673.*none such\n.*No such file"):
-        Disk(SharedWeights(GIVEN), str(tmp_path / "none such"))
+        Disk(SharedWeights(GIVEN), str(tmp_path / "none such"), ranks=1)
 
 
 def test_the_directory_of_an_engine_goes_with_the_engine(tmp_path):
     link, facts = Asked(None), {"directory": str(tmp_path / "gone")}
-    way = Disk(SharedWeights(GIVEN), None)
+    way = Disk(SharedWeights(GIVEN), None, ranks=1)
     with pytest.raises(RunError, match="E673"):
-        way.bring(link, 1, facts)
+        way.bring(link, 1, facts, prove=unasked)
     link.lose("killed")
     with pytest.raises(LostError, match="killed"):
-        way.bring(link, 1, facts)
+        way.bring(link, 1, facts, prove=unasked)
 
 
 def other_end(port, seconds=5.0):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -55,9 +56,9 @@ def start(run: Path, *words: object, iterations: int = 6, **environment: str):
     )
 
 
-def rarely(*case: object):
+def rarely(*case: object, marks: Sequence[pytest.MarkDecorator] = ()):
     """A case that only the long tests try, because each starts a cluster."""
-    return pytest.param(*case, marks=pytest.mark.slow)
+    return pytest.param(*case, marks=[pytest.mark.slow, *marks])
 
 
 @pytest.mark.parametrize(
@@ -66,8 +67,8 @@ def rarely(*case: object):
         ("rank:run=kill9@6", 0, SPLIT, "actor.update in iteration 5"),
         ("rank:reshard=kill9@4", 1, SPLIT, "reshard:actor@train->actor@gen in iteration 3"),
         rarely("rank:run=kill9@4", 1, SPLIT, "actor.rollout"),
-        rarely("rank:run=kill9@10", -1, SPLIT, "in iteration"),
-        rarely("rank:send=kill9@9", 1, SPLIT, "transfer:actor.rollout"),
+        rarely("rank:run=kill9@10", -1, SPLIT, "in iteration", marks=[pytest.mark.extra]),
+        rarely("rank:send=kill9@9", 1, SPLIT, "transfer:actor.rollout", marks=[pytest.mark.extra]),
         rarely("rank:receive=kill9@6", 0, SPLIT, "transfer:"),
         # Moves run beside the device's other actions: any of those under way may be named.
         rarely("rank:sleep=kill9@4", 0, TIGHT, "in iteration"),

@@ -176,7 +176,7 @@ def test_chunks_between_processes_have_the_bits_of_one_process_and_one_piece(com
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("ordered", [pytest.param(False, marks=pytest.mark.extra), True])
 def test_chunks_over_sharded_ranks_make_the_same_tokens_and_losses(compiled, ordered):
     one, _ = on_ray(*compiled("fsdp", 3, ordered=ordered))
     plan, file = compiled("fsdp2", 3, ordered=ordered)

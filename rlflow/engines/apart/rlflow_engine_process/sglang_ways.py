@@ -17,6 +17,10 @@ GROUP = "rlflow"
 class Receiving(Holding):
     """Takes weights from a directory, or from a group of which its worker is rank 0."""
 
+    async def do_drain(self) -> None:
+        """Wait until no request is left."""
+        await self.idle(flush=False)
+
     async def do_join(self, address: str, port: int) -> None:
         """Have SGLang's ranks join the group that the worker makes."""
         from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
