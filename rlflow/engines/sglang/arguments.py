@@ -6,7 +6,6 @@ This file knows the names of SGLang's options, and no process.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -180,10 +179,3 @@ def cores(devices: Sequence[int]) -> list[str]:
     """The core of each rank on a CPU; where there are more ranks, some share one."""
     here = sorted(os.sched_getaffinity(0))
     return [str(here[index % len(here)]) for index in devices]
-
-
-def free_port() -> int:
-    """A port that nobody uses at the moment, for the ranks of one engine to meet at."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

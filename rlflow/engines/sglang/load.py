@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from rlflow.engines.loading import Init, alone, auto, build, check_path, read
 from rlflow.engines.lora import adapt, is_adapter
-from rlflow.engines.nodes import Nodes
+from rlflow.engines.nodes import Nodes, free_port
 from rlflow.engines.protocol import Drafting
 from rlflow.engines.sglang.arguments import (
     arguments,
     drafting,
     environment,
-    free_port,
     interpreter,
     layer_names,
 )
@@ -285,6 +284,6 @@ KIND = Kind(
     script=APART / "serve_sglang.py",
     arguments=arguments,
     environment=environment,
-    fresh=lambda: {"nccl_port": free_port()},
+    fresh=lambda: {"nccl_port": free_port(LOOPBACK)},
     drafting=drafting,
 )
