@@ -56,9 +56,9 @@ def graph(name: str, **settings):
     return pipeline(name).trace(pipeline(name).config(**settings))
 
 
-def planned(name: str, placement: str, **settings):
+def planned(name: str, placement: str, stream: int | str = 1, **settings):
     """The plan of a placement on CPU devices of one thread."""
-    where = pipeline(name).placements[placement]
+    where = pipeline(name).placements[placement].model_copy(update={"stream": stream})
     devices = cluster.cpu_cluster(where.num_devices(), threads=1, memory=4e9)
     return compile_plan(graph(name, **settings), where, devices, near=PIPELINES).plan
 
@@ -115,6 +115,12 @@ def test_a_placement_for_gpus_is_planned_on_them(rlflow, name, placement):
     result = rlflow("plan", PIPELINES / f"{name}.py", *words)
     assert 0 == result.code, result.err
     assert f"on {devices}" in result.out.splitlines()[0]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "split" in pipeline(n).placements])
+def test_it_is_planned_in_as_many_chunks_as_are_worth_it(name):
+    plan = planned(name, "split", stream="auto")
+    assert "stream" in {note.rule for note in plan.notes}
 
 
 @pytest.mark.torch

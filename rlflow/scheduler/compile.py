@@ -132,12 +132,13 @@ def _compiled(
     *,
     verified: bool,
 ) -> Compiled:
-    """The plan after some passes, with the verifier after each where it is wanted."""
+    """The plan after some passes, with the verifier after each where it is wanted.
+
+    Each pass finds the costs of the graph that the plan before it runs.
+    """
     stages = []
     for title, run in passes:
-        plan = run(plan, context)
-        if title == "unroll":
-            context = replace(context, costs=replace(context.costs, graph=plan.graph))
+        plan = run(plan, replace(context, costs=replace(context.costs, graph=plan.graph)))
         broken = verify(plan, stage=title) if verified else []
         if broken:
             raise InvariantError(

@@ -1,6 +1,7 @@
 """What the passes look things up in: the placement asked for, the devices, the estimates.
 
-Frozen, and the same for every pass. It knows no plan.
+Frozen, and the same for every pass but for the graph of the estimates, which is the plan's.
+It knows no plan.
 """
 
 from __future__ import annotations

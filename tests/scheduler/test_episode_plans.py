@@ -81,7 +81,7 @@ def test_later_turns_are_as_old_as_the_first_ones_last_token(options, lag, oldes
     assert expected == {name: found[name] for name in expected}
 
 
-@pytest.mark.parametrize("options", [{}, {"stream": 2}, {"staleness": 1}])
+@pytest.mark.parametrize("options", [{}, {"stream": 2}, {"stream": "auto"}, {"staleness": 1}])
 def test_later_turns_stay_with_the_replica_that_has_their_rows_in_its_cache(options):
     found = compiled(gen=2, engine="sglang", **options)
     plan = found.plan
@@ -100,6 +100,11 @@ def test_later_turns_stay_with_the_replica_that_has_their_rows_in_its_cache(opti
     for name, wrong in mutants(plan):
         if not verify(wrong, "timing"):
             assert [] == play(wrong, seed=5), name
+
+
+def test_turns_are_costed_in_every_count_of_chunks_that_is_tried():
+    (note,) = [n for n in compiled(stream="auto").plan.notes if n.rule == "stream"]
+    assert "an iteration" in note.text
 
 
 def test_without_an_engine_later_turns_are_evened_out():
