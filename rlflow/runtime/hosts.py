@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
 
 from rlflow.errors import PlanError
-from rlflow.scheduler.engine_hosts import uneven
+from rlflow.scheduler.engine_hosts import Devices, host_findings, host_parts
 from rlflow.scheduler.plan import Instance
-
-Devices = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +27,11 @@ def replica_hosts(instance: Instance, sites: Mapping[int, Site]) -> list[list[De
     Raises PlanError where an engine cannot lie so: the findings of its options, or E674 where
     hosts have unequal shares of a replica.
     """
-    assert instance.options is not None
-    found = []
-    for first in range(0, len(instance.devices), instance.tp):
-        replica = instance.devices[first : first + instance.tp]
-        parts = [tuple(p) for _, p in groupby(replica, key=lambda device: sites[device].address)]
-        findings = instance.options.host_findings(instance.name, len(parts))
-        findings = findings or uneven(instance.name, [tuple(map(len, parts))])
-        if findings:
-            raise PlanError(*findings)
-        found.append(parts)
-    return found
+
+    def host_of(device: int) -> str:
+        return sites[device].address
+
+    findings = host_findings(instance, host_of)
+    if findings:
+        raise PlanError(*findings)
+    return host_parts(instance, host_of)

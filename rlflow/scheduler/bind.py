@@ -74,7 +74,7 @@ def bind(plan: Plan, context: Context) -> Plan:
     findings += drafter_findings(made, instances, served)
     for engine in (i for i in instances if i.drafter is not None or frozen(i) is not None):
         findings += drafts_findings(engine, served[engine.name], context.costs)
-    findings += host_findings(instances, context.cluster)
+    findings += [f for i in instances for f in host_findings(i, context.cluster.host_of)]
     findings += way_findings(plan.graph, instances, context.cluster)
     _refuse(findings)
     costs = context.costs

@@ -5,8 +5,8 @@ Knows devices, hosts and options; no order, and no sizes.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
+from itertools import groupby
 
 from rlflow.errors import Finding
 from rlflow.graph.engines import SGLang
@@ -14,31 +14,32 @@ from rlflow.graph.graph import Graph
 from rlflow.scheduler.cluster import Cluster
 from rlflow.scheduler.plan import Instance
 
+Devices = tuple[int, ...]
+HostOf = Callable[[int], Hashable]
 
-def shares(instance: Instance, cluster: Cluster) -> list[tuple[int, ...]]:
-    """For every replica how many of its ranks each of its hosts has, host by host."""
+
+def host_parts(instance: Instance, host_of: HostOf) -> list[list[Devices]]:
+    """For every replica its parts, one for each run of neighbours that are on one host."""
     found = []
     for first in range(0, len(instance.devices), instance.tp):
         replica = instance.devices[first : first + instance.tp]
-        hosts = Counter(cluster.host_of(device) for device in replica)
-        found.append(tuple(hosts[host] for host in sorted(hosts)))
+        found.append([tuple(part) for _, part in groupby(replica, key=host_of)])
     return found
 
 
-def num_hosts(instance: Instance, cluster: Cluster) -> int:
-    """On how many hosts a replica lies, at the most."""
-    return max(len(each) for each in shares(instance, cluster))
+def num_hosts(parts: Iterable[Devices], host_of: HostOf) -> int:
+    """On how many hosts the parts of a replica are: on fewer than parts where some come again."""
+    return len({host_of(part[0]) for part in parts})
 
 
-def host_findings(instances: Iterable[Instance], cluster: Cluster) -> list[Finding]:
-    """A finding for every engine whose replicas cannot lie on the hosts that they lie on."""
-    findings: list[Finding] = []
-    for instance in instances:
-        if instance.options is not None:
-            hosts = num_hosts(instance, cluster)
-            found = instance.options.host_findings(instance.name, hosts)
-            findings += found or uneven(instance.name, shares(instance, cluster))
-    return findings
+def host_findings(instance: Instance, host_of: HostOf) -> list[Finding]:
+    """What keeps an engine's replicas from lying on their hosts: its options, or E674."""
+    if instance.options is None:
+        return []
+    replicas = host_parts(instance, host_of)
+    most = max(num_hosts(parts, host_of) for parts in replicas)
+    found = instance.options.host_findings(instance.name, most)
+    return found or uneven(instance.name, [tuple(map(len, parts)) for parts in replicas])
 
 
 def uneven(name: str, replicas: Iterable[tuple[int, ...]]) -> list[Finding]:
@@ -64,7 +65,8 @@ def way_findings(graph: Graph, instances: Iterable[Instance], cluster: Cluster) 
         options = instance.options
         if not isinstance(options, SGLang):
             continue
-        way = options.way(num_hosts(instance, cluster))
+        hosts = max(_hosts(instance, cluster))
+        way = options.way(hosts)
         model = graph.model(instance.model)
         more = [] if model.lora is None else ["adapters (lora=)"]
         more += [] if instance.drafter is None else [f"drafter {instance.drafter!r}"]
@@ -74,7 +76,7 @@ def way_findings(graph: Graph, instances: Iterable[Instance], cluster: Cluster) 
                     code="E676",
                     what=f"{' and '.join(more)} cannot reach {instance.name} by {way}",
                     where=model.where,
-                    got=f"updates={options.updates!r}, {num_hosts(instance, cluster)} hosts",
+                    got=f"updates={options.updates!r}, {hosts} hosts",
                     expected='updates="memory", and a replica on one host',
                     fix='rf.SGLang(updates="memory")',
                 )
@@ -82,16 +84,41 @@ def way_findings(graph: Graph, instances: Iterable[Instance], cluster: Cluster) 
     return findings
 
 
+def _hosts(instance: Instance, cluster: Cluster) -> list[int]:
+    """On how many hosts each replica is."""
+    replicas = host_parts(instance, cluster.host_of)
+    return [num_hosts(parts, cluster.host_of) for parts in replicas]
+
+
+def hosts_of_devices(instance: Instance, cluster: Cluster) -> dict[int, int]:
+    """For each device on how many hosts its replica is."""
+    counts = _hosts(instance, cluster)
+    return {d: counts[place // instance.tp] for place, d in enumerate(instance.devices)}
+
+
 def told_way(instance: Instance, cluster: Cluster) -> str:
     """How weights reach an engine from its host's memory, and on how many hosts it lies."""
-    hosts, options = num_hosts(instance, cluster), instance.options
-    where = f", each on {hosts} hosts" if instance.row_parts > 1 else f", on {hosts} hosts"
-    where = where if hosts > 1 else ""
+    counts, options = _hosts(instance, cluster), instance.options
+    where = _told_hosts(instance, cluster)
     if not isinstance(options, SGLang):
         return where
-    way = options.way(hosts)
+    way = options.way(max(counts))
     if way == "group":
-        return f"{where}, and a broadcast from it"
+        few = options.way(min(counts)) != way
+        return f"{where}, and a broadcast from it" + " where there are several" * few
     if way == "disk":
         return f"{where}, and a file in {options.updates_dir or 'a temporary directory'}"
     return where
+
+
+def _told_hosts(instance: Instance, cluster: Cluster) -> str:
+    """On how many hosts replicas are, where any is on several; and in how many parts, if more."""
+    counts = _hosts(instance, cluster)
+    parts = max(len(replica) for replica in host_parts(instance, cluster.host_of))
+    most = max(counts)
+    if most == 1:
+        return ""
+    hosts = f"{most} hosts" + f" in {parts} parts" * (parts > most)
+    if min(counts) < most:
+        return f", each on up to {hosts}"
+    return f", each on {hosts}" if instance.row_parts > 1 else f", on {hosts}"

@@ -18,7 +18,7 @@ from rlflow.graph.graph import Node
 from rlflow.graph.placement import On
 from rlflow.scheduler import keys
 from rlflow.scheduler.costs import Costs
-from rlflow.scheduler.engine_hosts import num_hosts
+from rlflow.scheduler.engine_hosts import hosts_of_devices
 from rlflow.scheduler.inside import drafter_part, held_weights, reserved, staging, token_bytes
 from rlflow.scheduler.measured import Record
 from rlflow.scheduler.pieces import as_measured
@@ -212,18 +212,21 @@ def on_cpu(instance: Instance, costs: Costs) -> bool:
     return costs.cluster.kind_of(instance.devices[0]).name == "cpu"
 
 
-def on_host(instance: Instance, costs: Costs) -> int:
-    """Bytes of the host's memory for each device: its share of the staging.
+def on_host(instance: Instance, costs: Costs) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Bytes of the host's memory for each device, its share of the staging; and of some more.
 
     Where a replica lies on several hosts, as if each of them had one: the first has.
     On a CPU also its share of the process beside weights and pool, where that was measured.
     """
-    copied = staging(instance, costs) * num_hosts(instance, costs.cluster)
+    share, hosts = staging(instance, costs), hosts_of_devices(instance, costs.cluster)
+    fewest = min(hosts.values())
+    more = tuple((d, share * (count - fewest)) for d, count in hosts.items() if count > fewest)
+    copied = share * fewest
     record = asleep_record(instance, costs) if on_cpu(instance, costs) else None
     if record is None:
-        return copied
+        return copied, more
     tensors = (held_weights(instance, costs) or 0) + (pool_bytes(instance, costs) or 0)
-    return copied + max(int(record.held) - tensors, 0)
+    return copied + max(int(record.held) - tensors, 0), more
 
 
 def engine_parts(instance: Instance, nodes: Sequence[Node], costs: Costs) -> list[Part]:
@@ -241,6 +244,7 @@ def engine_parts(instance: Instance, nodes: Sequence[Node], costs: Costs) -> lis
     whole = None if weights is None else weights + kept
     full = None if pool is None else pool + sum(size for _, size in room)
     stays = instance.options.memory_saver is False
+    copied, more = on_host(instance, costs)
     return [
         Part(
             name=instance.weights,
@@ -249,7 +253,8 @@ def engine_parts(instance: Instance, nodes: Sequence[Node], costs: Costs) -> lis
             size=whole,
             devices=instance.devices,
             residual=(whole or 0) if stays else kept,
-            on_host=on_host(instance, costs),
+            on_host=copied,
+            more_on_host=more,
             holds=(("weights", weights), *process) if weights is not None and process else (),
         ),
         Part(

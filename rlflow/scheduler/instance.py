@@ -25,8 +25,9 @@ class Part:
     An engine in a process of its own keeps keys and values in a `pool`: of no use between two
     rollouts, so it is only ever discarded too. For an engine's weights `on_host` bytes of each
     device's host are taken all the time: by a copy, which is what an offload leaves, and on a
-    CPU by the engine's process. On the devices where everything fits it `stays`. `holds` says
-    what `size` is of, where that is several things, each with its bytes.
+    CPU by the engine's process; of some devices so many `more_on_host`. On the devices where
+    everything fits it `stays`. `holds` says what `size` is of, where that is several things, each
+    with its bytes.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Part:
     devices: tuple[int, ...]
     residual: int = 0
     on_host: int = 0
+    more_on_host: tuple[tuple[int, int], ...] = ()
     stays: tuple[int, ...] = ()
     holds: tuple[tuple[str, int], ...] = ()
 
@@ -45,8 +47,8 @@ class Part:
         return tuple(device for device in self.devices if device not in self.stays)
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data; without `on_host`, `stays` and `holds` where they are nothing."""
-        rare = {"on_host", "stays", "holds"}
+        """As plain data; without `on_host` and what follows it where they are nothing."""
+        rare = {"on_host", "more_on_host", "stays", "holds"}
         return {k: v for k, v in asdict(self).items() if v or k not in rare}
 
 

@@ -249,11 +249,19 @@ class Instants:
             near = {_copied(part): self._hosts[part.name] for part in parts}
             for host in sorted({host for hosts in near.values() for host in hosts}):
                 total = sum(size * near[own].get(host, 0) for own, size in sizes.items())
+                total += sum(self._more(part, host) for part in always)
                 if total > best[0]:
                     near_of = ((p, self._hosts[p.name].get(host, 0)) for p in parts)
-                    held = [((p.on_host or leaving(p)) * n, p.name) for p, n in near_of]
+                    held = [
+                        ((p.on_host or leaving(p)) * n + self._more(p, host), p.name)
+                        for p, n in near_of
+                    ]
                     best = (total, move, tuple(sorted((h for h in held if h[0]), reverse=True)))
         return best
+
+    def _more(self, part: Part, host: int) -> int:
+        """What a part has in a host's memory for some devices beyond what it has for each."""
+        return sum(size for d, size in part.more_on_host if self.plan.host_of(d) == host)
 
     def _offloaded(self, move: str) -> list[Part]:
         """The parts that may be in host memory during a move."""

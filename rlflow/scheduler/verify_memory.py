@@ -195,6 +195,9 @@ class Held:
         base: Counter[tuple[int, ...]] = Counter()
         for p in plan.parts:
             base[p.devices] += p.on_host
+            for device, size in p.more_on_host:
+                base[device,] += size
+                near[device,] = Counter([hosts[device]])
         most = 0
         for instant in sleeps or [""]:
             there = base.copy()

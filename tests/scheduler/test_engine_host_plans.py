@@ -8,13 +8,23 @@ import pytest
 
 import rlflow as rf
 from rlflow.errors import PlanError
+from rlflow.scheduler.cluster import Cluster
 from rlflow.scheduler.compile import Compiled, compile_plan
+from rlflow.scheduler.plan import HOST
+from rlflow.scheduler.verify import verify
 from tests.scheduler.examples import grpo
 from tests.scheduler.strategies import cluster
+
+Pool = int | list[int]
 
 
 def planned(engine: object, *, gen: int, tp: int, train: int = 2, hosts: int = 2) -> Compiled:
     """Devices shared out to hosts in their order: train first, then gen."""
+    devices = replace(cluster("h100", train + gen, 1e12), hosts=hosts)
+    return placed(devices, engine, gen=gen, tp=tp, train=train)
+
+
+def placed(devices: Cluster, engine: object, *, gen: Pool, tp: int, train: Pool) -> Compiled:
     placement = rf.Placement(
         pools={"train": train, "gen": gen},
         assign={
@@ -23,7 +33,6 @@ def planned(engine: object, *, gen: int, tp: int, train: int = 2, hosts: int = 2
             "ref": rf.on("train"),
         },
     )
-    devices = replace(cluster("h100", train + gen, 1e12), hosts=hosts)
     return compile_plan(grpo(path="shape:qwen2.5-7b"), placement, devices)
 
 
@@ -97,3 +106,33 @@ def test_every_host_is_taken_to_hold_the_staging() -> None:
     (here,) = (part for part in one.parts if part.name == "actor@gen/sglang/weights")
     (there,) = (part for part in two.parts if part.name == "actor@gen/sglang/weights")
     assert 2 * here.on_host - 1 <= there.on_host <= 2 * here.on_host
+
+
+def on_two_hosts(gen: list[int], tp: int) -> Compiled:
+    """Sixteen devices, 0 to 7 on one host; the first four train."""
+    devices = replace(cluster("h100", 16, 1e12), hosts=2)
+    return placed(devices, "sglang", gen=gen, tp=tp, train=4)
+
+
+def test_a_host_that_comes_again_has_a_part_more() -> None:
+    """Ranks are in the order of the pool's devices, and a part has neighbours alone."""
+    with pytest.raises(PlanError) as caught:
+        on_two_hosts([4, 8, 9, 5], 4)
+    (finding,) = caught.value.findings
+    assert ("E674", "1, 2, 1 of them, host by host") == (finding.code, finding.got)
+    assert ", on 2 hosts in 4 parts, and" in note(on_two_hosts([4, 8, 5, 9], 4))
+
+
+def test_replicas_on_unlike_numbers_of_hosts_are_counted_each_for_itself() -> None:
+    """Of three replicas of two devices the second alone is on both hosts, and staged on both."""
+    found, even = on_two_hosts([*range(5, 11)], 2), on_two_hosts([*range(6, 12)], 2)
+    end = "each on up to 2 hosts, and a broadcast from it where there are several"
+    assert note(found).endswith(end)
+    across, within = (plan.plan.part("actor@gen/sglang/weights") for plan in (found, even))
+    assert within.on_host == across.on_host
+    assert ((7, within.on_host), (8, within.on_host)) == across.more_on_host
+    assert () == within.more_on_host
+    assert 4 * within.on_host == found.plan.peaks[HOST] == even.plan.peaks[HOST]
+    parts = [replace(part, more_on_host=()) for part in found.plan.parts]
+    assert verify(replace(found.plan, parts=tuple(parts)), found.stages[-1][0])
+    assert not verify(found.plan, found.stages[-1][0])
