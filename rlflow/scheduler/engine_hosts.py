@@ -20,11 +20,9 @@ HostOf = Callable[[int], Hashable]
 
 def host_parts(instance: Instance, host_of: HostOf) -> list[list[Devices]]:
     """For every replica its parts, one for each run of neighbours that are on one host."""
-    found = []
-    for first in range(0, len(instance.devices), instance.tp):
-        replica = instance.devices[first : first + instance.tp]
-        found.append([tuple(part) for _, part in groupby(replica, key=host_of)])
-    return found
+    return [
+        [tuple(part) for _, part in groupby(replica, key=host_of)] for replica in instance.tp_groups
+    ]
 
 
 def num_hosts(parts: Iterable[Devices], host_of: HostOf) -> int:
@@ -92,8 +90,8 @@ def _hosts(instance: Instance, cluster: Cluster) -> list[int]:
 
 def hosts_of_devices(instance: Instance, cluster: Cluster) -> dict[int, int]:
     """For each device on how many hosts its replica is."""
-    counts = _hosts(instance, cluster)
-    return {d: counts[place // instance.tp] for place, d in enumerate(instance.devices)}
+    replicas = zip(instance.tp_groups, _hosts(instance, cluster), strict=True)
+    return {device: count for replica, count in replicas for device in replica}
 
 
 def told_way(instance: Instance, cluster: Cluster) -> str:

@@ -91,9 +91,23 @@ class Instance:
         return EMBEDDED if self.options is None else self.options.engine
 
     @property
+    def tp_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each tensor-parallel group: those that share each layer, and the rows.
+
+        Of an engine in processes of its own a replica each.
+        """
+        starts = range(0, len(self.devices), self.tp)
+        return tuple(self.devices[start : start + self.tp] for start in starts)
+
+    @property
+    def processes(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each process that computes with it: of an engine's a replica's."""
+        return self.tp_groups if self.apart else tuple((device,) for device in self.devices)
+
+    @property
     def owners(self) -> tuple[int, ...]:
         """The devices whose processes hold anything of it."""
-        return self.devices[:: self.tp] if self.apart else self.devices
+        return tuple(devices[0] for devices in self.processes)
 
     @property
     def row_parts(self) -> int:

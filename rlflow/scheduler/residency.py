@@ -96,12 +96,9 @@ def traced_of(plan: Plan, memories: Memories) -> Traced:
 
 def _staying(plan: Plan, part: Part, memories: Memories, short: Collection[int]) -> Part:
     """The part that sleeps where memory is short alone; of an engine, whole replicas."""
-    instance = plan.instance(part.instance)
-    ranks = 1 if instance.options is None else instance.tp
     stays: list[int] = []
-    for first in range(0, len(part.devices), ranks):
-        replica = part.devices[first : first + ranks]
-        stays += [] if any(memories.group[d] in short for d in replica) else replica
+    for devices in plan.instance(part.instance).processes:
+        stays += [] if any(memories.group[d] in short for d in devices) else devices
     return replace(part, stays=tuple(stays))
 
 

@@ -30,10 +30,11 @@ class Place:
 
         Of an engine's devices the one that owns its process has them.
         """
-        if self.instance is not None and self.instance.options is not None:
+        if self.instance is None:
+            return tuple((device,) for device in self.devices)
+        if self.instance.options is not None:
             return tuple((device,) for device in self.instance.owners)
-        tp = self.instance.tp if self.instance else 1
-        return tuple(self.devices[n : n + tp] for n in range(0, len(self.devices), tp))
+        return self.instance.tp_groups
 
     @property
     def sharded(self) -> bool:

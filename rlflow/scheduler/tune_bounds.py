@@ -220,9 +220,8 @@ def _undivided(graph: Graph, node: Node, instance: Instance, parts: int) -> bool
     """Whether a node's rows do not lie in so many parts."""
     if parts == 1 or not node.inputs:
         return False
-    tp, devices = instance.tp, instance.devices
     spread = Spread(
-        parts=tuple(devices[n : n + tp] for n in range(0, len(devices), tp)),
+        parts=instance.tp_groups,
         rule="balanced" if node.op.dispatched == "split" else node.op.dispatched,
     )
     return bool(division_findings(graph, node, spread))

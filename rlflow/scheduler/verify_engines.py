@@ -117,11 +117,8 @@ def engines_sleep_between_rollouts(facts: Facts) -> Iterator[str]:
 def _parts_are_right(facts: Facts) -> Iterator[str]:
     """A replica is one process: all of it sleeps, or none. What parts hold is their size."""
     for part in facts.plan.parts:
-        instance = facts.instances[part.instance]
-        ranks = 1 if instance.options is None else instance.tp
-        for first in range(0, len(part.devices), ranks):
-            replica = set(part.devices[first : first + ranks])
-            if replica & set(part.stays) not in (set(), replica):
+        for devices in facts.instances[part.instance].processes:
+            if set(part.stays).intersection(devices) not in (set(), set(devices)):
                 yield f"{part.name} stays on {list(part.stays)}, which is no whole replica"
         if part.holds and sum(size for _, size in part.holds) != part.size:
             yield f"{part.name} is of {part.size} bytes, and of {dict(part.holds)}"

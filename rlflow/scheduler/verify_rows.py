@@ -155,8 +155,7 @@ def _is_formed(facts: Facts, a: Action, word: str, spread: Spread) -> Iterator[s
     if instance.tp == 1 or instance.options is not None:
         return
     part_of = {device: number for number, part in enumerate(spread.parts) for device in part}
-    for n in range(0, len(instance.devices), instance.tp):
-        peers = instance.devices[n : n + instance.tp]
+    for peers in instance.tp_groups:
         if len({part_of.get(device) for device in peers}) > 1:
             yield f"{a.id} {word} different rows on devices {list(peers)}, which share layers"
 
