@@ -8,7 +8,7 @@ dependencies, and the order of the list on every lane of a device. This file mov
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -28,7 +28,8 @@ class Memories:
     @cached_property
     def _sets(self) -> list[tuple[int, ...]]:
         plan = self.plan
-        sets = [*(a.devices for a in plan.actions), *(p.devices for p in plan.parts)]
+        sets = [a.devices for a in plan.actions]
+        sets += [devices for part in plan.parts for devices in (part.devices, part.leaves)]
         return list(dict.fromkeys(sets))
 
     @cached_property
@@ -191,6 +192,18 @@ class Instants:
                     if group in found[action.id]:
                         found[action.id][group] -= leaving(parts[name])
         return found
+
+    def make_room(self, part: Part, groups: Sequence[int]) -> bool:
+        """Whether on some group an action needs the room that a part leaves when it sleeps."""
+        asleep = 0
+        for nap in self.naps[part.name]:
+            asleep |= nap.inside
+        loads = [self.loads[action.id] for action in self._named(asleep)]
+        return any(
+            group in load and load[group] + leaving(part) > self.plan.budget(group)
+            for load in loads
+            for group in groups
+        )
 
     def _named(self, mask: int) -> Iterator[Action]:
         """The actions of a set."""

@@ -45,6 +45,16 @@ def residency(plan: Plan, context: Context) -> Plan:
     findings = too_large(plan, memories)
     if findings:
         raise PlanError(*findings)
+    paged, instants = _paged(plan, context)
+    while (part := _needless(paged, instants)) is not None:
+        plan = replace(plan, parts=tuple(part if p.name == part.name else p for p in plan.parts))
+        paged, instants = _paged(plan, context)
+    return _stated(paged, instants)
+
+
+def _paged(plan: Plan, context: Context) -> tuple[Plan, Instants]:
+    """The plan with sleeps and wakes; what `stays` somewhere sleeps elsewhere, or nowhere."""
+    memories = Memories(plan=plan)
     traced = traced_of(plan, memories)
     choice = choose(traced.trace)
     copies = [
@@ -54,12 +64,29 @@ def residency(plan: Plan, context: Context) -> Plan:
     seconds = [seconds_of(action) for action in plan.actions]
     naps = shortened(traced.trace, choice.stay, copies, seconds)
     slept = {traced.parts[nap.gap].name: traced.parts[nap.gap] for nap in naps}
-    plan = replace(plan, parts=tuple(slept.get(part.name, part) for part in plan.parts))
+    parts = (slept.get(part.name, replace(part, stays=())) for part in plan.parts)
+    plan = replace(plan, parts=tuple(parts))
     plan = with_moves(_noting(plan, traced.trace, choice), traced, naps, context)
     plan = with_savers(plan)
     if any(part.stays for part in slept.values()):
         memories = Memories(plan=plan)
-    return _stated(plan, Instants(plan, memories))
+    return plan, Instants(plan, memories)
+
+
+def _needless(plan: Plan, instants: Instants) -> Part | None:
+    """The first part that sleeps on some of its devices for nothing, made to stay there."""
+    for name in instants.naps:
+        part = plan.part(name)
+        kinds: dict[tuple[int, ...], list[int]] = {}
+        for devices in plan.instance(part.instance).processes:
+            if not set(devices).intersection(part.stays):
+                groups = tuple(dict.fromkeys(instants.memories.group[d] for d in devices))
+                kinds.setdefault(groups, []).extend(devices)
+        for groups, alike in kinds.items() if len(kinds) > 1 else ():
+            if not instants.make_room(part, groups):
+                stays = {*part.stays, *alike}
+                return replace(part, stays=tuple(d for d in part.devices if d in stays))
+    return None
 
 
 def traced_of(plan: Plan, memories: Memories) -> Traced:
@@ -98,13 +125,15 @@ def _staying(plan: Plan, part: Part, memories: Memories, short: Collection[int])
     """The part that sleeps where memory is short alone; of an engine, whole replicas."""
     stays: list[int] = []
     for devices in plan.instance(part.instance).processes:
-        stays += [] if any(memories.group[d] in short for d in devices) else devices
+        fits = not any(memories.group[d] in short for d in devices)
+        stays += devices if fits or set(devices) <= set(part.stays) else []
     return replace(part, stays=tuple(stays))
 
 
 def _ring(plan: Plan, memories: Memories, group: int) -> Ring:
     """The memory of a group of devices: what each action leaves to what it does not need."""
     parts = {part.name: part for part in plan.parts if group in memories.of_part[part.name]}
+    parts = {name: part for name, part in parts.items() if group not in part.stays}
     resident = sum(leaving(part) for name, part in parts.items() if name in memories.used)
     spare = plan.budget(group) - memories.all_awake[group]
     places, rooms = [], []

@@ -180,6 +180,22 @@ class Held:
         return found
 
     @cached_property
+    def most(self) -> dict[int, int]:
+        """The most bytes on each kind of device; where nothing runs, with everything awake."""
+        found: dict[int, int] = {}
+        for load in self.loads.values():
+            for device, size in load.items():
+                found[device] = max(found.get(device, 0), size)
+        return {**self.all_awake, **found}
+
+    @cached_property
+    def stated(self) -> dict[int, int]:
+        """The peaks that the plan is to state: of every device, and of the host."""
+        peaks = dict.fromkeys(self.facts.plan.budgets, 0)
+        peaks |= {device: self.most[kind] for device, kind in self.alike.items()}
+        return peaks | ({HOST: self.on_host} if HOST in peaks else {})
+
+    @cached_property
     def on_host(self) -> int:
         """The most bytes that one host may hold of parts that sleep and are not discarded.
 
@@ -279,23 +295,16 @@ def memory_fits(facts: Facts) -> Iterator[str]:
 
 def _peaks_are_right(held: Held) -> Iterator[str]:
     """What devices and hosts hold at the most is as stated, also where nothing runs."""
-    plan = held.facts.plan
-    running: dict[int, int] = {}
-    for load in held.loads.values():
-        for device, size in load.items():
-            running[device] = max(running.get(device, 0), size)
-    most = {**held.all_awake, **running}
+    plan, most = held.facts.plan, held.most
+    running = {device for load in held.loads.values() for device in load}
     for device in sorted(most.keys() - running):
         if most[device] > plan.budget(device):
             held_there = f"{most[device]} bytes, the budget is {plan.budget(device)}"
             yield f"device {device}, on which nothing runs, holds {held_there}"
-    peaks = {**dict.fromkeys(plan.budgets, 0), **{d: most[k] for d, k in held.alike.items()}}
-    if HOST in plan.budgets:
-        peaks[HOST] = held.on_host
-        if held.on_host > plan.budget(HOST):
-            yield f"a host holds {held.on_host} bytes, the budget is {plan.budget(HOST)}"
-    if dict(plan.peaks) != peaks:
-        yield f"the plan states peaks of {dict(plan.peaks)}, they are {peaks}"
+    if HOST in plan.budgets and held.on_host > plan.budget(HOST):
+        yield f"a host holds {held.on_host} bytes, the budget is {plan.budget(HOST)}"
+    if dict(plan.peaks) != held.stated:
+        yield f"the plan states peaks of {dict(plan.peaks)}, they are {held.stated}"
 
 
 def _moves_alternate(held: Held) -> Iterator[str]:
@@ -313,53 +322,6 @@ def _moves_alternate(held: Held) -> Iterator[str]:
                 yield f"{other.id}: {name} is {state} already"
             elif not facts.precedes(move.id, other.id, int(number + 1 == len(own))):
                 yield f"{other.id} may start before {move.id} is over"
-
-
-def moves_are_needed(facts: Facts) -> Iterator[str]:
-    """Each sleep makes room that is needed, each wake has a user, and both lose no weights."""
-    held = held_of(facts)
-    for part in facts.plan.parts:
-        if part.stays and (part.name not in held.moves or not sleeping_on(part)):
-            yield f"{part.name} stays on {list(part.stays)} and sleeps nowhere"
-    for name, spells in held.spells.items():
-        part = facts.parts[name]
-        for spell in spells:
-            a, inside = spell.opens, spell.inside
-            if a.devices != sleeping_on(part):
-                yield f"{a.id} runs on {list(a.devices)}, {name} on {list(sleeping_on(part))}"
-            during = [b for b in facts.plan.actions if inside & facts.bit[b.id]]
-            if a.kind == "wake" and not any(name in b.needs for b in during):
-                yield f"{a.id} is useless: nobody needs {name} before it sleeps again"
-            if a.kind == "sleep" and not any(_lacks_room(held, part, b) for b in during):
-                yield f"{a.id} is useless: {name} would have fitted until {spell.closes.id}"
-            yield from _mode_is_right(facts, a, part)
-
-
-def _lacks_room(held: Held, part: Part, action: Action) -> bool:
-    """Whether an action would not fit with a part awake beside it."""
-    load, plan = held.loads[action.id], held.facts.plan
-    return any(
-        device in load and load[device] + given_back(part) > plan.budget(device)
-        for device in held.kinds[sleeping_on(part)]
-    )
-
-
-def _mode_is_right(facts: Facts, a: Action, part: Part) -> Iterator[str]:
-    """Discarded is what is made anew before anyone reads it, and only that.
-
-    That is all gradients and pools, and the weights that a reshard of every iteration fills
-    next, of a model whose adapters are not all that it sends.
-    """
-    at = list(facts.actions).index(a.id)
-    following = (*facts.plan.actions[at + 1 :], *facts.plan.actions[:at])
-    user = next((b for b in following if part.name in b.needs), None)
-    model = facts.plan.graph.model(facts.instances[part.instance].model)
-    filled = user is not None and part.instance in user.targets and user.every == 1
-    filled = filled and model.lora is None
-    anew = part.kind in ("gradients", "pool") or filled
-    if (a.mode == "discard") is not anew:
-        after = f"{user.id} is next to use it" if user else "nobody uses it"
-        yield f"{a.id} is marked {a.mode}, and {after}"
 
 
 def devices_take_turns(facts: Facts) -> Iterator[str]:

@@ -8,7 +8,8 @@ from itertools import combinations
 
 from rlflow.graph.graph import Node
 from rlflow.scheduler.facts import Facts
-from rlflow.scheduler.plan import Action, Dep, Plan, Spread
+from rlflow.scheduler.plan import Action, Dep, Part, Plan, Spread
+from rlflow.scheduler.verify_memory import held_of
 
 INSERTED = ("transfer", "reshard", "sleep", "wake")
 Mutant = tuple[str, Plan]
@@ -232,13 +233,25 @@ def caches(plan: Plan) -> Iterator[Mutant]:
 
 
 def leaving(plan: Plan) -> Iterator[Mutant]:
-    """A part that stays on other devices than its sleep leaves it on."""
+    """A part that stays on other devices than its sleep leaves it on, or sleeps for nothing."""
     moved = {a.part for a in plan.actions if a.part is not None}
     for part in plan.parts:
         for stays in dict.fromkeys(((), part.devices, part.devices[:1])):
             if stays != part.stays and (part.name in moved or stays):
                 parts = (replace(p, stays=stays) if p == part else p for p in plan.parts)
                 yield f"{part.name} stays on {stays}", replace(plan, parts=tuple(parts))
+        if part.stays:
+            yield f"{part.name} sleeps where it fits", asleep_everywhere(plan, part)
+
+
+def asleep_everywhere(plan: Plan, part: Part) -> Plan:
+    """The plan with a part's sleeps and wakes on all of its devices, and the peaks restated."""
+    actions = (replace(a, devices=part.devices) if a.part == part.name else a for a in plan.actions)
+    parts = (replace(p, stays=()) if p == part else p for p in plan.parts)
+    wrong = replace(plan, actions=tuple(actions), parts=tuple(parts))
+    held = held_of(Facts(plan=wrong))
+    restated = tuple(replace(a, peak=held.peaks[a.id]) for a in wrong.actions)
+    return replace(wrong, actions=restated, peaks=held.stated)
 
 
 def paused(plan: Plan) -> Iterator[Mutant]:

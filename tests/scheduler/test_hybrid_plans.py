@@ -13,7 +13,7 @@ from rlflow.scheduler.plan import HOST, Plan
 from rlflow.scheduler.saved import read_plan
 from rlflow.scheduler.verify import verify
 from tests.scheduler.examples import compiled_with, grpo
-from tests.scheduler.mutants import mutants
+from tests.scheduler.mutants import asleep_everywhere, mutants
 from tests.scheduler.player import play
 from tests.scheduler.test_engine_plans import hybrid
 
@@ -69,6 +69,16 @@ def test_hybrid_plans_hold_play_and_refuse_mutants(
     path = tmp_path / "plan.json"
     path.write_text(dump_plan(plan))
     assert plan.hash == read_plan(path).hash
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_replica_that_sleeps_for_nothing_is_rejected(engine: str) -> None:
+    plan = planned(engine).plan
+    kept = [part for part in plan.parts if part.stays]
+    assert kept
+    for part in kept:
+        said = verify(asleep_everywhere(plan, part), "timing")
+        assert [f"{part.name} sleeps on [2], where it would have fitted"] == said
 
 
 def test_a_replica_sleeps_as_a_whole() -> None:

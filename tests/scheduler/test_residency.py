@@ -17,10 +17,11 @@ from rlflow.scheduler.verify_memory import (
     devices_take_turns,
     list_is_an_order,
     memory_fits,
-    moves_are_needed,
 )
+from rlflow.scheduler.verify_moves import moves_are_needed
 from rlflow.scheduler.verify_time import time_adds_up
 from tests.scheduler.examples import EXAMPLES
+from tests.scheduler.mutants import asleep_everywhere
 from tests.scheduler.paged import (
     CONTEXT,
     action,
@@ -48,6 +49,25 @@ def moves(plan: Plan) -> list[str]:
 
 def waits(a: Action) -> set[tuple[str, int]]:
     return {(d.action, d.distance) for d in a.after if d.kind == "order"}
+
+
+def test_a_part_stays_where_another_one_makes_the_room() -> None:
+    """Both devices are short of memory: `a` makes room on 0, and on 1 nothing but `b` can."""
+    actions = [
+        action("one", 0, 1, needs=("a",)),
+        action("two", 0, after=(dep("one"),), cost=Cost(seconds=1.0, transient=25)),
+        action("three", 1, after=(dep("one"),), cost=Cost(seconds=1.0, transient=20)),
+        action("four", 1, needs=("b",), after=(dep("three"),)),
+    ]
+    plan = planned(plan_of({0: 30, 1: 35}, [part("a", 10, 0, 1), part("b", 20, 1)], actions))
+    assert ((0,), (1,)) == (plan.part("a").leaves, plan.part("a").stays)
+    assert {"a": {(0,)}, "b": {(1,)}} == {
+        name: {a.devices for a in plan.actions if a.part == name} for name in ("a", "b")
+    }
+    assert {HOST: 20 + 10, 0: 25, 1: 30} == plan.peaks
+    assert [] == broken(plan)
+    wrong = asleep_everywhere(plan, plan.part("a"))
+    assert "a sleeps on [1], where it would have fitted" in broken(wrong)
 
 
 def test_what_fits_does_not_sleep() -> None:

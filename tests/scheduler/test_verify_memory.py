@@ -16,8 +16,8 @@ from rlflow.scheduler.verify_memory import (
     devices_take_turns,
     list_is_an_order,
     memory_fits,
-    moves_are_needed,
 )
+from rlflow.scheduler.verify_moves import moves_are_needed
 from rlflow.scheduler.verify_time import time_adds_up
 from tests.scheduler.paged import (
     CONTEXT,
