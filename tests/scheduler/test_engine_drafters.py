@@ -291,8 +291,9 @@ def test_options_that_draft_are_refused_where_they_would_change_samples() -> Non
     (finding,) = refused.value.findings
     assert "E630" == finding.code
     assert "actor.rollout: with a drafter" in finding.what
-    assert "E630" not in plan_text(compiled_with(sampling(0.0), placed(engine=engine)).plan)
-    assert compiled_with(sampling(1.0), placed(engine=engine), kind="h100").plan
+    for temperature, kind in ((0.0, "cpu"), (1.0, "h100")):
+        plan = compiled_with(sampling(temperature), placed(engine=engine), kind=kind).plan
+        assert FROZEN == plan.instance(plan.action("actor.rollout").instance).options.speculative
 
 
 def test_a_drafter_and_options_that_draft_are_refused_together() -> None:
