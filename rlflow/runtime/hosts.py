@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlflow.errors import PlanError
+from rlflow.graph.model import Model
 from rlflow.scheduler.engine_hosts import Devices, host_findings, host_parts
 from rlflow.scheduler.plan import Instance
 
@@ -21,17 +22,19 @@ class Site:
     number: int
 
 
-def replica_hosts(instance: Instance, sites: Mapping[int, Site]) -> list[list[Devices]]:
+def replica_hosts(
+    instance: Instance, model: Model, sites: Mapping[int, Site]
+) -> list[list[Devices]]:
     """For every replica of an engine its devices by host, hosts in the order of their devices.
 
-    Raises PlanError where an engine cannot lie so: the findings of its options, or E674 where
-    hosts have unequal shares of a replica.
+    Raises PlanError where an engine cannot lie so: what a plan is refused for with its
+    cluster's hosts, for those that the run has.
     """
 
     def host_of(device: int) -> str:
         return sites[device].address
 
-    findings = host_findings(instance, host_of)
+    findings = host_findings(instance, model, host_of)
     if findings:
         raise PlanError(*findings)
     return host_parts(instance, host_of)

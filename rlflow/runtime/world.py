@@ -114,7 +114,8 @@ class World:
         here = Site(address=address, number=0 if self.device == "cpu" else int(own))
         sites: list[Site] = self._told(here)
         self._sites = {device: sites[rank] for device, rank in self._ranks.items()}
-        parts = {i.name: replica_hosts(i, self._sites) for i in engines}
+        model_of = self.plan.graph.model
+        parts = {i.name: replica_hosts(i, model_of(i.model), self._sites) for i in engines}
         apart = [name for name, found in parts.items() for part in found if len(part) > 1]
         ports = self._told({name: free_port(address) for name in apart}) if apart else []
         for name, found in parts.items():

@@ -15,7 +15,7 @@ from rlflow.graph.placement import On, Placement
 from rlflow.scheduler.averages import average_findings
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.drafters import drafter_findings, drafting_instance, with_drafters
-from rlflow.scheduler.engine_hosts import host_findings, way_findings
+from rlflow.scheduler.engine_hosts import host_findings
 from rlflow.scheduler.engine_notes import noting_engines
 from rlflow.scheduler.engines import option_findings, use_findings, with_pool
 from rlflow.scheduler.inside import drafts_findings, frozen
@@ -74,8 +74,9 @@ def bind(plan: Plan, context: Context) -> Plan:
     findings += drafter_findings(made, instances, served)
     for engine in (i for i in instances if i.drafter is not None or frozen(i) is not None):
         findings += drafts_findings(engine, served[engine.name], context.costs)
-    findings += [f for i in instances for f in host_findings(i, context.cluster.host_of)]
-    findings += way_findings(plan.graph, instances, context.cluster)
+    for instance in instances:
+        model = plan.graph.model(instance.model)
+        findings += host_findings(instance, model, context.cluster.host_of)
     _refuse(findings)
     costs = context.costs
     parts = tuple(part for i in instances for part in parts_of(i, served[i.name], costs))

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from rlflow.errors import Finding
 from rlflow.graph.engines import SGLang
-from rlflow.graph.graph import Graph
+from rlflow.graph.model import Model
 from rlflow.scheduler.cluster import Cluster
 from rlflow.scheduler.plan import Instance
 
@@ -30,14 +30,18 @@ def num_hosts(parts: Iterable[Devices], host_of: HostOf) -> int:
     return len({host_of(part[0]) for part in parts})
 
 
-def host_findings(instance: Instance, host_of: HostOf) -> list[Finding]:
-    """What keeps an engine's replicas from lying on their hosts: its options, or E674."""
+def host_findings(instance: Instance, model: Model, host_of: HostOf) -> list[Finding]:
+    """What keeps an engine's replicas from lying on their hosts, or what it is sent from them.
+
+    The findings of its options, E674 for uneven shares and E676.
+    """
     if instance.options is None:
         return []
     replicas = host_parts(instance, host_of)
     most = max(num_hosts(parts, host_of) for parts in replicas)
     found = instance.options.host_findings(instance.name, most)
-    return found or uneven(instance.name, [tuple(map(len, parts)) for parts in replicas])
+    found = found or uneven(instance.name, [tuple(map(len, parts)) for parts in replicas])
+    return [*found, *_way_findings(instance, model, most)]
 
 
 def uneven(name: str, replicas: Iterable[tuple[int, ...]]) -> list[Finding]:
@@ -56,30 +60,26 @@ def uneven(name: str, replicas: Iterable[tuple[int, ...]]) -> list[Finding]:
     return []
 
 
-def way_findings(graph: Graph, instances: Iterable[Instance], cluster: Cluster) -> list[Finding]:
-    """E676 for every engine that has more to take than files or broadcasts bring."""
-    findings = []
-    for instance in instances:
-        options = instance.options
-        if not isinstance(options, SGLang):
-            continue
-        hosts = max(_hosts(instance, cluster))
-        way = options.way(hosts)
-        model = graph.model(instance.model)
-        more = [] if model.lora is None else ["adapters (lora=)"]
-        more += [] if instance.drafter is None else [f"drafter {instance.drafter!r}"]
-        if way != "memory" and more:
-            findings.append(
-                Finding(
-                    code="E676",
-                    what=f"{' and '.join(more)} cannot reach {instance.name} by {way}",
-                    where=model.where,
-                    got=f"updates={options.updates!r}, {hosts} hosts",
-                    expected='updates="memory", and a replica on one host',
-                    fix='rf.SGLang(updates="memory")',
-                )
-            )
-    return findings
+def _way_findings(instance: Instance, model: Model, hosts: int) -> list[Finding]:
+    """E676 for an engine that has more to take than files or broadcasts bring."""
+    options = instance.options
+    if not isinstance(options, SGLang):
+        return []
+    way = options.way(hosts)
+    more = [] if model.lora is None else ["adapters (lora=)"]
+    more += [] if instance.drafter is None else [f"drafter {instance.drafter!r}"]
+    if way == "memory" or not more:
+        return []
+    return [
+        Finding(
+            code="E676",
+            what=f"{' and '.join(more)} cannot reach {instance.name} by {way}",
+            where=model.where,
+            got=f"updates={options.updates!r}, {hosts} {'host' if hosts == 1 else 'hosts'}",
+            expected='updates="memory", and a replica on one host',
+            fix='rf.SGLang(updates="memory")' if hosts == 1 else "a tp= that fits on a host",
+        )
+    ]
 
 
 def _hosts(instance: Instance, cluster: Cluster) -> list[int]:

@@ -8,12 +8,14 @@ import pytest
 
 import rlflow as rf
 from rlflow.errors import PlanError
+from rlflow.graph.graph import Graph
 from rlflow.scheduler.cluster import Cluster
 from rlflow.scheduler.compile import Compiled, compile_plan
 from rlflow.scheduler.plan import HOST
 from rlflow.scheduler.verify import verify
 from tests.scheduler.examples import grpo
 from tests.scheduler.strategies import cluster
+from tests.scheduler.test_engine_plans import adapted
 
 Pool = int | list[int]
 
@@ -24,16 +26,20 @@ def planned(engine: object, *, gen: int, tp: int, train: int = 2, hosts: int = 2
     return placed(devices, engine, gen=gen, tp=tp, train=train)
 
 
-def placed(devices: Cluster, engine: object, *, gen: Pool, tp: int, train: Pool) -> Compiled:
+def placed(
+    devices: Cluster,
+    engine: object,
+    *,
+    gen: Pool,
+    tp: int,
+    train: Pool,
+    graph: Graph | None = None,
+) -> Compiled:
     placement = rf.Placement(
         pools={"train": train, "gen": gen},
-        assign={
-            "actor": rf.on("train"),
-            "actor.rollout": rf.on("gen", engine=engine, tp=tp),
-            "ref": rf.on("train"),
-        },
+        assign={"*": rf.on("train"), "actor.rollout": rf.on("gen", engine=engine, tp=tp)},
     )
-    return compile_plan(grpo(path="shape:qwen2.5-7b"), placement, devices)
+    return compile_plan(graph or grpo(path="shape:qwen2.5-7b"), placement, devices)
 
 
 def note(compiled: Compiled) -> str:
@@ -106,6 +112,27 @@ def test_every_host_is_taken_to_hold_the_staging() -> None:
     (here,) = (part for part in one.parts if part.name == "actor@gen/sglang/weights")
     (there,) = (part for part in two.parts if part.name == "actor@gen/sglang/weights")
     assert 2 * here.on_host - 1 <= there.on_host <= 2 * here.on_host
+
+
+@pytest.mark.parametrize(
+    ("options", "hosts", "way", "fix"),
+    [
+        (rf.SGLang(), 3, "group", "a tp= that fits on a host"),
+        (rf.SGLang(updates="group"), 1, "group", 'rf.SGLang(updates="memory")'),
+        (rf.SGLang(updates="disk"), 1, "disk", 'rf.SGLang(updates="memory")'),
+    ],
+)
+def test_adapters_arrive_through_memory_alone(
+    options: rf.SGLang, hosts: int, way: str, fix: str
+) -> None:
+    graph = adapted("shape:qwen2.5-7b")
+    devices = replace(cluster("h100", 6, 1e12), hosts=hosts)
+    with pytest.raises(PlanError) as caught:
+        placed(devices, options, gen=4, tp=4, train=2, graph=graph)
+    (finding,) = caught.value.findings
+    assert ("E676", fix) == (finding.code, finding.fix)
+    assert f"adapters (lora=) cannot reach actor@gen/sglang by {way}" == finding.what
+    placed(replace(devices, hosts=1), "sglang", gen=4, tp=4, train=2, graph=graph)
 
 
 def on_two_hosts(gen: list[int], tp: int) -> Compiled:
