@@ -115,7 +115,7 @@ class Monitor:
         if node.op.use != "rollout":
             return
         held = self.books.version[str(action.instance)]
-        if _ends_first(action):
+        if action.ends_first:
             assert action.chunk is not None
             done = self._pieces.get((node.name, iteration), 0)
             assert done == action.chunk.index, f"{name} starts when {done} pieces are over"
@@ -130,7 +130,7 @@ class Monitor:
 
     def _piece_over(self, action: Action, iteration: int) -> None:
         """Count a piece of a rollout that is not over yet; after the last one nothing is open."""
-        if not _ends_first(action):
+        if not action.ends_first:
             return
         assert action.chunk is not None
         place = (str(action.node), iteration)
@@ -327,11 +327,6 @@ def _writers(plan: Plan, model: str) -> list[str]:
     runs = [action for action in plan.actions if action.kind == "run"]
     runs.sort(key=lambda action: action.chunk.index if action.chunk else 0)
     return [a.id for node in plan.graph.updates(model) for a in runs if a.node == node.name]
-
-
-def _ends_first(action: Action) -> bool:
-    """Whether an action decodes all rows of a rollout until some more of them have ended."""
-    return action.begins and action.chunk is not None and action.chunk.by == "finish"
 
 
 def givers(plan: Plan, action: Action) -> tuple[str, ...]:

@@ -368,8 +368,7 @@ def _first(node: Node) -> bool:
 def _piece(action: Action) -> tuple[int, int]:
     """Which of how many pieces of its rollout an action brings, where they go by who ends."""
     chunk = action.chunk
-    by_finish = chunk is not None and action.begins and chunk.by == "finish"
-    return (chunk.index, chunk.count) if chunk is not None and by_finish else (0, 1)
+    return (chunk.index, chunk.count) if chunk is not None and action.ends_first else (0, 1)
 
 
 def _tokens(made: Stored) -> Tensor | None:

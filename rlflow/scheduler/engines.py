@@ -344,7 +344,7 @@ def own_pools(plan: Plan) -> Plan:
     kept = {
         (str(action.instance), f"{action.node}/cache")
         for action in plan.actions
-        if ends_first(action) and plan.instance(str(action.instance)).options is not None
+        if action.ends_first and plan.instance(str(action.instance)).options is not None
     }
     if not kept:
         return plan
@@ -359,8 +359,3 @@ def own_pools(plan: Plan) -> Plan:
         for action in plan.actions
     )
     return replace(plan, actions=actions, parts=parts)
-
-
-def ends_first(action: Action) -> bool:
-    """Whether an action is a piece of a rollout whose rows go on as they end."""
-    return action.begins and action.chunk is not None and action.chunk.by == "finish"

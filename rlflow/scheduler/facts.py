@@ -23,11 +23,6 @@ from rlflow.scheduler.plan import Action, Dep, Instance, Lane, Part, Plan
 ITERATIONS = 3
 
 
-def ends_first(action: Action) -> bool:
-    """Whether an action is a piece of a rollout whose rows go on as they end."""
-    return action.begins and action.chunk is not None and action.chunk.by == "finish"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """A plan with the look-ups that rules share, each computed when a rule first asks."""
@@ -70,7 +65,7 @@ class Facts:
                 found[i.optimizer] = (i.name, "optimizer", i.devices)
         for node, (first, *_) in self.runs.items():
             served = self.instances.get(str(first.instance))
-            if ends_first(first) and (served is None or served.options is None):
+            if first.ends_first and (served is None or served.options is None):
                 found[f"{node}/cache"] = (str(first.instance), "cache", first.devices)
         return found
 
@@ -100,7 +95,7 @@ class Facts:
             return needs, ((instance.name, 0),), ((instance.name, -1),)
         if dict(node.params).get("adapters") == "off":
             return (instance.weights,), (), ()
-        kept = (f"{node.name}/cache",) if ends_first(self.runs[node.name][0]) else ()
+        kept = (f"{node.name}/cache",) if self.runs[node.name][0].ends_first else ()
         kept = kept if instance.options is None else (f"{instance.name}/pool",)
         needs, reads = (instance.weights, *kept), ((instance.name, self.plan.graph.lag(node)),)
         if "drafter" in dict(node.params):

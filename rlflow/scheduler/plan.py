@@ -197,10 +197,14 @@ class Action:
         return "copy" if self.kind in ("sleep", "wake") else "compute"
 
     @property
+    def ends_first(self) -> bool:
+        """Whether it is a piece of a rollout whose rows go on as they end."""
+        return self.begins and self.chunk is not None and self.chunk.by == "finish"
+
+    @property
     def piece_read(self) -> Chunk | None:
         """Of which piece the rows are that it reads; by `finish` a cut begins with all of them."""
-        by_finish = self.chunk is not None and self.chunk.by == "finish"
-        return None if by_finish and self.begins else self.chunk
+        return None if self.ends_first else self.chunk
 
     def due(self, iteration: int) -> bool:
         """Whether it does something in an iteration; sleeps and wakes do in every turn."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlflow.scheduler.facts import Facts, ends_first
+from rlflow.scheduler.facts import Facts
 from rlflow.scheduler.plan import Action, Instance
 
 
@@ -94,7 +94,7 @@ def engines_sleep_between_rollouts(facts: Facts) -> Iterator[str]:
 
     An engine can give memory back where it does, and only one that does is known to be able to.
     """
-    going_on = {run.instance for runs in facts.runs.values() for run in runs if ends_first(run)}
+    going_on = {run.instance for runs in facts.runs.values() for run in runs if run.ends_first}
     asleep: dict[str, Action] = {}
     for a in facts.plan.actions:
         if a.part is None or _engine(facts, a) is None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from rlflow.graph.check import num_prompts, num_rows
 from rlflow.graph.graph import Edge, Node
-from rlflow.scheduler.facts import Facts, ends_first
+from rlflow.scheduler.facts import Facts
 from rlflow.scheduler.plan import HOST, Action, Chunk, Spread
 
 OWN_RULES = ("whole", "balanced", "generated")
@@ -43,7 +43,7 @@ def chunks_are_legal(facts: Facts) -> Iterator[str]:
             if _in_full(a) != _in_full(first):
                 yield f"{a.id} is done otherwise than {first.id}"
         pieces = sorted(facts.runs[name], key=lambda a: a.chunk.index if a.chunk else 0)
-        for before, after in pairwise(pieces if ends_first(first) else ()):
+        for before, after in pairwise(pieces if first.ends_first else ()):
             if not facts.comes_before(before.id, after.id, 0):
                 yield f"{after.id} goes on before {before.id} is over"
 
@@ -92,7 +92,7 @@ def _in_full(a: Action) -> tuple[object, ...]:
 
 def _piece_read(target: Action) -> Chunk | None:
     """The chunk that an action reads; pieces by who ends first begin with all prompts."""
-    return None if ends_first(target) else target.chunk
+    return None if target.ends_first else target.chunk
 
 
 def _read_by(facts: Facts, node: str, chunk: Chunk | None) -> list[Action]:

@@ -45,6 +45,24 @@ def seconds(costs: Costs, node: Node | str, piece: Piece, parts: int = 1) -> flo
     return cost.seconds
 
 
+@pytest.mark.parametrize(
+    ("begins", "by", "ends_first"),
+    [
+        (True, "finish", True),
+        (False, "finish", False),
+        (True, "prompts", False),
+        (False, "prompts", False),
+        (False, None, False),
+    ],
+)
+def test_a_rollout_cut_by_finish_reads_all_rows_and_makes_those_that_end(begins, by, ends_first):
+    chunk = None if by is None else Chunk(index=1, count=4, by=by)
+    of = compiled_with(grpo(), SPLIT).plan.action("actor.rollout")
+    made = replace(of, chunk=chunk, begins=begins)
+    assert ends_first is made.ends_first
+    assert (None if ends_first else chunk) == made.piece_read
+
+
 def test_a_piece_is_told_from_every_other_in_the_key_of_a_measurement() -> None:
     costs = costs_of(grpo())
     node = costs.graph.node("actor.rollout")

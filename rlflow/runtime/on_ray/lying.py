@@ -165,7 +165,7 @@ class Lying:
         answers = [made[device] for device in self.answering(action)]
         parents = self._taken(action, iteration)
         count = max(sum(len(part) for part in parents), 1)
-        factor = int(node.param("n")) if _by_finish(action) else made_of(answers) // count
+        factor = int(node.param("n")) if action.ends_first else made_of(answers) // count
         parts = [
             rows if answer.numbers is None else answer.numbers
             for rows, answer in zip(generated(parents, factor), answers, strict=True)
@@ -175,7 +175,7 @@ class Lying:
             total = self._row_set(action, iteration).total * factor
             groups = np.arange(total, dtype=np.int64) // max(factor, 1)
             self._sets[key] = _row_set(total, groups)
-        if action.chunk is not None and _by_finish(action):
+        if action.chunk is not None and action.ends_first:
             self._sets[key].pieces[action.chunk] = np.sort(np.concatenate(parts))
         self._sets[key].grown[action.chunk] = parts
         for part, answer in zip(parts, answers, strict=True):
@@ -255,11 +255,6 @@ class Lying:
 
     def _node(self, action: Action) -> Node:
         return self._plan.graph.node(str(action.node))
-
-
-def _by_finish(action: Action) -> bool:
-    """Whether the rows that an action makes are those that end next."""
-    return action.begins and action.chunk is not None and action.chunk.by == "finish"
 
 
 def made_of(answers: Sequence[Made]) -> int:
