@@ -61,25 +61,41 @@ def uneven(name: str, replicas: Iterable[tuple[int, ...]]) -> list[Finding]:
 
 
 def _way_findings(instance: Instance, model: Model, hosts: int) -> list[Finding]:
-    """E676 for an engine that has more to take than files or broadcasts bring."""
+    """E676 for an engine that has more to take than its way brings, or would be brought too much.
+
+    SGLang reads files for all that it holds, a draft model that is to stay as it is included.
+    """
     options = instance.options
     if not isinstance(options, SGLang):
         return []
-    way = options.way(hosts)
+    way, said = options.way(hosts), options.speculative
     more = [] if model.lora is None else ["adapters (lora=)"]
     more += [] if instance.drafter is None else [f"drafter {instance.drafter!r}"]
-    if way == "memory" or not more:
-        return []
-    return [
-        Finding(
-            code="E676",
-            what=f"{' and '.join(more)} cannot reach {instance.name} by {way}",
-            where=model.where,
-            got=f"updates={options.updates!r}, {hosts} {'host' if hosts == 1 else 'hosts'}",
-            expected='updates="memory", and a replica on one host',
-            fix='rf.SGLang(updates="memory")' if hosts == 1 else "a tp= that fits on a host",
-        )
-    ]
+    got = f"updates={options.updates!r}, {hosts} {'host' if hosts == 1 else 'hosts'}"
+    if way != "memory" and more:
+        return [
+            Finding(
+                code="E676",
+                what=f"{' and '.join(more)} cannot reach {instance.name} by {way}",
+                where=model.where,
+                got=got,
+                expected='updates="memory", and a replica on one host',
+                fix='rf.SGLang(updates="memory")' if hosts == 1 else "a tp= that fits on a host",
+            )
+        ]
+    if way == "disk" and said is not None and said.algorithm != "NGRAM":
+        return [
+            Finding(
+                code="E676",
+                what=f"what {instance.name} drafts with would not stay as it is: SGLang reads "
+                "the policy's files for it too",
+                where=model.where,
+                got=got,
+                expected='updates="memory", or "group"',
+                fix=f'rf.SGLang(updates="{"memory" if hosts == 1 else "group"}")',
+            )
+        ]
+    return []
 
 
 def _hosts(instance: Instance, cluster: Cluster) -> list[int]:

@@ -135,6 +135,31 @@ def test_adapters_arrive_through_memory_alone(
     placed(replace(devices, hosts=1), "sglang", gen=4, tp=4, train=2, graph=graph)
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("algorithm", ["EAGLE", "STANDALONE", "NEXTN", "NGRAM"])
+def test_a_draft_model_that_stays_as_it_is_is_not_read_from_disk(
+    hosts: int, algorithm: str
+) -> None:
+    model = {} if algorithm in {"NEXTN", "NGRAM"} else {"draft_model": "/models/draft"}
+    said = rf.Speculative(algorithm=algorithm, **model)
+    devices, graph = replace(cluster("h100", 8, 1e12), hosts=hosts), grpo(path="shape:qwen2.5-7b")
+
+    def place(updates: str) -> None:
+        folder = {"updates_dir": "/shared"} if updates == "disk" else {}
+        options = rf.SGLang(speculative=said, updates=updates, **folder)
+        placed(devices, options, gen=4, tp=4, train=2, graph=graph)  # 2 to 5: two of each host
+
+    place("group")
+    if algorithm == "NGRAM":
+        place("disk")
+        return
+    with pytest.raises(PlanError) as caught:
+        place("disk")
+    (finding,) = caught.value.findings
+    assert "E676" == finding.code
+    assert f'rf.SGLang(updates="{"memory" if hosts == 1 else "group"}")' == finding.fix
+
+
 def on_two_hosts(gen: list[int], tp: int) -> Compiled:
     """Sixteen devices, 0 to 7 on one host; the first four train."""
     devices = replace(cluster("h100", 16, 1e12), hosts=2)
