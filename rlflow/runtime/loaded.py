@@ -110,8 +110,8 @@ class Loaded:
     def figures(self) -> dict[str, Stat]:
         """Numbers about an engine, to log with what it generates, of each of its devices.
 
-        Bytes that it kept asleep, on a CPU of the host's memory; bytes of its pool; seconds that
-        its last start took.
+        Bytes that it kept asleep, on a CPU of the host's memory; tokens of a replica's pool;
+        seconds that its last start took.
         """
         tell = getattr(self.model, "measured", None)
         if self.instance.options is None or tell is None:
@@ -120,8 +120,8 @@ class Loaded:
         found: dict[str, Stat] = {}
         if "residual_bytes" in told:
             found[ASLEEP] = Stat(kind="max", total=told["residual_bytes"] / ranks)
-        if "pool_bytes" in told:
-            found[POOLED] = Stat(kind="min", total=told["pool_bytes"] / ranks)
+        if "pool_tokens" in told:
+            found[POOLED] = Stat(kind="min", total=told["pool_tokens"])
         if "start_seconds" in told:
             found[STARTED] = Stat(kind="max", total=told["start_seconds"])
         return found

@@ -31,9 +31,9 @@ ROOM = 0.9
 CALL = 0.02
 CALLS = {"sleep": 1, "wake": 1, "reshard": 3}
 ASSUMED = "assumed per call of an engine"
-# Metrics of a rollout: bytes that its engine kept of each device when it slept last, bytes of its
-# pool, seconds that it took to start.
-ASLEEP, POOLED, STARTED = "asleep_bytes", "pool_bytes", "start_seconds"
+# Metrics of a rollout: bytes that its engine kept of each device when it slept last, tokens of
+# its pool, seconds that it took to start.
+ASLEEP, POOLED, STARTED = "asleep_bytes", "pool_tokens", "start_seconds"
 PROCESS, GRAPHS, POOL = "its process", "CUDA graphs", "keys and values"
 
 
@@ -153,7 +153,7 @@ def pool_bytes(instance: Instance, costs: Costs) -> int | None:
     options, shape = instance.options, costs.shapes[instance.model]
     if options is None or shape is None:
         return None
-    size = pool_size(instance, costs, token_bytes(instance, costs))
+    size = pool_size(instance, costs)
     return None if size is None else int(size)
 
 

@@ -11,12 +11,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlflow.errors import Finding
 from rlflow.graph.graph import Node
 from rlflow.graph.speculative import Speculative
-from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.plan import Instance, Part
+from rlflow.scheduler.shapes import dtype_bytes
+
+if TYPE_CHECKING:
+    from rlflow.scheduler.costs import Costs
 
 # An engine has slots for the drafts of so many turns of each row, and for the token after them.
 TURNS = 2
@@ -52,9 +56,13 @@ def frozen_bytes(instance: Instance) -> int:
 
 
 def token_bytes(instance: Instance, costs: Costs) -> float:
-    """Bytes that a token takes in the pool of an engine, of models whose shapes are known."""
-    found = ((each, costs.shapes[each.model]) for each in models_in(instance))
-    return sum(costs.roofline(each, shape).cache_bytes for each, shape in found if shape)
+    """Bytes that a token takes in the pool of an engine on each of its devices.
+
+    Of models whose shapes are known.
+    """
+    names = [each.model for each in models_in(instance)]
+    found = ((costs.graph.model(name), costs.shapes[name]) for name in names)
+    return sum(shape.cached * dtype_bytes(model) for model, shape in found if shape) / instance.tp
 
 
 def reserved(instance: Instance) -> int:

@@ -53,7 +53,8 @@ class Sample:
     `count` spans are behind it; `length` and `longest` are tokens of the responses that a
     rollout made, in the mean over its iterations, 0 where it made none; `trips` are those
     through a loop in the mean over `count` iterations, 0 where it is of none; `held` is the most
-    bytes that an engine kept of a device while it slept, 0 where it is of none.
+    bytes that an engine kept of a device while it slept, or the tokens of its pool, 0 where it is
+    of neither.
     """
 
     origin: Origin
@@ -99,7 +100,7 @@ class Record:
 
     @property
     def held(self) -> float:
-        """The most bytes that were kept asleep in any of the runs."""
+        """The most bytes that were kept asleep, or tokens that a pool had, in any of the runs."""
         return max(sample.held for sample in self.chosen)
 
     @property

@@ -28,7 +28,7 @@ from rlflow.scheduler.engines import (
 from rlflow.scheduler.measured import Origin, Sample, Setting
 from rlflow.scheduler.pieces import piece_done
 from rlflow.scheduler.plan import Action, Cost, Plan
-from rlflow.scheduler.serving import pool_key
+from rlflow.scheduler.serving import left_to_engine, pool_key
 from rlflow.scheduler.spreads import Place, num_parts
 
 LEAST_ITERATIONS = 3
@@ -318,7 +318,7 @@ def _engines(
         if held := told(ASLEEP):
             sample = Sample(origin, len(held), 0.0, 0.0, held=max(held))
             found.append((asleep_key(costs, instance), setting, sample))
-        if instance.options.mem_fraction_static is not None and (pool := told(POOLED)):
+        if left_to_engine(instance.options) and (pool := told(POOLED)):
             sample = Sample(origin, len(pool), 0.0, 0.0, held=min(pool))
             found.append((pool_key(costs, instance), setting, sample))
         if took := told(STARTED):

@@ -250,8 +250,7 @@ class Roofline:
     @property
     def cache_bytes(self) -> float:
         """Bytes of keys and values of one token on each rank."""
-        width = self.shape.kv_heads * self.shape.head_dim
-        return 2 * self.shape.layers * width * self.size / self.tp.ranks
+        return self.shape.cached * self.size / self.tp.ranks
 
     @property
     def kept(self) -> float:

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlflow.scheduler import keys
+from rlflow.scheduler.inside import held_weights, token_bytes
 
 if TYPE_CHECKING:
+    from rlflow.graph.engine_options import EngineOptions
     from rlflow.scheduler.costs import Costs
     from rlflow.scheduler.instance import Instance
     from rlflow.scheduler.measured import Record
@@ -70,42 +72,50 @@ def with_serving(roof: Roofline, instance: Instance, costs: Costs) -> Roofline:
     if not on_cpu and getattr(options, "cuda_graph", False):
         most = _captured(instance.tp, roof.kind.memory)
         captured = most if slots is None else min(most, slots)
-    size = pool_size(instance, costs, roof.cache_bytes)
-    pool = None if size is None else size / roof.cache_bytes
+    size, each = pool_size(instance, costs), token_bytes(instance, costs)
+    pool = None if size is None else size / each
     return replace(roof, serving=Serving(slots=slots, pool=pool, captured=captured))
 
 
-def pool_size(instance: Instance, costs: Costs, each: float) -> float | None:
-    """Bytes of the pool on each device, of tokens of `each` so many; None where nothing is said.
+def pool_size(instance: Instance, costs: Costs) -> float | None:
+    """Bytes of the pool on each device, for all models in the engine; None where nothing is said.
 
     Of its tokens, or what a fraction of the memory leaves: as an earlier run has measured that.
     """
     options, sizes = instance.options, []
     if options is None:
         return None
+    each = token_bytes(instance, costs)
     if options.max_total_tokens is not None:
         sizes.append(options.max_total_tokens * each)
     if options.mem_fraction_static is not None:
-        record = pool_record(instance, costs)
+        record = costs.cluster.measured.find(pool_key(costs, instance), costs.setting)
         memory = min(costs.cluster.kind_of(device).memory for device in instance.devices)
-        left = options.mem_fraction_static * memory - (costs.weights(instance) or 0)
-        sizes.append(max(left, 0.0) if record is None else record.held)
+        left = options.mem_fraction_static * memory - (held_weights(instance, costs) or 0)
+        sizes.append(max(left, 0.0) if record is None else record.held * each)
     return min(sizes, default=None)
 
 
+def left_to_engine(options: EngineOptions | None) -> bool:
+    """Whether a share of the memory alone decides how many tokens the pool has room for."""
+    if options is None:
+        return False
+    return options.mem_fraction_static is not None and options.max_total_tokens is None
+
+
 def pool_record(instance: Instance, costs: Costs) -> Record | None:
-    """What an earlier run has measured of a pool whose size is left to the engine."""
-    if instance.options is None or instance.options.mem_fraction_static is None:
+    """The tokens that an earlier run has measured of a pool whose size is left to the engine."""
+    if not left_to_engine(instance.options):
         return None
     return costs.cluster.measured.find(pool_key(costs, instance), costs.setting)
 
 
 def pool_key(costs: Costs, instance: Instance) -> str:
-    """What the size of an engine's pool is measured under."""
+    """What the tokens of an engine's pool are measured under, where a share of memory decides."""
     options = instance.options
     memory = min(costs.cluster.kind_of(device).memory for device in instance.devices)
     share = None if options is None else options.mem_fraction_static
-    what = f"an engine's pool, {share} of {memory:.0f} bytes"
+    what = f"tokens of an engine's pool, {share} of {memory:.0f} bytes"
     return keys.joined(engine_key(costs, instance), what)
 
 

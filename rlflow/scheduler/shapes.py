@@ -49,6 +49,11 @@ class Shape:
         """Parameters of one layer."""
         return max(self.parameters - self.embedding, 0) // self.layers
 
+    @property
+    def cached(self) -> int:
+        """Numbers that a token's keys and values are, over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
     def linear(self, name: str) -> tuple[int, int] | None:
         """Input and output width of the linear layer of that name; None where none is known."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim

@@ -225,17 +225,17 @@ def test_the_pool_and_the_start_of_a_run_are_known_to_the_next_plan() -> None:
     costs = costs_of(plan, devices)
     derived = int(40e9) - WEIGHTS
     assert derived == dict(plan.part(f"{ENGINE}/pool").holds)["keys and values"]
-    seen = [(0.0, 1e9), (31e9, 21.5), (30e9, 24.5), (32e9, 24.5)]
+    seen = [(0.0, 1e9), (3.1e6, 21.5), (3e6, 24.5), (3.2e6, 24.5)]
     figures = [
-        (n, {"actor.rollout/pool_bytes": size, "actor.rollout/start_seconds": took})
-        for n, (size, took) in enumerate(seen)
+        (n, {"actor.rollout/pool_tokens": tokens, "actor.rollout/start_seconds": took})
+        for n, (tokens, took) in enumerate(seen)
     ]
     found = observed.samples(plan, costs, played(plan, len(seen)), figures, begun=0, origin="run")
     known = replace(devices, measured=NOTHING.adding(found))
     again = planned(known, placement).plan
-    assert int(30e9) == dict(again.part(f"{ENGINE}/pool").holds)["keys and values"]
+    assert 3_000_000 * 8192 == dict(again.part(f"{ENGINE}/pool").holds)["keys and values"]
     text = plan_text(again)
-    assert "with a pool of 30.0 GB (measured, 1 run)" in text
+    assert "with a pool of 24.6 GB (measured, 1 run)" in text
     assert "it starts in 24.5 s (measured, 1 run)" in text
     assert "it starts" not in plan_text(plan)
     other = planned(known, colocated(rf.SGLang(mem_fraction_static=0.4))).plan
@@ -248,10 +248,24 @@ def test_the_pool_and_the_start_of_a_run_are_known_to_the_next_plan() -> None:
 def test_a_pool_that_was_asked_for_by_tokens_is_no_news() -> None:
     devices = cluster("cpu", 1, PLENTY)
     plan = planned(devices).plan
-    figures = [(n, {"actor.rollout/pool_bytes": 1e6}) for n in range(4)]
+    figures = [(n, {"actor.rollout/pool_tokens": 1e6}) for n in range(4)]
     costs = costs_of(plan, devices)
     found = observed.samples(plan, costs, played(plan, 4), figures, begun=0, origin="run")
-    assert not any("pool, " in key and "None" in key for key, _, _ in found)
+    assert not any("pool, " in key for key, _, _ in found)
+
+
+def test_a_pool_of_tokens_and_a_share_of_memory_says_nothing_of_the_share_alone() -> None:
+    devices = cluster("h100", 1, 80e9)
+    both = colocated(rf.SGLang(mem_fraction_static=0.5, max_total_tokens=9))
+    plan = planned(devices, both).plan
+    figures = [(n, {"actor.rollout/pool_tokens": 9.0}) for n in range(4)]
+    costs = costs_of(plan, devices)
+    found = observed.samples(plan, costs, played(plan, 4), figures, begun=0, origin="run")
+    assert not any("pool, " in key for key, _, _ in found)
+    known = replace(devices, measured=NOTHING.adding(found))
+    share = planned(known, colocated(rf.SGLang(mem_fraction_static=0.5))).plan
+    pool = dict(share.part(f"{ENGINE}/pool").holds)["keys and values"]
+    assert int(40e9) - WEIGHTS == pool
 
 
 def test_files_without_bytes_or_trips_are_read(tmp_path: Path) -> None:

@@ -218,14 +218,14 @@ def test_a_pool_is_of_its_tokens_or_of_what_is_left() -> None:
     costs, weights = costs_on(KINDS["h100"]), 7_615_616_512 * 4
 
     def size(**options: float) -> float | None:
-        return pool_size(engine(rf.SGLang(**options)), costs, 1000.0)
+        return pool_size(engine(rf.SGLang(**options)), costs)
 
+    each = 2 * SEVEN_B.cache_bytes  # in float32
     assert size() is None
-    assert 40_000.0 == size(max_total_tokens=40)
+    assert 40 * each == size(max_total_tokens=40)
     assert 40e9 - weights == size(mem_fraction_static=0.5)
-    assert 40_000.0 == size(mem_fraction_static=0.5, max_total_tokens=40)
+    assert 40 * each == size(mem_fraction_static=0.5, max_total_tokens=40)
     assert 0.0 == size(mem_fraction_static=0.05)
-    each = SEVEN_B.cache_bytes
     assert (40e9 - weights) / each == served(rf.SGLang(mem_fraction_static=0.5)).pool
 
 

@@ -186,7 +186,7 @@ class EngineModel:
         return self._compared(self.staging.tensors, {})
 
     def measured(self) -> dict[str, float]:
-        """Seconds of the last start, sleep, wake and update; bytes of the pool.
+        """Seconds of the last start, sleep, wake and update; tokens of the pool.
 
         `residual_bytes` is what the engine's processes held when both parts last slept: device
         memory, or memory of the host where the device is a CPU, whose weights and pool stay.
@@ -194,9 +194,7 @@ class EngineModel:
         return {
             "start_seconds": self.replica.seconds,
             "starts": float(self.replica.starts),
-            "pool_bytes": float(
-                self.replica.facts["pool_tokens"] * token_bytes(self.config, self.dtype)
-            ),
+            "pool_tokens": float(self.replica.facts["pool_tokens"]),
             **self._residual,
             **self._seconds,
         }

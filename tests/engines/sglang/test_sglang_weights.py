@@ -117,8 +117,7 @@ def test_what_is_measured(pair):
     pair.rollout.sleep("offload")
     pair.rollout.wake()
     found = pair.model.measured()
-    # Two layers of two heads of 32 numbers, keys and values, in float32.
-    assert 8192 * 2 * 2 * 2 * 32 * 4 == found["pool_bytes"]
+    assert 8192 == found["pool_tokens"]
     assert 0 < found["update_seconds"] < 60
     assert 0 < found["residual_bytes"] < 8e9
     assert found["start_seconds"] > 1
