@@ -24,7 +24,7 @@ from rlflow.scheduler.measured import Record
 from rlflow.scheduler.pieces import as_measured
 from rlflow.scheduler.plan import Action, Cost, Instance, Part, Plan
 from rlflow.scheduler.roofline import Holds
-from rlflow.scheduler.serving import engine_key, pool_size
+from rlflow.scheduler.serving import engine_key, pool_size, with_slots
 from rlflow.scheduler.shapes import dtype_bytes, trained_parameters
 
 ROOM = 0.9
@@ -117,8 +117,10 @@ def option_findings(node: Node, where: On, costs: Costs) -> list[Finding]:
 def with_pool(instance: Instance, nodes: Sequence[Node], room: int, costs: Costs) -> Instance:
     """The engine with a pool of so many tokens as its options say, or as its rollouts need.
 
-    What is derived leaves a part of `room` bytes free, and holds one row at the least.
+    One that drafts is told how many rows it computes at once, too. What is derived leaves a part
+    of `room` bytes free, and holds one row at the least.
     """
+    instance = with_slots(instance, on_cpu=on_cpu(instance, costs))
     options = instance.options
     shape = costs.shapes[instance.model]
     if options is None or shape is None or options.max_total_tokens is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlflow.scheduler import keys
-from rlflow.scheduler.inside import held_weights, token_bytes
+from rlflow.scheduler.inside import frozen, held_weights, token_bytes
 
 if TYPE_CHECKING:
     from rlflow.graph.engine_options import EngineOptions
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # whose pool ends before that, `max_num_seqs` of vLLM's AsyncLLM; both have fewer on a CPU.
 AT_ONCE = {"sglang": 2048, "vllm": 128}
 AT_ONCE_ON_CPU = 256
+# The same of one that drafts on an accelerator: what SGLang takes then (`speculative_hook.py`).
+AT_ONCE_DRAFTING = {"sglang": 48}
 # Rows of the largest decode pass that is captured, by the gibibytes of a device, and the same of
 # an engine of four ranks and more: SGLang's `handle_gpu_memory_settings`.
 CAPTURED = ((20, 8, 8), (35, 48, 160), (60, 32, 160), (160, 256, 512))
@@ -65,16 +67,40 @@ def with_serving(roof: Roofline, instance: Instance, costs: Costs) -> Roofline:
     options = instance.options
     if options is None:
         return roof
-    on_cpu = roof.kind.name == "cpu"
-    said: int | None = getattr(options, "max_running_requests", None)
-    slots = said or (AT_ONCE_ON_CPU if on_cpu else AT_ONCE.get(options.engine))
-    captured = 0
+    on_cpu, captured = roof.kind.name == "cpu", 0
+    slots = slots_of(instance, on_cpu=on_cpu)
     if not on_cpu and getattr(options, "cuda_graph", False):
         most = _captured(instance.tp, roof.kind.memory)
         captured = most if slots is None else min(most, slots)
     size, each = pool_size(instance, costs), token_bytes(instance, costs)
     pool = None if size is None else size / each
     return replace(roof, serving=Serving(slots=slots, pool=pool, captured=captured))
+
+
+def slots_of(instance: Instance, *, on_cpu: bool) -> int | None:
+    """Rows that an engine computes at once at the most, as its options say or as it does itself."""
+    options = instance.options
+    said: int | None = getattr(options, "max_running_requests", None)
+    if said is not None or options is None:
+        return said
+    if on_cpu:
+        return AT_ONCE_ON_CPU
+    alone = AT_ONCE.get(options.engine)
+    drafts = instance.drafter is not None or frozen(instance) is not None
+    return AT_ONCE_DRAFTING.get(options.engine, alone) if drafts else alone
+
+
+def with_slots(instance: Instance, *, on_cpu: bool) -> Instance:
+    """An engine that drafts on an accelerator, told how many rows it computes at once.
+
+    SGLang takes far fewer rows where it drafts, 48, since each then brings several tokens to a
+    pass and logits of each. That is its own choice and stays so; said, it is what runs.
+    """
+    options, said = instance.options, slots_of(instance, on_cpu=on_cpu)
+    drafts = instance.drafter is not None or frozen(instance) is not None
+    if options is None or on_cpu or not drafts or options.engine not in AT_ONCE_DRAFTING:
+        return instance
+    return replace(instance, options=options.model_copy(update={"max_running_requests": said}))
 
 
 def pool_size(instance: Instance, costs: Costs) -> float | None:

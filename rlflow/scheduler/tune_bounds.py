@@ -186,9 +186,11 @@ class Figures:
 
 
 def _instance(role: Role, choice: Choice) -> Instance:
-    """The instance that a role has alone on its devices."""
-    layout = choice.layout
+    """The instance that a role has alone on its devices; its engine with what drafts in it."""
+    layout, options = choice.layout, role.options(choice.layout)
     pool = f"{choice.start}:{choice.stop}"
+    drafted = (node for node in role.nodes if node.drafter is not None and options is not None)
+    drafting = next(drafted, None)
     return Instance(
         name=f"{role.model}@{pool}",
         model=role.model,
@@ -200,7 +202,9 @@ def _instance(role: Role, choice: Choice) -> Instance:
         tp=layout.tp,
         recompute=layout.recompute,
         offload="layers" if layout.offload else None,
-        options=role.options(layout),
+        options=options,
+        drafter=None if drafting is None else drafting.drafter,
+        draft_tokens=0 if drafting is None else int(drafting.param("draft_tokens")),
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 import rlflow as rf
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.costs import Costs
@@ -11,9 +13,20 @@ from rlflow.scheduler.measured import NOTHING, Sample
 from rlflow.scheduler.plan import Plan
 from rlflow.scheduler.serving import pool_key
 from rlflow.scheduler.shapes import model_shape
+from rlflow.scheduler.text import plan_text
+from rlflow.scheduler.tune_bounds import Figures, KnownCosts
+from rlflow.scheduler.tune_space import Choice, Layout, roles_of
 from tests.scheduler.examples import compiled_with
 from tests.scheduler.strategies import PLENTY, cluster
-from tests.scheduler.test_engine_drafters import ENGINE, MID, TINY, drafted, placed
+from tests.scheduler.test_engine_drafters import (
+    ENGINE,
+    MID,
+    TINY,
+    TOKENS,
+    drafted,
+    placed,
+    sampling,
+)
 
 
 def costs_on(plan: Plan, kind: str = "h100") -> Costs:
@@ -40,3 +53,54 @@ def test_tokens_of_a_measured_pool_are_of_policy_and_drafter_on_each_rank() -> N
     again = compile_plan(graph, placement, known).plan
     assert 5000 * 4 * 2 * 2 * (128 + 32) // 2 == pool_of(again)
     assert int(PLENTY / 2) - (MID + TINY) // 2 == pool_of(plan)
+
+
+@pytest.mark.parametrize(
+    "speculative",
+    [None, rf.Speculative(algorithm="NGRAM"), rf.Speculative(algorithm="NEXTN")],
+    ids=["drafter", "ngram", "nextn"],
+)
+def test_an_engine_that_drafts_on_an_accelerator_takes_48_rows_at_once_and_is_told_so(
+    speculative: rf.Speculative | None,
+) -> None:
+    """Of 64; one that does not draft takes all, and one on a CPU has as many as others there."""
+    graph = sampling(1.0, n=8) if speculative else drafted(temperature=1.0, n=8)
+    engine = rf.SGLang(max_total_tokens=TOKENS * 10, speculative=speculative)
+    plan = compiled_with(graph, placed(engine=engine), kind="h100").plan
+    instance = plan.instance(ENGINE)
+    assert 48 == instance.options.max_running_requests
+    assert ", 48 of 64 rows of actor.rollout at once" in plan_text(plan)
+    serving = costs_on(plan).roofline(instance, model_shape(plan.graph.model("actor"))).serving
+    assert (48, 48) == (serving.slots, serving.captured)
+    said = engine.model_copy(update={"max_running_requests": 60})
+    more = compiled_with(graph, placed(engine=said), kind="h100").plan
+    assert 60 == more.instance(ENGINE).options.max_running_requests
+    seconds = [p.action("actor.rollout").cost.seconds or 0.0 for p in (more, plan)]
+    assert seconds[0] < seconds[1]
+
+
+def test_engines_that_do_not_draft_or_lie_on_a_cpu_decide_on_their_rows_themselves() -> None:
+    greedy = compiled_with(drafted(n=8), placed()).plan
+    plain = compiled_with(sampling(1.0, n=8), placed(), kind="h100").plan
+    assert {None} == {p.instance(ENGINE).options.max_running_requests for p in (greedy, plain)}
+    assert "rows of actor.rollout at once" not in plan_text(greedy) + plan_text(plain)
+
+
+def test_tune_knows_what_drafts_in_an_engine() -> None:
+    """Its figures of an engine are those of the plan: weights, pool and rows at once."""
+    graph, engine = drafted(temperature=1.0, n=8), rf.SGLang(max_total_tokens=TOKENS)
+    plan = compiled_with(graph, placed(engine=engine), kind="h100").plan
+    roles = roles_of(plan.graph)
+    (place,) = (n for n, role in enumerate(roles) if role.rollout)
+    role = replace(roles[place], engines=(engine,))
+    roles = (*roles[:place], role, *roles[place + 1 :])
+    costs = costs_on(plan)
+    known = KnownCosts(
+        graph=costs.graph, cluster=costs.cluster, shapes=costs.shapes, backend=costs.backend
+    )
+    choice = Choice(1, 2, Layout(engine=engine.describe()))
+    figure = Figures(plan, known, roles).of(place, choice)
+    assert (plan.action("actor.rollout").cost.seconds,) == figure.seconds
+    assert (
+        sum(plan.part(f"{ENGINE}/{name}").size or 0 for name in ("weights", "pool")) == figure.need
+    )

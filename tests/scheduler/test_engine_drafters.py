@@ -43,6 +43,7 @@ def drafted(
     *,
     path: str = "models/mid",
     temperature: float = 0.0,
+    n: int = 2,
     probe: dict[str, object] | None = None,
     **draft: object,
 ) -> Graph:
@@ -53,7 +54,7 @@ def drafted(
         actor = rf.Model("actor", path, optimizer=adam)
         small = rf.Model("drafter", "models/tiny", optimizer=adam, **draft)
         prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
-        how = {"n": 2, "max_new_tokens": 8, "temperature": temperature}
+        how = {"n": n, "max_new_tokens": 8, "temperature": temperature}
         samples = ops.rollout(actor, prompts, drafter=small, draft_tokens=3, **how)
         advantage = ops.advantage("grpo", samples, ops.reward(exact, samples))
         ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
@@ -273,11 +274,11 @@ def test_embedded_and_engine_rollouts_have_drafters_of_their_own() -> None:
 FROZEN = rf.Speculative(algorithm="STANDALONE", draft_model="/models/draft", draft_tokens=4)
 
 
-def sampling(temperature: float) -> Graph:
+def sampling(temperature: float, n: int = 2) -> Graph:
     def declare() -> None:
         actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))
         prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
-        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8, temperature=temperature)
+        samples = ops.rollout(actor, prompts, n=n, max_new_tokens=8, temperature=temperature)
         advantage = ops.advantage("grpo", samples, ops.reward(exact, samples))
         ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
 
