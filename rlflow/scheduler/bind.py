@@ -18,7 +18,7 @@ from rlflow.scheduler.drafters import drafter_findings, drafting_instance, with_
 from rlflow.scheduler.engine_hosts import host_findings
 from rlflow.scheduler.engine_notes import noting_engines
 from rlflow.scheduler.engines import option_findings, use_findings, with_pool
-from rlflow.scheduler.inside import drafts_findings, frozen
+from rlflow.scheduler.inside import drafts, drafts_findings
 from rlflow.scheduler.instances import (
     USES,
     layout_findings,
@@ -72,7 +72,7 @@ def bind(plan: Plan, context: Context) -> Plan:
     findings = trained_twice(plan, instances)
     findings += [f for i in instances for f in layout_findings(i, plan, context.costs)]
     findings += drafter_findings(made, instances, served)
-    for engine in (i for i in instances if i.drafter is not None or frozen(i) is not None):
+    for engine in filter(drafts, instances):
         findings += drafts_findings(engine, served[engine.name], context.costs)
     for instance in instances:
         model = plan.graph.model(instance.model)

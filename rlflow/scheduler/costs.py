@@ -16,7 +16,7 @@ from rlflow.scheduler import keys
 from rlflow.scheduler.cluster import Cluster
 from rlflow.scheduler.collectives import copy_bandwidth, group_of, staging
 from rlflow.scheduler.distributions import field_bytes, holds, search
-from rlflow.scheduler.drafters import DRAFTS, drafting_holds
+from rlflow.scheduler.drafters import DRAFTS, with_drafts
 from rlflow.scheduler.hardware import OBJECT_STORE, STORE_SECONDS
 from rlflow.scheduler.layouts import CUTS, Cut, area, lacking, parameters_per_rank, piece, shares
 from rlflow.scheduler.lengths import Lengths, assumed, before, between, fitted, whole
@@ -228,25 +228,26 @@ class Costs:
 
     def held(self, node: Node, instance: Instance, parts: int) -> int:
         """Bytes that running a node holds beside the model; 0 where its shape is not known."""
+        return sum(size for _, size in self.working(node, instance, parts))
+
+    def working(self, node: Node, instance: Instance, parts: int) -> Holds:
+        """The same by what it is, the largest first."""
         shape = self.shapes[instance.model]
         if shape is None:
-            return 0
-        roof, load = self.roofline(instance, shape), self.load(node, parts, WHOLE)
-        return sum(size for _, size in self._holds(node, instance, roof, load))
+            return ()
+        return self._holds(
+            node, instance, self.roofline(instance, shape), self.load(node, parts, WHOLE)
+        )
 
     def _holds(self, node: Node, instance: Instance, roof: Roofline, load: Load) -> Holds:
-        """What a node holds beside the model, with what a drafter holds beside its own."""
         found = holds(node, roof, load, recompute=instance.recompute)
-        shape = self.shapes[node.drafter] if node.drafter is not None else None
-        beside = shape and self.roofline(replace(instance, model=str(node.drafter)), shape)
-        return drafting_holds(found, node, roof, beside, load) if beside else found
+        return with_drafts(found, node, instance, roof, load, self)
 
     def cache(self, node: Node, instance: Instance, parts: int) -> int | None:
         """Bytes of keys and values of all rows of a rollout on each device of its instance."""
-        if (shape := self.shapes[instance.model]) is None:
+        if self.shapes[instance.model] is None:
             return None
-        roof, load = self.roofline(instance, shape), self.load(node, parts, WHOLE)
-        held = dict(self._holds(node, instance, roof, load))
+        held = dict(self.working(node, instance, parts))
         return held.get(CACHE, 0) + held.get(DRAFTS, 0)
 
     def load(self, node: Node, parts: int, piece: Piece = WHOLE) -> Load:

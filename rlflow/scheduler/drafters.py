@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rlflow.errors import Finding
 from rlflow.graph.graph import Node
 from rlflow.graph.placement import On
+from rlflow.scheduler.inside import beams, drafted, frozen
 from rlflow.scheduler.plan import Instance, Plan
 from rlflow.scheduler.roofline import Holds, Load, Roofline
+
+if TYPE_CHECKING:
+    from rlflow.scheduler.costs import Costs
 
 DRAFTS = "drafts"
 
@@ -69,19 +74,43 @@ def drafting_instance(plan: Plan, node: Node, served: Instance) -> Instance:
     return plan.instance(drafting_name(node, served.pool, engine))
 
 
-def drafting_holds(
-    known: Holds, node: Node, roof: Roofline, drafter: Roofline, load: Load
+def with_drafts(
+    known: Holds, node: Node, instance: Instance, roof: Roofline, load: Load, costs: Costs
 ) -> Holds:
-    """What a rollout holds, and beside it the drafter's keys and values, logits of its tokens too.
+    """What a node holds, and beside it what drafts for its rows: keys and values, and logits.
 
-    The policy reads one token more than were drafted, and keeps logits of each. Keys and values
-    in a pool are not counted.
+    The policy reads one token more than were drafted, and keeps logits of each. An engine drafts
+    for all that it generates, for the rows that it computes at once, with keys and values in its
+    pool. A drafter whose shape is not known counts nothing.
     """
-    rows, tokens = load.most or load.rows, int(node.param("draft_tokens"))
-    cache = rows * ((load.longest_row + tokens) * drafter.cache_bytes + tokens * roof.cache_bytes)
-    cache = 0 if roof.serving is not None else cache
-    size = int(cache) + tokens * roof.scores(rows) + drafter.scores(rows)
+    if instance.options is not None:
+        name, tokens = instance.drafter, drafted(instance)
+    else:
+        name, tokens = node.drafter, int(dict(node.params).get("draft_tokens", 0))
+    shape = None if name is None else costs.shapes[name]
+    if name is not None and shape is not None:
+        drafter = costs.roofline(replace(instance, model=name), shape)
+        size = drafting_bytes(tokens, roof, drafter, load)
+    elif frozen(instance) is not None:
+        size = drafting_bytes(tokens, roof, roof, load, beams=beams(instance))
+    else:
+        return known
     return tuple(sorted((*known, (DRAFTS, size)), key=lambda part: -part[1]))
+
+
+def drafting_bytes(
+    tokens: int, roof: Roofline, drafter: Roofline, load: Load, *, beams: int = 1
+) -> int:
+    """Bytes for so many drafted tokens a row; a drafter makes logits of `beams` tokens at a time.
+
+    A draft model that stays as it is predicts the tokens of the policy: `roof` stands for it.
+    """
+    rows, cache = load.most or load.rows, 0.0
+    if roof.serving is not None:
+        rows = roof.serving.rows(rows)
+    else:
+        cache = (load.longest_row + tokens) * drafter.cache_bytes + tokens * roof.cache_bytes
+    return int(rows * cache) + tokens * roof.scores(rows) + beams * drafter.scores(rows)
 
 
 def drafter_findings(

@@ -186,11 +186,7 @@ def working(instance: Instance, nodes: Sequence[Node], costs: Costs) -> Holds:
 
     On an accelerator its process keeps this memory from pass to pass, as long as its pool is awake.
     """
-    shape = costs.shapes[instance.model]
-    if shape is None:
-        return ()
-    roof = costs.roofline(instance, shape)
-    found = [roof.rollout_holds(costs.load(node, parts_of(instance, node))) for node in nodes]
+    found = [costs.working(node, instance, parts_of(instance, node)) for node in nodes]
     return max(found, key=lambda holds: sum(size for _, size in holds), default=())
 
 

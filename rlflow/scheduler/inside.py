@@ -46,6 +46,25 @@ def frozen(instance: Instance) -> Speculative | None:
     return said
 
 
+def drafts(instance: Instance) -> bool:
+    """Whether an engine drafts: with a drafter that lies in it, or by its options."""
+    return instance.drafter is not None or frozen(instance) is not None
+
+
+def drafted(instance: Instance) -> int:
+    """Tokens of each row that an engine verifies in a pass beside the row's own."""
+    said = frozen(instance)
+    if said is None:
+        return instance.draft_tokens
+    return int(said.arguments()["speculative_num_draft_tokens"]) - 1
+
+
+def beams(instance: Instance) -> int:
+    """Tokens of each row that what an engine drafts with by its options makes logits of at once."""
+    said = frozen(instance)
+    return 0 if said is None or said.algorithm == "NGRAM" else said.topk
+
+
 def frozen_bytes(instance: Instance) -> int:
     """Bytes on each device of a draft model that stays as it is: of its files, where they are."""
     said = frozen(instance)

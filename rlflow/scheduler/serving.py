@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlflow.scheduler import keys
-from rlflow.scheduler.inside import frozen, held_weights, token_bytes
+from rlflow.scheduler.inside import drafts, held_weights, token_bytes
 
 if TYPE_CHECKING:
     from rlflow.graph.engine_options import EngineOptions
@@ -86,8 +86,7 @@ def slots_of(instance: Instance, *, on_cpu: bool) -> int | None:
     if on_cpu:
         return AT_ONCE_ON_CPU
     alone = AT_ONCE.get(options.engine)
-    drafts = instance.drafter is not None or frozen(instance) is not None
-    return AT_ONCE_DRAFTING.get(options.engine, alone) if drafts else alone
+    return AT_ONCE_DRAFTING.get(options.engine, alone) if drafts(instance) else alone
 
 
 def with_slots(instance: Instance, *, on_cpu: bool) -> Instance:
@@ -97,8 +96,7 @@ def with_slots(instance: Instance, *, on_cpu: bool) -> Instance:
     pass and logits of each. That is its own choice and stays so; said, it is what runs.
     """
     options, said = instance.options, slots_of(instance, on_cpu=on_cpu)
-    drafts = instance.drafter is not None or frozen(instance) is not None
-    if options is None or on_cpu or not drafts or options.engine not in AT_ONCE_DRAFTING:
+    if options is None or on_cpu or options.engine not in AT_ONCE_DRAFTING or not drafts(instance):
         return instance
     return replace(instance, options=options.model_copy(update={"max_running_requests": said}))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,45 @@ def test_engines_that_do_not_draft_or_lie_on_a_cpu_decide_on_their_rows_themselv
     plain = compiled_with(sampling(1.0, n=8), placed(), kind="h100").plan
     assert {None} == {p.instance(ENGINE).options.max_running_requests for p in (greedy, plain)}
     assert "rows of actor.rollout at once" not in plan_text(greedy) + plan_text(plain)
+
+
+LOGITS = 64 * (4 + 8)
+
+
+@pytest.mark.parametrize("requests", [None, 5])
+@pytest.mark.parametrize("kind", ["h100", "cpu"])
+def test_logits_of_drafted_tokens_are_counted_wherever_an_engine_is(
+    kind: str, requests: int | None
+) -> None:
+    """Of each row that is computed 3 more of the policy, and one of the drafter."""
+    engine = rf.SGLang(max_total_tokens=TOKENS, max_running_requests=requests)
+    plan = compiled_with(drafted(probe={}), placed(engine=engine), kind=kind).plan
+    rows = requests or 16
+    found = [plan.part(f"{ENGINE}/pool")]
+    if kind == "cpu":
+        # The second rollout has no drafter of its own, and its engine drafts for it too.
+        found = [plan.action(name).cost for name in ("actor.rollout", "probe")]
+    for holds in (dict(each.holds) for each in found):
+        assert (rows * LOGITS, 4 * rows * LOGITS) == (holds["logits"], holds["drafts"])
+
+
+@pytest.mark.parametrize(
+    ("speculative", "times"),
+    [
+        ({"algorithm": "STANDALONE", "draft_model": "/draft", "draft_tokens": 4}, 4 + 1),
+        ({"algorithm": "EAGLE", "draft_model": "/draft", "draft_tokens": 3, "topk": 2}, 6 + 2),
+        ({"algorithm": "NGRAM", "draft_tokens": 3}, 3),
+    ],
+)
+@pytest.mark.parametrize("kind", ["h100", "cpu"])
+def test_what_drafts_by_options_makes_logits_too(
+    kind: str, speculative: dict[str, Any], times: int
+) -> None:
+    """Of all tokens that are verified, and of those that it is likeliest to draft; n-grams none."""
+    engine = rf.SGLang(max_total_tokens=TOKENS, speculative=rf.Speculative(**speculative))
+    plan = compiled_with(sampling(0.0), placed(engine=engine), kind=kind).plan
+    found = plan.action("actor.rollout").cost if kind == "cpu" else plan.part(f"{ENGINE}/pool")
+    assert times * 16 * LOGITS == dict(found.holds)["drafts"]
 
 
 def test_tune_knows_what_drafts_in_an_engine() -> None:
