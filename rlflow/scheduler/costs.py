@@ -18,6 +18,7 @@ from rlflow.scheduler.collectives import copy_bandwidth, group_of, staging
 from rlflow.scheduler.distributions import field_bytes, holds, search
 from rlflow.scheduler.drafters import DRAFTS, with_drafts
 from rlflow.scheduler.hardware import OBJECT_STORE, STORE_SECONDS
+from rlflow.scheduler.inside import drafter_of
 from rlflow.scheduler.layouts import CUTS, Cut, area, lacking, parameters_per_rank, piece, shares
 from rlflow.scheduler.lengths import Lengths, assumed, before, between, fitted, whole
 from rlflow.scheduler.measured import Record, Setting
@@ -362,6 +363,8 @@ class Costs:
         load = f"rows={rows} prompts={num_prompts(self.graph, node) or rows}"
         load += f" tokens={prompt}+{longest} parts={parts} chunk={piece}"
         model = None if node.model is None else self.graph.model(node.model)
+        if instance is not None:
+            load += keys.drafter(self.graph, self.shapes, drafter_of(node, instance))
         if instance is not None and shape is not None and instance.options is not None:
             load += keys.waiting(self.roofline(instance, shape), self.load(node, parts, piece))
         return keys.joined(

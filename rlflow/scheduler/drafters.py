@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rlflow.errors import Finding
 from rlflow.graph.graph import Node
 from rlflow.graph.placement import On
-from rlflow.scheduler.inside import beams, drafted, frozen
+from rlflow.scheduler.inside import beams, drafted, drafter_of, frozen
 from rlflow.scheduler.plan import Instance, Plan
 from rlflow.scheduler.roofline import Holds, Load, Roofline
 
@@ -83,10 +83,8 @@ def with_drafts(
     for all that it generates, for the rows that it computes at once, with keys and values in its
     pool. A drafter whose shape is not known counts nothing.
     """
-    if instance.options is not None:
-        name, tokens = instance.drafter, drafted(instance)
-    else:
-        name, tokens = node.drafter, int(dict(node.params).get("draft_tokens", 0))
+    apart, name = instance.options is not None, drafter_of(node, instance)
+    tokens = drafted(instance) if apart else int(dict(node.params).get("draft_tokens", 0))
     shape = None if name is None else costs.shapes[name]
     if name is not None and shape is not None:
         drafter = costs.roofline(replace(instance, model=name), shape)

@@ -46,6 +46,11 @@ def frozen(instance: Instance) -> Speculative | None:
     return said
 
 
+def drafter_of(node: Node, instance: Instance) -> str | None:
+    """The model that drafts for a node's rows: an engine has one for all that it generates."""
+    return node.drafter if instance.options is None else instance.drafter
+
+
 def drafts(instance: Instance) -> bool:
     """Whether an engine drafts: with a drafter that lies in it, or by its options."""
     return instance.drafter is not None or frozen(instance) is not None

@@ -101,15 +101,27 @@ def model(declared: Model | None, shape: Shape | None, instance: Instance | None
     """A model by its widths, dtype and adapters, in an instance's layout."""
     if declared is None or shape is None or instance is None:
         return "no model"
-    widths = {key: value for key, value in asdict(shape).items() if key != "source"}
-    digest = hashlib.sha256(json.dumps(widths, sort_keys=True).encode()).hexdigest()[:12]
     lora = f" {declared.lora.describe()}" if declared.lora is not None else ""
     trained = " trained" if instance.trained else ""
     layout = f"{instance.layout()} on {len(instance.devices)}"
     if instance.options is not None:
         said = timed(instance.options).items()
         layout += "".join(f" {name}={value}" for name, value in said)
-    return f"{digest} {declared.head} {declared.dtype}{lora}{trained} {layout}"
+    return f"{_digest(shape)} {declared.head} {declared.dtype}{lora}{trained} {layout}"
+
+
+def drafter(graph: Graph, shapes: Mapping[str, Shape | None], name: str | None) -> str:
+    """What drafts, by its widths and dtype; empty where there is none."""
+    shape = None if name is None else shapes[name]
+    if name is None or shape is None:
+        return ""
+    return f" drafts by {_digest(shape)} {graph.model(name).dtype}"
+
+
+def _digest(shape: Shape) -> str:
+    """Widths as a few letters."""
+    widths = {key: value for key, value in asdict(shape).items() if key != "source"}
+    return hashlib.sha256(json.dumps(widths, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def timed(options: EngineOptions) -> Mapping[str, Any]:

@@ -144,12 +144,13 @@ def pool_key(costs: Costs, instance: Instance) -> str:
 
 
 def engine_key(costs: Costs, instance: Instance) -> str:
-    """An engine in words of a key: its device, its backend, its model and how that lies."""
+    """An engine in words of a key: its device, its backend, its models and how they lie."""
     device = costs.cluster.kind_of(instance.devices[0])
     return keys.joined(
         keys.hardware(device.name, costs.cluster.threads),
         costs.backend,
-        keys.model(costs.graph.model(instance.model), costs.shapes[instance.model], instance),
+        keys.model(costs.graph.model(instance.model), costs.shapes[instance.model], instance)
+        + keys.drafter(costs.graph, costs.shapes, instance.drafter),
     )
 
 

@@ -10,7 +10,9 @@ import pytest
 import rlflow as rf
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.engines import asleep_key, start_key
 from rlflow.scheduler.measured import NOTHING, Sample
+from rlflow.scheduler.observed import key_of
 from rlflow.scheduler.plan import Plan
 from rlflow.scheduler.serving import pool_key
 from rlflow.scheduler.shapes import model_shape
@@ -85,6 +87,35 @@ def test_engines_that_do_not_draft_or_lie_on_a_cpu_decide_on_their_rows_themselv
     plain = compiled_with(sampling(1.0, n=8), placed(), kind="h100").plan
     assert {None} == {p.instance(ENGINE).options.max_running_requests for p in (greedy, plain)}
     assert "rows of actor.rollout at once" not in plan_text(greedy) + plan_text(plain)
+
+
+@pytest.mark.parametrize("engine", ["sglang", "torch"])
+def test_keys_tell_drafters_of_other_shapes_apart(engine: str) -> None:
+    """Those of the rollout, and of all that is measured of an engine."""
+    plan = compiled_with(drafted(), placed(engine=engine)).plan
+    costs = costs_on(plan, "cpu")
+    larger = replace(costs, shapes={**costs.shapes, "drafter": costs.shapes["actor"]})
+    rollout = plan.action("actor.rollout")
+    found = [[key_of(plan, each, rollout)] for each in (costs, larger)]
+    if engine == "sglang":
+        for kept, each in zip(found, (costs, larger), strict=True):
+            known = plan.instance(ENGINE)
+            kept += [key(each, known) for key in (asleep_key, start_key, pool_key)]
+    assert all(one != other for one, other in zip(*found, strict=True))
+    update = plan.action("actor.update")
+    assert key_of(plan, costs, update) == key_of(plan, larger, update)
+
+
+def test_keys_tell_drafters_of_other_dtypes_and_frozen_draft_models_apart() -> None:
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        plan = compiled_with(drafted(dtype=dtype), placed(engine="torch")).plan
+        found.append(key_of(plan, costs_on(plan, "cpu"), plan.action("actor.rollout")))
+    for path in ("/one", "/other"):
+        said = rf.Speculative(algorithm="STANDALONE", draft_model=path)
+        plan = compiled_with(sampling(0.0), placed(engine=rf.SGLang(speculative=said))).plan
+        found.append(asleep_key(costs_on(plan, "cpu"), plan.instance(ENGINE)))
+    assert 4 == len(set(found))
 
 
 LOGITS = 64 * (4 + 8)
