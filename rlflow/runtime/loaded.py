@@ -110,15 +110,16 @@ class Loaded:
     def figures(self) -> dict[str, Stat]:
         """Numbers about an engine, to log with what it generates, of each of its devices.
 
-        Bytes that it kept asleep, on a CPU of the host's memory; tokens of a replica's pool;
-        seconds that its last start took.
+        Bytes that its ranks on this host kept asleep, on a CPU of the host's memory; tokens of
+        a replica's pool; seconds that its last start took.
         """
         tell = getattr(self.model, "measured", None)
         if self.instance.options is None or tell is None:
             return {}
-        told, ranks = tell(), self.instance.tp
+        told = tell()
         found: dict[str, Stat] = {}
         if "residual_bytes" in told:
+            ranks = told.get("ranks_here", self.instance.tp)
             found[ASLEEP] = Stat(kind="max", total=told["residual_bytes"] / ranks)
         if "pool_tokens" in told:
             found[POOLED] = Stat(kind="min", total=told["pool_tokens"])

@@ -97,7 +97,8 @@ def _told_asleep(instance: Instance, costs: Costs) -> str:
         if record is None:
             return ""
         return (
-            f", its processes hold {amount(record.held)} of it ({record.source_for(costs.setting)})"
+            f", its processes hold {amount(record.held)} of it beside weights and pool "
+            f"({record.source_for(costs.setting)})"
         )
     source = "assumed" if record is None else record.source_for(costs.setting)
     graphs = dict(asleep_holds(instance, costs)).get(GRAPHS)

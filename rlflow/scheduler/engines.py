@@ -197,7 +197,17 @@ def asleep_record(instance: Instance, costs: Costs) -> Record | None:
 
 def asleep_key(costs: Costs, instance: Instance) -> str:
     """What an engine's memory while it sleeps is measured under."""
-    return keys.asleep(engine_key(costs, instance))
+    return keys.asleep(engine_key(costs, instance), on_cpu=on_cpu(instance, costs))
+
+
+def kept_of(held: float, instance: Instance, costs: Costs) -> float:
+    """Bytes to measure of what a sleeping engine holds of a device; on a CPU of its host.
+
+    There weights and pool stay in it, and are counted by the sizes that a plan gives them.
+    """
+    if not on_cpu(instance, costs):
+        return held
+    return held - (held_weights(instance, costs) or 0) - (pool_bytes(instance, costs) or 0)
 
 
 def start_key(costs: Costs, instance: Instance) -> str:
@@ -221,10 +231,7 @@ def on_host(instance: Instance, costs: Costs) -> tuple[int, tuple[tuple[int, int
     more = tuple((d, share * (count - fewest)) for d, count in hosts.items() if count > fewest)
     copied = share * fewest
     record = asleep_record(instance, costs) if on_cpu(instance, costs) else None
-    if record is None:
-        return copied, more
-    tensors = (held_weights(instance, costs) or 0) + (pool_bytes(instance, costs) or 0)
-    return copied + max(int(record.held) - tensors, 0), more
+    return copied + (0 if record is None else int(record.held)), more
 
 
 def engine_parts(instance: Instance, nodes: Sequence[Node], costs: Costs) -> list[Part]:

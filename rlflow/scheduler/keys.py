@@ -135,9 +135,12 @@ def waiting(roof: Roofline, load: Load) -> str:
     return "" if room >= load.rows else f" {room:g} at once"
 
 
-def asleep(engine: str) -> str:
-    """What an engine keeps while it sleeps, by the words for its device and its model."""
-    return joined(engine, "an engine asleep")
+def asleep(engine: str, *, on_cpu: bool) -> str:
+    """What an engine keeps while it sleeps, by the words for its device and its model.
+
+    On a CPU, where weights and pool stay, what its processes have beside them.
+    """
+    return joined(engine, "an engine's processes" if on_cpu else "an engine asleep")
 
 
 def lengths(graph: Graph, origin: Node, longest: int) -> str:

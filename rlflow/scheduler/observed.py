@@ -21,6 +21,7 @@ from rlflow.scheduler.engines import (
     STARTED,
     asleep_key,
     engine_moved,
+    kept_of,
     move_key,
     moving,
     start_key,
@@ -315,8 +316,10 @@ def _engines(
             return [row[name] for row in rows for name in names if name in row]
 
         setting = costs.setting
-        if held := told(ASLEEP):
-            sample = Sample(origin, len(held), 0.0, 0.0, held=max(held))
+        held = told(ASLEEP)
+        kept = kept_of(max(held), instance, costs) if held else 0.0
+        if kept > 0:
+            sample = Sample(origin, len(held), 0.0, 0.0, held=kept)
             found.append((asleep_key(costs, instance), setting, sample))
         if left_to_engine(instance.options) and (pool := told(POOLED)):
             sample = Sample(origin, len(pool), 0.0, 0.0, held=min(pool))

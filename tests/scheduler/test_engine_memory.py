@@ -160,16 +160,33 @@ def test_ranks_of_an_engine_share_one_staging() -> None:
 
 
 def test_a_process_on_a_cpu_is_in_its_hosts_memory_and_not_in_a_devices() -> None:
-    """Beside weights and pool, which stay in it, and the staging."""
+    """It is beside weights and pool, which stay in it, and the staging."""
     devices = cluster("cpu", 1, PLENTY)
     plain, known = planned(devices).plan, planned(knowing(devices, 1.3e9)).plan
-    pool = known.part(f"{ENGINE}/pool").size
     assert 0 == weights_of(known).residual
     assert plain.peaks[0] == known.peaks[0]
-    assert int(1.3e9) - WEIGHTS - pool == known.peaks[HOST] - plain.peaks[HOST]
-    assert "its processes hold 1.3 GB of it (measured, 1 run)" in plan_text(known)
-    small = knowing(devices, WEIGHTS / 2)
-    assert WEIGHTS == planned(small).plan.peaks[HOST]
+    assert int(1.3e9) == known.peaks[HOST] - plain.peaks[HOST]
+    told = "its processes hold 1.3 GB of it beside weights and pool (measured, 1 run)"
+    assert told in plan_text(known)
+
+
+@pytest.mark.parametrize("tokens", [1000, 200_000])
+@pytest.mark.parametrize("beside", [1.3e9, -1.0])
+def test_a_process_on_a_cpu_is_measured_without_the_pool_that_it_had(
+    tokens: int, beside: float
+) -> None:
+    """1.3 GB, whatever the next plan gives the pool; a process of less than both says nothing."""
+    devices = cluster("cpu", 1, PLENTY)
+    placements = [colocated(rf.SGLang(max_total_tokens=n)) for n in (tokens, 201_000 - tokens)]
+    plan = planned(devices, placements[0]).plan
+    held = WEIGHTS + tokens * 8192 + beside
+    figures = [(n, {"actor.rollout/asleep_bytes": held}) for n in range(4)]
+    costs = costs_of(plan, devices)
+    found = observed.samples(plan, costs, played(plan, 4), figures, begun=0, origin="run")
+    known = replace(devices, measured=NOTHING.adding(found))
+    for placement in placements:
+        again = planned(known, placement).plan
+        assert WEIGHTS + max(int(beside), 0) == weights_of(again).on_host
 
 
 def test_a_host_too_small_for_the_staging_is_refused() -> None:
@@ -213,7 +230,8 @@ def test_a_run_leaves_the_most_that_was_kept() -> None:
     spans = played(plan, len(seen))
     found = observed.samples(plan, costs, spans, figures, begun=0, origin="run")
     key = asleep_key(costs, plan.instance(ENGINE))
-    assert [(3, 1.4e9)] == [(s.count, s.held) for name, _, s in found if name == key]
+    kept = 1.4e9 - WEIGHTS - 4000 * 8192
+    assert [(3, kept)] == [(s.count, s.held) for name, _, s in found if name == key]
     none = observed.samples(plan, costs, spans, [(n, {}) for n in range(4)], begun=0, origin="run")
     assert key not in {name for name, _, _ in none}
 

@@ -135,6 +135,7 @@ def start_engine(
             cuda=place.type == "cuda",
             options=options,
             patience=patience,
+            ranks=len(ranks),
             replaced=nodes is None,
         )
         way = chosen_way(options, stagings[0], count, nodes)

@@ -189,9 +189,11 @@ class EngineModel:
         """Seconds of the last start, sleep, wake and update; tokens of the pool.
 
         `residual_bytes` is what the engine's processes held when both parts last slept: device
-        memory, or memory of the host where the device is a CPU, whose weights and pool stay.
+        memory, or memory of the host where the device is a CPU, whose weights and pool stay. It
+        is of `ranks_here`: all ranks, or those on this host.
         """
         return {
+            "ranks_here": float(self.replica.launch.ranks),
             "start_seconds": self.replica.seconds,
             "starts": float(self.replica.starts),
             "pool_tokens": float(self.replica.facts["pool_tokens"]),

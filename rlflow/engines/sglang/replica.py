@@ -26,8 +26,8 @@ class Launch:
     """How an engine is started: as what process, told what, with which options.
 
     `message` makes what it is told; it is given whether the engine starts for the first time.
-    `directory` is what it reads, removed when the replica is closed. After a loss another is
-    started if it may be `replaced`.
+    `directory` is what it reads, removed when the replica is closed. So many of its
+    `ranks` are on this host. After a loss another is started if it may be `replaced`.
     Nothing of it may stand still for longer than `patience` seconds while it is asked something.
     """
 
@@ -38,6 +38,7 @@ class Launch:
     cuda: bool
     options: EngineOptions
     patience: float
+    ranks: int = 1
     replaced: bool = True
 
 
