@@ -164,7 +164,7 @@ def _transport(facts: Facts, source: Instance, targets: list[Instance]) -> str:
 
 
 def _held(source: Instance, target: Instance) -> bool:
-    """Whether every device of the target holds its pieces in the source: side by side."""
+    """Whether every process of the target holds its pieces in the source: side by side."""
     cells = source.fsdp * source.tp * target.fsdp * target.tp
     return all(
         device in source.devices
@@ -174,7 +174,7 @@ def _held(source: Instance, target: Instance) -> bool:
                 _sides(target, device, cells), _sides(source, device, cells), strict=True
             )
         )
-        for device in target.devices
+        for device in target.owners
     )
 
 

@@ -26,7 +26,7 @@ from rlflow.scheduler.observed import estimate, key_of
 from rlflow.scheduler.plan import Plan
 from rlflow.scheduler.saved import read_plan
 from rlflow.scheduler.text import plan_text
-from rlflow.scheduler.verify import verify
+from rlflow.scheduler.verify import STAGES, verify
 from rlflow.scheduler.verify_engines import engines_are_apart, engines_sleep_between_rollouts
 from tests.scheduler.examples import compiled_with, grpo, ppo
 from tests.scheduler.mutants import mutants, with_action
@@ -444,3 +444,15 @@ def test_engines_beside_an_embedded_rollout_serve_apart() -> None:
         a.id: a.instance for a in plan.actions if a.id in ("actor.rollout", "eval")
     }
     assert isinstance(plan, Plan)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "h100"])
+def test_ranks_of_an_engine_whose_first_one_trains_need_nothing_from_others(kind: str) -> None:
+    """The second rank is no process that holds weights, and none of those that train."""
+    options = rf.SGLang(max_total_tokens=4000)
+    assign = {"*": rf.on("train"), "actor.rollout": rf.on("gen", engine=options, tp=2)}
+    placement = rf.Placement(pools={"train": [0], "gen": [0, 1]}, assign=assign)
+    plan = compiled_with(grpo(every=0), placement, kind=kind).plan
+    (reshard,) = (action for action in plan.actions if action.kind == "reshard")
+    assert ("copy", (0, 1)) == (reshard.transport, reshard.devices)
+    assert not verify(plan, STAGES[-1])
