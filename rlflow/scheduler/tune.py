@@ -84,8 +84,9 @@ def tune(
 ) -> Tuned:
     """Search placements of a graph on a cluster; `placements` are the pipeline's own.
 
-    Raises PlanError E240 where nothing fits, E241 where a model's size is not known, E242 where
-    there is no model to place, E249 where the engine asked for cannot run a model; InvariantError
+    Raises PlanError E240 where nothing fits, or what all plans are refused for where that is one
+    thing, E241 where a model's size is not known, E242 where there is no model to place, E249 and
+    others where the engine asked for cannot run a model, or what drafts for it; InvariantError
     where a plan that is shown breaks an invariant.
     """
     limits = limits or Limits()
@@ -125,7 +126,7 @@ def tune(
     search.compile_promising()
     search.climb()
     if not search.ranks:
-        raise PlanError(_nothing_fits(plan.graph, search, cluster))
+        raise search.one_reason() or PlanError(_nothing_fits(plan.graph, search, cluster))
     return _result(plan.graph, search, limits.top, cluster)
 
 

@@ -144,7 +144,7 @@ class Figures:
         return next((why for why in known if why in reasons), "layout")
 
     def _figure(self, role: Role, choice: Choice) -> Figure:
-        instance = _instance(role, choice)
+        instance = instance_of(role, choice)
         room = min(self.plan.budget(device) for device in instance.devices)
         if instance.options is None:
             instance = in_micro_batches(instance, role.nodes, room, self.costs)
@@ -185,7 +185,7 @@ class Figures:
         return held
 
 
-def _instance(role: Role, choice: Choice) -> Instance:
+def instance_of(role: Role, choice: Choice) -> Instance:
     """The instance that a role has alone on its devices; its engine with what drafts in it."""
     layout, options = choice.layout, role.options(choice.layout)
     pool = f"{choice.start}:{choice.stop}"

@@ -14,7 +14,9 @@ from rlflow.graph.placement import On, Placement
 from rlflow.scheduler.bind import assignment
 from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.engines import option_findings
-from rlflow.scheduler.tune_space import Role, as_named
+from rlflow.scheduler.inside import drafts, drafts_findings
+from rlflow.scheduler.tune_bounds import instance_of
+from rlflow.scheduler.tune_space import Choice, Layout, Role, as_named
 
 
 def with_engines(
@@ -24,7 +26,8 @@ def with_engines(
 
     The embedded engine and those that a placement names for one of their nodes; with a `name`
     that one alone, with the options that a placement gives it. Raises PlanError E245 for an unknown
-    name, E249 for a model that the engine asked for cannot run.
+    name, E249 for a model that the engine asked for cannot run, and what else it refuses wherever
+    it lies: E630, E638, E639 and E678 of drafters.
     """
     engine_named(name)
     made, findings = [], list[Finding]()
@@ -89,6 +92,23 @@ def _named(role: Role, placements: Mapping[str, Placement]) -> list[EngineOption
 
 
 def _refused(role: Role, options: EngineOptions, costs: Costs) -> list[Finding]:
-    """What keeps an engine from a role's model."""
+    """What keeps an engine from a role's models, each once, whatever devices it has."""
     where = On(pool="all", engine=options)
-    return [f for node in role.nodes[:1] for f in option_findings(node, where, costs)]
+    found: dict[str, Finding] = {}
+    for node in role.nodes:
+        for finding in option_findings(node, where, costs):
+            found.setdefault(finding.what.partition(": ")[2], finding)
+    return list(found.values()) or _not_drafting(role, options, costs)
+
+
+def _not_drafting(role: Role, options: EngineOptions, costs: Costs) -> list[Finding]:
+    """What keeps a role's engine from drafting on any kind of device; empty if one does."""
+    role = replace(role, engines=(options,))
+    layout, cluster = Layout(engine=options.describe()), costs.cluster
+    firsts = {cluster.kind_of(n).name: n for n in reversed(range(cluster.count))}
+    every = []
+    for first in sorted(firsts.values()):
+        made = instance_of(role, Choice(first, first + 1, layout))
+        made = replace(made, name=f"{role.model}@all/{options.engine}", pool="all")
+        every.append(list(drafts_findings(made, role.nodes, costs)) if drafts(made) else [])
+    return every[0] if all(every) else []

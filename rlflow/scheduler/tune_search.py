@@ -37,6 +37,7 @@ REASONS = {
     "E221": "rows",
     "E224": "rows",
 }
+OTHER = "other reasons"
 Rank = tuple[float, int, int, int, int, int, bool, str]
 Kind = tuple[str, int]
 
@@ -71,7 +72,10 @@ class Tried:
 
 @dataclass(slots=True, kw_only=True)
 class Search:
-    """What was compiled so far. `compiler` makes a plan, named, and verified where asked."""
+    """What was compiled so far. `compiler` makes a plan, named, and verified where asked.
+
+    `codes` are what plans were refused for.
+    """
 
     graph: Graph
     moves: Moves
@@ -81,6 +85,7 @@ class Search:
     compiled: int = 0
     misfits: dict[str, str] = field(default_factory=dict)
     last_error: PlanError | None = None
+    codes: set[str] = field(default_factory=set)
     seen: set[tuple[str, int]] = field(default_factory=set)
     best: dict[Kind, Tried] = field(default_factory=dict)
     written: dict[str, Tried] = field(default_factory=dict)
@@ -120,6 +125,13 @@ class Search:
             bounds = self.moves.bounds
             near = {(bounds.estimate(c), c) for c in self.moves.neighbours(following)}
             self._try_all(candidate for _, candidate in sorted(near))
+
+    def one_reason(self) -> PlanError | None:
+        """What refused every plan, where that is one thing and no lack of room; else None."""
+        counted = set(self.moves.refused) - {OTHER}
+        if counted or len(self.codes) != 1 or not self.codes.isdisjoint(REASONS):
+            return None
+        return self.last_error
 
     def ranked(self) -> list[Tried]:
         """The best placement of every kind, best first."""
@@ -161,10 +173,11 @@ class Search:
             plan = self.compiler(placement, name or "tuned", False)
         except PlanError as error:
             self.last_error = error
+            self.codes.add(error.findings[0].code)
             if name:
                 self.misfits[name] = error.findings[0].what
             else:
-                why = REASONS.get(error.findings[0].code, "other reasons")
+                why = REASONS.get(error.findings[0].code, OTHER)
                 self.moves.refused[why] += 1
                 if why == "staleness":
                     self.moves.staleness = min(self.moves.staleness, stale - 1)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlflow as rf
+from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.scheduler.cluster import cpu_cluster, parse_cluster
 from rlflow.scheduler.compile import compile_plan
@@ -18,6 +19,8 @@ from rlflow.scheduler.tune_moves import Moves
 from rlflow.scheduler.tune_space import Candidate, Choice, Layout, placement_of, roles_of
 from rlflow.scheduler.tune_text import placement_source, tuned_text
 from tests.scheduler.examples import COLOCATE, SPLIT, grpo, ppo
+from tests.scheduler.strategies import exact, graph_of
+from tests.scheduler.test_engine_drafters import drafted, placed
 from tests.scheduler.test_engine_plans import colocated, split
 from tests.scheduler.test_tune import adapters, big, large_batch, shortest
 
@@ -65,6 +68,61 @@ def test_an_engine_that_cannot_run_the_model_is_refused_by_name_alone():
         unknown.value.findings[0].code,
         unknown.value.findings[0].near[:1],
     )
+
+
+def test_a_drafter_of_any_rollout_of_a_role_is_looked_at():
+    """vLLM drafts not, also where the second rollout alone has a drafter."""
+
+    def declare():
+        actor, small = rf.Model("actor", "models/mid"), rf.Model("drafter", "models/tiny")
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
+        for name, drafter in (("one", None), ("two", small)):
+            how = {"drafter": drafter, "temperature": 0.0, "name": name, "max_new_tokens": 8}
+            found = ops.rollout(actor, prompts, **how)
+            ops.metrics(ops.reward(exact, found, name=f"{name}.right"), name=f"{name}.metrics")
+
+    graph = graph_of(declare)
+    with pytest.raises(PlanError) as refused:
+        offered({"split": SPLIT}, "vllm", graph)
+    (finding,) = refused.value.findings
+    assert "E249" == finding.code
+    assert finding.what.startswith("two: ")
+    where, named = cpu_cluster(2, threads=1, memory=1e9), {"vllm": split("vllm")}
+    (role,) = moves_of(graph, where, named).roles
+    assert (None,) == role.engines
+    (role,) = moves_of(graph, where, {}, "sglang").roles
+    assert ("sglang",) == tuple(options.engine for options in role.engines)
+
+
+def test_what_an_engine_refuses_to_draft_is_said_and_is_no_lack_of_memory():
+    """On a CPU; on an accelerator it drafts at any temperature, also where a CPU is beside it."""
+    graph, pipeline = drafted(temperature=1.0), {"c": COLOCATE}
+    with pytest.raises(PlanError) as refused:
+        tune(graph, pipeline, cpu_cluster(2, threads=1, memory=1e9), limits=QUICK)
+    (finding,) = refused.value.findings
+    assert ("E630", '"actor.rollout": rf.on("all")') == (finding.code, finding.fix)
+    tuned = tune(graph, pipeline, parse_cluster("h100:2", 2, 1), limits=QUICK)
+    assert {"drafter"} == {i.drafter for i in tuned.best.plan.instances if i.options}
+    named = {"c": COLOCATE, "apart": placed()}
+    tuned = tune(graph, named, cpu_cluster(2, threads=1, memory=1e9), limits=Limits(plans=10))
+    assert "torch" == {i.engine for i in tuned.best.plan.instances if "rollout" in i.uses}.pop()
+
+
+def test_a_drafter_unlike_the_policy_is_said_of_the_engine_asked_for():
+    graph = drafted(lora=rf.LoRA(rank=4))
+    with pytest.raises(PlanError) as refused:
+        tune(graph, {}, cpu_cluster(2, threads=1, memory=1e9), limits=QUICK)
+    assert ["E639"] == [finding.code for finding in refused.value.findings]
+
+
+def test_where_all_plans_are_refused_for_one_thing_that_is_raised():
+    placement = placed(engine=rf.SGLang(updates="disk", max_total_tokens=1000))
+    with pytest.raises(PlanError) as refused:
+        tune(drafted(), {"disk": placement}, cpu_cluster(2, threads=1, memory=1e9), limits=QUICK)
+    assert ["E676"] == [finding.code for finding in refused.value.findings]
+    with pytest.raises(PlanError) as refused:
+        tune(drafted(), {"disk": placement}, cpu_cluster(2, threads=1, memory=1e4), limits=QUICK)
+    assert ["E240"] == [finding.code for finding in refused.value.findings]
 
 
 def test_written_placements_take_the_engine_that_is_asked_for():
