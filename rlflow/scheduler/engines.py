@@ -19,7 +19,14 @@ from rlflow.graph.placement import On
 from rlflow.scheduler import keys
 from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.engine_hosts import hosts_of_devices
-from rlflow.scheduler.inside import drafter_part, held_weights, reserved, staging, token_bytes
+from rlflow.scheduler.inside import (
+    backup,
+    drafter_part,
+    held_weights,
+    reserved,
+    staging,
+    token_bytes,
+)
 from rlflow.scheduler.measured import Record
 from rlflow.scheduler.pieces import as_measured
 from rlflow.scheduler.plan import Action, Cost, Instance, Part, Plan
@@ -274,8 +281,11 @@ def engine_parts(instance: Instance, nodes: Sequence[Node], costs: Costs) -> lis
     ]
 
 
-def with_savers(plan: Plan) -> Plan:
-    """The plan with engines that can give memory back just where they sleep."""
+def with_savers(plan: Plan, costs: Costs) -> Plan:
+    """The plan with engines that can give memory back just where they sleep.
+
+    Those have copies of what drafts in them on their hosts.
+    """
     asleep = {action.instance for action in plan.actions if action.kind == "sleep"}
 
     def decided(instance: Instance, options: EngineOptions) -> Instance:
@@ -284,7 +294,11 @@ def with_savers(plan: Plan) -> Plan:
         return replace(instance, options=options.model_copy(update={"memory_saver": saver}))
 
     made = (i if i.options is None else decided(i, i.options) for i in plan.instances)
-    return replace(plan, instances=tuple(made))
+    plan = replace(plan, instances=tuple(made))
+    saving = {i.name for i in plan.instances if i.options is not None and i.options.memory_saver}
+    kept = {i.weights: backup(i, costs) for i in plan.instances if {i.name, i.inside} & saving}
+    parts = (replace(p, on_host=p.on_host + kept.get(p.name, 0)) for p in plan.parts)
+    return replace(plan, parts=tuple(parts))
 
 
 def move_key(costs: Costs, instance: Instance, kind: str, what: str) -> str:

@@ -104,19 +104,26 @@ def staging(instance: Instance, costs: Costs) -> int:
 
 
 def drafter_part(instance: Instance, costs: Costs) -> Part:
-    """The weights of a drafter in an engine: a copy on the host, of the engine's on a device.
-
-    For an accelerator the engine has a copy of its own there too, to give memory back.
-    """
-    copies = 1 if costs.cluster.kind_of(instance.devices[0]).name == "cpu" else 2
+    """The weights of a drafter in an engine: a copy on the host, of the engine's on a device."""
     return Part(
         name=instance.weights,
         instance=instance.name,
         kind="weights",
         size=0 if costs.weights(instance) is not None else None,
         devices=instance.devices,
-        on_host=copies * staging(instance, costs),
+        on_host=staging(instance, costs),
     )
+
+
+def backup(instance: Instance, costs: Costs) -> int:
+    """Bytes of the host's memory for each device of an engine's own copy of what drafts in it.
+
+    SGLang has one on accelerators where it gives memory back, of a drafter and of a draft model
+    that stays as it is.
+    """
+    if costs.cluster.kind_of(instance.devices[0]).name == "cpu":
+        return 0
+    return staging(instance, costs) if instance.inside is not None else frozen_bytes(instance)
 
 
 def drafts_findings(engine: Instance, nodes: Sequence[Node], costs: Costs) -> Iterator[Finding]:

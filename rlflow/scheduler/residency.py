@@ -67,7 +67,7 @@ def _paged(plan: Plan, context: Context) -> tuple[Plan, Instants]:
     parts = (slept.get(part.name, replace(part, stays=())) for part in plan.parts)
     plan = replace(plan, parts=tuple(parts))
     plan = with_moves(_noting(plan, traced.trace, choice), traced, naps, context)
-    plan = with_savers(plan)
+    plan = with_savers(plan, context.costs)
     if any(part.stays for part in slept.values()):
         memories = Memories(plan=plan)
     return plan, Instants(plan, memories)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +14,17 @@ from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.engines import asleep_key, start_key
 from rlflow.scheduler.measured import NOTHING, Sample
 from rlflow.scheduler.observed import key_of
-from rlflow.scheduler.plan import Plan
+from rlflow.scheduler.plan import HOST, Plan
 from rlflow.scheduler.serving import pool_key
 from rlflow.scheduler.shapes import model_shape
 from rlflow.scheduler.text import plan_text
 from rlflow.scheduler.tune_bounds import Figures, KnownCosts
 from rlflow.scheduler.tune_space import Choice, Layout, roles_of
+from rlflow.scheduler.verify import STAGES, verify
 from tests.scheduler.examples import compiled_with
 from tests.scheduler.strategies import PLENTY, cluster
 from tests.scheduler.test_engine_drafters import (
+    DRAFTER,
     ENGINE,
     MID,
     TINY,
@@ -29,6 +32,7 @@ from tests.scheduler.test_engine_drafters import (
     drafted,
     placed,
     sampling,
+    together,
 )
 
 
@@ -175,3 +179,40 @@ def test_tune_knows_what_drafts_in_an_engine() -> None:
     assert (
         sum(plan.part(f"{ENGINE}/{name}").size or 0 for name in ("weights", "pool")) == figure.need
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "saver", "copies"),
+    [("h100", None, 1), ("h100", False, 1), ("h100", True, 2), ("cpu", True, 1)],
+)
+def test_an_engine_that_gives_memory_back_has_a_second_copy_of_its_drafter_on_the_host(
+    kind: str, saver: bool | None, copies: int
+) -> None:
+    """On accelerators; each of two ranks counts half of a copy."""
+    engine = rf.SGLang(max_total_tokens=TOKENS, memory_saver=saver)
+    plan = compiled_with(drafted(), placed(2, tp=2, engine=engine), kind=kind).plan
+    assert bool(saver) is plan.instance(ENGINE).options.memory_saver
+    assert copies * TINY // 2 == plan.part(f"{DRAFTER}/weights").on_host
+    assert MID + copies * TINY == plan.peaks[HOST]
+
+
+def test_an_engine_that_sleeps_has_a_second_copy_of_its_drafter_on_the_host() -> None:
+    graph = drafted(path="models/wide")
+    plan = compiled_with(graph, together(), kind="h100", share=0.93).plan
+    assert any(a.kind == "sleep" and a.instance == "actor@all/sglang" for a in plan.actions)
+    drafter = plan.part("drafter@all/sglang/actor/weights")
+    assert (2 * TINY, 0) == (drafter.on_host, drafter.size)
+    assert not verify(plan, STAGES[-1])
+
+
+@pytest.mark.parametrize("kind", ["h100", "cpu"])
+@pytest.mark.parametrize("saver", [True, False])
+def test_a_frozen_draft_model_has_a_copy_on_the_host_where_memory_is_given_back(
+    tmp_path: Path, kind: str, saver: bool
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(123_456))
+    said = rf.Speculative(algorithm="STANDALONE", draft_model=str(tmp_path))
+    engine = rf.SGLang(max_total_tokens=TOKENS, memory_saver=saver, speculative=said)
+    plan = compiled_with(sampling(0.0), placed(engine=engine), kind=kind).plan
+    copied = 123_456 if saver and kind == "h100" else 0
+    assert MID + copied == plan.part(f"{ENGINE}/weights").on_host == plan.peaks[HOST]

@@ -140,11 +140,6 @@ def test_ranks_share_what_lies_in_an_engine() -> None:
     assert TINY // 2 == plan.part(f"{DRAFTER}/weights").on_host
 
 
-def test_on_accelerators_the_host_has_a_second_copy_of_a_drafter() -> None:
-    plan = EXAMPLES["gpus"]().plan
-    assert TINY == plan.part(f"{DRAFTER}/weights").on_host
-
-
 def test_a_pool_has_room_for_drafts_of_two_turns() -> None:
     """17 rows of 13 tokens, and twice 3 drafts and the token after them."""
     plan = compiled_with(drafted(), placed(engine=rf.SGLang())).plan
