@@ -115,6 +115,17 @@ def drafter_part(instance: Instance, costs: Costs) -> Part:
     )
 
 
+def brought_awake(instance: Instance, costs: Costs) -> int:
+    """Bytes for each device that an engine's wake brings of what drafts in it.
+
+    They come from the host, whatever became of the policy's weights: a drafter from its staging,
+    and what stays as it is from the copy that SGLang has of it on accelerators.
+    """
+    if instance.drafter is not None:
+        return costs.weights(replace(instance, model=instance.drafter)) or 0
+    return backup(instance, costs)
+
+
 def backup(instance: Instance, costs: Costs) -> int:
     """Bytes of the host's memory for each device of an engine's own copy of what drafts in it.
 

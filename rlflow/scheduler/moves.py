@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rlflow.scheduler.cluster import amount
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.engines import moved_part, moving
 from rlflow.scheduler.gaps import Trace
+from rlflow.scheduler.inside import brought_awake
 from rlflow.scheduler.instants import leaving
-from rlflow.scheduler.plan import Action, Cost, Dep, Mode, Part, Plan, Reason
+from rlflow.scheduler.plan import Action, Cost, Dep, Instance, Mode, Part, Plan, Reason
 from rlflow.scheduler.prefetch import Nap, Spot, placed
 
 
@@ -31,13 +33,22 @@ class Traced:
 def move_cost(
     plan: Plan, context: Context, part: Part, mode: Mode, kind: Literal["sleep", "wake"] = "wake"
 ) -> Cost:
-    """The cost of a sleep or wake: nothing is copied of what is discarded."""
-    moved = 0 if mode == "discard" else leaving(part) * len(part.leaves)
-    cost = context.costs.copy(moved, devices=part.leaves, kind=kind)
+    """The cost of a sleep or wake: nothing is copied of what is discarded, but for a drafter."""
     instance = plan.instance(part.instance)
+    each = leaving(part)
+    if mode == "discard":
+        each = _drafting(instance, part, context) if kind == "wake" else 0
+    cost = context.costs.copy(each * len(part.leaves), devices=part.leaves, kind=kind)
     if instance.options is None:
         return cost
     return moving(cost, instance, kind, moved_part(part, mode), context.costs)
+
+
+def _drafting(instance: Instance, part: Part, context: Context) -> int:
+    """Bytes of what drafts that a wake of an engine's weights brings to each device."""
+    if instance.options is None or part.kind != "weights":
+        return 0
+    return brought_awake(instance, context.costs)
 
 
 def with_moves(plan: Plan, traced: Traced, naps: Sequence[Nap], context: Context) -> Plan:
@@ -99,6 +110,9 @@ def _action(plan: Plan, traced: Traced, spot: Spot, name: str, context: Context)
     part, mode = traced.parts[spot.nap.gap], traced.modes[spot.nap.gap]
     text = _why_wake(plan, traced, spot.nap) if spot.wake else _why_sleep(plan, traced, spot.nap)
     kind: Literal["sleep", "wake"] = "wake" if spot.wake else "sleep"
+    drafting = _drafting(plan.instance(part.instance), part, context)
+    if spot.wake and mode == "discard" and drafting:
+        text += f"; what drafts in it comes from its host, {amount(drafting)}"
     return Action(
         id=name,
         kind=kind,

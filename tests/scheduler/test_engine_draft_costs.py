@@ -12,6 +12,7 @@ import rlflow as rf
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.costs import Costs
 from rlflow.scheduler.engines import asleep_key, start_key
+from rlflow.scheduler.hardware import KINDS
 from rlflow.scheduler.measured import NOTHING, Sample
 from rlflow.scheduler.observed import key_of
 from rlflow.scheduler.plan import HOST, Plan
@@ -34,6 +35,7 @@ from tests.scheduler.test_engine_drafters import (
     sampling,
     together,
 )
+from tests.scheduler.test_engine_memory import planned, tight
 
 
 def costs_on(plan: Plan, kind: str = "h100") -> Costs:
@@ -216,3 +218,20 @@ def test_a_frozen_draft_model_has_a_copy_on_the_host_where_memory_is_given_back(
     plan = compiled_with(sampling(0.0), placed(engine=engine), kind=kind).plan
     copied = 123_456 if saver and kind == "h100" else 0
     assert MID + copied == plan.part(f"{ENGINE}/weights").on_host == plan.peaks[HOST]
+
+
+def test_a_wake_brings_the_drafter_though_the_policy_comes_by_a_reshard() -> None:
+    """Its bytes over the link to the host, beside the call that is assumed."""
+    graph = drafted(path="models/wide")
+    plan = compiled_with(graph, together(), kind="h100", share=0.93).plan
+    wake = plan.action("wake:actor@all/sglang/weights")
+    assert ("discard", TINY) == (wake.mode, wake.cost.moved)
+    link = KINDS["h100"].host_link * KINDS["h100"].reached
+    assert 0.02 + TINY / link == pytest.approx(wake.cost.seconds)
+    told = "the reshard fills it; what drafts in it comes from its host, 507.9 kB"
+    assert wake.reason.text.endswith(told)
+    assert 0 == plan.action("sleep:actor@all/sglang/weights").cost.moved
+    plain = planned(tight()).plan
+    alone = plain.action("wake:actor@all/sglang/weights")
+    assert ("discard", 0) == (alone.mode, alone.cost.moved)
+    assert alone.reason.text.endswith("allocated, the reshard fills it")
