@@ -22,6 +22,7 @@ from rlflow.scheduler.engines import (
     parts_of,
     start_key,
 )
+from rlflow.scheduler.inside import frozen, frozen_files
 from rlflow.scheduler.plan import Instance, Plan
 from rlflow.scheduler.serving import pool_record
 from rlflow.scheduler.text import duration
@@ -34,6 +35,13 @@ def noting_engines(plan: Plan, served: Mapping[str, Sequence[Node]], costs: Cost
             continue
         nodes = served[instance.name]
         plan = plan.noting("engine", _told(instance, plan, nodes, costs))
+        said = frozen(instance)
+        if said is not None and said.draft_model is not None and not frozen_files(instance):
+            plan = plan.noting(
+                "unknown size",
+                f"{instance.name}: the files of {said.draft_model}, which drafts in it, are not on "
+                "this machine; neither its weights nor its keys and values are counted",
+            )
         drawn = [n.name for n in nodes if dict(n.params).get("temperature")]
         names = " and ".join(drawn)
         if drawn and (why := instance.options.unseeded(on_cpu=on_cpu(instance, costs))):
@@ -58,6 +66,7 @@ def _told(instance: Instance, plan: Plan, nodes: Sequence[Node], costs: Costs) -
     room = [f"{amount(held)} of {name}" for name, held in part.holds if name != POOL]
     pool += f", beside it {' and '.join(room)}" if room else ""
     pool += "" if instance.drafter is None else f", and {instance.drafter} drafts in it"
+    pool += _told_frozen(instance)
     weights = costs.weights(replace(instance, tp=1, devices=instance.devices[:1]))
     staged = "" if weights is None else f" of {amount(weights)}"
     return (
@@ -67,6 +76,15 @@ def _told(instance: Instance, plan: Plan, nodes: Sequence[Node], costs: Costs) -
         f"{_told_asleep(instance, costs)}"
         f"{_told_start(instance, costs)}"
     )
+
+
+def _told_frozen(instance: Instance) -> str:
+    """Which draft model that stays as it is lies in it, where its files are here."""
+    said, files = frozen(instance), frozen_files(instance)
+    if said is None or not files:
+        return ""
+    size = amount(sum(file.stat().st_size for file in files))
+    return f", and {said.draft_model} ({size}) drafts in it, whose keys and values are not counted"
 
 
 def _told_start(instance: Instance, costs: Costs) -> str:

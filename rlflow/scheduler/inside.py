@@ -17,7 +17,7 @@ from rlflow.errors import Finding
 from rlflow.graph.graph import Node
 from rlflow.graph.speculative import Speculative
 from rlflow.scheduler.plan import Instance, Part
-from rlflow.scheduler.shapes import dtype_bytes
+from rlflow.scheduler.shapes import dtype_bytes, hub_snapshot
 
 if TYPE_CHECKING:
     from rlflow.scheduler.costs import Costs
@@ -72,11 +72,19 @@ def beams(instance: Instance) -> int:
 
 def frozen_bytes(instance: Instance) -> int:
     """Bytes on each device of a draft model that stays as it is: of its files, where they are."""
+    return math.ceil(sum(file.stat().st_size for file in frozen_files(instance)) / instance.tp)
+
+
+def frozen_files(instance: Instance) -> list[Path]:
+    """The weight files of a draft model that stays as it is; none where it is not here."""
     said = frozen(instance)
     if said is None or said.draft_model is None:
-        return 0
-    files = Path(said.draft_model).glob("*.safetensors")
-    return math.ceil(sum(file.stat().st_size for file in files) / instance.tp)
+        return []
+    path = Path(said.draft_model)
+    directory = path if path.is_absolute() else hub_snapshot(said.draft_model)
+    if directory is None:
+        return []
+    return sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
 
 
 def token_bytes(instance: Instance, costs: Costs) -> float:

@@ -80,7 +80,7 @@ def model_directory(path: str, near: Path | None = None) -> Path | None:
         found = base / path
         if (found / "config.json").is_file():
             return found
-    cached = _hub_snapshot(path)
+    cached = hub_snapshot(path)
     if cached is not None:
         return cached
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
@@ -111,7 +111,8 @@ def _no_model(path: str, bases: list[Path]) -> Finding:
     )
 
 
-def _hub_snapshot(name: str) -> Path | None:
+def hub_snapshot(name: str) -> Path | None:
+    """Where the files of a hub's model are in the local cache; None where they are not."""
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     snapshots = cache / f"models--{name.replace('/', '--')}" / "snapshots"

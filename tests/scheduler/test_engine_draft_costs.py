@@ -235,3 +235,40 @@ def test_a_wake_brings_the_drafter_though_the_policy_comes_by_a_reshard() -> Non
     alone = plain.action("wake:actor@all/sglang/weights")
     assert ("discard", 0) == (alone.mode, alone.cost.moved)
     assert alone.reason.text.endswith("allocated, the reshard fills it")
+
+
+HUB = Path("hub", "models--org--eagle", "snapshots", "1")
+
+
+@pytest.mark.parametrize("hub", [True, False])
+@pytest.mark.parametrize("ending", ["safetensors", "bin", ""])
+def test_a_frozen_draft_model_that_is_not_here_is_said_to_be_of_unknown_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: bool, ending: str
+) -> None:
+    """A directory, or a name of the hub; files of either kind count."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    directory = tmp_path / HUB
+    if ending:
+        directory.mkdir(parents=True)
+        (directory / "config.json").write_text("{}")
+        (directory / f"model.{ending}").write_bytes(bytes(123_456))
+    model = "org/eagle" if hub else str(directory)
+    said = rf.Speculative(algorithm="EAGLE", draft_model=model)
+    engine = rf.SGLang(max_total_tokens=TOKENS, speculative=said)
+    plan = compiled_with(sampling(0.0), placed(engine=engine)).plan
+    known = plan.part(f"{ENGINE}/weights").size
+    assert MID + (123_456 if ending else 0) == known
+    notes = {note.rule: note.text for note in plan.notes}
+    told = f"and {model} (123.5 kB) drafts in it, whose keys and values are not counted"
+    assert bool(ending) is (told in notes["engine"])
+    assert bool(ending) is ("unknown size" not in notes)
+    if not ending:
+        assert f"the files of {model}, which drafts in it" in notes["unknown size"]
+        assert "nor its keys and values are counted" in notes["unknown size"]
+
+
+def test_what_drafts_without_files_has_no_unknown_size() -> None:
+    for algorithm in ("NGRAM", "NEXTN"):
+        engine = rf.SGLang(speculative=rf.Speculative(algorithm=algorithm))
+        plan = compiled_with(sampling(0.0), placed(engine=engine)).plan
+        assert "unknown size" not in {note.rule for note in plan.notes}
