@@ -38,12 +38,17 @@ class Speculative(BaseModel):
 
     @model_validator(mode="after")
     def _has_its_model(self) -> Self:
-        """A draft model where there is one, and the same from everywhere; PlanError E677."""
+        """A draft model where there is one, and the same from everywhere; PlanError E677.
+
+        The same for a `topk` that would do nothing.
+        """
         path, wanted = self.draft_model, self.algorithm in WITH_FILES
-        if (path is not None) == wanted and not _relative(path):
+        if self.algorithm == "NGRAM" and self.topk != 1:
+            raise PlanError(self._without_topk())
+        if (bool(path) if wanted else path is None) and not _relative(path):
             return self
         what = "needs a draft_model" if wanted else "drafts with no model of its own"
-        if wanted and path is not None:
+        if wanted and path:
             what = "has another draft_model for every process"
         raise PlanError(
             Finding(
@@ -56,10 +61,20 @@ class Speculative(BaseModel):
             )
         )
 
+    def _without_topk(self) -> Finding:
+        return Finding(
+            code="E677",
+            what='rf.Speculative(algorithm="NGRAM") drafts what its rows have repeated: '
+            "topk would do nothing",
+            got=f"topk={self.topk}",
+            expected="no topk",
+            fix=f'rf.Speculative(algorithm="NGRAM", draft_tokens={self.draft_tokens})',
+        )
+
     @property
     def verified(self) -> int:
         """Tokens of a row that the policy reads a turn: what is drafted, and the one before it."""
-        return 1 + self.draft_tokens * (1 if self.algorithm == "NGRAM" else self.topk)
+        return 1 + self.draft_tokens * self.topk
 
     def arguments(self) -> dict[str, Any]:
         """SGLang's arguments for it."""
@@ -91,7 +106,10 @@ def drafting(algorithm: str, path: str | None, tokens: int, *, topk: int = 1) ->
 
 
 def _relative(path: str | None) -> bool:
-    """Whether a path depends on where it is read: it begins with a dot, or has more than a name."""
+    """Whether a path depends on who reads it where: it begins with a dot or a tilde, or is longer.
+
+    A hub name has one slash at the most.
+    """
     if path is None or PurePath(path).is_absolute():
         return False
-    return path.startswith(".") or path.count("/") > 1
+    return path.startswith((".", "~")) or path.count("/") > 1

@@ -99,10 +99,7 @@ def token_bytes(instance: Instance, costs: Costs) -> float:
 
 def reserved(instance: Instance) -> int:
     """Tokens that each row takes in the pool beyond its own, for what is drafted."""
-    said = frozen(instance)
-    if said is not None:
-        return TURNS * (said.draft_tokens * said.topk + 1)
-    return TURNS * (instance.draft_tokens + 1) if instance.drafter is not None else 0
+    return TURNS * (drafted(instance) + 1) if drafts(instance) else 0
 
 
 def staging(instance: Instance, costs: Costs) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -313,14 +314,29 @@ def test_a_frozen_draft_model_counts_by_its_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "topk", "verified"), [("NGRAM", 1, 5), ("NEXTN", 1, 5), ("NEXTN", 2, 9)]
+)
+def test_rows_have_room_for_what_two_turns_verify(algorithm: str, topk: int, verified: int) -> None:
+    """17 rows of 13 tokens, and twice what SGLang is told to verify."""
+    said = rf.Speculative(algorithm=algorithm, draft_tokens=4, topk=topk)
+    assert verified == said.arguments()["speculative_num_draft_tokens"]
+    plan = compiled_with(sampling(0.0), placed(engine=rf.SGLang(speculative=said))).plan
+    assert 17 * (5 + 8 + 2 * verified) == plan.instance(ENGINE).options.max_total_tokens
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"algorithm": "EAGLE"}, "needs a draft_model"),
         ({"algorithm": "NGRAM", "draft_model": "/there"}, "no model of its own"),
         ({"algorithm": "EAGLE3", "draft_model": "../there"}, "another draft_model for every"),
+        ({"algorithm": "EAGLE", "draft_model": "~/there"}, "another draft_model for every"),
+        ({"algorithm": "EAGLE", "draft_model": ""}, "needs a draft_model"),
+        ({"algorithm": "NEXTN", "draft_model": ""}, "no model of its own"),
+        ({"algorithm": "NGRAM", "topk": 4}, "topk would do nothing"),
     ],
 )
-def test_speculative_options_that_are_wrong_are_refused(options: dict[str, str], said: str) -> None:
+def test_speculative_options_that_are_wrong_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError) as refused:
         rf.Speculative(**options)
     (finding,) = refused.value.findings
