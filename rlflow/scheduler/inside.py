@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING
 
 from rlflow.errors import Finding
 from rlflow.graph.graph import Node
-from rlflow.graph.speculative import Speculative
+from rlflow.graph.speculative import Speculative, slots
 from rlflow.scheduler.plan import Instance, Part
 from rlflow.scheduler.shapes import dtype_bytes, hub_snapshot
 
 if TYPE_CHECKING:
     from rlflow.scheduler.costs import Costs
-
-# An engine has slots for the drafts of so many turns of each row, and for the token after them.
-TURNS = 2
 
 
 def models_in(instance: Instance) -> tuple[Instance, ...]:
@@ -61,7 +58,7 @@ def drafted(instance: Instance) -> int:
     said = frozen(instance)
     if said is None:
         return instance.draft_tokens
-    return int(said.arguments()["speculative_num_draft_tokens"]) - 1
+    return said.verified - 1
 
 
 def beams(instance: Instance) -> int:
@@ -99,7 +96,7 @@ def token_bytes(instance: Instance, costs: Costs) -> float:
 
 def reserved(instance: Instance) -> int:
     """Tokens that each row takes in the pool beyond its own, for what is drafted."""
-    return TURNS * (drafted(instance) + 1) if drafts(instance) else 0
+    return slots(drafted(instance) + 1) if drafts(instance) else 0
 
 
 def staging(instance: Instance, costs: Costs) -> int:
