@@ -58,6 +58,7 @@ bench: $(STAMP)  ## side-by-side measurements; makes environments of its own
 	$(BIN)/python benchmarks/vs_trl_ppo.py
 	$(BIN)/python benchmarks/ray_overhead.py
 	$(BIN)/python benchmarks/vs_verl_dispatch.py
+	$(BIN)/python benchmarks/vs_verl_handover.py
 	$(BIN)/python benchmarks/optimum.py
 	$(BIN)/python benchmarks/residency.py
 	$(BIN)/python benchmarks/compile_time.py

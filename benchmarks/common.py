@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -186,6 +187,18 @@ def run(command: Sequence[str | Path], log: Path) -> float:
         tail = log.read_text(encoding="utf-8", errors="replace")[-3000:]
         raise SystemExit(f"{tail}\n{shlex.join(words)}\nexit code {process.returncode}, log: {log}")
     return usage.ru_maxrss / 1024
+
+
+def script(name: str, python: Path, file: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a script of this folder on a spec, in a directory of its own; what it wrote."""
+    folder = CACHE / "runs" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    given, made = folder / "spec.json", folder / "result.json"
+    given.write_text(json.dumps(spec), encoding="utf-8")
+    run([python, HERE / file, given, made], CACHE / "logs" / f"{name}.log")
+    found: dict[str, Any] = json.loads(made.read_text(encoding="utf-8"))
+    return found
 
 
 def rlflow() -> Path:

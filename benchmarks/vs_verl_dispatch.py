@@ -11,9 +11,7 @@ after every case.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import shutil
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,14 +21,13 @@ from typing import Any
 
 from common import (
     CACHE,
-    HERE,
     RESULTS,
     Environment,
     machine,
     markdown_report,
     markdown_table,
-    run,
     say,
+    script,
     text_table,
     write_results,
 )
@@ -305,18 +302,12 @@ def verl_side(way: Way, rows: int, counts: Counts) -> Measured:
 
 
 def side(
-    name: str, python: Path, script: str, rows: int, counts: Counts, more: Mapping[str, Any]
+    name: str, python: Path, file: str, rows: int, counts: Counts, more: Mapping[str, Any]
 ) -> Measured:
     """Run a script on a spec, and read what it wrote."""
-    folder = CACHE / "runs" / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    given, made = folder / "spec.json", folder / "result.json"
     sizes = {"rows": rows, "prompt": PROMPT, "response": RESPONSE, "workers": WORKERS}
     repeats = {"warmup": counts.warmup, "turns": counts.turns}
-    given.write_text(json.dumps({**sizes, **repeats, **more}), encoding="utf-8")
-    run([python, HERE / script, given, made], CACHE / "logs" / f"{name}.log")
-    return Measured.read(json.loads(made.read_text(encoding="utf-8")))
+    return Measured.read(script(name, python, file, {**sizes, **repeats, **more}))
 
 
 if __name__ == "__main__":
