@@ -270,7 +270,7 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
             ("--placement", "split", "--backend", "ray", "--set", "adapters=true"),
             marks=[pytest.mark.ray, pytest.mark.extra],
         ),
-        pytest.param(("--placement", "ranks"), marks=pytest.mark.ray),
+        pytest.param(("--placement", "ranks"), marks=[pytest.mark.ray, pytest.mark.extra]),
         pytest.param(("--placement", "hybrid", *HYBRID), marks=pytest.mark.ray),
     ],
     ids=["colocated", "split", "adapted", "streamed", "ray", "ray adapted", "ranks", "hybrid"],

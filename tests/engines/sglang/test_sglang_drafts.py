@@ -159,7 +159,7 @@ def test_a_replacement_has_the_weights_of_both(drafted):
     assert {} == drafted.model.draft.check()
 
 
-@pytest.mark.parametrize("updates", ["memory", "group"])
+@pytest.mark.parametrize("updates", [pytest.param("memory", marks=pytest.mark.extra), "group"])
 def test_a_frozen_draft_model_stays_as_it_is(updates):
     """The policy moves on, and what its options draft with is still the first policy."""
     said = rf.Speculative(algorithm="STANDALONE", draft_model=TINY, draft_tokens=3)
