@@ -90,7 +90,7 @@ def test_weights_in_several_files_are_found_by_their_index(model_dir, tmp_path):
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_a_skeleton_has_the_models_names_and_buffers_and_no_memory(family, head):
     config = make_config(family)
-    with loading.quiet():
+    with loading.alone():
         whole = loading.build("a model", config, head, torch.float32, 1, "random")
         made = skeleton("a model", config, head, torch.float32)
 
@@ -110,7 +110,7 @@ def test_random_weights_are_those_of_the_whole_model(family, dtype):
     def make():
         return loading.build("a model", config, "lm", dtype, 11, "random")
 
-    with loading.quiet():
+    with loading.alone():
         expected = dict(make().named_parameters())
         before = torch.get_rng_state()
         found = {name: tensor.clone() for name, tensor in drawn_parameters(make)}

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 
 
 def roles(config, head="lm"):
-    with loading.quiet():
+    with loading.alone():
         module = skeleton("a model", config, head, torch.float32)
     return layer_roles(module, config, "a model")
 

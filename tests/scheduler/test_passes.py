@@ -63,11 +63,19 @@ def test_memory_is_refused_only_where_one_action_alone_does_not_fit(case: Case) 
 
 
 def largest_need(case: Case) -> int:
-    """The most bytes that one action needs on a device, asked of a plan with plenty."""
+    """The most bytes that one action needs on a device, asked of a plan with plenty.
+
+    Of what it does not need there is what stays although it sleeps: all of an engine, where that
+    goes on from piece to piece of a rollout.
+    """
     plan = case.with_memory(PLENTY).compile().plan
-    sizes = {part.name: part.size or 0 for part in plan.parts}
     return max(
-        (a.cost.transient or 0) + sum(sizes[p] for p in a.needs if device in plan.part(p).devices)
+        (a.cost.transient or 0)
+        + sum(
+            (part.size or 0) if part.name in a.needs else part.residual
+            for part in plan.parts
+            if device in part.devices
+        )
         for a in plan.actions
         for device in a.devices
     )
