@@ -32,7 +32,7 @@ from common import (
 from handover_rows import SHORTEST, sums
 from vs_verl_dispatch import VERL
 
-ROWS, PROMPT, RESPONSE = 1024, 512, 1024
+ROWS, PROMPT, RESPONSE = 1024, 32, 1024
 HEADER = ("responses", "verl", "rlflow rows/s", "verl rows/s", "times", "of pairs")
 SERIALIZATIONS = ("", "numpy")
 NOTES = (
@@ -43,11 +43,13 @@ NOTES = (
     "one thread, two workers beside the controller.",
     "rlflow: the plan of pipelines/handover.py, by the executor and the Ray machine. The engine "
     "is a process of its own that answers over the socket as SGLang's does; its worker makes "
-    "tensors of the answers, without padding, and a transfer brings the fields that are read.",
+    "tensors of the answers, without padding, and a transfer brings the fields that are read. The "
+    "prompts are text when a turn begins, and are tokenized within it.",
     "verl: `AgentLoopWorker._agent_loop_postprocess` and `_postprocess` pad the lists and put "
     "them together in a worker, the DataProto comes to the driver and joins its batch by `union`, "
     "a RayWorkerGroup gets it with DP_COMPUTE_PROTO: as its trainer does. The request that verl "
-    "makes of its server for each row, one call of Ray each, is left out. `numpy`: with "
+    "makes of its server for each row, one call of Ray each, is left out, and so is tokenizing. "
+    "`numpy`: with "
     "VERL_DATAPROTO_SERIALIZATION_METHOD=numpy, which is not the default.",
     "Rows a second of the median turn; `times` is the median over the pairs of rlflow's over "
     "verl's.",
@@ -170,9 +172,9 @@ class Report:
 def main() -> None:
     """Measure, print the table, write the results after every pair."""
     parser = argparse.ArgumentParser(description="Rows of an engine handed over, beside verl.")
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="small counts, nothing written")
     options = parser.parse_args()
     VERL.ensure()

@@ -24,7 +24,7 @@ class Config(rf.Config):
     """What `--set` may change."""
 
     rows: int = 1024
-    prompt: int = 512
+    prompt: int = 32
     response: int = 1024
 
 
