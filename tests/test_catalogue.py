@@ -27,6 +27,8 @@ from tests.conftest import PIPELINES, ROOT
 from tests.test_pipelines import local
 
 NAMES = sorted(path.stem for path in PIPELINES.glob("*.py"))
+# Of the same operators and uses as another one: another advantage, loss, or size.
+ALIKE = {"dr_grpo", "grpo", "gspo", "ppo", "reinforce_pp", "rloo"}
 LONGEST_FILE = 60
 HELD_OUT = 32
 LONGER = {
@@ -133,7 +135,10 @@ def test_three_iterations_run_and_every_number_is_finite(rlflow, tmp_path, monke
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.torch
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.extra) if n in ALIKE else n for n in NAMES],
+)
 def test_three_iterations_on_ray_have_the_numbers_of_this_process(
     rlflow, tmp_path, monkeypatch, name
 ):

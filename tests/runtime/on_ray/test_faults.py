@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -170,8 +171,7 @@ def test_a_frozen_rank_is_an_error_within_the_deadline(tmp_path):
 
     assert 1 == code, err
     assert "E763" in err or "E775" in err, err  # it is frozen in an action, or in a save
-    assert "no answer" in err
-    assert "rank of device" in err
+    assert re.search(r"no answer from (the host worker|rank of device \d)|missing: ", err), err
     assert time.monotonic() - frozen < 60
     assert {} == all_gone(tmp_path.name)
 
