@@ -260,7 +260,7 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
     "words",
     [
         ("--placement", "colocate", "--devices", f"cpu:1@{TIGHT / 1e6}MB"),
-        ("--placement", "split"),
+        pytest.param(("--placement", "split"), marks=pytest.mark.extra),
         ("--placement", "colocate", "--set", "adapters=true", "--devices", SMALL),
         ("--placement", "stream"),
         pytest.param(

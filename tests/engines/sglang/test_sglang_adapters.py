@@ -192,7 +192,7 @@ def test_adapters_that_are_not_all_there_are_refused_whole(adapted):
     same(*adapted.generate(PROMPTS, GREEDY))
 
 
-@pytest.mark.parametrize("when", ["awake", "asleep"])
+@pytest.mark.parametrize("when", ["awake", pytest.param("asleep", marks=pytest.mark.extra)])
 def test_an_engine_that_is_killed_comes_back_with_the_adapters(adapted, when):
     trained(adapted, 3, seed=3)
     leaders, starts = group(adapted.model), adapted.model.replica.starts

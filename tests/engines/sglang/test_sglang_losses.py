@@ -77,7 +77,9 @@ def stop_scheduler(model):
         os.kill(pid, signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("disturb", [kill, kill_guardian, stop, stop_scheduler])
+@pytest.mark.parametrize(
+    "disturb", [kill, pytest.param(kill_guardian, marks=pytest.mark.extra), stop, stop_scheduler]
+)
 def test_unanswered_rows_are_asked_of_a_new_engine(pair, disturb):
     pair.update(3, seed=3)
     old, starts = group(pair.model), pair.model.replica.starts
