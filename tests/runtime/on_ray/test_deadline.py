@@ -124,7 +124,7 @@ def told(answer):
 
 def test_an_error_that_is_told_ends_the_wait_while_others_hang(pair, monkeypatch):
     monkeypatch.setattr(deadline, "GRACE", 0.2)
-    hanging = pair[0].after.remote(6, None)
+    hanging = pair[0].after.remote(3, None)
 
     with pytest.raises(RewardError) as raised:
         wait([hanging, pair[1].after.remote(0, "wrong")], 20, doing="loading", told=told)

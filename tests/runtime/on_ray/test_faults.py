@@ -95,6 +95,7 @@ def test_a_killed_rank_ends_the_run_with_one_error_and_no_process_left(
     assert list_checkpoints(run / "checkpoints"), "nothing to continue from"
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_left_continues_on_another_number_of_ranks(tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
     broken = start(
