@@ -22,7 +22,7 @@ from rlflow.engines.sglang.link import Link, LostError, RefusedError
 from rlflow.engines.sglang.memory import SharedWeights
 from rlflow.engines.sglang.proof import differences
 from rlflow.engines.sglang.replica import Launch, Replica
-from rlflow.engines.sglang.updates import Memory, Way
+from rlflow.engines.sglang.updates import Memory, Update, Way
 from rlflow.errors import Finding, RunError, known_names
 
 WEIGHTS, POOL = "weights", "kv_cache"
@@ -287,7 +287,10 @@ class EngineModel:
             if wrong:
                 raise RefusedError(f"other weights are there: {known_names(sorted(wrong))}")
 
-        return self.way.bring(link, self.version, self.replica.facts, prove=prove, whole=whole)
+        facts = self.replica.facts
+        return self.way.bring(
+            Update(link=link, version=self.version, facts=facts, prove=prove, whole=whole)
+        )
 
     def _sleep(self, tag: str) -> None:
         """Put a part to sleep; an engine that is lost meanwhile holds no memory either."""

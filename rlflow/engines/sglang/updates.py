@@ -13,6 +13,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,43 +27,40 @@ BUCKET_BYTES = 256 << 20
 SAFETENSORS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """Weights of `version` for the engine of `link`, whose `facts` are those of its start.
+
+    Of a model with adapters the `whole` is brought where what lies below them has changed. SGLang
+    answers for its first rank alone: `prove` compares what all have with the staging, and raises
+    RefusedError where one differs.
+    """
+
+    link: Link
+    version: int
+    facts: Mapping[str, Any]
+    prove: Callable[[], None]
+    whole: bool = False
+
+
 class Way(Protocol):
     """Brings all weights of a staging to an engine."""
 
-    def bring(
-        self,
-        link: Link,
-        version: int,
-        facts: Mapping[str, Any],
-        *,
-        prove: Callable[[], None],
-        whole: bool = False,
-    ) -> str:
-        """Have the engine take them as `version`; the version that it reports.
+    def bring(self, update: Update) -> str:
+        """Have the engine take them; the version that it reports.
 
-        `facts` are those of the running engine. SGLang answers for its first rank alone; where
-        another one may not have got what that got, the way has the engine `prove` its weights. Of
-        a model with adapters the `whole` is brought where what lies below them has changed. Raises
-        LostError and RefusedError as requests do, and what `prove` raises.
+        Has it prove them where a rank may not have got what the first one got. Raises LostError
+        and RefusedError as requests do.
         """
 
 
 class Memory:
     """The staging itself, which the engine has mapped."""
 
-    def bring(
-        self,
-        link: Link,
-        version: int,
-        facts: Mapping[str, Any],
-        *,
-        prove: Callable[[], None],
-        whole: bool = False,
-    ) -> str:
+    def bring(self, update: Update) -> str:
         """See `Way`; the ranks wait for each other after each bucket."""
-        del facts, prove
-        more = {"whole": True} if whole else {}
-        return str(link.ask("update", {"version": version, **more}).result())
+        more = {"whole": True} if update.whole else {}
+        return str(update.link.ask("update", {"version": update.version, **more}).result())
 
 
 class Disk:
@@ -83,26 +81,19 @@ class Disk:
         self._directory = directory
         self._ranks = ranks
 
-    def bring(
-        self,
-        link: Link,
-        version: int,
-        facts: Mapping[str, Any],
-        *,
-        prove: Callable[[], None],
-        whole: bool = False,
-    ) -> str:
+    def bring(self, update: Update) -> str:
         """See `Way`; raises RunError E673 where the file cannot be written."""
-        assert not whole, "adapters go through memory"
-        base = self._directory or facts["directory"]
+        assert not update.whole, "adapters go through memory"
+        base, link = self._directory or update.facts["directory"], update.link
         written = None
         try:
             # No two updates share a name, which a host may have read and remembered.
-            written = tempfile.mkdtemp(prefix=f"version-{version}-", dir=base)
+            written = tempfile.mkdtemp(prefix=f"version-{update.version}-", dir=base)
             write_weights(Path(written) / "model.safetensors", self._staging)
-            told = str(link.ask("update", {"version": version, "path": written}).result())
+            fields = {"version": update.version, "path": written}
+            told = str(link.ask("update", fields).result())
             if self._ranks > 1:
-                prove()
+                update.prove()
             return told
         except OSError as error:
             if link.lost.is_set():
@@ -126,18 +117,10 @@ class Broadcast:
         self._buckets = buckets(staging.table)
         self._groups: weakref.WeakKeyDictionary[Link, Peers] = weakref.WeakKeyDictionary()
 
-    def bring(
-        self,
-        link: Link,
-        version: int,
-        facts: Mapping[str, Any],
-        *,
-        prove: Callable[[], None],
-        whole: bool = False,
-    ) -> str:
+    def bring(self, update: Update) -> str:
         """See `Way`; an engine that is met for the first time has joined a group before."""
-        assert not whole, "adapters go through memory"
-        del facts
+        assert not update.whole, "adapters go through memory"
+        link = update.link
         known = self._groups.get(link)
         peers = known or self._met(link)
 
@@ -147,12 +130,12 @@ class Broadcast:
 
         # A broadcast does not wait for long, and rows in flight may take any time.
         link.ask("drain", {}).result()
-        call = link.ask("update", {"version": version, "buckets": self._buckets})
+        call = link.ask("update", {"version": update.version, "buckets": self._buckets})
         sending = beside(link, send)
         told = str(call.result())
         sending.join()
         if known is None and self._ranks > 1:
-            prove()
+            update.prove()
         return told
 
     def _met(self, link: Link) -> Peers:

@@ -22,7 +22,7 @@ from rlflow.engines.sglang.memory import SharedWeights
 from rlflow.engines.sglang.process import Command, EngineProcess
 from rlflow.engines.sglang.proof import differences
 from rlflow.engines.sglang.replica import Launch, Replica
-from rlflow.engines.sglang.updates import Broadcast, Disk
+from rlflow.engines.sglang.updates import Broadcast, Disk, Update
 from rlflow.errors import RunError
 from rlflow.graph.engines import SGLang
 from tests.engines.sglang.conftest import TINY
@@ -125,7 +125,7 @@ def test_a_group_waits_for_rows_in_flight_and_is_proven_once():
     way = Broadcast(staging, ranks=2, address="127.0.0.1")
     for version in (1, 2):
         more = {"prove": lambda: proofs.append(link.asked[-1])}
-        assert str(version) == way.bring(link, version, {}, **more)
+        assert str(version) == way.bring(Update(link=link, version=version, facts={}, **more))
     assert ["join", "drain", "update", "drain", "update"] == link.asked
     assert ["update"] == proofs
     total = float(sum(tensor.sum() for tensor in STAGED.values()))
@@ -143,10 +143,10 @@ def test_a_file_is_there_until_all_ranks_have_proven_what_they_read(ranks, tmp_p
     link = SimpleNamespace(ask=lambda do, fields: SimpleNamespace(result=lambda: "4"))
     way = Disk(SharedWeights(STAGED), str(tmp_path), ranks=ranks)
     if ranks == 1:
-        assert "4" == way.bring(link, 4, {}, prove=prove)
+        assert "4" == way.bring(Update(link=link, version=4, facts={}, prove=prove))
     else:
         with pytest.raises(RefusedError, match="rank 1"):
-            way.bring(link, 4, {}, prove=prove)
+            way.bring(Update(link=link, version=4, facts={}, prove=prove))
     assert ranks - 1 == len(files)
     assert [] == list(tmp_path.iterdir())
 

@@ -30,6 +30,7 @@ from rlflow.engines.sglang.updates import (
     Broadcast,
     Disk,
     Memory,
+    Update,
     beside,
     buckets,
     write_weights,
@@ -122,7 +123,9 @@ def test_a_file_is_there_for_as_long_as_the_update_takes(tmp_path):
 
     link = Asked(answer)
     way = Disk(SharedWeights(GIVEN), None, ranks=1)
-    assert "3" == way.bring(link, 3, {"directory": str(tmp_path)}, prove=unasked)
+    assert "3" == way.bring(
+        Update(link=link, version=3, facts={"directory": str(tmp_path)}, prove=unasked)
+    )
     assert (3, str(tmp_path)) == (link.fields["version"], str(Path(link.fields["path"]).parent))
     assert [] == list(tmp_path.iterdir())
 
@@ -134,7 +137,7 @@ def test_a_file_goes_with_an_update_that_fails(tmp_path):
 
     way = Disk(SharedWeights(GIVEN), str(tmp_path), ranks=2)
     with pytest.raises(LostError):
-        way.bring(Asked(lost), 1, {}, prove=unasked)
+        way.bring(Update(link=Asked(lost), version=1, facts={}, prove=unasked))
     assert [] == list(tmp_path.iterdir())
 
 
@@ -147,10 +150,10 @@ def test_the_directory_of_an_engine_goes_with_the_engine(tmp_path):
     link, facts = Asked(None), {"directory": str(tmp_path / "gone")}
     way = Disk(SharedWeights(GIVEN), None, ranks=1)
     with pytest.raises(RunError, match="E673"):
-        way.bring(link, 1, facts, prove=unasked)
+        way.bring(Update(link=link, version=1, facts=facts, prove=unasked))
     link.lose("killed")
     with pytest.raises(LostError, match="killed"):
-        way.bring(link, 1, facts, prove=unasked)
+        way.bring(Update(link=link, version=1, facts=facts, prove=unasked))
 
 
 def other_end(port, seconds=5.0):
