@@ -10,11 +10,7 @@ and a RayWorkerGroup reads it.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +28,7 @@ from verl.experimental.agent_loop.agent_loop import (
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl_side import on_ray
 
 
 class Answering(AgentLoopWorker):
@@ -104,25 +101,5 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     return {"turns": [asdict(turn) for turn in turns[spec["warmup"] :]], **found}
 
 
-def main() -> None:
-    """Read the spec, measure, write the result."""
-    given, made = (Path(word) for word in sys.argv[1:3])
-    spec = json.loads(given.read_text(encoding="utf-8"))
-    torch.set_num_threads(1)
-    os.environ.update(
-        {
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_enable_metrics_collection": "0",
-            "RAY_task_events_report_interval_ms": "0",
-            "VERL_DATAPROTO_SERIALIZATION_METHOD": spec["serialization"],
-        }
-    )
-    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-    try:
-        made.write_text(json.dumps(measure(spec)), encoding="utf-8")
-    finally:
-        ray.shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    on_ray(measure)

@@ -128,8 +128,8 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Read the spec, measure, write the result."""
+def on_ray(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Read the spec, start a cluster with a CPU for each worker and the driver, measure, write."""
     given, made = (Path(word) for word in sys.argv[1:3])
     spec = json.loads(given.read_text(encoding="utf-8"))
     torch.set_num_threads(1)
@@ -154,4 +154,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    on_ray(measure)

@@ -112,6 +112,7 @@ def measured(counts: Counts, report: Report) -> None:
         for responses in ("equal", "unequal"):
             say(f"pair {number + 1} of {counts.pairs}, {responses}")
             spec: dict[str, Any] = {
+                "workers": 2,
                 "rows": counts.rows,
                 "prompt": PROMPT,
                 "response": RESPONSE,

@@ -125,18 +125,22 @@ def with_pool(instance: Instance, nodes: Sequence[Node], room: int, costs: Costs
     """The engine with a pool of so many tokens as its options say, or as its rollouts need.
 
     One that drafts is told how many rows it computes at once, too. What is derived leaves a part
-    of `room` bytes free, and holds one row at the least.
+    of `room` bytes free, and holds one row at the least. A share of the memory becomes tokens on a
+    CPU, where a device is a part of the host that an engine does not know of.
     """
     instance = with_slots(instance, on_cpu=on_cpu(instance, costs))
     options = instance.options
     shape = costs.shapes[instance.model]
     if options is None or shape is None or options.max_total_tokens is not None:
         return instance
-    if options.mem_fraction_static is not None:
+    if options.mem_fraction_static is not None and not on_cpu(instance, costs):
         return instance
     longest = max(sum(costs.tokens(node)) for node in nodes) + reserved(instance)
+    each, said = token_bytes(instance, costs), pool_size(instance, costs)
+    if said is not None:
+        tokens = max(longest, int(said / each))
+        return replace(instance, options=options.model_copy(update={"max_total_tokens": tokens}))
     wanted = max(_tokens(node, instance, costs) for node in nodes)
-    each = token_bytes(instance, costs)
     beside = (held_weights(instance, costs) or 0) + kept_asleep(instance, costs)
     beside += sum(size for _, size in working(instance, nodes, costs))
     fitting = int((ROOM * room - beside) / each)

@@ -299,3 +299,22 @@ def test_files_without_bytes_or_trips_are_read(tmp_path: Path) -> None:
     document["records"][0]["samples"][0] = ["run", 2, 1.0, 0.5, 3.0, 4.0, 2.0, 7.0, 1.0]
     path.write_text(json.dumps(document))
     assert load_measured(path).problem
+
+
+@pytest.mark.parametrize("share", [0.5, 1e-6])
+def test_a_share_of_a_cpus_memory_is_told_the_engine_in_tokens(share: float) -> None:
+    """A device is a part of the host there, which the engine does not know of."""
+    memory = 1e9
+    devices = cluster("cpu", 1, memory)
+    plan = planned(devices, colocated(rf.SGLang(mem_fraction_static=share))).plan
+    engine = plan.instance(ENGINE)
+    assert engine.options is not None
+    tokens, pool = engine.options.max_total_tokens, plan.part(f"{ENGINE}/pool").size
+    assert tokens is not None
+    assert pool is not None
+    weights = plan.part(f"{ENGINE}/weights").size or 0
+    each = pool / tokens
+    if share * memory > weights:
+        assert share * memory - weights == pytest.approx(pool, abs=each)
+    else:
+        assert sum(costs_of(plan, devices).tokens(plan.graph.node("actor.rollout"))) == tokens
