@@ -5,8 +5,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
+# Compiled files are kept: hundreds of processes that tests start would compile rlflow again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-slow test-sglang test-vllm check bench bench-learning setup clean
+.PHONY: demo test test-fast test-slow test-long test-sglang test-vllm check bench bench-learning docs setup clean
 
 setup: $(STAMP)
 
@@ -25,21 +27,27 @@ demo: $(STAMP)  ## train GRPO on this CPU until the reward climbs; leaves runs/d
 	@rm -rf runs/demo
 	$(BIN)/rlflow run pipelines/grpo_arithmetic.py --run-dir runs/demo
 	$(BIN)/rlflow report runs/demo
+	@echo "next: source $(VENV)/bin/activate, then rlflow --help; or $(BIN)/rlflow --help"
+
+TWO    := -n 2 --dist loadfile
 
 test: $(STAMP)  ## all tests but the slow ones: two files at a time, those that start Ray alone
-	$(BIN)/python -m pytest -m "not slow and not ray" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not ray" $(TWO)
 	$(BIN)/python -m pytest -m "ray and not slow"
 
 test-fast: $(STAMP)  ## the tests that need no torch
 	$(BIN)/python -m pytest -m "not torch and not slow"
 
 test-slow: $(STAMP)  ## end-to-end runs of minutes; BUT="and not extra" leaves some out
-	$(BIN)/python -m pytest -m "slow and not ray and not sglang and not vllm $(BUT)" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "slow and not ray and not sglang and not vllm $(BUT)" $(TWO)
 	$(BIN)/python -m pytest -m "slow and ray and not sglang and not vllm $(BUT)"
+
+test-long: $(STAMP)  ## property tests with ten times the examples, drawn anew each time: for the night
+	env -u CI RLFLOW_EXAMPLES=10 $(BIN)/python -m pytest -m "hypothesis and not ray and not sglang" --timeout=3600 $(TWO)
 
 test-sglang: $(STAMP)  ## the real SGLang engine on this CPU, in an environment of its own (2 GB); BUT="and not extra" leaves some out
 	PYTHON=$(PYTHON) scripts/sglang_cpu.sh .venv-sglang
-	RLFLOW_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -m "sglang and not ray $(BUT)" -n 2 --dist loadfile
+	RLFLOW_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -m "sglang and not ray $(BUT)" $(TWO)
 	RLFLOW_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -m "sglang and ray $(BUT)"
 
 test-vllm: $(STAMP)  ## the real vLLM engine on this CPU, in an environment of its own (2.5 GB)
@@ -60,9 +68,13 @@ bench: $(STAMP)  ## side-by-side measurements; makes environments of its own
 	$(BIN)/python benchmarks/vs_verl_dispatch.py
 	$(BIN)/python benchmarks/vs_verl_handover.py
 	$(BIN)/python benchmarks/optimum.py
+	$(BIN)/python benchmarks/joint.py
 	$(BIN)/python benchmarks/residency.py
 	$(BIN)/python benchmarks/compile_time.py
 	$(BIN)/python benchmarks/prediction.py
+	$(BIN)/python benchmarks/half_billion.py
+	$(BIN)/python benchmarks/phases.py
+	$(BIN)/python benchmarks/products.py
 	$(BIN)/python benchmarks/vs_numerics.py
 	PYTHON=$(PYTHON) scripts/sglang_cpu.sh .venv-sglang
 	$(BIN)/python benchmarks/vs_sglang.py
@@ -71,5 +83,14 @@ bench-learning: $(STAMP)  ## every pipeline, three seeds, in this process and on
 	$(BIN)/python benchmarks/learning_all.py
 	$(BIN)/python benchmarks/learning_all.py --backend ray
 
+docs: .venv-docs/.ready  ## the documentation as a site that works offline: build/site/index.html
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict --clean
+	@echo "open build/site/index.html"
+
+.venv-docs/.ready: constraints-docs.txt
+	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r constraints-docs.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-bench .venv-sglang .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-bench .venv-docs .venv-sglang .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

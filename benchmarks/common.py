@@ -217,6 +217,8 @@ def machine() -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "cpu": cpu_name(),
+        "flags": cpu_flags(),
+        "products": product_library(),
         "cores": os.cpu_count(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
@@ -231,6 +233,32 @@ def cpu_name() -> str:
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or "unknown"
+
+
+# Instructions on which the speed of matrix products depends, as Linux names them.
+WIDE = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
+
+
+def cpu_flags() -> list[str]:
+    """Those of `WIDE` that the processor has."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+    return [name for name in WIDE if name in flags]
+
+
+def product_library() -> str:
+    """The library of rlflow's float32 products on this machine, as a process of its own says."""
+    program = "from rlflow.engines.hf.forward.kernels import LIBRARY; print(LIBRARY)"
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    return found.stdout.strip() or "none"
+
+
+def machine_kind() -> str:
+    """The processor in a file's name, such as `intel-xeon`."""
+    words = cpu_name().lower().replace("(r)", " ").replace("processor", " ").split()
+    return "-".join(words[:2]) or "unknown"
 
 
 def commit() -> str:
@@ -267,8 +295,9 @@ def markdown_report(
 ) -> str:
     """A results page: where it was measured, its tables, and how it was measured."""
     load = " ".join(str(value) for value in facts["load"])
+    chip = f"{facts['cpu']} ({' '.join(facts['flags'])}; products by {facts['products']})"
     where = (
-        f"{facts['date']}, commit {facts['commit']}, {facts['cpu']}, {facts['cores']} cores, "
+        f"{facts['date']}, commit {facts['commit']}, {chip}, {facts['cores']} cores, "
         f"{facts['memory_gb']} GB, Python {facts['python']}, load average {load} at the start."
     )
     listed = "\n".join(f"- {note}" for note in notes)

@@ -86,8 +86,8 @@ def main() -> None:
 
 def ppo_case(name: str, repeats: int) -> dict[str, Any]:
     """PPO of a 7B model on 8 devices under a placement of its pipeline."""
-    from rlflow.commands import Target, declare
-    from rlflow.scheduler.tune_space import hand_written
+    from rlflow.cli.commands import Target, declare
+    from rlflow.scheduler.search.space import hand_written
 
     target = Target(pipeline=str(ROOT / "pipelines" / "ppo_arithmetic.py"), model_shape=SHAPE)
     declared = declare(target)
@@ -167,8 +167,8 @@ def compiled(
     memory: str = "",
 ) -> dict[str, Any]:
     """The figures of compiling a graph, verified."""
-    from rlflow.scheduler.cluster import parse_cluster
     from rlflow.scheduler.compile import compile_plan
+    from rlflow.scheduler.devices.cluster import parse_cluster
 
     cluster = parse_cluster(f"h100:{devices}{memory}", devices)
     seconds, made = fastest(lambda: compile_plan(graph, placement, cluster), repeats)
@@ -185,8 +185,8 @@ def compiled(
 
 def tuned_case(*, quick: bool) -> dict[str, Any]:
     """`tune` for PPO of a 7B model."""
-    from rlflow.commands import Target
-    from rlflow.tuning import tune_target
+    from rlflow.cli.commands import Target
+    from rlflow.cli.tuning import tune_target
 
     count = 8 if quick else 64
     say(f"tuning PPO for {count} devices")

@@ -22,8 +22,8 @@ from common import HERE
 from gauges import Turn
 
 if TYPE_CHECKING:
-    from rlflow.runtime.executor import Backend, Completion
-    from rlflow.scheduler.plan import Action, Plan
+    from rlflow.runtime.execute.executor import Backend, Completion
+    from rlflow.scheduler.plan.plan import Action, Plan
 
 PIPELINE = HERE / "pipelines" / "dispatch.py"
 DEADLINE = 120.0
@@ -81,7 +81,7 @@ class Watched:
 
 def compiled(spec: Mapping[str, Any]) -> Plan:
     """The plan for two devices of one thread each."""
-    from rlflow.commands import Target, compile_target
+    from rlflow.cli.commands import Target, compile_target
 
     settings = tuple(f"{key}={spec[key]}" for key in ("rows", "prompt", "response"))
     target = Target(
@@ -100,8 +100,8 @@ def ends(plan: Plan) -> tuple[str, str]:
 
 def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
     """All turns of one process."""
-    from rlflow.runtime.executor import Executor
-    from rlflow.runtime.on_ray.machine import Options, RayMachine
+    from rlflow.runtime.execute.executor import Executor
+    from rlflow.runtime.ray.machine import Options, RayMachine
 
     plan = compiled(spec)
     total = spec["warmup"] + spec["turns"]

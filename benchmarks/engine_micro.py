@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import flat, make_batch, ragged_rows
-from rlflow.engines.loading import load_model
-from rlflow.engines.protocol import SampleKey, Sampling
-from rlflow.engines.rollout import TorchRollout
-from rlflow.engines.train import TrainEngine
+from rlflow.contract.values import SampleKey, Sampling
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.rollout import TorchRollout
+from rlflow.engines.hf.train import TrainEngine
 
 VOCABULARY = 20
 STOPS = (0, 1, 2, 3, 4)

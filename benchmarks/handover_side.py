@@ -23,8 +23,8 @@ from dispatch_side import DEADLINE, Turns, Watched
 from gauges import Turn
 
 if TYPE_CHECKING:
-    from rlflow.runtime.executor import Completion
-    from rlflow.scheduler.plan import Action, Plan
+    from rlflow.runtime.execute.executor import Completion
+    from rlflow.scheduler.plan.plan import Action, Plan
 
 PIPELINE = HERE / "pipelines" / "handover.py"
 ROLLOUT, READ = "actor.rollout", "read"
@@ -50,7 +50,7 @@ class Handed(Turns):
 
 def compiled(spec: Mapping[str, Any]) -> Plan:
     """The plan for two devices of one thread each."""
-    from rlflow.commands import Target, compile_target
+    from rlflow.cli.commands import Target, compile_target
 
     settings = tuple(f"{key}={spec[key]}" for key in ("rows", "prompt", "response"))
     target = Target(
@@ -61,8 +61,8 @@ def compiled(spec: Mapping[str, Any]) -> Plan:
 
 def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
     """All turns of one process, and the sums of what was read."""
-    from rlflow.runtime.executor import Executor
-    from rlflow.runtime.on_ray.machine import Options, RayMachine
+    from rlflow.runtime.execute.executor import Executor
+    from rlflow.runtime.ray.machine import Options, RayMachine
 
     plan = compiled(spec)
     total = spec["warmup"] + spec["turns"]

@@ -25,8 +25,7 @@ from common import (
     write_results,
 )
 from models import Size, warm_directory
-from sides import TRL, held_out, run_rlflow, run_trl
-from vs_trl import GROUP, PROMPTS, grpo_spec
+from sides import GROUP, PROMPTS, TRL, grpo_spec, held_out, run_rlflow, run_trl
 
 PIPELINE = ROOT / "pipelines" / "grpo_arithmetic.py"
 LR = 1e-4

@@ -37,9 +37,9 @@ from common import (
 )
 from pydantic import TypeAdapter
 
-from rlflow.config import load_pipeline
-from rlflow.viz.curves import STYLE, smooth, window_for
-from rlflow.viz.look import FAINT, INK, LINE, PALETTE, SOFT_INK
+from rlflow.cli.config import load_pipeline
+from rlflow.report.charts.curves import STYLE, smooth, window_for
+from rlflow.report.charts.look import FAINT, INK, LINE, PALETTE, SOFT_INK
 
 PIPELINES = ROOT / "pipelines"
 IMAGES = ROOT / "docs" / "images"

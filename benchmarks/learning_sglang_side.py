@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import rlflow as rf
-from rlflow.config import load_pipeline
+from rlflow.cli.config import load_pipeline
 from rlflow.graph.pipeline import Pipeline
 
 FILE = Path(__file__).resolve().parents[1] / "pipelines" / "grpo_arithmetic.py"

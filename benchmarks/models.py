@@ -46,8 +46,8 @@ class Size:
 
 
 SIZES = (
-    Size(name="2x128", layers=2, hidden=128, intermediate=512, sft_iterations=1000, target=0.67),
-    Size(name="4x256", layers=4, hidden=256, intermediate=1024, sft_iterations=675, target=0.8),
+    Size(name="2x128", layers=2, hidden=128, intermediate=512, sft_iterations=1000, target=0.5),
+    Size(name="4x256", layers=4, hidden=256, intermediate=1024, sft_iterations=675, target=0.5),
 )
 
 

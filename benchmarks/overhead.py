@@ -32,8 +32,8 @@ from common import (
 from sides import iteration_ends
 
 if TYPE_CHECKING:
-    from rlflow.runtime.worker import Worker
-    from rlflow.scheduler.plan import Plan
+    from rlflow.runtime.worker.worker import Worker
+    from rlflow.scheduler.plan.plan import Plan
 
 TARGET = 1e-3
 HEADER = ("placement", "actions", "median ms", "p95 ms", "us an action", "target", "met")
@@ -103,7 +103,7 @@ def main() -> None:
 
 def compiled(placement: str) -> Plan:
     """The plan of a placement, evaluation but at the ends left out."""
-    from rlflow.commands import Target, compile_target
+    from rlflow.cli.commands import Target, compile_target
 
     model = ROOT / "pipelines" / "assets" / "arith-tiny"
     target = Target(
@@ -117,7 +117,7 @@ def compiled(placement: str) -> Plan:
 
 def bare_ends(plan: Plan, total: int) -> list[float]:
     """When every iteration ended, in seconds; executor and backend alone."""
-    from rlflow.runtime.executor import Executor
+    from rlflow.runtime.execute.executor import Executor
     from rlflow.runtime.local import LocalBackend
 
     backend = LocalBackend(plan, Nothing(), threads=1, now=time.perf_counter)
@@ -135,8 +135,8 @@ def recorded_ends(plan: Plan, total: int) -> list[float]:
 
     from rlflow.runtime.display import Display
     from rlflow.runtime.local import LocalMachine
+    from rlflow.runtime.record.rundir import RunDir
     from rlflow.runtime.run import Run, Settings
-    from rlflow.runtime.rundir import RunDir
 
     path = CACHE / "runs" / "overhead"
     shutil.rmtree(path, ignore_errors=True)

@@ -33,8 +33,8 @@ from common import (
 from segments import NAMES, Moments, Watch, medians
 
 if TYPE_CHECKING:
-    from rlflow.runtime.on_ray.machine import RayMachine
-    from rlflow.scheduler.plan import Plan
+    from rlflow.runtime.ray.machine import RayMachine
+    from rlflow.scheduler.plan.plan import Plan
 
 PIPELINE = HERE / "pipelines" / "empty.py"
 TARGET, TOGETHER = 1.5, 1.2
@@ -165,7 +165,7 @@ def measured(name: str, placement: str, rounds: int, iterations: int) -> Chain:
 
 def run(plan: Plan, ranks: RayMachine, start: int, end: int) -> list[Moments]:
     """Run iterations one after the other; their action instances in the order they ended."""
-    from rlflow.runtime.executor import Executor
+    from rlflow.runtime.execute.executor import Executor
 
     watch = Watch(ranks.backend(time.perf_counter))
     try:
@@ -221,8 +221,8 @@ def apart_row(ratios: Sequence[float]) -> tuple[str, ...]:
 @contextmanager
 def started(pipeline: str, placement: str, *settings: str) -> Iterator[tuple[Plan, RayMachine]]:
     """The plan of a pipeline, and its processes while they are needed."""
-    from rlflow.commands import Target, compile_target
-    from rlflow.runtime.on_ray.machine import Options, RayMachine
+    from rlflow.cli.commands import Target, compile_target
+    from rlflow.runtime.ray.machine import Options, RayMachine
 
     target = Target(
         pipeline=f"{PIPELINE}:{pipeline}",

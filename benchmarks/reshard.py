@@ -36,11 +36,17 @@ from common import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rlflow.engines.protocol import Shard
-    from rlflow.engines.reshard.fusions import Entry
+    from rlflow.contract.values import Shard
+    from rlflow.engines.reshard.boxes import Entry
     from rlflow.engines.reshard.resharder import Resharder
 
 TARGET = 1.0
+# The dimension that tensor parallelism cuts the weight of a layer along; others are whole.
+CUT = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0),
+    **dict.fromkeys(("embed_tokens", "lm_head"), 0),
+    **dict.fromkeys(("o_proj", "down_proj"), 1),
+}
 HEADER = (
     "case", "transport", "model MB", "received MB", "of minimum", "rlflow ms", "gather ms",
     "ratio", "of pairs", "met", "plan ms", "staging MB", "gathered MB",
@@ -258,7 +264,7 @@ def shards_of(module: nn.Module) -> dict[str, Shard]:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    from rlflow.engines.protocol import Shard
+    from rlflow.contract.values import Shard
 
     found = {}
     for name, parameter in module.named_parameters():
@@ -271,11 +277,25 @@ def shards_of(module: nn.Module) -> dict[str, Shard]:
     return found
 
 
+def tensor_parallel_table(module: nn.Module, rank: int, n: int) -> dict[str, Entry]:
+    """What a rank of a tensor-parallel engine holds: equal parts along the dimension it cuts."""
+    found: dict[str, Entry] = {}
+    for name, parameter in module.named_parameters():
+        shape = tuple(parameter.shape)
+        box = [(0, length) for length in shape]
+        dim = next((dim for layer, dim in CUT.items() if f".{layer}." in f".{name}"), None)
+        if dim is not None:
+            part = shape[dim] // n
+            box[dim] = (rank * part, (rank + 1) * part)
+        found[name] = (shape, "float32", tuple(box))
+    return found
+
+
 def empty(table: Mapping[str, Entry]) -> dict[str, Shard]:
     """A target's shards, of no sense yet, in memory that was touched."""
     import torch
 
-    from rlflow.engines.protocol import Shard
+    from rlflow.contract.values import Shard
     from rlflow.engines.reshard.boxes import sizes
 
     return {
@@ -288,15 +308,12 @@ def one_transport(case: Case, module: nn.Module, transport: str, pairs: int, war
     """Both sides in turn, `pairs` times after `warmup`; every rank gives the same answer."""
     import torch.distributed as dist
 
-    from rlflow.engines.reshard.ends import entries, exchange
-    from rlflow.engines.reshard.fusions import tensor_parallel_tables
+    from rlflow.engines.reshard.ends import all_gather_values, entries
     from rlflow.engines.reshard.resharder import Resharder
     from rlflow.engines.reshard.slices import minimum_bytes
 
     group = dist.group.WORLD
-    shapes = {name: (tuple(p.shape), "float32") for name, p in module.named_parameters()}
-    tables = tensor_parallel_tables(shapes, case.target_tp)
-    table = tables[dist.get_rank() % case.target_tp]
+    table = tensor_parallel_table(module, dist.get_rank() % case.target_tp, case.target_tp)
     source, mine, theirs = shards_of(module), empty(table), empty(table)
     made: list[Resharder] = []
     plan = slowest(lambda: made.append(Resharder(source, [mine], group, transport=transport)))
@@ -306,9 +323,9 @@ def one_transport(case: Case, module: nn.Module, transport: str, pairs: int, war
         moved = []
         ours = slowest(lambda: moved.append(made[0].run()))  # noqa: B023
         seconds.append((ours, slowest(lambda: gather(module, theirs))))
-        received = sum(exchange(group, moved[0].received))
+        received = sum(all_gather_values(group, moved[0].received))
     require_equal(mine, theirs, made[0].check())
-    by_rank = exchange(group, (entries(source), dict(table)))
+    by_rank = all_gather_values(group, (entries(source), dict(table)))
     least = minimum_bytes(
         {rank: held for rank, (held, _) in enumerate(by_rank)},
         {rank: wanted for rank, (_, wanted) in enumerate(by_rank)},

@@ -31,18 +31,18 @@ from common import (
 from ortools.sat.python import cp_model
 
 import rlflow as rf
-from rlflow.commands import Declared, Target, declare, plan_declared
-from rlflow.scheduler.cluster import parse_cluster
+from rlflow.cli.commands import Declared, Target, declare, plan_declared
 from rlflow.scheduler.context import Context
-from rlflow.scheduler.costs import Costs
-from rlflow.scheduler.gaps import Gap, Ring, Trace
-from rlflow.scheduler.instants import Memories
-from rlflow.scheduler.moves import with_moves
-from rlflow.scheduler.order import chain, timing
-from rlflow.scheduler.paging import choose, lru
-from rlflow.scheduler.plan import Plan
-from rlflow.scheduler.prefetch import whole
-from rlflow.scheduler.residency import traced_of
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.devices.cluster import parse_cluster
+from rlflow.scheduler.memory.demand import demand_of
+from rlflow.scheduler.memory.eviction import choose_residents, lru
+from rlflow.scheduler.memory.intervals import Gap, Ring, Trace
+from rlflow.scheduler.memory.prefetch import placed, whole_gap
+from rlflow.scheduler.memory.profile import Memories
+from rlflow.scheduler.passes.order import chain, timing
+from rlflow.scheduler.passes.sleep_wake import with_moves
+from rlflow.scheduler.plan.plan import Plan
 
 TRACES = ("trace", "traces", "moved / fewest", "worst", "at the fewest", "LRU / fewest",
           "above LRU", "ms")  # fmt: skip
@@ -125,7 +125,7 @@ def solve(kind: str, random: Random) -> Paged:
     """Draw a trace, choose what stays, and find the fewest bytes."""
     trace = drawn(random, equal=kind == "equal")
     began = time.process_time()
-    choice = choose(trace)
+    choice = choose_residents(trace)
     seconds = time.process_time() - began
     return Paged(
         kind=kind,
@@ -241,15 +241,15 @@ def pressed(name: str, declared: Declared, target: Target, memory: float, roomy:
     """The figures of a plan, and of the same choice where copies are waited for."""
     plan = planned(declared, target, memory)
     bare = without_moves(plan)
-    traced = traced_of(bare, Memories(plan=bare))
-    choice = choose(traced.trace)
+    traced = demand_of(bare, Memories(plan=bare)).traced()
+    choice = choose_residents(traced.trace)
     naps = [
-        whole(traced.trace, number)
+        whole_gap(traced.trace, number)
         for number in range(len(traced.trace.gaps))
         if number not in choice.stay
     ]
     context = _context(declared, target, memory)
-    waited = with_moves(bare, traced, naps, context)
+    waited = with_moves(bare, traced, placed(traced.trace, naps), context)
     alone = replace(waited, actions=tuple(replace(a, kind="run") for a in waited.actions))
     timed = [timing(chain(made, context), context).timing for made in (without_moves(roomy), alone)]
     return Pressed(
@@ -276,7 +276,7 @@ def without_moves(plan: Plan) -> Plan:
 
 
 def _context(declared: Declared, target: Target, memory: float) -> Context:
-    from rlflow.commands import costs_of
+    from rlflow.cli.commands import costs_of
 
     count = declared.pipeline.placements["bench"].num_devices()
     cluster = parse_cluster(f"h100:{count}@{memory:.3f}GB", count)

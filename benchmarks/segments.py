@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlflow.runtime.executor import Backend, Completion
-    from rlflow.scheduler.plan import Action
+    from rlflow.runtime.execute.executor import Backend, Completion
+    from rlflow.scheduler.plan.plan import Action
 
 NAMES = ("submit", "out", "rank", "back", "executor")
 

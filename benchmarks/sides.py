@@ -27,6 +27,7 @@ TRL_PPO = Environment(
     packages=("trl", "transformers", "accelerate", "datasets", "psutil"),
 )
 NEVER = 10**9
+PROMPTS, GROUP, NEW_TOKENS = 16, 8, 12
 
 
 def problems(prompts: int, iterations: int, seed: int) -> list[dict[str, str]]:
@@ -97,3 +98,23 @@ def iteration_ends(spans: list[dict[str, Any]]) -> list[float]:
             number = span["iteration"]
             ends[number] = max(span["end"], ends.get(number, 0.0))
     return [ends[number] for number in sorted(ends)]
+
+
+def grpo_spec(
+    model: Path, iterations: int, *, seed: int, lr: float, kl_coef: float
+) -> dict[str, Any]:
+    """What trl_grpo.py reads; no evaluation."""
+    return {
+        "model": str(model),
+        "rows": problems(PROMPTS, iterations, seed),
+        "iterations": iterations,
+        "prompts": PROMPTS,
+        "group_size": GROUP,
+        "new_tokens": NEW_TOKENS,
+        "kl_coef": kl_coef,
+        "lr": lr,
+        "seed": seed,
+        "fixed": False,
+        "eval_every": 0,
+        "held_out": [],
+    }

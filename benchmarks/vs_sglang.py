@@ -141,11 +141,11 @@ class Ours:
     def __init__(self, path: str, python: str, tokens: int) -> None:
         import torch
 
-        from rlflow.engines.sglang.load import load_engine
-        from rlflow.graph.engines import SGLang
+        from rlflow.engines.process.client.load import load_sglang
+        from rlflow.graph.user.engines import SGLang
 
         torch.set_num_threads(1)
-        self.model, self.rollout = load_engine(
+        self.model, self.rollout = load_sglang(
             path,
             name="bench",
             options=SGLang(python=python, max_total_tokens=tokens),
@@ -163,7 +163,7 @@ class Ours:
         import torch
 
         from rlflow.batch import ragged_rows
-        from rlflow.engines.protocol import SampleKey, Sampling
+        from rlflow.contract.values import SampleKey, Sampling
 
         sampling = Sampling(max_new_tokens=new_tokens, temperature=0.0)
         rows, ids = ragged_rows(prompts, torch.int64), torch.arange(len(prompts))

@@ -4,7 +4,8 @@
     python benchmarks/vs_trl.py --learning
     python benchmarks/vs_trl.py --quick          a check of the whole path; no results written
 
-Writes benchmarks/results/vs_trl.json and .md. benchmarks/README.md says how to read them.
+Writes benchmarks/results/vs_trl_CPU.json and .md, CPU being the kind of processor.
+benchmarks/README.md says how to read them.
 """
 
 from __future__ import annotations
@@ -22,17 +23,28 @@ from common import (
     Compared,
     Side,
     machine,
+    machine_kind,
     markdown_report,
     markdown_table,
     paired,
     text_table,
     write_results,
 )
+from learning import compare_learning
 from models import SIZES, Size, endless_directory, warm_directory
-from sides import TRL, problems, rlflow_side, run_rlflow, run_trl, trl_side
+from sides import (
+    GROUP,
+    NEW_TOKENS,
+    PROMPTS,
+    TRL,
+    grpo_spec,
+    rlflow_side,
+    run_rlflow,
+    run_trl,
+    trl_side,
+)
 
 PIPELINE = HERE / "pipelines" / "grpo_speed.py"
-PROMPTS, GROUP, NEW_TOKENS = 16, 8, 12
 LR = 1e-6
 NOTES = (
     "float32, one thread each (OMP_NUM_THREADS=1), 16 prompts x 8 samples x at most 12 new "
@@ -82,6 +94,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="GRPO beside TRL.")
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--large-pairs", type=int, default=3, help="pairs of the larger model")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--only", default="", help="only cases whose name contains this")
@@ -97,14 +110,14 @@ def main() -> None:
     TRL.ensure()
     sizes = [replace(size, sft_iterations=20) for size in SIZES] if options.quick else list(SIZES)
     if options.learning:
-        from learning import compare_learning
-
         compare_learning(sizes[0], range(options.seeds), quick=options.quick)
         return
     counts = Counts(pairs=options.pairs, warmup=options.warmup, iterations=options.iterations)
+    large = replace(counts, pairs=options.large_pairs)
     if options.quick:
-        counts = Counts(pairs=1, warmup=1, iterations=3)
-    measure([case for case in cases(sizes) if options.only in case.name], counts, options.quick)
+        counts = large = Counts(pairs=1, warmup=1, iterations=3)
+    repeats = dict(zip((size.name for size in sizes), (counts, large), strict=True))
+    measure([case for case in cases(sizes) if options.only in case.name], repeats, options.quick)
 
 
 def cases(sizes: list[Size]) -> list[Case]:
@@ -117,19 +130,21 @@ def cases(sizes: list[Size]) -> list[Case]:
     ]
 
 
-def measure(wanted: list[Case], counts: Counts, quick: bool) -> None:
-    """Run all cases and write what was found."""
+def measure(wanted: list[Case], repeats: dict[str, Counts], quick: bool) -> None:
+    """Run all cases, as often as `repeats` says for their size, and write what was found."""
     facts = machine()
     folder = CACHE / "quick" if quick else RESULTS
     title = "GRPO: an iteration beside TRL 1.16.0"
+    pairs = (f"{counts.pairs} at {size}" for size, counts in repeats.items())
+    told = f"Pairs of runs: {', '.join(pairs)}."
     found: list[Compared] = []
     for case in wanted:
-        found.append(compare(case, counts))
+        found.append(compare(case, repeats[case.size.name]))
         rows = [done.row() for done in found]
-        page = markdown_report(title, facts, [markdown_table(HEADER, rows)], NOTES)
+        page = markdown_report(title, facts, [markdown_table(HEADER, rows)], (*NOTES, told))
         data = {"machine": facts, "cases": [done.as_json() for done in found]}
-        data["counts"] = asdict(counts)
-        write_results(folder, "vs_trl", data, page)
+        data["counts"] = {size: asdict(counts) for size, counts in repeats.items()}
+        write_results(folder, f"vs_trl_{machine_kind()}", data, page)
     print(text_table(HEADER, rows))
 
 
@@ -166,26 +181,6 @@ def theirs(case: Case, model: Path, counts: Counts) -> Side:
     spec = grpo_spec(model, counts.total, seed=0, lr=LR, kl_coef=case.kl_coef)
     result, peak = run_trl("trl-grpo", TRL, "trl_grpo.py", {**spec, "fixed": case.fixed})
     return trl_side(result, peak, counts.warmup)
-
-
-def grpo_spec(
-    model: Path, iterations: int, *, seed: int, lr: float, kl_coef: float
-) -> dict[str, Any]:
-    """What trl_grpo.py reads; no evaluation."""
-    return {
-        "model": str(model),
-        "rows": problems(PROMPTS, iterations, seed),
-        "iterations": iterations,
-        "prompts": PROMPTS,
-        "group_size": GROUP,
-        "new_tokens": NEW_TOKENS,
-        "kl_coef": kl_coef,
-        "lr": lr,
-        "seed": seed,
-        "fixed": False,
-        "eval_every": 0,
-        "held_out": [],
-    }
 
 
 if __name__ == "__main__":

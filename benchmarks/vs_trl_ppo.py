@@ -3,7 +3,8 @@
     python benchmarks/vs_trl_ppo.py
     python benchmarks/vs_trl_ppo.py --quick      a check of the whole path; no results written
 
-Writes benchmarks/results/vs_trl_ppo.json and .md. benchmarks/README.md says how to read them.
+Writes benchmarks/results/vs_trl_ppo_CPU.json and .md, CPU being the kind of processor.
+benchmarks/README.md says how to read them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from common import (
     Compared,
     Side,
     machine,
+    machine_kind,
     markdown_report,
     markdown_table,
     paired,
@@ -89,7 +91,7 @@ def main() -> None:
     data = {"machine": facts, "cases": [case.as_json() for case in found]}
     names = ("pairs", "warmup", "iterations")
     data["counts"] = {name: getattr(options, name) for name in names}
-    write_results(folder, "vs_trl_ppo", data, page)
+    write_results(folder, f"vs_trl_ppo_{machine_kind()}", data, page)
 
 
 def compare(case: Case, options: argparse.Namespace) -> Compared:

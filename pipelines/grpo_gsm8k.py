@@ -58,6 +58,13 @@ everything = {"*": rf.on("all")}
             pools={"train": 4, "gen": 4},
             assign={"actor": rf.on("train"), "actor.rollout": rf.on("gen"), "ref": rf.on("gen")},
         ),
+        "sglang": rf.Placement(
+            pools={"train": 4, "gen": 4},
+            assign={
+                "*": rf.on("train"),
+                "actor.rollout": rf.on("gen", engine="sglang"),
+            },
+        ),
     }
 )
 def grpo_gsm8k(cfg: Config) -> None:

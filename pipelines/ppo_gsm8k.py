@@ -45,6 +45,10 @@ def placed(train: int, gen: int) -> rf.Placement:
         "one": rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")}),
         "colocate": rf.Placement(pools={"all": 8}, assign={"*": rf.on("all")}),
         "split": placed(4, 4),
+        "sglang": rf.Placement(
+            pools={"train": 4, "gen": 4},
+            assign={"*": rf.on("train"), "actor.rollout": rf.on("gen", engine="sglang")},
+        ),
         "rack": rf.Placement(pools={"all": 64}, assign={"*": rf.on("all")}),
         "rack_split": placed(32, 32),
     }

@@ -7,7 +7,8 @@
     |-- RunError                1   an op, a worker or an engine failed while running
     |   |-- RewardError         1   a reward function raised or returned something unusable
     |   |-- DataError           1   a data source broke while it was read
-    |   `-- NumericsError       1   a loss, gradient or parameter is not finite
+    |   |-- NumericsError       1   a loss, gradient or parameter is not finite
+    |   `-- HealthError         5   `--strict`: a rule says that nothing can be learned
     |-- CheckpointError         1   a checkpoint is damaged, incomplete or of another run
     |-- RunDirError             2   a run directory is in use, or holds another run
     |-- InvariantError         70   a bug in rlflow: the verifier refuses a plan it compiled
@@ -126,6 +127,12 @@ class NumericsError(RunError):
     """A loss, a gradient or a parameter is not finite."""
 
 
+class HealthError(RunError):
+    """A strict run shows a sign that it learns nothing, or is about to break (exit code 5)."""
+
+    exit_code = 5
+
+
 class CheckpointError(RlflowError):
     """A checkpoint is damaged, incomplete, or belongs to another run (exit code 1)."""
 
@@ -150,7 +157,7 @@ class Interrupted(RlflowError):
 
 def near_names(word: str, names: Iterable[str]) -> tuple[str, ...]:
     """Up to three of `names` that look like `word`, nearest first."""
-    return tuple(difflib.get_close_matches(word, list(names), n=3, cutoff=0.6))
+    return tuple(difflib.get_close_matches(word, list(dict.fromkeys(names)), n=3, cutoff=0.6))
 
 
 def known_names(names: Sequence[str]) -> str:

@@ -7,7 +7,8 @@ cd "$(dirname "$0")/.."
 VENV=${1:-.venv-sglang}
 PYTHON=${PYTHON:-python3}
 STAMP="$VENV/.ready"
-RECIPE=$(sha256sum scripts/sglang_cpu.sh | cut -d' ' -f1)
+RECIPE=$(find scripts/sglang_cpu scripts/sglang_cpu.sh -name '*.py' -o -name '*.sh' | LC_ALL=C sort |
+  xargs sha256sum | sha256sum | cut -d' ' -f1)
 if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$RECIPE" ]; then exit 0; fi
 
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
@@ -20,6 +21,9 @@ PIP=("$VENV/bin/python" -m pip install --quiet --disable-pip-version-check)
 "${PIP[@]}" --no-deps sglang==0.5.23 xgrammar==0.2.7 compressed-tensors==0.18.0 \
   soundfile==0.13.1 openai-harmony==0.0.4
 # The wheel of torchvision is built for CUDA: beside a CPU torch it breaks transformers, so that
-# it lies outside site-packages, where only an engine with the shims on its path sees it.
-"${PIP[@]}" --no-deps --upgrade --target "$VENV/torchvision" torchvision==0.28.0
+# it lies outside site-packages, where only an engine on a CPU sees it; beside it lie stand-ins for
+# what SGLang imports and no wheel has for a CPU.
+rm -rf "$VENV/cpu"
+"${PIP[@]}" --no-deps --target "$VENV/cpu" torchvision==0.28.0
+cp -r scripts/sglang_cpu/. "$VENV/cpu"
 printf '%s\n' "$RECIPE" > "$STAMP"

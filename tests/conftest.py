@@ -12,13 +12,25 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.budget import examples
+
 # Examples are not timed: the machine may be busy. CI draws the same ones every time.
-settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "local",
+    deadline=None,
+    max_examples=examples(100),
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if "CI" in os.environ else "local")
 
 # Nothing that was measured on this machine reaches a test.
 os.environ["RLFLOW_COSTS"] = "off"
+# Tests plan on CPU devices wherever they run; those of GPUs say so.
+os.environ["RLFLOW_GPUS"] = "off"
+
+# Threads of OpenMP sleep while they wait: spinning ones of two processes cost both a factor of 40.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 ROOT = Path(__file__).resolve().parent.parent
 PIPELINES = ROOT / "pipelines"
@@ -30,8 +42,8 @@ QUICK = ("--set", "eval_every=5", "--threads", "1")
 @pytest.fixture(autouse=True)
 def _own_ops() -> Iterator[None]:
     """Ops and engines that a pipeline registers while a test runs are forgotten with it."""
-    from rlflow.graph.engine_options import _ENGINES
     from rlflow.graph.op import REGISTRY
+    from rlflow.graph.user.engine_options import _ENGINES
 
     known: tuple[dict[str, Any], ...] = (REGISTRY, _ENGINES)
     before = [dict(each) for each in known]
@@ -39,6 +51,15 @@ def _own_ops() -> Iterator[None]:
     for each, was in zip(known, before, strict=True):
         each.clear()
         each.update(was)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """What a run in this process sets, the threads of torch, ends with its test."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
 
 
 class Result(NamedTuple):
@@ -54,7 +75,7 @@ def rlflow(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Result]:
     """Call it with the words after `rlflow`: runs the command in this process."""
-    from rlflow.cli import main
+    from rlflow.cli.main import main
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -76,7 +97,7 @@ def process(*words: Any, cwd: Path, **environment: str) -> subprocess.Popen[str]
     """Start `rlflow` in a process of its own."""
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
     return subprocess.Popen(
-        [sys.executable, "-m", "rlflow.cli", *map(str, words)],
+        [sys.executable, "-m", "rlflow.cli.main", *map(str, words)],
         cwd=cwd,
         env={**settings, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,

@@ -33,6 +33,12 @@ ROW = '{"prompt": "1+1=", "answer": "2"}\n'
 FILES = ["data.jsonl", "mine.py"]
 
 
+@pytest.fixture(autouse=True)
+def _errors_alone(monkeypatch):
+    """What a start says before an error is tested in test_stages."""
+    monkeypatch.setattr("rlflow.runtime.record.stages.Stages._say", lambda self, text: None)
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A directory with a pipeline and its data, to run commands in."""
@@ -87,7 +93,7 @@ def test_the_traceback_of_a_file_is_its_own_and_short(rlflow, here):
         "error[E307]: mine.py does not import: ZeroDivisionError: division by zero\n"
         "  mine.py:9   helper.half(1)\n"
     )
-    assert "rlflow/config.py" not in result.err
+    assert "rlflow/cli/config.py" not in result.err
     assert 2 == result.err.count('File "')
 
 
@@ -207,7 +213,7 @@ def test_a_placement_larger_than_the_cluster(rlflow, here, command):
 def test_more_cpu_devices_than_cores_share_them(rlflow, here, monkeypatch):
     rewrite(here, "@rf.pipeline()", PLACED)
     rewrite(here, "batch=2", "batch=4")
-    monkeypatch.setattr("rlflow.scheduler.cluster.machine_cores", lambda: 2)
+    monkeypatch.setattr("rlflow.scheduler.devices.cluster.machine_cores", lambda: 2)
     for words in (("--devices", "cpu:4"), ()):
         result = rlflow("plan", "mine.py", "--placement", "four", *words)
         assert 0 == result.code, result.err
@@ -443,7 +449,7 @@ def test_a_run_directory_is_never_written_over(rlflow, here):
     result = rlflow(*words, "made")
     assert 2 == result.code
     assert "error[E711]: made holds a run of mine, started " in result.err
-    assert "rlflow run mine.py --resume made\n" in result.err
+    assert "rlflow run mine.py --placement colocate --quiet --resume made\n" in result.err
     after = {path: path.read_bytes() for path in (here / "made").rglob("*") if path.is_file()}
     assert before == after
     (here / "junk").mkdir()
@@ -456,7 +462,7 @@ def test_a_run_directory_is_never_written_over(rlflow, here):
 
 @pytest.mark.torch
 def test_a_run_directory_in_use(rlflow, here):
-    from rlflow.runtime.rundir import RunDir
+    from rlflow.runtime.record.rundir import RunDir
 
     words = ("run", "mine.py", "--iterations", 1, "-q")
     assert 0 == rlflow(*words, "--run-dir", "made").code

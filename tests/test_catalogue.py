@@ -17,16 +17,21 @@ from pathlib import Path
 import pytest
 
 import rlflow as rf
-from rlflow.config import load_pipeline
+from rlflow.cli.config import load_pipeline
 from rlflow.data import arithmetic
-from rlflow.runtime.metrics import read_metrics
-from rlflow.scheduler import cluster
-from rlflow.scheduler.compile import compile_plan
-from rlflow.viz.render import render
+from rlflow.graph.headline import headline
+from rlflow.report.render import render
+from rlflow.report.summary import summary_text
+from rlflow.runtime.record.metrics import read_metrics
+from rlflow.scheduler.compile import compile_plan, dump_plan
+from rlflow.scheduler.devices import cluster
+from rlflow.scheduler.plan.saved import plan_from_json
 from tests.conftest import PIPELINES, ROOT
 from tests.test_pipelines import local
 
 NAMES = sorted(path.stem for path in PIPELINES.glob("*.py"))
+# What `make test` runs whole; the others wait for the slow tests.
+SHORT = ("grpo_arithmetic", "ppo_arithmetic")
 # Of the same operators and uses as another one: another advantage, loss, or size.
 ALIKE = {"dr_grpo", "grpo", "gspo", "ppo", "reinforce_pp", "rloo"}
 LONGEST_FILE = 60
@@ -44,6 +49,23 @@ SMALL = {
     "max_new_tokens": 8,
     "eval_every": 5,
     "eval_limit": 4,
+    "warm_up": 1,
+}
+# What training is to raise, and how that does on held-out data.
+USUAL = (("reward/mean",), ("eval/reward",))
+HEADLINES = {
+    "dapo": (("shaped/mean",), ("eval/reward",)),
+    "dapo_episodes": (("episodes/reward",), ()),
+    "distill": (("student.update/loss",), ("eval/reward",)),
+    "kept_samples": (("reward/mean",), ()),
+    "multi_turn": (("episodes/reward",), ()),
+    "ppo_gsm8k": (("reward/mean",), ()),
+    "reward_model": (("both/mean",), ("eval/reward",)),
+    "self_play": (
+        ("alice.reward/mean", "bob.reward/mean"),
+        ("alice.eval/reward", "bob.eval/reward"),
+    ),
+    "sft_arithmetic": (("student.update/loss",), ("eval/reward", "sampled/reward")),
 }
 PAGE = ROOT / "docs" / "catalogue.md"
 IMAGES = ROOT / "docs" / "images"
@@ -58,6 +80,7 @@ def graph(name: str, **settings):
     return pipeline(name).trace(pipeline(name).config(**settings))
 
 
+@cache
 def planned(name: str, placement: str, stream: int | str = 1, **settings):
     """The plan of a placement on CPU devices of one thread."""
     where = pipeline(name).placements[placement].model_copy(update={"stream": stream})
@@ -126,10 +149,51 @@ def test_it_is_planned_in_as_many_chunks_as_are_worth_it(name):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("name", NAMES)
-def test_three_iterations_run_and_every_number_is_finite(rlflow, tmp_path, monkeypatch, name):
-    for line in three_iterations(rlflow, tmp_path, monkeypatch, name, "--threads", 1):
+@pytest.mark.parametrize(
+    "name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
+)
+def test_three_iterations_run_and_are_reported_and_exported(rlflow, tmp_path, monkeypatch, name):
+    lines = three_iterations(rlflow, tmp_path, monkeypatch, name, "--threads", 1)
+    for line in lines:
         assert all(map(math.isfinite, line.metrics.values()))
+    assert set(HEADLINES.get(name, USUAL)[0]) <= set(lines[0].metrics)
+    summary = summary_text(tmp_path / "here")
+    assert f"{graph(name).name}   3 iterations" in summary
+    assert all(f"{key}, " in summary for names in HEADLINES.get(name, USUAL) for key in names)
+    report = rlflow("report", tmp_path / "here")
+    assert 0 == report.code, report.err
+    page = (tmp_path / "here" / "report.html").read_text()
+    assert page.count("<svg") == len(("curves", "one iteration", "plan", "graph"))
+    for model in {node.model for node in graph(name).nodes if node.op.name == "update"}:
+        into = tmp_path / model
+        exported = rlflow("export", tmp_path / "here", "--model", model, "-o", into)
+        assert 0 == exported.code, exported.err
+        assert list(into.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_headlines_a_run_is_what_its_policies_learn_from(name):
+    for placement in for_laptops(name):
+        found = headline(planned(name, placement).graph)
+        assert HEADLINES.get(name, USUAL) == (found.training, found.held_out)
+
+
+@pytest.mark.parametrize("form", ["dot", "mermaid", "text", "json"])
+@pytest.mark.parametrize("name", NAMES)
+def test_its_graph_and_its_plans_are_drawn(name, form):
+    assert render(graph(name), None, level="graph", format=form)
+    for placement in for_laptops(name):
+        plan = planned(name, placement)
+        assert render(plan.graph, None, level="graph", format=form)
+        assert render(plan.graph, plan, level="plan", format=form)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_plans_are_read_back_as_they_were_saved(name):
+    for placement in for_laptops(name):
+        plan = planned(name, placement)
+        saved = dump_plan(plan)
+        assert saved == dump_plan(plan_from_json(json.loads(saved)))
 
 
 @pytest.mark.slow
@@ -165,9 +229,12 @@ def three_iterations(rlflow, folder: Path, monkeypatch, name: str, *words):
     lines = read_metrics(into / "metrics.jsonl")
     evaluated = any(node.op.name == "evaluate" for node in graph(name).nodes)
     assert list(range(4 if evaluated else 3)) == [line.iteration for line in lines]
-    trained = [node.name for node in graph(name).nodes if node.op.name == "update"]
-    for line in lines[:3]:
-        assert {f"{node}/grad_norm" for node in trained} <= set(line.metrics)
+    given = dict(setting.split("=") for setting in small(name)[1::2])
+    trained = [node for node in graph(name, **given).nodes if node.op.name == "update"]
+    for number, line in enumerate(lines[:3]):
+        due = {f"{node.name}/grad_norm" for node in trained if node.due(number)}
+        told = {key for key in line.metrics if key.endswith(".update/grad_norm")}
+        assert due == told
     return lines
 
 

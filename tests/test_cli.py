@@ -10,7 +10,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from rlflow import cli as commands
+from rlflow.cli import main as commands
 from rlflow.errors import (
     CheckpointError,
     GraphError,
@@ -78,14 +78,14 @@ def test_each_class_of_error_has_its_exit_code(rlflow, monkeypatch, error, code)
     def fail(_):
         raise error(summary="what happened")
 
-    monkeypatch.setattr("rlflow.commands.check_all", fail)
+    monkeypatch.setattr("rlflow.cli.commands.check_all", fail)
     result = rlflow("check", GRPO)
     assert (code, "", "what happened\n") == result
 
 
 def test_a_bug_is_written_to_a_file(rlflow, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("rlflow.commands.check_all", lambda _: 1 / 0)
+    monkeypatch.setattr("rlflow.cli.commands.check_all", lambda _: 1 / 0)
     result = rlflow("check", GRPO)
     assert 70 == result.code
     assert result.err.startswith(
@@ -100,10 +100,10 @@ def test_ctrl_c_outside_of_a_run(rlflow, monkeypatch):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rlflow.commands.check_all", interrupt)
+    monkeypatch.setattr("rlflow.cli.commands.check_all", interrupt)
     result = rlflow("check", GRPO)
     assert 130 == result.code
-    assert "stopped at once; rlflow run --resume continues a run" in result.err
+    assert "stopped at once" == result.err.strip()
     assert "Traceback" not in result.err
 
 
@@ -239,13 +239,39 @@ def test_a_dry_run_creates_nothing_and_prints_the_plan_of_plan(rlflow, tmp_path)
 
 @pytest.mark.torch
 def test_the_line_that_continues_a_run_continues_it(rlflow, tmp_path):
-    words = (*SMALL, "--set", "group_size=4", "--iterations", 2, "--run-dir", "with space")
-    result = rlflow("run", GRPO, *words)
+    """The config says 1 iteration, the command line 3: the line has twice of these."""
+    words = (*SMALL, "--set", "group_size=4", "--set", "iterations=1", "--deadline", "77.5")
+    result = rlflow("run", GRPO, *words, "--iterations", 3, "--run-dir", "with space")
     assert 0 == result.code, result.err
     line = next(row for row in result.out.splitlines() if row.startswith("continue: "))
-    again = rlflow(*shlex.split(line)[2:], "--iterations", 3)
+    assert "--deadline 77.5 --iterations 6 --resume 'with space'" in line
+    again = rlflow(*shlex.split(line)[2:], "--iterations", 4)
     assert 0 == again.code, again.err
-    assert "resuming after iteration 2" in again.err
+    assert "resuming after iteration 3" in again.err
+    assert 4 == json.loads((tmp_path / "with space" / "config.json").read_text())["iterations"]
+
+    taken = rlflow("run", GRPO, *words, "--run-dir", "with space")
+    line = next(row for row in taken.err.splitlines() if row.startswith("  fix "))
+    done = rlflow(*shlex.split(line)[2:])
+    assert 0 == done.code, done.err
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("existing", [False, True])
+def test_ctrl_c_while_loading_names_what_is_there(rlflow, monkeypatch, tmp_path, existing):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    words = ("run", GRPO, *SMALL, "--set", "group_size=4", "--iterations", 1)
+    if existing:
+        assert 0 == rlflow(*words, "--run-dir", "mine").code
+    monkeypatch.setattr("rlflow.runtime.worker.worker.Worker.__init__", interrupt)
+    result = rlflow(*words, *(("--resume", "mine") if existing else ("--run-dir", "mine")))
+    assert 130 == result.code
+    assert existing == (tmp_path / "mine").exists()
+    last = result.err.splitlines()[-1]
+    assert ("continue with: rlflow run" in last) == existing
+    assert ("no iteration had begun, so mine was removed" in last) != existing
 
 
 @pytest.mark.torch
@@ -315,7 +341,7 @@ def test_doctor_names_what_is_missing_and_what_to_type(rlflow, monkeypatch):
 IMPORTS = """
 import sys
 sys.argv = ["rlflow", *sys.argv[1:]]
-from rlflow.cli import main
+from rlflow.cli.main import main
 code = 0
 try:
     main()

@@ -22,29 +22,30 @@ from click.testing import CliRunner
 
 import rlflow as rf
 from rlflow import ops
-from rlflow.cli import cli
-from rlflow.config import load_pipeline
+from rlflow.cli.config import load_pipeline
+from rlflow.cli.main import cli
 from rlflow.errors import GraphError
-from rlflow.scheduler import cluster
 from rlflow.scheduler.compile import PASSES, compile_plan
-from rlflow.scheduler.rewrite import REWRITES
-from rlflow.scheduler.verify import MEANING, SHAPE
+from rlflow.scheduler.devices import cluster
+from rlflow.scheduler.passes.rewrite import REWRITES
+from rlflow.scheduler.verify.verify import MEANING, SHAPE
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "rlflow"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
 BLOCK = re.compile(r"^```(?P<info>[^\n]*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"\bE[1-9]\d\d\b")
 
 # Codes with one meaning that more than one package can find.
 SHARED = {
     "E104": {"graph", "ops"},
+    "E301": {"cli", "graph"},
     "E502": {"engines", "runtime"},
     "E635": {"engines", "scheduler"},
     "E637": {"ops", "scheduler"},
-    "E712": {"runtime", "viz"},
-    "E714": {"runtime", "viz"},
+    "E712": {"runtime", "report"},
+    "E714": {"runtime", "report"},
 }
 
 
@@ -70,7 +71,7 @@ def ppo(cfg: rf.Config) -> None:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page: its info string, text and first line (for test names)."""
+    """A fenced block of a page below `docs/`: its info string, text and first line."""
 
     page: str
     line: int
@@ -84,7 +85,8 @@ def blocks(*infos: str) -> list[Block]:
         text = page.read_text()
         for match in BLOCK.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
-            found.append(Block(page.name, line, match["info"], match["text"]))
+            name = page.relative_to(DOCS).as_posix()
+            found.append(Block(name, line, match["info"], match["text"]))
     return [block for block in found if block.info in infos]
 
 
@@ -161,7 +163,7 @@ def test_pages_are_plain(page):
 def test_links_lead_somewhere(page):
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", BLOCK.sub("", page.read_text()))
     local = [target for target in targets if "://" not in target]
-    assert [] == [target for target in local if not (DOCS / target).exists()]
+    assert [] == [target for target in local if not (page.parent / target).exists()]
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
@@ -263,9 +265,23 @@ def test_consoles_show_what_the_commands_print(block, monkeypatch):
     shown = "\n".join(f"{command}\n{printed(command)}" for command in commands)
     if os.environ.get("RLFLOW_WRITE_DOCS"):
         page = DOCS / block.page
-        page.write_text(page.read_text().replace(block.text, shown))
+        before = f"```console\n{block.text}```"
+        page.write_text(page.read_text().replace(before, f"```console\n{shown}```"))
     else:
         assert block.text == shown
+
+
+def commands_to_paste() -> list[str]:
+    """The lines of the pages that call rlflow and whose output is not shown."""
+    lines = [line for block in blocks("sh") for line in block.text.splitlines()]
+    return sorted({line for line in lines if line.startswith("rlflow ")})
+
+
+@pytest.mark.parametrize("command", commands_to_paste())
+def test_lines_to_paste_are_what_the_commands_take(command):
+    """Parsed by the command itself, run by nobody."""
+    _, name, *words = shlex.split(command.removesuffix("&"), comments=True)
+    assert cli.commands[name].make_context(name, words).command is cli.commands[name]
 
 
 @pytest.mark.parametrize("command", pictures(), ids=lambda command: command.split()[-1])
@@ -281,10 +297,12 @@ def test_pictures_are_what_the_commands_draw(command, tmp_path, monkeypatch):
 
 
 @pytest.mark.torch
-def test_the_op_of_ones_own_runs(tmp_path, monkeypatch):
-    (block,) = [block for block in blocks("python") if "@rf.op" in block.text]
+@pytest.mark.parametrize(
+    "block", [block for block in blocks("python") if "@rf.op" in block.text], ids=name_of
+)
+def test_ops_and_losses_of_ones_own_run(block, tmp_path):
     file, run = written(block, tmp_path), tmp_path / "run"
-    command = [sys.executable, "-m", "rlflow.cli", "run", str(file), "--run-dir", str(run)]
+    command = [sys.executable, "-m", "rlflow.cli.main", "run", str(file), "--run-dir", str(run)]
     small = ["--iterations", "1", "--set", "prompts_per_iteration=4", "-q"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -298,7 +316,7 @@ def test_the_op_of_ones_own_runs(tmp_path, monkeypatch):
 def test_the_engine_of_ones_own_generates_in_pieces(tmp_path):
     (block,) = [block for block in blocks("python") if block.page == "engines.md"]
     file, run = written(block, tmp_path), tmp_path / "run"
-    command = [sys.executable, "-m", "rlflow.cli", "run", str(file), "--run-dir", str(run)]
+    command = [sys.executable, "-m", "rlflow.cli.main", "run", str(file), "--run-dir", str(run)]
     small = ["--iterations", "2", "--check-sync", "--threads", "1", "-q", "--stream", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -320,22 +338,28 @@ def test_the_design_names_the_passes_and_the_rules():
     assert rules == re.findall(r"^\| `(\w+)` \| `(\w+)` \|", text, re.MULTILINE)
 
 
-def test_the_import_table_is_the_one_that_is_held():
-    text = (DOCS / "design.md").read_text().replace("\\_", "_")
-    table = text.partition("| package | may import |\n| --- | --- |\n")[2].partition("\n\n")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in table.splitlines()]
-    shown = {name: {part for part in imports.split(", ") if part} for name, imports in rows}
+def test_the_floors_are_those_that_are_held():
+    shown = {head: table(head) for head in ("floor", "part", "file")}
     tree = ast.parse((ROOT / "tests" / "test_layers.py").read_text())
-    (held,) = [
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MAY_IMPORT"
-    ]
-    assert eval(ast.unparse(held)) == shown
+    values = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
+    floors, sees, besides = (
+        ast.literal_eval(values[name]) for name in ("FLOORS", "SEES", "BESIDES")
+    )
+
+    assert shown["floor"] == [[", ".join(floor)] for floor in floors]
+    assert shown["part"] == [[part, ", ".join(sorted(seen))] for part, seen in sees.items()]
+    assert shown["file"] == [[*pair, why] for pair, why in besides.items()]
+
+
+def table(head: str) -> list[list[str]]:
+    """The rows of the table of architecture.md whose first column has that head."""
+    text = (DOCS / "architecture.md").read_text()
+    lines = text.partition(f"\n| {head} |")[2].partition("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
 
 
 def written(block: Block, folder: Path) -> Path:
-    file = folder / f"{Path(block.page).stem}_{block.line}.py"
+    file = folder / f"{Path(block.page).stem.replace('-', '_')}_{block.line}.py"
     file.write_text(block.text)
     return file
 
@@ -344,6 +368,6 @@ def printed(command: str) -> str:
     """What a command of a page prints on standard output."""
     program, *words = shlex.split(command.removeprefix("$ "))
     assert program == "rlflow"
-    done = CliRunner().invoke(cli, words, catch_exceptions=False)
+    done = CliRunner().invoke(cli, words, prog_name="rlflow", catch_exceptions=False)
     assert 0 == done.exit_code
     return done.stdout

@@ -8,7 +8,7 @@ from importlib.metadata import version
 import pytest
 
 import rlflow as rf
-from rlflow.interpreters import asked, engine_python, missing_engine
+from rlflow.cli.interpreters import asked, engine_python, missing_engine
 
 
 def test_packages_are_found_by_their_distribution_or_by_what_python_imports() -> None:

@@ -1,4 +1,4 @@
-"""Imports point one way: the table below is DESIGN's, and nobody imports torch or ray early."""
+"""Imports point down: one table of floors, no cycle between files, torch and ray behind doors."""
 
 from __future__ import annotations
 
@@ -7,160 +7,252 @@ import subprocess
 import sys
 from pathlib import Path
 
+import networkx as nx
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "rlflow"
 
-MAY_IMPORT = {
-    "errors": set(),
-    "batch": {"errors"},
-    "data": {"errors"},
-    "rewards": {"errors"},
-    "envs": {"rewards", "data", "errors"},
-    "graph": {"errors"},
-    "ops": {"graph", "data", "rewards", "envs", "batch", "errors"},
-    "scheduler": {"graph", "errors"},
-    "engines": {"graph", "batch", "errors"},
-    "runtime": {"scheduler", "engines", "ops", "graph", "data", "batch", "errors"},
-    "viz": {"graph", "scheduler", "runtime", "errors"},
-    "config": {"graph", "errors"},
-    "doctor": {"scheduler", "graph", "interpreters", "errors"},
-    "interpreters": {"graph", "errors"},
-    "commands": {"config", "scheduler", "graph", "data", "errors"},
-    "simulating": {"commands", "scheduler", "viz", "errors"},
-    "launch": {"commands", "interpreters", "runtime", "scheduler", "graph", "viz", "errors"},
-    "profile": {"commands", "launch", "runtime", "scheduler", "errors"},
-    "tuning": {"commands", "scheduler", "graph", "errors"},
-    "options": set(),
-    "export": {"engines", "graph", "runtime", "scheduler", "errors"},
-    "cli": {
-        "commands",
-        "options",
-        "profile",
-        "tuning",
-        "simulating",
-        "launch",
-        "doctor",
-        "export",
-        "viz",
-        "scheduler",
-        "errors",
-    },
-    "__init__": {"graph", "ops", "data", "rewards", "envs"},
-}
-VIZ_READS_OF_RUNTIME = {"spans", "metrics", "rundir", "durable"}
-TORCH_FREE = (
-    "errors",
-    "data",
-    "rewards",
-    "envs",
-    "graph",
-    "scheduler",
-    "viz",
-    "config",
-    "commands",
-    "simulating",
-    "cli",
-    "doctor",
-    "interpreters",
-    "launch",
-    "export",
-    "__init__",
+# From the ground up. A file imports files of its own part and of parts on lower floors: none of
+# another part on its own floor, and none above. Every import counts, also those in functions and
+# those that only a type checker sees.
+FLOORS = (
+    ("errors",),
+    ("strict", "userfiles", "batch", "modelfiles"),
+    ("contract",),
+    ("graph",),
+    ("data", "rewards"),
+    ("envs",),
+    ("ops",),
+    ("scheduler.devices",),
+    ("scheduler.models",),
+    ("scheduler.plan", "scheduler.periodic"),
+    ("scheduler.memory",),
+    ("scheduler.costs",),
+    ("scheduler.context", "scheduler.engines"),
+    ("scheduler.observed",),
+    ("scheduler.passes", "scheduler.verify"),
+    ("scheduler.compile",),
+    ("scheduler.simulate",),
+    ("scheduler.search",),
+    ("engines",),
+    ("runtime",),
+    ("report",),
+    ("cli",),
 )
-DOORS = {"cli", "commands", "simulating", "launch", "export"}
+# Of the floors below them these see so much. `rlflow` itself is what users import.
+SEES = {
+    "data": {"errors", "strict"},
+    "rewards": {"errors", "strict", "userfiles"},
+    "envs": {"errors", "data", "rewards"},
+    "graph": {"errors", "strict", "contract"},
+    "scheduler": {"errors", "modelfiles", "graph", "scheduler"},
+    "engines": {"errors", "batch", "modelfiles", "contract", "graph"},
+    "runtime": {
+        "errors",
+        "userfiles",
+        "batch",
+        "modelfiles",
+        "contract",
+        "graph",
+        "data",
+        "ops",
+        "scheduler.plan",
+        "engines",
+    },
+    "report": {"errors", "graph", "scheduler", "runtime.record"},
+    "rlflow": {"errors", "graph", "data", "rewards", "envs", "ops"},
+}
+# And beyond that, for a reason.
+BESIDES = {
+    ("runtime.preflight", "scheduler.models"): "prompts are measured against a model's context",
+    ("runtime.ray.cluster.clusters", "scheduler.devices"): "a store has a share of the memory",
+    ("runtime.record.calibration", "scheduler.costs"): "a run is kept for later estimates",
+    ("runtime.record.calibration", "scheduler.devices"): "a run is kept for later estimates",
+    ("runtime.record.calibration", "scheduler.observed"): "a run is kept for later estimates",
+}
+# Files that import rlflow within a function, and what for.
+DOORS = {
+    "cli.main": "a command loads what it needs, not what others need",
+    "cli.commands": "the devices are looked at where they are asked for",
+    "cli.simulating": "pictures are drawn where they are asked for",
+    "cli.launch": "torch and Ray are loaded once a plan is to run",
+    "cli.export": "torch is loaded once there is something to write",
+    "graph.placement": "a declaration is found where one is made",
+    "report.render": "each form of picture loads its own library",
+    "runtime.local": "saving is loaded where a checkpoint is due",
+    "runtime.ray.made": "torch is loaded after the number of threads is set",
+    "runtime.ray.rank": "torch is loaded after the number of threads is set",
+    "runtime.worker.loading": "sharded models are loaded where a layout is one",
+    "runtime.worker.saving": "sharded models are loaded where a layout is one",
+    "runtime.worker.world": "weights are resharded where a plan says so",
+}
+TORCH = ("batch", "engines", "runtime", "cli.profile", "ops.bodies", "ops.math")
+# Folders whose files are imported by their own names: scripts, and what an engine's process runs.
+SCRIPTS = ("benchmarks", "rlflow.engines.process.server")
 
 
-def part_of(path):
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def files():
+    """Every file of the package and of the benchmarks by its dotted name."""
+    found = {}
+    for path in sorted([*PACKAGE.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
 
 
-def imported(tree, *, top_only):
-    """Dotted names imported by a file; those of TYPE_CHECKING blocks left out."""
-    skipped = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for inner in ast.walk(node)
-    }
-    nodes = tree.body if top_only else ast.walk(tree)
-    for node in nodes:
-        if id(node) in skipped:
-            continue
+FILES = files()
+TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
+
+def imported(tree):
+    """The dotted names that a piece of a file imports, wherever in it; `.x` of its own folder."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from ((f"{node.module}.{alias.name}", node) for alias in node.names)
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (f"{node.module}." if node.module else "")
+            yield from (f"{base}{alias.name}" for alias in node.names)
 
 
-def edges():
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for name, _ in imported(ast.parse(path.read_text()), top_only=False):
-            parts = name.split(".")
-            if parts[0] == "rlflow" and len(parts) > 1:
-                yield path, part_of(path), parts[1], parts
+def file_of(name, importer):
+    """The file that a dotted name is of, itself or a name in it; None for other packages."""
+    folder = ".".join(FILES[importer].parent.relative_to(ROOT).parts)
+    bases = [f"{script}." for script in SCRIPTS if f"{folder}.".startswith(f"{script}.")]
+    for full in (folder + name,) if name.startswith(".") else (f"{b}{name}" for b in ("", *bases)):
+        for found in (full, full.rpartition(".")[0]):
+            if found in FILES:
+                return found
+    return None
 
 
-def test_packages_import_one_way():
+def arrows():
+    """Every file with every other that it imports."""
+    for name, tree in TREES.items():
+        yield from {(name, file_of(n, name)) for n in imported(tree)} - {(name, None)}
+
+
+def below(name):
+    """A dotted name without `rlflow`, which stands for itself."""
+    return name.removeprefix("rlflow.")
+
+
+def within(name, parts):
+    """The one of some parts that a file is of, the narrowest; None if it is of none."""
+    found = [part for part in parts if f"{name}.".startswith(f"{part}.")]
+    return max(found, key=len, default=None)
+
+
+def floor_of(name):
+    parts = [part for floor in FLOORS for part in floor]
+    part = within(name, parts)
+    return part, next((n for n, floor in enumerate(FLOORS) if part in floor), len(FLOORS))
+
+
+def package_arrows():
+    return [(below(a), below(b)) for a, b in arrows() if a.startswith("rlflow") and a != b]
+
+
+def test_every_file_is_on_a_floor_and_every_floor_has_files():
+    parts = {part for floor in FLOORS for part in floor}
+    names = [below(name) for name in FILES if name.startswith("rlflow")]
+    packages = {"rlflow", "scheduler"}
+
+    assert set() == {name for name in names if floor_of(name)[0] is None} - packages
+    assert parts == {floor_of(name)[0] for name in names} - {None}
+
+
+def test_imports_point_down():
     wrong = [
-        f"{path.relative_to(PACKAGE)} imports {'.'.join(parts)}"
-        for path, source, target, parts in edges()
-        if target != source and target not in MAY_IMPORT[source]
+        f"{source} imports {target}"
+        for source, target in package_arrows()
+        if floor_of(source)[0] != floor_of(target)[0] or floor_of(source)[0] is None
+        if floor_of(source)[1] <= floor_of(target)[1]
     ]
 
     assert [] == wrong
 
 
-def test_viz_reads_files_of_runs_and_nothing_else_of_the_runtime():
-    read = {
-        parts[2] for _, source, target, parts in edges() if (source, target) == ("viz", "runtime")
+def test_a_part_sees_what_the_table_says():
+    used, wrong = set(), []
+    for source, target in package_arrows():
+        eyes = within(source, SEES)
+        if eyes is None or within(target, {eyes, *SEES[eyes]}):
+            continue
+        beside = [(a, b) for a, b in BESIDES if a == source and within(target, {b})]
+        used.update(beside)
+        wrong += [] if beside else [f"{source} imports {target}"]
+
+    assert [] == wrong
+    assert used == set(BESIDES)
+
+
+def test_no_file_imports_itself_through_others():
+    graph = nx.DiGraph(arrows())
+
+    rings = nx.strongly_connected_components(graph)
+
+    assert [] == [sorted(ring) for ring in rings if len(ring) > 1]
+
+
+def test_private_names_stay_in_their_folder():
+    wrong = []
+    for importer, tree in TREES.items():
+        for name in imported(tree):
+            found = file_of(name, importer)
+            words = (name if found is None else f"{found}.{name.rpartition('.')[2]}").split(".")
+            private = [word for word in words if word.startswith("_") and word != "__future__"]
+            beside = found and FILES[found].parent in (FILES[importer].parent, FILES[importer])
+            if found and private and not beside:
+                wrong.append(f"{importer} imports {name}")
+
+    assert [] == wrong
+
+
+def test_inner_imports_of_rlflow_are_at_the_doors():
+    inner = {
+        below(name)
+        for name, tree in TREES.items()
+        if name.startswith("rlflow")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for other in imported(node)
+        if other.startswith("rlflow")
     }
 
-    assert read <= VIZ_READS_OF_RUNTIME
+    assert inner == set(DOORS)
+
+
+def top_imports(tree):
+    """The packages that a file imports as it is loaded."""
+    loaded = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {name.split(".")[0] for node in loaded for name in imported(node)}
 
 
 def test_torch_stays_in_bodies_engines_and_runtime():
-    early = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if part_of(path) not in TORCH_FREE and "ops" != part_of(path):
-            continue
-        if "bodies" in path.parts or "math" in path.parts:
-            continue
-        names = [
-            name.split(".")[0] for name, _ in imported(ast.parse(path.read_text()), top_only=True)
-        ]
-        early += [f"{path.name}: {name}" for name in names if name in ("torch", "ray", "numpy")]
+    early = {
+        name: found
+        for name, tree in TREES.items()
+        if name.startswith("rlflow") and within(below(name), TORCH) is None
+        if (found := top_imports(tree) & {"torch", "ray", "numpy"})
+    }
 
-    assert [] == early
+    assert {} == early
 
 
 def test_ray_stays_in_its_package():
     outside = {
-        str(path.relative_to(PACKAGE))
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if "on_ray" not in path.relative_to(PACKAGE).parts
-        for name, _ in imported(ast.parse(path.read_text()), top_only=False)
-        if "ray" == name.split(".")[0]
+        name
+        for name, tree in TREES.items()
+        if name.startswith("rlflow") and within(name, {"rlflow.runtime.ray"}) is None
+        if "ray" in {other.split(".")[0] for other in imported(tree)}
     }
 
     assert set() == outside
 
 
-def test_inner_imports_of_rlflow_are_at_the_doors():
-    """Delayed imports of our own packages: only where a command reaches for the heavy ones."""
-    inner = {
-        part_of(path)
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef)
-        for name, _ in imported(node, top_only=False)
-        if name.startswith("rlflow.")
-    }
-
-    assert inner <= DOORS | {"graph", "runtime", "viz"}
-
-
 def test_declaring_commands_import_neither_torch_nor_ray():
     program = (
-        "import sys; from click.testing import CliRunner; from rlflow.cli import cli\n"
+        "import sys; from click.testing import CliRunner; from rlflow.cli.main import cli\n"
         "for words in (['check', P], ['viz', P], ['plan', P], ['diff', P], ['doctor'],\n"
         "              ['simulate', P], ['viz', P, '--level', 'plan', '--format', 'mermaid']):\n"
         "    result = CliRunner().invoke(cli, words)\n"

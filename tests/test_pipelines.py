@@ -10,13 +10,13 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from rlflow.runtime.metrics import read_metrics
+from rlflow.runtime.record.metrics import read_metrics
 from tests.conftest import PIPELINES, QUICK, SMALL, TINY
 
 PLACEMENTS = {
     "grpo_arithmetic.py": ["async", "colocate", "fsdp", "fsdp_tp", "sglang", "split"],
-    "grpo_gsm8k.py": ["one", "colocate", "split"],
-    "ppo_gsm8k.py": ["one", "colocate", "split", "rack", "rack_split"],
+    "grpo_gsm8k.py": ["one", "colocate", "split", "sglang"],
+    "ppo_gsm8k.py": ["one", "colocate", "split", "rack", "rack_split", "sglang"],
     "ppo_arithmetic.py": ["colocate", "split"],
     "sft_arithmetic.py": ["colocate"],
 }

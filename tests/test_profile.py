@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.scheduler.measured import load_measured
+from rlflow.scheduler.devices.measured import load_measured
 from tests.conftest import PIPELINES, SMALL, Result
 
 GRPO = PIPELINES / "grpo_arithmetic.py"
@@ -65,15 +65,15 @@ def test_a_run_is_written_back_and_the_next_plan_says_so(rlflow: Call, store: Pa
 
 
 @pytest.mark.torch
-def test_short_runs_and_runs_without_a_file_keep_nothing(
+def test_short_runs_are_kept_and_runs_without_a_file_keep_nothing(
     rlflow: Call, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = ("run", GRPO, *FEW, "-q", "--iterations")
     assert 0 == rlflow(*run, "2", "--run-dir", "one").code
-    assert not store.exists()
+    kept = store.read_bytes()
     monkeypatch.setenv("RLFLOW_COSTS", "off")
     assert 0 == rlflow(*run, "4", "--run-dir", "two").code
-    assert not store.exists()
+    assert kept == store.read_bytes()
 
 
 @pytest.mark.torch

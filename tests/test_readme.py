@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from rlflow.cli import cli
-from rlflow.scheduler import cluster
+from rlflow.cli.main import cli
+from rlflow.scheduler.devices import cluster
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -22,7 +22,12 @@ COMMANDS = [
     for language, block in BLOCKS
     if not language
     for line in block.splitlines()
-    if line.startswith("rlflow ") and "/ " not in line
+    if line.startswith("rlflow ") and not line.startswith("rlflow/")
+]
+(ON_GPUS,) = [
+    [line for line in block.splitlines() if line.startswith("rlflow ")]
+    for language, block in BLOCKS
+    if language == "sh"
 ]
 
 LOOKING = ("check", "plan", "diff", "simulate", "tune", "doctor")
@@ -35,7 +40,8 @@ def at_the_root(monkeypatch):
 
 
 def invoke(command, *more):
-    return CliRunner().invoke(cli, [*shlex.split(command)[1:], *more], catch_exceptions=False)
+    words = shlex.split(command, comments=True)
+    return CliRunner().invoke(cli, [*words[1:], *more], catch_exceptions=False)
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.split()[1] in LOOKING])
@@ -44,7 +50,7 @@ def test_commands_that_look_work_as_written(command):
 
 
 def test_the_commands_that_look_are_shown():
-    assert set(LOOKING) <= {command.split()[1] for command in COMMANDS}
+    assert set(LOOKING) <= {command.split()[1] for command in [*COMMANDS, *ON_GPUS]}
 
 
 def test_viz_writes_the_picture(tmp_path):
@@ -64,20 +70,52 @@ def test_the_runs_are_runs(command):
     assert f"dry run: {iterations[1] if iterations else 400} iterations" in result.output
 
 
-@pytest.mark.parametrize("word", ["plan", "diff"])
-def test_what_is_printed_is_what_the_commands_print(word):
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_plan_shown_is_the_one_that_is_printed():
     """`RLFLOW_WRITE_DOCS=1` writes it anew."""
-    command, _, shown = README.partition(f"$ rlflow {word} ")[2].partition("\n")
+    command, _, shown = README.partition("$ rlflow plan ")[2].partition("\n")
     shown = shown.partition("```")[0].rstrip()
-    printed = invoke(f"rlflow {word} {command}").stdout.rstrip()
+    printed = invoke(f"rlflow plan {command}").stdout.rstrip()
 
     if os.environ.get("RLFLOW_WRITE_DOCS"):
         path = ROOT / "README.md"
-        block = f"$ rlflow {word} {command}\n"
+        block = f"$ rlflow plan {command}\n"
         fresh = path.read_text().replace(f"{block}{shown}".rstrip(), f"{block}{printed}")
         path.write_text(fresh)
     else:
         assert shown == printed
+
+
+def test_what_staleness_gains_is_what_diff_prints():
+    (command,) = [command for command in COMMANDS if command.startswith("rlflow diff")]
+    rows = {
+        line[:28].strip(): re.split(r"  +", line[28:].strip())
+        for line in invoke(command).stdout.splitlines()
+    }
+    (shown,) = re.findall(
+        r"estimated at (\S+ ms) instead of (\S+ ms), (\d+ %) idle instead\s+of\s+(\d+ %)", README
+    )
+
+    assert ["split", "async"] == rows[""]
+    assert rows["iteration, estimated"][::-1] + rows["idle device time"][::-1] == list(shown)
+
+
+def test_a_7b_model_on_eight_gpus_is_tuned_and_planned(tmp_path):
+    """The last line, a run, is compiled for the GPUs and the shape that the others name."""
+    best = str(tmp_path / "best.py")
+    check, tune, plan, run = (line.replace("best.py", best) for line in ON_GPUS)
+    assert 0 == invoke(check).exit_code
+    assert 0 == invoke(tune).exit_code
+    printed = invoke(plan).stdout
+
+    assert "train [0:6], gen [6:8]" in printed
+    assert "iteration, estimated: 3.63 s" in printed
+    as_run = run.replace("rlflow run ", "rlflow plan ")
+    assert printed == invoke(as_run, *shlex.split(plan.partition(best)[2])).stdout
+    assert "6 devices that train and 2 that sample: 3.63 s an iteration" in README
 
 
 def test_the_pipeline_traces_and_compiles(tmp_path, monkeypatch):
@@ -100,19 +138,49 @@ def test_ci_calls_the_test_command():
     assert "make test\n" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_the_file_map_names_every_module():
-    listed = README.partition("## Files")[2].partition("## Words")[0]
-    words = set(re.findall(r"[\w.-]+", listed))
-    tracked = subprocess.run(
-        ["git", "ls-files", "rlflow", "pipelines/*.py", "docs/*.md"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
+def folders(root: str) -> list[str]:
+    """Folders below one in which git knows Python files, apart from those of other packages."""
+    known = subprocess.run(
+        ["git", "ls-files", f"{root}/**.py"], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout.split()
-    modules = [Path(name) for name in tracked if not name.endswith(("__init__.py", "py.typed"))]
+    return sorted({str(Path(name).parent) for name in known} - {root})
 
-    assert [] == [str(path) for path in modules if not {path.stem, path.name} & words]
+
+def test_the_file_map_names_every_folder():
+    """Several of a line stand in braces, or with commas between them."""
+    written = re.findall(r"^((?:[\w/{},]+/,? )+)", README.partition("## Files")[2], re.MULTILINE)
+    listed = [
+        f"{before}{name}{after}".strip("/")
+        for names in written
+        for several in names.replace("/, ", "/ ").split()
+        for before, inner, after in [re.fullmatch(r"([^{]*)\{?([^}]*)\}?(.*)", several).groups()]
+        for name in inner.split(",")
+    ]
+    packages = [name for name in folders("rlflow") if 1 == name.count("/")]
+    others = ["pipelines", "benchmarks", "docs", "tests"]
+
+    assert sorted(listed) == sorted(packages + others)
+
+
+def test_the_five_files_hold_what_the_readme_says():
+    named = re.findall(r"`(\w+)`\s+in\s+`(rlflow/[\w/]+\.py)`", README)
+
+    assert 5 == len({file for _, file in named})
+    assert [] == [
+        (name, file)
+        for name, file in named
+        if not re.search(rf"^(def |class )?{name}\b", (ROOT / file).read_text(), re.MULTILINE)
+    ]
+
+
+def test_the_architecture_names_every_folder_and_only_files_that_are_there():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    listed = re.findall(r"^\| `(rlflow/\S+?)/` \|", page, re.MULTILINE)
+    files = re.findall(r"`(rlflow/[\w/]+\.py)`", page)
+
+    assert sorted(listed) == folders("rlflow")
+    assert files
+    assert [] == [name for name in files if not (ROOT / name).is_file()]
 
 
 def test_links_and_pictures_are_there():

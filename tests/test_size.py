@@ -1,13 +1,20 @@
-"""Ceilings: files of 400 lines, functions of 60, four levels of nesting in rlflow."""
+"""Ceilings: functions of 60 lines, four levels of nesting; longer files than 400 say why."""
 
 from __future__ import annotations
 
 import ast
 import statistics
+from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "rlflow"
 FILES = sorted(PACKAGE.rglob("*.py"))
+# Files of more than 400 lines, each with its reason. A file is as long as its subject: one that is
+# cut in two to fit, with half of a class in each, is harder to read than a long one.
+LONG = {
+    "graph/graph.py": "a graph with its edges, which follow from its nodes, and its plain data",
+    "scheduler/plan/plan.py": "a plan and all that its actions are made of, read side by side",
+}
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try)
 
 
@@ -31,11 +38,18 @@ def nesting(node, depth=0):
     return max(inside, default=depth)
 
 
-def test_files_are_short():
-    long = {str(f.relative_to(PACKAGE)): len(f.read_text().splitlines()) for f in FILES}
+def test_a_long_file_says_why():
+    counts = {str(f.relative_to(PACKAGE)): len(f.read_text().splitlines()) for f in FILES}
 
-    assert {} == {name: count for name, count in long.items() if count > 400}
-    assert statistics.median(long.values()) <= 150
+    assert set(LONG) == {name for name, count in counts.items() if count > 400}
+    assert all(LONG.values())
+    assert statistics.median(counts.values()) <= 150
+
+
+def test_folders_are_small():
+    counts = Counter(str(f.parent.relative_to(PACKAGE)) for f in FILES)
+
+    assert {} == {name: count for name, count in counts.items() if count > 15}
 
 
 def test_functions_are_short():

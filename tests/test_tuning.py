@@ -8,10 +8,12 @@ import runpy
 import subprocess
 import sys
 
+import pytest
+
 import rlflow as rf
-from rlflow.commands import Target, declare
-from rlflow.scheduler.cluster import parse_cluster
+from rlflow.cli.commands import Target, declare
 from rlflow.scheduler.compile import compile_plan
+from rlflow.scheduler.devices.cluster import parse_cluster
 from tests.conftest import PIPELINES, ROOT
 
 GRPO, PPO = PIPELINES / "grpo_arithmetic.py", PIPELINES / "ppo_arithmetic.py"
@@ -32,6 +34,7 @@ def test_a_table_and_a_placement_to_paste(rlflow):
     assert lines[-1].startswith("  rf.Placement(pools={")
 
 
+@pytest.mark.slow
 def test_what_is_pasted_compiles_to_the_plan_shown(rlflow):
     options = ("--devices", "h100:4", "--model-shape", "qwen2.5-7b", "--max-staleness", "1")
     found = json.loads(rlflow("tune", PPO, *options, "--top", "4", "--json").out)
@@ -93,7 +96,7 @@ def test_without_devices_it_takes_the_cores_of_this_machine(rlflow):
 
 def test_it_imports_neither_torch_nor_ray():
     program = (
-        "import sys; from click.testing import CliRunner; from rlflow.cli import cli\n"
+        "import sys; from click.testing import CliRunner; from rlflow.cli.main import cli\n"
         "result = CliRunner().invoke(cli, ['tune', P, '--devices', 'cpu:2'])\n"
         "assert result.exit_code == 0, result.output\n"
         "print([m for m in ('torch', 'ray', 'transformers', 'numpy') if m in sys.modules])\n"

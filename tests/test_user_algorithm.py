@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rlflow.runtime.metrics import read_metrics
+from rlflow.runtime.record.metrics import read_metrics
 from tests.conftest import TINY
 
 pytestmark = pytest.mark.torch

@@ -6,35 +6,29 @@ an update calls, with the totals of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from numerics.compare import Fields, Made, Ours, Variant
-from rlflow.ops.losses import PolicyLoss, ValueLoss
-from rlflow.ops.math import (
-    Totals,
-    aggregate,
-    clip_cov_chosen,
-    count,
-    kept,
-    kl_cov_chosen,
-    policy_objective,
-    select,
-    token_kl,
-    top_entropy,
-    value_objective,
-)
+from rlflow.ops.losses.losses import PolicyLoss, ValueLoss
+from rlflow.ops.math.aggregate import Totals, aggregate, count
+from rlflow.ops.math.diagnostics import finished, response_measures, rollout_measures
 from rlflow.ops.math.importance import (
     importance_ratio,
     importance_weight,
     normalized,
     weight_sums,
 )
-from rlflow.ops.math.masked import per_token
-from rlflow.ops.math.mismatch import step_sums
+from rlflow.ops.math.kl import token_kl
+from rlflow.ops.math.losses.covariance import clip_cov_chosen, kl_cov_chosen
+from rlflow.ops.math.losses.mismatch import step_sums
+from rlflow.ops.math.losses.objective import policy_objective, value_objective
+from rlflow.ops.math.losses.off_policy import top_entropy
+from rlflow.ops.math.losses.rejection import kept
+from rlflow.ops.math.masked import per_token, select
 
 CONSTANT = 17.0
 MODES = (
@@ -194,6 +188,19 @@ def rejection(**options: Any) -> Ours:
     def made(fields: Fields, variant: Variant) -> Made:
         policies = (fields["old_log_probs"], fields["rollout_log_probs"])
         return {"kept": kept(*policies, fields["response_mask"], **options).double()}
+
+    return made
+
+
+def diagnostics(names: Mapping[str, str]) -> Ours:
+    """Measures of the old policy against the one that sampled, under the other's `names`."""
+
+    def made(fields: Fields, variant: Variant) -> Made:
+        mask = fields["response_mask"]
+        given = (fields["old_log_probs"], fields["rollout_log_probs"], mask, count(mask))
+        parts = {**rollout_measures(*given), **response_measures(*given)}
+        found = finished({name: float(value) for name, value in parts.items()})
+        return {name: torch.tensor(found[own]).double() for name, own in names.items()}
 
     return made
 

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from numerics.compare import Case, Fields, Made, Ours, Variant
-from rlflow.ops.math import gdpo, grpo, rloo, token_kl, token_rewards
+from rlflow.ops.math.advantages.group import gdpo, grpo, rloo
+from rlflow.ops.math.advantages.token import token_rewards
+from rlflow.ops.math.kl import token_kl
 
 SCALED = "std_eps is 1e-6, in TRL 1e-4"
 UNSCORED = [1, 8, 9, 10]
@@ -79,6 +81,15 @@ def advantage_cases() -> list[Case]:
             leave_one_out(whiten=True),
             given={"config": {"normalize_advantages": True}},
         ),
+        *(
+            estimator(
+                f"rloo, reward_clip_range{told}",
+                "RLOOTrainer",
+                leave_one_out(held=(-0.5, 0.4), kl_coef=beta),
+                given={"config": {"reward_clip_range": [-0.5, 0.4], "beta": beta}},
+            )
+            for told, beta in (("", 0.0), (", KL in the reward", 0.05))
+        ),
         estimator(
             "rloo, KL in the reward",
             "RLOOTrainer",
@@ -122,11 +133,15 @@ def several_rewards(**options: Any) -> Ours:
     return made
 
 
-def leave_one_out(*, kl_coef: float = 0.0, **options: Any) -> Ours:
-    """RLOO; a KL in the reward is paid by every token, as the body of the estimator does."""
+def leave_one_out(
+    *, kl_coef: float = 0.0, held: tuple[float, float] | None = None, **options: Any
+) -> Ours:
+    """RLOO; as in the body of the estimator the reward is held first, and tokens pay a KL."""
 
     def made(fields: Fields, variant: Variant) -> Made:
         reward, mask = fields["rewards"][:, 0], fields["response_mask"]
+        if held is not None:
+            reward = reward.clamp(*held)
         if kl_coef:
             kl = token_kl(fields["rollout_log_probs"], fields["ref_log_probs"], mask, kind="k1")
             reward = token_rewards(reward, mask, kl=kl, kl_coef=kl_coef).sum(-1)

@@ -8,17 +8,15 @@ import torch
 
 from numerics.compare import Case, Fields, Made, Ours, Variant
 from numerics.ours import differentiated
-from rlflow.ops.math import (
-    aggregate,
-    batchwise_objective,
-    count,
-    generalized_jsd,
+from rlflow.ops.losses.preference import DPOLoss
+from rlflow.ops.math.aggregate import aggregate, count
+from rlflow.ops.math.losses.batchwise import batchwise_objective, preference_terms
+from rlflow.ops.math.losses.distillation import top_k_jsd
+from rlflow.ops.math.losses.preference import (
     pairwise_reward_loss,
     preference_loss,
     sequence_log_probs,
 )
-from rlflow.ops.math.batchwise import preference_terms
-from rlflow.ops.preference import DPOLoss
 
 BETA, SMOOTHING = 0.3, 0.1
 FLOAT32 = 1e-5
@@ -37,6 +35,8 @@ def pairs(kind: str, **options: Any) -> Ours:
             "chosen": torch.arange(len(mask)) < half,
         }
         spec = DPOLoss(kind, beta=BETA, **options)
+        if spec.policy_weights:
+            batch["sum_pi_squared"] = fields["sum_pi_squared"]
         x = fields["log_probs"].clone().requires_grad_()
         terms = preference_terms(spec, x.detach(), batch)
         loss, _ = batchwise_objective(spec, {"log_probs": x}, {**batch, **terms}, count(mask))
@@ -66,6 +66,14 @@ def pair_cases() -> list[Case]:
         *(
             pair(kind, pairs(kind, **smooth), {"loss_type": [kind], **smooth}, tolerance=FLOAT32)
             for kind in ("robust", "exo_pair", "aot", "aot_unpaired")
+        ),
+        *(
+            pair(
+                f"{kind}, policy weights",
+                pairs(kind, policy_weights=True),
+                {"loss_type": [kind], "use_weighting": True},
+            )
+            for kind in ("sigmoid", "nca_pair")
         ),
         *options(),
         *(
@@ -174,5 +182,8 @@ def simpo(fields: Fields, variant: Variant) -> Made:
 def jsd(fields: Fields, variant: Variant) -> Made:
     """The divergence of two distributions, a mean over the tokens."""
     x, mask = fields["student_logits"].clone().requires_grad_(), fields["response_mask"]
-    value = generalized_jsd(x, fields["teacher_logits"], mask, **variant)
+    rest = torch.full(mask.shape, -torch.inf, dtype=x.dtype)
+    logits = (x, fields["teacher_logits"])
+    own, teacher = ((each / variant["temperature"]).log_softmax(-1) for each in logits)
+    value = top_k_jsd(own, rest, teacher, rest, mask, beta=variant["beta"])
     return differentiated(aggregate(value, mask, count(mask), mode="token-mean"), x)

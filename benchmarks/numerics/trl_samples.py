@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from numerics.compare import Case, Ours
 from numerics.ours import averaged, chosen_by_entropy, policy
 from numerics.trl_advantages import advantage_cases
@@ -16,8 +18,8 @@ EITHER = ("row_advantages", "token_advantages")
 NORM = averaged("seq-mean-token-sum-norm")
 ROW_MEANS = averaged("seq-mean-token-mean")
 ROW_SUMS = averaged("seq-mean-token-sum")
-FLOAT32 = 1e-5
-"""TRL has some constants in float32."""
+STEEPNESS = (0.875, 1.25)
+"""Temperatures of sapo that float32, in which TRL holds them, has exactly."""
 
 
 def trl_cases() -> list[Case]:
@@ -94,9 +96,29 @@ def loss_types() -> list[Case]:
     ]
 
 
+ROUNDED = (0.9, 1.2)
+
+
+def temperatures(tau: tuple[float, float]) -> dict[str, Any]:
+    """The configuration of TRL's sapo, for positive advantages and for the others."""
+    positive, negative = tau
+    return {
+        "loss_type": "sapo",
+        "sapo_temperature_pos": positive,
+        "sapo_temperature_neg": negative,
+    }
+
+
+def in_float32(tau: tuple[float, float]) -> tuple[float, float]:
+    """The nearest numbers of float32."""
+    positive, negative = torch.tensor(tau, dtype=torch.float32).tolist()
+    return positive, negative
+
+
 def weighted_types() -> list[Case]:
     """Losses that weigh a log-prob, and the trainer of GMPO."""
     rows_only = {"of": EITHER[:1]}
+    sequence = {"importance_sampling_level": "sequence"}
     return [
         loss(
             "cispo",
@@ -112,10 +134,31 @@ def weighted_types() -> list[Case]:
         ),
         loss(
             "sapo",
-            policy("sapo", tau=(0.9, 1.2), **RECOMPUTED),
-            {"loss_type": "sapo", "sapo_temperature_pos": 0.9, "sapo_temperature_neg": 1.2},
+            policy("sapo", tau=STEEPNESS, **RECOMPUTED),
+            temperatures(STEEPNESS),
             way=ROW_MEANS,
-            tolerance=FLOAT32,
+        ),
+        loss(
+            "cispo of responses",
+            policy("cispo", ratio_max=1.4, level="sequence", **RECOMPUTED),
+            {"loss_type": "cispo", "epsilon_high": 1.4, **sequence},
+        ),
+        loss(
+            "sapo of responses",
+            policy("sapo", tau=STEEPNESS, level="sequence", **RECOMPUTED),
+            {**temperatures(STEEPNESS), **sequence},
+            way=ROW_MEANS,
+            **rows_only,
+        ),
+        loss(
+            "sapo of responses, temperatures that float32 rounds",
+            policy("sapo", tau=ROUNDED, level="sequence", **RECOMPUTED),
+            {**temperatures(ROUNDED), **sequence},
+            way=ROW_MEANS,
+            reason="the temperatures are float64, in TRL float32",
+            option=f"tau={in_float32(ROUNDED)}, what float32 makes of {ROUNDED}",
+            reached=policy("sapo", tau=in_float32(ROUNDED), level="sequence", **RECOMPUTED),
+            **rows_only,
         ),
         loss("vespo", policy("vespo", **RECOMPUTED), {"loss_type": "vespo"}),
         loss(

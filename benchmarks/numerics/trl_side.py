@@ -249,12 +249,17 @@ class Cut:
         self.model = model
         self.dtype = dtype
         self.leaf = torch.zeros(())
+        self.squares = torch.zeros(())
 
     def __call__(self, **given: Any) -> Any:
         """The model's outputs, cut from its graph."""
         outputs = self.model(**given)
         self.leaf = outputs.log_probs.detach().to(self.dtype).requires_grad_()
         outputs.log_probs = self.leaf
+        squares = getattr(outputs, "log_sum_sq_probs", None)
+        if squares is not None:
+            outputs.log_sum_sq_probs = squares.detach().to(self.dtype)
+            self.squares = outputs.log_sum_sq_probs.exp()
         return outputs
 
 
@@ -288,6 +293,8 @@ def preference(side: Side, function: str, fields: Fields, options: Options) -> A
     (slopes,) = torch.autograd.grad(loss, own.leaf)
     gradient = torch.where(mask, slopes, 0.0).double()
     seen = {"log_probs": own.leaf, "ref_log_probs": ref.leaf}
+    if trainer.args.use_weighting:
+        seen["sum_pi_squared"] = own.squares
     return {
         "made": {"loss": loss.detach().double(), "gradient": gradient},
         "seen": {"response_mask": mask, **{k: x.detach().double() for k, x in seen.items()}},

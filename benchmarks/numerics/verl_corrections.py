@@ -10,12 +10,48 @@ from numerics.compare import Case, Fields, Made, Ours, Variant
 from numerics.ours import policy
 from numerics.verl_losses import EITHER, RECOMPUTED, equal, ways, without
 
+RESPONSES = {
+    "training_ppl": "trained_perplexity",
+    "rollout_ppl": "rollout_perplexity",
+    "ppl_ratio": "perplexity_ratio",
+    "log_ppl_abs_diff": "perplexity_gap",
+    "chi2_seq": "chi2_response",
+}
+TOKENS = {"k3_kl": "rollout_k3", "chi2_token": "rollout_chi2"}
 REJECT = {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "2.0,0.25"}
 
 
 def correction_cases() -> list[Case]:
     """Everything of rollout correction."""
-    return [*mismatch(), *corrected()]
+    return [*mismatch(), *measures(), *corrected()]
+
+
+def measures() -> list[Case]:
+    """Diagnostics of tokens and of whole responses; verl divides by a length and 1e-8."""
+
+    def case(name: str, names: dict[str, str], **changed: Any) -> Case:
+        return Case(
+            name=name,
+            kind="diagnostics",
+            function="compute_offpolicy_metrics",
+            given={"measures": list(names)},
+            ours=ours.diagnostics(names),
+            tolerance=1e-7,
+            **changed,
+        )
+
+    return [
+        case("rollout_k3, rollout_chi2", TOKENS),
+        case("measures of responses", RESPONSES, batches=("ragged",)),
+        case(
+            "measures of responses, one without a token",
+            RESPONSES,
+            batches=("edge",),
+            reason="means are over responses that have a token, in verl one without has"
+            " perplexity 1 and weight 1",
+            option="none; they agree without such rows",
+        ),
+    ]
 
 
 def mismatch() -> list[Case]:

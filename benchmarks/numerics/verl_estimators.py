@@ -7,20 +7,17 @@ from typing import Any
 
 from numerics.compare import Case, Fields, Made, Ours, Variant
 from numerics.ours import rows, tokens
-from rlflow.ops.math import (
+from rlflow.ops.math.advantages.group import (
     dr_grpo,
-    gae,
     gdpo,
     gpg,
     grpo,
     opo,
-    optimal_token_baseline,
     pass_at_k,
-    reinforce_pp,
     reinforce_pp_baseline,
-    remax,
     rloo,
 )
+from rlflow.ops.math.advantages.token import gae, optimal_token_baseline, reinforce_pp, remax
 
 REWARD = ("reward", "group")
 WITH_SMALL = ("ragged", "edge", "small")

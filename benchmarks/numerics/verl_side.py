@@ -174,6 +174,14 @@ def rejection(function: str, fields: Fields, options: Options) -> Made:
     return {"kept": kept.double()}
 
 
+def diagnostics(function: str, fields: Fields, options: Options) -> Made:
+    """`compute_offpolicy_metrics`: the measures that the call names."""
+    mask = fields["response_mask"].long()
+    policies = (fields["old_log_probs"], fields["rollout_log_probs"])
+    found = rollout_corr_helper.compute_offpolicy_metrics(*policies, mask)
+    return {name: torch.tensor(found[name], dtype=torch.float64) for name in options["measures"]}
+
+
 def controller(function: str, fields: Fields, options: Options) -> Made:
     """The KL coefficient after updates with the given measurements."""
     made = core_algos.AdaptiveKLController(options["init"], options["target"], options["horizon"])
@@ -221,6 +229,7 @@ KINDS: dict[str, Callable[[str, Fields, Options], Made]] = {
     "aggregate": aggregation,
     "weights": weights,
     "rejection": rejection,
+    "diagnostics": diagnostics,
     "controller": controller,
     "distillation": top_k,
 }

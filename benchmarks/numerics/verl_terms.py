@@ -7,7 +7,8 @@ import torch
 from numerics import ours
 from numerics.compare import Case, Fields, Made, Variant
 from numerics.ours import MODES, averaged
-from rlflow.ops.math import adaptive_kl, top_k_forward_kl
+from rlflow.ops.math.controllers import adaptive_kl
+from rlflow.ops.math.losses.distillation import forward_kl_at
 
 FLOAT32 = 2e-6
 """verl computes the divergence of likeliest tokens in float32, whatever the inputs are."""
@@ -126,10 +127,9 @@ def _controlled(fields: Fields, variant: Variant) -> Made:
 def _top_k(fields: Fields, variant: Variant) -> Made:
     """Of every token, with the gradient of its sum in the student's logits."""
     x = fields["student_logits"].clone().requires_grad_()
-    found = top_k_forward_kl(
-        x,
+    found = forward_kl_at(
+        x.log_softmax(-1).gather(-1, fields["teacher_tokens"]),
         fields["teacher_log_probs"],
-        fields["teacher_tokens"],
         fields["response_mask"],
         log_prob_min=variant["log_prob_min_clamp"],
     )

@@ -39,17 +39,17 @@ class Answers(rf.EngineOptions):
 
     def load(self, path: str, **how: Any) -> tuple[Any, Any]:
         """Start the script beside this process."""
-        from rlflow.engines.sglang.load import APART, Kind, start_engine
-        from rlflow.engines.sglang.rollout import SGLangRollout
+        from rlflow.engines.process.client.load import SERVER, EngineKind, start_engine
+        from rlflow.engines.process.client.rollout import SGLangRollout
 
         def environment(python: str, **more: Any) -> dict[str, str]:
-            places = [str(APART), str(SCRIPT.parent)]
+            places = [str(SERVER), str(SCRIPT.parent)]
             return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 
         def arguments(options: Any, **known: Any) -> dict[str, Any]:
             return {}
 
-        kind = Kind(script=SCRIPT, arguments=arguments, environment=environment)
+        kind = EngineKind(script=SCRIPT, arguments=arguments, environment=environment)
         model = start_engine(path, kind, options=self, **how)
         return model, SGLangRollout(model)
 

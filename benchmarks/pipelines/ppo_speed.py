@@ -31,7 +31,7 @@ def ppo_speed(cfg: Config) -> None:
     actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=cfg.lr))
     critic = rf.Model("critic", cfg.model, head="value", optimizer=rf.AdamW(lr=cfg.lr))
     ref = rf.Model("ref", cfg.model)
-    scorer = rf.Model("scorer", cfg.model, head="value")
+    scorer = rf.Model("scorer", cfg.model, head="value", init="random")
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=cfg.prompts_per_iteration)
     samples = ops.rollout(actor, prompts, max_new_tokens=cfg.new_tokens, ignore_eos=True)
     scores = ops.values(scorer, samples)

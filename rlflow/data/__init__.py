@@ -20,8 +20,9 @@ from rlflow.data.files import jsonl, parquet
 from rlflow.data.generators import arithmetic, generator
 from rlflow.data.hub import huggingface
 from rlflow.data.mixing import Mix, mix
-from rlflow.data.paths import find_path, resolve_path
+from rlflow.data.paths import declared_here, find_path, resolve_path
 from rlflow.data.sources import DataSource, Row
+from rlflow.strict import strict
 
 __all__ = [
     "Chat",
@@ -42,3 +43,6 @@ __all__ = [
     "resolve_path",
     "same_number",
 ]
+
+for _name in ("arithmetic", "generator", "huggingface", "jsonl", "mix", "parquet"):
+    globals()[_name] = strict(where=declared_here)(globals()[_name])

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlflow.data.checks import Shape, Stored, row_problem, shaped
+from rlflow.data.checks import Columns, StoredRow, row_problem, shaped
 from rlflow.data.sources import Computed, Row
 from rlflow.data.tables import TableSource
 from rlflow.errors import DataError, Finding, Source, known_names, near_names
@@ -46,7 +46,7 @@ class ArrowSource(TableSource):
             raise DataError(*findings)
         return names
 
-    def stored(self) -> Iterator[Stored | Finding]:
+    def stored(self) -> Iterator[StoredRow | Finding]:
         """All rows in order."""
         index = 0
         for piece in self.pieces():
@@ -74,8 +74,8 @@ class ArrowSource(TableSource):
         wanted = set(self.shape.mapping(names).values())
         return [name for name in names if name in wanted]
 
-    def _stored(self, index: int, row: Row) -> Stored:
-        return Stored(place=f"row {index} of {self.label()}", row=row, where=self.declared)
+    def _stored(self, index: int, row: Row) -> StoredRow:
+        return StoredRow(place=f"row {index} of {self.label()}", row=row, where=self.declared)
 
 
 def limited(pieces: Iterator[list[Row]], limit: int | None) -> Iterator[list[Row]]:
@@ -89,7 +89,7 @@ def limited(pieces: Iterator[list[Row]], limit: int | None) -> Iterator[list[Row
 
 
 def missing_columns(
-    header: tuple[str, ...], shape: Shape, label: str, where: Source | None
+    header: tuple[str, ...], shape: Columns, label: str, where: Source | None
 ) -> list[Finding]:
     """A finding for every column that `shape` needs and the table lacks."""
     found = []
@@ -108,7 +108,9 @@ def missing_columns(
     return found
 
 
-def unusable_columns(schema: Any, shape: Shape, label: str, where: Source | None) -> list[Finding]:
+def unusable_columns(
+    schema: Any, shape: Columns, label: str, where: Source | None
+) -> list[Finding]:
     """A finding for every kept column of an Arrow schema that JSON could not hold."""
     kept = set(shape.mapping(schema.names).values())
     bad = [entry for entry in schema if entry.name in kept and not jsonable(entry.type)]

@@ -27,7 +27,7 @@ def shared_out(weights: Sequence[float], floor: float) -> list[float]:
     return [floor * alike + (1 - floor) * (weight / total) for weight in weights]
 
 
-def chosen(shares: Sequence[float], size: int, *, seed: int, draw: int) -> list[int]:
+def drawn_buckets(shares: Sequence[float], size: int, *, seed: int, draw: int) -> list[int]:
     """From which bucket each row of a batch comes, by place.
 
     Systematic sampling (Madow 1949, "On the theory of systematic sampling, II"): one random

@@ -20,7 +20,7 @@ SHOWN_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredRow:
     """A row as its file holds it; `place` names it in messages, `where` is its line."""
 
     place: str
@@ -29,7 +29,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class Columns:
     """Which stored columns a source keeps, and what it calls them.
 
     `keep` are names after renaming, None for all of the first row; `rename` are pairs
@@ -79,8 +79,8 @@ class Shape:
         return found
 
 
-def row_problem(stored: Stored, mapping: Mapping[str, str]) -> Finding | None:
-    """What is wrong with a row for this mapping of `Shape`; the first thing found."""
+def row_problem(stored: StoredRow, mapping: Mapping[str, str]) -> Finding | None:
+    """What is wrong with a row for this mapping of `Columns`; the first thing found."""
     for name, old in mapping.items():
         if stored.row.get(old) is None:
             return _missing(stored, name, old)
@@ -92,9 +92,10 @@ def shaped(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Row:
     return {name: row[old] for name, old in mapping.items()}
 
 
-def _missing(stored: Stored, name: str, old: str) -> Finding:
+def _missing(stored: StoredRow, name: str, old: str) -> Finding:
     have = tuple(column for column, value in stored.row.items() if value is not None)
     near = near_names(old, have)
+    texts = [column for column in have if isinstance(stored.row[column], str | list)]
     return Finding(
         code="E603",
         what=f"{stored.place} has no {old!r}",
@@ -102,11 +103,18 @@ def _missing(stored: Stored, name: str, old: str) -> Finding:
         got=f"{old!r} is null" if old in stored.row else f"columns {known_names(have)}",
         expected=f"a value for {old!r} in every row",
         near=near,
-        fix=f'rename={{"{near[0]}": "{name}"}}' if near else "",
+        fix="" if old in stored.row else _renaming(name, near, texts),
     )
 
 
-def prompt_problem(stored: Stored, column: str) -> Finding | None:
+def _renaming(name: str, near: tuple[str, ...], texts: list[str]) -> str:
+    """The argument that takes another column; for a prompt any that could be one."""
+    if name == PROMPT and (near or texts):
+        return f'prompt="{(*near, *texts)[0]}"'
+    return f'rename={{"{near[0]}": "{name}"}}' if near else ""
+
+
+def prompt_problem(stored: StoredRow, column: str) -> Finding | None:
     """Whether the prompt is neither text nor a list of chat messages, or is empty."""
     prompt = stored.row[column]
     if isinstance(prompt, str):
@@ -114,7 +122,7 @@ def prompt_problem(stored: Stored, column: str) -> Finding | None:
     elif isinstance(prompt, list):
         got = _chat_problem(prompt)
     else:
-        got = shortened(f"{type(prompt).__name__} {prompt!r}")
+        got = excerpt(f"{type(prompt).__name__} {prompt!r}")
     if not got:
         return None
     return Finding(
@@ -132,11 +140,11 @@ def _chat_problem(messages: list[Any]) -> str:
     for number, message in enumerate(messages, start=1):
         problem = message_problem(message)
         if problem:
-            return shortened(f"message {number} {problem}")
+            return excerpt(f"message {number} {problem}")
     return ""
 
 
-def shortened(text: str, at: int = 0) -> str:
+def excerpt(text: str, at: int = 0) -> str:
     """At most 80 characters of `text`, around the character `at`; cuts are marked with dots."""
     start = max(0, min(at - SHOWN_CHARS // 2, len(text) - SHOWN_CHARS))
     end = start + SHOWN_CHARS
@@ -146,10 +154,19 @@ def shortened(text: str, at: int = 0) -> str:
 
 
 def summarised(findings: Iterable[Finding]) -> list[Finding]:
-    """The first three findings of each code; the third says how many more there are."""
+    """The first three findings of each code; the third says how many more there are.
+
+    Rows that all lack a column are one finding, that of the first of them.
+    """
     kept: dict[str, list[Finding]] = {}
     hidden: dict[str, int] = {}
+    alike: set[tuple[str, str]] = set()
     for finding in findings:
+        mistake = (finding.got, finding.expected)
+        if finding.code == "E603" and mistake in alike:
+            hidden[finding.code] = hidden.get(finding.code, 0) + 1
+            continue
+        alike.add(mistake)
         same = kept.setdefault(finding.code, [])
         if len(same) < SHOWN_PER_CODE:
             same.append(finding)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlflow.data.arrow import ArrowSource, limited
-from rlflow.data.checks import Stored, shortened, summarised
+from rlflow.data.checks import StoredRow, excerpt, summarised
 from rlflow.data.paths import declared_here, find_path, missing_file, shown
 from rlflow.data.sources import CHECKED_ROWS, Row, no_rows
 from rlflow.data.tables import TableSource, checked_limit, shape_of
@@ -77,7 +77,7 @@ class Jsonl(TableSource):
 
     def located(self) -> Path:
         """The file; raises `DataError` (E601) where there is none."""
-        return located(self.path, self.found, self.declared)
+        return _located(self.path, self.found, self.declared)
 
     def describe(self) -> str:
         """The kind, the path as declared, the columns and the limit."""
@@ -96,12 +96,12 @@ class Jsonl(TableSource):
         """The keys of the first row that can be read; raises `DataError` if there is none."""
         broken_rows: list[Finding] = []
         for item in islice(self.stored(), CHECKED_ROWS):
-            if isinstance(item, Stored):
+            if isinstance(item, StoredRow):
                 return tuple(item.row)
             broken_rows.append(item)
         raise DataError(*(summarised(broken_rows) or [no_rows(self)]))
 
-    def stored(self) -> Iterator[Stored | Finding]:
+    def stored(self) -> Iterator[StoredRow | Finding]:
         """One item per line that is not blank."""
         path = shown(self.located())
         for number, raw in self._lines():
@@ -132,7 +132,7 @@ class Parquet(ArrowSource):
 
     def located(self) -> Path:
         """The file; raises `DataError` (E601) where there is none."""
-        return located(self.path, self.found, self.declared)
+        return _located(self.path, self.found, self.declared)
 
     def describe(self) -> str:
         """The kind, the path as declared, the columns and the limit."""
@@ -198,7 +198,7 @@ def found_near(path: str | Path, declared: Source | None) -> Path | None:
     return find_path(path, Path(declared.path) if declared is not None else None)
 
 
-def located(path: str, found: Path | None, declared: Source | None) -> Path:
+def _located(path: str, found: Path | None, declared: Source | None) -> Path:
     """The file found at the declaration, or one made since; raises `DataError` (E601)."""
     at = found if found is not None and found.exists() else found_near(path, declared)
     if at is None:
@@ -217,23 +217,23 @@ def unreadable(path: Path, error: Exception, where: Source | None) -> DataError:
             code="E601",
             what=f"cannot read {shown(path)}",
             where=where,
-            got=shortened(reason.splitlines()[0]),
+            got=excerpt(reason.splitlines()[0]),
             expected="a file of this format that this user may read",
         )
     )
 
 
-def parsed(raw: bytes, path: str, number: int) -> Stored | Finding:
+def parsed(raw: bytes, path: str, number: int) -> StoredRow | Finding:
     """The JSON object of one line, or what is wrong with the line."""
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
         return not_utf8(raw, error, path, number)
-    where = Source(path=path, line=number, text=shortened(text))
+    where = Source(path=path, line=number, text=excerpt(text))
     try:
         row = json.loads(text, parse_constant=refused)
     except json.JSONDecodeError as error:
-        where = Source(path=path, line=number, text=shortened(text, error.pos))
+        where = Source(path=path, line=number, text=excerpt(text, error.pos))
         return broken(f"{error.msg} at column {error.colno}", where)
     except (ValueError, RecursionError) as error:
         return broken(str(error), where)
@@ -241,7 +241,7 @@ def parsed(raw: bytes, path: str, number: int) -> Stored | Finding:
         return broken(f"a JSON {type(row).__name__}", where, code="E605")
     if "\\ud" in text.lower() and not encodable(row):
         return broken("half of a surrogate pair (\\ud800 to \\udfff), which is no text", where)
-    return Stored(place=f"line {number} of {path}", row=row, where=where)
+    return StoredRow(place=f"line {number} of {path}", row=row, where=where)
 
 
 def refused(constant: str) -> NoReturn:
@@ -274,7 +274,7 @@ def broken(got: str, where: Source, code: str = "E602") -> Finding:
 def not_utf8(raw: bytes, error: UnicodeDecodeError, path: str, number: int) -> Finding:
     """A line with bytes that are not UTF-8."""
     start = len(raw[: error.start].decode())
-    text = shortened(raw.decode(errors="replace"), start)
+    text = excerpt(raw.decode(errors="replace"), start)
     return Finding(
         code="E606",
         what=f"line {number} of {path} is not UTF-8",

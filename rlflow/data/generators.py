@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from rlflow.data.checks import Stored, bad_argument, row_problem, shaped, shortened, summarised
+from rlflow.data.checks import StoredRow, bad_argument, excerpt, row_problem, shaped, summarised
 from rlflow.data.paths import declared_here
 from rlflow.data.sources import CHECKED_ROWS, Computed, DataSource, Row
 from rlflow.errors import DataError, Finding, near_names
@@ -71,7 +71,7 @@ def arithmetic(
     return source
 
 
-def generator(fn: Callable[[int], Row], *, size: int, columns: Sequence[str]) -> Generated:
+def generator(fn: Callable[[int], Row], *, size: int, columns: Sequence[str]) -> _Generated:
     """Rows that `fn(index)` makes for the indices 0 to size - 1.
 
     The row must follow from the index alone: it may be asked for again, in any order and
@@ -80,7 +80,7 @@ def generator(fn: Callable[[int], Row], *, size: int, columns: Sequence[str]) ->
     where = declared_here()
     if size < 1:
         raise bad_argument(f"size={size} leaves no rows", where, expected="at least 1")
-    return Generated(fn=fn, length=size, names=tuple(columns), declared=where)
+    return _Generated(fn=fn, length=size, names=tuple(columns), declared=where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ def held_out(problems: int, test_size: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generated(DataSource):
+class _Generated(DataSource):
     """The rows of a user's function of the index."""
 
     fn: Callable[[int], Any]
@@ -200,7 +200,7 @@ class Generated(DataSource):
                 code="E610",
                 what=f"{self._name()}(0) makes another row each time",
                 where=self.declared,
-                got=f"{shortened(repr(once))}\n{shortened(repr(again))}",
+                got=f"{excerpt(repr(once))}\n{excerpt(repr(again))}",
                 expected="the same row for the same index, so that a run can continue",
                 fix="random.Random(index) instead of random",
             )
@@ -214,7 +214,7 @@ class Generated(DataSource):
             return {}, self._finding(f"{place} raised {type(error).__name__}", str(error))
         if not isinstance(row, Mapping):
             return {}, self._finding(f"{place} is no row", f"{type(row).__name__} {row!r}")
-        stored = Stored(place=place, row=row, where=self.declared)
+        stored = StoredRow(place=place, row=row, where=self.declared)
         problem = row_problem(stored, self._mapping())
         # Only stored tables can rename columns, so the proposal would not help here.
         return dict(row), problem and dataclasses.replace(problem, fix="")
@@ -225,7 +225,7 @@ class Generated(DataSource):
             code="E605",
             what=what,
             where=self.declared,
-            got=shortened(got),
+            got=excerpt(got),
             expected=f"a row: {{{listed}}}",
         )
 

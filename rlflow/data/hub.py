@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.data.arrow import ArrowSource, limited
-from rlflow.data.checks import bad_argument, shortened
+from rlflow.data.checks import bad_argument, excerpt
 from rlflow.data.files import found_near
 from rlflow.data.paths import declared_here, shown
 from rlflow.data.sources import Row
@@ -151,11 +151,11 @@ class HuggingFace(ArrowSource):
             what=f"{self.label()} needs the package 'datasets'",
             where=self.declared,
             got="it is not installed",
-            fix="pip install 'rlflow-engine[datasets]'",
+            fix="pip install -e '.[datasets]'",
         )
 
     def _not_loaded(self, reason: str) -> Finding:
-        first = shortened((reason.splitlines() or ["no reason given"])[0])
+        first = excerpt((reason.splitlines() or ["no reason given"])[0])
         hub = "a data set of the hub and a network, or a local folder or file"
         return Finding(
             code="E607",

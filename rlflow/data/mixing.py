@@ -72,7 +72,7 @@ def mix(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix(DataSource):
-    """Sources by name, and whole numbers in whose proportion they take turns."""
+    """A data source of several sources by name, drawn in proportion to whole-number weights."""
 
     names: tuple[str, ...]
     sources: tuple[DataSource, ...]

@@ -10,7 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from rlflow.data.checks import PROMPT, Shape, Stored, bad_argument, row_problem, shaped, summarised
+from rlflow.data.checks import (
+    PROMPT,
+    Columns,
+    StoredRow,
+    bad_argument,
+    row_problem,
+    shaped,
+    summarised,
+)
 from rlflow.data.sources import CHECKED_ROWS, DataSource, Row, no_rows
 from rlflow.errors import DataError, Finding, Source, UsageError, known_names
 
@@ -21,7 +29,7 @@ WHOLE_BYTES = 200_000_000
 class TableSource(DataSource):
     """Rows of a stored table: `shape` says which columns, `limit` how many rows at most."""
 
-    shape: Shape
+    shape: Columns
     limit: int | None = None
 
     @abstractmethod
@@ -29,7 +37,7 @@ class TableSource(DataSource):
         """The stored columns; raises `DataError` where they cannot be read."""
 
     @abstractmethod
-    def stored(self) -> Iterator[Stored | Finding]:
+    def stored(self) -> Iterator[StoredRow | Finding]:
         """All rows in order, a finding in the place of one that cannot be read."""
 
     @abstractmethod
@@ -63,7 +71,7 @@ class TableSource(DataSource):
             problem = item if isinstance(item, Finding) else row_problem(item, mapping)
             if problem is not None:
                 problems.append(problem)
-            elif isinstance(item, Stored):
+            elif isinstance(item, StoredRow):
                 rows.append(shaped(item.row, mapping))
         if problems:
             raise DataError(*summarised(problems))
@@ -115,7 +123,7 @@ def shape_of(
     prompt: str,
     rename: Mapping[str, str] | None,
     where: Source | None,
-) -> Shape:
+) -> Columns:
     """The shape that a user's arguments describe; raises `UsageError` (E608) if they clash."""
     pairs = dict(rename or {})
     if prompt != PROMPT and pairs.setdefault(prompt, PROMPT) != PROMPT:
@@ -139,7 +147,7 @@ def shape_of(
                 fix=f'"{pairs[name]}" in columns',
             )
     keep = None if columns is None else tuple(dict.fromkeys(columns))
-    return Shape(keep=keep, rename=tuple(pairs.items()))
+    return Columns(keep=keep, rename=tuple(pairs.items()))
 
 
 def checked_limit(limit: int | None, where: Source | None) -> int | None:

@@ -19,10 +19,10 @@ LARGEST = 3.4028234663852886e38  # of float32
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What follows a response: what the model is told, and whether the episode is over.
+    """What an environment answers to a response: an observation, and whether the episode is over.
 
-    `reward` is that of this step; rewards of an episode add up. `state` is what the next step
-    is given, as JSON knows it; None leaves it as it was.
+    `reward` is that of this step; the rewards of an episode add up. `state` is handed to the next
+    step and must be plain data, as JSON knows it; None keeps the state as it was.
     """
 
     observation: str
@@ -32,9 +32,9 @@ class Step:
 
 
 class Environment(ABC):
-    """Derive from it, with a `step` and, where an episode has something to know, a `begin`.
+    """An environment of episodes. A subclass has a `step`, and a `begin` where it needs a state.
 
-    `role` is whose message an observation is in a chat template.
+    `role` is the role of its observations as messages of a chat template.
     """
 
     role: ClassVar[str] = "user"
@@ -58,7 +58,7 @@ class Environment(ABC):
         return type(self).__qualname__
 
 
-def checked(step: Any) -> Step:
+def checked_step(step: Any) -> Step:
     """A step as it is, if it can be what follows; raises ValueError with what is wrong with it."""
     if not isinstance(step, Step):
         raise ValueError(f"returned {step!r:.60}, not an rf.Step")
@@ -69,11 +69,11 @@ def checked(step: Any) -> Step:
     number = isinstance(step.reward, int | float)
     if not number or not math.isfinite(step.reward) or abs(step.reward) > LARGEST:
         raise ValueError(f"reward is {step.reward!r:.60}, not a finite number")
-    as_text(step.state)
+    state_text(step.state)
     return step
 
 
-def as_text(state: Any) -> str:
+def state_text(state: Any) -> str:
     """A state as JSON text; raises ValueError where JSON does not know it."""
     if not isinstance(state, Mapping):
         raise ValueError(f"state is {state!r:.60}, not a dict")

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlflow.envs.base import Environment, Step, checked
+from rlflow.envs.base import Environment, Step, checked_step
 from rlflow.rewards.bounds import CONCURRENCY, Bounds, is_async
 from rlflow.rewards.judging import Failure, judge
 
@@ -28,7 +28,7 @@ class Turn:
     fields: Mapping[str, str] | None = None
 
 
-def play(
+def play_turns(
     environment: Environment, turns: Sequence[Turn], *, bounds: Bounds, failed: Failed
 ) -> list[Step | Failure]:
     """The step that follows each turn, with its state; a `Failure` stands for one there is not.
@@ -54,7 +54,7 @@ def play(
 def _judged(
     function: Any, calls: list[dict[str, Turn]], bounds: Bounds, failed: Failed
 ) -> list[Step | Failure]:
-    return judge(function, calls, bounds=bounds, check=checked, failed=failed).values
+    return judge(function, calls, bounds=bounds, check=checked_step, failed=failed).values
 
 
 class _Called:

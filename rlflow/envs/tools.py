@@ -18,21 +18,22 @@ from rlflow.data.paths import declared_here
 from rlflow.envs.base import Environment, Step
 from rlflow.errors import Finding, UsageError, known_names
 from rlflow.rewards.judging import number
-from rlflow.rewards.workers import packed
+from rlflow.rewards.workers import packed_function
 
 CALL = r"<tool_call>\s*(.*?)\s*</tool_call>"
 Tool = Callable[..., Any]
 
 
 class ToolEnvironment(Environment):
-    """Runs the calls in a response and answers with the results; without a call it is the last.
+    """Runs the tools that a response calls and answers with their results.
 
-    `pattern` finds calls: its first group is JSON, `{"name": ..., "arguments": {...}}`; or its
-    groups `name` and `arguments` are a tool's name and JSON, or plain text for a tool of one
-    argument. With a single tool no name is needed. `answer` is what the model is told of a call,
-    `{result}` in it the result. `reward` scores the last response: its parameters are `response`
-    and text fields of the row; without it, rewards are 0. Tools may be async; what one raises is
-    its result. Raises `UsageError` (E620).
+    A response without a call ends the episode. `pattern` finds calls: its first group is JSON,
+    `{"name": ..., "arguments": {...}}`; or its groups `name` and `arguments` are the tool's name
+    and JSON, or plain text for a tool of one argument. With a single tool no name is needed.
+    `answer` is the observation for a call, with `{result}` in the place of the result. `reward`
+    scores the last response; its parameters are `response` and text fields of the row. Without it
+    rewards are 0. Tools may be async. The result of a tool that raises is its error. Raises
+    `UsageError` (E620).
     """
 
     role: ClassVar[str] = "tool"
@@ -108,9 +109,9 @@ class ToolEnvironment(Environment):
 
     def __getstate__(self) -> dict[str, Any]:
         """Functions by value, for a process that cannot import the file they are declared in."""
-        reward = None if self.reward is None else packed(self.reward)
+        reward = None if self.reward is None else packed_function(self.reward).blob
         return self.__dict__ | {
-            "tools": {name: packed(tool) for name, tool in self.tools.items()},
+            "tools": {name: packed_function(tool).blob for name, tool in self.tools.items()},
             "reward": reward,
         }
 

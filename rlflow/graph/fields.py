@@ -27,11 +27,12 @@ T = TypeVar("T")
 if TYPE_CHECKING:
     from torch import Tensor
 
-    class Token(Tensor, Generic[T]):
-        """One value per token of a row: a jagged tensor `[rows, j]`."""
+    class _Of(Tensor, Generic[T]):
+        """A tensor whose entries are said to be of a type."""
 
-    class Row(Tensor, Generic[T]):
-        """One value per row: a tensor `[rows]`."""
+    # What torch computes of such a tensor is a plain one, and may be returned as such.
+    Token = Tensor | _Of[T]
+    Row = Tensor | _Of[T]
 
 else:
 
@@ -42,6 +43,8 @@ else:
         """One value per row: a tensor `[rows]`."""
 
 
+TEXTS = list[str]
+"""The annotation of a field of text that is read and made as one `str` a row."""
 LEVELS: dict[Any, Level] = {Token: "token", Row: "row"}
 LEVEL_NAMES: dict[Level, str] = {level: f"rf.{kind.__name__}" for kind, level in LEVELS.items()}
 
@@ -81,7 +84,12 @@ def row(name: str, dtype: DType = "float32") -> Field:
 
 
 def read_annotation(annotation: Any) -> tuple[DType, Level] | None:
-    """The dtype and level an annotation such as `rf.Row[float]` stands for, or None."""
+    """The dtype and level an annotation such as `rf.Row[float]` stands for, or None.
+
+    `list[str]` is text, one a row.
+    """
+    if annotation == TEXTS:
+        return "text", "row"
     origin = typing.get_origin(annotation)
     if origin not in LEVELS:
         return None

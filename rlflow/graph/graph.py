@@ -10,27 +10,47 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import networkx as nx
 
 from rlflow.errors import Source
 from rlflow.graph.fields import Field
 from rlflow.graph.model import Model
-from rlflow.graph.op import Op
+from rlflow.graph.op import Op, param_text
+from rlflow.graph.roles import (
+    AdaptersOff,
+    Averaged,
+    Drafted,
+    LoopEnd,
+    LoopGate,
+    Paused,
+    Resumed,
+    Role,
+    Sharing,
+    roles_of,
+)
+from rlflow.graph.rules.counts import Counts
+from rlflow.graph.schedule import ALWAYS, Window, is_due, written
 
 EdgeKind = Literal["data", "weights", "order", "state"]
+R = TypeVar("R", bound=Role)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """An input of a node, bound to the field of another node that feeds it."""
+    """An input of a node, bound to the field of another node that feeds it.
+
+    `part` says of which of the row sets that the node reads it is.
+    """
 
     name: str
     source: str
     field: Field
+    part: int = 0
 
     def __str__(self) -> str:
         renamed = "" if self.field.name == self.name else f"{self.field.name} as "
@@ -50,9 +70,11 @@ class Declined:
 class Node:
     """An op in a graph: its options in `params`, its period in iterations in `every`.
 
+    It is due in the iterations that `every` divides, of those `within` its window.
     `rows_of` names the node that made the rows it works on, itself where it makes rows.
     `loop` names the node that ends the loop it is in, `trip` which trip through that it is of,
-    from 0, and how many there are at most.
+    from 0, and how many there are at most. `counts` says how many rows it makes where that does
+    not follow from its options. `roles` are what its options say that it is.
     """
 
     name: str
@@ -66,45 +88,89 @@ class Node:
     where: Source | None = None
     loop: str | None = None
     trip: tuple[int, int] | None = None
+    within: Window = ALWAYS
+    counts: Counts | None = None
+    roles: tuple[Role, ...] = field(init=False, default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "roles", roles_of(self.op.roles, self.params))
+
+    @property
+    def phase(self) -> int:
+        """The remainder of the iterations that it is due in."""
+        return 0
+
+    @property
+    def always(self) -> bool:
+        """Whether it is due in every iteration."""
+        return self.every == 1 and self.within == ALWAYS
+
+    def due(self, iteration: int) -> bool:
+        """Whether it runs in an iteration."""
+        return is_due(self, iteration)
 
     def param(self, name: str) -> Any:
         """The option of that name; KeyError if the node has none."""
         return dict(self.params)[name]
 
+    def role(self, kind: type[R]) -> R | None:
+        """Its role of that kind; None where it has none."""
+        return next((role for role in self.roles if isinstance(role, kind)), None)
+
+    def as_a(self, kind: type[R]) -> R:
+        """Its role of that kind; KeyError where it has none."""
+        found = self.role(kind)
+        if found is None:
+            raise KeyError(f"{self.name} is no {kind.__name__}")
+        return found
+
+    def being(self, role: Role) -> Node:
+        """The same node with the options that spell a role, in the place of those that did."""
+        return replace(self, params=role.written(self.params))
+
+    def without(self, kind: type[Role]) -> Node:
+        """The same node without the options that spell a role."""
+        words = kind.words()
+        return replace(self, params=tuple(said for said in self.params if said[0] not in words))
+
     @property
     def reads_base(self) -> bool:
         """Whether its model's adapters are off: no update changes the weights that it reads."""
-        return self.op.use == "forward" and ("adapters", "off") in self.params
+        return self.role(AdaptersOff) is not None
 
     @property
     def drafter(self) -> str | None:
         """The model that proposes tokens to its own, if one does."""
-        return dict(self.params).get("drafter")
+        drafted = self.role(Drafted)
+        return None if drafted is None else drafted.by
 
     @property
     def averages(self) -> str | None:
         """The model whose weights it averages into those of its own, if it does."""
-        return dict(self.params).get("averages")
+        averaged = self.role(Averaged)
+        return None if averaged is None else averaged.source
 
     @property
     def shares(self) -> str | None:
         """The name of what it keeps from call to call where others read or write that too."""
-        return dict(self.params).get("state")
+        sharing = self.role(Sharing)
+        return None if sharing is None else sharing.state
 
     @property
     def resumes(self) -> str | None:
         """The rollout whose unfinished rows it goes on with, if it does."""
-        return dict(self.params).get("resumes")
+        resumed = self.role(Resumed)
+        return None if resumed is None else resumed.rollout
 
     @property
     def ends_loop(self) -> bool:
         """Whether it has what the trips of a loop have made."""
-        return self.op.function is None and "at_most" in dict(self.params)
+        return self.role(LoopEnd) is not None
 
     @property
     def is_gate(self) -> bool:
         """Whether it says, after each trip of its loop, how much of the goal that has reached."""
-        return self.loop is not None and self.op.function is None and "goal" in dict(self.params)
+        return self.loop is not None and self.role(LoopGate) is not None
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -120,20 +186,21 @@ class Edge:
     target: str
     kind: EdgeKind
     distance: int
-    reason: str
+    reason: str = ""
     fields: tuple[str, ...] = ()
     model: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """A pipeline's dataflow: what is computed, from what, with which weights."""
+    """A pipeline's dataflow: what is computed, with which weights, and what headlines a run."""
 
     name: str
     nodes: tuple[Node, ...]
     models: tuple[Model, ...]
     staleness: int = 0
     source: Source | None = None
+    headline: tuple[str, ...] = ()
 
     def node(self, name: str) -> Node:
         """The node of that name; KeyError if there is none."""
@@ -146,6 +213,13 @@ class Graph:
     def has_node(self, name: str) -> bool:
         """Whether a node of that name is declared."""
         return name in self._by_name
+
+    def loops_of(self, node: Node) -> tuple[Node, ...]:
+        """The nodes that end the loops which a node is in, from the innermost."""
+        if node.loop is None or not self.has_node(node.loop):
+            return ()
+        end = self.node(node.loop)
+        return (end, *self.loops_of(end))
 
     @cached_property
     def _by_name(self) -> dict[str, Node]:
@@ -161,9 +235,26 @@ class Graph:
         model_edges = (*self._weight_edges(), *self._order_edges())
         return (*self._data_edges(), *model_edges, *self._state_edges())
 
+    def having(self, kind: type[R]) -> tuple[tuple[Node, R], ...]:
+        """The nodes that have a role of that kind, each with it, in the order declared."""
+        found = ((node, node.role(kind)) for node in self.nodes)
+        return tuple((node, role) for node, role in found if role is not None)
+
     def updates(self, model: str) -> tuple[Node, ...]:
         """The nodes that write a model's weights, in the order declared."""
         return tuple(n for n in self.nodes if n.model == model and n.op.use == "train")
+
+    def written(self, model: str, version: int) -> int:
+        """The newest version of a model's weights up to one: not every iteration need write."""
+        return written(self.updates(model), version)
+
+    def sampled_by(self, node: Node) -> str | None:
+        """The model whose versions the tokens have that a node reads; None where nobody says."""
+        while (bound := next((b for b in node.inputs if b.name == "version"), None)) is not None:
+            node = self.node(bound.source)
+            if node.model is not None:
+                return node.model
+        return None
 
     def readers(self, model: str) -> tuple[Node, ...]:
         """The nodes that read what updates of a model write, without writing it."""
@@ -193,7 +284,8 @@ class Graph:
         """
         if node.op.use != "rollout" or node.every != 1:
             return 0
-        later = node.trip is not None and node.trip[0] > 0 and "until" in dict(node.params)
+        trips = (level.trip for level in (node, *self.loops_of(node)))
+        later = node.role(Paused) is not None and any(trip and trip[0] for trip in trips)
         turn = node.op.rows == "same" and node.op.output("response_tokens") is not None
         paused = turn and any(n.resumes is not None and n.model == node.model for n in self.nodes)
         if node.resumes is not None or later or paused:
@@ -325,15 +417,11 @@ class Graph:
             for source, target, distance in waits:
                 turn = f"of iteration i-{distance}" if distance else "before it"
                 reason = f"{target.name} reads {state} as {source.name} {turn} has left it"
-                edges.append(
-                    Edge(
-                        source=source.name,
-                        target=target.name,
-                        kind="state",
-                        distance=distance,
-                        reason=reason,
-                    )
-                )
+                edge = Edge(source=source.name, target=target.name, kind="state", distance=distance)
+                edges.append(replace(edge, reason=reason))
+        for name in (node.name for node in self.nodes if node.op.recalls):
+            reason = f"{name} adds to the rows of iteration i-1"
+            edges.append(Edge(source=name, target=name, kind="state", distance=1, reason=reason))
         return edges
 
     @cached_property
@@ -351,29 +439,13 @@ class Graph:
 
     def to_json(self) -> dict[str, Any]:
         """The graph as plain data, stable to the byte when dumped with sorted keys."""
-        from rlflow.graph.text import param_text
-
         return {
             "name": self.name,
             "staleness": self.staleness,
             "models": [
                 {"name": m.name, **m.model_dump(mode="json", exclude={"name"})} for m in self.models
             ],
-            "nodes": [
-                {
-                    "name": n.name,
-                    "op": n.op.name,
-                    "per": n.op.per,
-                    "use": n.op.use,
-                    "model": n.model,
-                    "every": n.every,
-                    "inputs": {b.name: f"{b.source}.{b.field.name}" for b in n.inputs},
-                    "outputs": [str(made) for made in n.op.outputs],
-                    "params": {key: param_text(value) for key, value in n.params},
-                    **({"loop": n.loop, "trip": n.trip} if n.loop is not None else {}),
-                }
-                for n in self.nodes
-            ],
+            "nodes": [_node_data(node) for node in self.nodes],
             "edges": [
                 {
                     "source": e.source,
@@ -391,3 +463,35 @@ class Graph:
         """The content hash, hex: equal graphs have equal hashes in every process."""
         blob = json.dumps(self.to_json(), sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(blob.encode()).hexdigest()
+
+
+def _node_data(node: Node) -> dict[str, Any]:
+    """A node as plain data; what only some nodes have is left out of the others'."""
+    return {
+        "name": node.name,
+        "op": node.op.name,
+        "per": node.op.per,
+        "use": node.op.use,
+        "model": node.model,
+        "every": node.every,
+        "inputs": _references(node.inputs),
+        "outputs": [str(made) for made in node.op.outputs],
+        "params": {key: param_text(value) for key, value in node.params},
+        **({"loop": node.loop, "trip": node.trip} if node.loop is not None else {}),
+        **({"within": node.within} if node.within != ALWAYS else {}),
+        **({"counts": node.counts.as_data()} if node.counts is not None else {}),
+        **({"recalls": True} if node.op.recalls else {}),
+        **({"effect": node.op.effect} if node.shares is not None else {}),
+    }
+
+
+def _references(inputs: Iterable[Binding]) -> dict[str, str | list[str]]:
+    """What is read by the name it is read as: `node.field`, a list where it is read of several.
+
+    A name of another row set than the first has its number before it: `1:reward`.
+    """
+    found: dict[str, list[str]] = {}
+    for bound in inputs:
+        name = f"{bound.part}:{bound.name}" if bound.part else bound.name
+        found.setdefault(name, []).append(f"{bound.source}.{bound.field.name}")
+    return {name: each[0] if len(each) == 1 else each for name, each in found.items()}

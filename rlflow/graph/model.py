@@ -10,8 +10,6 @@ import re
 from typing import Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     PrivateAttr,
     SerializerFunctionWrapHandler,
@@ -20,18 +18,18 @@ from pydantic import (
 )
 
 from rlflow.errors import Source
+from rlflow.graph.source import declared_at
+from rlflow.graph.strict_model import Strict
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
-class AdamW(BaseModel):
+class AdamW(Strict):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) with a learning-rate schedule.
 
     `lr` is reached after `warmup_steps` optimizer steps and follows `schedule` down to
     `min_lr_ratio * lr` at `total_steps`; `constant` needs no total.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     lr: float = Field(gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
@@ -56,15 +54,13 @@ class AdamW(BaseModel):
         return f"adamw({', '.join(parts)})"
 
 
-class Average(BaseModel):
+class Average(Strict):
     """An exponential moving average of another model's weights, in the place of training.
 
     `ops.average` sets w <- decay * w + (1 - decay) * theta after the updates that make theta
     (Polyak and Juditsky 1992; Tarvainen and Valpola 2017, arXiv 1703.01780, section 2).
     `decay=0` copies, `decay=1` never moves.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     decay: float = Field(default=0.99, ge=0, le=1)
 
@@ -73,14 +69,12 @@ class Average(BaseModel):
         return f"average(decay={self.decay:g})"
 
 
-class LoRA(BaseModel):
+class LoRA(Strict):
     """Low-rank adapters in the place of full training (Hu et al. 2021, section 4.1).
 
     Every linear layer whose name ends in one of `targets` computes W x + alpha / rank * B A x
     with `A [rank, in]` and `B [out, rank]`. Training changes A and B alone, and a new head.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: int = Field(default=8, ge=1)
     alpha: float = Field(default=16, gt=0)
@@ -98,7 +92,7 @@ class LoRA(BaseModel):
         return f"lora(rank={self.rank}, alpha={self.alpha:g}, targets={'+'.join(self.targets)})"
 
 
-class Model(BaseModel):
+class Model(Strict):
     """A model by name; given an optimizer it is trainable, or the average of one that is.
 
     `path` is a directory in Hugging Face form or the name of a hub model. `head` is
@@ -106,8 +100,6 @@ class Model(BaseModel):
     `init="random"` starts from fresh weights drawn from the run's seed. With `lora` the
     weights stay as they are and adapters are trained.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     path: str
@@ -119,12 +111,10 @@ class Model(BaseModel):
     _where: Source | None = PrivateAttr(default=None)
 
     def __init__(self, name: str, path: str, **options: Any) -> None:
-        super().__init__(name=name, path=path, **options)
+        super().__init__(**{"name": name, "path": path, **options})
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse adapters that nothing trains; note where the model was declared."""
-        from rlflow.graph.trace import declared_at
-
         if self.lora is not None and self.optimizer is None:
             raise ValueError("lora= says what is trained, so it needs optimizer=")
         if self.averaged and self.dtype == "bfloat16":

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlflow.graph.fields import DType, Field, Granularity, Level
+from rlflow.graph.roles import Role
 
 Use = Literal["train", "forward", "rollout"]
 RowSet = Literal["new", "expand", "same", "gather", "none"]
@@ -23,13 +24,19 @@ DISPATCHES = ("split", "all", "first", "parts")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """A field that an op reads; `levels` are those it accepts, the first one preferred."""
+    """A field that an op reads; `levels` are those it accepts, the first one preferred.
+
+    `part` says of which of the row sets that the op reads it is, by number. A user's function
+    gets text `as_list` of strings, or as bytes.
+    """
 
     name: str
     dtype: DType
     levels: tuple[Level, ...]
     required: bool = True
     hint: str = ""
+    part: int = 0
+    as_list: bool = False
 
     def accepts(self, offered: Field) -> bool:
         """Whether an offered field has the dtype and a level that this input takes."""
@@ -47,9 +54,8 @@ class Op:
     `per` is what makes cutting legal: a row op may be cut anywhere along the batch, a
     group op between groups, a batch op not at all. `use` says how it needs its model.
     `rows` says what becomes of the row set: made new, each row expanded into several,
-    kept, gathered from the trips of a loop, or dropped. `effect` is `pure` where running
-    twice changes nothing. A `closing` op runs once more after the last iteration, on the
-    final weights.
+    kept, gathered from other row sets, or dropped. `effect` is `pure` where running twice
+    changes nothing. A `closing` op runs once more after the last iteration, on the final weights.
 
     `dispatch` is one of `DISPATCHES` or the name of a registered pair of functions; left
     empty it follows from `per`. A `collective` op's body sums over all parts of the batch
@@ -57,8 +63,16 @@ class Op:
     whether parts may differ in their number of rows, filled up with rows of zero weight
     where ranks must keep step, or the compiler refuses rows that do not divide.
 
+    An op that `hands_on` fields makes each output of its inputs of that name: what nobody reads
+    of it, and it does not require itself, it need not read.
+
+    An op that `recalls` rows makes its own of those of this iteration and of as many earlier ones
+    as its option `keep` says: they wait where it runs, and in checkpoints.
+
     `resumed` is the op that goes on with rows which this one, given the option `until`, leaves
     unfinished: it makes every output anew that it has in common with this one.
+
+    The options of a node of it may spell these `roles`.
     """
 
     name: str
@@ -73,7 +87,10 @@ class Op:
     dispatch: str = ""
     collective: bool = False
     uneven: Uneven = "pad"
+    hands_on: bool = False
+    recalls: bool = False
     resumed: Op | None = None
+    roles: tuple[type[Role], ...] = ()
     function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -102,3 +119,15 @@ def register(op: Op) -> Op:
 def providers(field_name: str) -> list[str]:
     """The names of the registered ops that make a field of that name, sorted."""
     return sorted(op.name for op in REGISTRY.values() if op.output(field_name) is not None)
+
+
+def param_text(value: Any) -> str:
+    """An option's value as it is printed: by its own `describe`, by name, or plainly."""
+    if hasattr(value, "describe"):
+        described: str = value.describe()
+        return described
+    if callable(value) and hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)

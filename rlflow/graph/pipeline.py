@@ -6,6 +6,7 @@ function once; whatever is wrong with the graph comes back as one list.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import types
@@ -13,25 +14,30 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from rlflow.errors import Finding, GraphError, Source, UsageError, known_names, near_names
-from rlflow.graph.check import check_graph
 from rlflow.graph.graph import Graph
+from rlflow.graph.headline import no_numbers
 from rlflow.graph.placement import Placement, on
-from rlflow.graph.trace import declared_at, raised_at, short_path, tracing
+from rlflow.graph.rules.check import check_graph
+from rlflow.graph.source import declared_at, raised_at, short_path
+from rlflow.graph.strict_model import Strict
+from rlflow.graph.trace import tracing
 
 # The names of the modules that files of pipelines are loaded as.
 MODULE = "rlflow_pipeline_"
 DEFAULT_PLACEMENTS = {"colocate": Placement(pools={"all": 1}, assign={"*": on("all")})}
 
 
-class Config(BaseModel):
-    """Base of a pipeline's config; every field is a key of `--set`."""
+class Config(Strict):
+    """Base of a pipeline's config. Every field is a key of `--set`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(validate_default=True)
+    INFINITE: ClassVar[bool] = True
+    TEXT: ClassVar[bool] = True
 
     seed: int = 0
     iterations: int = Field(default=100, ge=1)
@@ -41,7 +47,8 @@ class Config(BaseModel):
 class Pipeline:
     """A declared pipeline: the function, its config type and its placements by name.
 
-    `staleness` holds in every placement that does not say its own.
+    `staleness` holds in every placement that does not say its own; `headline` names the metrics
+    that are shown first, those of the rewards that updates learn from where it is empty.
     """
 
     name: str
@@ -49,6 +56,7 @@ class Pipeline:
     config: type[Config]
     placements: Mapping[str, Placement]
     staleness: int = 0
+    headline: tuple[str, ...] = ()
     where: Source | None = None
     path: Path | None = None
 
@@ -73,7 +81,9 @@ class Pipeline:
             models=tuple(trace.models.values()),
             staleness=self.staleness,
             source=self.where,
+            headline=self.headline,
         )
+        trace.findings += no_numbers(self.headline, graph.nodes, self.where)
         findings = [*trace.findings, *check_graph(graph, complete=not trace.findings)]
         if findings:
             raise GraphError(*findings, summary=_summary(findings, self.where))
@@ -106,14 +116,19 @@ def pipeline(
     *,
     placements: Mapping[str, Placement] | None = None,
     staleness: int = 0,
+    headline: str | Sequence[str] = (),
     name: str | None = None,
 ) -> Callable[[Callable[[Any], None]], Pipeline]:
     """Make a pipeline of a function of one config that calls ops.
 
-    With `staleness` k a rollout may read weights that are up to k updates old, and so run
-    ahead; a placement that says its own wins. Raises GraphError for a staleness that is no
-    number of updates, and where the function does not take one parameter annotated with an
-    `rf.Config`.
+    `placements` are the pipeline's placements by name; without any it has `colocate`, one pool of
+    one device. With `staleness` k a rollout may read weights that are up to k updates old, and so
+    run ahead; a placement with a `staleness` of its own overrides it. `headline` names metrics
+    (`reward/mean`) that the live line, the report and its curves show first; by default these are
+    the rewards that updates learn from.
+
+    Raises GraphError for a staleness that is no number of updates, and where the function does not
+    take one parameter annotated with an `rf.Config`.
     """
     if not isinstance(staleness, int) or isinstance(staleness, bool) or staleness < 0:
         raise GraphError(
@@ -126,6 +141,7 @@ def pipeline(
         )
 
     def decorate(function: Callable[[Any], None]) -> Pipeline:
+        _require_plain(function)
         code = function.__code__
         where = Source(
             path=short_path(code.co_filename),
@@ -138,11 +154,31 @@ def pipeline(
             config=_config_type(function, where),
             placements=dict(placements or DEFAULT_PLACEMENTS),
             staleness=staleness,
+            headline=(headline,) if isinstance(headline, str) else tuple(headline),
             where=where,
             path=Path(code.co_filename),
         )
 
     return decorate
+
+
+def _require_plain(function: Callable[..., Any]) -> None:
+    """Raise GraphError for a function that a call alone does not run."""
+    kinds = {
+        "an async function": inspect.iscoroutinefunction(function),
+        "a generator": inspect.isgeneratorfunction(function),
+        "an async generator": inspect.isasyncgenfunction(function),
+    }
+    for kind in (kind for kind, holds in kinds.items() if holds):
+        raise GraphError(
+            Finding(
+                code="E659",
+                what=f"pipeline {function.__name__!r} is {kind}",
+                where=declared_at(),
+                expected="a function that declares ops as it is called: no await, no yield",
+                fix=f"def {function.__name__}(cfg: rf.Config): ...",
+            )
+        )
 
 
 def _config_type(function: Callable[[Any], None], where: Source) -> type[Config]:
@@ -164,6 +200,8 @@ def _config_type(function: Callable[[Any], None], where: Source) -> type[Config]
 def make_config(kind: type[Config], settings: Sequence[str]) -> Config:
     """A config with `key=value` settings over its defaults; later settings win.
 
+    A field that is a dataclass or a pydantic model of its own has keys with dots, `optim.lr=1e-3`.
+
     Values are read as the field's type wants them: JSON first, then plain text.
     Raises UsageError for an unknown key, a setting without `=`, or a value of the
     wrong type.
@@ -175,12 +213,54 @@ def make_config(kind: type[Config], settings: Sequence[str]) -> Config:
             raise UsageError(
                 Finding(code="E303", what=f"--set {setting!r} has no '='", fix="--set key=value")
             )
-        _check_key(kind, key)
-        values[key] = _parse(text, kind.model_fields[key].annotation)
+        first, *deeper = key.split(".")
+        _check_key(kind, first)
+        if deeper:
+            held = values.get(
+                first, kind.model_fields[first].get_default(call_default_factory=True)
+            )
+            values[first] = _with(held, deeper, text, key)
+        else:
+            values[key] = _parse(text, kind.model_fields[key].annotation)
     try:
         return kind(**values)
     except ValidationError as error:
         raise UsageError(*validation_findings(error, "E305", prefix="--set ")) from None
+
+
+def _with(held: Any, names: Sequence[str], text: str, key: str) -> Any:
+    """A nested value with the one that the names lead to said anew; UsageError E304 for others.
+
+    Validated where it is a pydantic model or is read as a field of one.
+    """
+    name, *deeper = names
+    fields = _fields(held)
+    if name not in fields:
+        raise UsageError(
+            Finding(
+                code="E304",
+                what=f"--set {key}: {type(held).__name__} has no field {name!r}",
+                expected=known_names(list(fields)),
+                near=near_names(name, fields),
+            )
+        )
+    now = getattr(held, name)
+    said = _with(now, deeper, text, key) if deeper else _parse(text, fields[name])
+    values = {field: getattr(held, field) for field in fields} | {name: said}
+    try:
+        return TypeAdapter(type(held)).validate_python(values)
+    except ValidationError as error:
+        raise UsageError(*validation_findings(error, "E305", prefix=f"--set {key}: ")) from None
+
+
+def _fields(held: Any) -> dict[str, Any]:
+    """The fields of a nested value and their types; none of what is neither model nor dataclass."""
+    if isinstance(held, BaseModel):
+        return {name: field.annotation for name, field in type(held).model_fields.items()}
+    if dataclasses.is_dataclass(held):
+        hints = typing.get_type_hints(type(held))
+        return {field.name: hints[field.name] for field in dataclasses.fields(held) if field.init}
+    return {}
 
 
 def _check_key(kind: type[Config], key: str) -> None:

@@ -9,31 +9,33 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     field_serializer,
     field_validator,
     model_validator,
 )
 
-from rlflow.graph.engine_options import EngineOptions, engine_named, options_of
+from rlflow.errors import Finding, GraphError, known_names, near_names
+from rlflow.graph.rules.nesting import OF_TRIP
+from rlflow.graph.strict_model import Strict
+from rlflow.graph.user.engine_options import EngineOptions, engine_named, options_of
 
 Count = Annotated[int, Field(ge=1)]
 
 
-class On(BaseModel):
-    """A pool and a layout: `fsdp` ranks sharing the parameters, `tp` ranks sharing each layer.
+class On(Strict):
+    """Where a use of a model runs: a pool, and the layout of the model over its devices.
 
-    Devices left over by `fsdp` x `tp` hold replicas of that layout (hybrid sharding where
-    `fsdp` > 1). `weights="own"` gives a rollout its own copy where it could share the trained
-    one. `recompute` keeps only the inputs of each layer for the backward pass (Chen et al.
-    2016); `offload="layers"` keeps a frozen model on the host and brings it in layer by layer.
-    `engine` is what a rollout generates with: `torch`, embedded, or `sglang`, `vllm` or another
-    registered one, a process of its own for each replica, with its options (`rf.SGLang`).
+    `fsdp` ranks share every parameter, `tp` ranks share every layer. Devices that `fsdp` x `tp`
+    leaves over hold replicas of that layout (hybrid sharding where `fsdp` > 1). `weights="own"`
+    gives a rollout a copy of the weights where it could share the trained ones. `recompute`
+    keeps only the inputs of each layer for the backward pass (Chen et al. 2016).
+    `offload="layers"` keeps a frozen model on the host and copies it in layer by layer.
+
+    `engine` generates for a rollout. `torch` is embedded in the worker. `sglang`, `vllm` and
+    registered engines run in a process of their own for each replica; their options are a value,
+    `rf.SGLang(...)`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     pool: str
     fsdp: Count | None = None
@@ -66,25 +68,27 @@ class On(BaseModel):
 
 
 def on(pool: str, **layout: object) -> On:
-    """Assign a use to a pool, with a layout; what is left out is derived and shown."""
+    """A pool, and a layout for a use of a model there: `rf.on("gen", tp=2)`.
+
+    Options are those of `rf.On`. What is left out is derived, and the plan prints it.
+    """
     return On.model_validate({"pool": pool, **layout})
 
 
-class Placement(BaseModel):
-    """Pools of devices and the assignment of uses to them.
+class Placement(Strict):
+    """Pools of devices, and which use of which model runs on which pool.
 
-    A pool is a number of devices of its own, or a list of device numbers, which may
-    overlap with another pool's. The most specific assignment wins: a node's name,
-    `model.use`, the model, `*`. With `staleness` k a rollout reads weights that are up to k
-    updates old, and so runs ahead. `stream` cuts chains of row ops across pools into so many
-    chunks, or into as many as shorten the estimated iteration (`auto`).
+    A pool is a number of devices of its own, or a list of device numbers; lists may overlap.
+    Of several assignments the most specific wins: a node's name, `model.use`, the model, `*`.
 
-    The weights of an engine are updated between two rollouts, or with `pause_at` within one:
-    every rollout pauses after so many tokens of a response, takes weights that are one update
-    newer, and goes on; what it has seen is read again with the new weights.
+    With `staleness` k a rollout reads weights that are up to k updates old, and so runs ahead of
+    the updates. `stream` cuts chains of row ops across pools into chunks: a number of them, or
+    `auto` for as many as shorten the estimated iteration.
+
+    The weights of an engine are updated between two rollouts. With `pause_at` t they are updated
+    within one: every rollout pauses after t tokens of a response, takes weights that are one
+    update newer, prefills what it has so far, and goes on.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     pools: dict[str, Count | list[int]] = Field(min_length=1)
     assign: dict[str, On]
@@ -96,11 +100,11 @@ class Placement(BaseModel):
     def _pools_exist(self) -> Placement:
         for key, where in self.assign.items():
             if where.pool not in self.pools:
-                known = ", ".join(self.pools)
-                raise ValueError(f"assign[{key!r}] names pool {where.pool!r}; there are: {known}")
+                raise GraphError(_no_pool(key, where.pool, list(self.pools)))
         for name, devices in self.pools.items():
-            if "#" in name:
-                raise ValueError(f"pool {name!r}: a name without '#', by which trips are numbered")
+            if OF_TRIP in name:
+                why = f"a name without {OF_TRIP!r}, by which trips are numbered"
+                raise ValueError(f"pool {name!r}: {why}")
             if isinstance(devices, list) and (not devices or len(set(devices)) != len(devices)):
                 raise ValueError(f"pool {name!r} needs a list of distinct devices, got {devices}")
             if isinstance(devices, list) and min(devices) < 0:
@@ -127,3 +131,18 @@ class Placement(BaseModel):
     def num_devices(self) -> int:
         """How many devices a cluster needs to have."""
         return max(max(devices) for devices in self.devices().values()) + 1
+
+
+def _no_pool(key: str, pool: str, pools: list[str]) -> Finding:
+    # The line is found by what is imported late: it knows graphs, which know placements.
+    from rlflow.graph.source import declared_at
+
+    near = near_names(pool, pools)
+    return Finding(
+        code="E134",
+        what=f"assign[{key!r}] names pool {pool!r}, which the placement does not have",
+        where=declared_at(),
+        expected=known_names(pools),
+        near=near,
+        fix=f'"{key}": rf.on("{(near or pools)[0]}")',
+    )

@@ -13,24 +13,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 from rlflow.graph.graph import Binding, Edge, Graph, Node
+from rlflow.graph.op import param_text
+from rlflow.graph.schedule import due_text
 
 WIDTH = 100
 INDENT = "  "
-
-
-def param_text(value: Any) -> str:
-    """An option's value as it is printed: by its own `describe`, by name, or plainly."""
-    if hasattr(value, "describe"):
-        described: str = value.describe()
-        return described
-    if callable(value) and hasattr(value, "__qualname__"):
-        return str(value.__qualname__)
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value)
 
 
 def node_text(node: Node, *, read: frozenset[str], column: int) -> list[str]:
@@ -40,8 +29,7 @@ def node_text(node: Node, *, read: frozenset[str], column: int) -> list[str]:
     """
     model = f"[{node.model}]" if node.model else ""
     options = ", ".join(f"{key}={param_text(value)}" for key, value in node.params)
-    every = f" every {node.every}" if node.every != 1 else ""
-    lines = _wrap(f"{node.op.name}{model}({options}){every}", column)
+    lines = _wrap(f"{node.op.name}{model}({options}){_due(node)}", column)
     for source in node.sources:
         names = ", ".join(_binding_text(b) for b in node.inputs if b.source == source)
         lines += _wrap(f"<- {source}: {names}", column, hang=3)
@@ -53,6 +41,11 @@ def node_text(node: Node, *, read: frozenset[str], column: int) -> list[str]:
         lines += _wrap(f"-> {', '.join(made)}", column, hang=3)
     first = f"{INDENT}{node.name}".ljust(column) + lines[0].strip()
     return [first, *lines[1:]]
+
+
+def _due(node: Node) -> str:
+    """The iterations that it runs in, where those are not all."""
+    return due_text(node.every, node.within).replace(",", "").replace(" iterations", "", 1)
 
 
 def _binding_text(binding: Binding) -> str:

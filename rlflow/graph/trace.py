@@ -7,58 +7,23 @@ trace reports everything that is wrong. No op's body runs here.
 
 from __future__ import annotations
 
-import linecache
-import sys
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from rlflow.errors import Finding, GraphError, Source, known_names, near_names
-from rlflow.graph.fields import LEVEL_NAMES, Field
+from rlflow.errors import Finding, GraphError, Source
+from rlflow.graph.fields import Field
 from rlflow.graph.graph import Binding, Declined, Node
 from rlflow.graph.model import Model
-from rlflow.graph.op import Input, Op, providers
-
-PACKAGE = str(Path(__file__).resolve().parents[1])
-
-
-def declared_at() -> Source | None:
-    """The nearest line of the call stack that is not rlflow's own or a library's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        library = "site-packages" in path or path.startswith("<")
-        if not path.startswith(PACKAGE) and not library:
-            text = linecache.getline(path, frame.f_lineno).strip()
-            return Source(path=short_path(path), line=frame.f_lineno, text=text)
-        frame = frame.f_back
-    return None
-
-
-def raised_at(error: BaseException, path: Path | None) -> Source | None:
-    """The deepest line of a user's file that an error passed through."""
-    found = None
-    trace = error.__traceback__
-    while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if path is not None and Path(name).resolve() == path.resolve():
-            text = linecache.getline(name, trace.tb_lineno).strip()
-            found = Source(path=short_path(name), line=trace.tb_lineno, text=text)
-        trace = trace.tb_next
-    return found
-
-
-def short_path(path: str | Path) -> str:
-    """A path as the user would type it: relative to the working directory where it is below it."""
-    full = Path(path)
-    try:
-        return str(full.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(full)
+from rlflow.graph.op import Input, Op
+from rlflow.graph.rules import handle_findings
+from rlflow.graph.rules.counts import Counts
+from rlflow.graph.rules.nesting import OF_TRIP
+from rlflow.graph.rules.not_offered import missing_input, no_such_field, offered_twice, other_field
+from rlflow.graph.source import declared_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,34 +42,42 @@ class Handle:
     node: str
     rows: str | None
     offers: tuple[Offer, ...]
+    trace: object = field(default_factory=lambda: _TRACE.get(), compare=False, repr=False)
+
+    def __bool__(self) -> bool:
+        """No answer: what it stands for is known when the plan runs. Raises GraphError (E658)."""
+        raise GraphError(handle_findings.truth(self.node, declared_at()))
 
     def rename(self, **names: str) -> Handle:
         """The same handle with fields under other names: `adv.rename(advantages="returns")`."""
         by_old = {old: new for new, old in names.items()}
         unknown = sorted(set(by_old) - {offer.name for offer in self.offers})
         if unknown:
-            _current().report(_no_such_field(self, unknown[0]))
+            _current().report(self._without(unknown[0]))
         renamed = tuple(
             replace(offer, name=by_old.get(offer.name, offer.name)) for offer in self.offers
         )
         return replace(self, offers=renamed)
 
     def only(self, *names: str) -> Handle:
-        """The same handle with some of its fields: for when two handles offer the same name."""
+        """The same handle with some of its fields, where two handles offer a field of one name."""
         missing = [name for name in names if name not in {offer.name for offer in self.offers}]
         if missing:
-            _current().report(_no_such_field(self, missing[0]))
+            _current().report(self._without(missing[0]))
         return replace(self, offers=tuple(o for o in self.offers if o.name in names))
 
+    def _without(self, name: str) -> Finding:
+        return no_such_field(self.node, [o.name for o in self.offers], name, declared_at())
 
-def joined(*handles: Handle) -> Handle:
+
+def merged_handles(*handles: Handle) -> Handle:
     """The fields of several handles of the same rows; of those of one name the last one's."""
     offers = {offer.name: offer for handle in handles for offer in handle.offers}
     return replace(handles[-1], offers=tuple(offers.values()))
 
 
 @dataclass(slots=True)
-class Trace:
+class _Trace:
     """What one run of a pipeline function has declared so far, and what is wrong with it."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -150,10 +123,10 @@ class Trace:
         return f"{wanted}_{number}"
 
 
-_TRACE: ContextVar[Trace | None] = ContextVar("rlflow_trace", default=None)
+_TRACE: ContextVar[_Trace | None] = ContextVar("rlflow_trace", default=None)
 
 
-def _current() -> Trace:
+def _current() -> _Trace:
     trace = _TRACE.get()
     if trace is None:
         raise GraphError(
@@ -169,9 +142,9 @@ def _current() -> Trace:
 
 
 @contextmanager
-def tracing() -> Iterator[Trace]:
+def tracing() -> Iterator[_Trace]:
     """Collect what ops declare inside the block."""
-    trace = Trace()
+    trace = _Trace()
     reset = _TRACE.set(trace)
     try:
         yield trace
@@ -179,7 +152,7 @@ def tracing() -> Iterator[Trace]:
         _TRACE.reset(reset)
 
 
-def report(finding: Finding) -> None:
+def report_finding(finding: Finding) -> None:
     """Note a finding in the pipeline that is being traced."""
     _current().report(finding)
 
@@ -191,14 +164,14 @@ def checked_name(name: str) -> str:
     """
     trace, where = _current(), declared_at()
     known = any(found.code == "E130" and found.where == where for found in trace.findings)
-    if "#" in name and not known:
-        report(
+    if OF_TRIP in name and not known:
+        report_finding(
             Finding(
                 code="E130",
-                what=f"a name with '#': {name!r}",
+                what=f"a name with {OF_TRIP!r}: {name!r}",
                 where=where,
                 expected="a name without it: trip 2 of a loop calls its copy of node x x#2",
-                fix=f'name="{name.replace("#", "_")}"',
+                fix=f'name="{name.replace(OF_TRIP, "_")}"',
             )
         )
     return name
@@ -209,9 +182,32 @@ def declared_node(name: str) -> Node:
     return _current().nodes[name]
 
 
+def declared_nodes() -> tuple[Node, ...]:
+    """All nodes declared so far in the pipeline that is being traced, in their order."""
+    return tuple(_current().nodes.values())
+
+
 def declared_names() -> list[str]:
     """The nodes declared so far in the pipeline that is being traced, in their order."""
     return list(_current().nodes)
+
+
+def declared_updates(model: str) -> list[str]:
+    """The nodes declared so far that write the weights of a model, in their order."""
+    nodes = _current().nodes.values()
+    return [node.name for node in nodes if node.model == model and node.op.use == "train"]
+
+
+def free_name(wanted: str) -> str:
+    """A name that no node has, nor those of several nodes that begin with it and a point."""
+    taken = {name.partition(".")[0] for name in declared_names()}
+    names = (wanted if number == 1 else f"{wanted}_{number}" for number in itertools.count(1))
+    return next(name for name in names if name not in taken)
+
+
+def numbered_name(wanted: str) -> str:
+    """The name of a node that was given none."""
+    return _current().unique_name(wanted, given=False)
 
 
 def put_in_loop(name: str, loop: str) -> None:
@@ -228,13 +224,17 @@ def add_node(
     model: Model | None = None,
     name: str | None = None,
     every: int = 1,
+    within: tuple[int, int | None] = (0, None),
     declined: dict[str, str] | None = None,
     beside: Model | None = None,
+    others: Sequence[Sequence[Handle]] = (),
+    counts: Counts | None = None,
 ) -> Handle:
     """Declare a node: bind the op's inputs to the handles' fields and return its handle.
 
     `declined` maps fields that options leave unread to the reason why; `beside` is a model that the
-    node uses besides its own.
+    node uses besides its own; `others` are the handles of further row sets that it reads, and
+    `counts` the rows that it makes.
     """
     trace = _current()
     where = declared_at()
@@ -246,10 +246,16 @@ def add_node(
         checked_name(name)
     node_name = trace.unique_name(wanted, given=name is not None)
     offers = _offers(op, handles, where)
+    parts = (offers, *(_offers(op, other, where) for other in others))
     bindings = tuple(
-        bound for wants in op.inputs if (bound := _bind(op, node_name, wants, offers, where))
+        bound
+        for wants in op.inputs
+        if (bound := _bind(op, node_name, wants, parts[wants.part], where))
     )
-    rows = _row_set(op, node_name, bindings, handles, where)
+    for part, other in enumerate(others, start=1):
+        _row_set(op, node_name, tuple(b for b in bindings if b.part == part), other, where)
+    own = tuple(bound for bound in bindings if not bound.part)
+    rows = _row_set(op, node_name, own, handles, where)
     node = Node(
         name=node_name,
         op=op,
@@ -257,6 +263,7 @@ def add_node(
         params=tuple((params or {}).items()),
         model=model.name if model is not None else None,
         every=every,
+        within=within,
         rows_of=rows,
         declined=tuple(
             Declined(source=offers[name][0].source, field=name, why=why)
@@ -264,17 +271,29 @@ def add_node(
             if name in offers
         ),
         where=where,
+        counts=counts,
     )
     trace.nodes[node_name] = node
     made = tuple(Offer(name=f.name, source=node_name, field=f) for f in op.outputs)
     return Handle(node=node_name, rows=None if op.rows == "none" else rows, offers=made)
 
 
+def require_handles(op: str, given: Sequence[Any]) -> None:
+    """Raise GraphError for a list of handles, or handles of another pipeline."""
+    where, trace = declared_at(), _current()
+    listed = [one for one in given if isinstance(one, list | tuple | set | dict)]
+    other = [one for one in given if isinstance(one, Handle) and one.trace is not trace]
+    found = [handle_findings.listed(op, type(one).__name__, where) for one in listed]
+    found += [handle_findings.foreign(op, one.node, where) for one in other]
+    if found:
+        raise GraphError(*found)
+
+
 def _offers(op: Op, handles: Sequence[Any], where: Source | None) -> dict[str, list[Offer]]:
     offers: dict[str, list[Offer]] = {}
     for handle in handles:
         if not isinstance(handle, Handle):
-            report(
+            report_finding(
                 Finding(
                     code="E102",
                     what=f"op {op.name!r} was given something that is not a handle",
@@ -283,6 +302,9 @@ def _offers(op: Op, handles: Sequence[Any], where: Source | None) -> dict[str, l
                     expected="what another op returned",
                 )
             )
+            continue
+        if handle.trace is not _current():
+            report_finding(handle_findings.foreign(op.name, handle.node, where))
             continue
         for offer in handle.offers:
             same = offers.setdefault(offer.name, [])
@@ -297,60 +319,16 @@ def _bind(
     found = offers.get(wants.name, [])
     if not found:
         if wants.required:
-            report(_missing(op, node, wants, offers, where))
+            report_finding(missing_input(op, node, wants, sorted(offers), where))
         return None
     if len(found) > 1:
         sources = [offer.source for offer in found]
-        report(
-            Finding(
-                code="E106",
-                what=f"node {node!r} is offered {wants.name!r} more than once",
-                where=where,
-                got=f"by {' and '.join(sources)}",
-                fix=f"pass one of them only, or rename: handle.rename(other={wants.name!r})",
-            )
-        )
+        report_finding(offered_twice(node, wants.name, sources, where))
     offer = found[-1]
     if not wants.accepts(offer.field):
-        levels = " or ".join(LEVEL_NAMES[level] for level in wants.levels)
-        report(
-            Finding(
-                code="E104",
-                what=f"node {node!r} cannot read {wants.name!r} of {offer.source!r}",
-                where=where,
-                got=str(offer.field),
-                expected=f"dtype {wants.dtype}, level {levels}",
-                fix=wants.hint,
-            )
-        )
+        report_finding(other_field(node, wants, offer.field, offer.source, where))
         return None
-    return Binding(name=wants.name, source=offer.source, field=offer.field)
-
-
-def _missing(
-    op: Op, node: str, wants: Input, offers: dict[str, list[Offer]], where: Source | None
-) -> Finding:
-    if wants.name == "group":
-        return Finding(
-            code="E109",
-            what=f"group op {op.name!r} ({node}) was given rows that are not grouped",
-            where=where,
-            expected="the samples of a rollout: their field 'group' says which belong together",
-            fix="pass the handle that ops.rollout(...) returned",
-        )
-    made_by = providers(wants.name)
-    expected = str(wants)
-    if made_by:
-        expected += f", made by {' or '.join('ops.' + name for name in made_by)}"
-    return Finding(
-        code="E103",
-        what=f"node {node!r} has no input {wants.name!r}",
-        where=where,
-        got=f"offered: {known_names(sorted(offers))}",
-        expected=expected,
-        near=near_names(wants.name, offers),
-        fix=wants.hint,
-    )
+    return Binding(name=wants.name, source=offer.source, field=offer.field, part=wants.part)
 
 
 def _row_set(
@@ -365,26 +343,16 @@ def _row_set(
     used = {binding.source for binding in bindings}
     sets = {rows for name, rows in rows_of.items() if name in used and rows is not None}
     if len(sets) > 1:
-        report(
+        report_finding(
             Finding(
                 code="E108",
                 what=f"node {node!r} joins rows that do not belong together",
                 where=where,
                 got=f"rows made by {' and '.join(sorted(sets))}",
                 expected="fields of one row set: a rollout makes n rows of its own of each prompt",
+                fix="ops.concat(a, b) for rows below each other, ops.join(a, b, by=...) for fields",
             )
         )
     if op.rows in ("new", "expand", "gather"):
         return node
     return min(sets) if sets else None
-
-
-def _no_such_field(handle: Handle, name: str) -> Finding:
-    names = sorted(offer.name for offer in handle.offers)
-    return Finding(
-        code="E103",
-        what=f"node {handle.node!r} makes no field {name!r}",
-        where=declared_at(),
-        expected=known_names(names),
-        near=near_names(name, names),
-    )

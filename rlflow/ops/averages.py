@@ -5,12 +5,15 @@ from __future__ import annotations
 from rlflow.errors import Finding
 from rlflow.graph.model import Average, Model
 from rlflow.graph.op import Op, register
-from rlflow.graph.trace import Handle, add_node, declared_at, report
+from rlflow.graph.roles import Averaged
+from rlflow.graph.source import declared_at
+from rlflow.graph.trace import Handle, add_node, report_finding
 
 AVERAGE = register(
     Op(
         name="average",
         body="rlflow.ops.bodies.average:average",
+        roles=(Averaged,),
         inputs=(),
         outputs=(),
         per="batch",
@@ -22,17 +25,17 @@ AVERAGE = register(
 
 
 def average(model: Model, source: Model, *, every: int = 1, name: str | None = None) -> Handle:
-    """Keep `model`'s weights w an exponential moving average of those of `source`, theta.
+    """Keep the weights w of `model` an exponential moving average of the weights theta of `source`.
 
     After the last update of `source` in iteration i, w[i+1] = decay * w[i] + (1 - decay) *
     theta[i+1], in float32 at least (Polyak and Juditsky 1992; Tarvainen and Valpola 2017, arXiv
-    1703.01780, section 2); who uses `model` in iteration i reads w[i], and w[0] is what it is
-    loaded with. `decay` is that of `optimizer=rf.Average(decay=...)`. With `every=n` it does so in
-    every n-th iteration, and w stays as it is in the others. Of models with the same
-    adapters it averages these: A and B each by itself, not their product.
+    1703.01780, section 2). Nodes that use `model` in iteration i read w[i]; w[0] is what it is
+    loaded with. `decay` is that of `optimizer=rf.Average(decay=...)`. With `every=n` it runs in
+    every n-th iteration, and w stays as it is in the others. Of models with the same adapters it
+    averages A and B each by itself, not their product.
     """
     if every < 1:
-        report(
+        report_finding(
             Finding(
                 code="E118",
                 what=f"an average every {every} iterations",

@@ -6,64 +6,19 @@ knows where it runs: models, random numbers and tokenizers come with the call.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from rlflow.contract.values import Generation, LossFunction, Stat, StepResult
 from rlflow.errors import Source
 from rlflow.graph.op import Op
+from rlflow.graph.schedule import Scheduled, dues
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlflow.batch import Batch
-
-    LossFunction = Callable[[dict[str, Tensor], Batch], tuple[Tensor, dict[str, Tensor]]]
-
-
-class Generated(Protocol):
-    """Responses, one row per sample: ragged int64 tokens, ragged float32 log-probs, bool [rows]."""
-
-    @property
-    def response_tokens(self) -> Tensor:
-        """The sampled tokens, the stop token included."""
-
-    @property
-    def log_probs(self) -> Tensor:
-        """The log-probs they were sampled with."""
-
-    @property
-    def finished(self) -> Tensor:
-        """Whether the row ended by itself."""
-
-    @property
-    def rows(self) -> Tensor | None:
-        """Which rows of those asked for these are, int64; None for all of them."""
-
-    @property
-    def drafted(self) -> float:
-        """How many tokens a drafter has proposed; 0 without one."""
-
-    @property
-    def accepted(self) -> float:
-        """How many of them were what the model samples."""
-
-
-class Stepped(Protocol):
-    """What one optimizer step did."""
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Numbers of the loss, exact for the whole mini-batch."""
-
-    @property
-    def grad_norm(self) -> float:
-        """Norm of all gradients before clipping."""
-
-    @property
-    def applied(self) -> bool:
-        """False where a number was not finite and nothing was changed."""
 
 
 class ModelInUse(Protocol):
@@ -99,7 +54,7 @@ class ModelInUse(Protocol):
         first: int = 0,
         until: int | None = None,
         draft_tokens: int = 0,
-    ) -> Generated:
+    ) -> Generation:
         """Draw n responses to every prompt (ragged int64 [prompts, j]), prompt-major.
 
         Of each the tokens at positions `first` to `until` - 1, the last tokens of a prompt being
@@ -131,7 +86,7 @@ class ModelInUse(Protocol):
         outputs: Collection[str],
         temperature: float,
         max_grad_norm: float | None,
-    ) -> Stepped:
+    ) -> StepResult:
         """Make one optimizer step on the whole batch."""
 
     def average(self, source: ModelInUse, decay: float) -> None:
@@ -179,42 +134,21 @@ class Alone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stat:
-    """A number over the rows of a part, in a form that parts can be joined in.
-
-    `mean` and `std` (of the population) are over `count` values with sum `total`, whose squared
-    deviations from their own mean are `spread` on average; `max` and `min` have their value in
-    `total`, and a `count` of 0 where there was none.
-    """
-
-    kind: Literal["mean", "std", "max", "min"]
-    total: float
-    count: float = 1.0
-    spread: float = 0.0
-
-    @property
-    def value(self) -> float:
-        """The number itself; 0 over nothing."""
-        if not self.count:
-            return 0.0
-        if self.kind == "mean":
-            return self.total / self.count
-        return math.sqrt(self.spread) if self.kind == "std" else self.total
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One run of a node: its inputs, options, and what it may draw on.
 
-    `wanted` names the outputs that somebody reads. `permutation(n, *salt)` gives the
-    numbers below n in an order that depends on seed, iteration, node and salt only.
-    Where a loop ends, `trips` of it have run, and `surplus` is left of the iteration before.
-    `source` is the model whose weights a node averages.
-    The inputs are a part of the batch: `rows` int64 `[rows]` numbers them within its
-    `total` rows, and `peers` have the others. `state` is what the node keeps from call to call:
+    `wanted` names the outputs that somebody reads. `permutation(n, *salt)` gives the numbers below
+    n in an order that depends on seed, iteration, node and salt only. Where a loop ends, `trips` of
+    it have run, and `surplus` is left of the iteration before. `source` is the model whose weights
+    a node averages, and `others` are the inputs of further row sets that it reads, whole; `memory`
+    has the rows that it has kept of earlier iterations, None where it has kept none.
+    The inputs are a part of the batch: `rows` int64 `[rows]` numbers them within
+    its `total` rows, and `peers` have the others. `state` is what the node keeps from call to call:
     numbers that a checkpoint holds, and that all who run the node change alike. Rollouts may run
-    `staleness` updates ahead. It is call `piece[0]` of `piece[1]` of the node in this iteration,
-    and `carried` is what its earlier calls have left for it.
+    `staleness` updates ahead; `updates` are those of the model that sampled the tokens it
+    reads, each due in some iterations. It is call
+    `piece[0]` of `piece[1]` of the node in this iteration, and `carried` is what its earlier calls
+    have left for it.
     """
 
     node: str
@@ -226,6 +160,7 @@ class Call:
     permutation: Callable[..., Any]
     tokenizer: Callable[[str], Any]
     inputs: Batch | None = None
+    others: tuple[Batch, ...] = ()
     rows: Tensor | None = None
     total: int = 0
     peers: Peers = field(default_factory=Alone)
@@ -235,8 +170,10 @@ class Call:
     where: Source | None = None
     draw: int | None = None
     staleness: int = 0
+    updates: Sequence[Scheduled] = ()
     trips: int = 0
     surplus: Batch | None = None
+    memory: Batch | None = None
     piece: tuple[int, int] = (0, 1)
     carried: dict[str, Any] = field(default_factory=dict)
 
@@ -244,6 +181,12 @@ class Call:
     def drawn(self) -> int:
         """Which draw of its kind this is: the iteration, or counted on over trips of a loop."""
         return self.iteration if self.draw is None else self.draw
+
+    def updates_since(self, version: int) -> int:
+        """How many updates a version of the model that sampled is behind this iteration."""
+        if not self.updates:
+            return self.iteration - version
+        return len(list(dues(self.updates, version, self.iteration)))
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -257,7 +200,7 @@ class Output:
 
     `factor` is how many rows it makes of each row of its inputs, said also where there was none;
     `kept` int64 says which of all those rows these are, by place, None for all. `surplus` are rows
-    for the same node in the next iteration.
+    for the same node in the next iteration, and so is its `memory`, which a checkpoint holds.
     A plain number among the metrics is the same for every part; a `Stat` is of this part.
     """
 
@@ -266,4 +209,5 @@ class Output:
     factor: int = 1
     kept: Tensor | None = None
     surplus: Batch | None = None
+    memory: Batch | None = None
     metrics: Mapping[str, float | Stat] = field(default_factory=dict)

@@ -36,10 +36,11 @@ class AdaptiveKL(Spec):
 
 
 class AdaptiveEntropy(Spec):
-    """An entropy coefficient that moves by `step` towards `target`, within `low` and `high`.
+    """An entropy coefficient that rises by `step` below the `target` entropy and falls above it.
 
-    It acts only while the entropy is at most the target (Skywork-OR1, He et al. 2025,
-    arXiv:2505.22312). The coefficient and the last entropy are part of a checkpoint.
+    It stays within `low` and `high`, and acts only while the entropy is at most the target
+    (Skywork-OR1, He et al. 2025, arXiv:2505.22312). The coefficient and the last entropy are part
+    of a checkpoint.
     """
 
     target: Above

@@ -1,6 +1,6 @@
 """What a user says about samples of another policy: how a loss weighs them, which it drops.
 
-The formulas are in `rlflow.ops.math.importance` and `rlflow.ops.math.rejection`; this file
+The formulas are in `rlflow.ops.math.importance` and `rlflow.ops.math.losses.rejection`; this file
 holds no torch.
 """
 
@@ -20,12 +20,13 @@ Count = Literal["all", "kept"]
 
 
 class ImportanceSampling(Spec):
-    """Weighs what a token adds to the loss by `pi_prox / pi_behave`, which carries no gradient.
+    """Multiplies what a token adds to the loss by `pi_prox / pi_behave`, without a gradient.
 
-    `pi_behave` sampled the token; `pi_prox` is the policy that the clipped ratio is taken
-    against. `level="sequence"` takes the product over a response for each of its tokens.
-    `mode="truncate"` holds a weight at `cap`; `mode="mask"` gives weight 0 to what lies above
-    `cap`, or below `floor`. `normalize` then divides by the mean weight of the optimizer step.
+    `pi_behave` is the policy that sampled the token. `pi_prox` is the policy that the clipped
+    ratio is taken against. `level="sequence"` takes the product over a response for each of its
+    tokens. `mode="truncate"` clips the weight to at most `cap` and at least `floor`;
+    `mode="mask"` sets weights above `cap` or below `floor` to 0. `normalize` then divides by the
+    mean weight of the optimizer step.
     """
 
     level: Level = "token"
@@ -33,27 +34,25 @@ class ImportanceSampling(Spec):
     cap: Annotated[float, Field(ge=1)] = 2.0
     """Largest weight; at least 1, the weight of a sample of the same policy."""
     floor: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Smallest weight that `mask` keeps; None for no bound."""
+    """Smallest weight that `truncate` gives and `mask` keeps; None for no bound."""
     normalize: bool = False
     """Whether weights are divided by their mean, after truncation."""
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:
-        """Refuse a floor that nothing reads, and a mask that drops nothing."""
-        if self.mode == "truncate" and self.floor is not None:
-            raise ValueError("floor would do nothing here: only mode='mask' reads it; leave it out")
+        """Refuse a mask that drops nothing."""
         if self.mode == "mask" and self.cap == float("inf") and self.floor is None:
             raise ValueError("mode='mask' would drop nothing: give it a finite cap, or a floor")
         return self
 
 
 class Rejection(Spec):
-    """Drops tokens, or whole responses, whose two policies are too far apart.
+    """Leaves out tokens, or whole responses, on which the two policies differ too much.
 
-    With `x = log pi_prox - log pi_behave`: `k1` is x, `k2` is x^2 / 2, `k3` is e^x - 1 - x, of
-    the token, or over its response as sum, mean or maximum. With `k1` what is kept has
-    `low <= exp(k1) <= high`, a ratio of probabilities; with `k2` and `k3` it has at most
-    `high`, in nats.
+    With `x = log pi_prox - log pi_behave`, `k1` is x, `k2` is x^2 / 2 and `k3` is e^x - 1 - x: of
+    the token, or as sum, mean or maximum over its response. With `k1` tokens are kept where
+    `low <= exp(k1) <= high`, a ratio of probabilities; with `k2` and `k3` where the estimate is at
+    most `high`, in nats.
     """
 
     statistic: Statistic

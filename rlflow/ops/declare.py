@@ -14,19 +14,23 @@ from typing import Any
 
 from rlflow.data import Chat, DataSource
 from rlflow.errors import Finding
+from rlflow.graph.callables import hints_of, name_of, parameters_of
 from rlflow.graph.fields import DType, Level, row, token
 from rlflow.graph.model import Model
 from rlflow.graph.op import Input, Op, register
-from rlflow.graph.trace import Handle, add_node, declared_at, report
-from rlflow.ops.curriculum import PassRates, weighted
-from rlflow.ops.estimator_options import checked
+from rlflow.graph.roles import Calling, Drawn, Sharing, Tokenizing
+from rlflow.graph.source import declared_at
+from rlflow.graph.trace import Handle, add_node, report_finding
+from rlflow.ops.estimator_options import checked_options
 from rlflow.ops.estimators import REFERENCE, find_estimator, granularity, needed_inputs
-from rlflow.ops.valid import on_valid_rows
+from rlflow.ops.loops.curriculum import PassRates, weighted
+from rlflow.ops.missing_reward import on_valid_rows
 
 PROMPTS = register(
     Op(
         name="prompts",
         body="rlflow.ops.bodies.data:prompts",
+        roles=(Drawn, Sharing),
         inputs=(),
         outputs=(row("prompt", "text"), row("row_id", "int64")),
         per="row",
@@ -37,6 +41,7 @@ TOKENIZE = register(
     Op(
         name="tokenize",
         body="rlflow.ops.bodies.data:tokenize",
+        roles=(Tokenizing,),
         inputs=(Input(name="prompt", dtype="text", levels=("row",)),),
         outputs=(
             token("prompt_tokens", "int64", mask=None),
@@ -59,6 +64,7 @@ METRICS = register(
     Op(
         name="metrics",
         body="rlflow.ops.bodies.metrics:metrics",
+        roles=(Calling,),
         inputs=(),
         outputs=(),
         per="batch",
@@ -93,7 +99,7 @@ def prompts(
     come more often than others, by the pass rates that `ops.track` has measured.
     """
     if batch < 1:
-        report(
+        report_finding(
             Finding(
                 code="E118",
                 what=f"a batch of {batch} prompts",
@@ -103,7 +109,7 @@ def prompts(
         )
     columns = [column for column in data.columns if column not in ("prompt", "row_id")]
     if "prompt" not in data.columns:
-        report(
+        report_finding(
             Finding(
                 code="E119",
                 what=f"data source {data.describe()} has no column 'prompt'",
@@ -156,11 +162,11 @@ def advantage(estimator: str, *handles: Handle, name: str | None = None, **optio
     where = declared_at()
     found = find_estimator(estimator, where)
     if isinstance(found, Finding):
-        report(found)
+        report_finding(found)
         return add_node(ADVANTAGE, (), name=name)
-    given, findings = checked(found, options, where)
+    given, findings = checked_options(found, options, where)
     for finding in findings:
-        report(finding)
+        report_finding(finding)
     op = replace(
         ADVANTAGE,
         body=found.body,
@@ -202,10 +208,10 @@ def plain_inputs(
     function: Callable[..., Any], skip: tuple[str, ...]
 ) -> tuple[tuple[Input, ...], bool]:
     """The fields a plain Python function reads, and whether it takes whole batches."""
-    hints = typing.get_type_hints(function)
+    hints = hints_of(function)
     inputs = []
     batched = False
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in parameters_of(function):
         if parameter.name in skip:
             continue
         annotation = hints.get(parameter.name, str)
@@ -214,10 +220,10 @@ def plain_inputs(
             batched = True
             wanted = ROW_TYPES.get(typing.get_args(annotation)[0])
         if wanted is None:
-            report(
+            report_finding(
                 Finding(
                     code="E104",
-                    what=f"parameter {parameter.name!r} of {function.__name__} is {annotation}",
+                    what=f"parameter {parameter.name!r} of {name_of(function)} is {annotation}",
                     where=declared_at(),
                     expected="str, int, float, bool or list[int] (per sample), list[...] of these "
                     "(per batch)",

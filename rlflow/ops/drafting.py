@@ -10,11 +10,10 @@ from typing import Any
 
 from rlflow.errors import Finding
 from rlflow.graph.model import Model
-from rlflow.graph.trace import Handle, declared_at, report
-from rlflow.ops.losses import SFTLoss
+from rlflow.graph.source import declared_at
+from rlflow.graph.trace import Handle, report_finding
+from rlflow.ops.losses.losses import SFTLoss
 from rlflow.ops.models import update
-
-BACKGROUND = "background"
 
 
 def train_drafter(
@@ -28,15 +27,15 @@ def train_drafter(
     """Train a drafter on the tokens that its policy has sampled, in `steps` optimizer steps.
 
     The loss is the cross entropy of the response tokens, each step on the next part of the rows
-    (Leviathan et al. 2023, section 3.5, distil a drafter for one policy; here it follows a policy
-    that learns). Each step is an action of its own, which the compiler puts where the devices of
-    `drafter.train` would have nothing to do; rollouts read weights of the iteration before, so none
-    waits for it. In iteration i this writes version i + 1 of the drafter.
+    (Leviathan et al. 2023, section 3.5, distil a drafter for a fixed policy; here it follows a
+    policy that learns). Each step is an action of its own, which the compiler puts where the
+    devices of `drafter.train` would be idle. Rollouts read the drafter of the iteration before, so
+    none waits for it. In iteration i this writes version i + 1 of the drafter.
     """
     if steps < 1:
         where = declared_at()
         got = f"a drafter trained in {steps} steps"
-        report(Finding(code="E118", what=got, where=where, expected="steps >= 1"))
+        report_finding(Finding(code="E118", what=got, where=where, expected="steps >= 1"))
     options: dict[str, Any] = {"mini_batches": steps, "shuffle": steps <= 1}
     return update(
         drafter,

@@ -55,7 +55,7 @@ class RewardWeights(Mapping[str, float]):
         return f"{{{', '.join(f'{name}: {weight:g}' for name, weight in self.weights)}}}"
 
 
-def checked(
+def checked_options(
     estimator: Estimator, given: Mapping[str, Any], where: Source | None
 ) -> tuple[dict[str, Any], list[Finding]]:
     """The options in the form that bodies read, and a finding for each that is wrong.
@@ -106,6 +106,8 @@ def _values(
         if name in RANGES and not _within(value, *RANGES[name]) and not _follows(name, value):
             low, high = RANGES[name]
             expected = f"a number from {low:g} to {high:g}"
+        if name == "reward_clip_range" and not _is_range(value):
+            expected = "a pair of rising numbers, such as (-1.0, 1.0); math.inf for no bound"
         if expected:
             yield (
                 name,
@@ -191,6 +193,13 @@ def _among(value: Any, choices: tuple[Any, ...]) -> bool:
 def _follows(name: str, value: Any) -> bool:
     """Whether a value is a coefficient that follows what is measured."""
     return name == "kl_coef" and isinstance(value, AdaptiveKL)
+
+
+def _is_range(value: Any) -> bool:
+    """Whether a value is a pair of numbers, the first below the second."""
+    pair = isinstance(value, tuple | list) and len(value) == 2
+    numbers = pair and all(type(side) in (int, float) for side in value)
+    return value is None or (numbers and value[0] < value[1])
 
 
 def _within(value: Any, low: float, high: float) -> bool:

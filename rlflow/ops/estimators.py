@@ -54,7 +54,8 @@ GIVEN_KL = Input(
     hint="an @rf.op that returns rf.Token[float], named 'kl'",
 )
 
-KL_OPTIONS = {"kl_coef": 0.0, "kl": "k1"}
+REWARD_OPTIONS = {"reward_clip_range": None, "kl_coef": 0.0, "kl": "k1"}
+"""What may be done to one reward before it is an advantage: held in a range, less a KL."""
 BODIES = "rlflow.ops.bodies.advantage"
 ROW = (row("advantages"),)
 TOKEN = (token("advantages"), token("returns"))
@@ -95,7 +96,13 @@ ESTIMATORS: dict[str, Estimator] = {
             inputs=(REWARD, VALUES, MASK),
             outputs=TOKEN,
             per="row",
-            options={"gamma": 1.0, "lam": 1.0, "whiten": True, "bootstrap": False, **KL_OPTIONS},
+            options={
+                "gamma": 1.0,
+                "lam": 1.0,
+                "whiten": True,
+                "bootstrap": False,
+                **REWARD_OPTIONS,
+            },
             batch_if={"whiten": (True,)},
             reads_if={"bootstrap": (True, FINISHED)},
             source="Schulman et al. 2015, arXiv 1506.02438, eq. 16",
@@ -111,7 +118,7 @@ ESTIMATORS: dict[str, Estimator] = {
                 "scale": "group",
                 "single": "zero",
                 "leave_one_out": False,
-                **KL_OPTIONS,
+                **REWARD_OPTIONS,
             },
             batch_if={"scale": ("batch",)},
             only_with={"std_eps": (SCALED,)},
@@ -123,7 +130,7 @@ ESTIMATORS: dict[str, Estimator] = {
             inputs=(REWARD, GROUP),
             outputs=ROW,
             per="group",
-            options={"single": "zero", **KL_OPTIONS},
+            options={"single": "zero", **REWARD_OPTIONS},
             source="Liu et al. 2025, arXiv 2503.20783, section 3.2",
         ),
         Estimator(
@@ -132,7 +139,7 @@ ESTIMATORS: dict[str, Estimator] = {
             inputs=(REWARD, GROUP),
             outputs=ROW,
             per="group",
-            options={"single": "zero", "whiten": False, "std_eps": 1e-4, **KL_OPTIONS},
+            options={"single": "zero", "whiten": False, "std_eps": 1e-4, **REWARD_OPTIONS},
             batch_if={"whiten": (True,)},
             only_with={"std_eps": ({"whiten": (True,)},)},
             source="Ahmadian et al. 2024, arXiv 2402.14740",
@@ -143,7 +150,7 @@ ESTIMATORS: dict[str, Estimator] = {
             inputs=(REWARD, MASK),
             outputs=TOKEN,
             per="row",
-            options={"gamma": 1.0, "whiten": True, **KL_OPTIONS},
+            options={"gamma": 1.0, "whiten": True, **REWARD_OPTIONS},
             batch_if={"whiten": (True,)},
             source="Hu et al. 2025, arXiv 2501.03262",
         ),
@@ -153,7 +160,7 @@ ESTIMATORS: dict[str, Estimator] = {
             inputs=(REWARD, GROUP, MASK),
             outputs=ROW,
             per="group",
-            options={"single": "zero", "whiten": True, "over": "tokens", **KL_OPTIONS},
+            options={"single": "zero", "whiten": True, "over": "tokens", **REWARD_OPTIONS},
             batch_if={"whiten": (True,)},
             only_with={"over": ({"whiten": (True,)},)},
             source="Hu et al. 2025, arXiv 2501.03262",
@@ -164,7 +171,7 @@ ESTIMATORS: dict[str, Estimator] = {
             inputs=(REWARD, BASELINE, MASK),
             outputs=TOKEN,
             per="row",
-            options={**KL_OPTIONS},
+            options={**REWARD_OPTIONS},
             source="Li et al. 2023, arXiv 2310.10505, algorithm 1",
         ),
         Estimator(
@@ -173,7 +180,7 @@ ESTIMATORS: dict[str, Estimator] = {
             inputs=(REWARD, GROUP, MASK),
             outputs=ROW,
             per="group",
-            options={"single": "zero", **KL_OPTIONS},
+            options={"single": "zero", **REWARD_OPTIONS},
             source="Hao et al. 2025, arXiv 2505.23585",
         ),
         Estimator(
@@ -187,7 +194,7 @@ ESTIMATORS: dict[str, Estimator] = {
                 "scale": "none",
                 "std_eps": 1e-6,
                 "single": "zero",
-                **KL_OPTIONS,
+                **REWARD_OPTIONS,
             },
             batch_if={"alpha": ("degenerate", "zero_reward"), "scale": ("batch",)},
             only_with={"std_eps": (SCALED,)},
@@ -199,7 +206,7 @@ ESTIMATORS: dict[str, Estimator] = {
             inputs=(REWARD, GROUP),
             outputs=ROW,
             per="group",
-            options={"std_eps": 1e-6, "scale": "group", **KL_OPTIONS},
+            options={"std_eps": 1e-6, "scale": "group", **REWARD_OPTIONS},
             batch_if={"scale": ("batch",)},
             only_with={"std_eps": (SCALED,)},
             source="Tang et al. 2025, arXiv 2503.19595",
@@ -232,7 +239,7 @@ ESTIMATORS: dict[str, Estimator] = {
             inputs=(REWARD, GROUP, MASK, OLD, SUM_PI_SQUARED),
             outputs=TOKEN,
             per="group",
-            options={"zero_tail": True, "single": "zero", **KL_OPTIONS},
+            options={"zero_tail": True, "single": "zero", **REWARD_OPTIONS},
             source="verl 0.9.1, optimal token baseline",
         ),
     )

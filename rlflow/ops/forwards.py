@@ -12,7 +12,10 @@ from rlflow.errors import Finding
 from rlflow.graph.fields import Field, token
 from rlflow.graph.model import Model
 from rlflow.graph.op import Input, Op, register
-from rlflow.graph.trace import Handle, add_node, declared_at, declared_node, report
+from rlflow.graph.roles import AdaptersOff, SamplingOptions, Scoring
+from rlflow.graph.source import declared_at
+from rlflow.graph.trace import Handle, add_node, declared_node, report_finding
+from rlflow.graph.user.iterations import Iterations, schedule
 
 TOKENS = (
     Input(name="prompt_tokens", dtype="int64", levels=("token",)),
@@ -24,6 +27,7 @@ LOG_PROBS = register(
     Op(
         name="log_probs",
         body="rlflow.ops.bodies.forward:log_probs",
+        roles=(Scoring, AdaptersOff),
         inputs=(*TOKENS, GROUPED),
         outputs=(token("ref_log_probs"), token("old_log_probs")),
         per="row",
@@ -34,6 +38,7 @@ VALUES = register(
     Op(
         name="values",
         body="rlflow.ops.bodies.forward:values",
+        roles=(AdaptersOff,),
         inputs=(*TOKENS, GROUPED),
         outputs=(token("values"),),
         per="row",
@@ -49,16 +54,21 @@ def log_probs(
     field: str | None = None,
     sum_pi_squared: bool = False,
     top_k: int | None = None,
+    every: int = 1,
+    when: Iterations | None = None,
     name: str | None = None,
 ) -> Handle:
     """Log-probabilities of the sampled tokens under a model, float32 [row, token].
 
-    The field is `old_log_probs` for a model that is trained and `ref_log_probs` otherwise,
-    unless `field` names it. The temperature is the rollout's unless given. `sum_pi_squared`
-    adds a field of that name: the sum of the squares of all tokens' probabilities, float32
-    [row, token]. `top_k` adds the k tokens that the model finds likeliest in each place, the
-    likeliest first: `top_log_probs` float32 and `top_ids` int64 [row, token, k], and `top_rest`
-    float32 [row, token], the log of the probability of all other tokens together.
+    The field is `old_log_probs` for a model that is trained and `ref_log_probs` otherwise, unless
+    `field` names it. The temperature is the rollout's unless given. `sum_pi_squared` adds a field
+    of that name: the sum of the squares of all tokens' probabilities, float32 [row, token].
+    `top_k` adds the k tokens that the model finds likeliest in each place, the likeliest first:
+    `top_log_probs` float32 and `top_ids` int64 [row, token, k], and `top_rest` float32 [row,
+    token], the log of the probability of all other tokens together.
+
+    It runs in iterations 0, `every`, 2 `every`, ... of those of `when`. Nodes that read it must
+    run in no other iterations.
     """
     trained = model.optimizer is not None and not model.averaged
     made = [token(field or ("old_log_probs" if trained else "ref_log_probs"))]
@@ -71,13 +81,22 @@ def log_probs(
         made += _likeliest(top_k)
         params["top_k"] = top_k
     op = replace(LOG_PROBS, outputs=tuple(made))
-    return add_node(op, handles, model=model, params=params, name=name)
+    due = _due(every, when)
+    return add_node(op, handles, model=model, params=params, name=name, **due)
+
+
+def _due(every: int, when: Iterations | None) -> dict[str, Any]:
+    """When a forward runs, as `add_node` takes it."""
+    every, within, findings = schedule("a forward", every, when)
+    for finding in findings:
+        report_finding(finding)
+    return {"every": every, "within": within}
 
 
 def _likeliest(top_k: int) -> list[Field]:
     """The fields of a model's likeliest tokens."""
     if top_k < 1:
-        report(
+        report_finding(
             Finding(
                 code="E118",
                 what=f"log-probs with top_k={top_k}",
@@ -92,10 +111,19 @@ def _likeliest(top_k: int) -> list[Field]:
     ]
 
 
-def values(model: Model, *handles: Handle, name: str | None = None) -> Handle:
-    """The critic's value of every response token's state, float32 [row, token]."""
+def values(
+    model: Model,
+    *handles: Handle,
+    every: int = 1,
+    when: Iterations | None = None,
+    name: str | None = None,
+) -> Handle:
+    """A critic's value of the state before every response token, float32 [row, token].
+
+    `every` and `when` are those of `ops.log_probs`.
+    """
     if model.head != "value":
-        report(
+        report_finding(
             Finding(
                 code="E120",
                 what=f"model {model.name!r} has no value head",
@@ -104,14 +132,14 @@ def values(model: Model, *handles: Handle, name: str | None = None) -> Handle:
                 fix=f'rf.Model("{model.name}", ..., head="value")',
             )
         )
-    return add_node(VALUES, handles, model=model, name=name)
+    return add_node(VALUES, handles, model=model, name=name, **_due(every, when))
 
 
 def sampled_at(handles: tuple[Handle, ...]) -> float:
     """The temperature the tokens were sampled at; greedy samples are scored at 1."""
     for handle in handles:
         for offer in handle.offers:
-            params = dict(declared_node(offer.source).params)
-            if offer.name == "response_tokens" and params.get("temperature"):
-                return float(params["temperature"])
+            sampling = declared_node(offer.source).role(SamplingOptions)
+            if offer.name == "response_tokens" and sampling and sampling.temperature:
+                return float(sampling.temperature)
     return 1.0

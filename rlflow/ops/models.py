@@ -7,7 +7,7 @@ old policy's log-probs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,19 +16,25 @@ from rlflow.errors import Finding, Source
 from rlflow.graph.fields import row, token
 from rlflow.graph.model import Model
 from rlflow.graph.op import Input, Op, register
-from rlflow.graph.trace import Handle, add_node, declared_at, report
+from rlflow.graph.roles import Calling, Drafted, Drawn, Learning, Paused, Resumed, SamplingOptions
+from rlflow.graph.rules.old_policy import moved_by
+from rlflow.graph.source import declared_at
+from rlflow.graph.trace import Handle, add_node, declared_updates, free_name, report_finding
+from rlflow.graph.user.iterations import Iterations, schedule
 from rlflow.ops.forwards import GROUPED, TOKENS, sampled_at
-from rlflow.ops.losses import PolicyLoss, SFTLoss, ValueLoss
+from rlflow.ops.losses.losses import PolicyLoss, SFTLoss, ValueLoss
+from rlflow.ops.losses.preference import DPOLoss, RewardModelLoss
+from rlflow.ops.losses.user import FunctionLoss, no_loss
+from rlflow.ops.missing_reward import on_valid_rows
 from rlflow.ops.pairs import READ_BY_LOSSES
-from rlflow.ops.preference import DPOLoss, RewardModelLoss
 from rlflow.ops.scoring import Functions, as_function
-from rlflow.ops.valid import on_valid_rows
 
 MASK = Input(name="response_mask", dtype="bool", levels=("token",))
 
 RESUME = Op(
     name="resume",
     body="rlflow.ops.bodies.rollout:resume",
+    roles=(SamplingOptions, Drafted, Resumed),
     inputs=(
         *TOKENS,
         Input(name="rollout_log_probs", dtype="float32", levels=("token",)),
@@ -52,6 +58,7 @@ ROLLOUT = register(
     Op(
         name="rollout",
         body="rlflow.ops.bodies.rollout:rollout",
+        roles=(SamplingOptions, Drafted, Paused),
         inputs=(Input(name="prompt", dtype="text", levels=("row",)),),
         outputs=(
             token("prompt_tokens", "int64", mask=None),
@@ -74,6 +81,7 @@ UPDATE = register(
     Op(
         name="update",
         body="rlflow.ops.bodies.update:update",
+        roles=(Learning,),
         inputs=(*TOKENS, MASK, GROUPED),
         outputs=(),
         per="batch",
@@ -87,6 +95,7 @@ EVALUATE = register(
     Op(
         name="evaluate",
         body="rlflow.ops.bodies.rollout:evaluate",
+        roles=(Drawn, SamplingOptions, Calling),
         inputs=(),
         outputs=(),
         per="batch",
@@ -129,7 +138,7 @@ FIELD_INPUTS = {
     ),
 }
 
-Loss = PolicyLoss | ValueLoss | SFTLoss | DPOLoss | RewardModelLoss
+Loss = PolicyLoss | ValueLoss | SFTLoss | DPOLoss | RewardModelLoss | FunctionLoss
 
 
 def rollout(
@@ -148,16 +157,16 @@ def rollout(
 ) -> Handle:
     """Sample `n` responses of at most `max_new_tokens` tokens to every prompt.
 
-    Makes n rows of every prompt, prompt-major, with the tokens (int64), the log-probs of the
-    sampled tokens at `temperature` (float32), the `version` of the weights that sampled each
-    (int64), `group` (which prompt) and every row field of the prompts, repeated; several
-    handles may bring fields of the same prompts. `temperature=0`
-    is greedy. With `chat` a prompt goes through the tokenizer's chat template: text as one
-    user message, or messages as JSON; `rf.Chat(...)` adds tools, or a template of its own. With
-    `ignore_eos` every response has exactly `max_new_tokens` tokens.
+    Makes n rows of every prompt, prompt-major: the tokens (int64), the log-probs of the sampled
+    tokens at `temperature` (float32), the `version` of the weights that sampled each token
+    (int64), `group` (the number of the prompt), and every row field of the prompts, repeated.
+    Several handles may bring fields of the same prompts. `temperature=0` is greedy. With `chat` a
+    prompt goes through the tokenizer's chat template: text as one user message, or messages as
+    JSON; `rf.Chat(...)` adds tools, or a template of its own. With `ignore_eos` every response has
+    exactly `max_new_tokens` tokens.
 
     A `drafter`, a small model with the same tokenizer, proposes up to `draft_tokens` tokens at a
-    time, which are read in one pass; the tokens are those that would be sampled without it
+    time, which the policy reads in one pass. The tokens are those that would be sampled without it
     (speculative decoding, Leviathan et al. 2023, with random numbers in common).
     """
     where = declared_at()
@@ -203,17 +212,25 @@ def update(
     shuffle: bool = True,
     max_grad_norm: float | None = 1.0,
     background: bool = False,
+    every: int = 1,
+    when: Iterations | None = None,
     name: str | None = None,
 ) -> Handle:
     """Train a model: `epochs` passes over the batch, each in `mini_batches` optimizer steps.
 
-    The samples of one prompt stay in one mini-batch. Gradients are those of the whole
-    mini-batch however it is cut into micro-batches. In iteration i this writes version
-    i + 1 of the weights. Without `shuffle` mini-batch k has the k-th part of the rows, so with
-    one epoch a streamed rollout can bring it its rows while it still makes the next ones. In the
-    `background` each such step is put where its devices have nothing else to do.
+    The samples of one prompt stay in one mini-batch. Gradients are those of the whole mini-batch
+    however it is cut into micro-batches. In iteration i this writes version i + 1 of the weights;
+    several updates of a model continue from each other, in the order of their lines.
+
+    Without `shuffle` mini-batch k is the k-th part of the rows, so with one epoch a streamed
+    rollout can bring its rows while it still samples the next ones. With `background` each step is
+    an action of its own, put where its devices have nothing else to do. It runs in iterations 0,
+    `every`, 2 `every`, ... of those of `when`; in the others it writes no version.
     """
     where = declared_at()
+    every, within, findings = schedule("an update", every, when)
+    for finding in findings:
+        report_finding(finding)
     checks = (
         (epochs >= 1, f"epochs={epochs}", "epochs >= 1"),
         (mini_batches >= 1, f"mini_batches={mini_batches}", "mini_batches >= 1"),
@@ -229,30 +246,42 @@ def update(
         ),
     )
     _require("an update", checks, where)
-    inputs, declined, extra = _loss_inputs(loss, handles, num_steps=epochs * mini_batches)
-    if isinstance(loss, ValueLoss | RewardModelLoss) and model.head != "value":
-        report(
-            Finding(
-                code="E120",
-                what=f"a value loss trains model {model.name!r}, which has no value head",
-                where=where,
-                fix=f'rf.Model("{model.name}", ..., head="value")',
-            )
-        )
+    loss = _usable(loss, model)
+    counts = {"epochs": epochs, "mini_batches": mini_batches}
+    inputs, declined, extra = _loss_inputs(loss, handles, moved=_moved(model, counts))
     read = {wanted.name: wanted for wanted in (*TOKENS, MASK, GROUPED, *inputs)}
     op = replace(UPDATE, inputs=tuple(read.values()))
-    params = {
-        "loss": loss,
-        "epochs": epochs,
-        "mini_batches": mini_batches,
-        "max_grad_norm": max_grad_norm,
-        **extra,
-    }
+    params = {"loss": loss, **counts, "max_grad_norm": max_grad_norm, **extra}
     params |= {} if shuffle else {"shuffle": False}
     params |= {"background": True} if background else {}
     op, handles, validity = on_valid_rows(op, handles)
     params |= validity
-    return add_node(op, handles, model=model, params=params, name=name, declined=declined)
+    due: dict[str, Any] = {"every": every, "within": within, "declined": declined}
+    return add_node(op, handles, model=model, params=params, name=name, **due)
+
+
+def _moved(model: Model, counts: Mapping[str, int]) -> bool:
+    """Whether an update makes a step with other weights than those that sampled."""
+    return bool(moved_by(model.name, before=declared_updates(model.name), **counts))
+
+
+def _usable(loss: Any, model: Model) -> Loss:
+    """The loss as it is, with findings where it lacks something; a plain one where it is none."""
+    if not isinstance(loss, Loss):
+        report_finding(no_loss(loss))
+        return SFTLoss()
+    for finding in loss.missing() if isinstance(loss, FunctionLoss) else ():
+        report_finding(finding)
+    if "values" in loss.outputs() and model.head != "value":
+        report_finding(
+            Finding(
+                code="E120",
+                what=f"a value loss trains model {model.name!r}, which has no value head",
+                where=declared_at(),
+                fix=f'rf.Model("{model.name}", ..., head="value")',
+            )
+        )
+    return loss
 
 
 def _require(what: str, checks: Sequence[tuple[bool, str, str]], where: Source | None) -> None:
@@ -260,7 +289,7 @@ def _require(what: str, checks: Sequence[tuple[bool, str, str]], where: Source |
     for holds, got, expected in checks:
         if not holds:
             found = Finding(code="E118", what=f"{what} with {got}", where=where, expected=expected)
-            report(found)
+            report_finding(found)
 
 
 def evaluate(
@@ -273,7 +302,7 @@ def evaluate(
     limit: int | None = None,
     temperature: float = 0.0,
     chat: bool | Chat = False,
-    name: str = "eval",
+    name: str | None = None,
 ) -> Handle:
     """Score held-out data every `every` iterations, before the first and after the last.
 
@@ -284,7 +313,7 @@ def evaluate(
     chosen, _, batched = as_function(function, (), by="data_source", options={})
     op = replace(EVALUATE, function=chosen)
     if every < 1:
-        report(
+        report_finding(
             Finding(
                 code="E118",
                 what=f"an evaluation every {every} iterations",
@@ -301,13 +330,19 @@ def evaluate(
         "batched": batched,
     }
     params |= {"chat": chat} if chat else {}
-    return add_node(op, (), model=model, params=params, name=name, every=max(every, 1))
+    own = name or free_name("eval")
+    return add_node(op, (), model=model, params=params, name=own, every=max(every, 1))
 
 
 def _loss_inputs(
-    loss: Loss, handles: tuple[Handle, ...], num_steps: int
+    loss: Loss, handles: tuple[Handle, ...], *, moved: bool
 ) -> tuple[tuple[Input, ...], dict[str, str], dict[str, Any]]:
-    """What a loss reads, what it leaves unread and why, and the options that follow."""
+    """What a loss reads, what it leaves unread and why, and the options that follow.
+
+    `moved` says whether a step is made with other weights than those that sampled.
+    """
+    if isinstance(loss, FunctionLoss):
+        return loss.signature.inputs, {}, {"temperature": sampled_at(handles)}
     if not isinstance(loss, PolicyLoss):
         extra = {"temperature": sampled_at(handles)} if isinstance(loss, DPOLoss) else {}
         return tuple(FIELD_INPUTS[n] for n in loss.needs() if n in FIELD_INPUTS), {}, extra
@@ -324,11 +359,10 @@ def _loss_inputs(
         old = "current"
         declined["old_log_probs"] = f"{loss.kind} takes no ratio to an old policy"
     if old == "auto":
-        several = num_steps > 1
-        if "old_log_probs" in offered or (several and loss.correction is not None):
+        if "old_log_probs" in offered or (moved and loss.correction is not None):
             old = "recomputed"
         else:
-            old = "rollout" if several else "current"
+            old = "rollout" if moved else "current"
     if old == "recomputed":
         inputs.append(FIELD_INPUTS["old_log_probs"])
     if old == "loglinear":

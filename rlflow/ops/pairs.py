@@ -13,8 +13,10 @@ from rlflow.errors import Finding
 from rlflow.graph.fields import row
 from rlflow.graph.model import Model
 from rlflow.graph.op import Input, Op, register
-from rlflow.graph.trace import Handle, add_node, declared_at, report
-from rlflow.ops.valid import on_valid_rows
+from rlflow.graph.roles import AdaptersOff
+from rlflow.graph.source import declared_at
+from rlflow.graph.trace import Handle, add_node, report_finding
+from rlflow.ops.missing_reward import on_valid_rows
 
 FINISHED = Input(name="finished", dtype="bool", levels=("row",))
 MADE_BY_PAIR = "pairs = ops.pair(samples, reward)"
@@ -63,6 +65,7 @@ SCORES = register(
     Op(
         name="scores",
         body="rlflow.ops.bodies.pair:scores",
+        roles=(AdaptersOff,),
         inputs=(
             Input(name="prompt_tokens", dtype="int64", levels=("token",)),
             Input(name="response_tokens", dtype="int64", levels=("token",)),
@@ -81,17 +84,17 @@ def pair(
     require_eos: bool = False,
     name: str | None = None,
 ) -> Handle:
-    """Of every group the sample of the highest reward against that of the lowest.
+    """Pair the best and the worst sample of every group, by their rewards.
 
-    Rows stay as they are; `pair` is the group's id on the two rows of a pair and -1 elsewhere,
-    `chosen` true on the better one, `pair_margin` their difference in reward. A group whose best
-    and worst are equal makes no pair. `missing_eos_penalty` is subtracted from the reward of a
-    response that did not end by itself; with `require_eos` such a response loses against every
-    other, and a group of none but such makes no pair. The shares of groups with a pair, of ties,
-    of invalid and of single ones are metrics.
+    Rows stay as they are. `pair` is the group's id on the two rows of a pair and -1 elsewhere,
+    `chosen` is true on the better one, `pair_margin` is their difference in reward. A group whose
+    best and worst rewards are equal makes no pair. `missing_eos_penalty` is subtracted from the
+    reward of a response that did not end by itself. With `require_eos` such a response loses
+    against every other, and a group that has no other makes no pair. Logs the shares of groups
+    with a pair, of ties, and of groups without two valid samples.
     """
     if missing_eos_penalty is not None and not 0 < missing_eos_penalty < math.inf:
-        report(
+        report_finding(
             Finding(
                 code="E118",
                 what=f"pairs with missing_eos_penalty={missing_eos_penalty}",
@@ -110,12 +113,12 @@ def pair(
 
 
 def scores(model: Model, *handles: Handle, field: str = "score", name: str | None = None) -> Handle:
-    """What a reward model gives each response, float32 a row: its value after the last token.
+    """Score each response by a reward model: float32 a row, the value after its last token.
 
     The field is `score` unless `field` names it, as `field="reward"` does for `ops.advantage`.
     """
     if model.head != "value":
-        report(
+        report_finding(
             Finding(
                 code="E120",
                 what=f"model {model.name!r} has no value head",

@@ -14,7 +14,9 @@ from rlflow.data import Mix
 from rlflow.errors import Finding, near_names
 from rlflow.graph.fields import row
 from rlflow.graph.op import Input, Op, register
-from rlflow.graph.trace import Handle, add_node, declared_at, declared_node, report
+from rlflow.graph.roles import Calling, Drawn
+from rlflow.graph.source import declared_at
+from rlflow.graph.trace import Handle, add_node, declared_node, report_finding
 from rlflow.ops.declare import plain_inputs
 from rlflow.rewards.bounds import PLAIN, Bounds, is_async
 
@@ -28,6 +30,7 @@ REWARD = register(
     Op(
         name="reward",
         body="rlflow.ops.bodies.reward:reward",
+        roles=(Calling,),
         inputs=(),
         outputs=(row("reward"),),
         per="row",
@@ -127,19 +130,19 @@ def reward(
     )
     chosen, inputs, batched = as_function(function, handles, by, options)
     for finding in _wrong(policy, chosen, max_failures):
-        report(finding)
+        report_finding(finding)
     params = {"function": chosen, "batched": batched, **options}
     op = replace(REWARD, inputs=inputs, function=chosen)
     if policy == STRICT:
-        return add_node(op, handles, params=params, name=name or "reward")
+        return add_node(op, handles, params=params, name=name)
     params["policy"] = policy
     if on_error == "error":
-        return add_node(op, handles, params=params, name=name or "reward")
+        return add_node(op, handles, params=params, name=name)
     grouped = on_error == "drop_group"
     if grouped:
         op = replace(op, per="group", inputs=(*(i for i in inputs if i.name != "group"), GROUP))
     made = (*op.outputs, row("valid", "bool"), row("failure", "text"))
-    scored = add_node(replace(op, outputs=made), handles, params=params, name=name or "reward")
+    scored = add_node(replace(op, outputs=made), handles, params=params, name=name)
     shown = [h.only(*_shown(h)) for h in handles if isinstance(h, Handle) and _shown(h)]
     watch = {"reward": scored.node, "max_failures": policy.max_failures}
     add_node(FAILURES, (*shown, scored), params=watch, name=f"{scored.node}_failures")
@@ -165,7 +168,7 @@ def as_function(
         for wanted in inputs:
             known = read.setdefault(wanted.name, wanted)
             if (known.dtype, known.levels) != (wanted.dtype, wanted.levels):
-                report(_two_types(wanted.name, known, wanted))
+                report_finding(_two_types(wanted.name, known, wanted))
             read[wanted.name] = replace(known, required=known.required or wanted.required)
     column = Input(
         name=by,
@@ -174,7 +177,7 @@ def as_function(
         hint='rf.data.mix(...), or by="a column that says which function"',
     )
     for finding in _unknown_sets(function, handles, by):
-        report(finding)
+        report_finding(finding)
     dispatch = Dispatch(function, by, frozenset(lists))
     return dispatch, (*read.values(), *(() if by in read else (column,))), False
 
@@ -208,12 +211,12 @@ def _unknown_sets(functions: Mapping[str, Any], handles: tuple[Any, ...], by: st
 def _source_of(node: str, column: str) -> Any:
     """The data source of the node that first made a column."""
     found = declared_node(node)
-    while "data" not in dict(found.params):
+    while (drawn := found.role(Drawn)) is None:
         above = [bound.source for bound in found.inputs if bound.name == column]
         if not above:
             return None
         found = declared_node(above[0])
-    return dict(found.params)["data"]
+    return drawn.data
 
 
 def _two_types(name: str, one: Input, other: Input) -> Finding:

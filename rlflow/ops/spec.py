@@ -5,13 +5,18 @@ This file knows none of them, and holds no torch.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import ClassVar
+
+from pydantic import ConfigDict
+
+from rlflow.graph.strict_model import Strict
 
 
-class Spec(BaseModel):
+class Spec(Strict):
     """A frozen, validated group of options."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+    INFINITE: ClassVar[bool] = True
 
     def options(self) -> dict[str, object]:
         """The options that differ from their defaults, by name."""

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from rlflow.rewards.maths import math_verify
     from rlflow.rewards.programs import code, extract_code
     from rlflow.rewards.remote import HTTPJudge
-    from rlflow.rewards.sandbox import Limits, Ran, run_python
+    from rlflow.rewards.sandbox import Ran, run_python
+    from rlflow.rewards.walls import Limits
 
 __all__ = [
     "HTTPJudge",
@@ -37,7 +38,7 @@ __all__ = [
 
 FILES = {
     "HTTPJudge": "remote",
-    "Limits": "sandbox",
+    "Limits": "walls",
     "Ran": "sandbox",
     "code": "programs",
     "extract_code": "programs",

@@ -1,19 +1,25 @@
 """The other end of `workers`: reads calls from standard input, answers on standard output.
 
-What a function prints goes to standard error. It ends with its parent.
+What a function prints goes back line by line, before the answer. It ends with its parent. Every
+answer carries the number of its call, and only the process that was asked answers: a copy that a
+function forked and that comes back here ends.
 """
 
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import pickle
 import signal
 import sys
-from typing import Any, BinaryIO
+import threading
+import traceback
+from typing import Any, BinaryIO, NoReturn
 
 HEADER = 8
 PR_SET_PDEATHSIG = 1
+WRITING = threading.RLock()
 
 
 def main() -> None:
@@ -27,37 +33,86 @@ def main() -> None:
     os.dup2(nothing, 0)
     _write(answers, b"ready")
     functions: dict[str, Any] = {}
+    asked = os.getpid()
+    sys.stdout = _Told(answers)
     while header := calls.read(HEADER):
-        key, blob, keywords = pickle.loads(  # noqa: S301  from our own parent
+        number, key, blob, keywords = pickle.loads(  # noqa: S301  from our own parent
             calls.read(int.from_bytes(header, "little"))
         )
-        _write(answers, _answer(functions, key, blob, keywords))
+        worked, value = _called(functions, key, blob, keywords)
+        if os.getpid() != asked:
+            _end_copy(worked, value)
+        _write(answers, _answer(number, worked, value))
 
 
-def _answer(functions: dict[str, Any], key: str, blob: bytes | None, keywords: Any) -> bytes:
+class _Told(io.TextIOBase):
+    """What is printed, as lines that go to the parent; those of a forked copy to standard error."""
+
+    def __init__(self, answers: BinaryIO) -> None:
+        super().__init__()
+        self._answers, self._own, self._begun = answers, os.getpid(), ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if os.getpid() != self._own:
+            return sys.stderr.write(text)
+        with WRITING:
+            *lines, self._begun = (self._begun + text).split("\n")
+            for line in lines:
+                _write(self._answers, pickle.dumps(line))
+        return len(text)
+
+
+def _called(
+    functions: dict[str, Any], key: str, blob: bytes | None, keywords: Any
+) -> tuple[bool, Any]:
     try:
         if blob is not None:
             functions[key] = pickle.loads(blob)  # noqa: S301  from our own parent
-        return pickle.dumps((True, functions[key](**keywords)))
+        return True, functions[key](**keywords)
     except (Exception, SystemExit) as error:
-        return _raised(error)
+        return False, error
 
 
-def _raised(error: BaseException) -> bytes:
+def _end_copy(worked: bool, value: Any) -> NoReturn:
+    """End a forked copy of this process, as it would have ended alone."""
+    code = 0 if worked else 1
+    if isinstance(value, SystemExit):
+        code = value.code if isinstance(value.code, int) else int(value.code is not None)
+    elif not worked:
+        traceback.print_exception(value)
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
+def _answer(number: int, worked: bool, value: Any) -> bytes:
+    if worked:
+        try:
+            return pickle.dumps((number, True, value))
+        except Exception as error:
+            value = error
+    return _raised(number, value)
+
+
+def _raised(number: int, error: BaseException) -> bytes:
     """The error itself where it survives the way, else its text."""
     try:
         if not isinstance(error, Exception):
             raise TypeError("it would end the parent too")
-        body = pickle.dumps((False, error))
+        body = pickle.dumps((number, False, error))
         pickle.loads(body)  # noqa: S301  made here
         return body
     except Exception:
-        return pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
+        told = RuntimeError(f"{type(error).__name__}: {error}")
+        return pickle.dumps((number, False, told))
 
 
 def _write(pipe: BinaryIO, body: bytes) -> None:
-    pipe.write(len(body).to_bytes(HEADER, "little") + body)
-    pipe.flush()
+    with WRITING:
+        pipe.write(len(body).to_bytes(HEADER, "little") + body)
+        pipe.flush()
 
 
 if __name__ == "__main__":

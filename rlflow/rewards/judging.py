@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from rlflow.errors import RlflowError
 from rlflow.rewards.bounds import CONCURRENCY, PLAIN, Bounds, Unscorable, is_async
-from rlflow.rewards.workers import WorkerLost, Workers, workers
+from rlflow.rewards.workers import Packed, WorkerLost, Workers, packed_function, workers
 
 Cause = Literal["raised", "timeout", "not a number", "lost"]
 Function = Callable[..., Any]
@@ -34,7 +34,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class _Judged:
     """The values of all calls in order, and how many attempts were made beyond the first."""
 
     values: list[Any]
@@ -48,7 +48,7 @@ def judge(
     bounds: Bounds = PLAIN,
     check: Callable[[Any], Any] | None = None,
     failed: Callable[[int, Failure], None] | None = None,
-) -> Judged:
+) -> _Judged:
     """Call the function with the keywords of every sample; a `Failure` stands for its value.
 
     `check` turns a call's value into what is kept, or raises ValueError for one that is no
@@ -66,7 +66,7 @@ def judge(
         if isinstance(value, Failure):
             told(place, value)
         values.append(value)
-    return Judged(values=values, retried=retried)
+    return _Judged(values=values, retried=retried)
 
 
 def number(value: Any) -> float:
@@ -130,9 +130,10 @@ async def _many(
     bounds: Bounds,
     keep: Callable[[Any], Any],
     told: Callable[[int, Failure], None],
-) -> Judged:
+) -> _Judged:
     """All samples, a bounded number at a time; those under way end with the first that raises."""
     pool = None if is_async(function) else workers(bounds.concurrency)
+    sent = packed_function(function) if pool else None
     gate = asyncio.Semaphore(pool.size if pool else bounds.concurrency or CONCURRENCY)
     retried = 0
 
@@ -141,7 +142,7 @@ async def _many(
         value: Any = None
         for attempt in range(bounds.retries + 1):
             async with gate:
-                value = await _attempt(function, sample, bounds.timeout, keep, pool)
+                value = await _attempt(sent or function, sample, bounds.timeout, keep, pool)
             if not _again(value) or attempt == bounds.retries:
                 break
             retried += 1
@@ -152,7 +153,7 @@ async def _many(
 
     under_way = [asyncio.ensure_future(one(*item)) for item in enumerate(samples)]
     try:
-        return Judged(values=list(await asyncio.gather(*under_way)), retried=retried)
+        return _Judged(values=list(await asyncio.gather(*under_way)), retried=retried)
     finally:
         for task in under_way:
             task.cancel()
@@ -160,14 +161,15 @@ async def _many(
 
 
 async def _attempt(
-    function: Function,
+    function: Function | Packed,
     sample: Mapping[str, Any],
     seconds: float | None,
     keep: Callable[[Any], Any],
     pool: Workers | None,
 ) -> Any:
     """One call within its time; an async function is cancelled after it, a plain one killed."""
-    if pool is not None:
+    if isinstance(function, Packed):
+        assert pool is not None
         call = asyncio.to_thread(pool.call, function, sample, seconds)
     else:
         call = _awaited(function, sample)
@@ -199,14 +201,14 @@ async def _awaited(function: Function, sample: Mapping[str, Any]) -> Any:
         raise RuntimeError(f"SystemExit: {error}") from error
 
 
-def _run(made: Any) -> Judged:
+def _run(made: Any) -> _Judged:
     """Run a coroutine to its end, in a thread of its own where an event loop runs here already."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        judged: Judged = asyncio.run(made)
+        judged: _Judged = asyncio.run(made)
         return judged
-    found: list[Judged | BaseException] = []
+    found: list[_Judged | BaseException] = []
 
     def beside() -> None:
         try:

@@ -1,7 +1,7 @@
 """Whether a response ends in the same mathematical object as the known answer.
 
 The work is that of the package `math-verify`, run in processes that can be killed: a response
-may hold an expression that takes for ever. Install it with `rlflow-engine[rewards]`.
+may hold an expression that takes for ever. Install it: `pip install -e '.[rewards]'` in the clone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib.util
 import logging
 
 from rlflow.errors import Finding, UsageError
-from rlflow.rewards.workers import workers
+from rlflow.rewards.workers import Packed, packed_function, workers
 
 SECONDS = 10.0
 
@@ -25,7 +25,7 @@ async def math_verify(response: str, answer: str) -> float:
     """
     require_package()
     keywords = {"response": response, "answer": answer}
-    return float(await asyncio.to_thread(workers().call, same_mathematics, keywords, SECONDS))
+    return float(await asyncio.to_thread(workers().call, _comparison(), keywords, SECONDS))
 
 
 @functools.cache
@@ -36,12 +36,17 @@ def require_package() -> None:
             Finding(
                 code="E286",
                 what="rf.rewards.math_verify needs the package math-verify",
-                fix="pip install 'rlflow-engine[rewards]'",
+                fix="pip install -e '.[rewards]'",
             )
         )
 
 
 math_verify.require = require_package  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _comparison() -> Packed:
+    return packed_function(same_mathematics)
 
 
 def same_mathematics(response: str, answer: str) -> bool:

@@ -7,32 +7,29 @@ it (no jail, tests that cannot be read) is an error and never a number.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import re
 import secrets
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, get_args
 
 from rlflow.errors import Finding, UsageError, near_names
-from rlflow.rewards.sandbox import Isolation, Limits, Ran, require_namespaces, run_python
+from rlflow.rewards.sandbox import Ran, run_beside, run_python, walls_here
+from rlflow.rewards.walls import Bounded, Isolation, Limits
 
 BLOCK = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 PYTHON = ("python", "py", "python3", "")
 
-# The program runs before it could find the tests or the token that says they have passed.
-HARNESS = """
-import json, os, sys
-given, said = os.dup(0), os.dup(1)
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-os.dup2(2, 1)
-space = {{"__name__": "solution"}}
-exec(compile({program!r}, "solution.py", "exec"), space)
-with os.fdopen(given) as file:
-    tests, token = json.load(file)
-exec(compile(tests, "tests.py", "exec"), space)
-os.write(said, token.encode())
-os._exit(0)
+# Modules that both sides of a dialogue need, which a jail does not see.
+SHARED = ("wire", "dialogue")
+LOADER = """
+import sys, types
+for name, text in {sources!r}.items():
+    sys.modules[name] = types.ModuleType(name)
+    exec(compile(text, name, "exec"), vars(sys.modules[name]))
 """
 
 
@@ -48,7 +45,8 @@ def code(
     response: str = "response",
     limits: Limits | None = None,
     partial: bool = False,
-    isolation: Isolation = "namespaces",
+    isolation: Isolation = "auto",
+    cgroup: Bounded = "auto",
 ) -> Callable[..., Coroutine[Any, Any, float]]:
     """A reward function that runs the Python program in a response against the column `tests`.
 
@@ -56,18 +54,13 @@ def code(
     prints, or a list of texts of assertions about what it defines; or one text of assertions.
     The reward is 1 where all pass, with `partial` the share that does.
 
-    Assertions run in the process of the program, which could be written to deceive them;
-    inputs and outputs are compared outside. Raises UsageError (E285) for an unknown isolation.
+    Outputs are compared outside. Assertions run in a jail of their own and ask the program, in
+    another one, for what it defines: plain data is compared beside the assertions, and an object
+    of the program's own classes equals no data. Raises UsageError (E285) for an unknown isolation
+    or cgroup.
     """
-    if isolation not in get_args(Isolation):
-        raise UsageError(
-            Finding(
-                code="E285",
-                what=f"isolation {isolation!r} of rf.rewards.code is not known",
-                expected=" or ".join(map(repr, get_args(Isolation))),
-                near=near_names(str(isolation), get_args(Isolation)),
-            )
-        )
+    _known("isolation", isolation, get_args(Isolation))
+    _known("cgroup", cgroup, get_args(Bounded))
     most = limits or Limits()
 
     async def code_reward(**fields: str) -> float:
@@ -78,10 +71,12 @@ def code(
             limits=most,
             partial=partial,
             isolation=isolation,
+            cgroup=cgroup,
         )
 
-    if isolation == "namespaces":
-        code_reward.require = require_namespaces  # type: ignore[attr-defined]
+    here = functools.partial(walls_here, isolation, cgroup)
+    code_reward.require = here  # type: ignore[attr-defined]
+    code_reward.walls = lambda: here().describe()  # type: ignore[attr-defined]
     code_reward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str)
@@ -92,15 +87,33 @@ def code(
     return code_reward
 
 
+def _known(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UsageError(
+            Finding(
+                code="E285",
+                what=f"{name} {value!r} of rf.rewards.code is not known",
+                expected=" or ".join(map(repr, known)),
+                near=near_names(str(value), known),
+            )
+        )
+
+
 def share_passed(
-    response: str, tests: str, *, limits: Limits, partial: bool, isolation: Isolation
+    response: str,
+    tests: str,
+    *,
+    limits: Limits,
+    partial: bool,
+    isolation: Isolation,
+    cgroup: Bounded,
 ) -> float:
     """The share of tests that the program in a response passes; ValueError for unusable tests."""
     program = extract_code(response)
     cases = read_tests(tests)
     passed = 0
     for case in cases:
-        if _passes(program, case, limits, isolation):
+        if _passes(program, case, limits=limits, isolation=isolation, cgroup=cgroup):
             passed += 1
         elif not partial:
             return 0.0
@@ -136,19 +149,26 @@ def _case(entry: Any) -> Case:
     raise ValueError(f"a test is {entry!r:.60}, not a text or a pair of input and output")
 
 
-def _passes(program: str, case: Case, limits: Limits, isolation: Isolation) -> bool:
+def _passes(program: str, case: Case, **within: Any) -> bool:
     if isinstance(case, str):
         token = secrets.token_hex(16)
-        ran = run_python(
-            HARNESS.format(program=program),
-            json.dumps([case, token]),
-            limits=limits,
-            isolation=isolation,
+        ran = run_beside(
+            f"{_loader()}sys.modules[name].ask()\n",
+            f"{_loader()}sys.modules[name].answer({program!r})\n",
+            lambda reading, writing: json.dumps([case, token, reading, writing]),
+            **within,
         )
         return _ended_well(ran) and ran.stdout == token
     given, expected = case
-    ran = run_python(program, given, limits=limits, isolation=isolation)
+    ran = run_python(program, given, **within)
     return _ended_well(ran) and _lines(ran.stdout) == _lines(expected)
+
+
+@functools.cache
+def _loader() -> str:
+    folder = Path(__file__).parent
+    sources = {f"{__package__}.{name}": (folder / f"{name}.py").read_text() for name in SHARED}
+    return LOADER.format(sources=sources)
 
 
 def _ended_well(ran: Ran) -> bool:

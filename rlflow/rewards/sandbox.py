@@ -1,10 +1,8 @@
 """Running a program that nobody has read: limits on time, memory, files, processes and network.
 
-`namespaces` is the jail of `jail.py`: Linux user, process, mount, network and IPC namespaces,
-which need no privilege but may be forbidden to a container. `limits` keeps the limits on time,
-memory and file sizes and runs `guard.py` first, which refuses sockets, other processes and
-files outside the working directory; it is a guard against accidents, since native code can get
-round it. Both share the kernel with everything else: a virtual machine is a stronger wall.
+It is started in the walls of `walls.py`, fed, read and ended here, past its limits by force. With
+`limits` in place of walls, native code can get round what is refused: a guard against accidents.
+All share the kernel with everything else: a virtual machine is a stronger wall.
 This file knows no tests and no rewards.
 """
 
@@ -12,47 +10,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
-import sys
-import sysconfig
-import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
-from rlflow.errors import Finding, RewardError
+from rlflow.errors import RewardError
+from rlflow.rewards.cgroup import Home, find
+from rlflow.rewards.walls import (
+    CHUNK,
+    MIB,
+    Bounded,
+    Isolation,
+    Jail,
+    Limits,
+    Walls,
+    jail,
+    no_jail,
+)
 
-Isolation = Literal["namespaces", "limits"]
 Cut = Literal["", "wall clock", "output"]
-JAIL = Path(__file__).with_name("jail.py")
-GUARD = Path(__file__).with_name("guard.py")
-FAILED = 120
-MIB = 2**20
-SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
-CHUNK = 65536
 AT_ONCE = threading.BoundedSemaphore(os.cpu_count() or 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What a program may use: seconds of processor and of wall clock, MiB of memory and of files.
-
-    `memory` is the address space of each process, `disk` all files together, `output` what is
-    read of standard output and error. Past the output the program is ended.
-    """
-
-    cpu: float = 5.0
-    wall: float = 20.0
-    memory: int = 1024
-    disk: int = 16
-    output: int = 1
-    processes: int = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,122 +57,123 @@ def run_python(
     stdin: str = "",
     *,
     limits: Limits | None = None,
-    isolation: Isolation = "namespaces",
+    isolation: Isolation = "auto",
+    cgroup: Bounded = "auto",
 ) -> Ran:
     """Run a Python program with `stdin` as its input, alone in an empty folder.
 
     Environment variables are not passed on. As many programs run at once as there are
     processors. Raises RewardError (E284) where the isolation cannot be had here.
     """
-    if isolation == "namespaces":
-        require_namespaces()
+    walls = walls_here(isolation, cgroup)
     with AT_ONCE:
-        return _jailed(program, stdin, limits or Limits(), isolation)
+        return _jailed(program, stdin, limits or Limits(), walls)
 
 
 @functools.cache
-def require_namespaces() -> None:
-    """Raise RewardError (E284) unless a jail can be made here, tried once by making one."""
-    ran = _jailed("print(6 * 7)", "", Limits(), "namespaces")
-    if ran.stdout != "42\n":
-        raise _no_jail(ran.stderr or f"exit code {ran.code}")
+def walls_here(isolation: Isolation = "auto", bounded: Bounded = "auto") -> Walls:
+    """The walls of this machine, tried once by running a program in them.
+
+    `auto` takes bubblewrap where it works, else namespaces, never less. Raises RewardError (E284)
+    with what has failed.
+    """
+    without: list[str] = []
+    home = Home(None) if bounded == "none" else find()
+    if home.why:
+        without.append(f"no cgroup ({home.why})")
+    if bounded == "required" and home.path is None:
+        raise no_jail(without[0])
+    paths = [home.path] if bounded == "required" else [home.path, None]
+    for kind in ("bubblewrap", "namespaces") if isolation == "auto" else (isolation,):
+        for path in dict.fromkeys(paths):
+            walls = Walls(isolation=kind, home=path, without=tuple(without))
+            if not (trouble := _trouble(walls)):
+                return walls
+            without.append(f"no {kind}{' with a cgroup' if path else ''} ({trouble})")
+    raise no_jail("; ".join(without))
 
 
-def _no_jail(why: str) -> RewardError:
-    return RewardError(
-        Finding(
-            code="E284",
-            what="programs of a model cannot be isolated here",
-            got=why,
-            expected="Linux with user namespaces that need no privilege",
-            fix='rf.rewards.code(isolation="limits") where the programs are trusted',
-        )
-    )
+def _trouble(walls: Walls) -> str:
+    """What a program in a jail says where the walls cannot be built; nothing where they can."""
+    if walls.isolation == "bubblewrap" and shutil.which("bwrap") is None:
+        return "bwrap is not on the PATH"
+    if walls.isolation == "limits" and walls.home is None:
+        return ""
+    try:
+        ran = _jailed("print(6 * 7)", "", Limits(), walls)
+    except RewardError as error:
+        return error.findings[0].got or str(error)
+    return "" if ran.stdout == "42\n" else ran.stderr.strip() or f"exit code {ran.code}"
 
 
-@functools.cache
-def visible() -> list[str]:
-    """The folders and files a jailed Python sees: the system's libraries and its own."""
-    stdlib, packages = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
-    own = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, stdlib, packages)}
-    wanted = [path for path in sorted({*SYSTEM, *own}) if Path(path).exists()]
-    return [
-        path
-        for path in wanted
-        if not any(path != other and Path(path).is_relative_to(other) for other in wanted)
-    ]
-
-
-def interpreter() -> str:
-    """The path of this Python in a jail: below the real path of its folder, links left out."""
-    path, prefix = Path(sys.executable), Path(sys.prefix)
-    if not path.is_relative_to(prefix):
-        return str(path)
-    return str(Path(os.path.realpath(prefix)) / path.relative_to(prefix))
-
-
-def _config(directory: str, program: str, limits: Limits, namespaces: bool) -> dict[str, Any]:
-    """What `jail.py` is told."""
-    most = {
-        "CPU": max(1, round(limits.cpu)),
-        "AS": limits.memory * MIB,
-        "FSIZE": limits.disk * MIB,
-        "CORE": 0,
-        "NOFILE": 64,
-    }
-    return {
-        "namespaces": namespaces,
-        "directory": directory,
-        "disk": limits.disk * MIB,
-        "visible": visible(),
-        "program": program,
-        "environment": {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
-        "limits": most | ({"NPROC": limits.processes} if namespaces else {}),
-    }
-
-
-def _jailed(program: str, stdin: str, limits: Limits, isolation: Isolation) -> Ran:
+def _jailed(
+    program: str, stdin: str, limits: Limits, walls: Walls, kept: tuple[int, ...] = ()
+) -> Ran:
     """Run a jail to its end or its limits; none of its processes is left."""
-    if sys.platform != "linux":
-        raise _no_jail(f"the platform is {sys.platform}")
-    namespaces = isolation == "namespaces"
-    python = [interpreter(), "-I", "-B", *([] if namespaces else [str(GUARD)]), "main.py"]
-    with tempfile.TemporaryDirectory(prefix="rlflow-jail-") as directory:
-        path = Path(directory) / "jail.json"
-        path.write_text(json.dumps(_config(directory, program, limits, namespaces)))
-        reading, writing = os.pipe()
-        os.set_blocking(reading, False)
-        jail = [sys.executable, "-I", "-S", str(JAIL), str(path), str(writing)]
-        try:
-            ran = _run([*jail, *python], stdin, limits, writing)
-            trouble = _report(reading) if ran.code == FAILED else ""
-        finally:
-            os.close(reading)
-    if trouble:
-        raise _no_jail(trouble)
+    with jail(program, limits, walls) as made:
+        ran = _run(made, stdin, limits, kept)
+        if not ran.cut:
+            made.check(ran.code, ran.stderr)
     return ran
 
 
-def _report(pipe: int) -> str:
-    try:
-        return os.read(pipe, CHUNK).decode(errors="replace")
-    except BlockingIOError:
-        return ""
+def run_beside(
+    program: str,
+    other: str,
+    stdin: Callable[[int, int], str],
+    *,
+    limits: Limits | None = None,
+    isolation: Isolation = "auto",
+    cgroup: Bounded = "auto",
+) -> Ran:
+    """Run a program while another runs in a jail of its own, which ends with it.
+
+    `stdin` makes the program's input of two descriptors that it gets: one to read what the other
+    program prints, one to write what that reads. Raises RewardError (E284) as `run_python`.
+    """
+    walls = walls_here(isolation, cgroup)
+    most = limits or Limits()
+    with AT_ONCE, jail(other, most, walls) as beside:
+        (asked, asking), (told, telling) = os.pipe(), os.pipe()
+        try:
+            child = _started(beside, asked, telling, subprocess.DEVNULL)
+            os.close(asked)
+            os.close(telling)
+            try:
+                return _jailed(program, stdin(told, asking), most, walls, (told, asking))
+            finally:
+                ended = child.poll()
+                _end(child)
+                if ended is not None:
+                    beside.check(ended, "")
+        finally:
+            os.close(told)
+            os.close(asking)
 
 
-def _run(command: list[str], stdin: str, limits: Limits, report: int) -> Ran:
+def _started(
+    made: Jail, stdin: int, stdout: int, stderr: int, kept: tuple[int, ...] = ()
+) -> subprocess.Popen[bytes]:
     try:
-        child = subprocess.Popen(  # noqa: S603  what the jail is for
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=(report,),
+        return subprocess.Popen(  # noqa: S603  what the jail is for
+            made.command,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=(*made.inherited, *kept),
+            user=made.user,
+            group=made.user,
+            extra_groups=None if made.user is None else (),
             start_new_session=True,
             env={},
         )
     finally:
-        os.close(report)
+        os.close(made.writing)
+
+
+def _run(made: Jail, stdin: str, limits: Limits, kept: tuple[int, ...]) -> Ran:
+    pipe = subprocess.PIPE
+    child = _started(made, pipe, pipe, pipe, kept)
     try:
         return _talk(child, stdin.encode(), limits)
     finally:

@@ -7,18 +7,28 @@ rewards: it sends a function and keywords, and brings back a value or what was r
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
+import itertools
 import os
 import pickle
 import queue
 import select
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from rlflow.errors import Finding, RewardError
+from rlflow.userfiles import dumped, own_modules
 
 START = 60.0
 HEADER = 8
@@ -27,6 +37,14 @@ OWN = __name__.partition(".")[0]
 
 class WorkerLost(RuntimeError):
     """The process of a call died under it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A function on its way to other processes: its bytes, and the key they know it by."""
+
+    key: str
+    blob: bytes
 
 
 class Workers:
@@ -38,9 +56,7 @@ class Workers:
         for _ in range(size):
             self._idle.put(None)
 
-    def call(
-        self, function: Callable[..., Any], keywords: Mapping[str, Any], seconds: float | None
-    ) -> Any:
+    def call(self, function: Packed, keywords: Mapping[str, Any], seconds: float | None) -> Any:
         """What `function(**keywords)` returns in one of the processes; waits for a free one.
 
         Raises TimeoutError after `seconds`, WorkerLost where the process died, and what the
@@ -80,8 +96,10 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
         )
         self._known: set[str] = set()
+        self._numbers = itertools.count()
         self._started = False
 
     def alive(self) -> bool:
@@ -89,25 +107,32 @@ class _Process:
         return self._child.poll() is None
 
     def call(
-        self, function: Callable[..., Any], keywords: Mapping[str, Any], seconds: float | None
+        self, function: Packed, keywords: Mapping[str, Any], seconds: float | None
     ) -> tuple[bool, Any]:
         """Send a call and wait for its answer; the time of the first start is not counted.
 
-        Whether the function returned, and what it returned or raised.
+        Whether the function returned, and what it returned or raised. An answer that is not the
+        one to this call is never taken: the process is lost.
         """
         if not self._started:
-            self._answer(START)
+            self._answer(time.monotonic() + START)
             self._started = True
-        blob = packed(function)
-        key = hashlib.sha256(blob).hexdigest()
-        self._send(pickle.dumps((key, None if key in self._known else blob, dict(keywords))))
-        self._known.add(key)
-        worked, value = pickle.loads(self._answer(seconds))  # noqa: S301  from our own child
+        number, known = next(self._numbers), function.key in self._known
+        blob = None if known else function.blob
+        self._send(pickle.dumps((number, function.key, blob, dict(keywords))))
+        self._known.add(function.key)
+        until = None if seconds is None else time.monotonic() + seconds
+        while isinstance(answer := pickle.loads(self._answer(until)), str):  # noqa: S301  our child's
+            print(answer)  # noqa: T201  what the function has printed
+        answered, worked, value = answer
+        if answered != number:
+            raise WorkerLost(f"the process answered call {answered} when asked call {number}")
         return worked, value
 
     def kill(self) -> None:
-        """End the child at once."""
-        self._child.kill()
+        """End the child at once, and what it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
         for pipe in (self._child.stdin, self._child.stdout):
             if pipe is not None:
@@ -122,8 +147,7 @@ class _Process:
         except OSError as error:
             raise WorkerLost("the process of the call died") from error
 
-    def _answer(self, seconds: float | None) -> bytes:
-        until = None if seconds is None else time.monotonic() + seconds
+    def _answer(self, until: float | None) -> bytes:
         size = int.from_bytes(self._read(HEADER, until), "little")
         return self._read(size, until)
 
@@ -154,36 +178,82 @@ def _status(status: int) -> str:
     return f"signal {-status}" if status < 0 else f"exit code {status}"
 
 
-def packed(function: Callable[..., Any]) -> bytes:
-    """A function as bytes: by name where it is installed, else by value with what it uses."""
+def packed_function(function: Callable[..., Any]) -> Packed:
+    """A function as bytes: by name where it is installed, else by value with what it uses.
+
+    Packed once for many calls: the register of modules that go by value is one for all threads.
+    Raises RewardError (E654) for a function that cannot leave this process.
+    """
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    with _PACKING, _by_value(_travelling(module)):
+        try:
+            blob = dumped(function)
+        except Exception as error:
+            raise RewardError(_not_packed(function, error)) from error
+    return Packed(hashlib.sha256(blob).hexdigest(), blob)
+
+
+@contextlib.contextmanager
+def _by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
+    """Pickle what modules define by value; one that somebody registered stays registered."""
     import cloudpickle
 
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
-    if module is None or _installed(module):
-        return bytes(cloudpickle.dumps(function))
-    cloudpickle.register_pickle_by_value(module)
+    registered = cloudpickle.list_registry_pickle_by_value()
+    own = [module for module in modules if module.__name__ not in registered]
+    for module in own:
+        cloudpickle.register_pickle_by_value(module)
     try:
-        return bytes(cloudpickle.dumps(function))
+        yield
     finally:
-        cloudpickle.unregister_pickle_by_value(module)
+        for module in own:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _travelling(module: ModuleType | None) -> list[ModuleType]:
+    """A function's module, and those beside it or of its package that a child cannot import."""
+    if module is None or _installed(module):
+        return []
+    file = getattr(module, "__file__", None)
+    beside = own_modules(Path(file)) if file else []
+    return [module, *(m for m in beside if m is not module and not _importable(m))]
+
+
+def _importable(module: ModuleType) -> bool:
+    """Whether a child, which looks where this process looks now, finds the module by its name."""
+    top = module.__name__.partition(".")[0]
+    found = PathFinder.find_spec(top)
+    return found is not None and found.origin == getattr(sys.modules.get(top), "__file__", None)
+
+
+def _not_packed(function: Callable[..., Any], error: Exception) -> Finding:
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return Finding(
+        code="E654",
+        what=f"function {name!r} cannot be sent to a process of its own, which timeout= asks for",
+        got=f"{type(error).__name__}: {error}",
+        expected="a function whose globals and closure can be pickled",
+        fix="make locks, clients and open files inside of the function",
+    )
 
 
 def _installed(module: Any) -> bool:
     """Whether a child can import the module by its name."""
     name = module.__name__.partition(".")[0]
     path = Path(getattr(module, "__file__", None) or "")
-    return name in (OWN, *sys.builtin_module_names) or "site-packages" in path.parts
+    return name == OWN or name in sys.stdlib_module_names or "site-packages" in path.parts
 
 
 # A child asks to be killed with the thread that started it, so that thread must last.
 _SPAWNER = ThreadPoolExecutor(1, thread_name_prefix="rlflow workers")
 _POOLS: dict[int, Workers] = {}
+_PACKING = threading.RLock()
 
 
 def workers(size: int | None = None) -> Workers:
     """The processes of this program for a size (this machine's cores unless given)."""
     count = size or len(os.sched_getaffinity(0))
-    if count not in _POOLS:
-        _POOLS[count] = Workers(count)
-        atexit.register(_POOLS[count].close)
-    return _POOLS[count]
+    with _PACKING:
+        if count not in _POOLS:
+            _POOLS[count] = Workers(count)
+            atexit.register(_POOLS[count].close)
+        return _POOLS[count]

@@ -7,24 +7,29 @@ file knows the names of numbers and not what they mean.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from rlflow.scheduler.plan import Action
+from rlflow.scheduler.plan.plan import Action
 
 SECONDS_BETWEEN_LINES = 2.0
-SHOWN = ("reward/mean", "eval/reward")
 SHOWN_SUFFIXES = ("/sft_loss", "/value_loss", "/kl", "/length")
 
 
 class Display:
-    """Reports a run on the console; `quiet` leaves warnings only."""
+    """Reports a run on the console; `quiet` leaves warnings only.
 
-    def __init__(self, console: Console, *, quiet: bool = False) -> None:
+    `headline` are the metrics that come first on its lines.
+    """
+
+    def __init__(
+        self, console: Console, *, quiet: bool = False, headline: Sequence[str] = ()
+    ) -> None:
         self.console = console
+        self.headline = headline
         self.quiet = quiet
         self._progress: Progress | None = None
         self._task: TaskID | None = None
@@ -79,7 +84,7 @@ class Display:
 
     def iteration(self, iteration: int, metrics: Mapping[str, float], now: float) -> None:
         """Report an iteration: at once where it brings an evaluation, else every two seconds."""
-        numbers = chosen_numbers(metrics)
+        numbers = chosen_numbers(metrics, self.headline)
         if self._progress is not None and self._task is not None:
             completed = min(iteration + 1, self._end)
             self._progress.update(self._task, completed=completed, numbers=numbers)
@@ -89,12 +94,12 @@ class Display:
             return
         passed = max(iteration + 1 - self._last_done, 1)
         each = (clock - max(self._last_line, self._began)) / passed
-        self.say(f"iter {iteration:<5} {each:7.3f} s  {shares(self._busy)}  {numbers}")
+        self.say(f"iter {iteration:<5} {each:7.3f} s  {_shares(self._busy)}  {numbers}")
         self._last_line, self._last_done = clock, iteration + 1
         self._busy = {}
 
 
-def shares(busy: Mapping[str, float]) -> str:
+def _shares(busy: Mapping[str, float]) -> str:
     """The three actions that took most of the time, in percent of all action time."""
     total = sum(busy.values())
     if not total:
@@ -103,9 +108,9 @@ def shares(busy: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {100 * seconds / total:.0f} %" for name, seconds in largest)
 
 
-def chosen_numbers(metrics: Mapping[str, float]) -> str:
-    """The numbers worth a place on one line."""
-    names = [name for name in SHOWN if name in metrics]
+def chosen_numbers(metrics: Mapping[str, float], headline: Sequence[str]) -> str:
+    """The numbers worth a place on one line, those of the headline first."""
+    names = [name for name in headline if name in metrics]
     names += [
         name
         for name in sorted(metrics)

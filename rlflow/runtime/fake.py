@@ -13,9 +13,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection
 
-from rlflow.runtime.executor import Completion, Event
-from rlflow.scheduler.plan import Action
-from rlflow.scheduler.playing import Seconds, estimated
+from rlflow.runtime.execute.executor import Completion, Event
+from rlflow.scheduler.plan.plan import Action
+from rlflow.scheduler.plan.turns import Seconds, estimated
 
 Instance = tuple[str, int]
 SCALES = (0.0, 0.1, 1.0, 4.0)
@@ -37,7 +37,7 @@ class VirtualEvents:
         """Bring an event."""
         self._waiting.append(event)
 
-    def get(self) -> Event:
+    def get(self, *, timeout: float = 0.0) -> Event:
         """The next event; RuntimeError where nothing runs that could bring one."""
         if not self._waiting:
             self._more()

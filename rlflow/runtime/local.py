@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from rlflow.runtime.checkpoint import Found
-from rlflow.runtime.executor import Completion
-from rlflow.runtime.node_states import States, saved_states, to_save
-from rlflow.scheduler.plan import Action, Lane, Plan
+from rlflow.runtime.execute.executor import Completion
+from rlflow.runtime.record.checkpoint import Found
+from rlflow.runtime.worker.node_states import States, saved_states, to_save
+from rlflow.scheduler.plan.plan import Action, Lane, Plan
 
 if TYPE_CHECKING:
-    from rlflow.ops.body import Stat
-    from rlflow.runtime.checkpoint import Component
-    from rlflow.runtime.worker import Worker
+    from rlflow.contract.values import Stat
+    from rlflow.runtime.record.checkpoint import Component
+    from rlflow.runtime.worker.worker import Worker
 
 Job = tuple[Action, int, Callable[[Completion], None]]
 
@@ -55,11 +55,15 @@ class LocalMachine:
 
     def components(self) -> tuple[dict[str, Component], dict[str, dict[str, int]]]:
         """What a checkpoint holds by component, and the optimizers' counters by model."""
+        from rlflow.runtime.worker.memories import component, tensors_of
+
         components: dict[str, Component] = {}
         counters = {}
         for loaded in self._worker.trained():
             components |= loaded.snapshot()
-            counters[loaded.instance.model] = loaded.train.optimizer_meta()
+            counters[loaded.instance.model] = loaded.trainer.optimizer_meta()
+        for node, kept in self._worker.store.memory.items():
+            components[component(node)] = tensors_of(kept)
         return components, counters
 
     def node_states(self) -> States:
@@ -69,12 +73,16 @@ class LocalMachine:
 
     def restore(self, found: Found, counters: Mapping[str, Mapping[str, int]]) -> None:
         """Take the weights, optimizer states and node states of a checkpoint."""
-        from rlflow.runtime.saving import restore_components
+        from rlflow.runtime.worker.memories import restored
+        from rlflow.runtime.worker.saving import restore_components
 
         self._worker.states.load(saved_states(found.state))
+        self._worker.store.memory = restored(self._plan.graph, found.files)
         for loaded in self._worker.trained():
             meta = counters[loaded.instance.model]
-            restore_components(loaded, found.files, meta, found.iteration)
+            model = loaded.instance.model
+            version = self._worker.graph.written(model, found.iteration)
+            restore_components(loaded, found.files, meta, version)
 
     def device_map(self) -> list[str]:
         """Nothing to tell: every device is this process."""

@@ -10,28 +10,43 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from rlflow.data import DataSource
 from rlflow.data.sources import as_text
-from rlflow.engines.loading import load_tokenizer
+from rlflow.engines.hf.loading import load_tokenizer
 from rlflow.errors import RlflowError, RunError, UsageError
 from rlflow.graph.graph import Graph, Node
+from rlflow.graph.roles import Calling, Drawn, SamplingOptions
+from rlflow.modelfiles.directories import model_directory
 from rlflow.ops.bodies.common import token_rows, too_long
 from rlflow.ops.body import Call
-from rlflow.scheduler.shapes import model_directory, model_shape
+from rlflow.runtime.record.stages import stage
+from rlflow.scheduler.models.shapes import model_shape
 
 MOST_PROMPTS = 20_000
+Read = tuple[Tensor, list[str]]
 
 
+@stage("measuring prompts")
 def check_prompts(graph: Graph, near: Path | None) -> None:
     """Tokenize the prompts that rollouts will read, and measure them against the context.
 
-    Looks at the first 20,000 rows of each source. Raises UsageError naming the row.
+    Looks at the first 20,000 rows of each source, once for all that read them alike: trips of a
+    loop are many. Raises UsageError naming the row.
     """
+    read: dict[Any, Read] = {}
+    measured: set[Any] = set()
     for node in graph.nodes:
-        if node.op.use == "rollout":
-            source = _prompt_source(graph, node)
-            if source is not None:
-                _check_node(graph, node, source, near)
+        drawn = node.op.use == "rollout" and node.op.rows != "same"
+        source = _prompt_source(graph, node) if drawn else None
+        if source is None:
+            continue
+        sampling = node.as_a(SamplingOptions)
+        alike = (id(source), str(node.model), repr(sampling.chat))
+        if (*alike, sampling.max_new_tokens) not in measured:
+            measured.add((*alike, sampling.max_new_tokens))
+            _check_node(graph, node, source, near, read, alike)
 
 
 def check_rewards(graph: Graph) -> None:
@@ -39,8 +54,8 @@ def check_rewards(graph: Graph) -> None:
 
     A function says so by an attribute `require`. Raises UsageError.
     """
-    for node in graph.nodes:
-        function = dict(node.params).get("function")
+    for node, calling in graph.having(Calling):
+        function = calling.function
         for each in getattr(function, "functions", {"": function}).values():
             try:
                 getattr(each, "require", bool)()
@@ -51,38 +66,45 @@ def check_rewards(graph: Graph) -> None:
 
 def _prompt_source(graph: Graph, node: Node) -> DataSource | None:
     """The data source of the prompts that a rollout or an evaluation reads as they are."""
-    own = dict(node.params).get("data")
-    if isinstance(own, DataSource):
-        return own
-    for bound in node.inputs:
-        data = dict(graph.node(bound.source).params).get("data")
-        if bound.name == "prompt" and isinstance(data, DataSource):
-            return data
+    drawn = [node, *(graph.node(bound.source) for bound in node.inputs if bound.name == "prompt")]
+    for role in (each.role(Drawn) for each in drawn):
+        if role is not None and isinstance(role.data, DataSource):
+            return role.data
     return None
 
 
-def _check_node(graph: Graph, node: Node, source: DataSource, near: Path | None) -> None:
+def _check_node(
+    graph: Graph,
+    node: Node,
+    source: DataSource,
+    near: Path | None,
+    read: dict[Any, Read],
+    alike: Any,
+) -> None:
+    """Measure the prompts of one node; those that another has `read` alike are not read again."""
     model = graph.model(str(node.model))
     shape = model_shape(model, near)
     if shape is None or not shape.context:
         return
-    directory = model_directory(model.path, near)
-    tokenizer: Any = load_tokenizer(str(directory or model.path))
-    params = dict(node.params)
-    texts = [as_text(row["prompt"]) for row in source.rows()[:MOST_PROMPTS]]
+    sampling = node.as_a(SamplingOptions)
     call = Call(
         node=node.name,
         op=node.op,
         iteration=0,
         seed=0,
-        params=params,
+        params=dict(node.params),
         wanted=frozenset(),
         permutation=range,
         tokenizer=load_tokenizer,
         where=node.where,
     )
     try:
-        tokens = token_rows(call, tokenizer, texts, "chat" in params)
-        too_long(call, tokens, texts, params["max_new_tokens"], shape.context)
+        if alike not in read:
+            directory = model_directory(model.path, near)
+            tokenizer: Any = load_tokenizer(str(directory or model.path))
+            texts = [as_text(row["prompt"]) for row in source.rows()[:MOST_PROMPTS]]
+            read[alike] = token_rows(call, tokenizer, texts, sampling.chat is not None), texts
+        tokens, texts = read[alike]
+        too_long(call, tokens, texts, int(sampling.max_new_tokens or 0), shape.context)
     except RunError as error:
         raise UsageError(*error.findings, summary="Nothing was started.") from None

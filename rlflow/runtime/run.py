@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,37 +23,58 @@ from rlflow.errors import (
     Finding,
     Interrupted,
     RlflowError,
-    RunDirError,
     RunError,
 )
-from rlflow.runtime.checkpoint import Found, find_checkpoint, save_checkpoint
+from rlflow.graph.roles import SamplingOptions
 from rlflow.runtime.display import Display
-from rlflow.runtime.durable import fault, register_faults
-from rlflow.runtime.executor import Backend, Completion, Executor
-from rlflow.runtime.metrics import MetricsLog, TensorBoardLog
-from rlflow.runtime.node_states import SAVED, States
-from rlflow.runtime.rundir import RunDir
-from rlflow.runtime.spans import Span, SpanLog
-from rlflow.scheduler.plan import Action, Plan
-from rlflow.scheduler.trips import keeps_surplus
+from rlflow.runtime.execute.executor import Backend, Completion, Executor
+from rlflow.runtime.record.changes import identity_of
+from rlflow.runtime.record.checkpoint import (
+    Found,
+    find_checkpoint,
+    list_checkpoints,
+    save_checkpoint,
+)
+from rlflow.runtime.record.durable import fault, register_faults
+from rlflow.runtime.record.health import Health
+from rlflow.runtime.record.metrics import MetricsLog, TensorBoardLog, read_metrics
+from rlflow.runtime.record.resuming import FRESH, changes_since, require_more, without_changed
+from rlflow.runtime.record.rundir import RunDir
+from rlflow.runtime.record.saves import LEAST, SaveRule, best_of
+from rlflow.runtime.record.spans import Span, SpanLog
+from rlflow.runtime.record.stages import stage
+from rlflow.runtime.worker.node_states import SAVED, States
+from rlflow.scheduler.plan.plan import Action, Plan
 
 if TYPE_CHECKING:
     from rlflow.graph.model import Model
-    from rlflow.runtime.checkpoint import Component
+    from rlflow.runtime.record.checkpoint import Component
 
 register_faults("run:iteration", "run:save", "run:saved")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a run needs besides its plan. `save_every` and `iterations` count iterations."""
+    """What a run needs besides its plan. `save_every` and `iterations` count iterations.
+
+    A checkpoint is due after every multiple of `save_every` (0: of any), when `save_seconds` have
+    passed since the last. The newest `keep` stay, and the best one by a metric, `best`. Values
+    named in `allowed` may differ from those that were saved; `weights` are where a new run begins.
+    A `strict` run ends at the first sign that it learns nothing, or is about to break.
+    """
 
     seed: int
     iterations: int
     threads: int
     save_every: int
+    save_seconds: float = 0.0
+    keep: int = 2
+    best: str = ""
+    allowed: tuple[str, ...] = ()
+    weights: Found | None = None
     near: Path | None = None
     resume_line: str = ""
+    strict: bool = False
 
 
 class Machine(Protocol):
@@ -85,13 +107,17 @@ class Run:
         self.machine = machine
         self.directory = directory
         self.display = display
+        self._rule = SaveRule(every=settings.save_every, seconds=settings.save_seconds)
         self.start = self._restore()
         self.saved = self.start
+        self._saved_at = time.monotonic()
         self._metrics = MetricsLog(directory.metrics)
         self._metrics.truncate_after(self.start - 1)
+        self._health = self._healthy_so_far()
         self._events = TensorBoardLog(
             directory.tensorboard, after=self.start - 1 if self.start else None
         )
+        self._curve = self._known_curve()
         self._spans = SpanLog(directory.spans / "main.jsonl", process="main")
         self._stopping = False
 
@@ -109,6 +135,7 @@ class Run:
             start=self.start,
             end=self.settings.iterations,
             barrier=self.settings.save_every,
+            brought=self.settings.weights is not None,
         )
         wait = True
         try:
@@ -136,7 +163,7 @@ class Run:
             f"stopped after {done} of {self.settings.iterations} "
             f"iterations; continue with: {self.settings.resume_line}"
         )
-        if self.plan.staleness and done % self.settings.save_every:
+        if self.plan.staleness and self.settings.save_every and done % self.settings.save_every:
             ahead = f"{self.plan.staleness} update{'s' if self.plan.staleness > 1 else ''}"
             text += (
                 f"\nrollouts ran up to {ahead} ahead and start on the newest "
@@ -159,11 +186,37 @@ class Run:
             self._metrics.write(iteration, metrics)
             self._events.write(iteration, metrics)
         self.display.iteration(iteration, metrics, self._spans.now())
+        self._look_at(iteration, metrics)
         fault("run:iteration")
+        name = self.settings.best.removeprefix(LEAST)
+        if name in metrics:
+            self._curve[iteration] = float(metrics[name])
         done = iteration + 1
         # The iteration past the end has closing actions only: it is none that was done.
-        if done <= self._executor.end and done % self.settings.save_every == 0:
+        if done > self._executor.end:
+            return
+        due = self._rule.due(done, time.monotonic() - self._saved_at)
+        if due and done == self._executor.edge:
             self._save(done)
+        elif due:
+            self._executor.pause()
+
+    def _look_at(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Say, once each, what is a sign that nothing is learned; raise it in a strict run."""
+        for sign in self._health.see(iteration, metrics):
+            if self.settings.strict:
+                raise sign.error()
+            self.display.warn(sign.line())
+
+    def _healthy_so_far(self) -> Health:
+        """What the iterations before this start have shown; a strict run is told of it again."""
+        sampling = self.plan.graph.having(SamplingOptions)
+        health = Health(fixed={node.name for node, sampled in sampling if sampled.ignore_eos})
+        for line in read_metrics(self.directory.metrics) if self.start else ():
+            health.see(line.iteration, line.metrics)
+        if self.settings.strict:
+            health.forget()
+        return health
 
     def _save(self, done: int) -> None:
         """Save what the run needs to continue after `done` iterations, if it is not saved."""
@@ -172,6 +225,9 @@ class Run:
         components, counters = self.machine.components()
         states = self.machine.node_states()
         self._metrics.sync()
+        root, metric = self.directory.checkpoints, self.settings.best
+        numbers = [int(path.name.rpartition("-")[2]) for path in list_checkpoints(root)]
+        best = best_of(numbers, self._curve, metric) if metric else None
         fault("run:save")
         save_checkpoint(
             self.directory.checkpoints,
@@ -179,39 +235,58 @@ class Run:
             components,
             {"optimizers": dict(counters), SAVED: dict(states)},
             identity(self.plan, self.settings),
+            keep=self.settings.keep,
+            spare=() if best is None else (best,),
         )
         self.saved = done
+        self._saved_at = time.monotonic()
         fault("run:saved")
 
+    def _known_curve(self) -> dict[int, float]:
+        """The metric that chooses the best checkpoint, by iteration, as far as it is written."""
+        name = self.settings.best.removeprefix(LEAST)
+        lines = read_metrics(self.directory.metrics) if name else []
+        return {line.iteration: line.metrics[name] for line in lines if name in line.metrics}
+
     def _restore(self) -> int:
-        """Load the last complete checkpoint; returns the iterations that are done."""
-        known = identity(self.plan, self.settings)
-        checkpoint = find_checkpoint(self.directory.checkpoints, identity=known)
-        if checkpoint is None:
+        """Load the last complete checkpoint; returns the iterations that are done.
+
+        Without one, the weights that a new run begins with, if they are another's.
+        """
+        found = find_checkpoint(self.directory.checkpoints)
+        if found is None:
+            self._begin()
             return 0
-        for rejected in checkpoint.rejected:
+        for rejected in found.rejected:
             self.display.warn(f"checkpoint {rejected.name} cannot be used: {rejected.reason}")
-        self._refuse_fewer(checkpoint.iteration)
-        self.display.say(f"resuming after iteration {checkpoint.iteration} from {checkpoint.path}")
-        counters: Any = checkpoint.state["optimizers"]
+        known, graph = identity(self.plan, self.settings), self.plan.graph
+        allowed = self.settings.allowed
+        changes = changes_since(self.directory, found.identity, known, graph, allowed)
+        require_more(self.directory, found.iteration, self.settings.iterations)
+        self.display.say(f"resuming after iteration {found.iteration} from {found.path}")
+        for change in changes:
+            self.display.say(f"from here on {change.line()}")
+        counters: Any = found.state["optimizers"]
+        self._require_models(found)
+        with stage("reading the checkpoint"):
+            self.machine.restore(without_changed(found, changes), counters)
+        return found.iteration
+
+    def _begin(self) -> None:
+        """Take the weights that a new run starts from; moments and counters begin at zero."""
+        weights = self.settings.weights
+        if weights is None:
+            return
+        self._require_models(weights)
+        self.display.say(f"starting from the weights of {weights.path}")
+        trained = [instance.model for instance in self.plan.instances if instance.trained]
+        with stage("reading the checkpoint"):
+            self.machine.restore(weights, {name: {"steps": 0, FRESH: 1} for name in trained})
+
+    def _require_models(self, found: Found) -> None:
         for instance in self.plan.instances:
             if instance.trained:
-                _require_model(checkpoint, self.plan.graph.model(instance.model))
-        self.machine.restore(checkpoint, counters)
-        return checkpoint.iteration
-
-    def _refuse_fewer(self, done: int) -> None:
-        """A run that is past its end would lose its last evaluation and do nothing."""
-        if done > self.settings.iterations:
-            raise RunDirError(
-                Finding(
-                    code="E755",
-                    what=f"{self.directory.path} has done {done} iterations already",
-                    got=f"--iterations {self.settings.iterations}",
-                    expected=f"{done} or more",
-                    fix=f"--iterations {done}",
-                )
-            )
+                _require_model(found, self.plan.graph.model(instance.model))
 
     @contextmanager
     def _stop_on_interrupt(self, executor: Executor) -> Iterator[None]:
@@ -222,6 +297,7 @@ class Run:
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             if self._stopping:
+                executor.interrupt()
                 raise KeyboardInterrupt
             self._stopping = True
             self.display.warn("stopping after what has begun; Ctrl-C again stops at once")
@@ -246,19 +322,14 @@ class Run:
 
 
 def identity(plan: Plan, settings: Settings) -> dict[str, str]:
-    """What a resumed run has to share with the one that saved: what decides its numbers.
-
-    Where rollouts run ahead, those after a checkpoint start on the newest weights; what a loop
-    leaves over is dropped there.
-    """
-    known = {
-        "graph": plan.graph.hash,
-        "seed": str(settings.seed),
-        "torch": version("torch"),
-        "threads": str(settings.threads),
-    }
-    drains = plan.staleness or keeps_surplus(plan.graph)
-    return known | ({"save_every": str(settings.save_every)} if drains else {})
+    """What a resumed run has to share with the one that saved: what decides its numbers."""
+    return identity_of(
+        plan,
+        seed=settings.seed,
+        threads=settings.threads,
+        save_every=settings.save_every,
+        torch=version("torch"),
+    )
 
 
 def _require_model(found: Found, model: Model) -> None:

@@ -12,30 +12,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlflow.errors import Finding, InvariantError, PlanError
+from rlflow.errors import Finding, InvariantError, PlanError, UsageError
 from rlflow.graph.graph import Graph
 from rlflow.graph.placement import Placement
-from rlflow.scheduler.averages import model_findings
-from rlflow.scheduler.bind import bind, unknown_assignments
-from rlflow.scheduler.cluster import Cluster, mixed_pools
 from rlflow.scheduler.context import Context
-from rlflow.scheduler.costs import Costs
-from rlflow.scheduler.order import chain, order, timing
-from rlflow.scheduler.pause import pause
-from rlflow.scheduler.plan import Backend, Plan
-from rlflow.scheduler.residency import residency
-from rlflow.scheduler.rewrite import rewrite
-from rlflow.scheduler.rewrite.beside import rewards_beside
-from rlflow.scheduler.shapes import Shape, model_shape, stand_ins
-from rlflow.scheduler.staleness import allowed, note_turns, stamp
-from rlflow.scheduler.stream import choose, stream
-from rlflow.scheduler.text import numbers
-from rlflow.scheduler.tokenizers import tokenizer_findings
-from rlflow.scheduler.transfer import transfer
-from rlflow.scheduler.unroll import unroll
-from rlflow.scheduler.verify import verify
-from rlflow.scheduler.vocabularies import vocabulary_findings
-from rlflow.scheduler.weights import weights
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.devices.cluster import Cluster, mixed_pools
+from rlflow.scheduler.models.heads import head_findings, head_notes
+from rlflow.scheduler.models.shapes import Shape, model_shape, stand_ins
+from rlflow.scheduler.models.tokenizers import missing_tokenizers, tokenizer_findings
+from rlflow.scheduler.models.vocabularies import vocabulary_findings
+from rlflow.scheduler.passes.bind.averages import model_findings
+from rlflow.scheduler.passes.bind.bind import bind, unknown_assignments
+from rlflow.scheduler.passes.order import chain, order, timing
+from rlflow.scheduler.passes.pause import pause
+from rlflow.scheduler.passes.residency import residency
+from rlflow.scheduler.passes.rewrite import rewrite
+from rlflow.scheduler.passes.rewrite.overlap import rewards_beside
+from rlflow.scheduler.passes.staleness import allowed, note_turns, stamp
+from rlflow.scheduler.passes.stream import choose_chunks, stream
+from rlflow.scheduler.passes.transfer import transfer
+from rlflow.scheduler.passes.unroll import unroll
+from rlflow.scheduler.passes.weights import weights
+from rlflow.scheduler.plan.plan import Backend, Plan
+from rlflow.scheduler.plan.state_notes import memory_notes
+from rlflow.scheduler.plan.text import numbers
+from rlflow.scheduler.verify.verify import verify
 
 Pass = Callable[[Plan, Context], Plan]
 
@@ -81,9 +83,9 @@ def compile_plan(
     Without a `backend` the plan is for this process where its pools are CPU devices, one
     each, and for Ray otherwise. With `costs` of this graph and cluster no model's files are
     read; a plan that is not `verified` is for comparing, not for running. An exact solver gets
-    `optimize` seconds to improve the order. Raises PlanError where the placement does not fit,
-    with every finding; UsageError where a model's files are missing, or a solver; InvariantError
-    where a pass breaks an invariant.
+    `optimize` seconds to improve the order, and as many for it and the residency. Raises
+    PlanError where the placement does not fit, with every finding; UsageError where a model's
+    files are missing, or a solver; InvariantError where a pass breaks an invariant.
     """
     if placement.num_devices() > cluster.count:
         raise PlanError(_too_few_devices(placement, cluster, name))
@@ -95,18 +97,14 @@ def compile_plan(
         raise PlanError(*findings)
     chosen: Backend = backend or ("ray" if not_local(placement, cluster) else "local")
     if costs is None:
-        shapes: dict[str, Shape | None] = {m.name: model_shape(m, near) for m in graph.models}
-        costs = Costs(graph=graph, cluster=cluster, shapes=shapes)
-        findings = [*tokenizer_findings(graph, near), *model_findings(graph, shapes, near)]
-        findings += vocabulary_findings(graph, shapes)
-        if findings:
-            raise PlanError(*findings)
+        costs = Costs(graph=graph, cluster=cluster, shapes=_checked_shapes(graph, near))
     staleness = allowed(graph, placement)
     context = Context(
         placement=placement,
         cluster=cluster,
         costs=replace(costs, backend=chosen, staleness=staleness),
         optimize=optimize,
+        rough=not verified,
     )
     plan = Plan(
         graph=replace(graph, staleness=staleness),
@@ -120,9 +118,26 @@ def compile_plan(
         host_starts=cluster.host_starts,
     )
     plan = _noting_devices(plan, placement, cluster, chosen=backend is None)
+    for text in head_notes(graph, near):
+        plan = plan.noting("value head", text)
+    for text in memory_notes(graph):
+        plan = plan.noting("state", text)
     if placement.stream == "auto":
         return _streamed(plan, context, verified=verified)
     return _compiled(plan, replace(context, chunks=placement.stream), verified=verified)
+
+
+def _checked_shapes(graph: Graph, near: Path | None) -> dict[str, Shape | None]:
+    """The shapes of all models, read from files that fit what the graph does with them."""
+    shapes = {model.name: model_shape(model, near) for model in graph.models}
+    findings = [*tokenizer_findings(graph, near), *model_findings(graph, shapes, near)]
+    findings += vocabulary_findings(graph, shapes)
+    if findings:
+        raise PlanError(*findings)
+    wrong = [*missing_tokenizers(graph, near), *head_findings(graph, near)]
+    if wrong:
+        raise UsageError(*wrong)
+    return shapes
 
 
 def _compiled(
@@ -159,7 +174,7 @@ def _streamed(plan: Plan, context: Context, *, verified: bool) -> Compiled:
         return _compiled(bound.plan, chunked, PASSES[cut:], verified=verified)
 
     planned = functools.cache(lambda chunks: made_in(chunks, 0.0))
-    chunks, why = choose(bound.plan, lambda count: planned(count).plan)
+    chunks, why = choose_chunks(bound.plan, lambda count: planned(count).plan)
     made = made_in(chunks, context.optimize) if context.optimize else planned(chunks)
     plan = made.plan.noting("stream", why)
     stages = (*bound.stages, *made.stages[:-1], (made.stages[-1][0], plan))

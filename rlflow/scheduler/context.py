@@ -9,15 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlflow.graph.placement import Placement
-from rlflow.scheduler.cluster import Cluster
-from rlflow.scheduler.costs import Costs
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.devices.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """What the passes look things up in, and do not change.
 
-    `chunks` is into how many chunks `stream` cuts.
+    `chunks` is into how many chunks `stream` cuts. A `rough` plan is one of many that are
+    compared: less work is spent on its order.
     """
 
     placement: Placement
@@ -25,3 +26,4 @@ class Context:
     costs: Costs
     optimize: float = 0.0
     chunks: int = 1
+    rough: bool = False

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Protocol
 
-from rlflow.scheduler import keys
-from rlflow.scheduler.costs import Costs
-from rlflow.scheduler.engines import (
-    ASLEEP,
-    POOLED,
-    STARTED,
+from rlflow.graph.roles import LoopEnd
+from rlflow.scheduler.costs import measurement_keys as keys
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.pieces import piece_done
+from rlflow.scheduler.costs.serving import pool_key
+from rlflow.scheduler.devices.measured import Origin, Sample, Setting
+from rlflow.scheduler.engines.engines import (
     asleep_key,
     engine_moved,
     kept_of,
@@ -26,11 +27,9 @@ from rlflow.scheduler.engines import (
     moving,
     start_key,
 )
-from rlflow.scheduler.measured import Origin, Sample, Setting
-from rlflow.scheduler.pieces import piece_done
-from rlflow.scheduler.plan import Action, Cost, Plan
-from rlflow.scheduler.serving import left_to_engine, pool_key
-from rlflow.scheduler.spreads import Place, num_parts
+from rlflow.scheduler.plan.instance import ASLEEP, POOLED, STARTED
+from rlflow.scheduler.plan.plan import Action, Cost, Plan
+from rlflow.scheduler.plan.row_layout import Place, num_parts
 
 LEAST_ITERATIONS = 3
 
@@ -81,12 +80,14 @@ class Times:
 def window(spans: Sequence[Seen], begun: int) -> Window:
     """The iterations of the session that began with `begun`, the first left out as warm-up.
 
-    The iteration past the last, in which closing actions run, is none of them.
+    Where there is no other, it is taken. The iteration past the last, in which closing actions
+    run, is none of them.
     """
     present = Counter(span.iteration for span in spans if span.iteration >= begun)
     usual = max(present.values(), default=0)
     full = (number for number, count in present.items() if 2 * count > usual)
-    return Window(begun=begun, first=begun + 1, end=max(full, default=begun - 1) + 1)
+    end = max(full, default=begun - 1) + 1
+    return Window(begun=begun, first=min(begun + 1, max(end - 1, begun)), end=end)
 
 
 def samples(
@@ -101,19 +102,19 @@ def samples(
     """What is kept of a run: seconds and waits of all kinds of work; lengths, trips, what sleeps.
 
     `figures` are the metrics by iteration. Spans of other plans, which an earlier session of the
-    run may have left, do not count. Empty where the run had too few iterations.
+    run may have left, do not count. A run of fewer than three iterations counts as a short one.
     """
     known = {action.id for action in plan.actions}
     spans = [span for span in spans if span.action in known]
     seen = window(spans, begun)
     if seen.end - seen.begun < LEAST_ITERATIONS:
-        return []
+        origin = "short"
     by_key: dict[str, Times] = {}
     by_action: dict[str, list[Seen]] = defaultdict(list)
     for span in spans:
         if span.ok and span.iteration >= seen.first:
             by_action[span.action].append(span)
-    waited = waits(plan, spans, seen)
+    waited = start_waits(plan, spans, seen)
     for action in plan.actions:
         key = key_of(plan, costs, action)
         if key is None:
@@ -152,7 +153,7 @@ def key_of(plan: Plan, costs: Costs, action: Action) -> str | None:
     if action.kind == "run":
         node = plan.graph.node(str(action.node))
         instance = plan.instance(action.instance) if action.instance else None
-        return costs.run_key(node, instance, parts_of(plan, action), piece_done(action))
+        return costs.run_key(node, instance, work_parts(plan, action), piece_done(action))
     if action.cost.moved is None:
         return None
     engine = engine_moved(plan, action)
@@ -167,7 +168,7 @@ def estimate(plan: Plan, costs: Costs, action: Action) -> Cost:
     if action.kind == "run":
         node = plan.graph.node(str(action.node))
         instance = plan.instance(action.instance) if action.instance else None
-        return costs.run(node, instance, parts_of(plan, action), piece_done(action))
+        return costs.run(node, instance, work_parts(plan, action), piece_done(action))
     lanes = _lanes(plan, action)
     copied = costs.copy(action.cost.moved, lanes, devices=action.devices, kind=action.kind)
     engine = engine_moved(plan, action)
@@ -176,7 +177,7 @@ def estimate(plan: Plan, costs: Costs, action: Action) -> Cost:
     return moving(copied, engine[0], action.kind, engine[1], costs)
 
 
-def parts_of(plan: Plan, action: Action) -> int:
+def work_parts(plan: Plan, action: Action) -> int:
     """In how many parts the work of a run is done."""
     instance = plan.instance(action.instance) if action.instance else None
     place = Place(pool=action.pool, devices=action.devices, instance=instance)
@@ -192,61 +193,50 @@ def _lanes(plan: Plan, action: Action) -> int:
     return len(action.devices)
 
 
-def waits(plan: Plan, spans: Sequence[Seen], seen: Window) -> dict[tuple[str, int], float]:
+def start_waits(plan: Plan, spans: Sequence[Seen], seen: Window) -> dict[tuple[str, int], float]:
     """Seconds from when an instance could start to when it did, by action and iteration.
 
     It can start when all that it comes after is over; what is not due is over when what that
     comes after is.
     """
     ends = {(span.action, span.iteration): span.end for span in spans if span.ok}
-    over: dict[tuple[str, int], float | None] = {}
+    known = _Ends(plan, ends, seen.begun)
     found = {}
     for span in spans:
         if not span.ok or not seen.first <= span.iteration < seen.end:
             continue
-        ready = _ready(plan, plan.action(span.action), span.iteration, ends, over, seen)
+        ready = known.ready(plan.action(span.action), span.iteration)
         if ready is not None:
             found[span.action, span.iteration] = max(span.start - ready, 0.0)
     return found
 
 
-def _ready(
-    plan: Plan,
-    action: Action,
-    iteration: int,
-    ends: Mapping[tuple[str, int], float],
-    over: dict[tuple[str, int], float | None],
-    seen: Window,
-) -> float | None:
-    """When all that an instance comes after was over; None where that is not known."""
-    latest: float | None = None
-    for dep in action.after:
-        before = plan.action(dep.action)
-        at = iteration - action.ahead - dep.distance + before.ahead
-        end = _over(plan, before, at, ends, over, seen)
-        if end is not None and (latest is None or end > latest):
-            latest = end
-    return latest
+class _Ends:
+    """When the instances of a run were over, from the iteration `begun` on."""
 
+    def __init__(self, plan: Plan, ends: Mapping[tuple[str, int], float], begun: int) -> None:
+        self.plan = plan
+        self.begun = begun
+        self.over: dict[tuple[str, int], float | None] = dict(ends)
 
-def _over(
-    plan: Plan,
-    action: Action,
-    iteration: int,
-    ends: Mapping[tuple[str, int], float],
-    over: dict[tuple[str, int], float | None],
-    seen: Window,
-) -> float | None:
-    """When an instance was over; one that was not due, when what it comes after was."""
-    key = (action.id, iteration)
-    if key in ends:
-        return ends[key]
-    if iteration < seen.begun:
-        return None
-    if key not in over:
-        over[key] = None
-        over[key] = _ready(plan, action, iteration, ends, over, seen)
-    return over[key]
+    def ready(self, action: Action, iteration: int) -> float | None:
+        """When all that an instance comes after was over; None where that is not known."""
+        ends = [
+            self.end(before, iteration - action.ahead - dep.distance + before.ahead)
+            for dep in action.after
+            for before in (self.plan.action(dep.action),)
+        ]
+        return max((end for end in ends if end is not None), default=None)
+
+    def end(self, action: Action, iteration: int) -> float | None:
+        """When an instance was over; one that was not due, when what it comes after was."""
+        key = (action.id, iteration)
+        if key not in self.over and iteration < self.begun:
+            return None
+        if key not in self.over:
+            self.over[key] = None
+            self.over[key] = self.ready(action, iteration)
+        return self.over[key]
 
 
 def _lengths(
@@ -272,7 +262,7 @@ def _lengths(
             _, longest = costs.tokens(node)
             mean, most = fmean(row[0] for row in rows), fmean(row[1] for row in rows)
             sample = Sample(origin, len(rows), 0.0, 0.0, mean, most)
-            found.append((keys.lengths(costs.graph, node, longest), costs.setting, sample))
+            found.append((keys.lengths_key(costs.graph, node, longest), costs.setting, sample))
     return found
 
 
@@ -285,8 +275,8 @@ def _trips(
 ) -> list[Found]:
     """The mean number of trips of every loop that may take more than one."""
     found = []
-    for end in plan.graph.nodes:
-        if not end.ends_loop or end.param("at_most") == 1:
+    for end, loop in plan.graph.having(LoopEnd):
+        if loop.at_most == 1:
             continue
         name = f"{end.name}/trips"
         counts = [v[name] for iteration, v in figures if iteration >= seen.first and name in v]
@@ -305,9 +295,7 @@ def _engines(
 ) -> list[Found]:
     """What every engine has kept of a device asleep, at the most, its pool, and its start."""
     found: list[Found] = []
-    for instance in plan.instances if figures else ():
-        if instance.options is None:
-            continue
+    for instance in plan.engines if figures else ():
         nodes = sorted({str(a.node) for a in plan.actions if a.instance == instance.name})
 
         def told(metric: str, nodes: Sequence[str] = nodes) -> list[float]:
@@ -321,7 +309,7 @@ def _engines(
         if kept > 0:
             sample = Sample(origin, len(held), 0.0, 0.0, held=kept)
             found.append((asleep_key(costs, instance), setting, sample))
-        if left_to_engine(instance.options) and (pool := told(POOLED)):
+        if instance.engine_plan.share_decides and (pool := told(POOLED)):
             sample = Sample(origin, len(pool), 0.0, 0.0, held=min(pool))
             found.append((pool_key(costs, instance), setting, sample))
         if took := told(STARTED):

@@ -138,6 +138,10 @@ def test_the_machine_is_described_with_its_date():
     facts = common.machine()
     assert facts["date"].endswith("+00:00")
     assert {"cpu", "cores", "memory_gb", "commit", "python", "load"} <= set(facts)
+    assert facts["products"] in {"mkl", "onednn", "torch"}
+    assert f"({' '.join(facts['flags'])}; products by {facts['products']})" in (
+        common.markdown_report("Title", facts, [])
+    )
     page = common.markdown_report("Title", facts, ["table"], ["note"])
     assert page.startswith("# Title\n\n" + facts["date"])
     assert page.endswith("table\n\n- note\n")

@@ -122,7 +122,16 @@ def test_what_a_side_wrote_is_read_back():
 
 
 def test_results_are_written_while_memory_is_still_to_be_measured(tmp_path, capsys):
-    facts = {"date": "d", "commit": "c", "cpu": "p", "cores": 2, "memory_gb": 1, "python": "3"}
+    facts = {
+        "date": "d",
+        "commit": "c",
+        "cpu": "p",
+        "flags": [],
+        "products": "mkl",
+        "cores": 2,
+        "memory_gb": 1,
+        "python": "3",
+    }
     report = Report({**facts, "load": [0.0]}, Counts(pairs=1, warmup=0, turns=1), tmp_path)
     report.ours.append(measured((0.1, 0.01, 0.01)))
     for runs in report.theirs.values():
@@ -153,7 +162,7 @@ def test_every_package_of_verls_environment_is_pinned():
 
 
 def test_both_sides_have_the_ops_of_the_pipeline():
-    from rlflow.commands import Target, compile_target
+    from rlflow.cli.commands import Target, compile_target
 
     target = Target(pipeline=str(HERE / "pipelines" / "dispatch.py"), backend="ray", threads=1)
     plan = compile_target(target).compiled.plan

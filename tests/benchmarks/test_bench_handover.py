@@ -12,7 +12,7 @@ from handover_rows import EOS, SHORTEST, answers, sums
 from vs_verl_handover import Counts, Line, Report, check
 
 from rlflow.batch import flat, ragged_rows
-from rlflow.engines.protocol import SampleKey, Sampling
+from rlflow.contract.values import SampleKey, Sampling
 
 pytestmark = pytest.mark.torch
 SPEC = {"rows": 6, "prompt": 5, "response": 40, "ragged": True}
@@ -46,7 +46,16 @@ def test_a_side_that_has_read_something_else_is_refused():
 
 
 def test_cases_are_written_in_the_order_in_which_they_came(tmp_path, capsys):
-    facts = {"date": "d", "commit": "c", "cpu": "p", "cores": 2, "memory_gb": 1, "python": "3"}
+    facts = {
+        "date": "d",
+        "commit": "c",
+        "cpu": "p",
+        "flags": [],
+        "products": "mkl",
+        "cores": 2,
+        "memory_gb": 1,
+        "python": "3",
+    }
     counts = Counts(pairs=2, warmup=0, turns=1, rows=10)
     report = Report({**facts, "load": [0.0]}, counts, tmp_path)
     for _ in range(2):

@@ -7,8 +7,8 @@ import ray_overhead as bench
 from ray_overhead import Chain, Round, apart_row, between
 from segments import NAMES, Moments, Watch, medians
 
-from rlflow.commands import Target, compile_target
-from rlflow.runtime.executor import Completion, Executor
+from rlflow.cli.commands import Target, compile_target
+from rlflow.runtime.execute.executor import Completion, Executor
 
 
 def moments(action: str, iteration: int, heard: float) -> Moments:

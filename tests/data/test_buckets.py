@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from rlflow import data
-from rlflow.data.buckets import chosen, draw_rows, random_bits, row_of, shared_out
+from rlflow.data.buckets import draw_rows, drawn_buckets, random_bits, row_of, shared_out
 
 WEIGHTS = st.lists(st.floats(0, 1), min_size=1, max_size=6)
 
@@ -47,7 +47,7 @@ def test_shares_add_up_and_none_is_below_the_floor(weights, floor):
 @given(WEIGHTS, st.integers(1, 40), st.integers(0, 9), st.integers(0, 9))
 def test_every_bucket_gets_its_share_of_a_batch_rounded_down_or_up(weights, size, seed, draw):
     shares = shared_out(weights, 0.0)
-    found = Counter(chosen(shares, size, seed=seed, draw=draw))
+    found = Counter(drawn_buckets(shares, size, seed=seed, draw=draw))
     assert size == found.total()
     for bucket, share in enumerate(shares):
         assert abs(found[bucket] - share * size) < 1 + 1e-9
@@ -56,7 +56,7 @@ def test_every_bucket_gets_its_share_of_a_batch_rounded_down_or_up(weights, size
 
 def test_over_many_batches_draws_are_in_proportion_and_in_every_order():
     shares, draws = [0.55, 0.3, 0.15], 400
-    batches = [chosen(shares, 4, seed=7, draw=draw) for draw in range(draws)]
+    batches = [drawn_buckets(shares, 4, seed=7, draw=draw) for draw in range(draws)]
     found = Counter(bucket for batch in batches for bucket in batch)
     assert pytest.approx(shares, abs=0.02) == [found[k] / (4 * draws) for k in range(3)]
     assert {0, 1} <= {batch[0] for batch in batches}
@@ -69,12 +69,12 @@ def test_an_offset_and_steps_choose_the_buckets():
     ends = [Fraction(1, 2), Fraction(3, 4), Fraction(1)]
     points = [(offset + k) / 4 for k in range(4)]
     by_hand = [next(b for b, end in enumerate(ends) if point < end) for point in points]
-    assert [0, 0, 1, 2] == by_hand == sorted(chosen([0.5, 0.25, 0.25], 4, seed=3, draw=5))
+    assert [0, 0, 1, 2] == by_hand == sorted(drawn_buckets([0.5, 0.25, 0.25], 4, seed=3, draw=5))
 
 
 def test_draws_differ_by_seed_and_number():
     found = {
-        tuple(chosen([0.4, 0.35, 0.25], 8, seed=seed, draw=draw))
+        tuple(drawn_buckets([0.4, 0.35, 0.25], 8, seed=seed, draw=draw))
         for seed in range(3)
         for draw in range(3)
     }

@@ -277,7 +277,7 @@ def test_a_column_to_rename_that_is_missing(folder):
         "  got          columns Question\n"
         "  expected     a value for 'question' in every row\n"
         "  did you mean 'Question'\n"
-        '  fix          rename={"Question": "prompt"}'
+        '  fix          prompt="Question"'
     ) == message(source)
 
 
@@ -413,3 +413,15 @@ def test_a_parquet_row_without_a_value(folder):
     ) == message(source)
     with pytest.raises(DataError, match=r"row 1 of a\.parquet"):
         list(source.rows())
+
+
+def test_rows_that_lack_one_column_are_one_finding(folder):
+    lines = "".join('{"question": "1+1=", "answer": "2"}\n' for _ in range(5))
+    (folder / "a.jsonl").write_text(lines)
+    assert (
+        "error[E603]: line 1 of a.jsonl has no 'text' (and 4 more of this kind)\n"
+        '  a.jsonl:1   {"question": "1+1=", "answer": "2"}\n'
+        "  got          columns question, answer\n"
+        "  expected     a value for 'text' in every row\n"
+        '  fix          prompt="question"'
+    ) == message(data.jsonl("a.jsonl", prompt="text"))

@@ -100,7 +100,7 @@ def test_without_the_package(monkeypatch):
     assert (
         "error[E607]: openai/gsm8k (train) needs the package 'datasets'\n"
         "  got          it is not installed\n"
-        "  fix          pip install 'rlflow-engine[datasets]'"
+        "  fix          pip install -e '.[datasets]'"
     ) == message(data.huggingface("openai/gsm8k", columns=["prompt"]))
 
 

@@ -170,7 +170,6 @@ def test_a_column_of_the_mixs_own_name():
         ({"a": numbered("a", 2)}, {"a": 1, "b": 1}, "a mix has a weight without a source, 'b'"),
         ({"a": numbered("a", 2)}, {"a": 0}, "weight 0 of 'a' in a mix"),
         ({"a": numbered("a", 2)}, {"a": -1.0}, "weight -1.0 of 'a' in a mix"),
-        ({"a": numbered("a", 2)}, {"a": float("nan")}, "weight nan of 'a' in a mix"),
         ({"a": numbered("a", 2)}, {"a": "1"}, "weight 1 of 'a' in a mix"),
     ],
 )

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 from rlflow.batch import flat, make_batch, ragged_rows
-from rlflow.engines.loading import load_model
-from rlflow.engines.train import TrainEngine
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.train import TrainEngine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +128,18 @@ def one_step(trained, batch, loss=sft, max_grad_norm=1.0):
     )
 
 
+def trained_tensors(model):
+    """The weights that training changes, as a checkpoint holds them."""
+    return {n: t for n, t in model.named_tensors().items() if n in model.trained_names()}
+
+
+def resume(trained, state, meta):
+    """Write an optimizer's state into its shards, as a checkpoint is read."""
+    for name, shard in trained.optimizer.shards().items():
+        shard.tensor.copy_(state[name])
+    trained.optimizer.steps = meta["steps"]
+
+
 def copies(trained):
-    both = {**trained.model.named_tensors(), **trained.optimizer_tensors()}
+    both = {**trained.model.named_tensors(), **trained.optimizer.tensors()}
     return {name: tensor.clone() for name, tensor in both.items()}

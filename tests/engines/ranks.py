@@ -23,7 +23,7 @@ IMPORTED = [
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.mistral.modeling_mistral",
-    "rlflow.engines.sharded.train",
+    "rlflow.engines.hf.sharded.train",
 ]
 # Once one rank has failed the others may wait for it forever.
 GRACE = 2.0

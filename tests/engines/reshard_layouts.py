@@ -130,23 +130,23 @@ def carried_out(source, targets, moves):
         for name, (_, dtype, box) in table.items()
     }
     for move in moves:
-        held = source[move.sender][move.source][2]
-        shard = values[move.source][at(held)]
+        held = source[move.sender][move.name][2]
+        shard = values[move.name][at(held)]
         inside = [
             low <= start <= stop <= high
-            for (start, stop), (low, high) in zip(move.source_box, held, strict=True)
+            for (start, stop), (low, high) in zip(move.box, held, strict=True)
         ]
         assert all(inside)
-        sent = shard[within(move.source_box, held)].astype(move.dtype)
+        sent = shard[within(move.box, held)].astype(move.dtype)
         assert sent.nbytes == move.bytes
         if move.sender != move.receiver:
-            key = (move.receiver, move.source)
-            count = arrived.setdefault(key, np.zeros(values[move.source].shape, int))
-            count[at(move.source_box)] += 1
+            key = (move.receiver, move.name)
+            count = arrived.setdefault(key, np.zeros(values[move.name].shape, int))
+            count[at(move.box)] += 1
         for place in move.places:
-            into = made[place.index, move.receiver, place.name]
-            outer = targets[place.index][move.receiver][place.name][2]
-            into[within(place.box, outer)] = sent
+            into = made[place.index, move.receiver, move.name]
+            outer = targets[place.index][move.receiver][move.name][2]
+            into[within(move.box, outer)] = sent
     return made, arrived
 
 

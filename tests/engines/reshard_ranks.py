@@ -14,13 +14,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlflow.engines.protocol import Shard
+from rlflow.contract.values import Shard
 from rlflow.engines.reshard import ipc
-from rlflow.engines.reshard.fusions import LLAMA_FUSIONS
 from rlflow.engines.reshard.gather import stream_whole
 from rlflow.engines.reshard.hashing import hash_box
 from rlflow.engines.reshard.resharder import Resharder
-from rlflow.engines.reshard.segments import Segment, opened
+from rlflow.engines.reshard.segments import SharedSegment, opened
 from rlflow.errors import RunError
 from tests.engines.reshard_layouts import at
 
@@ -123,18 +122,6 @@ def errors_of_a_wrong_shard(group, source, target):
     except RunError as error:
         return str(error)
     return ""
-
-
-def fused(group, transport, source, target):
-    """What a target of other names holds after one run."""
-    rank = dist.get_rank(group)
-    held = shards_of(source[rank], values(source, 0)) if rank in source else None
-    taken = shards_of(target.get(rank, {}))
-    made = Resharder(held, [taken], group, transport=transport, rules=LLAMA_FUSIONS)
-    made.run()
-    assert {} == made.check()
-    made.close()
-    return {name: shard.tensor.tolist() for name, shard in taken.items()}
 
 
 def only(group, transport, source, target, names):
@@ -242,7 +229,7 @@ def storage_of(tensor):
 def in_a_segment(shards):
     """The same shards in memory that other processes can open, all in one storage."""
     total = sum(-(-shard.tensor.nbytes // 64) * 64 for shard in shards.values())
-    SEGMENTS[:] = [Segment(max(64, total))]
+    SEGMENTS[:] = [SharedSegment(max(64, total))]
     start, found = 0, {}
     for name, shard in shards.items():
         memory = SEGMENTS[0].memory[start : start + shard.tensor.nbytes]
@@ -299,5 +286,5 @@ def on_one_gpu(group, transport, source, target):
 
 
 MADE: list[Resharder] = []
-SEGMENTS: list[Segment] = []
+SEGMENTS: list[SharedSegment] = []
 LENT: list[int] = []

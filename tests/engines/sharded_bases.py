@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from rlflow.batch import select_rows
-from rlflow.engines.sharded.build import load_sharded
-from rlflow.engines.sharded.train import ShardedTrainEngine
+from rlflow.engines.hf.sharded.build import load_sharded
+from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 from tests.engines.examples import one_step, rows
 from tests.engines.sharded_checks import mesh, own_rows, pair
 

@@ -8,11 +8,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlflow.batch import lengths, select_rows
-from rlflow.engines.loading import load_model
-from rlflow.engines.sharded.build import load_sharded
-from rlflow.engines.sharded.mesh import AXES
-from rlflow.engines.sharded.train import ShardedTrainEngine
-from rlflow.engines.train import TrainEngine, flat_places
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.sharded.build import load_sharded
+from rlflow.engines.hf.sharded.mesh import AXES
+from rlflow.engines.hf.sharded.train import ShardedTrainEngine
+from rlflow.engines.hf.train import TrainEngine, flat_places
 from tests.engines.examples import Spec, exact, rows, weighted
 
 KINDS = {"lm": ("log_probs", "entropy"), "value": ("values",)}
@@ -67,7 +67,7 @@ def held(engine):
 
 def masters(one):
     """What is trained, where that is not the weights themselves."""
-    tensors = one.optimizer_tensors().items()
+    tensors = one.optimizer.tensors().items()
     return {n.removeprefix("master."): t for n, t in tensors if n.startswith("master.")}
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from rlflow.batch import flat, lengths, ragged_rows
-from rlflow.engines.attention import PackedAttention
-from rlflow.engines.loading import load_model
-from rlflow.engines.packed import pack
-from rlflow.engines.protocol import Reach, SampleKey, Sampling
-from rlflow.engines.rollout import EVERYTHING, TorchRollout
-from rlflow.engines.sharded.build import load_sharded
-from rlflow.engines.sharded.rollout import ShardedRollout
-from rlflow.graph.ending import ended_rows
+from rlflow.contract.values import Reach, SampleKey, Sampling
+from rlflow.engines.hf.forward.attention import PackedAttention
+from rlflow.engines.hf.forward.packed import pack
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.rollout import EVERYTHING, TorchRollout
+from rlflow.engines.hf.sharded.build import load_sharded
+from rlflow.engines.hf.sharded.rollout import ShardedRollout
+from rlflow.graph.rules.completion_order import ended_rows
 from tests.engines.examples import one_step, rows
 from tests.engines.sharded_checks import mesh
 from tests.engines.sharded_states import part_of, trained

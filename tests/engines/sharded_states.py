@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlflow.batch import flat, select_rows
-from rlflow.engines.loading import load_model
-from rlflow.engines.sharded import forwards as sharded_forwards
-from rlflow.engines.sharded.build import load_sharded
-from rlflow.engines.sharded.loading import fill_from_safetensors
-from rlflow.engines.sharded.train import ShardedTrainEngine
-from rlflow.engines.train import TrainEngine
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.sharded import forwards as sharded_forwards
+from rlflow.engines.hf.sharded.build import load_sharded
+from rlflow.engines.hf.sharded.loading import fill_from_safetensors
+from rlflow.engines.hf.sharded.train import ShardedTrainEngine
+from rlflow.engines.hf.train import TrainEngine
 from rlflow.errors import RlflowError, RunError
 from tests.engines.examples import Spec, one_step, rows
 from tests.engines.sharded_checks import differ, gradients, mesh, own_rows, pair
@@ -230,7 +230,7 @@ def another_layout_continues(rank, path, shape, folder, dtype):
     for _ in range(2):
         one_step(one, batch)
     file = Path(folder) / f"{rank}.safetensors"
-    state = {**one.model.named_tensors(), **one.optimizer_tensors()}
+    state = {**one.model.named_tensors(), **one.optimizer.tensors()}
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, file)
 
     for shards in (sharded.model.shards(), sharded.optimizer.shards()):
@@ -241,7 +241,7 @@ def another_layout_continues(rank, path, shape, folder, dtype):
     assert set(one.optimizer.shards()) == set(sharded.optimizer.shards())
     assert one.optimizer.trained_names() == sharded.optimizer.trained_names()
     ours = sharded.optimizer.shards()
-    wrong = differ(one.optimizer_tensors(), {n: s.tensor for n, s in ours.items()}, ours, 0.0)
+    wrong = differ(one.optimizer.tensors(), {n: s.tensor for n, s in ours.items()}, ours, 0.0)
     assert not wrong, wrong
     expected = one_step(one, batch)
     found = one_step(sharded, part_of(sharded, batch))
@@ -260,7 +260,7 @@ def adapters_merge_as_those_of_one_rank(rank, path, shape, lora):
     for _ in range(2):
         one_step(one, batch)
         one_step(sharded, part_of(sharded, batch))
-    shards = sharded.model.merged_shards()
+    shards = sharded.model.pieces(sharded.model.merged_tensors())
     wrong = differ(
         one.model.merged_tensors(), {n: s.tensor for n, s in shards.items()}, shards, 1e-9
     )
@@ -284,12 +284,12 @@ def refusal(rank, path, shape, options):
 
 def wrong_forward_on_the_first_rank(rank, path, shape):
     """Load with a feed-forward that is wrong on one rank; afterwards all is right."""
-    real = sharded_forwards.feed_forward
-    sharded_forwards.feed_forward = lambda *args: real(*args) * (1.5 if rank == 0 else 1.0)
+    real = sharded_forwards._cut_feed_forward
+    sharded_forwards._cut_feed_forward = lambda *args: real(*args) * (1.5 if rank == 0 else 1.0)
     try:
         one, sharded = pair(path, shape, dtype=torch.float32, micro_tokens=20)
     finally:
-        sharded_forwards.feed_forward = real
+        sharded_forwards._cut_feed_forward = real
     layer = sharded.model.module.model.layers[0]
     assert "forward" not in vars(layer.mlp)
     batch = rows()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 if TYPE_CHECKING:
-    from rlflow.engines.protocol import Shard
+    from rlflow.contract.values import Shard
 
 pytestmark = pytest.mark.torch
 
@@ -19,13 +19,13 @@ FINITE = st.floats(-1e3, 1e3, width=32)
 def shards(**rows: list[float]) -> dict[str, Shard]:
     import torch
 
-    from rlflow.engines.flat import whole_shards
+    from rlflow.engines.hf.flat import whole_shards
 
     return whole_shards({name: torch.tensor(row) for name, row in rows.items()})
 
 
 def test_by_hand_over_three_moves():
-    from rlflow.engines.average import move
+    from rlflow.engines.hf.average import move
 
     average = shards(w=[1.0, -2.0], b=[0.0])
     for theta, expected in (
@@ -40,7 +40,7 @@ def test_by_hand_over_three_moves():
 
 @given(w=st.lists(FINITE, min_size=1, max_size=9), decay=st.floats(0, 1), data=st.data())
 def test_it_lies_between_the_two_and_is_the_formula(w, decay, data):
-    from rlflow.engines.average import move
+    from rlflow.engines.hf.average import move
 
     theta = data.draw(st.lists(FINITE, min_size=len(w), max_size=len(w)))
     average = shards(w=w)
@@ -55,7 +55,7 @@ def test_it_lies_between_the_two_and_is_the_formula(w, decay, data):
 def test_the_ends_keep_the_bits_of_zeros(decay, expected):
     import torch
 
-    from rlflow.engines.average import move
+    from rlflow.engines.hf.average import move
 
     average = shards(w=[0.0, -0.0])
     move(average, shards(w=[-0.0, 5.0]), decay)
@@ -66,8 +66,8 @@ def test_the_ends_keep_the_bits_of_zeros(decay, expected):
 def test_lower_weights_are_averaged_in_float32():
     import torch
 
-    from rlflow.engines.average import move
-    from rlflow.engines.flat import whole_shards
+    from rlflow.engines.hf.average import move
+    from rlflow.engines.hf.flat import whole_shards
 
     average, theta = shards(w=[1.0]), torch.tensor([1.0078125], dtype=torch.bfloat16)
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_lower_weights_are_averaged_in_float32():
 def test_what_does_not_lie_alike_is_named():
     from dataclasses import replace
 
-    from rlflow.engines.average import difference
+    from rlflow.engines.hf.average import difference
 
     one = shards(w=[1.0, 2.0], b=[3.0])
     assert "" == difference(one, shards(w=[0.0, 0.0], b=[0.0]))

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from rlflow.batch import flat, joined_rows, lengths, ragged_rows, select_field
-from rlflow.engines.loading import load_model
-from rlflow.engines.protocol import Reach, SampleKey, Sampling
-from rlflow.engines.rollout import TorchRollout
+from rlflow.contract.values import Reach, SampleKey, Sampling
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.errors import RunError
-from rlflow.graph.ending import ended_rows
+from rlflow.graph.rules.completion_order import ended_rows
 
 pytestmark = pytest.mark.torch
 

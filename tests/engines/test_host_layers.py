@@ -6,13 +6,14 @@ import pytest
 import torch
 
 import rlflow as rf
-from rlflow.engines.loading import load_model, save_model
-from rlflow.engines.models import TorchModel
-from rlflow.engines.protocol import SampleKey, Sampling
-from rlflow.engines.rollout import TorchRollout
-from rlflow.engines.train import TrainEngine
+from rlflow.contract.values import SampleKey, Sampling
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.models import TorchModel
+from rlflow.engines.hf.rollout import TorchRollout
+from rlflow.engines.hf.train import TrainEngine
+from rlflow.engines.hf.writing import save_model
 from rlflow.errors import RunError, UsageError
-from tests.engines.examples import Spec, rows
+from tests.engines.examples import Spec, rows, trained_tensors
 
 pytestmark = pytest.mark.torch
 
@@ -147,7 +148,7 @@ def test_a_model_with_adapters_keeps_them_on_the_device(model_dir):
     spec = rf.LoRA(rank=2, targets=("q_proj", "up_proj"))
     resident, visiting = (load(model_dir("qwen2"), o, lora=spec) for o in (None, "layers"))
     torch.manual_seed(0)
-    changed = {name: torch.randn_like(t) for name, t in resident.trained_tensors().items()}
+    changed = {name: torch.randn_like(t) for name, t in trained_tensors(resident).items()}
     for model in (resident, visiting):
         model.load_tensors(changed, 1)
 
@@ -173,7 +174,7 @@ def test_what_is_saved_is_whole(model_dir, tmp_path):
 
 def test_weights_that_layers_share_stay_on_the_device(model_dir):
     loaded = load(model_dir("llama"), None)
-    from rlflow.engines.layers import HostLayers
+    from rlflow.engines.hf.layers import HostLayers
 
     module = loaded.module
     layers = module.model.layers

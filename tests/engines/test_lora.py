@@ -7,11 +7,13 @@ import torch
 
 import rlflow as rf
 from rlflow.batch import flat, make_batch
-from rlflow.engines import fused, lora
-from rlflow.engines.loading import load_model, save_model
-from rlflow.engines.protocol import SampleKey, Sampling
-from rlflow.engines.rollout import TorchRollout
-from rlflow.engines.train import TrainEngine
+from rlflow.contract.values import SampleKey, Sampling
+from rlflow.engines.hf import lora
+from rlflow.engines.hf.forward import fused
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.rollout import TorchRollout
+from rlflow.engines.hf.train import TrainEngine
+from rlflow.engines.hf.writing import save_model
 from rlflow.errors import RunError, UsageError
 from tests.engines.examples import (
     copies,
@@ -19,7 +21,9 @@ from tests.engines.examples import (
     one_step,
     plain_log_probs,
     plain_model,
+    resume,
     rows,
+    trained_tensors,
     weighted,
     worst,
 )
@@ -115,7 +119,7 @@ def test_training_touches_adapters_only(model_dir):
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert names == changed & trained.model.named_tensors().keys()
     assert {f"{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq") for name in names} == set(
-        trained.optimizer_tensors()
+        trained.optimizer.tensors()
     )
     with trained.model.adapters_off():
         assert torch.equal(base, scores(trained.model))
@@ -125,14 +129,14 @@ def test_training_touches_adapters_only(model_dir):
 def test_a_resumed_engine_continues_from_adapters_alone(dtype, model_dir):
     trained, batch = adapted(model_dir("qwen2"), dtype=dtype), rows()
     one_step(trained, batch)
-    weights = {name: t.clone() for name, t in trained.model.trained_tensors().items()}
-    state = {name: t.clone() for name, t in trained.optimizer_tensors().items()}
+    weights = {name: t.clone() for name, t in trained_tensors(trained.model).items()}
+    state = {name: t.clone() for name, t in trained.optimizer.tensors().items()}
     meta = trained.optimizer_meta()
     one_step(trained, batch)
 
     other = engine(model_dir("qwen2"), dtype=dtype, options={"lora": SOME, "seed": 9})
     other.model.load_tensors(weights, 1)
-    other.load_optimizer(state, meta)
+    resume(other, state, meta)
     one_step(other, batch)
 
     expected, found = copies(trained), copies(other)
@@ -249,7 +253,7 @@ def test_attention_keeps_its_fast_forward(model_dir):
 def test_after_a_discard_new_adapters_are_enough(model_dir):
     model = adapted(model_dir("qwen2"), dtype=torch.float32).model
     expected = scores(model)
-    weights = {name: t.clone() for name, t in model.trained_tensors().items()}
+    weights = {name: t.clone() for name, t in trained_tensors(model).items()}
 
     model.sleep("discard")
     assert all(p.untyped_storage().nbytes() == 0 for p in model.module.parameters())
@@ -266,7 +270,7 @@ def test_after_a_discard_new_adapters_are_enough(model_dir):
 
 def test_half_of_the_adapters_is_not_enough(model_dir):
     model = load(model_dir("qwen2"), SOME)
-    weights = dict(list(model.trained_tensors().items())[1:])
+    weights = dict(list(trained_tensors(model).items())[1:])
 
     with pytest.raises(RunError, match=r"E509.*missing.*lora"):
         model.load_tensors(weights, 1)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import rlflow as rf
-from rlflow.engines.loading import load_model
-from rlflow.engines.recompute import decoder_layers, recompute_layers
-from rlflow.engines.train import TrainEngine
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.recompute import decoder_layers, recompute_layers
+from rlflow.engines.hf.train import TrainEngine
 from rlflow.errors import RunError, UsageError
 from tests.engines.examples import Spec, gradients, rows, sft
 

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from rlflow.engines.reshard.fusions import LLAMA_FUSIONS, tensor_parallel_tables
 from tests.engines import reshard_ranks
 from tests.engines.ranks import World
 from tests.engines.reshard_layouts import SIZE, lacking, tables
@@ -161,23 +160,6 @@ def test_layouts_drawn_at_random(call, transport, seed):
 
 
 @pytest.mark.parametrize("transport", BETWEEN)
-def test_fused_parameters_of_an_engine_are_filled_from_their_parts(call, transport):
-    parts = {f"m.layers.0.{part}_proj.weight": (8, 6) for part in ("q", "k", "v", "gate", "up")}
-    source = tables(parts, "fsdp", [0, 1, 2])
-    shapes = {name: (shape, "float32") for name, shape in parts.items()}
-    target = dict(enumerate(tensor_parallel_tables(shapes, 2, rules=LLAMA_FUSIONS), start=2))
-
-    whole = reshard_ranks.values(source, 0)
-    found = call(4, reshard_ranks.fused, transport, source, target)
-
-    for rank in (0, 1):
-        chunks = {name: tensor.chunk(2)[rank].tolist() for name, tensor in whole.items()}
-        q, k, v, gate, up = chunks.values()
-        assert q + k + v == found[2 + rank]["m.layers.0.qkv_proj.weight"]
-        assert gate + up == found[2 + rank]["m.layers.0.gate_up_proj.weight"]
-
-
-@pytest.mark.parametrize("transport", BETWEEN)
 def test_only_what_is_named_arrives(call, transport):
     params = {"base": (6, 4), "lora_A": (2, 4), "lora_B": (6, 2)}
     source, target = tables(params, "fsdp", [0, 1]), tables(params, "whole", [0, 1])
@@ -272,7 +254,6 @@ def test_what_cannot_be_done_is_refused_by_every_rank(call, transport, options, 
         ({"bucket_bytes": 64}, {"bucket_bytes": 128}),
         ({"only": frozenset({"norm"})}, {"only": frozenset({"scale"})}),
         ({"only": frozenset({"norm"})}, {}),
-        ({"rules": LLAMA_FUSIONS}, {}),
     ],
 )
 def test_ranks_that_disagree_are_refused_by_every_rank(call, one, other):

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.engines.protocol import Shard
+from rlflow.contract.values import Shard
 from rlflow.engines.reshard.gather import stream_whole
 from rlflow.engines.reshard.hashing import MODULUS, hash_box
 from rlflow.engines.reshard.resharder import Resharder
-from rlflow.engines.reshard.segments import Segment, opened
+from rlflow.engines.reshard.segments import SharedSegment, opened
 from rlflow.errors import RunError
 from tests.engines.reshard_layouts import LAYOUTS, at, boxes, models, tables
 from tests.engines.reshard_ranks import same_bits, shards_of, values
@@ -105,7 +105,7 @@ def test_two_elements_that_change_places_are_found():
 
 
 def test_a_segment_is_recognised_by_more_than_its_number():
-    segment = Segment(64)
+    segment = SharedSegment(64)
     segment.memory[5] = 7
 
     assert 7 == int(opened(segment.address)[5])

@@ -17,8 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlflow.engines.reshard.boxes import cut, volume
-from rlflow.engines.reshard.buckets import aligned, layout, paired_rounds, piece_of, shared_rounds
-from rlflow.engines.reshard.slices import minimum_bytes, plan_moves, plan_targets
+from rlflow.engines.reshard.buckets import (
+    aligned,
+    paired_rounds,
+    payload_of,
+    round_layout,
+    shared_rounds,
+)
+from rlflow.engines.reshard.slices import minimum_bytes, plan_targets
 from rlflow.errors import RunError
 from tests.engines.reshard_layouts import (
     SIZE,
@@ -48,7 +54,7 @@ def assert_is_the_source(source, targets, made):
 def test_any_layout_becomes_any_other_with_the_least_bytes(params, one, other, had, wanted):
     source, target = tables(params, *one, had), tables(params, *other, wanted)
 
-    moves = plan_moves(source, target)
+    moves = plan_targets(source, [target])
     made, arrived = carried_out(source, [target], moves)
 
     assert_is_the_source(source, [target], made)
@@ -67,7 +73,7 @@ def test_any_layout_becomes_any_other_with_the_least_bytes(params, one, other, h
 def test_a_source_of_any_overlapping_boxes_serves_as_well(data, params, mesh):
     source, target = data.draw(scattered(params)), tables(params, *mesh)
 
-    made, arrived = carried_out(source, [target], plan_moves(source, target))
+    made, arrived = carried_out(source, [target], plan_targets(source, [target]))
 
     assert_is_the_source(source, [target], made)
     for rank in target:
@@ -98,7 +104,7 @@ def test_targets_of_two_dtypes_share_what_travels_in_the_source_s():
     moves = plan_targets(source, [half, full])
 
     assert [("float32", 8, ((1, 3),), 2)] == [
-        (m.dtype, m.bytes, m.source_box, len(m.places)) for m in moves if len(m.places) > 1
+        (m.dtype, m.bytes, m.box, len(m.places)) for m in moves if len(m.places) > 1
     ]
     assert {"float16"} == {m.dtype for m in moves if len(m.places) == 1}
     assert [4, 8] == sorted(sum(m.bytes for m in moves if len(m.places) == n) for n in (1, 2))
@@ -107,7 +113,7 @@ def test_targets_of_two_dtypes_share_what_travels_in_the_source_s():
 @given(models, meshes(), meshes(), st.integers(4, 12).map(lambda power: 2**power * 4))
 def test_rounds_hold_what_they_may_and_carry_everything(params, one, other, limit):
     source, target = tables(params, *one, "float64"), tables(params, *other, "float16")
-    moves = plan_moves(source, target)
+    moves = plan_targets(source, [target])
     own = [move for move in moves if not move.travels]
 
     rounds = paired_rounds(moves, limit, limit)
@@ -125,7 +131,7 @@ def test_rounds_hold_what_they_may_and_carry_everything(params, one, other, limi
 @given(models, meshes(), meshes(), st.integers(4, 12).map(lambda power: 2**power * 4))
 def test_rounds_for_many_readers_lay_each_piece_out_once(params, one, other, limit):
     source, target = tables(params, *one), tables(params, *other)
-    moves = plan_moves(source, target)
+    moves = plan_targets(source, [target])
     own = [move for move in moves if not move.travels]
 
     rounds = shared_rounds(moves, limit)
@@ -135,12 +141,12 @@ def test_rounds_for_many_readers_lay_each_piece_out_once(params, one, other, lim
     seen = set()
     for each in rounds:
         for rank in {move.sender for move in each}:
-            offsets, end = layout([move for move in each if move.sender == rank])
+            offsets, end = round_layout([move for move in each if move.sender == rank])
             assert end <= limit
             assert not seen & {(rank, piece) for piece in offsets}
             seen |= {(rank, piece) for piece in offsets}
             spans = {
-                (offsets[piece_of(m)], offsets[piece_of(m)] + m.bytes)
+                (offsets[payload_of(m)], offsets[payload_of(m)] + m.bytes)
                 for m in each
                 if m.sender == rank
             }
@@ -168,7 +174,7 @@ def test_replicas_share_the_sending():
     source = tables(params, "whole", [0, 1, 2])
     target = tables(params, "whole", [3])
 
-    moves = plan_moves(source, target)
+    moves = plan_targets(source, [target])
 
     assert [0, 1, 2, 0, 1, 2] == [move.sender for move in moves]
 
@@ -178,7 +184,7 @@ def test_a_holder_on_the_same_host_sends():
     target = tables({"w": (8,)}, "whole", [3, 4])
     hosts = {0: "a", 1: "b", 2: "a", 3: "b", 4: "a"}
 
-    moves = plan_moves(source, target, host_of=hosts)
+    moves = plan_targets(source, [target], host_of=hosts)
 
     assert {3: 1, 4: 0} == {move.receiver: move.sender for move in moves}
 
@@ -191,10 +197,10 @@ def test_fsdp_2_to_tp_2_moves_half_of_the_row_parallel_weights():
         for rank in (0, 1)
     }  # fmt: skip
 
-    moves = [move for move in plan_moves(source, target) if move.travels]
+    moves = [move for move in plan_targets(source, [target]) if move.travels]
 
     assert [("down", 0, 1, ((0, 2), (4, 8)), 32), ("down", 1, 0, ((2, 4), (0, 4)), 32)] == sorted(
-        (m.source, m.sender, m.receiver, m.source_box, m.bytes) for m in moves
+        (m.name, m.sender, m.receiver, m.box, m.bytes) for m in moves
     )
 
 
@@ -204,7 +210,7 @@ def test_only_the_parameters_named_are_moved():
 
     moves = plan_targets(source, [target], only=frozenset({"adapter"}))
 
-    assert ["adapter"] == [move.source for move in moves]
+    assert ["adapter"] == [move.name for move in moves]
 
 
 def test_a_target_may_have_more_than_what_is_sent():
@@ -213,7 +219,7 @@ def test_a_target_may_have_more_than_what_is_sent():
 
     moves = plan_targets(source, [target], only=frozenset({"adapter"}))
 
-    assert ["adapter"] == [move.source for move in moves]
+    assert ["adapter"] == [move.name for move in moves]
 
 
 def refused(*arguments, only=None):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlflow.engines.rng import permutation, philox, uniforms
+from rlflow.engines.hf.generate.rng import permutation, philox, uniforms
 
 pytestmark = pytest.mark.torch  # numpy comes with it
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from rlflow.batch import flat, lengths, make_batch, ragged_rows
-from rlflow.engines.loading import load_model
-from rlflow.engines.protocol import SampleKey, Sampling
-from rlflow.engines.rollout import TorchRollout
-from rlflow.engines.train import TrainEngine
+from rlflow.contract.values import SampleKey, Sampling
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.rollout import TorchRollout
+from rlflow.engines.hf.train import TrainEngine
 from rlflow.errors import RunError
 
 pytestmark = pytest.mark.torch

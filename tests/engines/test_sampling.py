@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlflow.engines.protocol import Sampling
-from rlflow.engines.sampling import candidates, choose, invert
+from rlflow.contract.values import Sampling
+from rlflow.engines.hf.generate.sampling import draw_tokens, invert, top_candidates
 
 pytestmark = pytest.mark.torch
 
@@ -18,7 +18,7 @@ def test_invert_finds_the_interval_that_holds_the_number():
 def test_frequencies_follow_the_distribution():
     logits = torch.tensor([[0.0, 1.0, -1.0]]).expand(100_000, 3)
     uniform = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
-    tokens, log_probs = choose(logits, uniform, Sampling(max_new_tokens=1, temperature=0.5))
+    tokens, log_probs = draw_tokens(logits, uniform, Sampling(max_new_tokens=1, temperature=0.5))
     expected = (logits[0] / 0.5).softmax(-1)
     assert torch.allclose(expected, tokens.bincount() / 100_000, atol=2e-5)
     assert torch.equal(expected.log()[tokens].float(), log_probs) or torch.allclose(
@@ -28,7 +28,7 @@ def test_frequencies_follow_the_distribution():
 
 def test_greedy_gives_log_probs_at_temperature_one():
     logits = torch.tensor([[0.0, 2.0, 1.0]])
-    tokens, log_probs = choose(
+    tokens, log_probs = draw_tokens(
         logits, torch.zeros(1).double(), Sampling(max_new_tokens=1, temperature=0)
     )
     assert [1] == tokens.tolist()
@@ -48,11 +48,11 @@ def test_greedy_gives_log_probs_at_temperature_one():
 def test_top_k_and_top_p_keep_the_likeliest(expected, top_k, top_p):
     probs = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).double()
     sampling = Sampling(max_new_tokens=1, top_k=top_k, top_p=top_p)
-    assert torch.allclose(torch.tensor([expected]).double(), candidates(probs, sampling))
+    assert torch.allclose(torch.tensor([expected]).double(), top_candidates(probs, sampling))
 
 
 def test_log_probs_are_of_the_whole_distribution_under_top_k():
     logits = torch.tensor([[0.0, 2.0, 1.0]])
     sampling = Sampling(max_new_tokens=1, top_k=1)
-    _, log_probs = choose(logits, torch.tensor([0.9]).double(), sampling)
+    _, log_probs = draw_tokens(logits, torch.tensor([0.9]).double(), sampling)
     assert torch.allclose(logits.log_softmax(-1)[0, 1:2], log_probs)

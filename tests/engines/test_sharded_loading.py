@@ -11,18 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from rlflow.engines import loading
-from rlflow.engines.protocol import Shard
-from rlflow.engines.sharded.loading import (
-    candidates,
+from rlflow.contract.values import Shard
+from rlflow.engines.hf import loading
+from rlflow.engines.hf.heads import stored_names
+from rlflow.engines.hf.sharded.loading import (
     fill_from_safetensors,
+    names_in_file,
     skeleton,
-    stored_names,
     tied_names,
 )
-from rlflow.engines.sharded.mesh import chunk
-from rlflow.engines.sharded.random_weights import Draws, drawn_parameters
+from rlflow.engines.hf.sharded.mesh import chunk
+from rlflow.engines.hf.sharded.random_weights import Draws, drawn_parameters
 from rlflow.errors import UsageError
+from tests.budget import examples
 from tests.engines.conftest import make_config
 
 pytestmark = pytest.mark.torch
@@ -33,7 +34,7 @@ def box_in(shape, draw):
     return tuple((start, stop) for start, stop in bounds)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     shape=st.lists(st.integers(0, 5), max_size=3).map(tuple),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
@@ -90,7 +91,7 @@ def test_weights_in_several_files_are_found_by_their_index(model_dir, tmp_path):
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_a_skeleton_has_the_models_names_and_buffers_and_no_memory(family, head):
     config = make_config(family)
-    with loading.alone():
+    with loading.quiet_transformers():
         whole = loading.build("a model", config, head, torch.float32, 1, "random")
         made = skeleton("a model", config, head, torch.float32)
 
@@ -110,7 +111,7 @@ def test_random_weights_are_those_of_the_whole_model(family, dtype):
     def make():
         return loading.build("a model", config, "lm", dtype, 11, "random")
 
-    with loading.alone():
+    with loading.quiet_transformers():
         expected = dict(make().named_parameters())
         before = torch.get_rng_state()
         found = {name: tensor.clone() for name, tensor in drawn_parameters(make)}
@@ -141,12 +142,12 @@ def test_a_parameter_is_looked_for_under_the_names_that_files_use(model_dir):
     made = skeleton("a model", config, "lm", torch.float32)
     tied = tied_names(made)
 
-    names = candidates(tied["model.embed_tokens.weight"], made)
+    names = names_in_file(tied["model.embed_tokens.weight"], made)
 
     assert ["model.embed_tokens.weight", "lm_head.weight"] == tied["model.embed_tokens.weight"]
     assert {"model.embed_tokens.weight", "lm_head.weight", "embed_tokens.weight"} <= set(names)
     valued = skeleton("a model", config, "value", torch.float32)
-    found = candidates(tied_names(valued)["body.norm.weight"], valued.body)
+    found = names_in_file(tied_names(valued)["body.norm.weight"], valued.body)
     assert {"norm.weight", "model.norm.weight"} <= set(found)
 
 

@@ -48,6 +48,7 @@ def test_two_ranks_compute_what_one_does(shape, family, options, world, model_di
     equal(world, path_of(family, model_dir), shape, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "family", "options"),
     [
@@ -67,6 +68,7 @@ def test_four_ranks_compute_what_one_does(shape, family, options, world, model_d
 STEADY = replace(Spec(), eps=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "limit"), [pytest.param("float32", 1e-5), pytest.param("bfloat16", 0.1)]
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlflow.engines import loading
-from rlflow.engines.sharded.loading import skeleton
-from rlflow.engines.sharded.tensor_parallel import layer_roles
+from rlflow.engines.hf import loading
+from rlflow.engines.hf.sharded.loading import skeleton
+from rlflow.engines.hf.sharded.tensor_parallel import layer_roles
 from rlflow.errors import UsageError
 from tests.engines import sharded_states as states
 from tests.engines.conftest import make_config
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 
 
 def roles(config, head="lm"):
-    with loading.alone():
+    with loading.quiet_transformers():
         module = skeleton("a model", config, head, torch.float32)
     return layer_roles(module, config, "a model")
 

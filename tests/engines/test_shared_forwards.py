@@ -7,8 +7,8 @@ import torch
 
 import rlflow as rf
 from rlflow.batch import make_batch, ragged_rows
-from rlflow.engines.loading import load_model
-from rlflow.engines.train import TrainEngine
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.train import TrainEngine
 from tests.engines import sharded_bases
 from tests.engines.examples import engine, one_step, rows
 
@@ -70,6 +70,7 @@ def test_trained_adapters_leave_the_base_as_it_was_loaded(family, dtype, model_d
     assert not torch.equal(expected, ours.forward(batch, **asked)["log_probs"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_so_does_a_sharded_base(shape, dtype, world, model_dir):

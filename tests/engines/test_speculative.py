@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rlflow.batch import flat, lengths, ragged_rows
-from rlflow.engines.loading import load_model
-from rlflow.engines.models import TorchModel
-from rlflow.engines.protocol import Reach, SampleKey, Sampling
-from rlflow.engines.rollout import TorchRollout
-from rlflow.engines.speculative import Draft, SpeculativeDecoding
+from rlflow.contract.values import Reach, SampleKey, Sampling
+from rlflow.engines.hf.generate.speculative import Draft, SpeculativeDecoding
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.models import TorchModel
+from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.errors import RunError
+from tests.budget import examples
 from tests.conftest import TINY
 from tests.engines.examples import exact
 
@@ -137,7 +138,7 @@ def test_every_kind_of_attention_and_up_to_the_end_of_the_context(family, model_
     assert rates[0] == 1 > rates[1] > 0.2
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     prompts=st.lists(st.lists(st.integers(0, 31), min_size=1, max_size=9), min_size=1, max_size=4),
     drafter=st.sampled_from(["itself", "near", "random", "other"]),

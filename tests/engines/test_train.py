@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from rlflow.batch import flat, lengths, make_batch, ragged_rows, row_index, select_rows
-from rlflow.engines import packed
-from rlflow.engines.loading import load_model
-from rlflow.engines.optim import learning_rate
-from rlflow.engines.train import TrainEngine, split
-from rlflow.errors import CheckpointError, RunError, UsageError
+from rlflow.engines.hf.forward import packed
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.optim import learning_rate
+from rlflow.engines.hf.train import TrainEngine, cut_by_tokens
+from rlflow.errors import RunError, UsageError
 from tests.engines.examples import (
     Spec,
     copies,
@@ -17,6 +22,7 @@ from tests.engines.examples import (
     one_step,
     plain_log_probs,
     plain_model,
+    resume,
     rows,
     weighted,
     worst,
@@ -24,7 +30,44 @@ from tests.engines.examples import (
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("exact_softmax")]
 
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+LARGE = """
+import rlflow.engines, torch
+kept = torch.ones(1 << 25)
+pages = open("/proc/self/smaps_rollup").read().partition("AnonHugePages:")[2].split()[0]
+print(int(pages) * 1024)
+"""
+
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.is_file() or "[madvise]" not in HUGE_PAGES.read_text(),
+    reason="the system does not leave huge pages to programs",
+)
+def test_large_tensors_lie_in_huge_pages():
+    """128 MB: most of them, as not every page has room beside others."""
+    clean = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE], capture_output=True, text=True, check=True, env=clean
+    )
+
+    assert int(done.stdout) > 1 << 26
+
+
+def test_logits_of_whole_rows_are_not_copied_in_the_backward(model_dir, monkeypatch):
+    """Rows of 16 inputs are not filled up; an index would copy the gradient of all logits."""
+    from rlflow.engines.hf import train
+
+    made = []
+    scores = train.token_scores
+    monkeypatch.setattr(
+        train, "token_scores", lambda logits, *rest: made.append(logits) or scores(logits, *rest)
+    )
+    batch = rows(prompt_sizes=(9, 9), n=1, response_sizes=(8,))
+    engine(model_dir("qwen2")).compute(batch, ("log_probs",), 1.0)
+
+    assert "Squeeze" in made[0].grad_fn.name()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -45,10 +88,10 @@ def test_gradients_equal_those_of_padded_rows(family, tree, model_dir, monkeypat
 
 
 def test_equal_rows_of_equal_length_need_no_gather(model_dir):
-    batch = rows(prompt_sizes=(4, 4), n=2, response_sizes=(3,))
+    batch = rows(prompt_sizes=(4, 4), n=2, response_sizes=(8,))
     layout = packed.pack(batch["prompt_tokens"], batch["response_tokens"], torch.device("cpu"))
     assert layout.slots is None
-    assert 2 * 4 + 4 * 2 == len(layout.tokens)
+    assert 2 * 4 + 4 * 7 == len(layout.tokens)
     plain = plain_model(model_dir("qwen2"))
     expected = plain_log_probs(plain, batch)
     weighted(batch)({"log_probs": expected}, batch)[0].backward()
@@ -70,7 +113,7 @@ def test_any_cut_into_micro_batches_gives_the_same(micro_tokens, model_dir):
 
 
 def test_entropy_and_its_gradient_equal_autograds(model_dir):
-    from rlflow.engines.train import TokenScores
+    from rlflow.engines.hf.train import TokenScores
 
     torch.manual_seed(0)
     logits = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
@@ -98,9 +141,9 @@ def test_split_keeps_groups_together_and_within_budget():
     import numpy as np
 
     groups = np.array([0, 1, 0, 1, 4])
-    cuts = split(groups, np.full(5, 10), np.array([5, 5, 5, 5, 90]), 25)
+    cuts = cut_by_tokens(groups, np.full(5, 10), np.array([5, 5, 5, 5, 90]), 25)
     assert [[0, 2], [1, 3], [4]] == [cut.tolist() for cut in cuts]
-    assert [] == split(groups[:0], groups[:0], groups[:0], 10)
+    assert [] == cut_by_tokens(groups[:0], groups[:0], groups[:0], 10)
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
@@ -223,17 +266,11 @@ def test_a_resumed_engine_continues_bit_for_bit(dtype, model_dir):
     other = engine(model_dir("qwen2"), dtype=dtype)
     weights = {name: saved[name] for name in other.model.named_tensors()}
     other.model.load_tensors(weights, 2)
-    other.load_optimizer({name: saved[name] for name in saved if name not in weights}, meta)
+    resume(other, {name: saved[name] for name in saved if name not in weights}, meta)
     one_step(other, batch)
     expected, found = copies(trained), copies(other)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert 3 == other.model.version
-
-
-def test_an_optimizer_state_of_another_model_is_refused(model_dir):
-    trained = engine(model_dir("qwen2"))
-    with pytest.raises(CheckpointError, match="E511"):
-        trained.load_optimizer(engine(model_dir("gpt2")).optimizer_tensors(), {"steps": 1})
 
 
 def test_a_sleeping_optimizer_refuses_and_wakes_whole(model_dir):
@@ -283,3 +320,20 @@ def test_learning_rates():
         learning_rate(Spec(schedule="linear"), 0)
     with pytest.raises(UsageError, match="'cosine'"):
         learning_rate(Spec(schedule="cosin", total_steps=5), 0)
+
+
+def test_a_token_that_cannot_be_leaves_entropy_and_gradients_finite():
+    """p log p is 0 at p = 0."""
+    from rlflow.engines.hf.train import TokenScores
+
+    logits = torch.tensor([[0.5, -torch.inf, 1.5]], dtype=torch.float64, requires_grad=True)
+    found = TokenScores.apply(logits, torch.tensor([2]), 1.0, True)
+    (gradient,) = torch.autograd.grad(found[0].sum() + found[1].sum(), logits)
+    left = logits.detach()[:, [0, 2]].requires_grad_()
+    scores = left.log_softmax(-1)
+    entropy = -(scores.exp() * scores).sum()
+    (expected,) = torch.autograd.grad(scores[0, 1] + entropy, left)
+
+    assert torch.allclose(entropy, found[1])
+    assert torch.allclose(expected, gradient[:, [0, 2]])
+    assert 0.0 == gradient[0, 1]

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from rlflow.batch import flat, lengths, make_batch, ragged_rows
-from rlflow.engines.loading import load_model
-from rlflow.engines.protocol import Reach, SampleKey, Sampling
-from rlflow.engines.rollout import TorchRollout
-from rlflow.engines.sglang.held import members
-from rlflow.engines.train import TrainEngine
+from rlflow.contract.values import Reach, SampleKey, Sampling
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.rollout import TorchRollout
+from rlflow.engines.hf.train import TrainEngine
+from rlflow.engines.process.client.process_memory import members
 from rlflow.errors import RunError
-from rlflow.graph.ending import ended_rows
-from rlflow.graph.engines import VLLM
+from rlflow.graph.rules.completion_order import ended_rows
+from rlflow.graph.user.engines import VLLM
 from tests.conftest import TINY
 from tests.engines.sglang.conftest import Pair
 

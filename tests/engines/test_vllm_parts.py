@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlflow.engines.sglang.arguments import interpreter
-from rlflow.engines.sglang.load import APART
-from rlflow.engines.sglang.load import KIND as SGLANG
-from rlflow.engines.vllm import KIND, arguments, environment, pool
-from rlflow.graph.engines import VLLM
+from rlflow.engines.process.client.load import KIND as SGLANG
+from rlflow.engines.process.client.load import SERVER
+from rlflow.engines.process.sglang.arguments import interpreter
+from rlflow.engines.process.vllm import KIND, pool, vllm_arguments, vllm_environment
+from rlflow.graph.user.engines import VLLM
 
 pytestmark = pytest.mark.torch
 
@@ -26,7 +26,7 @@ COMMON = {"path": "p", "dtype": torch.float32, "ranks": 1, "seed": 3, "context":
 
 
 def told(options, device=CPU, **more):
-    return arguments(options, device=device, config=CONFIG, **{**COMMON, **more})
+    return vllm_arguments(options, device=device, config=CONFIG, **{**COMMON, **more})
 
 
 def test_a_cpu_engine_is_eager_and_has_a_pool_of_a_known_size():
@@ -82,14 +82,14 @@ def test_a_gpu_engine_decides_on_its_pool_by_itself():
 def test_the_environment(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    made = environment("/e/python", device=CPU, devices=(0,), threads=2)
+    made = vllm_environment("/e/python", device=CPU, devices=(0,), threads=2)
     assert ("2", "nobind", "spawn") == (
         made["OMP_NUM_THREADS"],
         made["VLLM_CPU_OMP_THREADS_BIND"],
         made["VLLM_WORKER_MULTIPROC_METHOD"],
     )
     assert "PYTHONPATH" not in made
-    made = environment("/e/python", device=torch.device("cuda:1"), devices=(1, 3), threads=1)
+    made = vllm_environment("/e/python", device=torch.device("cuda:1"), devices=(1, 3), threads=1)
     assert "1,3" == made["CUDA_VISIBLE_DEVICES"]
     assert "VLLM_CPU_OMP_THREADS_BIND" not in made
 
@@ -105,8 +105,8 @@ def test_the_interpreter(monkeypatch):
 
 def test_what_runs_in_an_engines_interpreter_needs_no_rlflow():
     """Nor may a file beside the scripts hide a module of somebody else's."""
-    files = sorted(APART.rglob("*.py"))
-    beside = {file.stem for file in APART.glob("*.py")} - {"__init__"}
+    files = sorted(SERVER.rglob("*.py"))
+    beside = {file.stem for file in SERVER.glob("*.py")} - {"__init__"}
     scripts = {KIND.script.stem, SGLANG.script.stem}
     assert scripts | {"rlflow_guardian", "rlflow_vllm_worker"} == beside
     names = {

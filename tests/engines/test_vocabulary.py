@@ -19,11 +19,11 @@ from rlflow.batch import (
     select_rows,
     unpad,
 )
-from rlflow.engines import vocabulary
-from rlflow.engines.train import flat_places
-from rlflow.engines.vocabulary import Chosen, distributions, likeliest, sum_pi_squared
+from rlflow.engines.hf.forward import vocabulary
+from rlflow.engines.hf.forward.vocabulary import Chosen, distributions, likeliest, sum_pi_squared
+from rlflow.engines.hf.train import flat_places
 from rlflow.errors import RunError
-from rlflow.runtime.on_ray.packing import packed, unpacked
+from rlflow.runtime.ray.packing import packed_rows, unpacked_rows
 from tests.engines import sharded_checks as checks
 from tests.engines.examples import Spec, engine, plain_model, rows, worst
 
@@ -218,5 +218,5 @@ def test_ragged_fields_keep_the_width_of_a_token():
     assert torch.equal(
         torch.cat([batch["top_ids"].unbind()[row] for row in (4, 2, 0)]), flat(back["top_ids"])
     )
-    sent = unpacked(packed({"top_ids": batch["top_ids"]}, None))
+    sent = unpacked_rows(packed_rows({"top_ids": batch["top_ids"]}, None))
     assert torch.equal(flat(batch["top_ids"]), flat(sent["top_ids"]))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from rlflow.engines.loading import load_model
-from rlflow.engines.protocol import Shard
+from rlflow.contract.values import Shard
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.optim import AT_ONCE, AdamWState
 from rlflow.errors import RunError
 from tests.engines.examples import copies, engine, one_step, rows, weighted
 
@@ -59,7 +62,7 @@ def test_an_optimizer_is_restored_through_its_shards(dtype, model_dir):
     one_step(trained, batch)
     other = engine(model_dir("qwen2"), dtype=dtype)
     pieces = trained.optimizer.shards()
-    assert pieces.keys() == trained.optimizer_tensors().keys() == other.optimizer.trained_names()
+    assert pieces.keys() == trained.optimizer.tensors().keys() == other.optimizer.trained_names()
 
     for source, target in ((trained.optimizer, other.optimizer), (trained.model, other.model)):
         with torch.no_grad():
@@ -111,6 +114,22 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32(model_dir):
         assert torch.equal(wanted, flat.view(name, total)), name
 
 
+def test_adding_lower_gradients_takes_little_memory():
+    """A sum in place of a lower number makes a float32 copy of it, here of 32 MB at once."""
+    count = 1 << 23
+    total, grads = torch.ones(count), torch.ones(count, dtype=torch.bfloat16)
+    held = SimpleNamespace(sums={grads.dtype: total}, grads={grads.dtype: grads})
+
+    with torch.profiler.profile(profile_memory=True) as profile:
+        AdamWState.accumulate(held)
+
+    events = profile.profiler.kineto_results.events()
+    taken = [event.nbytes() for event in events if event.name() == "[memory]"]
+    assert max(taken) <= 4 * AT_ONCE < 4 * count
+    assert float(total.min()) == float(total.max()) == 2
+    assert not grads.any()
+
+
 def test_bfloat16_weights_are_their_float32_masters_rounded(model_dir):
     trained, batch = engine(model_dir("qwen2"), dtype=torch.bfloat16, lr=1e-5), rows()
     before = copies(trained)
@@ -133,7 +152,7 @@ def test_bfloat16_weights_are_their_float32_masters_rounded(model_dir):
 def test_bfloat16_steps_equal_adamw_on_the_float32_masters(model_dir):
     trained, batch = engine(model_dir("qwen2"), dtype=torch.bfloat16, lr=1e-3), rows()
     masters = {
-        name: trained.optimizer_tensors()[f"master.{name}"].clone()
+        name: trained.optimizer.tensors()[f"master.{name}"].clone()
         for name in trained.model.trained_names()
     }
     groups = [
@@ -148,6 +167,6 @@ def test_bfloat16_steps_equal_adamw_on_the_float32_masters(model_dir):
             tensor.grad = trained.optimizer.flat.view(name, sums).clone()
         reference.step()
 
-    found = trained.optimizer_tensors()
+    found = trained.optimizer.tensors()
     for name, expected in masters.items():
         assert torch.allclose(expected, found[f"master.{name}"], rtol=1e-6, atol=1e-8), name

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 import rlflow as rf
-from rlflow.envs.base import as_text, checked
-from rlflow.envs.playing import Turn, play
+from rlflow.envs.base import checked_step, state_text
+from rlflow.envs.playing import Turn, play_turns
 from rlflow.errors import UsageError
 from rlflow.rewards.bounds import PLAIN, Bounds
 from rlflow.rewards.judging import Failure
@@ -72,7 +72,7 @@ class Stuck(rf.Environment):
 
 
 def taken(environment, turns, bounds=PLAIN):
-    return play(environment, turns, bounds=bounds, failed=lambda place, failure: None)
+    return play_turns(environment, turns, bounds=bounds, failed=lambda place, failure: None)
 
 
 def fresh(*responses, **fields):
@@ -133,7 +133,7 @@ def test_what_fails_is_told_apart_and_a_step_that_never_ends_is_killed():
 )
 def test_what_cannot_follow_is_refused(wrong, why):
     with pytest.raises(ValueError, match=why.replace("+", r"\+")):
-        checked(wrong if wrong.state is not None else rf.Step(*_parts(wrong), {}))
+        checked_step(wrong if wrong.state is not None else rf.Step(*_parts(wrong), {}))
 
 
 def _parts(step):
@@ -141,7 +141,7 @@ def _parts(step):
 
 
 def test_a_state_keeps_its_letters():
-    assert '{"a": "ä"}' == as_text({"a": "ä"})
+    assert '{"a": "ä"}' == state_text({"a": "ä"})
 
 
 def add(a: int, b: int) -> int:

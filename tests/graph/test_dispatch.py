@@ -6,8 +6,8 @@ import pytest
 
 import rlflow as rf
 from rlflow.errors import GraphError
-from rlflow.graph import dispatch
 from rlflow.graph.op import DISPATCHES
+from rlflow.graph.user import dispatch
 
 
 def halves(tokens, groups, parts):

@@ -7,9 +7,9 @@ from pydantic import ValidationError
 
 import rlflow as rf
 from rlflow.errors import GraphError, PlanError
-from rlflow.graph import engine_options
-from rlflow.graph.engine_options import EngineOptions, options_from_json
-from rlflow.graph.engines import SAID_ELSEWHERE, SAID_ELSEWHERE_VLLM
+from rlflow.graph.user import engine_options
+from rlflow.graph.user.engine_options import EngineOptions, options_from_json
+from rlflow.graph.user.engines import SAID_ELSEWHERE, SAID_ELSEWHERE_VLLM
 
 
 def test_an_engine_is_named_or_has_options() -> None:

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 import rlflow as rf
 from rlflow.errors import PlanError
-from rlflow.graph.engine_options import options_from_json
+from rlflow.graph.user.engine_options import options_from_json
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ import pytest
 from pydantic import Field, ValidationError
 
 import rlflow as rf
+from rlflow import ops
 from rlflow.errors import GraphError, UsageError
 from rlflow.graph import graph as graph_module
 from rlflow.graph import op as op_module
+from rlflow.graph.headline import headline
 from rlflow.graph.pipeline import make_config
 
 
@@ -97,7 +99,6 @@ def test_pools_by_count_take_the_free_numbers():
 @pytest.mark.parametrize(
     "options",
     [
-        {"pools": {"a": 1}, "assign": {"*": rf.On(pool="b")}},
         {"pools": {"a": []}, "assign": {}},
         {"pools": {"a": [0, 0]}, "assign": {}},
         {"pools": {"a": [-1]}, "assign": {}},
@@ -111,6 +112,11 @@ def test_impossible_placements_are_refused(options):
         rf.Placement(**options)
 
 
+def test_a_pool_that_a_placement_does_not_have_is_told():
+    with pytest.raises(GraphError, match=r"E134.*names pool 'b'"):
+        rf.Placement(pools={"a": 1}, assign={"*": rf.On(pool="b")})
+
+
 def test_what_the_scheduler_touches_is_frozen():
     for module in (graph_module, op_module):
         kinds = [k for k in vars(module).values() if dataclasses.is_dataclass(k)]
@@ -122,3 +128,23 @@ def test_a_schedule_needs_its_end():
         rf.AdamW(lr=1e-3, schedule="cosine")
     with pytest.raises(ValidationError, match="does nothing"):
         rf.AdamW(lr=1e-3, total_steps=10)
+
+
+def one(response: str) -> float:
+    return 1.0
+
+
+def test_a_headline_is_what_is_shown_and_names_a_node():
+    def declare(cfg: rf.Config) -> None:
+        actor = rf.Model("actor", "models/tiny", optimizer=rf.AdamW(lr=1e-3))
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=2)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=4)
+        reward = ops.reward(one, samples, name="won")
+        ops.update(actor, samples, ops.advantage("grpo", samples, reward), loss=rf.PolicyLoss())
+
+    assert ("won/mean",) == headline(rf.pipeline()(declare).trace()).training
+    said = rf.pipeline(headline=["actor.update/kl", "won/max"])(declare).trace()
+    assert ("actor.update/kl", "won/max") == headline(said).training
+    with pytest.raises(GraphError, match=r"E133.*'wom/mean'") as caught:
+        rf.pipeline(headline="wom/mean")(declare).trace()
+    assert ("won",) == caught.value.findings[0].near

@@ -9,9 +9,10 @@ import pytest
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import GraphError
-from rlflow.graph.check import check_graph
 from rlflow.graph.graph import Binding, Graph, Node
 from rlflow.graph.op import Op
+from rlflow.graph.rules.check import check_graph
+from rlflow.graph.rules.nesting import NodeName
 from rlflow.graph.trace import tracing
 
 DATA = rf.data.arithmetic(digits=2)
@@ -460,6 +461,31 @@ def test_nodes_are_numbered_where_the_user_gives_no_name():
     assert ["prompts", "actor.rollout", "reward", "reward_2"] == list(traced.nodes)
 
 
+def test_every_op_is_numbered_where_it_is_declared_again():
+    """Those that declare several nodes too; E105 is for names that a user gave."""
+
+    def declare():
+        actor, samples = actor_and_samples()
+        rewards = [ops.reward(exact, samples) for _ in range(2)]
+        rewards += [ops.reward(exact, samples, on_error="drop_group") for _ in range(2)]
+        for reward in rewards:
+            ops.metrics(reward)
+            adv = ops.advantage("grpo", samples, reward.only("reward"))
+            ops.update(actor, samples, adv, loss=rf.PolicyLoss())
+        for _ in range(2):
+            ops.evaluate(actor, DATA, exact, every=1, max_new_tokens=4)
+
+        def more():
+            more = ops.rollout(actor, ops.prompts(DATA, batch=4), n=4, max_new_tokens=8)
+            scored = ops.reward(exact, more)
+            return more, ops.informative(more, scored)
+
+        for _ in range(2):
+            ops.repeat(more, until="informative", groups=2, at_most=2)
+
+    assert [] == [found for found in findings(declare) if found.code == "E105"]
+
+
 def test_an_unknown_op_names_near_ones_beside_earlier_findings():
     def declare():
         actor, samples = actor_and_samples()
@@ -471,3 +497,20 @@ def test_an_unknown_op_names_near_ones_beside_earlier_findings():
     assert ["E103", "E121"] == [f.code for f in found]
     assert "ops.update(...)" == found[-1].fix
     assert not hasattr(ops, "__nothing__")
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("prompts", NodeName("prompts")),
+        ("prompts", NodeName("prompts", (0, 0))),
+        ("prompts#3", NodeName("prompts", (2,))),
+        ("actor.rollout#1.2", NodeName("actor.rollout", (0, 1))),
+    ],
+)
+def test_a_name_says_of_which_trips_a_node_is_the_copy(written, name):
+    """A node of first trips only keeps the name that was declared."""
+    assert str(name) == written
+    found = NodeName.parse(written)
+    assert found.declared == name.declared
+    assert found.trips == (name.trips if any(name.trips) else ())

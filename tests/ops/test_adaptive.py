@@ -10,30 +10,14 @@ import torch
 
 import rlflow as rf
 from rlflow.batch import flat, make_batch, ragged_rows
-from rlflow.graph.op import Op
-from rlflow.ops.bodies import adaptive, advantage, update
-from rlflow.ops.body import Call
+from rlflow.ops.bodies import advantage, update
+from rlflow.ops.bodies.steps import adaptive
 from rlflow.ops.estimators import ESTIMATORS, granularity, needed_inputs
 from rlflow.ops.math.aggregate import Totals
-from rlflow.ops.math.objective import policy_objective
+from rlflow.ops.math.losses.objective import policy_objective
+from tests.ops.calls import call_of
 
 pytestmark = pytest.mark.torch
-
-
-def call_of(inputs, params, state, *, model=None, iteration=0, wanted=()):
-    return Call(
-        node="made",
-        op=Op(name="made", body="", inputs=(), outputs=(), per="batch"),
-        iteration=iteration,
-        seed=0,
-        params=params,
-        wanted=frozenset(wanted),
-        permutation=lambda n, *salt: list(range(n)),
-        tokenizer=lambda path: None,
-        inputs=inputs,
-        model=model,
-        state=state,
-    )
 
 
 class Stepper:
@@ -65,7 +49,7 @@ def updated(loss, model, state, **params):
         4,
     )
     options = {"loss": loss, "epochs": 1, "mini_batches": 1, "max_grad_norm": None, "old": loss.old}
-    return update.update(call_of(inputs, {**options, **params}, state, model=model)).metrics
+    return update.update(call_of(inputs, {**options, **params}, state=state, model=model)).metrics
 
 
 def test_the_coefficient_of_kl_follows_each_optimizer_step():
@@ -148,7 +132,7 @@ def rewarded(option, state, shift):
         },
         2,
     )
-    made = advantage.rloo(call_of(inputs, {"kind": "rloo", "kl_coef": option}, state))
+    made = advantage.rloo(call_of(inputs, {"kind": "rloo", "kl_coef": option}, state=state))
     return made.fields["advantages"].tolist(), made.metrics
 
 
@@ -178,7 +162,7 @@ def test_a_divergence_that_is_given_enters_the_reward_as_it_is():
         2,
     )
     params = {"kind": "rloo", "kl_coef": 0.5, "kl": "given"}
-    made = advantage.rloo(call_of(inputs, params, {}))
+    made = advantage.rloo(call_of(inputs, params, state={}))
     assert pytest.approx([-0.5, 0.5]) == made.fields["advantages"].tolist()
     assert pytest.approx(7 / 3) == made.metrics["kl"].value
     wanted = needed_inputs(ESTIMATORS["rloo"], {"kl_coef": 0.5, "kl": "given"})
@@ -198,7 +182,8 @@ def test_a_coefficient_that_follows_the_whole_batch_is_not_cut(name):
 def test_the_age_of_a_token_is_what_the_weights_are_ahead():
     versions = ragged_rows([[3, 4], [5]], torch.int64)
     mask = ragged_rows([[True, True], [True]], torch.bool)
-    aged = update.with_age(make_batch({"version": versions, "response_mask": mask}, 2), 5)
+    call = SimpleNamespace(updates_since=lambda version: 5 - version)
+    aged = update.with_age(call, make_batch({"version": versions, "response_mask": mask}, 2))
     assert [2, 1, 0] == flat(aged["age"]).tolist()
 
 

@@ -9,9 +9,10 @@ from hypothesis import given
 from rlflow.batch import flat, lengths, pad, ragged
 from rlflow.ops.bodies import advantage
 from rlflow.ops.estimator_options import RewardWeights
-from rlflow.ops.math import advantages as formulas
-from rlflow.runtime.stats import join
-from tests.ops.test_parts import FEW, call_of, nearly, require_equal, samples, split_batches
+from rlflow.ops.math.advantages import group as formulas
+from rlflow.ops.math.advantages import token as token_formulas
+from rlflow.runtime.execute.stats import join_metrics
+from tests.ops.parts import FEW, call_of, nearly, require_equal, samples, split_batches
 
 pytestmark = pytest.mark.torch
 
@@ -72,8 +73,8 @@ def test_options_reach_the_formula():
 def test_token_estimators_give_their_fields_the_lengths_of_the_mask():
     batch = with_more(samples([0, 0, 1, 1, 0]))
     mask = pad(flat(batch["response_mask"]), lengths(batch["response_mask"]))
-    spread = formulas.token_rewards(batch["reward"], mask)
-    expected = formulas.remax(spread, batch["baseline"], mask)
+    spread = token_formulas.token_rewards(batch["reward"], mask)
+    expected = token_formulas.remax(spread, batch["baseline"], mask)
     made = made_of("remax", batch)
     for name, value in zip(BOTH, expected, strict=True):
         got = made.fields[name]
@@ -114,11 +115,11 @@ def test_shares_of_groups_are_logged():
     batch["reward"] = torch.tensor([1.0, 0, 1, 5, 3, 1])
     batch["other"] = torch.tensor([0.0, 0, 0, 0, 0, 1])
     for name in ("grpo", "dr_grpo", "rloo", "opo", "gpg", "pass_at_k", "optimal_token_baseline"):
-        metrics = join([made_of(name, batch).metrics])
+        metrics = join_metrics([made_of(name, batch).metrics])
         assert (1 / 3, 1 / 3) == pytest.approx((metrics["single"], metrics["degenerate"])), name
-    metrics = join([made_of("gdpo", batch, rewards=WEIGHTS).metrics])
+    metrics = join_metrics([made_of("gdpo", batch, rewards=WEIGHTS).metrics])
     assert (1 / 3, 0.0) == pytest.approx((metrics["single"], metrics["degenerate"]))
-    assert 4 / 6 == pytest.approx(join([made_of("grpo", batch).metrics])["zero"])
+    assert 4 / 6 == pytest.approx(join_metrics([made_of("grpo", batch).metrics])["zero"])
     assert "single" not in made_of("remax", batch).metrics
 
 
@@ -127,7 +128,7 @@ def test_a_kl_in_the_reward_hides_no_degenerate_group():
     batch["reward"] = torch.ones(2)
     made = made_of("dr_grpo", batch, kl_coef=0.5)
     assert made.fields["advantages"].all()
-    assert 1.0 == join([made.metrics])["degenerate"]
+    assert 1.0 == join_metrics([made.metrics])["degenerate"]
 
 
 @FEW

@@ -12,43 +12,17 @@ from hypothesis import given, settings
 
 import rlflow as rf
 from rlflow.batch import flat, lengths, make_batch, ragged_rows, split_rows, strings, text
-from rlflow.engines.loading import load_tokenizer
-from rlflow.engines.rng import permutation
+from rlflow.engines.hf.loading import load_tokenizer
 from rlflow.errors import DataError, NumericsError, RewardError, RunError
-from rlflow.graph.op import Op
-from rlflow.ops.bodies import (
-    advantage,
-    common,
-    data,
-    forward,
-    metrics,
-    reward,
-    rollout,
-    update,
-    user,
-)
-from rlflow.ops.body import Call
-from rlflow.runtime.stats import join
+from rlflow.graph.fields import Field
+from rlflow.ops.bodies import advantage, common, data, forward, metrics, reward, rollout, update
+from rlflow.ops.bodies.user import call as user
+from rlflow.runtime.execute.stats import join_metrics
+from tests.budget import examples
 from tests.conftest import TINY
+from tests.ops.calls import call_of, generated
 
 pytestmark = pytest.mark.torch
-
-
-def call_of(*, inputs=None, params=None, wanted=(), model=None, iteration=0, **op):
-    """A call of a made-up op."""
-    shape = {"name": "made", "body": "", "inputs": (), "outputs": (), "per": "row"} | op
-    return Call(
-        node="made",
-        op=Op(**shape),
-        iteration=iteration,
-        seed=0,
-        params=params or {},
-        wanted=frozenset(wanted),
-        permutation=lambda n, *salt: permutation(n, 0, iteration, "made", *salt),
-        tokenizer=lambda path: load_tokenizer(str(TINY)),
-        inputs=inputs,
-        model=model,
-    )
 
 
 def tokens(sizes):
@@ -73,11 +47,11 @@ def batch_of(groups):
     return make_batch(fields, len(groups))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=24), st.integers(1, 4), st.integers(1, 5))
 def test_mini_batches_keep_groups_whole_and_cover_all_rows_once_an_epoch(groups, epochs, parts):
     call = call_of(params={"epochs": epochs, "mini_batches": parts})
-    minis = list(update.mini_batches(call, batch_of(groups)))
+    minis = list(update.cut_mini_batches(call, batch_of(groups)))
     most = min(parts, len(set(groups)))
     assert epochs <= len(minis) <= epochs * most
     each = len(minis) // epochs
@@ -94,8 +68,8 @@ def test_mini_batches_keep_groups_whole_and_cover_all_rows_once_an_epoch(groups,
 
 def test_each_epoch_has_an_order_of_its_own_and_it_repeats():
     call = call_of(params={"epochs": 4, "mini_batches": 8})
-    first = [mini["row"].tolist() for mini in update.mini_batches(call, batch_of(range(16)))]
-    again = [mini["row"].tolist() for mini in update.mini_batches(call, batch_of(range(16)))]
+    first = [mini["row"].tolist() for mini in update.cut_mini_batches(call, batch_of(range(16)))]
+    again = [mini["row"].tolist() for mini in update.cut_mini_batches(call, batch_of(range(16)))]
     assert first == again
     orders = {str(first[epoch * 8 : epoch * 8 + 8]) for epoch in range(4)}
     assert 4 == len(orders)
@@ -104,7 +78,7 @@ def test_each_epoch_has_an_order_of_its_own_and_it_repeats():
 def test_without_groups_a_row_is_its_own_group():
     batch = batch_of([0] * 6).exclude("group")
     call = call_of(inputs=batch, params={"epochs": 1, "mini_batches": 3})
-    assert [2, 2, 2] == [len(mini["row"]) for mini in update.mini_batches(call, batch)]
+    assert [2, 2, 2] == [len(mini["row"]) for mini in update.cut_mini_batches(call, batch)]
 
 
 def step(applied=True, grad_norm=1.0, **numbers):
@@ -168,7 +142,7 @@ def test_a_reward_per_sample_and_per_batch():
     assert [1.0, 2.0, 3.0] == one.fields["reward"].tolist() == whole.fields["reward"].tolist()
     assert torch.float32 == one.fields["reward"].dtype
     expected = {"mean": 2.0, "std": pytest.approx((2 / 3) ** 0.5), "min": 1.0, "max": 3.0}
-    assert expected == join([one.metrics])
+    assert expected == join_metrics([one.metrics])
 
 
 def test_options_reach_the_reward_function():
@@ -220,14 +194,14 @@ def test_tensors_and_bools_are_rewards():
 
 
 def test_rows_of_a_field():
-    assert ["é", ""] == reward.rows_of(text(["é", ""]))
-    assert [[3], [3, 4]] == reward.rows_of(tokens([1, 2]))
-    assert [1.5, 2.5] == reward.rows_of(torch.tensor([1.5, 2.5]))
+    assert ["é", ""] == reward.python_rows(text(["é", ""]))
+    assert [[3], [3, 4]] == reward.python_rows(tokens([1, 2]))
+    assert [1.5, 2.5] == reward.python_rows(torch.tensor([1.5, 2.5]))
 
 
 def test_metrics_of_fields_and_of_a_function():
     inputs = make_batch({"a": torch.tensor([1.0, 3.0]), "t": tokens([1, 2])}, 2)
-    made = join([metrics.metrics(call_of(inputs=inputs)).metrics])
+    made = join_metrics([metrics.metrics(call_of(inputs=inputs)).metrics])
     assert (2.0, 1.0, 3.0) == (made["a_mean"], made["a_min"], made["a_max"])
     assert 4.0 == made["t_max"]
     made = metrics.metrics(call_of(inputs=inputs, function=lambda a, t: {"n": len(a) + len(t[1])}))
@@ -239,7 +213,7 @@ def test_metrics_of_fields_and_of_a_function():
 # --- a user's op ----------------------------------------------------------------------------
 
 
-def user_call(function, groups, per="group", outputs=("made",), **params):
+def user_call(function, groups, per="group", outputs=("made",), made=("float32", "row"), **params):
     rows = len(groups)
     inputs = make_batch(
         {
@@ -249,11 +223,12 @@ def user_call(function, groups, per="group", outputs=("made",), **params):
         },
         rows,
     )
-    made = tuple(SimpleNamespace(name=name) for name in outputs)
-    return call_of(inputs=inputs, per=per, outputs=made, function=function, params=params)
+    dtype, level = made
+    fields = tuple(Field(name=name, dtype=dtype, level=level) for name in outputs)
+    return call_of(inputs=inputs, per=per, outputs=fields, function=function, params=params)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=16))
 def test_a_group_op_sees_each_group_once_and_its_rows_come_back_in_order(groups):
     seen = []
@@ -271,7 +246,8 @@ def test_a_group_op_sees_each_group_once_and_its_rows_come_back_in_order(groups)
 
 
 def test_a_group_op_may_make_tokens():
-    made = user.call(user_call(lambda tokens, group: tokens, [1, 0, 1, 0])).fields["made"]
+    call = user_call(lambda tokens, group: tokens, [1, 0, 1, 0], made=("int64", "token"))
+    made = user.call(call).fields["made"]
     assert [[3], [3, 4], [3], [3, 4]] == [row.tolist() for row in split_rows(made)]
 
 
@@ -407,15 +383,8 @@ class Speaker:
     def generate(self, prompts, samples, *, n, **options):
         self.asked.append((len(lengths(prompts)), samples.tolist(), n, options))
         rows = [self.tokenizer(self.answers[i % len(self.answers)])["input_ids"] for i in samples]
-        response = ragged_rows(rows, torch.int64)
-        return SimpleNamespace(
-            response_tokens=response,
-            log_probs=ragged_rows([[-1.0] * len(row) for row in rows], torch.float32),
-            finished=torch.tensor([i % 2 == 0 for i in samples.tolist()]),
-            rows=None,
-            drafted=0.0,
-            accepted=0.0,
-        )
+        finished = [i % 2 == 0 for i in samples.tolist()]
+        return generated(rows, [[-1.0] * len(row) for row in rows], finished)
 
 
 SAMPLING = {"max_new_tokens": 8, "temperature": 1.0}
@@ -436,7 +405,8 @@ def test_a_rollout_is_prompt_major_and_numbers_its_samples(tokenizer):
     assert list(range(30, 36)) == made.fields["sample"].tolist()
     assert ["7", "12"] * 3 == strings(made.fields["response"])
     assert [1, 2] * 3 == lengths(made.fields["response_mask"]).tolist()
-    assert {"length": 1.5, "length_max": 2.0, "finished": 0.5} == join([made.metrics])
+    numbers = {"length": 1.5, "length_max": 2.0, "finished": 0.5, "entropy": 1.0}
+    assert numbers == join_metrics([made.metrics])
 
 
 @pytest.mark.parametrize(("limit", "count"), [(None, 4), (3, 3), (100, 4)])
@@ -455,7 +425,7 @@ def test_evaluate_counts_each_row_once(tokenizer, tmp_path, limit, count):
     made = rollout.evaluate(call_of(params=params | SAMPLING, model=model))
     assert [("1", "1"), ("0", "2"), ("3", "3"), ("0", "4")][:count] == seen
     assert [(count, list(range(count)), 1)] == [asked[:3] for asked in model.asked]
-    assert join([made.metrics])["reward"] == pytest.approx(2 / count)
+    assert join_metrics([made.metrics])["reward"] == pytest.approx(2 / count)
 
 
 # --- scores and advantages ------------------------------------------------------------------
@@ -482,7 +452,7 @@ def test_scores_take_the_name_the_node_gives(body, output, temperature):
     made = getattr(forward, body)(call)
     assert [((output,), temperature)] == asked
     assert [[1.0], [2.0, 6.0]] == [row.tolist() for row in split_rows(made.fields["ref_log_probs"])]
-    assert {"mean": 3.0} == join([made.metrics])
+    assert {"mean": 3.0} == join_metrics([made.metrics])
 
 
 @pytest.mark.parametrize("wanted", [{"top_ids", "top_log_probs"}, {"ref_log_probs"}, set()])
@@ -530,7 +500,7 @@ def advantage_batch():
 
 def test_grpo_counts_the_rows_that_teach_nothing():
     made = advantage.grpo(call_of(inputs=advantage_batch()))
-    assert 0.5 == join([made.metrics])["zero"]
+    assert 0.5 == join_metrics([made.metrics])["zero"]
     first, second, *rest = made.fields["advantages"].tolist()
     assert first == -second > 0
     assert [0.0, 0.0] == rest
@@ -540,7 +510,7 @@ def test_a_kl_in_the_reward_is_subtracted_and_logged():
     plain = advantage.rloo(call_of(inputs=advantage_batch()))
     params = {"kl_coef": 0.5, "kl": "k1"}
     made = advantage.rloo(call_of(inputs=advantage_batch(), params=params))
-    assert 1.0 == join([made.metrics])["kl"]
+    assert 1.0 == join_metrics([made.metrics])["kl"]
     assert "kl" not in plain.metrics
     assert [1.0, -1.0, 0.0, 0.0] == plain.fields["advantages"].tolist()
     assert [1.5, -1.5, 0.5, -0.5] == made.fields["advantages"].tolist()

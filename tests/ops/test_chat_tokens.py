@@ -9,7 +9,7 @@ import pytest
 import rlflow as rf
 from rlflow import ops
 from rlflow.batch import split_rows
-from rlflow.engines.loading import load_tokenizer
+from rlflow.engines.hf.loading import load_tokenizer
 from rlflow.errors import RunError
 from rlflow.graph.op import Op
 from rlflow.ops.bodies.common import token_rows

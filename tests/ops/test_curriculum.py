@@ -14,12 +14,12 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.batch import make_batch, strings, text
 from rlflow.errors import DataError, RunError
-from rlflow.graph.check import check_graph
 from rlflow.graph.graph import Graph
+from rlflow.graph.rules.check import check_graph
 from rlflow.graph.trace import tracing
-from rlflow.ops.bodies import curriculum
-from rlflow.ops.bodies.valid import of_valid_rows
-from tests.ops.test_bodies import call_of
+from rlflow.ops.bodies.loops import curriculum
+from rlflow.ops.bodies.missing_reward import of_valid_rows
+from tests.ops.calls import call_of
 
 pytestmark = pytest.mark.torch
 
@@ -169,7 +169,7 @@ def test_a_threshold_says_who_passes():
     assert [3 / 5, 1 / 3] == rates(state, 1, spec)
 
 
-@pytest.mark.parametrize("reward", [1.5, -0.25, float("nan")])
+@pytest.mark.parametrize("reward", [1.5, -0.25])
 def test_a_reward_that_is_no_part_of_a_pass_is_an_error(reward):
     with pytest.raises(RunError) as caught:
         tracked({}, [("1", 0.0), ("2", reward)])
@@ -188,7 +188,7 @@ def test_samples_that_are_not_valid_are_left_out():
         3,
     )
     state = {}
-    params = {"weights": PASSES, "body": "rlflow.ops.bodies.curriculum:track"}
+    params = {"weights": PASSES, "body": "rlflow.ops.bodies.loops.curriculum:track"}
     of_valid_rows(replace(call_of(inputs=inputs, params=params), state=state))
     assert [1.5 / 2, 0.5 / 2] == rates(state, 1)
 
@@ -234,7 +234,9 @@ def drawn(state, iteration=0, spec=PASSES, size=8, data=None, draw=None, stalene
     params = {"weights": spec, "data": data or mixed(), "batch": size}
     fields = [rf.graph.fields.row(name, "text") for name in ("prompt", "level", "row_id")]
     call = call_of(params=params, wanted=("level", "row_id"), outputs=fields, iteration=iteration)
-    made = curriculum.prompts(replace(call, state=state, draw=draw, staleness=staleness))
+    made = curriculum.prompts_by_pass_rate(
+        replace(call, state=state, draw=draw, staleness=staleness)
+    )
     assert made.rows == size
     return strings(made.fields["level"]), made.fields["row_id"].tolist(), made.metrics
 

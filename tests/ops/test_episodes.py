@@ -6,24 +6,22 @@ sample's number says; token 24 is a space, digits are 3 to 12.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import rlflow as rf
 from rlflow import ops
 from rlflow.batch import lengths, make_batch, ragged_rows, strings, text
-from rlflow.engines.loading import load_tokenizer
+from rlflow.engines.hf.loading import load_tokenizer
 from rlflow.errors import RunError
-from rlflow.graph.check import check_graph
 from rlflow.graph.graph import Graph
+from rlflow.graph.rules.check import check_graph
 from rlflow.graph.trace import tracing
-from rlflow.ops.bodies import episodes, observing
+from rlflow.ops.bodies.loops import episodes, observing
 from rlflow.rewards.bounds import Bounds
-from rlflow.runtime.stats import join
+from rlflow.runtime.execute.stats import join_metrics
 from tests.conftest import TINY
-from tests.ops.test_bodies import call_of
+from tests.ops.calls import call_of, generated
 
 pytestmark = pytest.mark.torch
 
@@ -54,14 +52,8 @@ class Scripted:
         self.asked.append(([row.tolist() for row in prompts.unbind()], samples.tolist(), options))
         first = 10 * (len(self.asked) + 3)
         made = [[first + p for p in range(s + 1)] for s in samples.tolist()]
-        return SimpleNamespace(
-            response_tokens=ragged_rows(made, torch.int64),
-            log_probs=ragged_rows([[-float(t) for t in row] for row in made], torch.float32),
-            finished=torch.ones(len(made), dtype=torch.bool),
-            rows=None,
-            drafted=0.0,
-            accepted=0.0,
-        )
+        said = [[-float(t) for t in row] for row in made]
+        return generated(made, said, [True] * len(made))
 
 
 def lists(field):
@@ -98,7 +90,7 @@ def test_an_environment_begins_with_the_row_and_answers():
     assert [0.5, 1.5] == made.fields["reward"].tolist()
     assert [1, 1] == made.fields["turns"].tolist()
     assert '{"answer": "yes", "last": "no"}' == strings(made.fields["env_state"])[0]
-    assert {"stepped": 1.0, "failed": 0.0, "done": 0.5} == join([made.metrics])
+    assert {"stepped": 1.0, "failed": 0.0, "done": 0.5} == join_metrics([made.metrics])
 
 
 def later(inputs, made, **changed):
@@ -116,7 +108,7 @@ def test_an_episode_that_is_over_stays_as_it_is():
     assert [2, 1] == made.fields["turns"].tolist()
     assert [2.0, 1.5] == made.fields["reward"].tolist()
     assert [True, True] == made.fields["done"].tolist()
-    assert {"stepped": 0.5, "failed": 0.0, "done": 1.0} == join([made.metrics])
+    assert {"stepped": 0.5, "failed": 0.0, "done": 1.0} == join_metrics([made.metrics])
 
 
 def test_one_that_was_cut_off_is_over_and_not_finished():
@@ -146,7 +138,7 @@ def test_an_episode_whose_environment_fails_may_end():
     assert [False, True] == made.fields["done"].tolist()
     assert [False, False] == made.fields["finished"].tolist()
     assert [0.5, 0.0] == made.fields["reward"].tolist()
-    assert {"stepped": 1.0, "failed": 0.5, "done": 0.5} == join([made.metrics])
+    assert {"stepped": 1.0, "failed": 0.5, "done": 0.5} == join_metrics([made.metrics])
     again = observed(later(inputs, made, response=text(["bad", "yes"])), on_error="end")
     assert [0.5, 0.0] == again.fields["reward"].tolist()
     assert [2, 1] == again.fields["turns"].tolist()
@@ -230,7 +222,7 @@ def test_what_is_told_and_said_joins_the_response():
     assert ["p", "01", "pqr"] == strings(fields["response"])
     assert [False, True, False] == fields["done"].tolist()
     expected = {"length": 2.0, "told": 1.5, "acting": 2 / 3, "no_room": 0.0}
-    assert pytest.approx(expected) == join([made.metrics])
+    assert pytest.approx(expected) == join_metrics([made.metrics])
 
 
 @pytest.mark.parametrize(
@@ -320,7 +312,7 @@ def ended(inputs, **params):
 def test_what_is_not_over_after_its_last_turn_was_cut_off():
     made = ended(over([True, False, True, True], [False, False, True, False]))
     assert [False, True, True, False] == made.fields["truncated"].tolist()
-    found = join([made.metrics])
+    found = join_metrics([made.metrics])
     assert (2.5, 4.0, 1.5) == (found["turns"], found["turns_max"], found["reward"])
     assert (0.5, 0.25, 4.0) == (found["truncated"], found["told"], found["length"])
 
@@ -343,7 +335,7 @@ def test_episodes_may_be_left_out(policies, valid):
     causes = text(["", "", "", "timeout: late", "", ""])
     made = ended(over(done, [False] * 6, failure=causes), **policies)
     assert valid == made.fields["valid"].tolist()
-    found = join([made.metrics])
+    found = join_metrics([made.metrics])
     assert pytest.approx(1 / 6) == found["failed"]
     assert pytest.approx(1 - sum(valid) / 6) == found["dropped"]
 

@@ -13,12 +13,12 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.batch import make_batch, strings, text
 from rlflow.errors import RunError
-from rlflow.graph.check import check_graph
 from rlflow.graph.graph import Graph
+from rlflow.graph.rules.check import check_graph
 from rlflow.graph.trace import tracing
-from rlflow.ops.bodies import loops
-from rlflow.runtime.stats import join
-from tests.ops.test_bodies import call_of
+from rlflow.ops.bodies.loops import loops
+from rlflow.runtime.execute.stats import join_metrics
+from tests.ops.calls import call_of
 
 pytestmark = pytest.mark.torch
 
@@ -256,20 +256,47 @@ def test_what_has_an_effect_is_not_repeated(inner, name):
     assert said == refused(gathering(inner))
 
 
-def test_a_loop_in_a_loop_is_refused():
+def nest(at_most=2, groups=2, **options):
+    """A loop that draws, in a loop that draws until more groups count."""
+
     def inner():
         prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=4)
-        reward = ops.reward(lambda answer: float(len(answer)), prompts)
-        return prompts, ops.informative(reward, prompts.rename(group="row_id").only("group"))
+        reward = ops.reward(lambda answer: float(len(answer)), prompts, name="reward")
+        both = prompts.rename(group="row_id")
+        return both, reward, ops.informative(reward, both.only("group"))
 
     def outer():
-        return ops.repeat(inner, until="informative", groups=2, at_most=2, name="inner")
+        few = ops.repeat(inner, until="informative", groups=2, at_most=2, name="inner", **options)
+        again = ops.informative(few.only("reward", "group"), name="again")
+        kept = [o.name for o in few.offers if o.name != "informative"]
+        return few.only(*kept), again
 
     def declare():
-        ops.repeat(outer, until="informative", groups=2, at_most=2, name="outer")
+        said = {"until": "informative", "groups": groups, "at_most": at_most, "name": "outer"}
+        ops.metrics(ops.repeat(outer, **said).only("reward"))
 
-    found = [f for f in traced(declare)[1] if f[0] == "E125"]
-    assert [("E125", "loop 'outer' cannot repeat 'inner'", "it is a loop itself")] == found
+    return declare
+
+
+def test_a_loop_may_be_in_a_loop():
+    graph, found = traced(nest())
+    assert [] == found
+    loops_of = {node.name: node.loop for node in graph.nodes}
+    assert ("inner", "inner", "outer") == tuple(
+        loops_of[n] for n in ("reward", "inner.gate", "inner")
+    )
+    assert ("outer", "outer", None) == tuple(loops_of[n] for n in ("again", "outer.gate", "outer"))
+    assert "inner" == graph.node("again").rows_of
+
+
+def test_a_loop_in_a_loop_keeps_no_surplus():
+    why = 'a loop with surplus="keep": its rows would be of the next trip'
+    assert ("E125", "loop 'outer' cannot repeat 'inner'", why) == refused(nest(surplus="keep"))
+
+
+def test_trips_of_a_loop_in_a_loop_are_of_the_groups_of_that():
+    got = "2 trips of 2 groups: at most 4 groups"
+    assert ("E118", "a loop 'outer' with groups=5", got) == refused(nest(groups=5))
 
 
 @pytest.mark.parametrize("made", [None, [], 3.0])
@@ -358,7 +385,7 @@ def informative(reward, group, **fields):
     given = {"reward": torch.tensor(reward), "group": torch.tensor(group)}
     given |= {name: torch.tensor(value) for name, value in fields.items()}
     made = loops.informative(call_of(inputs=make_batch(given, len(reward))))
-    return made.fields["informative"].tolist(), join([made.metrics])["share"]
+    return made.fields["informative"].tolist(), join_metrics([made.metrics])["share"]
 
 
 def test_groups_whose_rewards_differ_are_informative_wherever_their_rows_lie():
@@ -564,4 +591,4 @@ def test_a_state_ends_as_its_last_trip_has_left_it():
     made = loops.last(replace(call, trips=3))
     assert [2.0, 3.0] == made.fields["count"].tolist()
     assert {"count"} == made.fields.keys()
-    assert {"trips": 3.0, "done": 0.5} == join([made.metrics])
+    assert {"trips": 3.0, "done": 0.5} == join_metrics([made.metrics])

@@ -7,7 +7,7 @@ import torch
 
 from rlflow.batch import make_batch, ragged
 from rlflow.ops.bodies import update
-from rlflow.ops.losses import PolicyLoss
+from rlflow.ops.losses.losses import PolicyLoss
 from rlflow.ops.math.aggregate import Totals
 
 pytestmark = pytest.mark.torch

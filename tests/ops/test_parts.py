@@ -5,230 +5,52 @@ Ranks are threads here, and really meet in their sums and unions.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 
 import rlflow as rf
 from rlflow.batch import (
-    concat_rows,
     flat,
-    is_ragged,
     lengths,
     make_batch,
-    pad,
-    ragged,
     ragged_rows,
     select_rows,
     split_rows,
     strings,
     text,
 )
-from rlflow.engines.loading import load_tokenizer
-from rlflow.engines.rng import permutation
+from rlflow.engines.hf.loading import load_tokenizer
 from rlflow.errors import DataError, RewardError, RunError
 from rlflow.graph.fields import row, token
-from rlflow.graph.op import Op
-from rlflow.ops.bodies import advantage, data, forward, metrics, reward, rollout, update, user
-from rlflow.ops.bodies.selection import numbered, selected
-from rlflow.ops.body import Call
+from rlflow.ops.bodies import advantage, data, forward, metrics, reward, rollout, update
+from rlflow.ops.bodies.steps.selection import numbered, selected
+from rlflow.ops.bodies.user import call as user
 from rlflow.ops.math.aggregate import Totals
 from rlflow.ops.models import EVALUATE, UPDATE
-from rlflow.runtime.rows import generated
-from rlflow.runtime.stats import join
+from rlflow.runtime.execute.stats import join_metrics
+from tests.budget import examples
 from tests.conftest import TINY
+from tests.ops.calls import generated
+from tests.ops.parts import (
+    FEW,
+    Trainee,
+    call_of,
+    copied,
+    in_parts,
+    nearly,
+    require_equal,
+    same_fields,
+    samples,
+    split_batches,
+)
 
 pytestmark = pytest.mark.torch
-
-FEW = settings(max_examples=25)
-PATIENCE = 60
-
-
-# --- ranks that are threads -----------------------------------------------------------------
-
-
-class Meeting:
-    """Where the parts of a call meet: all say something, and all hear what was said."""
-
-    def __init__(self, count):
-        self.count = count
-        self.said = [None] * count
-        self.barrier = threading.Barrier(count, timeout=PATIENCE)
-
-    def all_of(self, part, value):
-        self.said[part] = value
-        self.barrier.wait()
-        heard = list(self.said)
-        self.barrier.wait()
-        return heard
-
-
-class Peer:
-    """One part's side of a meeting."""
-
-    def __init__(self, meeting, part):
-        self.meeting, self.part = meeting, part
-
-    def sum(self, values):
-        heard = self.meeting.all_of(self.part, list(values))
-        return [math.fsum(column) for column in zip(*heard, strict=True)]
-
-    def union(self, ids):
-        return self.gather(ids).unique()
-
-    def gather(self, values):
-        return torch.cat(self.meeting.all_of(self.part, values))
-
-    def share(self, n):
-        return range(self.part * n // self.meeting.count, (self.part + 1) * n // self.meeting.count)
-
-
-def in_parts(body, whole, parts, models=None):
-    """What each part's call of a body makes; parts run at once, and may not change their inputs."""
-    meeting = Meeting(len(parts))
-    calls = []
-    for number, rows in enumerate(parts):
-        given_rows = torch.tensor(rows, dtype=torch.int64)
-        had = whole.inputs is not None
-        calls.append(
-            dataclasses.replace(
-                whole,
-                inputs=select_rows(whole.inputs, given_rows) if had else None,
-                rows=given_rows if had else None,
-                total=len(whole.inputs) if had else 0,
-                peers=Peer(meeting, number),
-                model=models[number] if models else whole.model,
-            )
-        )
-
-    def one(call):
-        before = copied(call.inputs)
-        try:
-            made = body(call)
-        except BaseException:
-            meeting.barrier.abort()
-            raise
-        assert same_fields(before, copied(call.inputs))
-        return made
-
-    with ThreadPoolExecutor(len(parts)) as pool:
-        return [future.result(PATIENCE) for future in [pool.submit(one, call) for call in calls]]
-
-
-def copied(batch):
-    return None if batch is None else {name: parts_of(batch[name]) for name in batch.keys()}  # noqa: SIM118
-
-
-def parts_of(field):
-    """A field as its plain tensors, copied."""
-    tensors = (flat(field), lengths(field)) if is_ragged(field) else (field,)
-    return [tensor.clone() for tensor in tensors]
-
-
-def same_fields(one, two, close=torch.equal):
-    if one is None or two is None:
-        return one is two
-    return list(one) == list(two) and all(
-        len(one[name]) == len(two[name]) and all(map(close, one[name], two[name])) for name in one
-    )
-
-
-def put_back(outputs, rows):
-    """The fields of all parts, in the order of the batch."""
-    made = [make_batch(output.fields, output.rows) for output in outputs]
-    joined = concat_rows(made)
-    return copied(select_rows(joined, torch.argsort(torch.cat(rows))))
-
-
-def require_equal(body, whole, parts, factor=1, close=torch.equal):
-    """The parts' fields and metrics are those of one call that has everything."""
-    expected = body(whole)
-
-    made = in_parts(body, whole, parts)
-
-    rows = [
-        torch.from_numpy(part)
-        for part in generated([np.array(part, dtype=np.int64) for part in parts], factor)
-    ]
-    assert {factor} == {output.factor for output in (expected, *made)}
-    if expected.fields:
-        assert [len(part) for part in rows] == [output.rows for output in made]
-        assert same_fields(copied(expected.fields), put_back(made, rows), close)
-    assert join([out.metrics for out in made]) == pytest.approx(
-        join([expected.metrics]), rel=1e-12, abs=1e-12
-    )
-
-
-def nearly(one, two):
-    return torch.allclose(one.double(), two.double(), rtol=1e-6, atol=1e-6)
-
-
-# --- batches in parts -----------------------------------------------------------------------
-
-
-@st.composite
-def split_batches(draw, whole_groups=True):
-    """A batch of samples and the rows of two or three parts, some of them perhaps empty."""
-    groups = draw(st.lists(st.integers(0, 5), min_size=1, max_size=14))
-    count = draw(st.integers(2, 3))
-    part = st.integers(0, count - 1)
-    home = {group: draw(part) for group in set(groups)}
-    homes = [home[group] if whole_groups else draw(part) for group in groups]
-    parts = [[i for i, at in enumerate(homes) if at == number] for number in range(count)]
-    return samples(groups, draw(st.integers(0, 99))), parts
-
-
-def samples(groups, seed=0):
-    """Rows with every field that a body reads, random but for the seed."""
-    random = np.random.default_rng(seed)
-    rows = len(groups)
-    sizes = torch.from_numpy(random.integers(1, 6, rows))
-    total = int(sizes.sum())
-
-    def numbers():
-        return torch.from_numpy(random.normal(size=total).astype(np.float32))
-
-    fields = {
-        "prompt": text(f"{group}+{group}=" for group in groups),
-        "prompt_tokens": ragged_rows([[5 + group, 3] for group in groups], torch.int64),
-        "response": text("x" * int(size) for size in sizes),
-        "response_tokens": ragged(torch.from_numpy(random.integers(3, 13, total)), sizes),
-        "response_mask": ragged(torch.from_numpy(random.random(total) < 0.7), sizes),
-        "reward": torch.from_numpy(random.integers(-2, 3, rows).astype(np.float32)),
-        "group": torch.tensor(groups) * 10,
-        "row": torch.arange(rows),
-    }
-    named = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")
-    for name in (*named, "values", "returns"):
-        fields[name] = ragged(numbers(), sizes)
-    return make_batch(fields, rows)
-
-
-def call_of(inputs=None, params=None, model=None, wanted=(), **op):
-    """A call that has the whole batch, of a made-up op."""
-    shape = {"name": "made", "body": "", "inputs": (), "outputs": (), "per": "row"} | op
-    return Call(
-        node="made",
-        op=Op(**shape),
-        iteration=3,
-        seed=0,
-        params=params or {},
-        wanted=frozenset(wanted),
-        permutation=lambda n, *salt: permutation(n, 0, 3, "made", *salt),
-        tokenizer=lambda path: load_tokenizer(str(TINY)),
-        inputs=inputs,
-        model=model,
-    )
 
 
 # --- rows by themselves ---------------------------------------------------------------------
@@ -383,14 +205,8 @@ class Speaker:
         first = [int(prompt.sum()) for prompt in split_rows(prompts) for _ in range(n)]
         said = [str(a * b % 997) for a, b in zip(first, samples.tolist(), strict=True)]
         rows = [self.tokenizer(one)["input_ids"] for one in said]
-        return SimpleNamespace(
-            response_tokens=ragged_rows(rows, torch.int64),
-            log_probs=ragged_rows([[-len(r) / 3] * len(r) for r in rows], torch.float32),
-            finished=torch.tensor([a % 2 == 0 for a in samples.tolist()], dtype=torch.bool),
-            rows=None,
-            drafted=0.0,
-            accepted=0.0,
-        )
+        finished = [a % 2 == 0 for a in samples.tolist()]
+        return generated(rows, [[-len(r) / 3] * len(r) for r in rows], finished)
 
 
 SAMPLING = {"max_new_tokens": 8, "temperature": 1.0}
@@ -442,10 +258,10 @@ def test_ranks_share_an_evaluation(tmp_path, rows, count, batched):
     whole = call_of(params=params | SAMPLING | {"function": judge}, model=Speaker())
     models = [Speaker() for _ in range(count)]
 
-    expected = join([rollout.evaluate(whole).metrics])
+    expected = join_metrics([rollout.evaluate(whole).metrics])
     made = in_parts(rollout.evaluate, whole, [[]] * count, models)
 
-    assert expected == pytest.approx(join([output.metrics for output in made]), rel=1e-12)
+    assert expected == pytest.approx(join_metrics([output.metrics for output in made]), rel=1e-12)
     assert list(range(rows)) == list(itertools.chain(*(model.drawn for model in models)))
 
 
@@ -454,37 +270,6 @@ def test_ops_whose_bodies_meet_are_split():
 
 
 # --- update ---------------------------------------------------------------------------------
-
-
-class Trainee:
-    """Computes each step's loss and gradient of rows from their numbers, and notes them."""
-
-    learning_rate = 0.5
-
-    def __init__(self):
-        self.steps = []
-
-    def forward(self, mini, *, outputs, temperature):
-        found = flat(mini["response_tokens"]).double()
-        made = {"log_probs": found / -7, "entropy": (found * 5) % 7}
-        return {name: made[name] for name in outputs}
-
-    def step(self, mini, loss, *, outputs, temperature, max_grad_norm):
-        made = {
-            name: (flat(mini["response_tokens"]).double() / -7).requires_grad_() for name in outputs
-        }
-        value, found = loss(made, mini)
-        value.backward()
-        grads = {name: pad(x.grad, lengths(mini["response_tokens"])) for name, x in made.items()}
-        each = [
-            {name: grad[i, : int(size)].tolist() for name, grad in grads.items()}
-            for i, size in enumerate(lengths(mini["response_tokens"]))
-        ]
-        rows = mini["row"].tolist()
-        self.steps.append(
-            (rows, dict(zip(rows, each, strict=True)), {"loss": value.detach(), **found})
-        )
-        return SimpleNamespace(metrics={"loss": 1.0}, grad_norm=1.0, applied=True)
 
 
 LOSSES = [
@@ -511,11 +296,11 @@ def updated(batch, parts, spec, epochs, mini_batches):
     models = [Trainee() for _ in parts]
     expected = update.update(whole)
     made = in_parts(update.update, whole, parts, models)
-    assert dict(expected.metrics) == join([output.metrics for output in made])
+    assert dict(expected.metrics) == join_metrics([output.metrics for output in made])
     return whole.model.steps, [model.steps for model in models]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(split_batches(), st.sampled_from(LOSSES), st.integers(1, 2), st.integers(1, 4))
 def test_parts_make_the_steps_of_the_whole_together(case, spec, epochs, mini_batches):
     batch, parts = case

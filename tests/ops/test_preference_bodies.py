@@ -13,12 +13,12 @@ from rlflow.batch import flat, lengths, make_batch, ragged, select_rows, split_r
 from rlflow.graph.fields import row
 from rlflow.ops.bodies import pair as bodies
 from rlflow.ops.bodies import update
-from rlflow.ops.bodies.batchwise import prepared, scored
+from rlflow.ops.bodies.steps.batchwise import prepared, scored
 from rlflow.ops.body import Output
-from rlflow.ops.math.batchwise import SHARES, SLOPES
-from rlflow.ops.preference import DPOLoss, RewardModelLoss
-from rlflow.runtime.stats import join
-from tests.ops.test_parts import FEW, call_of, in_parts, require_equal, samples, split_batches
+from rlflow.ops.losses.preference import DPOLoss, RewardModelLoss
+from rlflow.ops.math.losses.batchwise import SHARES, SLOPES
+from rlflow.runtime.execute.stats import join_metrics
+from tests.ops.parts import FEW, call_of, in_parts, require_equal, samples, split_batches
 
 pytestmark = pytest.mark.torch
 
@@ -66,13 +66,17 @@ def test_pairs_and_what_is_counted_of_them():
     assert [-1, -1, -1, -1, -1, 20, 20, -1, 40, 40] == made.fields["pair"].tolist()
     assert [6, 9] == torch.nonzero(made.fields["chosen"])[:, 0].tolist()
     assert [0, 0, 0, 0, 0, 3, 3, 0, 1, 1] == made.fields["pair_margin"].tolist()
-    assert {"pairs": 0.4, "ties": 0.2, "invalid": 0.0, "single": 0.4, "margin": 2.0} == join(
-        [made.metrics]
-    )
+    assert {
+        "pairs": 0.4,
+        "ties": 0.2,
+        "invalid": 0.0,
+        "single": 0.4,
+        "margin": 2.0,
+    } == join_metrics([made.metrics])
 
     ended = bodies.pair(call_of(batch, {"require_eos": True}))
     assert [-1] * 4 + [20, 20, -1, -1, -1, -1] == ended.fields["pair"].tolist()
-    assert 0.2 == join([ended.metrics])["invalid"]
+    assert 0.2 == join_metrics([ended.metrics])["invalid"]
 
     fined = bodies.pair(call_of(batch, {"missing_eos_penalty": 2.0}))
     assert [-1] * 4 + [20, 20, -1, -1, 40, 40] == fined.fields["pair"].tolist()

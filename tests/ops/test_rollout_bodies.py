@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from rlflow.batch import lengths, make_batch, ragged_rows, strings, text
-from rlflow.engines.loading import load_tokenizer
+from rlflow.engines.hf.loading import load_tokenizer
 from rlflow.ops.bodies import rollout
-from rlflow.runtime.stats import join
+from rlflow.runtime.execute.stats import join_metrics
 from tests.conftest import TINY
-from tests.ops.test_bodies import call_of
+from tests.ops.calls import call_of, generated
 
 pytestmark = pytest.mark.torch
 
@@ -45,16 +43,8 @@ class Scripted:
         chosen = samples.tolist() if self.rows is None else samples[self.rows].tolist()
         last = 8 if until is None else until
         made = [[s + p for p in range(first, min(self.sizes[s], last))] for s in chosen]
-        return SimpleNamespace(
-            response_tokens=ragged_rows(made, torch.int64),
-            log_probs=ragged_rows([[-float(t) for t in row] for row in made], torch.float32),
-            finished=torch.tensor(
-                [self.sizes[s] < 8 and self.sizes[s] <= last for s in chosen], dtype=torch.bool
-            ),
-            rows=self.rows,
-            drafted=0.0,
-            accepted=0.0,
-        )
+        finished = [self.sizes[s] < 8 and self.sizes[s] <= last for s in chosen]
+        return generated(made, [[-float(t) for t in row] for row in made], finished, self.rows)
 
 
 def lists(field):
@@ -74,7 +64,7 @@ def test_a_rollout_stops_where_it_is_told(tokenizer):
     assert [[0, 1], [1, 2, 3], [2, 3, 4], [3, 4, 5]] == lists(made.fields["response_tokens"])
     assert [True, False, True, False] == made.fields["finished"].tolist()
     assert [[7] * 2, [7] * 3, [7] * 3, [7] * 3] == lists(made.fields["version"])
-    assert {"paused": 0.5} == join([made.metrics])
+    assert {"paused": 0.5} == join_metrics([made.metrics])
 
 
 def test_rows_that_come_first_bring_their_prompt_and_their_numbers(tokenizer):
@@ -89,7 +79,8 @@ def test_rows_that_come_first_bring_their_prompt_and_their_numbers(tokenizer):
     assert (2, [0, 1, 2, 3]) == (len(asked), samples)
     assert asked == lists(made.fields["prompt_tokens"])
     assert [2, 3] == lengths(made.fields["response_mask"]).tolist()
-    assert {"length": 2.5, "length_max": 3.0, "finished": 1.0} == join([made.metrics])
+    numbers = {"length": 2.5, "length_max": 3.0, "finished": 1.0, "entropy": 2.0}
+    assert numbers == join_metrics([made.metrics])
 
 
 def begun(sizes, finished):
@@ -129,8 +120,14 @@ def test_unfinished_rows_go_on_and_the_others_stay(tokenizer):
     versions = [[6] * 2, [6] * 3 + [7] * 5, [6] * 3, [6] * 3 + [7] * 2]
     assert versions == lists(made.fields["version"])
     assert [2, 8, 3, 5] == lengths(made.fields["response_mask"]).tolist()
-    numbers = {"length": 4.5, "length_max": 8.0, "finished": 0.75, "resumed": 0.5}
-    assert numbers == join([made.metrics])
+    numbers = {
+        "length": 4.5,
+        "length_max": 8.0,
+        "finished": 0.75,
+        "resumed": 0.5,
+        "entropy": 71 / 18,
+    }
+    assert numbers == join_metrics([made.metrics])
     assert (4, None) == (made.rows, made.kept)
 
 
@@ -141,7 +138,7 @@ def test_a_row_that_was_cut_before_the_pause_does_not_go_on(tokenizer):
     assert [[1], 1, 3, None] == [*model.asked[0][1:]]
     assert [[0], list(range(1, 9))] == lists(made.fields["response_tokens"])
     assert [False, False] == made.fields["finished"].tolist()
-    assert 0.5 == join([made.metrics])["resumed"]
+    assert 0.5 == join_metrics([made.metrics])["resumed"]
 
 
 @pytest.mark.parametrize("sizes", [[2, 3], []])

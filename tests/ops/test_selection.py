@@ -7,10 +7,10 @@ import torch
 
 import rlflow as rf
 from rlflow.batch import flat, lengths, pad
-from rlflow.ops.bodies.selection import numbered, selected
-from rlflow.ops.math.covariance import covariance, kl_cov_chosen
-from rlflow.ops.math.off_policy import top_entropy
-from tests.ops.test_parts import Trainee, call_of, in_parts, samples
+from rlflow.ops.bodies.steps.selection import numbered, selected
+from rlflow.ops.math.losses.covariance import covariance, kl_cov_chosen
+from rlflow.ops.math.losses.off_policy import top_entropy
+from tests.ops.parts import Trainee, call_of, in_parts, samples
 
 pytestmark = pytest.mark.torch
 

@@ -9,34 +9,18 @@ import torch
 
 import rlflow as rf
 from rlflow.batch import flat, lengths, make_batch, ragged_rows, split_rows, text
-from rlflow.engines.loading import load_tokenizer
-from rlflow.engines.protocol import SampleKey
+from rlflow.contract.values import SampleKey
+from rlflow.engines.hf.loading import load_tokenizer
 from rlflow.errors import RunError
-from rlflow.graph.op import Op
 from rlflow.ops.bodies import rollout, update
-from rlflow.ops.body import Call
-from rlflow.runtime.loaded import InUse
-from rlflow.runtime.stats import join
+from rlflow.runtime.execute.stats import join_metrics
+from rlflow.runtime.worker.loaded import InUse
 from tests.conftest import TINY
+from tests.ops.calls import call_of, generated
 
 pytestmark = pytest.mark.torch
 
 SAMPLING = {"n": 2, "max_new_tokens": 8, "temperature": 1.0}
-
-
-def call_of(*, inputs, params, model, iteration=0, wanted=()):
-    return Call(
-        node="made",
-        op=Op(name="made", body="", inputs=(), outputs=(), per="row"),
-        iteration=iteration,
-        seed=0,
-        params=params,
-        wanted=frozenset(wanted),
-        permutation=lambda n, *salt: list(range(n)),
-        tokenizer=lambda path: None,
-        inputs=inputs,
-        model=model,
-    )
 
 
 class Speaker:
@@ -50,14 +34,7 @@ class Speaker:
 
     def generate(self, prompts, samples, **options):
         rows = [[3] * (1 + i % 3) for i in samples.tolist()]
-        return SimpleNamespace(
-            response_tokens=ragged_rows(rows, torch.int64),
-            log_probs=ragged_rows([[-1.0] * len(row) for row in rows], torch.float32),
-            finished=torch.ones(len(rows), dtype=torch.bool),
-            rows=None,
-            drafted=0.0,
-            accepted=0.0,
-        )
+        return generated(rows, [[-1.0] * len(row) for row in rows], [True] * len(rows))
 
 
 @pytest.mark.parametrize("version", [0, 7])
@@ -119,10 +96,10 @@ def update_call(versions, *, iteration, staleness, masked=()):
 def test_an_update_logs_how_old_its_tokens_are():
     """Ages 1 | 2 2 0, over tokens that count: 5/4, and 3/3 without one of 2."""
     call = update_call([[4], [3, 3, 5]], iteration=5, staleness=2)
-    made = join([update.update(call).metrics])
+    made = join_metrics([update.update(call).metrics])
     assert (1.25, 2.0) == (made["staleness/mean"], made["staleness/max"])
     call = update_call([[4], [3, 3, 5]], iteration=5, staleness=2, masked={(1, 0)})
-    assert 1.0 == join([update.update(call).metrics])["staleness/mean"]
+    assert 1.0 == join_metrics([update.update(call).metrics])["staleness/mean"]
 
 
 def test_without_versions_nothing_is_logged_or_checked():
@@ -149,13 +126,13 @@ def test_a_sample_older_than_declared_stops_the_run_before_any_step(staleness):
 
 def test_a_masked_token_may_be_of_any_age():
     call = update_call([[6, 0]], iteration=6, staleness=1, masked={(0, 1)})
-    assert 0.0 == join([update.update(call).metrics])["staleness/max"]
+    assert 0.0 == join_metrics([update.update(call).metrics])["staleness/max"]
 
 
 def test_a_part_without_rows_has_no_age():
     call = update_call([], iteration=6, staleness=1)
     parts = [update.staleness(call, call.inputs), update.staleness(*_some(6))]
-    assert {"staleness/mean": 1.0, "staleness/max": 1.0} == join(parts)
+    assert {"staleness/mean": 1.0, "staleness/max": 1.0} == join_metrics(parts)
     assert 0 == len(lengths(call.inputs["version"])) == len(flat(call.inputs["version"]))
 
 

@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from rlflow.ops.corrections import ImportanceSampling
-from rlflow.ops.losses import PolicyLoss
-from rlflow.ops.math.aggregate import Totals, count
+from rlflow.ops.losses.losses import PolicyLoss
+from rlflow.ops.math.aggregate import Totals
 from rlflow.ops.math.importance import importance_ratio, importance_weight
-from rlflow.ops.math.objective import combine, policy_objective
+from rlflow.ops.math.losses.objective import policy_objective
+from tests.budget import examples
 
 pytestmark = pytest.mark.torch
 
@@ -170,7 +171,7 @@ def test_samples_of_the_same_policy_are_as_without_correction_to_the_bit(correct
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from(["weights", "ratio"]))
 def test_over_all_samples_of_an_old_policy_the_gradient_is_that_on_policy(seed, how):
     """sum_a pi_behave(a) d/d theta of the loss of a == d/d theta of -sum_a pi(a) A(a)."""
@@ -199,33 +200,3 @@ def test_over_all_samples_of_an_old_policy_the_gradient_is_that_on_policy(seed, 
         total += behaviour[action].exp() * gradient
     (expected,) = torch.autograd.grad(-(log_probs.exp() * gains).sum(), theta)
     torch.testing.assert_close(total, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("cut", [[[0], [1], [2], [3]], [[3, 0], [], [2, 1]]])
-def test_any_cut_of_a_batch_has_the_loss_the_gradient_and_the_metrics_of_the_whole(level, cut):
-    generator = torch.Generator().manual_seed(3)
-    drawn = torch.randn(3, 4, 5, dtype=torch.float64, generator=generator)
-    mask = torch.arange(5) < torch.tensor([5, 0, 3, 1])[:, None]
-    fields = {
-        "response_mask": mask,
-        "advantages": torch.tensor([1.0, 2.0, -1.0, 0.5], dtype=torch.float64),
-        "old_log_probs": drawn[1],
-        "rollout_log_probs": drawn[2],
-    }
-    spec = PolicyLoss(old="recomputed", correction=ImportanceSampling(level=level, cap=1.5))
-    log_probs = drawn[0].requires_grad_()
-
-    def parts(rows):
-        batch = {name: value[rows] for name, value in fields.items()}
-        return policy_objective(spec, {"log_probs": log_probs[rows]}, batch, count(mask))
-
-    whole, metrics = parts(list(range(4)))
-    made = [parts(rows) for rows in cut]
-    loss = torch.stack([part for part, _ in made]).sum()
-    torch.testing.assert_close(whole, loss)
-    joined = combine([numbers for _, numbers in made])
-    torch.testing.assert_close(metrics, joined)
-    (one,) = torch.autograd.grad(whole, log_probs, retain_graph=True)
-    (other,) = torch.autograd.grad(loss, log_probs)
-    torch.testing.assert_close(one, other)

@@ -14,7 +14,8 @@ import rlflow as rf
 from rlflow.batch import make_batch, ragged_rows
 from rlflow.errors import NumericsError
 from rlflow.ops.bodies import update
-from tests.ops.test_bodies import call_of
+from tests.budget import examples
+from tests.ops.calls import call_of
 
 pytestmark = pytest.mark.torch
 
@@ -79,7 +80,7 @@ def in_pieces(model, groups, each, parts, count, left_out=()):
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     prompts=st.sampled_from([4, 8]),
     each=st.integers(1, 3),

@@ -27,34 +27,27 @@ from rlflow.batch import (
     strings,
     text,
 )
-from rlflow.engines.rng import permutation
 from rlflow.errors import RewardError
 from rlflow.graph.fields import row, token
-from rlflow.graph.op import Op
-from rlflow.ops.bodies import pair, reward, valid
-from rlflow.ops.body import Call, Output
+from rlflow.ops.bodies import missing_reward as valid
+from rlflow.ops.bodies import pair, reward
+from rlflow.ops.body import Output
 from rlflow.ops.scoring import STRICT, Dispatch, Policy
 from rlflow.rewards.bounds import Bounds
-from rlflow.runtime.stats import join
+from rlflow.runtime.execute.stats import join_metrics
+from tests.budget import examples
+from tests.ops import calls
 
 pytestmark = pytest.mark.torch
 
+
+def call_of(inputs, params, *, outputs=(), model=None):
+    wanted = [made.name for made in outputs]
+    options = {"model": model, "wanted": wanted, "outputs": tuple(outputs), "per": "batch"}
+    return calls.call_of(inputs, params, iteration=3, **options)
+
+
 BODIES = "rlflow.ops.bodies"
-
-
-def call_of(inputs, params, *, outputs=(), model=None, iteration=3):
-    return Call(
-        node="made",
-        op=Op(name="made", body="", inputs=(), outputs=tuple(outputs), per="batch"),
-        iteration=iteration,
-        seed=0,
-        params=params,
-        wanted=frozenset(made.name for made in outputs),
-        permutation=lambda n, *salt: permutation(n, 0, 0, "made", *salt),
-        tokenizer=None,
-        inputs=inputs,
-        model=model,
-    )
 
 
 # --- the reward op --------------------------------------------------------------------------
@@ -96,7 +89,7 @@ def test_a_dropped_sample_has_no_number_and_says_why():
     ]
     assert "ValueError: no" == told[1]["problem"]
     expected = {"mean": 2.0, "std": 1.0, "min": 1.0, "max": 3.0}
-    assert expected == join([made.metrics])
+    assert expected == join_metrics([made.metrics])
 
 
 def test_a_group_goes_with_its_sample():
@@ -112,7 +105,7 @@ def test_a_judge_that_times_out_is_dropped_and_repeats_are_counted():
     policy = dataclasses.replace(DROP, bounds=Bounds(timeout=0.05, retries=1, backoff=0.0))
     made = scored(slow, ["x", "slow", "y"], policy=policy)
     assert [True, False, True] == made.fields["valid"].tolist()
-    assert 1 / 3 == pytest.approx(join([made.metrics])["retries"])
+    assert 1 / 3 == pytest.approx(join_metrics([made.metrics])["retries"])
 
 
 def test_or_ends_the_run_with_its_sample():
@@ -295,7 +288,7 @@ ESTIMATORS = [
 ]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(batches(), st.sampled_from(ESTIMATORS))
 def test_an_estimator_sees_valid_rows_only_and_gives_the_others_0(batch, estimator):
     body, params, outputs = estimator
@@ -324,7 +317,7 @@ LOSSES = [
 ]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(batches(), st.sampled_from(LOSSES), st.integers(1, 3))
 def test_an_update_is_that_of_the_valid_rows_alone(batch, spec, mini_batches):
     params = {"loss": spec, "epochs": 2, "mini_batches": mini_batches, "max_grad_norm": 1.0}

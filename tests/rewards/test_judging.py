@@ -14,7 +14,7 @@ from rlflow.errors import Finding, RewardError
 from rlflow.rewards import Unscorable, judging
 from rlflow.rewards.bounds import Bounds, is_async
 from rlflow.rewards.judging import Failure, judge, number
-from rlflow.rewards.workers import Workers
+from rlflow.rewards.workers import Workers, packed_function
 
 
 def samples(count):
@@ -281,14 +281,14 @@ def test_an_error_of_rlflows_own_is_no_failure_of_a_sample(awaited):
 def test_closing_ends_every_process():
     pool = Workers(2)
     with ThreadPoolExecutor(2) as threads:
-        meet = [threads.submit(pool.call, os.getppid, {}, 20.0) for _ in range(4)]
+        meet = [threads.submit(pool.call, packed_function(os.getppid), {}, 20.0) for _ in range(4)]
         assert {os.getpid()} == {done.result() for done in meet}
     held = [process for process in pool._idle.queue if process is not None]
     assert held
     pool.close()
     assert not any(process.alive() for process in held)
     assert [None, None] == list(pool._idle.queue)
-    assert os.getpid() == pool.call(os.getppid, {}, 20.0)
+    assert os.getpid() == pool.call(packed_function(os.getppid), {}, 20.0)
     pool.close()
 
 

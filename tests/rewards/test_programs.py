@@ -11,9 +11,11 @@ import pytest
 
 import rlflow as rf
 from rlflow.errors import RewardError, UsageError
-from rlflow.rewards import sandbox
+from rlflow.rewards import walls
 from rlflow.rewards.programs import extract_code, read_tests
-from rlflow.rewards.sandbox import Limits
+from rlflow.rewards.sandbox import walls_here
+from rlflow.rewards.walls import Limits
+from rlflow.runtime.record.printed import printed_by, printing
 
 QUICK = Limits(cpu=1, wall=5)
 DOUBLES = [{"input": "2\n", "output": "4"}, {"input": "5\n", "output": "10\n\n"}]
@@ -117,7 +119,7 @@ def test_a_program_that_ends_badly_has_not_passed(program):
 
 
 def test_no_jail_is_an_error_and_not_a_reward(monkeypatch):
-    monkeypatch.setattr(sandbox.sys, "platform", "plan9")
+    monkeypatch.setattr(walls.sys, "platform", "plan9")
     with pytest.raises(RewardError, match="the platform is plan9"):
         scored(RIGHT, ASSERTIONS)
 
@@ -142,7 +144,35 @@ def test_a_reward_travels_to_other_processes():
     assert 1.0 == asyncio.run(sent(response=RIGHT, cases=json.dumps(ASSERTIONS)))
 
 
+def test_an_unknown_cgroup():
+    with pytest.raises(UsageError) as caught:
+        rf.rewards.code(cgroup="require")
+    finding = caught.value.findings[0]
+    assert ("E285", ("required",)) == (finding.code, finding.near)
+
+
 def test_a_run_with_programs_needs_a_jail_before_it_starts(monkeypatch):
-    made = rf.rewards.code()
-    assert made.require is sandbox.require_namespaces
-    assert not hasattr(rf.rewards.code(isolation="limits"), "require")
+    monkeypatch.setattr(walls, "visible_paths", lambda: ["/usr", "/no/such/folder"])
+    walls_here.cache_clear()
+    try:
+        with pytest.raises(RewardError) as caught:
+            rf.rewards.code().require()
+        assert "E284" == caught.value.findings[0].code
+        assert "limits" == rf.rewards.code(isolation="limits", cgroup="none").require().isolation
+    finally:
+        walls_here.cache_clear()
+
+
+@pytest.mark.torch
+def test_a_run_says_once_what_its_programs_run_in():
+    from rlflow.ops.bodies.reward import tell_walls
+
+    made = rf.rewards.code(isolation="limits", cgroup="none")
+    lines = []
+    for _ in range(2):
+        with printing(lines.append), printed_by("iteration 3 reward"):
+            tell_walls(made)
+            tell_walls(made)
+    assert [
+        ("iteration 3 reward", "programs run in an audit hook and limits, no wall")
+    ] * 2 == lines

@@ -8,7 +8,7 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.op import Op
-from rlflow.scheduler.plan import Action, Cost, Dep, Instance, Part, Plan, Reason
+from rlflow.scheduler.plan.plan import Action, Cost, Dep, Instance, Part, Plan, Reason
 from tests.scheduler.strategies import exact, graph_of
 
 REASON = Reason(rule="test", text="a test")

@@ -13,14 +13,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from rlflow.errors import CheckpointError
-from rlflow.runtime.checkpoint import (
+from rlflow.runtime.record.checkpoint import (
     LATEST,
     list_checkpoints,
-    load_checkpoint,
     save_checkpoint,
     verify_checkpoint,
 )
-from rlflow.runtime.durable import exact_json, exact_value
+from rlflow.runtime.record.durable import exact_json, exact_value
+from tests.runtime.whole_checkpoints import load_checkpoint
 
 IDENTITY = {"graph": "aa", "config": "bb", "torch": "2.13.0"}
 
@@ -232,7 +232,7 @@ def test_importing_needs_neither_torch_nor_numpy():
     modules = ["rundir", "checkpoint", "spans", "metrics", "durable"]
     code = (
         "import sys, importlib\n"
-        f"for name in {modules}: importlib.import_module('rlflow.runtime.' + name)\n"
+        f"for name in {modules}: importlib.import_module('rlflow.runtime.record.' + name)\n"
         "print([name for name in ('torch', 'numpy', 'safetensors', 'ray') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from rlflow.errors import CheckpointError
-from rlflow.runtime.checkpoint import LATEST, load_checkpoint, save_checkpoint
-from rlflow.runtime.durable import exact_json
+from rlflow.runtime.record.checkpoint import LATEST, save_checkpoint
+from rlflow.runtime.record.durable import exact_json
+from tests.runtime.whole_checkpoints import load_checkpoint
 
 FILES = ["actor.safetensors", "actor.optimizer.safetensors", "manifest.json"]
 

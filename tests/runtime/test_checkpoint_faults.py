@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from rlflow.errors import CheckpointError
-from rlflow.runtime import durable
-from rlflow.runtime.checkpoint import LATEST, list_checkpoints, load_checkpoint, save_checkpoint
+from rlflow.runtime.record import durable
+from rlflow.runtime.record.checkpoint import LATEST, list_checkpoints, save_checkpoint
+from tests.runtime.whole_checkpoints import load_checkpoint
 
 POINTS = [point for point in durable.fault_points() if point.startswith("ckpt:")]
 PASSES_AT_MOST = 20

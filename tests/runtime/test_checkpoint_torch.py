@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlflow.runtime.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
+from rlflow.runtime.record.checkpoint import save_checkpoint, verify_checkpoint
+from tests.runtime.whole_checkpoints import load_checkpoint
 
 pytestmark = pytest.mark.torch
 

@@ -4,166 +4,83 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import rlflow as rf
 from rlflow import ops
 from rlflow.batch import flat, lengths, ragged
-from rlflow.commands import Target, declare
-from rlflow.launch import in_the_same_chunks
-from rlflow.ops.body import Stat
-from rlflow.runtime.flow import Flow
-from rlflow.runtime.metrics import read_metrics
-from rlflow.runtime.rows import chunk_rows
-from rlflow.runtime.stats import join, logged
-from rlflow.runtime.store import Stored, together
-from rlflow.runtime.worker import Worker
-from rlflow.scheduler.cluster import cpu_cluster
+from rlflow.cli.commands import Target, declare
+from rlflow.cli.continuing import in_the_same_chunks
+from rlflow.contract.values import Stat
+from rlflow.runtime.execute.flow import Flow
+from rlflow.runtime.execute.rows import chunk_rows
+from rlflow.runtime.execute.stats import join_metrics, logged
+from rlflow.runtime.worker.store import Stored, joined_fields
+from rlflow.runtime.worker.worker import Worker
 from rlflow.scheduler.compile import compile_plan
-from rlflow.scheduler.plan import Action, Chunk, Plan, Reason
-from tests.conftest import PIPELINES, QUICK, TINY
+from rlflow.scheduler.devices.cluster import cpu_cluster
+from rlflow.scheduler.plan.plan import Action, Chunk, Plan, Reason
+from tests.conftest import PIPELINES, TINY
+from tests.runtime.whole_runs import (
+    CHUNKS,
+    GRPO,
+    PPO,
+    agree,
+    numbers,
+    plan_of,
+    sets,
+    tensors,
+    weights,
+)
 
 pytestmark = pytest.mark.torch
 
-EQUAL = f"""
-import zlib
-import rlflow as rf
-from rlflow import ops
-
-class Config(rf.Config):
-    pass
-
-def judge(response: str, answer: str) -> float:
-    return float(sum(map(ord, response)) % 7)
-
-@rf.op(per="row")
-def bonus(reward: rf.Row[float], group: rf.Row[int], sample: rf.Row[int]) -> rf.Row[float]:
-    return reward + (group % 5) * 0.25 + (sample % 3) * 0.125
-
-@rf.op(per="group")
-def centred(bonus: rf.Row[float], group: rf.Row[int]) -> rf.Row[float]:
-    return bonus - bonus.mean()
-
-@rf.op(per="batch")
-def digest(response: rf.Row[str], centred: rf.Row[float]) -> rf.Row[float]:
-    import torch
-    from rlflow.batch import strings
-    said = "|".join(strings(response)) + str(centred.tolist())
-    return torch.full((len(response),), float(zlib.crc32(said.encode()) % 2**20))
-
-@rf.pipeline(placements={{}})
-def equal(cfg: Config) -> None:
-    actor = rf.Model("actor", {str(TINY)!r}, optimizer=rf.AdamW(lr=1e-3))
-    ref = rf.Model("ref", {str(TINY)!r})
-    prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=16)
-    samples = ops.rollout(actor, prompts, n=4, max_new_tokens=6, ignore_eos=True)
-    rewarded = bonus(ops.reward(judge, samples), samples)
-    ref_lp, old_lp = ops.log_probs(ref, samples), ops.log_probs(actor, samples)
-    adv = ops.advantage("grpo", samples, rewarded.rename(reward="bonus"))
-    loss = rf.PolicyLoss("ppo_clip", kl_coef=0.1)
-    ops.update(actor, samples, adv, ref_lp, old_lp, loss=loss, STEPS)
-    ops.metrics(digest(samples, centred(rewarded, samples)))
-"""
-
-ACTOR = '"actor": rf.on("train"), "actor.rollout": rf.on("gen")'
-LOOK = f'{{"train": 1, "gen": 1, "look": 1}}, assign={{{ACTOR}, "ref": rf.on("look")}}'
-STEPS = {"equal": "epochs=2, mini_batches=2", "steps": "mini_batches=4, shuffle=False"}
-CASES = {
-    "equal": LOOK,
-    "steps": LOOK,
-    "grpo_arithmetic": f'{{"train": 1, "gen": 1}}, assign={{{ACTOR}, "ref": rf.on("gen")}}',
-    "ppo_arithmetic": '{"policy": 1, "others": 1}, assign={"actor": rf.on("policy"), '
-    '"critic": rf.on("others"), "ref": rf.on("others")}',
-}
+# Sums over rows that are joined from chunks.
+JOINED = "/(mean|std|entropy)$"
+# What follows from the tokens alone; it is joined as well.
+DRAWN = "^reward/|length|finished"
 
 
-def streamed(case: str, folder: Path) -> Path:
-    """A pipeline with placements `p1`, `p2` and `p4`, that cut into so many chunks."""
-    own = case in STEPS
-    text = EQUAL.replace("STEPS", STEPS[case]) if own else (PIPELINES / f"{case}.py").read_text()
-    added = "".join(f'"p{n}": rf.Placement(pools={CASES[case]}, stream={n}), ' for n in (1, 2, 4))
-    text = text.replace("placements={", "placements={" + added)
-    file = folder / f"{case}.py"
-    file.write_text(text.replace('"pipelines/assets/arith-tiny', f'"{TINY}'))
-    return file
+def in_pieces(train, what, placement, counts):
+    """The runs in one piece and in so many, whose plans are cut so."""
+    found = {n: train(what, placement, *(("--stream", n) if n > 1 else ())) for n in (1, *counts)}
+    for n, run in found.items():
+        chunks = [action["chunk"] for action in plan_of(run)["actions"]]
+        assert {1, n} == {chunk["count"] if chunk else 1 for chunk in chunks}
+    return found.pop(1), found
 
 
-@pytest.fixture
-def runs(rlflow, tmp_path, monkeypatch):
-    """Run a pipeline in 1, 2 and 4 pieces; the run directories by number of pieces."""
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.slow
+@pytest.mark.parametrize("ordered", [False, True])
+def test_chunks_do_not_change_a_bit(train, ordered):
+    """Responses of one length: no sum in a model depends on which rows are beside a row.
 
-    def call(case: str, *words: str) -> dict[int, Path]:
-        file = streamed(case, tmp_path)
-        found = {}
-        for n in (1, 2, 4):
-            where = tmp_path / f"run{n}"
-            devices = ("--devices", f"cpu:{CASES[case].count(': 1')}", "--threads", "1")
-            options = ("--placement", f"p{n}", "--iterations", 3, "--run-dir", where, "-q")
-            result = rlflow("run", file, *devices, *words, *options)
-            assert 0 == result.code, result.err
-            found[n] = where
-            actions = json.loads((where / "plan.json").read_text())["actions"]
-            counts = {a["chunk"]["count"] if a["chunk"] else 1 for a in actions}
-            assert {1, n} == counts
-        return found
-
-    return call
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the last checkpoint by component and name."""
-    last = run / "checkpoints" / (run / "checkpoints" / "LATEST").read_text().strip()
-    return {
-        f"{file.stem}/{name}": tensor
-        for file in sorted(last.glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
-
-
-def numbers(run: Path) -> list[dict[str, float]]:
-    return [line.metrics for line in read_metrics(run / "metrics.jsonl")]
-
-
-@pytest.mark.parametrize("case", ["equal", "steps"])
-def test_chunks_do_not_change_a_bit(runs, case):
-    """Responses of one length: no sum in a model depends on how many rows are beside a row."""
-    found = runs(case)
-    whole, trained = numbers(found[1]), weights(found[1])
-    for n in (2, 4):
-        for one, many in zip(whole, numbers(found[n]), strict=True):
-            assert one.keys() == many.keys()
-            for name, value in one.items():
-                joined = name.endswith(("/mean", "/std"))
-                assert many[name] == (pytest.approx(value, rel=1e-12) if joined else value), name
-        for name, tensor in weights(found[n]).items():
-            assert tensor.numpy().tobytes() == trained[name].numpy().tobytes(), name
+    Chunks have 16, 8 and 2 rows; prompts have several lengths.
+    """
+    what = CHUNKS.said(*sets(f"ordered={ordered}"))
+    whole, found = in_pieces(train, what, "look", (2, 4, 16))
+    for run in found.values():
+        agree(numbers(whole), numbers(run), exact="", joined=JOINED)
+        assert tensors(whole) == tensors(run)
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    "what",
     [
-        ("grpo_arithmetic", ("--set", "prompts_per_iteration=8", "--set", "kl_coef=0.05")),
-        ("ppo_arithmetic", ("--set", "prompts_per_iteration=32")),
+        GRPO.said(*sets("prompts_per_iteration=8", "kl_coef=0.05")),
+        PPO.said(*sets("prompts_per_iteration=32")),
     ],
+    ids=["grpo", "ppo"],
 )
-def test_chunks_of_ragged_rows_make_the_same_tokens_and_losses(runs, case, words):
-    """Matrix products of other shapes add up in another order: float32 tolerance, no more."""
-    found = runs(case, *QUICK, *words)
-    whole, trained = numbers(found[1]), weights(found[1])
-    for n in (2, 4):
-        for one, many in zip(whole, numbers(found[n]), strict=True):
-            assert one.keys() == many.keys()
-            for name, value in one.items():
-                drawn = name.startswith("reward/") or "length" in name or "finished" in name
-                close = pytest.approx(value, rel=1e-12 if drawn else 1e-4, abs=1e-5 * (not drawn))
-                assert many[name] == close, name
-        for name, tensor in weights(found[n]).items():
-            torch.testing.assert_close(tensor, trained[name], rtol=1e-4, atol=1e-5)
+def test_chunks_of_ragged_rows_make_the_same_tokens_and_losses(train, what):
+    """Rows of a prompt end in several chunks, and share attention with those there: tolerance."""
+    whole, found = in_pieces(train, what, "split", (2, 4))
+    for run in found.values():
+        agree(numbers(whole), numbers(run), exact="^$", joined=DRAWN)
+        for name, tensor in weights(run).items():
+            torch.testing.assert_close(tensor, weights(whole)[name], rtol=1e-4, atol=1e-5)
 
 
 def action(chunk: Chunk | None) -> Action:
@@ -207,13 +124,13 @@ def test_a_chunk_has_its_rows_of_one_rank_that_holds_others_too():
 
 def test_chunks_are_joined_in_their_order_to_the_whole():
     pieces = [stored(0, 2, 6), stored(2, 4, 6), stored(4, 6, 6)]
-    found = together(pieces, ("number", "often"))
+    found = joined_fields(pieces, ("number", "often"))
     assert (None, 6) == (found.rows, found.total)
     assert {"number", "often"} == set(found.fields)
     assert list(range(6)) == found.fields["number"].tolist()
     assert list(range(6)) == lengths(found.fields["often"]).tolist()
-    assert [2, 3, 4, 5] == together(pieces[1:], ("number",)).rows.tolist()
-    assert pieces[0].fields["often"] is together(pieces[:1], ("often",)).fields["often"]
+    assert [2, 3, 4, 5] == joined_fields(pieces[1:], ("number",)).rows.tolist()
+    assert pieces[0].fields["often"] is joined_fields(pieces[:1], ("often",)).fields["often"]
 
 
 def test_the_numbers_of_chunks_are_joined_once():
@@ -224,7 +141,7 @@ def test_the_numbers_of_chunks_are_joined_once():
         logged(action(Chunk(index=index, count=2)), [part])
         for index, part in enumerate((half, rest))
     ]
-    assert {"mean": 2.0, "max": 7.0} == join(chunks)
+    assert {"mean": 2.0, "max": 7.0} == join_metrics(chunks)
 
 
 def judge(response: str, answer: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlflow.runtime.metrics import read_metrics
+from rlflow.runtime.record.metrics import read_metrics
 from tests.conftest import TINY
 
 pytestmark = pytest.mark.torch

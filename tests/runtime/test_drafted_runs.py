@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from rlflow.runtime.metrics import read_metrics
+from rlflow.runtime.record.metrics import read_metrics
 from tests.conftest import PIPELINES, QUICK, TINY
 from tests.runtime.test_chunks import weights
 
@@ -57,14 +57,6 @@ def test_a_drafter_changes_no_sample_and_its_proposals_get_better(run):
     accepted = [line[name] for line in drafted if name in line]
     assert max(accepted[:2]) < 0.05
     assert sum(accepted[-4:]) / 4 > 3 * max(accepted[0], 0.01)
-
-
-def test_a_placement_changes_neither_samples_nor_proposals(run):
-    split, there = run("drafted", "split", 4)
-    colocate, here = run("drafted", "colocate", 4)
-    assert split == colocate
-    for name, tensor in weights(there).items():
-        assert tensor.numpy().tobytes() == weights(here)[name].numpy().tobytes(), name
 
 
 def test_its_steps_run_while_the_policy_samples_the_next_rows(run):

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import Finding, RewardError, UsageError
-from rlflow.runtime.metrics import read_metrics
 from rlflow.runtime.preflight import check_rewards
+from rlflow.runtime.record.metrics import read_metrics
 from tests.conftest import TINY
 
 pytestmark = pytest.mark.torch

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow.engines.loading import load_model
-from rlflow.engines.protocol import Drafting
+from rlflow.contract.values import Drafting
+from rlflow.engines.hf.loading import load_model
 from rlflow.errors import RunError
-from rlflow.runtime.spans import read_spans
-from rlflow.runtime.worker import Worker
-from rlflow.scheduler.cluster import cpu_cluster
+from rlflow.runtime.record.spans import read_spans
+from rlflow.runtime.worker.worker import Worker
 from rlflow.scheduler.compile import compile_plan
+from rlflow.scheduler.devices.cluster import cpu_cluster
 from tests.conftest import ended, process
 from tests.runtime.draft_pipeline import Config, drafted, split
 from tests.runtime.test_engine_runs import Double, Generates, metrics_of, real
@@ -59,7 +59,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         double.draft = Beside(load_model(draft.path, init=draft.init, **how), asked)
         return double, Drafts(double._model, double)
 
-    monkeypatch.setattr("rlflow.engines.sglang.load.load_engine", load)
+    monkeypatch.setattr("rlflow.engines.process.client.load.load_sglang", load)
     return asked
 
 

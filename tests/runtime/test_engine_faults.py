@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from rlflow.engines.sglang.held import members
-from rlflow.engines.sglang.link import Call, Link
-from rlflow.engines.sglang.model import EngineModel
+from rlflow.engines.process.client.link import Link, PendingRequest
+from rlflow.engines.process.client.model import EngineModel
+from rlflow.engines.process.client.process_memory import members
 from tests.conftest import ended, process
 from tests.runtime.test_engine_runs import MARK, PYTHON, left, metrics_of
 
@@ -77,16 +77,16 @@ class Fault:
 
     def beset(self, patch: pytest.MonkeyPatch) -> None:
         """Watch the engine that a run loads."""
-        from rlflow.engines.sglang import load
+        from rlflow.engines.process.client import load
 
-        loading, ask, sleep = load.load_engine, Link.ask, EngineModel._sleep
+        loading, ask, sleep = load.load_sglang, Link.ask, EngineModel._sleep
 
         def loaded(*words: Any, **more: Any) -> Any:
             model, rollout = loading(*words, **more, patience=PATIENCE)
             self.models.append(model)
             return model, rollout
 
-        def asked(link: Link, do: str, fields: Any, *, numbered: bool = False) -> Call:
+        def asked(link: Link, do: str, fields: Any, *, numbered: bool = False) -> PendingRequest:
             if do != self.do or not self.due():
                 return ask(link, do, fields, numbered=numbered)
             before = link.moved
@@ -105,7 +105,7 @@ class Fault:
                 self.strike(link, link.moved)
                 assert link.lost.wait(60)
 
-        patch.setattr(load, "load_engine", loaded)
+        patch.setattr(load, "load_sglang", loaded)
         patch.setattr(Link, "ask", asked)
         patch.setattr(EngineModel, "_sleep", slept)
 

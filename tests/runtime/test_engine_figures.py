@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 import rlflow as rf
-from rlflow.scheduler.plan import Instance
+from rlflow.scheduler.plan.plan import Instance
 
 pytestmark = pytest.mark.torch
 
 
 def logged(tp: int, **told: float) -> dict[str, float]:
-    from rlflow.runtime.loaded import Loaded, NoTraining
+    from rlflow.runtime.worker.loaded import Loaded
 
     instance = Instance(
         name="actor@gen/sglang",
@@ -26,7 +26,7 @@ def logged(tp: int, **told: float) -> dict[str, float]:
         options=rf.SGLang(),
     )
     model = SimpleNamespace(measured=lambda: told)
-    loaded = Loaded(instance, model, NoTraining(), None, None, ())
+    loaded = Loaded(instance, model, None, None, None, ())
     return {name: stat.total for name, stat in loaded.figures().items()}
 
 

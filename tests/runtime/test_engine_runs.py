@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from rlflow.engines.loading import load_model
-from rlflow.engines.rollout import TorchRollout
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.errors import RunError
 from rlflow.runtime.local import LocalMachine
-from rlflow.runtime.spans import read_spans
-from rlflow.runtime.worker import Worker
-from rlflow.runtime.world import resharder
-from rlflow.scheduler.cluster import cpu_cluster
+from rlflow.runtime.record.spans import read_spans
+from rlflow.runtime.worker.worker import Worker
+from rlflow.runtime.worker.world import resharder
 from rlflow.scheduler.compile import compile_plan
+from rlflow.scheduler.devices.cluster import cpu_cluster
 from tests.conftest import ended, process
 from tests.runtime.engine_pipeline import Config, colocated, grpo, split
 
@@ -98,7 +98,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         double = Double(model, asked)
         return double, Generates(model, double)
 
-    monkeypatch.setattr("rlflow.engines.sglang.load.load_engine", load)
+    monkeypatch.setattr("rlflow.engines.process.client.load.load_sglang", load)
     return asked
 
 
@@ -206,7 +206,7 @@ def test_a_sync_that_left_the_engine_with_other_weights_is_found(log: list[str])
 def test_engines_end_where_another_model_cannot_be_loaded(
     log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import rlflow.runtime.worker as module
+    import rlflow.runtime.worker.worker as module
 
     loading = module.load_instance
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections import Counter
 from random import Random
 
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 
 from rlflow.graph.graph import Graph
-from rlflow.runtime.executor import AHEAD, Completion, Executor, closing_actions
-from rlflow.scheduler.plan import Action, Dep, Plan, Reason
+from rlflow.runtime.execute.executor import Completion, Executor
+from rlflow.runtime.execute.segments import AHEAD, closing_actions
+from rlflow.scheduler.plan.plan import Action, Dep, Plan, Reason
+from tests.budget import examples
 
 REASON = Reason(rule="test", text="a test")
 AHEADS = [0, 0, 0, 1, 2, 3]
@@ -81,7 +84,7 @@ class Machine:
     def put(self, event):
         self.waiting.append(event)
 
-    def get(self):
+    def get(self, timeout):
         if self.stop_at is not None and len(self.log) >= self.stop_at:
             self.stop_at = None
             self.log.append(("stop",))
@@ -159,7 +162,7 @@ def over(plan, log, low, high, end):
     return is_over
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(plans(), st.integers(0, 2**32), st.integers(0, 3), st.integers(1, 6), st.integers(1, 4))
 def test_every_dependency_is_honoured_and_everything_due_runs_once(
     plan, seed, start, count, barrier
@@ -184,7 +187,7 @@ def test_every_dependency_is_honoured_and_everything_due_runs_once(
                 assert is_over(dep.action, turn - dep.distance), (entry, dep)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(plans(), st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 7))
 def test_a_barrier_holds_until_its_listener_has_returned(plan, seed, barrier, end):
     _, machine = execute(plan, seed, end=end, barrier=barrier)
@@ -199,7 +202,7 @@ def test_a_barrier_holds_until_its_listener_has_returned(plan, seed, barrier, en
             assert entry[2] < end or whole >= end
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(plans(), st.integers(0, 2**32), st.integers(0, 2), st.integers(1, 8))
 def test_nothing_runs_ahead_by_more_than_the_window(plan, seed, start, count):
     _, machine = execute(plan, seed, start=start, end=start + count)
@@ -212,7 +215,7 @@ def test_nothing_runs_ahead_by_more_than_the_window(plan, seed, start, count):
             assert entry[2] < whole + AHEAD + most
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(plans(), st.integers(0, 2**32), st.integers(0, 2), st.integers(1, 6))
 def test_metrics_come_whole_and_in_order(plan, seed, start, count):
     end = start + count
@@ -232,7 +235,7 @@ def test_metrics_come_whole_and_in_order(plan, seed, start, count):
     assert expected == machine.reported
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(plans(), st.integers(0, 2**32), st.integers(0, 40), st.integers(1, 4))
 def test_a_stop_ends_after_the_iterations_begun(plan, seed, stop_at, barrier):
     end = 6
@@ -278,7 +281,7 @@ def test_a_stop_during_the_closing_actions_does_not_drop_them():
     assert 1 == done
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(plans(), st.integers(0, 2**32), st.data())
 def test_an_error_is_raised_after_the_others_have_drained(plan, seed, data):
     failing = data.draw(st.sampled_from(plan.actions))
@@ -305,6 +308,29 @@ def test_the_first_error_wins_over_later_ones():
         ends = [entry[1:] for entry in machine.log if entry[0] == "end"]
         assert 3 == len(ends)
         assert "{}@{}".format(*ends[0]) == str(caught.value)
+
+
+def test_an_interrupt_that_nobody_saw_raised_ends_a_run_whose_actions_go_on():
+    plan = plan_of(action("a"))
+    machine, executor = prepared(plan, 0, end=3)
+
+    class Silent:
+        looks = 0
+
+        def put(self, event):
+            pass
+
+        def get(self, *, timeout):
+            self.looks += 1
+            if self.looks == 3:
+                executor.interrupt()
+            raise queue.Empty
+
+    executor.events = Silent()
+    with pytest.raises(KeyboardInterrupt):
+        executor.run()
+    assert executor.events.looks == 3
+    assert machine.log == [("start", "a", 0)]
 
 
 def test_a_resumed_run_starts_where_it_ended_and_evaluates_once():
@@ -377,3 +403,24 @@ def test_moves_act_in_every_turn_and_have_iterations_of_the_segment():
     assert [0, 0, 1, 2, 2, 3] == [i for name, i in machine.starts() if name == "sleep"]
     assert [0, 1, 2, 3] == [i for name, i in machine.starts() if name == "work"]
     assert [0, 1, 2, 3] == [iteration for iteration, _ in machine.reported]
+
+
+def test_moves_say_the_iteration_that_they_work_for_while_the_pipeline_fills():
+    rollout, update = {"node": None, "part": "r/weights"}, {"node": None, "part": "u/weights"}
+    plan = plan_of(
+        action("sleep u", ("update", 1), kind="sleep", **update),
+        action("wake r", ("sleep u", 0), kind="wake", **rollout),
+        action("rollout", ("wake r", 0), ahead=1, needs=("r/weights",)),
+        action("sleep r", ("rollout", 0), kind="sleep", **rollout),
+        action("wake u", ("sleep r", 0), kind="wake", **update),
+        action("update", ("wake u", 0), ("rollout", 1), needs=("u/weights",)),
+    )
+    _, machine = execute(plan, 0, end=3)
+    found = {
+        name: [i for other, i in machine.starts() if other == name] for name, _ in machine.starts()
+    }
+
+    assert [0, 1, 2] == found["rollout"] == found["update"]
+    assert [0, 1, 2, 2] == found["wake r"] == found["sleep r"]
+    assert [0, 0, 1, 2] == found["wake u"]
+    assert [0, 0, 0, 1] == found["sleep u"]

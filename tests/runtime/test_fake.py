@@ -18,12 +18,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from rlflow.commands import Target, declare
+from rlflow.cli.commands import Target, declare
 from rlflow.errors import PlanError
-from rlflow.runtime.executor import Executor
+from rlflow.runtime.execute.executor import Executor
+from rlflow.runtime.execute.monitor import Monitor
 from rlflow.runtime.fake import FakeBackend, FakeError, random_seconds
-from rlflow.runtime.monitor import Monitor
 from rlflow.scheduler.compile import compile_plan
+from tests.budget import examples
 from tests.runtime.kernels import lagging, sleeping
 from tests.scheduler.examples import EXAMPLES
 from tests.scheduler.strategies import CONFIGS, PLENTY, cluster, graphs, placements
@@ -156,7 +157,7 @@ def drawn_plans(draw):
     return plan
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(plan=drawn_plans(), seed=st.integers(0, 999))
 def test_plans_of_drawn_graphs_keep_the_invariants_in_every_interleaving(plan, seed):
     if plan is not None:

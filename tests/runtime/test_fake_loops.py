@@ -17,13 +17,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from rlflow.runtime.executor import Executor
+from rlflow.runtime.execute.executor import Executor
+from rlflow.runtime.execute.monitor import Monitor
 from rlflow.runtime.fake import FakeBackend, FakeError, random_seconds
-from rlflow.runtime.monitor import Monitor
 from rlflow.scheduler.compile import compile_plan
+from tests.budget import examples
 from tests.runtime.test_fake import models  # noqa: F401  a fixture of this file too
 from tests.scheduler.examples import compiled_with
-from tests.scheduler.looping import PLACEMENTS, counting, dapo, fitting, loops, modes
+from tests.scheduler.looping import PLACEMENTS, counting, dapo, fitting, loops, modes, nested
+from tests.scheduler.looping import nested_loops as nests
 from tests.scheduler.mutants import with_action
 from tests.scheduler.strategies import PLENTY, cluster
 
@@ -33,6 +35,9 @@ GRAPHS = {
     "kept": lambda: dapo(at_most=3, surplus="keep", every=3),
     "many": lambda: dapo(at_most=5, reference=False, ignore_eos=True),
     "state": lambda: counting(at_most=4, model=True),
+    "counts in counts": lambda: nested("counts", outer=3, inner=2, model=True),
+    "counts in drawn": lambda: nested("drawn", outer=2, inner=3, surplus="keep"),
+    "drawn in drawn": lambda: nested("groups", outer=2, inner=2),
 }
 MODES = (
     {},
@@ -117,14 +122,18 @@ def due(plan, reached, iteration):
     for action in plan.actions:
         if action.kind != "run" or action.trip is None:
             continue
-        trip = action.trip
-        gates = [a for a in plan.actions if a.trip and a.trip.gate and a.trip.loop == trip.loop]
-        before = [a for a in gates if a.trip.index < trip.index]
-        sums = [sum(reached(a, iteration) for a in before if a.trip.index <= k)
-                for k in range(trip.index)]  # fmt: skip
-        if all(total < trip.goal for total in sums):
+        if all(takes(plan, trip, reached, iteration) for trip in action.trip.levels):
             found[action.id] += 1
     return found
+
+
+def takes(plan, trip, reached, iteration):
+    """Whether a loop takes a trip, from what those before it reach."""
+    gates = [a for a in plan.actions if a.trip and a.trip.gate and a.trip.loop == trip.loop]
+    before = [a for a in gates if a.trip.index < trip.index]
+    sums = [sum(reached(a, iteration) for a in before if a.trip.index <= k)
+            for k in range(trip.index)]  # fmt: skip
+    return all(total < trip.goal for total in sums)
 
 
 def check(index, seed):
@@ -186,8 +195,8 @@ def test_seeds_try_every_number_of_trips():
     assert len(plans()) <= SEEDS
 
 
-@settings(max_examples=25)
-@given(data=st.data(), graph=loops(), seed=st.integers(0, 999))
+@settings(max_examples=examples(25))
+@given(data=st.data(), graph=loops() | nests(), seed=st.integers(0, 999))
 def test_plans_of_drawn_loops_keep_the_invariants(data, graph, seed):
     backend = data.draw(st.sampled_from([None, "ray"]))
     plan = compiled_with(graph, data.draw(modes(graph)), backend=backend).plan

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import rlflow as rf
 from rlflow.errors import PlanError
-from rlflow.graph.engines import VLLM, SGLang
 from rlflow.graph.graph import Graph
-from rlflow.runtime.hosts import Site, replica_hosts
-from rlflow.runtime.world import World
-from rlflow.scheduler.instance import Instance
-from rlflow.scheduler.plan import Plan
+from rlflow.graph.user.engines import VLLM, SGLang
+from rlflow.runtime.worker.hosts import Site, replica_hosts
+from rlflow.runtime.worker.world import World
+from rlflow.scheduler.plan.instance import Instance
+from rlflow.scheduler.plan.plan import Plan
 
 pytestmark = pytest.mark.torch
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rlflow.graph.graph import Graph
-from rlflow.runtime.executor import Executor
+from rlflow.runtime.execute.executor import Executor
 from rlflow.runtime.local import LocalBackend
-from rlflow.scheduler.plan import Action, Dep, Plan, Reason
+from rlflow.scheduler.plan.plan import Action, Dep, Plan, Reason
 
 pytestmark = pytest.mark.torch
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import RunDirError
-from rlflow.runtime import durable
-from rlflow.runtime.metrics import MetricsLog, read_metrics
+from rlflow.runtime.record import durable
+from rlflow.runtime.record.metrics import MetricsLog, read_metrics
 
 
 def figures(iteration: int) -> dict[str, float]:

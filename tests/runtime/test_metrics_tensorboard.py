@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlflow.runtime.metrics import TensorBoardLog
+from rlflow.runtime.record.metrics import TensorBoardLog
 
 pytestmark = pytest.mark.torch
 

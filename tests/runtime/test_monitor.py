@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from rlflow.runtime.executor import Completion, Executor
+from rlflow.runtime.execute.executor import Completion, Executor
+from rlflow.runtime.execute.monitor import Monitor, givers
 from rlflow.runtime.fake import FakeBackend, FakeError, random_seconds
-from rlflow.runtime.monitor import Monitor, givers
-from rlflow.scheduler.plan import Chunk, Cost
-from rlflow.scheduler.playing import play
+from rlflow.scheduler.plan.plan import Chunk, Cost
+from rlflow.scheduler.simulate.play import play
 from tests.runtime.kernels import action, lagging, plan_of, sleeping
 from tests.runtime.test_fake import run
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from rlflow.runtime import durable
-from rlflow.runtime.checkpoint import list_checkpoints
+from rlflow.runtime.record import durable
+from rlflow.runtime.record.checkpoint import list_checkpoints
+from rlflow.runtime.record.manifest import read_manifest
+from rlflow.runtime.record.metrics import read_metrics
 from tests.conftest import PIPELINES, QUICK, SMALL, TINY, ended, process
 
 pytestmark = pytest.mark.torch
@@ -179,13 +183,96 @@ def test_only_damaged_checkpoints_are_an_error_and_never_a_fresh_start(rlflow, t
     assert before == after
 
 
-def test_another_graph_or_seed_is_refused(rlflow, tmp_path, whole):
+def test_another_value_is_refused_and_named_unless_it_is_allowed(rlflow, tmp_path, whole):
     run = shutil.copytree(whole, tmp_path / "run")
-    for setting, changed in (("lr=1e-3", "graph"), ("seed=3", "seed")):
+    for setting, changed, way in (
+        ("lr=1e-3", "actor.optimizer.lr: 0.0002 -> 0.001", "--allow-changes lr"),
+        ("seed=3", "seed: 0 -> 3", "--allow-changes seed"),
+        ("group_size=2", "actor.rollout.n: 4 -> 2", "--from-weights"),
+    ):
         result = rlflow(*command(run, resume=True), "--set", setting)
         assert 1 == result.code
-        assert f"was saved by another run: {changed} changed" in result.err
+        assert "was saved by a run with other values" in result.err
+        assert changed in result.err, result.err
+        assert f"  fix          {way}" in result.err
     assert state(whole) == state(run)
+    wrong = rlflow(*command(run, resume=True), "--set", "lr=1e-3", "--allow-changes", "lr,clap")
+    assert "error[E313]: --allow-changes clap: nothing of that name has changed" in wrong.err
+    assert (whole / "graph.json").read_bytes() == (run / "graph.json").read_bytes()
+
+
+def test_an_allowed_change_is_recorded_and_allowed_from_then_on(
+    rlflow, tmp_path, monkeypatch, whole
+):
+    """Also where a run dies before it has saved with the new value."""
+    monkeypatch.chdir(tmp_path)
+    run = shutil.copytree(whole, tmp_path / "run")
+    words = (*command(run, 9, resume=True), "--set", "lr=1e-3")
+    monkeypatch.setenv(durable.FAULT_VARIABLE, "run:iteration=raise@1")
+    durable.arm_from_environment()
+    broken = rlflow(*words, "--allow-changes", "lr")
+    monkeypatch.delenv(durable.FAULT_VARIABLE)
+    durable.arm_from_environment()
+    assert "from here on actor.optimizer.lr: 0.0002 -> 0.001" in broken.err
+    noted = json.loads((run / "run.json").read_text())["resumed"]
+    assert [{"actor.optimizer.lr": ["0.0002", "0.001"]}] == [entry["changes"] for entry in noted]
+    assert [7] == [entry["iteration"] for entry in noted]
+
+    assert 0 == rlflow(*words).code
+    rates = [line.metrics["actor.update/lr"] for line in read_metrics(run / "metrics.jsonl")[:9]]
+    assert 7 * [2e-4] + 2 * [1e-3] == pytest.approx(rates)
+    back = rlflow(*command(run, 9, resume=True))
+    assert "actor.optimizer.lr: 0.001 -> 0.0002" in back.err
+
+
+def test_a_run_starts_from_the_weights_of_another(rlflow, tmp_path, monkeypatch, whole):
+    """Rollouts on the other pool begin on them too; moments and the count of steps do not."""
+    monkeypatch.chdir(tmp_path)
+    _, _, given = state(whole)
+    saved = list_checkpoints(whole / "checkpoints")[-1]
+    made = []
+    for number, source in enumerate((whole, saved)):
+        run = tmp_path / f"run{number}"
+        result = rlflow(
+            *command(run, 2), "--set", "lr=1e-12", "--from-weights", source, "--check-sync"
+        )
+        assert 0 == result.code, result.err
+        made.append(state(run))
+    assert made[0] == made[1]
+    name, metrics, tensors = made[0]
+    assert "iteration-000002" == name
+    for key in [key for key in tensors if key.startswith("actor/")]:
+        pair = np.frombuffer(tensors[key], np.float32), np.frombuffer(given[key], np.float32)
+        assert np.allclose(*pair, rtol=0, atol=1e-9)
+    manifest = read_manifest(list_checkpoints(tmp_path / "run0" / "checkpoints")[-1])
+    assert {"actor": {"steps": 2}} == manifest.state["optimizers"]
+    assert (whole / "metrics.jsonl").read_bytes()[:300] != metrics[:300]
+    first = read_metrics(tmp_path / "run0" / "metrics.jsonl")[0].metrics
+    assert first["actor.update/rollout_gap"] < 1e-5
+    nothing = rlflow(*command(tmp_path / "no", 2), "--from-weights", tmp_path / "nowhere")
+    assert "error[E314]" in nothing.err
+    assert "error[E315]" in rlflow(*command(whole, resume=True), "--from-weights", whole).err
+
+
+def test_checkpoints_by_the_clock_leave_the_bits_and_the_best_one_stays(
+    rlflow, tmp_path, monkeypatch, whole
+):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    words = [word for word in command(run) if word not in EVERY]
+    result = rlflow(*words, "--save-every", "0.001s")
+    assert 0 == result.code, result.err
+    assert state(whole) == state(run)
+
+    best = tmp_path / "best"
+    words = [*words[:-1], best, "--save-every", 1, "--keep", 1, "--keep-best", "reward/mean"]
+    assert 0 == rlflow(*words).code
+    curve = [line.metrics["reward/mean"] for line in read_metrics(best / "metrics.jsonl")[:7]]
+    found = [int(path.name[-6:]) for path in list_checkpoints(best / "checkpoints")]
+    assert [curve.index(max(curve[1:7]), 1), 7] == found
+    ahead = rlflow(*words, "--staleness", 1, "--save-every", "600s", "--dry-run")
+    assert "error[E312]" in ahead.err
+    assert "--save-every 10,600s" in ahead.err
 
 
 def test_an_unknown_failpoint_is_refused(rlflow, tmp_path, monkeypatch):
@@ -260,7 +347,10 @@ def mine(cfg: rf.Config) -> None:
 def test_a_second_ctrl_c_stops_at_once(tmp_path):
     (tmp_path / "mine.py").write_text(SLOW_REWARD.replace("MODEL", str(TINY)))
     started = process("run", "mine.py", "--run-dir", "out", cwd=tmp_path)
-    assert "judging\n" == started.stdout.readline()
+    printed = tmp_path / "out" / "logs" / "printed.txt"
+    while not (printed.exists() and "judging" in printed.read_text()):
+        assert started.poll() is None
+        time.sleep(0.05)
     started.send_signal(signal.SIGINT)
     wait_for(started, "warning: stopping")
     began = time.monotonic()
@@ -269,4 +359,4 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
     assert 130 == code, err
     assert time.monotonic() - began < 20
     assert "Traceback" not in err
-    assert "stopped at once; rlflow run --resume continues a run" in err
+    assert "stopped at once; continue with: rlflow run mine.py" in err

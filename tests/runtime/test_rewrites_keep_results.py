@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from rlflow.runtime.checkpoint import load_checkpoint
-from rlflow.runtime.metrics import read_metrics
-from rlflow.scheduler import rewrite
+from rlflow.runtime.record.metrics import read_metrics
+from rlflow.scheduler.passes import rewrite
 from tests.conftest import TINY
+from tests.runtime.whole_checkpoints import load_checkpoint
 
 pytestmark = pytest.mark.torch
 

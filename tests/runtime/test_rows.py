@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 
 from rlflow.errors import RunError, Source
-from rlflow.graph import dispatch
-from rlflow.graph.dispatch import register_dispatch
-from rlflow.runtime.rows import balanced, cuts, dispatched, generated, places
+from rlflow.graph.user import dispatch
+from rlflow.graph.user.dispatch import register_dispatch
+from rlflow.runtime.execute.rows import balanced, cuts, dispatched, generated, row_positions
+from tests.budget import examples
 
 SIZES = st.integers(0, 1000)
 
@@ -83,7 +84,7 @@ def best_largest(sizes, parts):
     return best
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(SIZES, min_size=1, max_size=8), st.integers(2, 3))
 def test_the_largest_part_is_within_a_sixth_or_two_ninths_of_the_best(sizes, parts):
     tokens = np.array(sizes, dtype=np.int64)
@@ -412,8 +413,8 @@ def test_a_row_that_nobody_has_is_not_looked_for_in_vain():
     with pytest.raises(AssertionError, match="a row is wanted that no part has"):
         cuts([np.array([0, 1])], [np.array([2])])
     with pytest.raises(AssertionError, match="in a part that lacks it"):
-        places(np.array([1]), np.array([0, 2]))
+        row_positions(np.array([1]), np.array([0, 2]))
 
 
 def test_a_place_is_the_first_of_its_row():
-    assert [1, 0, 1] == places(np.array([4, 9, 4]), np.array([9, 4, 4, 9])).tolist()
+    assert [1, 0, 1] == row_positions(np.array([4, 9, 4]), np.array([9, 4, 4, 9])).tolist()

@@ -7,13 +7,13 @@ from rich.console import Console
 
 from rlflow.errors import Interrupted
 from rlflow.graph.graph import Graph
-from rlflow.runtime.checkpoint import list_checkpoints
 from rlflow.runtime.display import Display
-from rlflow.runtime.executor import Completion
-from rlflow.runtime.metrics import read_metrics
+from rlflow.runtime.execute.executor import Completion
+from rlflow.runtime.record.checkpoint import list_checkpoints
+from rlflow.runtime.record.metrics import read_metrics
+from rlflow.runtime.record.rundir import RunDir
 from rlflow.runtime.run import Run, Settings
-from rlflow.runtime.rundir import RunDir
-from rlflow.scheduler.plan import Action, Dep, Plan, Reason
+from rlflow.scheduler.plan.plan import Action, Dep, Plan, Reason
 
 pytestmark = pytest.mark.torch  # TensorBoard's writer
 

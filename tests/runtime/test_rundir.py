@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import RunDirError
-from rlflow.runtime import durable
-from rlflow.runtime.rundir import RunDir, latest_run
+from rlflow.runtime.record import durable
+from rlflow.runtime.record.rundir import RunDir, latest_run
 
 GIT = {
     "GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a",
@@ -36,9 +36,17 @@ def test_a_new_run_has_its_facts(tmp_path):
     with create(tmp_path / "a") as run:
         facts = json.loads((run.path / "run.json").read_text())
         assert facts == run.read_run()
-    assert ["command", "git", "host", "id", "name", "pipeline", "started", "versions"] == list(
-        facts
-    )
+    assert [
+        "again",
+        "command",
+        "git",
+        "host",
+        "id",
+        "name",
+        "pipeline",
+        "started",
+        "versions",
+    ] == list(facts)
     assert ("grpo", "pipelines/grpo.py", ["rlflow", "run"]) == (
         facts["name"], facts["pipeline"], facts["command"],
     )  # fmt: skip
@@ -88,7 +96,7 @@ def test_run_in_use_names_its_process(tmp_path):
 
 def test_two_processes_cannot_share_a_run(tmp_path):
     code = (
-        "import sys, pathlib\nfrom rlflow.runtime.rundir import RunDir\n"
+        "import sys, pathlib\nfrom rlflow.runtime.record.rundir import RunDir\n"
         "run = RunDir.create(pathlib.Path(sys.argv[1]), 'x', pipeline='x.py', command=[])\n"
         "sys.stdout.write('held\\n'); sys.stdout.flush(); sys.stdin.read()"
     )

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rlflow.errors import CheckpointError, UsageError
-from rlflow.runtime import durable
+from rlflow.runtime.record import durable
 
 durable.register_faults("test:here", "test:there")
 

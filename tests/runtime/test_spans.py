@@ -6,7 +6,6 @@ import json
 import os
 import threading
 import time
-from collections import defaultdict
 from dataclasses import FrozenInstanceError, replace
 from itertools import count
 
@@ -15,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlflow.errors import RunDirError
-from rlflow.runtime.spans import Span, SpanLog, chrome_trace, covered, read_spans, summarise
+from rlflow.runtime.record.spans import Span, SpanLog, covered, read_spans, summarise
 
 BASE = Span(
     action="run rollout",
@@ -92,6 +91,13 @@ def test_resumed_iteration_supersedes_the_one_that_died(tmp_path):
     ]
 
 
+def test_what_one_run_did_twice_for_an_iteration_is_all_there(tmp_path):
+    spans = [span(0, 1, kind="wake"), span(2, 3, kind="wake")]
+    write(tmp_path / "driver.jsonl", spans, origin=100.0)
+    assert spans == read_spans(tmp_path)
+    assert 2.0 == summarise(read_spans(tmp_path)).actions[0].total
+
+
 @pytest.mark.parametrize("torn", ['{"action": "ru', "{", '{"action": 1}'])
 def test_line_torn_by_a_kill_is_left_out_also_after_resuming(tmp_path, torn):
     path = tmp_path / "driver.jsonl"
@@ -119,7 +125,6 @@ def test_no_spans(tmp_path):
     assert [] == read_spans(tmp_path)
     empty = summarise([])
     assert (0.0, 0, (), {}) == (empty.wall, empty.iterations, empty.actions, empty.idle)
-    assert [] == chrome_trace([])["traceEvents"]
 
 
 def test_threads_do_not_tear_lines(tmp_path):
@@ -204,69 +209,3 @@ def test_overlap_on_a_device_is_counted_once():
 def test_covered_counts_each_moment_once(pairs):
     moments = {at for start, length in pairs for at in range(start, start + length)}
     assert len(moments) == covered((start, start + length) for start, length in pairs)
-
-
-def assert_valid_trace(trace, spans):
-    """Small integer ids, every track named, events on a track nest, none lost."""
-    assert trace == json.loads(json.dumps(trace))
-    events = trace["traceEvents"]
-    assert all(
-        isinstance(event[key], int) and 0 <= event[key] < 2**31
-        for event in events
-        for key in ("pid", "tid")
-    )
-    named = {(e["pid"], e["tid"]) for e in events if (e["ph"], e["name"]) == ("M", "thread_name")}
-    bars = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == len(bars)
-    tracks = defaultdict(list)
-    for bar in bars:
-        assert (bar["pid"], bar["tid"]) in named
-        tracks[bar["pid"], bar["tid"]].append((bar["ts"], bar["ts"] + bar["dur"]))
-    for track in tracks.values():
-        for a_start, a_end in track:
-            for b_start, b_end in track:
-                assert not a_start < b_start < a_end < b_end
-
-
-def test_trace_has_a_process_per_pool_and_a_thread_per_devices():
-    spans = [
-        span(0.0, 1.0),
-        span(1.0, 2.0, action="update"),
-        span(0.5, 1.5, pool="gen", devices=(1, 2), predicted=0.9, bytes=10),
-    ]
-    trace = chrome_trace(spans)
-    assert_valid_trace(trace, spans)
-    names = [(e["pid"], e["args"]["name"]) for e in trace["traceEvents"] if e["ph"] == "M"]
-    assert [(1, "all"), (2, "gen"), (1, "devices 0"), (2, "devices 1, 2")] == names
-    bar = next(e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 2)
-    assert ("run rollout", "run", 500_000, 1_000_000) == (
-        bar["name"], bar["cat"], bar["ts"], bar["dur"],
-    )  # fmt: skip
-    assert {
-        "node": "rollout", "iteration": 0, "chunk": 0, "process": "driver",
-        "predicted": 0.9, "bytes": 10, "ok": True,
-    } == bar["args"]  # fmt: skip
-
-
-def test_overlapping_spans_get_lanes_and_nested_ones_share():
-    spans = [span(0, 4, action="a"), span(1, 2, action="b"), span(3, 6, action="c")]
-    trace = chrome_trace(spans)
-    assert_valid_trace(trace, spans)
-    lanes = {e["name"]: e["tid"] for e in trace["traceEvents"] if e["ph"] == "X"}
-    assert lanes["a"] == lanes["b"] != lanes["c"]
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.floats(0, 1e-4), st.floats(0, 1e-4), st.sampled_from(["p", "q"]), st.integers(0, 2)
-        ),
-        max_size=25,
-    )
-)
-def test_any_spans_make_a_valid_trace(rows):
-    spans = [
-        span(start, start + length, pool=pool, devices=(device,))
-        for start, length, pool, device in rows
-    ]
-    assert_valid_trace(chrome_trace(spans), spans)

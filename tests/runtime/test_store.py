@@ -9,10 +9,10 @@ import pytest
 
 import rlflow as rf
 from rlflow import ops
-from rlflow.runtime.flow import Flow
-from rlflow.runtime.store import ShardStore, Stored
-from rlflow.scheduler.cluster import cpu_cluster
+from rlflow.runtime.execute.flow import Flow
+from rlflow.runtime.worker.store import ShardStore, Stored
 from rlflow.scheduler.compile import compile_plan
+from rlflow.scheduler.devices.cluster import cpu_cluster
 from tests.conftest import TINY
 
 

@@ -8,12 +8,12 @@ import torch
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import CheckpointError, RunError
-from rlflow.runtime.checkpoint import find_checkpoint, save_checkpoint
 from rlflow.runtime.local import LocalMachine
-from rlflow.runtime.worker import Worker
-from rlflow.runtime.world import resharder
-from rlflow.scheduler.cluster import cpu_cluster
+from rlflow.runtime.record.checkpoint import find_checkpoint, save_checkpoint
+from rlflow.runtime.worker.worker import Worker
+from rlflow.runtime.worker.world import resharder
 from rlflow.scheduler.compile import compile_plan
+from rlflow.scheduler.devices.cluster import cpu_cluster
 from tests.conftest import TINY
 
 pytestmark = pytest.mark.torch

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from rlflow.runtime import world
-from rlflow.runtime.world import GroupPeers
-from tests.ops.test_parts import Meeting
+from rlflow.runtime.worker import world
+from rlflow.runtime.worker.world import GroupPeers
+from tests.ops.parts import Meeting
 
 pytestmark = pytest.mark.torch
 

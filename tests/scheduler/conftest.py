@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.budget import examples
 from tests.scheduler.strategies import CONFIGS
 
 settings.register_profile(
     "rlflow",
-    max_examples=100,
+    max_examples=examples(100),
     deadline=None,
     derandomize="CI" in os.environ,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

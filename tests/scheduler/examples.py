@@ -8,7 +8,7 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.graph.graph import Graph
 from rlflow.scheduler.compile import Compiled, compile_plan
-from rlflow.scheduler.plan import Backend
+from rlflow.scheduler.plan.plan import Backend
 from tests.scheduler.strategies import PLENTY, cluster, exact, graph_of
 
 COLOCATE = rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")})

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import rlflow as rf
 from rlflow import ops
 from rlflow.graph.graph import Graph
-from rlflow.graph.trace import Handle
+from rlflow.graph.trace import Handle, merged_handles
 from tests.scheduler.examples import APART, COLOCATE, OWN, SPLIT
 from tests.scheduler.strategies import exact, graph_of, length
 
@@ -139,6 +139,120 @@ def counting(*, at_most: int = 3, expected: float | None = None, model: bool = F
         ops.update(actor, samples, ops.advantage("grpo", samples, reward), loss=rf.PolicyLoss())
 
     return graph_of(declare, "counting")
+
+
+def nested(
+    kind: str = "counts",
+    *,
+    outer: int = 2,
+    inner: int = 2,
+    expected: tuple[float | None, float | None] = (None, None),
+    surplus: str = "drop",
+    model: bool = False,
+) -> Graph:
+    """A loop in each trip of another, by `kind`.
+
+    "counts": rows go round in both. "drawn": rows are drawn until enough count, and those of a
+    trip go round. "groups": of rows that are drawn until some count, others are drawn until
+    more do. The inner loop has a `model` in it where that is said.
+    """
+    build = {"counts": _counted_twice, "drawn": _drawn_and_counted, "groups": _drawn_twice}[kind]
+
+    def declare() -> None:
+        actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))
+        ref = rf.Model("ref", "models/mid") if model else None
+        said = {"at_most": outer, "expected": expected[0], "name": "enough"}
+        batch = build(actor, _step(ref, at_most=inner, expected=expected[1]), said, surplus)
+        loss = rf.PolicyLoss(kl_coef=0.1 if model else 0.0)
+        ops.update(actor, batch, ops.advantage("grpo", batch), loss=loss)
+
+    return graph_of(declare, f"nested_{kind}")
+
+
+def _step(ref: rf.Model | None, **said: Any) -> Callable[..., Handle]:
+    """A loop in which `body` is repeated, after it a model has looked at the samples."""
+
+    def inner(body: Callable[..., tuple[Handle, ...]], *state: Handle, **more: Any) -> Handle:
+        def looked(*handles: Handle) -> tuple[Handle, ...]:
+            made = body(*handles)
+            seen = handles or made
+            scored = [ops.log_probs(ref, *seen)] if ref is not None else []
+            return (*made, *scored)
+
+        return ops.repeat(looked, *state, name="inner", **said, **more)
+
+    return inner
+
+
+def _counted_twice(
+    actor: rf.Model, inner: Callable[..., Handle], said: dict[str, Any], surplus: str
+) -> Handle:
+    prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
+    samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
+    first = begun(samples).rename(count="begun")
+
+    def step(state: Handle) -> tuple[Handle, ...]:
+        after = grown(state).rename(count="grown")
+        return after, done(after)
+
+    def turn(state: Handle) -> tuple[Handle, ...]:
+        drafted = inner(step, state, until="done")
+        after = grown(drafted, name="further").rename(count="grown")
+        seen = [offer.name for offer in drafted.offers if offer.name == "ref_log_probs"]
+        return after, done(after, name="all_done"), *([drafted.only(*seen)] if seen else [])
+
+    counted = ops.repeat(turn, merged_handles(samples, first), until="done", **said)
+    return counted.rename(reward="count")
+
+
+def _drawn_and_counted(
+    actor: rf.Model, inner: Callable[..., Handle], said: dict[str, Any], surplus: str
+) -> Handle:
+    def step(state: Handle) -> tuple[Handle, ...]:
+        after = grown(state).rename(count="grown")
+        return after, done(after)
+
+    def attempt() -> tuple[Handle, ...]:
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
+        first = begun(samples).rename(count="begun")
+        counted = inner(step, merged_handles(samples, first), until="done")
+        reward = ops.reward(exact, counted).rename(right="reward")
+        rewarded = merged_handles(counted.rename(reward="count"), reward)
+        return rewarded, ops.informative(rewarded)
+
+    return ops.repeat(attempt, until="informative", groups=8, surplus=surplus, **said)
+
+
+def _drawn_twice(
+    actor: rf.Model, inner: Callable[..., Handle], said: dict[str, Any], surplus: str
+) -> Handle:
+    def attempt() -> tuple[Handle, ...]:
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
+        reward = ops.reward(exact, samples)
+        return samples, reward, ops.informative(samples, reward)
+
+    def chosen() -> tuple[Handle, ...]:
+        few = inner(attempt, until="informative", groups=4)
+        return few.only(*(f.name for f in few.offers if f.name != "informative")), mixed(few)
+
+    return ops.repeat(chosen, until="mixed", groups=8, surplus=surplus, **said)
+
+
+@st.composite
+def nested_loops(draw: Draw) -> Graph:
+    """A graph with a loop in a loop, with few or many trips of each."""
+    outer, inner = draw(st.sampled_from([(1, 2), (2, 1), (2, 2), (2, 2), (2, 3), (3, 2)]))
+    kind = draw(st.sampled_from(["counts", "drawn", "groups"]))
+    return nested(
+        kind,
+        outer=max(outer, 2) if kind == "groups" else outer,
+        inner=inner,
+        expected=(draw(st.none() | st.floats(1, outer)), draw(st.none() | st.floats(1, inner))),
+        surplus="drop" if kind == "counts" else draw(st.sampled_from(["drop", "keep"])),
+        model=draw(st.booleans()),
+    )
 
 
 @st.composite

@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import combinations
 
 from rlflow.graph.graph import Node
-from rlflow.scheduler.facts import Facts
-from rlflow.scheduler.plan import Action, Dep, Part, Plan, Spread
-from rlflow.scheduler.verify_memory import held_of
+from rlflow.scheduler.plan.plan import Action, Dep, Part, Plan, Spread
+from rlflow.scheduler.verify.happens_before import Facts
+from rlflow.scheduler.verify.memory import memory_of
 
 INSERTED = ("transfer", "reshard", "sleep", "wake")
 Mutant = tuple[str, Plan]
@@ -56,12 +56,12 @@ def removed(plan: Plan) -> Iterator[Mutant]:
 
 def without_dep(plan: Plan) -> Iterator[Mutant]:
     """A dependency less, unless the others imply it: then nothing changes but the text."""
-    before = Facts(plan=plan).before
+    past = Facts(plan=plan).unrolled.past
     for action in plan.actions:
         for dep in action.after:
             after = tuple(other for other in action.after if other != dep)
             mutant = with_action(plan, action.id, after=after)
-            if Facts(plan=mutant).before != before:
+            if Facts(plan=mutant).unrolled.past != past:
                 yield f"{action.id} not after {dep.action} @{dep.distance}", mutant
 
 
@@ -249,9 +249,9 @@ def asleep_everywhere(plan: Plan, part: Part) -> Plan:
     actions = (replace(a, devices=part.devices) if a.part == part.name else a for a in plan.actions)
     parts = (replace(p, stays=()) if p == part else p for p in plan.parts)
     wrong = replace(plan, actions=tuple(actions), parts=tuple(parts))
-    held = held_of(Facts(plan=wrong))
-    restated = tuple(replace(a, peak=held.peaks[a.id]) for a in wrong.actions)
-    return replace(wrong, actions=restated, peaks=held.stated)
+    memory = memory_of(Facts(plan=wrong))
+    restated = tuple(replace(a, peak=memory.peak(a)) for a in wrong.actions)
+    return replace(wrong, actions=restated, peaks=memory.stated)
 
 
 def paused(plan: Plan) -> Iterator[Mutant]:

@@ -8,17 +8,19 @@ from types import SimpleNamespace
 
 import rlflow as rf
 from rlflow.graph.graph import Graph
-from rlflow.scheduler.order import chain
-from rlflow.scheduler.plan import HOST, Action, Cost, Dep, Instance, Part, Plan, Reason
-from rlflow.scheduler.residency import residency
+from rlflow.scheduler.passes.order import chain
+from rlflow.scheduler.passes.residency import residency
+from rlflow.scheduler.plan.plan import HOST, Action, Cost, Dep, Instance, Part, Plan, Reason
 
 BANDWIDTH = 20.0
 CONTEXT = SimpleNamespace(
+    optimize=0.0,
+    rough=False,
     costs=SimpleNamespace(
         copy=lambda moved, devices, kind: Cost(
             seconds=moved / len(devices) / BANDWIDTH, moved=moved
         )
-    )
+    ),
 )
 
 

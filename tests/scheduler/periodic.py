@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from rlflow.errors import PlanError
-from rlflow.scheduler.modulo import Edge, Kernel, Problem, Schedule, Task
+from rlflow.scheduler.periodic.problem import Kernel, Precedence, Problem, Schedule, Task
 
 MOST_TRIES = 3_000
 DURATIONS = (
@@ -36,7 +36,7 @@ def problem_of(
             )
             for name, (seconds, letters) in tasks.items()
         ),
-        edges=tuple(Edge(place[source], place[target], d) for source, target, d in edges),
+        edges=tuple(Precedence(place[source], place[target], d) for source, target, d in edges),
     )
 
 
@@ -56,10 +56,10 @@ def problems(draw: Draw, *, most: int = 8, pools: int = 3, staleness: int = 2) -
         )
         for number in range(count)
     )
-    edges: list[Edge] = []
+    edges: list[Precedence] = []
     task = st.integers(0, count - 1)
     for _ in range(draw(st.integers(0, 2 * count))):
-        edge = Edge(draw(task), draw(task), draw(st.integers(-staleness, 1 + staleness)))
+        edge = Precedence(draw(task), draw(task), draw(st.integers(-staleness, 1 + staleness)))
         try:
             assert Problem(tasks=tasks, edges=(*edges, edge)).base
         except PlanError:
@@ -94,7 +94,7 @@ def crowded(count: int, seed: int) -> Problem:
     for _ in range(numbers.randint(count // 2, 2 * count)):
         one, two = numbers.randrange(count), numbers.randrange(count)
         turns = int(rank[one] >= rank[two]) + numbers.choice([0, 0, 0, 1])
-        edges.append(Edge(one, two, turns + ahead[two] - ahead[one]))
+        edges.append(Precedence(one, two, turns + ahead[two] - ahead[one]))
     return Problem(tasks=tasks, edges=tuple(edges))
 
 

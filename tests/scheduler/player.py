@@ -10,7 +10,7 @@ from collections import defaultdict
 from random import Random
 
 from rlflow.graph.graph import Edge
-from rlflow.scheduler.plan import HOST, Action, Chunk, Plan, Spread
+from rlflow.scheduler.plan.plan import HOST, Action, Chunk, Plan, Spread
 
 
 class Player:
@@ -104,7 +104,7 @@ class Player:
                 self.broken.append(f"{action.id}@{i} goes on with piece {before}, not {held}")
         begun = (dict(node.params).get("resumes"), i)
         if begun[0] is not None:
-            again = node.trip is not None and node.trip[0] > 0
+            again = action.trip is not None and any(t.index for t in action.trip.levels)
             newer = len(self.turns[node.model]) if i >= self.plan.staleness and not again else 0
             if begun not in self.sampled or held != self.sampled[begun] + newer:
                 self.broken.append(f"{action.id}@{i} goes on with {held} after {self.sampled}")
@@ -156,6 +156,9 @@ class Player:
         for name in self.on_host:
             for device in set(self.parts[name].devices) - set(self.parts[name].stays):
                 hosts[self.plan.host_of(device)] += self.parts[name].size or 0
+        for kept in self.plan.kept:
+            for host in self.plan.hosts_keeping(kept):
+                hosts[host] += kept.size
         if max(hosts.values(), default=0) > self.plan.budget(HOST):
             self.broken.append(f"{action.id}@{i} makes {dict(hosts)} bytes on hosts")
 

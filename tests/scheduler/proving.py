@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rlflow.scheduler.compile import Compiled
-from rlflow.scheduler.plan import Plan
-from rlflow.scheduler.verify import verify
+from rlflow.scheduler.plan.plan import Plan
+from rlflow.scheduler.verify.verify import verify
 from tests.scheduler.mutants import mutants
 from tests.scheduler.player import play
 

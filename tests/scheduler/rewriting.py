@@ -9,10 +9,10 @@ from rlflow import ops
 from rlflow.graph.graph import Graph
 from rlflow.graph.trace import Handle
 from rlflow.scheduler.context import Context
-from rlflow.scheduler.costs import Costs
-from rlflow.scheduler.plan import Plan
-from rlflow.scheduler.rewrite import REWRITES, rewrite
-from rlflow.scheduler.shapes import model_shape
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.models.shapes import model_shape
+from rlflow.scheduler.passes.rewrite import REWRITES, rewrite
+from rlflow.scheduler.plan.plan import Plan
 from tests.scheduler.examples import COLOCATE
 from tests.scheduler.strategies import PLENTY, cluster, exact, graph_of
 

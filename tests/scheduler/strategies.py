@@ -15,13 +15,13 @@ import hypothesis.strategies as st
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
-from rlflow.graph.check import check_graph
 from rlflow.graph.graph import Graph
+from rlflow.graph.rules.check import check_graph
 from rlflow.graph.trace import Handle, tracing
-from rlflow.graph.userop import UserOp
-from rlflow.scheduler.cluster import KINDS, Cluster, cpu_cluster
+from rlflow.graph.user.op import UserOp
 from rlflow.scheduler.compile import Compiled, compile_plan
-from rlflow.scheduler.plan import Backend
+from rlflow.scheduler.devices.cluster import KINDS, Cluster, cpu_cluster
+from rlflow.scheduler.plan.plan import Backend
 
 Draw = Callable[[st.SearchStrategy], object]
 
@@ -125,7 +125,8 @@ def _declare(draw: Draw) -> None:
         ops.metrics(ops.log_probs(ref, samples, name="ref.twice"), name="ref.metrics")
     seen += _judgements(draw, reward, samples)
     kl = draw(st.sampled_from([0.0, 0.1])) if given else 0.0
-    if draw(flag):
+    correction = draw(st.sampled_from([None, None, rf.ImportanceSampling()]))
+    if correction is not None or draw(flag):
         given.append(ops.log_probs(actor, samples))
     _judge(draw, path, samples)
     if drafter is not None and drafter.optimizer is not None:
@@ -142,12 +143,13 @@ def _declare(draw: Draw) -> None:
         samples,
         advantage,
         *given,
-        loss=rf.PolicyLoss("ppo_clip", kl_coef=kl),
+        loss=rf.PolicyLoss("ppo_clip", kl_coef=kl, correction=correction),
         epochs=draw(st.sampled_from([1, 2])),
         **_steps(draw),
     )
     if draw(st.integers(0, 3)) == 0:
         ops.update(actor, samples, loss=rf.SFTLoss(), name="actor.more", **_steps(draw))
+    _second_policy_loss(draw, actor, ref, samples, advantage, given)
     _second_rollout(draw, actor, ref, prompts, samples)
     for number, handle in enumerate(seen):
         ops.metrics(handle, name=f"metrics{number}")
@@ -155,6 +157,32 @@ def _declare(draw: Draw) -> None:
     for number, period in enumerate(draw(st.lists(st.sampled_from([1, 2, 3]), max_size=2))):
         ops.evaluate(
             actor, test, exact, every=period, max_new_tokens=8, limit=16, name=f"eval{number}"
+        )
+
+
+def _second_policy_loss(
+    draw: Draw,
+    actor: rf.Model,
+    ref: rf.Model,
+    samples: Handle,
+    advantage: Handle,
+    given: Sequence[Handle],
+) -> None:
+    """Another update of the actor by its own samples, of every kind that may read an old policy."""
+    weights = draw(st.sampled_from([None, rf.ImportanceSampling()]))
+    kind = draw(st.sampled_from(["", "", "", "ppo_clip", "cispo", "reinforce", "distill"]))
+    if kind == "distill":
+        teacher = draw(st.sampled_from([actor, ref]))
+        likely = ops.log_probs(teacher, samples, top_k=4, name="likely")
+        distilled = rf.DistillLoss("forward_kl")
+        ops.update(actor, samples, likely, loss=distilled, name="actor.again", **_steps(draw))
+    elif kind:
+        offered = list(given)
+        if weights and not any("old_log_probs" in [o.name for o in one.offers] for one in given):
+            offered.append(ops.log_probs(actor, samples, name="old_policy"))
+        again = rf.PolicyLoss(kind, correction=weights)
+        ops.update(
+            actor, samples, advantage, *offered, loss=again, name="actor.again", **_steps(draw)
         )
 
 

@@ -15,16 +15,16 @@ import pytest
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
-from rlflow.graph.check import check_graph
 from rlflow.graph.graph import Graph
+from rlflow.graph.rules.check import check_graph
 from rlflow.graph.trace import tracing
+from rlflow.report.charts.look import kind_of
 from rlflow.scheduler.compile import dump_plan
-from rlflow.scheduler.diff import compare, diff_text
-from rlflow.scheduler.plan import Action, Plan
-from rlflow.scheduler.saved import plan_from_json
-from rlflow.scheduler.text import plan_text
-from rlflow.scheduler.verify import verify
-from rlflow.viz.look import kind_of
+from rlflow.scheduler.plan.diff import compare, diff_text
+from rlflow.scheduler.plan.plan import Action, Plan
+from rlflow.scheduler.plan.saved import plan_from_json
+from rlflow.scheduler.plan.text import plan_text
+from rlflow.scheduler.verify.verify import verify
 from tests.scheduler.examples import COLOCATE, HYBRID, OWN, SPLIT, compiled_with
 from tests.scheduler.mutants import with_action
 from tests.scheduler.player import play

@@ -10,8 +10,8 @@ import pytest
 import rlflow as rf
 from rlflow import ops
 from rlflow.graph.graph import Graph
-from rlflow.scheduler.plan import Action, Chunk, Plan
-from rlflow.scheduler.verify import verify
+from rlflow.scheduler.plan.plan import Action, Chunk, Plan
+from rlflow.scheduler.verify.verify import verify
 from tests.scheduler.examples import compiled_with
 from tests.scheduler.strategies import exact, graph_of
 

@@ -7,9 +7,9 @@ import pytest
 import rlflow as rf
 from rlflow.errors import PlanError, UsageError
 from rlflow.graph.graph import Graph
-from rlflow.scheduler import cluster
-from rlflow.scheduler.cluster import HOST, KINDS, cpu_cluster, mixed_pools, parse_cluster
-from rlflow.scheduler.plan import Plan
+from rlflow.scheduler.devices import cluster
+from rlflow.scheduler.devices.cluster import HOST, KINDS, cpu_cluster, mixed_pools, parse_cluster
+from rlflow.scheduler.plan.plan import Plan
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlflow.scheduler.cluster import KINDS, Cluster, cpu_cluster, parse_cluster
-from rlflow.scheduler.collectives import ALONE, Group, copy_bandwidth, group_of
+from rlflow.scheduler.devices.cluster import KINDS, Cluster, cpu_cluster, parse_cluster
+from rlflow.scheduler.devices.collectives import ALONE, Group, copy_bandwidth, group_of
 
 FOUR = Group(ranks=4, bandwidth=1e9, start=1e-5, step=1e-6)
 

@@ -10,14 +10,15 @@ import pytest
 import rlflow as rf
 from rlflow import ops
 from rlflow.graph.graph import Graph
-from rlflow.scheduler import collectives, keys
-from rlflow.scheduler import costs as module
-from rlflow.scheduler.cluster import KINDS, cpu_cluster, parse_cluster
-from rlflow.scheduler.costs import Costs
-from rlflow.scheduler.hardware import OBJECT_STORE, STORE_SECONDS
-from rlflow.scheduler.pieces import Piece
-from rlflow.scheduler.plan import Cost, Instance
-from rlflow.scheduler.shapes import model_shape
+from rlflow.scheduler.costs import estimate as module
+from rlflow.scheduler.costs import measurement_keys as keys
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.pieces import Piece
+from rlflow.scheduler.devices import collectives
+from rlflow.scheduler.devices.cluster import KINDS, cpu_cluster, parse_cluster
+from rlflow.scheduler.devices.hardware import OBJECT_STORE, STORE_SECONDS
+from rlflow.scheduler.models.shapes import model_shape
+from rlflow.scheduler.plan.plan import Cost, Instance
 from tests.scheduler.strategies import exact, graph_of
 
 
@@ -246,24 +247,26 @@ def test_a_mesh_is_row_major_and_tp_is_next_to_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trained", "fsdp", "dtype", "gathers"),
+    ("devices", "trained", "fsdp", "dtype", "gathers"),
     [
-        (True, 1, "bfloat16", True),
-        (True, 1, "float32", False),
-        (False, 1, "bfloat16", False),
-        (False, 8, "float32", True),
+        (ALL, True, 1, "bfloat16", True),
+        (ALL[:1], True, 1, "bfloat16", False),
+        (ALL, True, 1, "float32", False),
+        (ALL, False, 1, "bfloat16", False),
+        (ALL, False, 8, "float32", True),
     ],
 )
 def test_parameters_are_made_whole_where_they_are_kept_otherwise(
-    trained: bool, fsdp: int, dtype: str, gathers: bool
+    devices: tuple[int, ...], trained: bool, fsdp: int, dtype: str, gathers: bool
 ) -> None:
+    """What one process holds by itself is computed with as it lies there."""
     graph = big()
     graph = replace(
         graph, models=tuple(m.model_copy(update={"dtype": dtype}) for m in graph.models)
     )
     costs = costs_for(graph)
 
-    found = costs.roofline(on(ALL, trained=trained, fsdp=fsdp), costs.shapes["actor"])
+    found = costs.roofline(on(devices, trained=trained, fsdp=fsdp), costs.shapes["actor"])
 
     assert gathers == found.gathers
 

@@ -8,7 +8,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from rlflow.scheduler.lengths import STEPS, Lengths, assumed, fitted, stages, whole
+from rlflow.scheduler.costs.lengths import (
+    STEPS,
+    Lengths,
+    assumed,
+    fitted_lengths,
+    full_lengths,
+    stages,
+)
 
 LENGTHS = st.builds(
     lambda longest, share, spread: Lengths(longest, max(1.0, share * longest), spread),
@@ -41,7 +48,7 @@ def test_more_rows_have_a_longer_longest_within_the_limit(lengths: Lengths, rows
 
 
 def test_responses_of_one_length_take_just_that() -> None:
-    found = stages(whole(1000), 8, 4)
+    found = stages(full_lengths(1000), 8, 4)
 
     assert 1000 == sum(stage.tokens for stage in found)
     assert {(8.0, 1.0)} == {(stage.live, stage.goes_on) for stage in found}
@@ -68,7 +75,7 @@ def test_ranks_that_end_together_go_on_longer_than_one() -> None:
 
 def test_stages_are_few_and_cover_every_token() -> None:
     for longest in (1, 7, STEPS, STEPS + 1, 40_000):
-        found = stages(whole(longest), 1, 1)
+        found = stages(full_lengths(longest), 1, 1)
         assert len(found) <= STEPS
         assert longest == sum(stage.tokens for stage in found)
 
@@ -77,7 +84,7 @@ def test_stages_are_few_and_cover_every_token() -> None:
 def test_a_fit_finds_the_spread_that_was_measured(spread: float) -> None:
     true = Lengths(4096, 500.0, spread)
 
-    assert spread == fitted(4096, 500.0, true.expected_longest(256), 256).spread
+    assert spread == fitted_lengths(4096, 500.0, true.expected_longest(256), 256).spread
 
 
 def test_a_long_tail_costs_more_than_a_short_one() -> None:

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from rlflow.scheduler.cluster import Cluster, cpu_cluster
-from rlflow.scheduler.collectives import group_of
-from rlflow.scheduler.hardware import KINDS
-from rlflow.scheduler.lengths import Lengths, whole
-from rlflow.scheduler.roofline import MICRO_TOKENS, Load, Roofline
-from rlflow.scheduler.shapes import known_shape
+from rlflow.scheduler.costs.lengths import Lengths, full_lengths
+from rlflow.scheduler.costs.roofline import MICRO_TOKENS, Load, Roofline
+from rlflow.scheduler.devices.cluster import Cluster, cpu_cluster
+from rlflow.scheduler.devices.collectives import group_of
+from rlflow.scheduler.devices.hardware import KINDS, cpu_kind
+from rlflow.scheduler.models.shapes import known_shape
 
 HOST = Cluster(kind=KINDS["h100"], count=8)
 SEVEN_B = Roofline(kind=KINDS["h100"], shape=known_shape("qwen2.5-7b"), size=2)
@@ -68,7 +68,7 @@ def test_floats_are_computed_without_tensor_cores() -> None:
 
 
 def test_a_prefill_is_bound_by_computing_and_a_decode_by_reading() -> None:
-    prompts = Load(rows=16, prompts=16, prompt=2048, lengths=whole(1))
+    prompts = Load(rows=16, prompts=16, prompt=2048, lengths=full_lengths(1))
 
     assert SEVEN_B.rollout(prompts) == pytest.approx(
         SEVEN_B.computed(16 * 2048, 16, 16 * 2048**2 / 2) + SEVEN_B.decode(16, 2048.5)
@@ -76,7 +76,7 @@ def test_a_prefill_is_bound_by_computing_and_a_decode_by_reading() -> None:
 
 
 def test_a_rollout_of_one_length_is_steps_times_tokens() -> None:
-    load = Load(rows=8, prompts=8, prompt=10, lengths=whole(40))
+    load = Load(rows=8, prompts=8, prompt=10, lengths=full_lengths(40))
     steps = sum(SEVEN_B.decode(8, 10 + position + 0.5) for position in range(40))
 
     assert SEVEN_B.rollout(load) == pytest.approx(steps + SEVEN_B.read(SEVEN_B.weights), rel=1e-6)
@@ -119,7 +119,7 @@ def test_what_a_pass_holds_by_hand() -> None:
 
 
 def test_a_pass_holds_one_micro_batch() -> None:
-    small = Load(rows=64, prompts=1, prompt=0, lengths=whole(512))
+    small = Load(rows=64, prompts=1, prompt=0, lengths=full_lengths(512))
     large = replace(small, rows=6400)
 
     assert SEVEN_B.pass_holds(small, train=True, recompute=True) == SEVEN_B.pass_holds(
@@ -154,14 +154,64 @@ def test_a_cpu_computes_after_it_launches_and_after_it_gathers() -> None:
     cpu = cpu_cluster(2, threads=1)
     alone = Roofline(kind=cpu.kind, shape=known_shape("qwen2.5-0.5b"), size=4)
     shared = replace(alone, fsdp=group_of(cpu, range(2)), gathers=True)
-    load = Load(rows=2, prompts=2, prompt=8, lengths=whole(8))
+    load = Load(rows=2, prompts=2, prompt=8, lengths=full_lengths(8))
 
     assert alone.decode(1, 8) > alone.overhead + alone.read(alone.weights)
     assert shared.forward(load) == pytest.approx(alone.forward(load) + shared.gathered())
 
 
+def test_a_cpu_reads_the_weights_of_a_product_and_multiplies_in_turn() -> None:
+    """One row reads 4 bytes a parameter at 8 GB/s; 16 compute besides: 98 GFLOP/s."""
+    kind = cpu_cluster(1, threads=1).kind
+    cpu = Roofline(kind=kind, shape=known_shape("qwen2.5-0.5b"), size=4)
+    read, drawn = cpu.weights / 8e9, 151_936 * 5e-9
+
+    assert cpu.multiplied(1.0, 8e9) == pytest.approx(2.0)
+    assert cpu.decode(1, 1) == pytest.approx(
+        read + drawn + cpu.computed(1, 1, 1) + cpu.overhead, rel=1e-3
+    )
+    assert cpu.decode(16, 1) - cpu.decode(1, 1) == pytest.approx(
+        15 * (drawn + cpu.computed(1, 1, 1)), rel=1e-2
+    )
+
+
+@pytest.mark.parametrize(("flags", "rate"), [(("avx512f", "avx512_bf16"), 170), (("avx512f",), 35)])
+def test_a_cpu_multiplies_bfloat16_as_its_instructions_allow(
+    flags: tuple[str, ...], rate: float
+) -> None:
+    assert cpu_kind(1e9, 2, 0.0, flags).rate(2) == 2 * rate * 1e9
+    assert cpu_kind(1e9, 2, 0.0, flags).rate(4) == 2 * 98e9
+    assert cpu_kind(1e9, 2, 0.0, ()).rate(2) == 2 * 18e9
+
+
+def test_a_distribution_over_the_vocabulary_takes_time_on_a_cpu() -> None:
+    kind = cpu_cluster(1, threads=1).kind
+    policy = Roofline(kind=kind, shape=known_shape("qwen2.5-0.5b"), size=4)
+    silent = replace(policy, kind=replace(kind, scored=0.0, learned=0.0))
+    load = Load(rows=4, prompts=4, prompt=8, lengths=full_lengths(8))
+    numbers = 32 * 151_936
+
+    assert policy.forward(load) - silent.forward(load) == pytest.approx(numbers * 2e-9)
+    more = policy.update(load, 0, recompute=False) - silent.update(load, 0, recompute=False)
+    assert more == pytest.approx(numbers * 4e-9)
+
+
+def test_the_gradient_of_a_head_waits_for_that_of_the_embedding_it_is() -> None:
+    tied = replace(SEVEN_B, shape=known_shape("qwen2.5-0.5b"), trains_vocabulary=True)
+    apart, frozen = replace(SEVEN_B, trains_vocabulary=True), replace(tied, trains_vocabulary=False)
+    held = [
+        dict(each.pass_holds(BATCH, train=True, recompute=False)).get("gradient of the embedding")
+        for each in (tied, apart, frozen)
+    ]
+
+    assert [2 * 151_936 * 896 * 2, 152_064 * 3584 * 2, None] == held
+    assert "gradient of the embedding" not in dict(
+        tied.pass_holds(BATCH, train=False, recompute=False)
+    )
+
+
 def test_ranks_that_share_layers_share_their_products_and_add_them_up() -> None:
-    load = Load(rows=4, prompts=4, prompt=100, lengths=whole(100))
+    load = Load(rows=4, prompts=4, prompt=100, lengths=full_lengths(100))
     computed = SHARED.computed(load.tokens, 400, load.pairs)
 
     assert computed == SEVEN_B.computed(load.tokens, 400, load.pairs) / 2
@@ -174,7 +224,7 @@ def test_an_update_gathers_twice_and_sums_gradients() -> None:
     cpu = cpu_cluster(4, threads=1)
     shape = known_shape("qwen2.5-0.5b")
     alone = Roofline(kind=cpu.kind, shape=shape, size=4)
-    two, load = group_of(cpu, [0, 1]), Load(rows=2, prompts=2, prompt=8, lengths=whole(8))
+    two, load = group_of(cpu, [0, 1]), Load(rows=2, prompts=2, prompt=8, lengths=full_lengths(8))
     shared, twice = replace(alone, fsdp=two), replace(alone, replicas=two)
     base, sent = alone.update(load, 1e9, recompute=False), 25 * two.reduce_scatter(1e9 / 25)
 

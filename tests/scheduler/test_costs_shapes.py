@@ -9,8 +9,8 @@ import pytest
 
 from rlflow.errors import UsageError
 from rlflow.graph.model import Model
-from rlflow.scheduler.known_shapes import KNOWN, known_widths, parse_model_shape
-from rlflow.scheduler.shapes import known_shape, model_shape, stand_ins
+from rlflow.scheduler.models.known_shapes import KNOWN, known_widths, parse_model_shape
+from rlflow.scheduler.models.shapes import known_shape, model_shape, stand_ins
 from tests.conftest import PIPELINES, Result
 
 PUBLISHED = {
@@ -38,6 +38,10 @@ PUBLISHED = {
     "deepseek-r1-distill-qwen-32b": 32_763_876_352,
     "deepseek-r1-distill-llama-8b": 8_030_261_248,
     "deepseek-r1-distill-llama-70b": 70_553_706_496,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "mixtral-8x7b": 46_702_792_704,
+    "deepseek-v3": 671_026_404_352,
 }
 
 

@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 WORK = """
 import sys
 sys.path.insert(0, "{root}")
-from rlflow.commands import Target, declare
+from rlflow.cli.commands import Target, declare
 from rlflow.errors import RlflowError
-from rlflow.scheduler.cluster import parse_cluster
+from rlflow.scheduler.devices.cluster import parse_cluster
 from rlflow.scheduler.compile import compile_plan, dump_plan
 
 CASES = [

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 
 from rlflow.errors import PlanError, UsageError
 from rlflow.scheduler.compile import dump_plan
-from rlflow.scheduler.diff import compare, diff_text
-from rlflow.scheduler.plan import Chunk, Cost
-from rlflow.scheduler.saved import plan_from_json, read_plan
-from rlflow.scheduler.text import plan_text
+from rlflow.scheduler.plan.diff import compare, diff_text
+from rlflow.scheduler.plan.plan import Chunk, Cost
+from rlflow.scheduler.plan.saved import plan_from_json, read_plan
+from rlflow.scheduler.plan.text import plan_text
+from tests.budget import examples
 from tests.runtime.kernels import lagging, sleeping
 from tests.scheduler.examples import COLOCATE, EXAMPLES, SPLIT, compiled_with, grpo
 from tests.scheduler.strategies import Case, cases
@@ -106,7 +107,7 @@ def test_a_saved_plan_comes_back_whole(name, tmp_path):
     assert plan_text(found).splitlines()[2:] == plan_text(plan).splitlines()[2:]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(case=cases())
 def test_every_plan_comes_back_whole(case: Case):
     try:

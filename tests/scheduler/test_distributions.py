@@ -11,13 +11,14 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Graph
-from rlflow.scheduler import distributions, keys
-from rlflow.scheduler.cluster import Cluster, parse_cluster
 from rlflow.scheduler.compile import compile_plan
-from rlflow.scheduler.costs import Costs
-from rlflow.scheduler.distributions import IN_LOSS, WIDE
-from rlflow.scheduler.plan import Action, Instance, Plan
-from rlflow.scheduler.shapes import model_shape
+from rlflow.scheduler.costs import distributions
+from rlflow.scheduler.costs import measurement_keys as keys
+from rlflow.scheduler.costs.distributions import IN_LOSS, WIDE
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.devices.cluster import Cluster, parse_cluster
+from rlflow.scheduler.models.shapes import model_shape
+from rlflow.scheduler.plan.plan import Action, Instance, Plan
 from tests.scheduler.strategies import graph_of
 
 ROWS, TOKENS, VOCABULARY = 32, 100, 151_936

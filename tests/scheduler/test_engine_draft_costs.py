@@ -10,18 +10,18 @@ import pytest
 
 import rlflow as rf
 from rlflow.scheduler.compile import compile_plan
-from rlflow.scheduler.costs import Costs
-from rlflow.scheduler.engines import asleep_key, start_key
-from rlflow.scheduler.hardware import KINDS
-from rlflow.scheduler.measured import NOTHING, Sample
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.serving import pool_key
+from rlflow.scheduler.devices.hardware import KINDS
+from rlflow.scheduler.devices.measured import NOTHING, Sample
+from rlflow.scheduler.engines.engines import asleep_key, start_key
+from rlflow.scheduler.models.shapes import model_shape
 from rlflow.scheduler.observed import key_of
-from rlflow.scheduler.plan import HOST, Plan
-from rlflow.scheduler.serving import pool_key
-from rlflow.scheduler.shapes import model_shape
-from rlflow.scheduler.text import plan_text
-from rlflow.scheduler.tune_bounds import Figures, KnownCosts
-from rlflow.scheduler.tune_space import Choice, Layout, roles_of
-from rlflow.scheduler.verify import STAGES, verify
+from rlflow.scheduler.plan.plan import HOST, Plan
+from rlflow.scheduler.plan.text import plan_text
+from rlflow.scheduler.search.bounds import Figures, KnownCosts
+from rlflow.scheduler.search.space import Choice, Layout, placed_uses
+from rlflow.scheduler.verify.verify import STAGES, verify
 from tests.scheduler.examples import compiled_with
 from tests.scheduler.strategies import PLENTY, cluster
 from tests.scheduler.test_engine_drafters import (
@@ -167,7 +167,7 @@ def test_tune_knows_what_drafts_in_an_engine() -> None:
     """Its figures of an engine are those of the plan: weights, pool and rows at once."""
     graph, engine = drafted(temperature=1.0, n=8), rf.SGLang(max_total_tokens=TOKENS)
     plan = compiled_with(graph, placed(engine=engine), kind="h100").plan
-    roles = roles_of(plan.graph)
+    roles = placed_uses(plan.graph)
     (place,) = (n for n, role in enumerate(roles) if role.rollout)
     role = replace(roles[place], engines=(engine,))
     roles = (*roles[:place], role, *roles[place + 1 :])
@@ -228,7 +228,7 @@ def test_a_wake_brings_the_drafter_though_the_policy_comes_by_a_reshard() -> Non
     assert ("discard", TINY) == (wake.mode, wake.cost.moved)
     link = KINDS["h100"].host_link * KINDS["h100"].reached
     assert 0.02 + TINY / link == pytest.approx(wake.cost.seconds)
-    told = "the reshard fills it; what drafts in it comes from its host, 507.9 kB"
+    told = "the reshard fills it; what drafts in it comes from its host, 509.2 kB"
     assert wake.reason.text.endswith(told)
     assert 0 == plan.action("sleep:actor@all/sglang/weights").cost.moved
     plain = planned(tight()).plan

@@ -13,18 +13,19 @@ from rlflow import ops
 from rlflow.errors import Finding, PlanError
 from rlflow.graph.graph import Graph
 from rlflow.scheduler.compile import Compiled, dump_plan
-from rlflow.scheduler.plan import HOST
-from rlflow.scheduler.saved import read_plan
-from rlflow.scheduler.text import plan_text
+from rlflow.scheduler.plan.plan import HOST
+from rlflow.scheduler.plan.saved import read_plan
+from rlflow.scheduler.plan.text import plan_text
 from tests.scheduler.examples import compiled_with
 from tests.scheduler.proving import holds_and_plays, unnoticed
 from tests.scheduler.strategies import exact, graph_of
 
 ENGINE, DRAFTER = "actor@gen/sglang", "drafter@gen/sglang/actor"
 TOKENS = 1000
-# Layers of 256 x (256 + 2 x 128 + 256) + 3 x 256 x 1024, embeddings of 64 words; the same of 64.
-MID = 4 * (2 * (256 * 768 + 3 * 256 * 1024) + 64 * 256)
-TINY = 4 * (2 * (64 * 192 + 3 * 64 * 256) + 64 * 64)
+# Layers of 256 x (256 + 2 x 128 + 256) + 3 x 256 x 1024, two norms each and one after them,
+# embeddings of 64 words; the same of 64.
+MID = 4 * (2 * (256 * 768 + 3 * 256 * 1024) + 5 * 256 + 64 * 256)
+TINY = 4 * (2 * (64 * 192 + 3 * 64 * 256) + 5 * 64 + 64 * 64)
 
 
 def placed(gen: int = 1, engine: object = None, **more: object) -> rf.Placement:

@@ -9,10 +9,10 @@ import pytest
 import rlflow as rf
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Graph
-from rlflow.scheduler.cluster import Cluster
 from rlflow.scheduler.compile import Compiled, compile_plan
-from rlflow.scheduler.plan import HOST
-from rlflow.scheduler.verify import verify
+from rlflow.scheduler.devices.cluster import Cluster
+from rlflow.scheduler.plan.plan import HOST
+from rlflow.scheduler.verify.verify import verify
 from tests.scheduler.examples import grpo
 from tests.scheduler.strategies import cluster
 from tests.scheduler.test_engine_plans import adapted

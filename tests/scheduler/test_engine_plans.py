@@ -16,18 +16,19 @@ from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Graph
 from rlflow.scheduler.compile import Compiled, dump_plan
-from rlflow.scheduler.engines import ROOM, with_pool
-from rlflow.scheduler.explain import explain
-from rlflow.scheduler.facts import Facts
-from rlflow.scheduler.hardware import ENGINE_ASLEEP
-from rlflow.scheduler.layouts import lacking
-from rlflow.scheduler.measured import Measured, Record, Sample
+from rlflow.scheduler.costs.layouts import lacking
+from rlflow.scheduler.devices.hardware import ENGINE_ASLEEP
+from rlflow.scheduler.devices.measured import MeasuredCosts, Record, Sample
+from rlflow.scheduler.engines.engines import ROOM, with_pool
 from rlflow.scheduler.observed import estimate, key_of
-from rlflow.scheduler.plan import Plan
-from rlflow.scheduler.saved import read_plan
-from rlflow.scheduler.text import plan_text
-from rlflow.scheduler.verify import STAGES, verify
-from rlflow.scheduler.verify_engines import engines_are_apart, engines_sleep_between_rollouts
+from rlflow.scheduler.plan.explain import explain
+from rlflow.scheduler.plan.plan import Plan
+from rlflow.scheduler.plan.saved import read_plan
+from rlflow.scheduler.plan.text import plan_text
+from rlflow.scheduler.verify.engines import engines_are_apart, engines_sleep_between_rollouts
+from rlflow.scheduler.verify.happens_before import Facts
+from rlflow.scheduler.verify.verify import STAGES, verify
+from tests.budget import examples
 from tests.scheduler.examples import compiled_with, grpo, ppo
 from tests.scheduler.mutants import mutants, with_action
 from tests.scheduler.player import play
@@ -140,7 +141,7 @@ def engine_plans(draw: Callable[[st.SearchStrategy], object]) -> Plan:
     return case.compile().plan
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(plan=engine_plans(), seed=st.integers(0, 99), pick=st.integers(0, 10**6))
 def test_random_plans_with_an_engine_play_and_their_mutants_do_or_are_rejected(
     plan: Plan, seed: int, pick: int
@@ -368,7 +369,9 @@ def test_moves_of_engines_are_measured_under_keys_of_their_own() -> None:
     reshard = plan.action(f"reshard:actor@all->{ENGINE}")
     key = keys[reshard.id]
     record = Record(key, costs.setting, 1, (Sample("run", 3, 1.5, 0.25),))
-    measured = replace(costs, cluster=replace(costs.cluster, measured=Measured(records=(record,))))
+    measured = replace(
+        costs, cluster=replace(costs.cluster, measured=MeasuredCosts(records=(record,)))
+    )
     assert pytest.approx(1.75) == estimate(plan, measured, reshard).seconds
     assert estimate(plan, costs, reshard).seconds == pytest.approx(reshard.cost.seconds)
     torch = compiled_with(
@@ -383,8 +386,8 @@ def test_moves_of_engines_are_measured_under_keys_of_their_own() -> None:
 
 
 def costs_of(compiled: Compiled):
-    from rlflow.scheduler.costs import Costs
-    from rlflow.scheduler.shapes import model_shape
+    from rlflow.scheduler.costs.estimate import Costs
+    from rlflow.scheduler.models.shapes import model_shape
 
     plan = compiled.plan
     shapes = {m.name: model_shape(m, None) for m in plan.graph.models}

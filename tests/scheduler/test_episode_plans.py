@@ -8,15 +8,16 @@ import pytest
 
 import rlflow as rf
 from rlflow import ops
-from rlflow.graph.check import longest_response
-from rlflow.scheduler.cluster import cpu_cluster
+from rlflow.graph.rules.check import longest_response
 from rlflow.scheduler.compile import compile_plan
-from rlflow.scheduler.facts import Facts
-from rlflow.scheduler.lengths import assumed
-from rlflow.scheduler.roofline import Load
-from rlflow.scheduler.staleness import largest_lag, stale_rollouts
-from rlflow.scheduler.verify import verify
-from rlflow.scheduler.verify_rows import spreads_are_right
+from rlflow.scheduler.costs.lengths import assumed
+from rlflow.scheduler.costs.roofline import Load
+from rlflow.scheduler.devices.cluster import cpu_cluster
+from rlflow.scheduler.passes.staleness import stale_rollouts
+from rlflow.scheduler.plan.lags import largest_lag
+from rlflow.scheduler.verify.happens_before import Facts
+from rlflow.scheduler.verify.rows import spreads_are_right
+from rlflow.scheduler.verify.verify import verify
 from tests.conftest import TINY
 from tests.scheduler.mutants import mutants, with_action
 from tests.scheduler.player import play
@@ -88,9 +89,9 @@ def test_later_turns_stay_with_the_replica_that_has_their_rows_in_its_cache(opti
     for stage, each in found.stages:
         assert [] == verify(each, stage)
     assert [] == play(plan, seed=3)
-    first = next(action for action in plan.actions if action.node == "actor.rollout")
-    turns = [action for action in plan.actions if str(action.node).startswith("episodes.act")]
-    turns = [action for action in turns if action.kind == "run"]
+    runs = [action for action in plan.actions if action.kind == "run"]
+    first = next(action for action in runs if action.node == "actor.rollout")
+    turns = [action for action in runs if str(action.node).startswith("episodes.act")]
     assert ("generated", 2) == (first.makes.rule, len(first.makes.parts))
     assert turns
     assert all(first.makes == turn.takes == turn.makes for turn in turns)

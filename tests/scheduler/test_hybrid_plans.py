@@ -9,9 +9,9 @@ import pytest
 
 import rlflow as rf
 from rlflow.scheduler.compile import Compiled, dump_plan
-from rlflow.scheduler.plan import HOST, Plan
-from rlflow.scheduler.saved import read_plan
-from rlflow.scheduler.verify import verify
+from rlflow.scheduler.plan.plan import HOST, Plan
+from rlflow.scheduler.plan.saved import read_plan
+from rlflow.scheduler.verify.verify import verify
 from tests.scheduler.examples import compiled_with, grpo
 from tests.scheduler.mutants import asleep_everywhere, mutants
 from tests.scheduler.player import play

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 import rlflow as rf
-from rlflow.scheduler.instance import Instance
-from rlflow.scheduler.spreads import Place
+from rlflow.scheduler.plan.instance import Instance
+from rlflow.scheduler.plan.row_layout import Place
 
 MESH = Instance(
     name="actor@all",

@@ -12,9 +12,8 @@ from hypothesis import given
 import rlflow as rf
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Graph
-from rlflow.scheduler.cluster import KINDS, Cluster, cpu_cluster
 from rlflow.scheduler.compile import compile_plan
-from rlflow.scheduler.layouts import (
+from rlflow.scheduler.costs.layouts import (
     CUTS,
     area,
     held_in_place,
@@ -24,8 +23,9 @@ from rlflow.scheduler.layouts import (
     piece,
     shares,
 )
-from rlflow.scheduler.plan import Action, Instance, Plan
-from rlflow.scheduler.shapes import Shape, read_shape, trained_parameters
+from rlflow.scheduler.devices.cluster import KINDS, Cluster, cpu_cluster
+from rlflow.scheduler.models.shapes import Shape, read_shape, trained_parameters
+from rlflow.scheduler.plan.plan import Action, Instance, Plan
 from tests.scheduler.examples import OWN, SPLIT, TWICE, compiled_with, grpo
 from tests.scheduler.strategies import PLENTY
 
@@ -173,7 +173,7 @@ def test_a_reshard_moves_what_the_targets_ranks_lack(
 
 
 def _lines(plan: Plan) -> list[str]:
-    from rlflow.scheduler.text import plan_text
+    from rlflow.scheduler.plan.text import plan_text
 
     return plan_text(plan).splitlines()
 

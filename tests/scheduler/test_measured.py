@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.scheduler import measured
-from rlflow.scheduler.measured import (
+from rlflow.scheduler.devices import measured
+from rlflow.scheduler.devices.measured import (
     MOST_RUNS,
     NOTHING,
-    Measured,
+    MeasuredCosts,
     Sample,
     Setting,
     add_to_file,
@@ -27,7 +27,7 @@ def sample(seconds: float, wait: float = 0.0, origin: str = "run") -> Sample:
     return Sample(origin, 3, seconds, wait)
 
 
-def filled(*seconds: float, key: str = "a") -> Measured:
+def filled(*seconds: float, key: str = "a") -> MeasuredCosts:
     found = NOTHING
     for value in seconds:
         found = found.adding([(key, HERE, sample(value))])
@@ -70,7 +70,7 @@ def test_the_setting_most_alike_is_found() -> None:
         assert record is not None
         assert number == record.seconds
         left = tuple(r for r in found.records if r.setting != settings[number])
-        found = Measured(records=left)
+        found = MeasuredCosts(records=left)
     assert found.find("a", HERE) is None
     assert filled(1).find("b", HERE) is None
 

@@ -11,13 +11,13 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.graph.graph import Graph
 from rlflow.scheduler import observed
-from rlflow.scheduler.cluster import Cluster, cpu_cluster
 from rlflow.scheduler.compile import compile_plan
-from rlflow.scheduler.costs import TABLE, Costs
-from rlflow.scheduler.measured import NOTHING, Measured
-from rlflow.scheduler.pieces import Piece
-from rlflow.scheduler.plan import HOST, Action, Plan
-from rlflow.scheduler.shapes import model_shape
+from rlflow.scheduler.costs.estimate import TABLE, Costs
+from rlflow.scheduler.costs.pieces import Piece
+from rlflow.scheduler.devices.cluster import Cluster, cpu_cluster
+from rlflow.scheduler.devices.measured import NOTHING, MeasuredCosts
+from rlflow.scheduler.models.shapes import model_shape
+from rlflow.scheduler.plan.plan import HOST, Action, Plan
 from tests.scheduler.examples import COLOCATE, SPLIT, grpo, ppo
 from tests.scheduler.strategies import exact, graph_of
 
@@ -68,7 +68,7 @@ def costs_of(graph: Graph, plan: Plan, cluster: Cluster) -> Costs:
 
 def learned(
     graph: Graph, plan: Plan, cluster: Cluster, spans: list[Seen], **options: object
-) -> Measured:
+) -> MeasuredCosts:
     settings = {"begun": 0, "origin": "run", **options}
     found = observed.samples(plan, costs_of(graph, plan, cluster), spans, [], **settings)
     return NOTHING.adding(found)
@@ -111,7 +111,7 @@ def test_the_next_plan_says_what_the_run_took(case: str) -> None:
     assert second.timing.period == pytest.approx(measured, rel=0.02)
 
 
-def one_learned(**options: object) -> tuple[Graph, Plan, Cluster, Measured]:
+def one_learned(**options: object) -> tuple[Graph, Plan, Cluster, MeasuredCosts]:
     graph, cluster = grpo(every=0), cpu_cluster(2, threads=1, memory=4e9)
     plan = compile_plan(graph, SPLIT, cluster).plan
     found = learned(graph, plan, cluster, played(plan, 6), **options)
@@ -132,18 +132,34 @@ def test_the_first_iteration_is_left_out() -> None:
     }
 
 
-def test_a_short_run_teaches_nothing() -> None:
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_a_short_run_is_better_than_none_and_goes_when_there_is_a_longer(iterations: int) -> None:
     graph, plan, cluster, _ = one_learned()
+    slow = [replace(s, end=s.end + 100 * (not s.iteration)) for s in played(plan, 2)]
+    short = learned(graph, plan, cluster, [s for s in slow if s.iteration < iterations])
+    longer = observed.samples(
+        plan, costs_of(graph, plan, cluster), played(plan, 3), [], begun=0, origin="run"
+    )
 
-    assert () == learned(graph, plan, cluster, played(plan, 2)).records
-    assert () != learned(graph, plan, cluster, played(plan, 3)).records
+    sources = {record.source for record in short.records}
+    assert {"measured, 1 short run"} == sources
+    assert (iterations == 1) == (max(record.seconds for record in short.records) > 1)
+    known = replace(cluster, measured=short)
+    planned = compile_plan(graph, SPLIT, known).plan
+    assert {"measured, 1 short run"} == {action.cost.source for action in planned.actions}
+    assert {"measured, 1 run"} == {record.source for record in short.adding(longer).records}
+    again = short.adding(longer).adding(
+        (record.key, record.setting, record.samples[-1]) for record in short.records
+    )
+    assert {"measured, 1 run"} == {record.source for record in again.records}
 
 
 def test_a_resumed_run_counts_its_own_iterations() -> None:
     graph, plan, cluster, _ = one_learned()
     spans = played(plan, 6)
 
-    assert () == learned(graph, plan, cluster, spans, begun=4).records
+    late = learned(graph, plan, cluster, spans, begun=4).records
+    assert {"measured, 1 short run"} == {record.source for record in late}
     (count,) = {
         record.samples[0].count
         for record in learned(graph, plan, cluster, spans, begun=2).records
@@ -177,7 +193,7 @@ def test_waits_are_measured_over_what_is_not_due() -> None:
     plan = compile_plan(graph, SPLIT, cluster).plan
     spans = played(plan, 9)
 
-    found = observed.waits(plan, spans, observed.window(spans, 0))
+    found = observed.start_waits(plan, spans, observed.window(spans, 0))
 
     assert {WAIT} == {round(wait, 9) for wait in found.values()}
     assert any(name == "eval" for name, _ in found)
@@ -190,7 +206,7 @@ def test_waits_are_measured_where_rollouts_run_ahead() -> None:
     plan = compile_plan(graph, placement, cluster).plan
     spans = played(plan, 9)
 
-    found = observed.waits(plan, spans, observed.window(spans, 0))
+    found = observed.start_waits(plan, spans, observed.window(spans, 0))
 
     assert max(action.ahead for action in plan.actions) > 0
     assert {WAIT} == {round(wait, 9) for wait in found.values()}

@@ -8,20 +8,21 @@ from pathlib import Path
 import pytest
 
 from rlflow.graph.graph import Graph
-from rlflow.scheduler import keys, observed
-from rlflow.scheduler.cluster import Cluster, cpu_cluster
+from rlflow.scheduler import observed
 from rlflow.scheduler.compile import Compiled, compile_plan
-from rlflow.scheduler.costs import Costs
-from rlflow.scheduler.measured import (
+from rlflow.scheduler.costs import measurement_keys as keys
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.devices.cluster import Cluster, cpu_cluster
+from rlflow.scheduler.devices.measured import (
     NOTHING,
-    Measured,
+    MeasuredCosts,
     Record,
     Sample,
     Setting,
     add_to_file,
     load_measured,
 )
-from rlflow.scheduler.shapes import model_shape
+from rlflow.scheduler.models.shapes import model_shape
 from tests.scheduler.examples import COLOCATE, SPLIT
 from tests.scheduler.looping import counting, dapo, fitting
 from tests.scheduler.test_measured_runs import played
@@ -56,7 +57,7 @@ def chances(compiled: Compiled, node: str) -> list[float]:
     return [a.chance for a in runs if str(a.node).partition("#")[0] == node]
 
 
-def learned(graph: Graph, trips: list[float]) -> Measured:
+def learned(graph: Graph, trips: list[float]) -> MeasuredCosts:
     """What a run whose iterations took so many trips leaves in the file."""
     plan = planned(graph).plan
     shapes = {model.name: model_shape(model) for model in graph.models}

@@ -9,21 +9,22 @@ import pytest
 from hypothesis import given, settings
 
 from rlflow.errors import PlanError
-from rlflow.scheduler.cycles import components, slack_of, slowest_cycle
-from rlflow.scheduler.modulo import (
-    Edge,
+from rlflow.scheduler.periodic.cycles import components, slack_of, slowest_cycle
+from rlflow.scheduler.periodic.problem import (
     Kernel,
+    Precedence,
     Problem,
     Schedule,
     Timed,
     compact,
-    evaluate,
     kernel_of,
     least_ahead,
     queue_arcs,
+    timed_kernel,
     turn_arcs,
 )
-from rlflow.scheduler.modulo_search import search
+from rlflow.scheduler.periodic.search import search
+from tests.budget import examples
 from tests.scheduler.periodic import broken, growth, problem_of, problems
 
 # rollout -> reward -> update -> (next iteration) rollout, on a device each for gen and train.
@@ -70,7 +71,7 @@ def test_staleness_changes_distances_and_nothing_else(staleness: int, period: fl
 
 def test_a_stale_rollout_on_the_weights_of_the_update_takes_turns_with_it() -> None:
     """It reads what the update writes: 4 + 3 seconds, although the pools are apart."""
-    edges = (*SPLIT.edges[:2], SPLIT.edges[3], Edge(2, 0, 2), Edge(0, 2, -1))
+    edges = (*SPLIT.edges[:2], SPLIT.edges[3], Precedence(2, 0, 2), Precedence(0, 2, -1))
     timed = search(Problem(tasks=SPLIT.tasks, edges=edges)).timed
     assert (7.0, {0, 2}) == (timed.period, set(timed.critical))
 
@@ -100,7 +101,7 @@ def test_the_order_on_a_device_can_be_what_binds() -> None:
         ("y2", "y1", 1),
     )
     in_turns = Kernel(order=(0, 1, 2, 3), ahead=(0, 0, 0, 0))
-    assert (3.0, 6.0) == (problem.bound, evaluate(problem, in_turns).period)
+    assert (3.0, 6.0) == (problem.bound, timed_kernel(problem, in_turns).period)
     assert 3.0 == search(problem).timed.period
 
 
@@ -151,15 +152,17 @@ def test_components_are_cycles_joined() -> None:
 
 def test_least_ahead_is_what_negative_distances_ask_for() -> None:
     """x two iterations later comes before y, which z of the same iteration comes before."""
-    assert (2, 0, 1) == least_ahead(3, [Edge(0, 1, -2), Edge(2, 1, -1), Edge(1, 0, 3)])
-    assert None is least_ahead(2, [Edge(0, 1, -2), Edge(1, 0, 1)])
+    assert (2, 0, 1) == least_ahead(
+        3, [Precedence(0, 1, -2), Precedence(2, 1, -1), Precedence(1, 0, 3)]
+    )
+    assert None is least_ahead(2, [Precedence(0, 1, -2), Precedence(1, 0, 1)])
 
 
 def test_a_kernel_that_starts_early_for_nothing_is_made_compact() -> None:
     early = Kernel(order=(0, 1, 2), ahead=(5, 5, 5))
-    assert (0, 0, 0) == compact(SPLIT, evaluate(SPLIT, early)).ahead
+    assert (0, 0, 0) == compact(SPLIT, timed_kernel(SPLIT, early)).ahead
     split = Kernel(order=(2, 0, 1), ahead=(0, 1, 1))
-    timed = evaluate(SPLIT, split)
+    timed = timed_kernel(SPLIT, split)
     assert 8.0 == timed.period
     assert Kernel(order=(0, 1, 2), ahead=(0, 0, 0)) == compact(SPLIT, timed)
 
@@ -185,12 +188,12 @@ def test_a_schedule_honours_edges_and_resources(problem: Problem) -> None:
     assert all(d + ahead[s] - ahead[t] >= 0 for s, t, d in problem.edges)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(problem=problems())
 def test_the_period_is_the_growth_that_is_measured(problem: Problem) -> None:
     timed = search(problem).timed
     assert growth(problem, timed.kernel) == pytest.approx(timed.period, rel=2e-3, abs=1e-9)
-    base = evaluate(problem, problem.base)
+    base = timed_kernel(problem, problem.base)
     assert growth(problem, problem.base) == pytest.approx(base.period, rel=2e-3, abs=1e-9)
 
 
@@ -207,17 +210,17 @@ def test_the_critical_tasks_are_a_cycle_of_that_length(problem: Problem) -> None
     assert seconds / distance == pytest.approx(timed.period)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(problem=problems(most=6))
 def test_slack_is_what_a_task_can_take_longer(problem: Problem) -> None:
     timed = search(problem).timed
     rooms = slack(problem, timed)
     assert all(rooms[task] == pytest.approx(0, abs=1e-6) for task in timed.critical)
     for task, room in enumerate(rooms):
-        assert evaluate(longer(problem, task, room), timed.kernel).period == pytest.approx(
+        assert timed_kernel(longer(problem, task, room), timed.kernel).period == pytest.approx(
             timed.period
         )
-        more = evaluate(longer(problem, task, room + 0.1), timed.kernel)
+        more = timed_kernel(longer(problem, task, room + 0.1), timed.kernel)
         assert more.period > timed.period + 1e-3
 
 
@@ -236,6 +239,6 @@ def test_slack_is_never_told_too_large_when_work_runs_out(monkeypatch: pytest.Mo
     )
     timed = search(problem).timed
     known = slack(problem, timed)
-    monkeypatch.setattr("rlflow.scheduler.cycles.SLACK_WORK", 0)
+    monkeypatch.setattr("rlflow.scheduler.periodic.cycles.SLACK_WORK", 0)
     assert [5.0, 5.0, 5.0, 0.0] == known
     assert all(told <= room for told, room in zip(slack(problem, timed), known, strict=True))

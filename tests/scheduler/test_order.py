@@ -12,21 +12,22 @@ import pytest
 from hypothesis import given, settings
 
 from rlflow.errors import PlanError, UsageError
-from rlflow.scheduler.modulo import Kernel
-from rlflow.scheduler.order import (
+from rlflow.scheduler.passes.order import (
     chain,
-    device_name,
     order,
     periodic_problem,
     resources_of,
     seconds_of,
     timing,
 )
-from rlflow.scheduler.plan import HOST, Action, Cost, Dep, Plan, Reason
+from rlflow.scheduler.periodic.problem import Kernel
+from rlflow.scheduler.plan.plan import HOST, Action, Cost, Dep, Plan, Reason
+from rlflow.scheduler.plan.text import device_name
+from tests.budget import examples
 from tests.scheduler.periodic import growth
 from tests.scheduler.strategies import Case, cases
 
-WITHOUT = SimpleNamespace(optimize=0.0)
+WITHOUT = SimpleNamespace(optimize=0.0, rough=False)
 
 
 def action(
@@ -156,7 +157,7 @@ def test_devices_used_alike_are_one_queue() -> None:
 
 
 def test_an_exact_order_is_noted_with_its_proof() -> None:
-    plan = order(stale(1), SimpleNamespace(optimize=5.0))
+    plan = order(stale(1), SimpleNamespace(optimize=5.0, rough=False))
     (note,) = plan.notes
     assert "optimised order" == note.rule
     assert "period 4.5 s, proven optimal" == note.text
@@ -166,7 +167,7 @@ def test_an_exact_order_is_noted_with_its_proof() -> None:
 def test_an_exact_order_without_its_solver_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     with pytest.raises(UsageError, match="E230"):
-        order(stale(1), SimpleNamespace(optimize=5.0))
+        order(stale(1), SimpleNamespace(optimize=5.0, rough=False))
 
 
 def test_devices_are_printed_by_their_pools() -> None:
@@ -176,7 +177,7 @@ def test_devices_are_printed_by_their_pools() -> None:
     ]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(case=cases())
 def test_the_kernel_is_consistent_and_the_period_what_is_measured(case: Case) -> None:
     try:

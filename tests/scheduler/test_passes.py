@@ -12,9 +12,9 @@ from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Binding, Edge, Graph, Node
 from rlflow.scheduler.compile import PASSES, compile_plan
-from rlflow.scheduler.facts import Facts
-from rlflow.scheduler.plan import Action, Dep, Instance, Part, Plan, Reason
-from rlflow.scheduler.verify import verify
+from rlflow.scheduler.plan.plan import Action, Dep, Instance, Part, Plan, Reason
+from rlflow.scheduler.verify.happens_before import Facts
+from rlflow.scheduler.verify.verify import verify
 from tests.scheduler.examples import (
     APART,
     COLOCATE,
@@ -199,7 +199,7 @@ def test_too_small_a_memory_is_refused_with_the_action_and_the_figures() -> None
     assert "E401" == finding.code
     assert "action 'actor.update' does not fit on all[0]" == finding.what
     assert "126.1 MB actor@all/optimizer" in finding.got
-    assert "63.0 MB actor@all/weights" in finding.got
+    assert "63.1 MB actor@all/weights" in finding.got
     assert "250.0 MB" in finding.expected
 
 

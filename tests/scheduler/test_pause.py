@@ -10,11 +10,12 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Graph, Node
-from rlflow.scheduler.bind import assignment
-from rlflow.scheduler.plan import Plan
-from rlflow.scheduler.staleness import largest_lag, stale_rollouts
-from rlflow.scheduler.text import plan_text
-from rlflow.scheduler.verify import verify
+from rlflow.scheduler.passes.bind.bind import assignment
+from rlflow.scheduler.passes.staleness import stale_rollouts
+from rlflow.scheduler.plan.lags import largest_lag
+from rlflow.scheduler.plan.plan import Plan
+from rlflow.scheduler.plan.text import plan_text
+from rlflow.scheduler.verify.verify import verify
 from tests.scheduler.examples import COLOCATE, OWN, SPLIT, compiled_with, grpo, ppo
 from tests.scheduler.mutants import with_action
 from tests.scheduler.player import play

@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 
 import rlflow as rf
 from rlflow.errors import PlanError
-from rlflow.graph.ending import ended_rows
 from rlflow.graph.graph import Graph, Node
+from rlflow.graph.rules.completion_order import ended_rows
 from rlflow.scheduler.compile import compile_plan
-from rlflow.scheduler.costs import Costs
-from rlflow.scheduler.lengths import Lengths, after, assumed, before, between, whole
-from rlflow.scheduler.pieces import WHOLE, Piece, piece_done, piece_of
-from rlflow.scheduler.plan import Chunk, Instance, Plan
-from rlflow.scheduler.roofline import CACHE, Load
-from rlflow.scheduler.shapes import model_shape
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.lengths import Lengths, after, assumed, before, between, full_lengths
+from rlflow.scheduler.costs.pieces import WHOLE, Piece, chunk_piece, piece_done
+from rlflow.scheduler.costs.roofline import CACHE, Load
+from rlflow.scheduler.models.shapes import model_shape
+from rlflow.scheduler.plan.plan import Chunk, Instance, Plan
+from tests.budget import examples
 from tests.scheduler.examples import SPLIT, compiled_with, grpo
 from tests.scheduler.strategies import cluster
 
@@ -91,7 +92,7 @@ def test_a_piece_is_told_from_every_other_in_the_key_of_a_measurement() -> None:
 def test_only_pieces_of_whole_prompts_are_alike(
     chunk: Chunk | None, begins: bool, wanted: Piece
 ) -> None:
-    assert wanted == piece_of(chunk, begins)
+    assert wanted == chunk_piece(chunk, begins)
 
 
 def test_an_action_is_costed_as_its_piece() -> None:
@@ -112,13 +113,13 @@ LOADS = st.builds(
     lengths=st.one_of(
         st.sampled_from([8, 64, 1000]).map(assumed),
         st.builds(Lengths, st.just(512), st.sampled_from([3.0, 90.0, 400.0]), st.just(1.0)),
-        st.just(whole(64)),
+        st.just(full_lengths(64)),
     ),
     peers=st.sampled_from([1, 4]),
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(load=LOADS, legs=st.sampled_from([1, 2, 3, 4, 8]), gathers=st.booleans())
 def test_the_legs_of_a_rollout_take_as_long_as_the_whole_of_it(
     load: Load, legs: int, gathers: bool
@@ -197,10 +198,10 @@ def test_a_response_is_what_comes_before_a_pause_and_after_it(
 
 def test_before_and_after_a_pause_by_hand() -> None:
     """Lengths all of 10: none ends within 4 tokens, all have 6 to go."""
-    lengths = whole(10)
+    lengths = full_lengths(10)
 
-    assert (whole(4), 1.0) == (before(lengths, 4), after(lengths, 4)[1])
-    assert whole(6) == after(lengths, 4)[0]
+    assert (full_lengths(4), 1.0) == (before(lengths, 4), after(lengths, 4)[1])
+    assert full_lengths(6) == after(lengths, 4)[0]
 
 
 def paused(stream: int = 1, *, pause_at: int = 4, staleness: int = 1) -> rf.Placement:

@@ -19,9 +19,10 @@ from hypothesis import given, settings
 import rlflow as rf
 from rlflow.errors import PlanError
 from rlflow.scheduler.compile import dump_plan
-from rlflow.scheduler.explain import explain
-from rlflow.scheduler.plan import Cost, Plan, Timing
-from rlflow.scheduler.text import cycle_text, duration, numbers, plan_text
+from rlflow.scheduler.plan.explain import explain
+from rlflow.scheduler.plan.plan import Cost, Plan, Timing
+from rlflow.scheduler.plan.text import cycle_text, duration, numbers, plan_text
+from tests.budget import examples
 from tests.runtime.kernels import lagging, sleeping
 from tests.scheduler.examples import EXAMPLES, SPLIT, compiled_with, grpo
 from tests.scheduler.strategies import Case, cases
@@ -43,7 +44,7 @@ def test_plans_print_as_the_golden_files_have_them(name: str) -> None:
     assert file.read_text() == text
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(case=cases())
 def test_compiling_twice_gives_the_same_bytes(case: Case) -> None:
     try:
@@ -56,7 +57,7 @@ def test_compiling_twice_gives_the_same_bytes(case: Case) -> None:
 
 SCRIPT = """
 from rlflow.scheduler.compile import dump_plan
-from rlflow.scheduler.text import plan_text
+from rlflow.scheduler.plan.text import plan_text
 from tests.scheduler.examples import EXAMPLES
 for make in EXAMPLES.values():
     plan = make().plan

@@ -8,13 +8,13 @@ import pytest
 
 import rlflow as rf
 from rlflow.errors import PlanError
-from rlflow.graph import engine_options
+from rlflow.graph.user import engine_options
 from rlflow.scheduler.compile import dump_plan
 from rlflow.scheduler.observed import key_of
-from rlflow.scheduler.plan import Plan
-from rlflow.scheduler.saved import read_plan
-from rlflow.scheduler.text import plan_text
-from rlflow.scheduler.verify import verify
+from rlflow.scheduler.plan.plan import Plan
+from rlflow.scheduler.plan.saved import read_plan
+from rlflow.scheduler.plan.text import plan_text
+from rlflow.scheduler.verify.verify import verify
 from tests.scheduler.examples import compiled_with, grpo
 from tests.scheduler.player import play
 from tests.scheduler.test_engine_plans import colocated, costs_of, split

@@ -7,13 +7,12 @@ import queue
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from rlflow.runtime.local import LocalBackend
 from tests.conftest import PIPELINES, QUICK, SMALL
+from tests.runtime.whole_runs import tensors
 from tests.scheduler.paged import action, part, plan_of
 
 pytestmark = pytest.mark.torch
@@ -32,16 +31,6 @@ def train(rlflow, tmp_path, monkeypatch):
         return where, json.loads((where / "plan.json").read_text())
 
     return call
-
-
-def weights(run: Path) -> dict[str, bytes]:
-    """The bytes of the last checkpoint's tensors by component and name."""
-    last = run / "checkpoints" / (run / "checkpoints" / "LATEST").read_text().strip()
-    return {
-        f"{file.stem}/{name}": tensor.contiguous().view(-1).numpy().tobytes()
-        for file in sorted(last.glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
 
 
 def tightest(plan: dict) -> int:
@@ -63,7 +52,7 @@ def test_memory_pressure_does_not_change_a_bit(train):
     assert not {"sleep", "wake"} & {action["kind"] for action in plan["actions"]}
     assert {"sleep", "wake"} <= {action["kind"] for action in pressed["actions"]}
     assert (wide / "metrics.jsonl").read_bytes() == (tight / "metrics.jsonl").read_bytes()
-    assert weights(wide) == weights(tight)
+    assert tensors(wide) == tensors(tight)
 
 
 def test_weights_of_their_own_are_emptied_and_filled_in_every_segment(train, tmp_path):
@@ -83,7 +72,7 @@ def test_weights_of_their_own_are_emptied_and_filled_in_every_segment(train, tmp
         a["mode"] for a in pressed["actions"] if str(a["part"]).endswith("rollout/weights")
     }
     assert (wide / "metrics.jsonl").read_bytes() == (tight / "metrics.jsonl").read_bytes()
-    assert weights(wide) == weights(tight)
+    assert tensors(wide) == tensors(tight)
 
 
 def test_copies_run_beside_what_computes_on_a_device():

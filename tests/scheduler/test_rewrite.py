@@ -8,7 +8,7 @@ import pytest
 
 import rlflow as rf
 from rlflow import ops
-from rlflow.scheduler.rewrite import rewrite
+from rlflow.scheduler.passes.rewrite import rewrite
 from tests.scheduler.examples import SPLIT, grpo
 from tests.scheduler.rewriting import ADAM, before, learns, names, notes, rewritten, rollout, scores
 from tests.scheduler.strategies import exact, graph_of, judged

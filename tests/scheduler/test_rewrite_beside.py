@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 import rlflow as rf
-from rlflow.scheduler.plan import HOST, Action, Chunk, Cost, Dep, Note, Reason, Timing
-from rlflow.scheduler.rewrite.beside import rewards_beside
+from rlflow.scheduler.passes.rewrite.overlap import rewards_beside
+from rlflow.scheduler.plan.plan import HOST, Action, Chunk, Cost, Dep, Note, Reason, Timing
 from tests.scheduler.examples import COLOCATE, SPLIT, compiled_with, ppo
 from tests.scheduler.rewriting import before
 

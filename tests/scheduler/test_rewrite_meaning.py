@@ -11,17 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 
 import rlflow as rf
 from rlflow import ops
+from rlflow.errors import PlanError
 from rlflow.graph.graph import Binding, Graph, Node
 from rlflow.graph.trace import Handle
-from rlflow.scheduler.facts import Facts
-from rlflow.scheduler.plan import Plan
-from rlflow.scheduler.rewrite import rewrite
-from rlflow.scheduler.verify import verify
-from rlflow.scheduler.verify_graph import shared_work_is_exact
+from rlflow.scheduler.passes.rewrite import rewrite
+from rlflow.scheduler.passes.staleness import stamp
+from rlflow.scheduler.plan.plan import Plan
+from rlflow.scheduler.verify.happens_before import Facts
+from rlflow.scheduler.verify.left_out import shared_work_is_exact
+from rlflow.scheduler.verify.verify import verify
+from tests.budget import examples
 from tests.scheduler.examples import COLOCATE
 from tests.scheduler.rewriting import ADAM, LORA, before, names
 from tests.scheduler.strategies import exact, graph_of, graphs, length, placements
@@ -137,10 +140,14 @@ def check(graph: Graph, plan: Plan) -> None:
     assert all(f"{m.name} is not loaded" in said for m in graph.models if m.name not in loaded)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(graph=graphs_with_forwards(), staleness=st.sampled_from([0, 0, 1]))
 def test_rewriting_changes_no_meaning(graph: Graph, staleness: int) -> None:
     plan, context = before(graph, COLOCATE, staleness)
+    try:
+        plan = stamp(plan, context)
+    except PlanError:
+        reject()
 
     found = rewrite(plan, context)
 
@@ -151,7 +158,7 @@ def test_rewriting_changes_no_meaning(graph: Graph, staleness: int) -> None:
     assert found.graph.hash == rewrite(plan, context).graph.hash
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(graph=graphs_with_forwards())
 def test_no_two_forwards_of_one_model_see_the_same_rows(graph: Graph) -> None:
     found = rewrite(*before(graph, COLOCATE)).graph
@@ -169,5 +176,9 @@ def test_pipelines_of_every_kind_keep_their_meaning(data: st.DataObject) -> None
     graph = data.draw(graphs())
     placement = data.draw(placements(graph))
     plan, context = before(graph, placement, placement.staleness)
+    try:
+        plan = stamp(plan, context)
+    except PlanError:
+        reject()
 
     check(plan.graph, rewrite(plan, context))

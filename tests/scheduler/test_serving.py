@@ -12,19 +12,20 @@ import pytest
 from hypothesis import given, settings
 
 import rlflow as rf
-from rlflow.scheduler import serving
-from rlflow.scheduler.cluster import Cluster
-from rlflow.scheduler.costs import Costs
-from rlflow.scheduler.engines import with_pool
-from rlflow.scheduler.hardware import KINDS, Kind
-from rlflow.scheduler.keys import timed
-from rlflow.scheduler.lengths import Lengths, assumed, stages, whole
+from rlflow.scheduler.costs import serving
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.lengths import Lengths, assumed, full_lengths, stages
+from rlflow.scheduler.costs.measurement_keys import timed_options
+from rlflow.scheduler.costs.roofline import PREFILL, Load, Roofline
+from rlflow.scheduler.costs.serving import Serving, pool_size, serving_of
+from rlflow.scheduler.devices.cluster import Cluster
+from rlflow.scheduler.devices.hardware import KINDS, Kind
+from rlflow.scheduler.engines.engines import with_pool
+from rlflow.scheduler.models.shapes import known_shape
 from rlflow.scheduler.observed import key_of
-from rlflow.scheduler.plan import Instance
-from rlflow.scheduler.roofline import PREFILL, Load, Roofline
-from rlflow.scheduler.serving import Serving, pool_size, with_serving
-from rlflow.scheduler.shapes import known_shape
-from rlflow.scheduler.text import plan_text
+from rlflow.scheduler.plan.plan import Instance
+from rlflow.scheduler.plan.text import plan_text
+from tests.budget import examples
 from tests.scheduler.examples import compiled_with, grpo
 from tests.scheduler.test_engine_plans import colocated, costs_of
 
@@ -52,8 +53,7 @@ def costs_on(kind: Kind, count: int = 1) -> Costs:
 
 
 def served(options: rf.EngineOptions, kind: Kind = KINDS["h100"], tp: int = 1) -> Serving:
-    roof = replace(SEVEN_B, kind=kind)
-    found = with_serving(roof, engine(options, tp), costs_on(kind, tp)).serving
+    found = serving_of(engine(options, tp), costs_on(kind, tp))
     assert found is not None
     return found
 
@@ -64,7 +64,7 @@ def steps(lengths: Lengths, rows: int, room: float) -> float:
 
 def test_whole_waves_of_a_fixed_length() -> None:
     """10 rows of 40 tokens, 4 at once: 4, 4 and 2."""
-    found = stages(whole(40), 10, 1, 4.0)
+    found = stages(full_lengths(40), 10, 1, 4.0)
     assert 3 * 40 == sum(stage.tokens for stage in found)
     assert [4.0] * 80 + [2.0] * 40 == [stage.live for stage in found]
     assert [0.5, 39.5, 0.5] == [found[0].age, found[79].age, found[80].age]
@@ -95,12 +95,12 @@ LENGTHS = st.one_of(
         st.sampled_from([30.0, 200.0, 400.0]),
         st.sampled_from([0.2, 0.6, 1.0]),
     ),
-    st.sampled_from([1, 7, 64, 200]).map(whole),
+    st.sampled_from([1, 7, 64, 200]).map(full_lengths),
     st.just(assumed(300)),
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(lengths=LENGTHS, rows=st.integers(1, 300), share=st.floats(0.05, 1.5))
 def test_waiting_decodes_the_same_tokens_in_no_fewer_steps(
     lengths: Lengths, rows: int, share: float
@@ -167,7 +167,7 @@ def test_while_rows_wait_no_leg_is_over(legs: int) -> None:
 def test_a_prompt_is_read_once_and_so_many_tokens_at_a_time() -> None:
     """8 samples of each prompt: one eighth of the products of 8 times as many prompts."""
     roof = replace(SEVEN_B, serving=Serving())
-    shared = Load(rows=256, prompts=32, prompt=1024, lengths=whole(1))
+    shared = Load(rows=256, prompts=32, prompt=1024, lengths=full_lengths(1))
     apart = replace(shared, prompts=256)
     assert 8 * roof.prefill(shared) == pytest.approx(roof.prefill(apart))
     passes = 32 * 1024 / PREFILL
@@ -208,8 +208,8 @@ def test_what_engines_do_by_themselves() -> None:
 
 @pytest.mark.torch
 def test_on_a_cpu_as_many_rows_as_the_engines_are_told() -> None:
-    from rlflow.engines import vllm
-    from rlflow.engines.sglang import arguments
+    from rlflow.engines.process import vllm
+    from rlflow.engines.process.sglang import arguments
 
     assert arguments.CPU_REQUESTS == vllm.CPU_REQUESTS == serving.AT_ONCE_ON_CPU
 
@@ -230,8 +230,10 @@ def test_a_pool_is_of_its_tokens_or_of_what_is_left() -> None:
 
 
 def test_keys_have_what_changes_the_time_of_an_engine() -> None:
-    assert {} == timed(rf.SGLang(max_total_tokens=9, python="p", memory_saver=True))
-    assert {"cuda_graph": False} == timed(rf.SGLang(cuda_graph=False, mem_fraction_static=0.5))
+    assert {} == timed_options(rf.SGLang(max_total_tokens=9, python="p", memory_saver=True))
+    assert {"cuda_graph": False} == timed_options(
+        rf.SGLang(cuda_graph=False, mem_fraction_static=0.5)
+    )
     found = {}
     for name, options in {
         "plain": rf.SGLang(),
@@ -257,7 +259,7 @@ def test_notes_say_which_rows_wait() -> None:
     assert "at once" not in plan_text(compiled_with(grpo(), colocated()).plan)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(tokens=st.integers(13, 400), requests=st.integers(1, 40))
 def test_less_room_never_makes_a_rollout_faster(tokens: int, requests: int) -> None:
     compiled = compiled_with(grpo(every=0), colocated())

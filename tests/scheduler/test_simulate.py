@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 
 from rlflow.errors import PlanError
-from rlflow.scheduler.plan import Plan
-from rlflow.scheduler.playing import play
-from rlflow.scheduler.simulate import hyperperiod, simulate
-from rlflow.scheduler.simulate_text import simulation_text, typical_turn
+from rlflow.scheduler.plan.plan import Plan
+from rlflow.scheduler.simulate.play import play
+from rlflow.scheduler.simulate.simulate import hyperperiod, simulate
+from rlflow.scheduler.simulate.text import simulation_text, typical_turn
+from tests.budget import examples
 from tests.runtime.kernels import action, lagging, plan_of, sleeping
 from tests.scheduler.examples import EXAMPLES, SPLIT, compiled_with, grpo
 from tests.scheduler.strategies import Case, cases
@@ -182,7 +183,7 @@ def test_few_iterations_are_added_up_too(iterations):
     assert simulation_text(found)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(case=cases())
 def test_plans_have_the_period_that_they_state(case: Case):
     """Actions that are due every n-th time count an nth in what a plan states: a lower bound."""
@@ -200,7 +201,7 @@ def test_plans_have_the_period_that_they_state(case: Case):
         assert plan.timing.period == pytest.approx(found.period, rel=1e-6)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(case=cases(), seed=st.integers(0, 99))
 def test_every_dependency_and_every_lane_is_honoured(case: Case, seed: int):
     plan, random = planned(case), Random(seed)

@@ -11,7 +11,7 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Graph
-from rlflow.scheduler.plan import HOST, Action, Plan, Spread
+from rlflow.scheduler.plan.plan import HOST, Action, Plan, Spread
 from tests.scheduler.examples import COLOCATE, compiled_with, grpo, ppo
 from tests.scheduler.strategies import exact, graph_of, judged
 
@@ -305,6 +305,6 @@ def test_in_one_process_nothing_is_carried() -> None:
     ],
 )
 def test_what_moves_is_what_no_process_has(source: Spread, target: Spread, share: float) -> None:
-    from rlflow.scheduler.transfer import moved_share
+    from rlflow.scheduler.passes.transfer import moved_share
 
     assert share == moved_share(source, target)

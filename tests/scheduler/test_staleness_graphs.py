@@ -12,8 +12,8 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.errors import Finding, GraphError, PlanError
 from rlflow.graph.graph import Graph, Node
-from rlflow.scheduler.plan import Plan
-from rlflow.scheduler.staleness import allowed, stale_rollouts, stamp
+from rlflow.scheduler.passes.staleness import allowed, stale_rollouts, stamp
+from rlflow.scheduler.plan.plan import Plan
 from tests.scheduler.examples import COLOCATE
 from tests.scheduler.strategies import graph_of
 

@@ -16,8 +16,10 @@ from hypothesis import assume, given, settings
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
-from rlflow.scheduler.plan import Action, Chunk, Dep, Instance, Plan, Reason
-from rlflow.scheduler.staleness import largest_lag, note_turns
+from rlflow.scheduler.passes.staleness import note_turns
+from rlflow.scheduler.plan.lags import largest_lag
+from rlflow.scheduler.plan.plan import Action, Chunk, Dep, Instance, Plan, Reason
+from tests.budget import examples
 from tests.scheduler.examples import COLOCATE, OWN, SPLIT, compiled_with, grpo
 from tests.scheduler.strategies import Case, cases, exact, graph_of
 
@@ -208,7 +210,7 @@ def test_a_compiled_plan_has_the_lag_that_was_asked_for_and_no_other(placement, 
     assert largest_lag(ordered) == largest_lag(compiled.plan)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(case=cases())
 def test_every_node_of_a_random_plan_reads_what_its_graph_declares(case: Case) -> None:
     try:

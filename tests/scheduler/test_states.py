@@ -14,10 +14,11 @@ from rlflow.errors import PlanError
 from rlflow.graph.graph import Edge, Graph
 from rlflow.graph.trace import Handle
 from rlflow.scheduler.compile import Compiled, compile_plan
-from rlflow.scheduler.facts import Facts
-from rlflow.scheduler.plan import Plan
-from rlflow.scheduler.verify import verify
-from rlflow.scheduler.verify_states import states_are_exact
+from rlflow.scheduler.plan.plan import Plan
+from rlflow.scheduler.verify.happens_before import Facts
+from rlflow.scheduler.verify.shared_states import states_are_exact
+from rlflow.scheduler.verify.verify import verify
+from tests.budget import examples
 from tests.scheduler.examples import COLOCATE, HYBRID, SPLIT, TWICE
 from tests.scheduler.mutants import mutants, with_action
 from tests.scheduler.strategies import PLENTY, cluster, exact, graph_of
@@ -107,7 +108,7 @@ def test_trips_of_a_loop_take_turns() -> None:
     assert [*last, *turns] == shared_edges(plan.graph)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     inside=st.sampled_from([None, True, False]),
     name=st.sampled_from(sorted(PLACEMENTS)),
@@ -136,7 +137,7 @@ def test_a_dependency_dropped_or_of_another_distance_is_rejected(
         (dep,) = (d for d in action.after if d.action == source and d.kind == "order")
         others = tuple(d for d in action.after if d != dep)
         dropped = with_action(plan, target, after=others)
-        if Facts(plan=dropped).before == Facts(plan=plan).before:
+        if Facts(plan=dropped).unrolled.past == Facts(plan=plan).unrolled.past:
             continue
         tried.add((source, target))
         wrong = [dropped]

@@ -12,8 +12,9 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Graph, Node
-from rlflow.scheduler.plan import Action, Chunk, Plan, Timing
-from rlflow.scheduler.stream import choose, crossing_chains
+from rlflow.scheduler.passes.stream import choose_chunks, crossing_chains
+from rlflow.scheduler.plan.plan import Action, Chunk, Plan, Timing
+from tests.budget import examples
 from tests.scheduler.examples import APART, MESH, SPLIT, compiled_with, grpo, ppo
 from tests.scheduler.strategies import (
     PLENTY,
@@ -346,7 +347,7 @@ def test_more_chunks_are_taken_where_they_save_enough(periods, chosen, said):
             raise PlanError()
         return timed(plan, periods[count])
 
-    count, why = choose(plan, planned)
+    count, why = choose_chunks(plan, planned)
     assert chosen == count
     assert said in why
 
@@ -356,7 +357,7 @@ def test_if_nothing_fits_the_first_refusal_is_raised():
         raise PlanError(summary=f"{count} pieces")
 
     with pytest.raises(PlanError, match="1 pieces"):
-        choose(bound(grpo(), SPLIT), planned)
+        choose_chunks(bound(grpo(), SPLIT), planned)
 
 
 def test_the_choice_is_noted_and_is_no_slower():
@@ -374,7 +375,7 @@ def streams(draw: st.DrawFn) -> Case:
     return Case(graph, placement, devices, draw(st.sampled_from([None, "ray"])))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(streams())
 def test_every_plan_in_chunks_verifies(case):
     """`compile` verifies after each pass; here the rules of cutting are asked once more."""

@@ -8,8 +8,8 @@ import pytest
 
 import rlflow as rf
 from rlflow import ops
-from rlflow.scheduler.plan import Chunk, Plan, Spread
-from rlflow.scheduler.verify import verify
+from rlflow.scheduler.plan.plan import Chunk, Plan, Spread
+from rlflow.scheduler.verify.verify import verify
 from tests.scheduler.examples import APART, compiled_with, grpo, ppo
 from tests.scheduler.strategies import graph_of
 from tests.scheduler.test_stream import THREE, cut, runs, streamed

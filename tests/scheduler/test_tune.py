@@ -15,18 +15,19 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import Finding, PlanError
-from rlflow.scheduler.cluster import cpu_cluster, parse_cluster
 from rlflow.scheduler.compile import compile_plan
-from rlflow.scheduler.tune import Limits, tune
-from rlflow.scheduler.tune_search import pattern
-from rlflow.scheduler.tune_space import hand_written
+from rlflow.scheduler.devices.cluster import cpu_cluster, parse_cluster
+from rlflow.scheduler.search.search import pattern
+from rlflow.scheduler.search.space import hand_written
+from rlflow.scheduler.search.tune import SearchLimits, tune
+from tests.budget import examples
 from tests.conftest import ROOT
 from tests.scheduler.examples import APART, COLOCATE, SPLIT, grpo, ppo
 from tests.scheduler.strategies import PLENTY, cluster, exact, graph_of, graphs
 
 BIG = "shape:qwen2.5-7b"
 COMPILED = 1 + 1e-9
-QUICK = Limits(plans=30)
+QUICK = SearchLimits(plans=30)
 WRITTEN = {"colocate": COLOCATE, "split": SPLIT}
 
 
@@ -265,8 +266,8 @@ def test_refused_staleness_is_tried_once(monkeypatch):
             raise PlanError(Finding(code="E402", what="nothing corrects for the lag"))
         return compile_plan(graph, placement, where, **options)
 
-    monkeypatch.setattr("rlflow.scheduler.tune.compile_plan", refusing)
-    limits = Limits(staleness=3)
+    monkeypatch.setattr("rlflow.scheduler.search.tune.compile_plan", refusing)
+    limits = SearchLimits(staleness=3)
     tuned = tune(large_batch("grpo"), WRITTEN, cluster("h100", 8, 80e9), limits=limits)
 
     assert {0} == {row.plan.staleness for row in tuned.rows}
@@ -298,6 +299,8 @@ def test_written_placements_are_listed_with_their_rank():
     for rank, tried in tuned.written:
         better = [row for row in tuned.rows if row.rank() < tried.rank()]
         assert rank == len(better) + 1
+        shown = compile_plan(grpo(), tried.placement, tuned.cluster, name=tried.name)
+        assert shown.plan.timing == tried.plan.timing
 
 
 def test_a_written_placement_that_is_the_best_keeps_its_name():
@@ -324,7 +327,7 @@ def test_kinds_of_devices_are_not_mixed_in_a_pool():
 
 
 @settings(
-    max_examples=6,
+    max_examples=examples(6),
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=list(HealthCheck),
 )
@@ -333,7 +336,7 @@ def test_every_graph_can_be_tuned(graph):
     assume(not any(model.path.startswith("nobody") for model in graph.models))
     where = cpu_cluster(3, threads=1, memory=PLENTY)
     colocate = rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")})
-    tuned = tune(graph, {"colocate": colocate}, where, limits=Limits(plans=12, staleness=1))
+    tuned = tune(graph, {"colocate": colocate}, where, limits=SearchLimits(plans=12, staleness=1))
     by_hand = shortest(graph, [colocate], where)
 
     assert tuned.best.period <= by_hand * COMPILED
@@ -341,7 +344,7 @@ def test_every_graph_can_be_tuned(graph):
 
 def test_equal_in_every_process():
     program = (
-        "import json, os; from rlflow.cli import main; import sys\n"
+        "import json, os; from rlflow.cli.main import main; import sys\n"
         "sys.argv = ['rlflow', 'tune', P, '--devices', 'cpu:2', '--max-staleness', '1', '--json']\n"
         "main()\n"
     )

@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
-from rlflow.scheduler.cluster import cpu_cluster, parse_cluster
 from rlflow.scheduler.compile import compile_plan
-from rlflow.scheduler.shapes import model_shape
-from rlflow.scheduler.tune import Limits, _rewritten, tune
-from rlflow.scheduler.tune_bounds import Bounds, Figures, KnownCosts
-from rlflow.scheduler.tune_engines import by_engine, with_engines
-from rlflow.scheduler.tune_moves import Moves
-from rlflow.scheduler.tune_space import Candidate, Choice, Layout, placement_of, roles_of
-from rlflow.scheduler.tune_text import placement_source, tuned_text
+from rlflow.scheduler.devices.cluster import cpu_cluster, parse_cluster
+from rlflow.scheduler.models.shapes import model_shape
+from rlflow.scheduler.search.bounds import Figures, KnownCosts, PeriodBounds
+from rlflow.scheduler.search.candidates import Moves
+from rlflow.scheduler.search.engines import by_engine, with_engines
+from rlflow.scheduler.search.space import Candidate, Choice, Layout, placed_uses, placement_of
+from rlflow.scheduler.search.text import placement_source, tuned_text
+from rlflow.scheduler.search.tune import SearchLimits, _rewritten, tune
+from tests.budget import examples
 from tests.scheduler.examples import COLOCATE, SPLIT, grpo, ppo
 from tests.scheduler.strategies import exact, graph_of
 from tests.scheduler.test_engine_drafters import drafted, placed
@@ -26,16 +27,16 @@ from tests.scheduler.test_tune import adapters, big, large_batch, shortest
 
 EAGER = rf.SGLang(cuda_graph=False)
 EAGER_SOURCE = "SGLang(cuda_graph=False)"
-QUICK = Limits(plans=40, engine="sglang")
+QUICK = SearchLimits(plans=40, engine="sglang")
 
 
 def moves_of(graph, where, placements, name=None):
     shapes = {model.name: model_shape(model) for model in graph.models}
     costs = KnownCosts(graph=graph, cluster=where, shapes=shapes)
     plan = _rewritten(graph, where, costs)
-    roles = with_engines(roles_of(plan.graph), placements, name, costs)
+    roles = with_engines(placed_uses(plan.graph), placements, name, costs)
     figures = Figures(plan, costs, roles)
-    bounds = Bounds(plan.graph, figures)
+    bounds = PeriodBounds(plan.graph, figures)
     return Moves(figures=figures, bounds=bounds, cluster=where, staleness=0, streams=(1, 2))
 
 
@@ -104,7 +105,7 @@ def test_what_an_engine_refuses_to_draft_is_said_and_is_no_lack_of_memory():
     tuned = tune(graph, pipeline, parse_cluster("h100:2", 2, 1), limits=QUICK)
     assert {"drafter"} == {i.drafter for i in tuned.best.plan.instances if i.options}
     named = {"c": COLOCATE, "apart": placed()}
-    tuned = tune(graph, named, cpu_cluster(2, threads=1, memory=1e9), limits=Limits(plans=10))
+    tuned = tune(graph, named, cpu_cluster(2, threads=1, memory=1e9), limits=SearchLimits(plans=10))
     assert "torch" == {i.engine for i in tuned.best.plan.instances if "rollout" in i.uses}.pop()
 
 
@@ -175,7 +176,7 @@ def test_a_role_that_only_samples_does_not_give_its_engine_to_others():
     assert "sglang" == placement.assign["actor.rollout"].engine
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_no_plan_of_an_engine_is_shorter_than_its_bound(data):
     build = data.draw(st.sampled_from([grpo, ppo]))
@@ -220,8 +221,8 @@ def roles_with(graph, where):
 def test_beside_an_engine_the_embedded_one_is_still_found():
     """On a CPU a reshard through another process costs more than it brings."""
     where = cpu_cluster(2, threads=1, memory=1e9)
-    plain = tune(grpo(), {"split": SPLIT}, where, limits=Limits(plans=40))
-    both = tune(grpo(), {"split": split()}, where, limits=Limits(plans=40))
+    plain = tune(grpo(), {"split": SPLIT}, where, limits=SearchLimits(plans=40))
+    both = tune(grpo(), {"split": split()}, where, limits=SearchLimits(plans=40))
     assert both.best.period <= plain.best.period * 1.02
     assert ["split"] == [tried.name for _, tried in both.written]
 
@@ -229,7 +230,7 @@ def test_beside_an_engine_the_embedded_one_is_still_found():
 @pytest.mark.slow
 def test_a_large_search_with_an_engine_is_never_worse_than_by_hand():
     graph, where = large_batch("ppo"), parse_cluster("h100:64", 1)
-    tuned = tune(graph, {}, where, limits=Limits(engine="sglang"))
+    tuned = tune(graph, {}, where, limits=SearchLimits(engine="sglang"))
     by_hand = [
         rf.Placement(
             pools={"train": 64 - gen, "gen": gen},

@@ -9,19 +9,18 @@ from hypothesis import given, settings
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
-from rlflow.scheduler.cluster import cpu_cluster, parse_cluster
 from rlflow.scheduler.compile import compile_plan
-from rlflow.scheduler.costs import Costs
-from rlflow.scheduler.shapes import model_shape
-from rlflow.scheduler.tune import _rewritten
-from rlflow.scheduler.tune_bounds import Bounds, Figures, KnownCosts
-from rlflow.scheduler.tune_moves import Moves
-from rlflow.scheduler.tune_space import (
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.devices.cluster import cpu_cluster, parse_cluster
+from rlflow.scheduler.models.shapes import model_shape
+from rlflow.scheduler.search.bounds import Figures, KnownCosts, PeriodBounds
+from rlflow.scheduler.search.candidates import Moves
+from rlflow.scheduler.search.space import (
     MOST_COMBINATIONS,
     Candidate,
     Choice,
     Layout,
-    Role,
+    PlacedUse,
     classes_of,
     cut_points,
     divisions,
@@ -29,13 +28,16 @@ from rlflow.scheduler.tune_space import (
     layouts_of,
     near_cuts,
     pattern,
+    placed_uses,
     placement_of,
-    roles_of,
     scaled,
     unions,
 )
-from rlflow.scheduler.tune_text import placement_source
+from rlflow.scheduler.search.text import placement_source
+from rlflow.scheduler.search.tune import _rewritten
+from tests.budget import examples
 from tests.scheduler.examples import HYBRID, MESH, SPLIT, TWICE, grpo, ppo
+from tests.scheduler.looping import dapo
 from tests.scheduler.strategies import exact, graph_of
 from tests.scheduler.test_averages import ema
 
@@ -52,11 +54,11 @@ def shape_of(heads, kv_heads):
 
 
 def role(*, trained=False, rollout=False, source=None, key="m"):
-    return Role(key=key, model="m", nodes=(), trained=trained, rollout=rollout, source=source)
+    return PlacedUse(key=key, model="m", nodes=(), trained=trained, rollout=rollout, source=source)
 
 
 def test_roles_are_what_trains_and_what_samples():
-    found = [(r.key, [n.name for n in r.nodes], r.trained, r.source) for r in roles_of(ppo())]
+    found = [(r.key, [n.name for n in r.nodes], r.trained, r.source) for r in placed_uses(ppo())]
 
     assert [
         ("actor", ["actor.update"], True, None),
@@ -201,8 +203,8 @@ def workshop(graph, where):
     shapes = {model.name: model_shape(model) for model in graph.models}
     costs = KnownCosts(graph=graph, cluster=where, shapes=shapes)
     plan = _rewritten(graph, where, costs)
-    figures = Figures(plan, costs, roles_of(plan.graph))
-    bounds = Bounds(plan.graph, figures)
+    figures = Figures(plan, costs, placed_uses(plan.graph))
+    bounds = PeriodBounds(plan.graph, figures)
     return Moves(figures=figures, bounds=bounds, cluster=where, staleness=2, streams=(1, 2, 4))
 
 
@@ -389,7 +391,7 @@ def test_rollouts_share_trained_weights_unless_they_want_their_own():
     assert ["actor@all", "actor@all/rollout"] == instances(Layout())
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(st.data())
 def test_remembered_costs_are_the_costs(data):
     graph, where = ppo(), cpu_cluster(4, threads=1)
@@ -405,3 +407,23 @@ def test_remembered_costs_are_the_costs(data):
             assert getattr(plain, kind)(*key) == getattr(known, kind)(*key)
     assert figure.need <= figure.room
     assert figure.busy <= sum(figure.seconds)
+
+
+def test_trips_of_loops_are_costed_once_for_all_plans(monkeypatch):
+    asked: list[str] = []
+    run = Costs.run
+
+    def counted(costs, node, *rest):
+        asked.append(node.name)
+        return run(costs, node, *rest)
+
+    monkeypatch.setattr(Costs, "run", counted)
+    graph, where = dapo(at_most=4), cpu_cluster(2)
+    shapes = {model.name: model_shape(model) for model in graph.models}
+    costs = KnownCosts(graph=graph, cluster=where, shapes=shapes)
+
+    plans = [compile_plan(graph, SPLIT, where, costs=costs, verified=False).plan for _ in range(2)]
+
+    assert "actor.rollout#4" in asked
+    assert len(set(asked)) == len(asked) == len(plans[0].graph.nodes)
+    assert plans[0].hash == plans[1].hash == compile_plan(graph, SPLIT, where).plan.hash

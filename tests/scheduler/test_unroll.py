@@ -13,10 +13,12 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Graph, Node
-from rlflow.scheduler.plan import Action, Plan
-from rlflow.scheduler.staleness import largest_lag, stale_rollouts
-from rlflow.scheduler.text import plan_text
-from rlflow.scheduler.verify import verify
+from rlflow.scheduler.passes.staleness import stale_rollouts
+from rlflow.scheduler.plan.lags import largest_lag
+from rlflow.scheduler.plan.plan import Action, Plan
+from rlflow.scheduler.plan.text import plan_text
+from rlflow.scheduler.verify.verify import verify
+from tests.budget import examples
 from tests.scheduler.examples import COLOCATE, SPLIT, compiled_with
 from tests.scheduler.looping import THREE, TWO, counting, dapo, fitting, loops, modes
 from tests.scheduler.mutants import with_action, with_node
@@ -343,7 +345,7 @@ def reaches(plan: Plan, action: Action, wanted: set[str]) -> bool:
     return wanted <= seen
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data(), graph=loops(), backend=st.sampled_from([None, "ray"]))
 def test_plans_of_drawn_loops_verify_and_play(data: st.DataObject, graph: Graph, backend) -> None:
     plan = compiled_with(graph, data.draw(modes(graph)), backend=backend).plan

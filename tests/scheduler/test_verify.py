@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,11 +14,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-import rlflow.scheduler.verify as verifier
+import rlflow.scheduler.verify.verify as verifier
 from rlflow.scheduler.compile import PASSES, Compiled
-from rlflow.scheduler.facts import Facts
-from rlflow.scheduler.plan import Plan, Spread
-from rlflow.scheduler.verify import MEANING, SHAPE, STAGES, verify
+from rlflow.scheduler.plan.plan import Plan, Spread
+from rlflow.scheduler.verify.happens_before import Facts
+from rlflow.scheduler.verify.verify import MEANING, SHAPE, STAGES, verify
+from tests.budget import examples
 from tests.scheduler.examples import COLOCATE, EXAMPLES, SPLIT, compiled_with, grpo
 from tests.scheduler.mutants import mutants, with_action, without_action
 from tests.scheduler.player import play
@@ -67,13 +70,13 @@ def test_the_oracle_sees_what_a_missing_dependency_does() -> None:
     assert any(play(early, seed) for seed in range(30))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @given(found=compiled(), seed=st.integers(0, 999))
 def test_what_is_verified_plays_without_a_violation(found: Compiled, seed: int) -> None:
     assert [] == play(found.plan, seed)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @given(found=compiled(), pick=st.integers(0, 10**6))
 def test_a_mutant_that_verifies_plays_without_a_violation(found: Compiled, pick: int) -> None:
     every = list(mutants(found.plan))
@@ -148,16 +151,34 @@ def test_iterations_cannot_run_ahead_without_bound() -> None:
     assert any("prompts" in text for text in verify(free, "timing"))
 
 
-def test_the_verifier_shares_no_code_with_the_passes() -> None:
-    own = ("plan", "facts", "verify")
-    allowed = ("rlflow.graph", "rlflow.errors", *(f"rlflow.scheduler.{name}" for name in own))
-    folder = Path(verifier.__file__).parent
-    files = [*folder.glob("verify*.py"), folder / "facts.py"]
+def test_the_verifier_imports_the_plan_and_the_graph_alone() -> None:
+    """Every import of every file, inner ones and those for types too."""
+    allowed = ("rlflow.graph.", "rlflow.scheduler.plan.plan", "rlflow.scheduler.verify.")
+    files = sorted(Path(verifier.__file__).parent.glob("*.py"))
     assert len(files) > 3
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("rlflow"):
-                assert str(node.module).startswith(allowed)
+    found = [(file.name, name) for file in files for name in _imported(file)]
+    assert any(name.startswith(allowed[0]) for _, name in found)
+    assert [] == [each for each in found if not f"{each[1]}.".startswith(allowed)]
+
+
+def _imported(file: Path) -> list[str]:
+    """The modules that a file imports, but for those of Python itself."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found.append("." * node.level + (node.module or ""))
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+    return [name for name in found if name.partition(".")[0] not in sys.stdlib_module_names]
+
+
+def test_nothing_of_the_scheduler_but_the_plan_is_loaded_with_the_verifier() -> None:
+    """What the plan itself imports counts as well."""
+    code = "import sys, rlflow.scheduler.verify.verify; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    own = [name for name in loaded if name.startswith("rlflow.scheduler.")]
+    assert {"plan", "verify"} == {name.split(".")[2] for name in own}
 
 
 def test_every_rule_says_what_it_holds() -> None:
@@ -169,7 +190,7 @@ def test_a_thousand_actions_are_verified_in_a_second() -> None:
     plan = compiled_with(grpo(every=0), SPLIT).plan
     long = _repeated(plan, 150)
     began = time.perf_counter()
-    Facts(plan=long).before  # noqa: B018
+    Facts(plan=long).unrolled.past  # noqa: B018
     assert time.perf_counter() - began < 1
     assert len(long.actions) >= 1000
 

@@ -9,16 +9,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
 
-from rlflow.scheduler.facts import Facts
-from rlflow.scheduler.order import chain, timing
-from rlflow.scheduler.plan import HOST, Action, Cost, Dep, Plan
-from rlflow.scheduler.verify_memory import (
-    devices_take_turns,
-    list_is_an_order,
-    memory_fits,
-)
-from rlflow.scheduler.verify_moves import moves_are_needed
-from rlflow.scheduler.verify_time import time_adds_up
+from rlflow.scheduler.passes.order import chain, timing
+from rlflow.scheduler.plan.plan import HOST, Action, Cost, Dep, Plan
+from rlflow.scheduler.verify.happens_before import Facts
+from rlflow.scheduler.verify.memory import memory_fits
+from rlflow.scheduler.verify.sleep_wake import moves_are_needed
+from rlflow.scheduler.verify.time import devices_take_turns, list_is_an_order, time_adds_up
+from tests.budget import examples
 from tests.scheduler.paged import (
     CONTEXT,
     action,
@@ -75,7 +72,7 @@ def mutants(plan: Plan) -> Iterator[Mutant]:
             if a.part is not None or plan.action(d.action).part is not None:
                 after = tuple(e for e in a.after if e != d)
                 mutant = changed(plan, a.id, after=after)
-                if Facts(plan=mutant).before != Facts(plan=plan).before:
+                if Facts(plan=mutant).unrolled.past != Facts(plan=plan).unrolled.past:
                     yield f"{a.id} not after {d.action} @{d.distance}", mutant
         if a.peak:
             yield f"peak of {a.id}", changed(plan, a.id, peak=a.peak - 1)
@@ -115,7 +112,7 @@ def test_mutants_are_rejected() -> None:
     assert [] == accepted
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 10**6), pick=st.integers(0, 10**6))
 @example(seed=5933, pick=5774)
 def test_what_is_accepted_plays_within_its_budgets(seed: int, pick: int) -> None:

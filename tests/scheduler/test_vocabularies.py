@@ -11,14 +11,14 @@ from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.graph.fields import token
 from rlflow.graph.graph import Graph
-from rlflow.scheduler.cluster import parse_cluster
 from rlflow.scheduler.compile import compile_plan
-from rlflow.scheduler.costs import Costs
-from rlflow.scheduler.pieces import WHOLE
-from rlflow.scheduler.plan import Plan
-from rlflow.scheduler.saved import _field
-from rlflow.scheduler.shapes import model_shape
-from rlflow.scheduler.vocabularies import vocabulary_findings
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.pieces import WHOLE
+from rlflow.scheduler.devices.cluster import parse_cluster
+from rlflow.scheduler.models.shapes import model_shape
+from rlflow.scheduler.models.vocabularies import vocabulary_findings
+from rlflow.scheduler.plan.plan import Plan
+from rlflow.scheduler.plan.saved import _field
 from tests.scheduler.strategies import exact, graph_of
 from tests.scheduler.test_costs_estimates import on
 

@@ -8,7 +8,7 @@ from random import Random
 
 import hypothesis.strategies as st
 
-from rlflow.scheduler.gaps import Gap, Ring, Trace
+from rlflow.scheduler.memory.intervals import Gap, Ring, Trace
 
 Draw = Callable[[st.SearchStrategy], object]
 Use = tuple[int, tuple[int, ...]]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.scheduler.plan import Plan
+from rlflow.scheduler.plan.plan import Plan
 from tests.viz.examples import ppo_plan, squeezed_plan, write_model, write_run
 
 

@@ -11,10 +11,10 @@ from rlflow import ops
 from rlflow.graph.fields import Field, row, token
 from rlflow.graph.graph import Binding, Graph, Node
 from rlflow.graph.op import Input, Op
-from rlflow.scheduler.cluster import parse_cluster
 from rlflow.scheduler.compile import compile_plan
-from rlflow.scheduler.plan import Plan
-from rlflow.scheduler.text import plan_text
+from rlflow.scheduler.devices.cluster import parse_cluster
+from rlflow.scheduler.plan.plan import Plan
+from rlflow.scheduler.plan.text import plan_text
 
 SHAPE = {
     "hidden_size": 128,
@@ -160,6 +160,7 @@ def write_run(path: Path, plan: Plan, iterations: int = 6) -> None:
     run = {
         "id": "8a", "name": plan.graph.name, "pipeline": "pipelines/a b.py", "host": "box",
         "command": ["rlflow", "run", "pipelines/a b.py", "--placement", plan.placement],
+        "again": ["run", "pipelines/a b.py", "--placement", plan.placement],
         "started": "2025-01-31T14:25:01+00:00",
         "git": {"commit": "0123456789abcdef", "dirty": True},
         "versions": {"python": "3.11.9", "torch": "2.13.0", "numpy": None},

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import colorsys
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pygraphviz
+import pytest
 
-from rlflow.scheduler.plan import Plan
-from rlflow.viz.graph_dot import graph_digraph
-from rlflow.viz.look import ACTION_STYLES, PALETTE, graph_colours, model_colours
-from rlflow.viz.mermaid import plan_mermaid
-from rlflow.viz.plan_dot import DEVICE_LINE, dependencies, plan_digraph
-from rlflow.viz.tables import action_what
+from rlflow.report.charts.look import (
+    ACTION_STYLES,
+    MODEL_TINT,
+    NODE_STYLES,
+    PALETTE,
+    SOFT_INK,
+    graph_colours,
+    mode_text,
+    model_colours,
+    tint,
+)
+from rlflow.report.diagrams.graph_dot import graph_digraph
+from rlflow.report.diagrams.mermaid import graph_mermaid, plan_mermaid
+from rlflow.report.diagrams.plan_dot import DEVICE_LINE, dependencies, plan_digraph
+from rlflow.report.tables import document_action_what
+from rlflow.scheduler.plan.plan import Action, Plan, Reason
+from rlflow.scheduler.plan.text import action_kind
 from tests.viz.examples import ppo, ppo_plan, small_graph
 
 GOLDEN = Path(__file__).parent / "golden" / "small.dot"
@@ -104,7 +118,7 @@ def test_a_reshard_names_everything_that_it_fills(split: Plan):
     reshard["targets"] = ["actor@gen", "actor@look"]
     drawn = parsed(plan_digraph(document, graph, "TB").source)
     label = str(drawn.get_node(reshard["id"].replace(":", "_")).attr["label"])
-    for text in (label, plan_mermaid(document, graph, "TB"), action_what(reshard)):
+    for text in (label, plan_mermaid(document, graph, "TB"), document_action_what(reshard)):
         assert "actor@gen" in text
         assert "actor@look" in text
 
@@ -138,3 +152,56 @@ def test_notes_and_peaks_are_in_the_picture(split: Plan):
     assert split.notes[0].rule in source
     assert "pool gen: device 1, peak memory" in source
     assert "placement split" in source
+
+
+def luminance(colour: str) -> float:
+    """The relative luminance of WCAG 2.1."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("colour", PALETTE)
+def test_a_model_stands_out_on_white_and_its_text_on_its_tint(colour):
+    fill = tint(colour, MODEL_TINT)
+    assert contrast(colour, "#FFFFFF") >= 4.5
+    assert contrast(colour, fill) >= 3
+    assert contrast(SOFT_INK, fill) >= 4.5
+
+
+def hue(colour: str) -> float:
+    return 360 * colorsys.rgb_to_hls(*(int(colour[p : p + 2], 16) / 255 for p in (1, 3, 5)))[0]
+
+
+def test_no_fill_of_a_kind_has_a_hue_that_a_model_could_have():
+    for style in NODE_STYLES.values():
+        channels = [int(style.fill[p : p + 2], 16) for p in (1, 3, 5)]
+        assert max(channels) - min(channels) <= 8, style
+    inserted = hue(ACTION_STYLES["reshard"].fill)
+    assert all(min(abs(hue(c) - inserted), 360 - abs(hue(c) - inserted)) > 12 for c in PALETTE)
+
+
+def test_a_node_that_will_be_dropped_says_so():
+    why = {"reward": "nobody reads what it makes"}
+    source = graph_digraph(small_graph().to_json(), "TB", why).source
+    (line,) = [x for x in source.splitlines() if x.strip().startswith("reward [")]
+    assert "will be dropped" in line
+    assert "dashed" in line
+    assert "will be dropped" not in graph_digraph(small_graph().to_json(), "TB").source
+    drawn = graph_mermaid(small_graph().to_json(), "TB", why)
+    assert 1 == drawn.count("will be dropped: nobody reads")
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "text"),
+    [("wake", "discard", " (empty)"), ("sleep", "discard", " (discard)"), ("wake", None, "")],
+)
+def test_all_forms_call_a_mode_the_same(kind, mode, text):
+    why = Reason(rule="x", text="x")
+    action = Action(id="x", kind=kind, mode=mode, reason=why, devices=(0,), pool="all")
+    assert kind + text == action_kind(action) == kind + mode_text(asdict(action))

@@ -8,9 +8,9 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from rlflow.errors import UsageError
-from rlflow.viz import draw as drawing
-from rlflow.viz.draw import draw, inline_svg
-from rlflow.viz.graph_dot import graph_digraph
+from rlflow.report.diagrams import draw as drawing
+from rlflow.report.diagrams.draw import draw, inline_svg
+from rlflow.report.diagrams.graph_dot import graph_digraph
 from tests.viz.examples import ppo
 
 MAGIC = {"svg": b"<?xml", "png": b"\x89PNG\r\n\x1a\n", "pdf": b"%PDF-"}

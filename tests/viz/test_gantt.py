@@ -6,11 +6,11 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from rlflow.runtime.spans import Span
-from rlflow.scheduler.plan import Plan
-from rlflow.viz.gantt import gantt_svg, lanes_of, paint_of, tick_label, tick_spacing
-from rlflow.viz.look import ACTION_STYLES, graph_colours
-from rlflow.viz.runfiles import iteration_seconds, median_iteration
+from rlflow.report.charts.gantt import gantt_svg, lanes_of, paint_of, tick_label, tick_spacing
+from rlflow.report.charts.look import ACTION_STYLES, graph_colours
+from rlflow.report.runfiles import iteration_seconds, median_iteration
+from rlflow.runtime.record.spans import Span
+from rlflow.scheduler.plan.plan import Plan
 
 SVG = "{http://www.w3.org/2000/svg}"
 

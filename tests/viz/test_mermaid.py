@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from rlflow.scheduler.plan import Plan
-from rlflow.viz.mermaid import graph_mermaid, plan_mermaid, quoted
-from rlflow.viz.plan_dot import plan_digraph
+from rlflow.report.diagrams.mermaid import graph_mermaid, plan_mermaid, quoted
+from rlflow.report.diagrams.plan_dot import plan_digraph
+from rlflow.scheduler.plan.plan import Plan
 from tests.viz.examples import ppo, small_graph
 
 NODE = re.compile(r'^ +(n\d+|a\d+)(\[\(|\(|\[)"([^"]*)"(\)\]|\)|\])$')

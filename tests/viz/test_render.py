@@ -11,9 +11,9 @@ import pytest
 
 from rlflow.errors import UsageError
 from rlflow.graph.text import graph_text
-from rlflow.scheduler.plan import Plan
-from rlflow.scheduler.text import plan_text
-from rlflow.viz.render import FORMATS, format_of, render
+from rlflow.report.render import FORMATS, format_of, render
+from rlflow.scheduler.plan.plan import Plan
+from rlflow.scheduler.plan.text import plan_text
 from tests.viz.examples import small_graph
 
 BEGINNINGS = {
@@ -86,11 +86,11 @@ def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path):
 
 def test_rendering_imports_neither_torch_nor_anything_heavy():
     program = (
-        "import sys, rlflow.viz.render as r\n"
+        "import sys, rlflow.report.render as r\n"
         "from tests.viz.examples import small_graph\n"
         "for form in ('text', 'mermaid', 'dot', 'json'):\n"
         "    r.render(small_graph(), None, level='graph', format=form)\n"
-        "import rlflow.viz.report\n"
+        "import rlflow.report.report\n"
         "heavy = {'torch', 'ray', 'numpy', 'matplotlib', 'pyarrow', 'pygraphviz'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import RunDirError, UsageError
-from rlflow.scheduler.plan import Plan
-from rlflow.viz.curves import smooth, window_for
-from rlflow.viz.report import summary_text, write_report
-from rlflow.viz.runfiles import continue_line, ends, read_run_files
-from rlflow.viz.tables import plan_rows, ratio_text
+from rlflow.report.charts.curves import smooth, window_for
+from rlflow.report.report import summary_text, write_report
+from rlflow.report.runfiles import continue_line, ends, read_run_files
+from rlflow.report.tables import plan_rows, ratio_text
+from rlflow.scheduler.plan.plan import Plan
 from tests.viz.examples import write_run
 
 VOID = {"meta", "link", "br", "img", "hr"}
@@ -161,9 +161,9 @@ def test_the_summary_is_short_and_says_how_to_continue(run_dir: Path):
     ) == lines[-1]
 
 
-def test_a_command_that_resumed_is_continued_with_the_new_directory(run_dir: Path):
+def test_a_run_is_continued_with_its_own_options(run_dir: Path):
     run = json.loads((run_dir / "run.json").read_text())
-    run["command"] = ["rlflow", "run", "p.py", "--run-dir", "old", "--iterations=6", "--set", "a=1"]
+    run["again"] = ["run", "p.py", "--set", "a=1"]
     (run_dir / "run.json").write_text(json.dumps(run))
     assert f"rlflow run p.py --set a=1 --iterations 12 --resume {run_dir}" == continue_line(
         read_run_files(run_dir)

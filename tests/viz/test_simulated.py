@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from rlflow.scheduler.plan import Plan
-from rlflow.scheduler.simulate import simulate
-from rlflow.viz.gantt import simulated_chart
-from rlflow.viz.shapes import Box, Chart, Group, Rule, Words, picture
-from rlflow.viz.simulated import simulated_page, simulated_picture
+from rlflow.report.charts.gantt import simulated_chart
+from rlflow.report.charts.shapes import Box, Chart, Rule, ShapeGroup, Words, picture
+from rlflow.report.simulated import simulated_page, simulated_picture
+from rlflow.scheduler.plan.plan import Plan
+from rlflow.scheduler.simulate.simulate import simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -32,7 +32,7 @@ def test_bars_lie_within_the_chart_and_on_their_rows(squeezed: Plan):
     boxes = [
         shape
         for group in chart.shapes
-        if isinstance(group, Group)
+        if isinstance(group, ShapeGroup)
         for shape in group.shapes
         if isinstance(shape, Box)
     ]

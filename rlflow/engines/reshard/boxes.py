@@ -10,10 +10,14 @@ import math
 from collections.abc import Iterator
 from functools import lru_cache
 
-from rlflow.engines.protocol import Box
+from rlflow.contract.values import Box
+
+Shape = tuple[int, ...]
+# A parameter as a rank has it: its whole shape, the name of its dtype, and the rank's box.
+Entry = tuple[Shape, str, Box]
 
 
-def whole(shape: tuple[int, ...]) -> Box:
+def whole_box(shape: tuple[int, ...]) -> Box:
     """The box of all elements."""
     return tuple((0, length) for length in shape)
 
@@ -28,13 +32,13 @@ def volume(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-def meet(a: Box, b: Box) -> Box | None:
+def intersection(a: Box, b: Box) -> Box | None:
     """What two boxes of one parameter have in common; None where that is nothing."""
     found = tuple((max(s, t), min(e, f)) for (s, e), (t, f) in zip(a, b, strict=True))
     return found if all(start < stop for start, stop in found) else None
 
 
-def holds(outer: Box, inner: Box) -> bool:
+def contains(outer: Box, inner: Box) -> bool:
     """Whether every element of `inner` is in `outer`."""
     pairs = zip(outer, inner, strict=True)
     return all(s <= t and f <= e for (s, e), (t, f) in pairs)
@@ -42,7 +46,7 @@ def holds(outer: Box, inner: Box) -> bool:
 
 def subtract(a: Box, b: Box) -> list[Box]:
     """The elements of `a` that are not in `b`, as disjoint boxes."""
-    common = meet(a, b)
+    common = intersection(a, b)
     if common is None:
         return [a] if volume(a) else []
     left = []
@@ -60,7 +64,7 @@ def refine(boxes: tuple[Box, ...]) -> tuple[Box, ...]:
     for box in boxes:
         rest, split = ([box] if volume(box) else []), []
         for part in found:
-            common = meet(part, box)
+            common = intersection(part, box)
             if common is None:
                 split.append(part)
                 continue
@@ -73,7 +77,7 @@ def refine(boxes: tuple[Box, ...]) -> tuple[Box, ...]:
 @lru_cache(maxsize=65536)
 def overlaps(boxes: tuple[Box, ...], box: Box) -> tuple[tuple[int, Box], ...]:
     """The number of every box that has elements of `box`, and which ones."""
-    met = ((at, meet(other, box)) for at, other in enumerate(boxes))
+    met = ((at, intersection(other, box)) for at, other in enumerate(boxes))
     return tuple((at, common) for at, common in met if common is not None)
 
 

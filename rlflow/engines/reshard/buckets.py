@@ -10,16 +10,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from rlflow.engines.protocol import Box
-from rlflow.engines.reshard.boxes import cut, shift
-from rlflow.engines.reshard.slices import ITEMSIZE, Move, Place
+from rlflow.contract.values import Box
+from rlflow.engines.reshard.boxes import cut, volume
+from rlflow.engines.reshard.slices import ITEMSIZE, Move
 
 ALIGNMENT = 16
 # The least that a bucket may hold: any element, aligned.
 SMALLEST = 64
 
 Rounds = tuple[tuple[Move, ...], ...]
-# What a sender lays into shared memory once, whoever reads it: source, box, dtype.
+# What a sender lays into shared memory once, whoever reads it: parameter, box, dtype.
 Piece = tuple[str, Box, str]
 
 
@@ -28,7 +28,7 @@ def aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def pieces(moves: Sequence[Move], limit: int) -> Iterator[Move]:
+def _pieces(moves: Sequence[Move], limit: int) -> Iterator[Move]:
     """The moves that leave their process, cut to at most `limit` bytes each."""
     limit -= limit % ALIGNMENT
     for move in moves:
@@ -38,18 +38,8 @@ def pieces(moves: Sequence[Move], limit: int) -> Iterator[Move]:
             yield move
             continue
         size = ITEMSIZE[move.dtype]
-        for box in cut(move.source_box, limit // size):
-            yield _part(move, box, size)
-
-
-def _part(move: Move, box: Box, size: int) -> Move:
-    whole = move.source_box
-    also = tuple(Place(p.index, p.name, shift(box, whole, p.box), p.dtype) for p in move.also)
-    count = size
-    for start, stop in box:
-        count *= stop - start
-    target = shift(box, whole, move.target_box)
-    return replace(move, source_box=box, target_box=target, bytes=count, also=also)
+        for box in cut(move.box, limit // size):
+            yield replace(move, box=box, bytes=volume(box) * size)
 
 
 def paired_rounds(moves: Sequence[Move], limit: int, piece: int) -> Rounds:
@@ -62,7 +52,7 @@ def paired_rounds(moves: Sequence[Move], limit: int, piece: int) -> Rounds:
     rounds: defaultdict[int, list[Move]] = defaultdict(list)
     begun: defaultdict[tuple[str, int], int] = defaultdict(int)
     used: defaultdict[tuple[str, int, int], int] = defaultdict(int)
-    for move in pieces(moves, min(limit, piece)):
+    for move in _pieces(moves, min(limit, piece)):
         size = aligned(move.bytes)
         ends = (("from", move.sender), ("to", move.receiver))
         number = max(begun[end] for end in ends)
@@ -83,8 +73,8 @@ def shared_rounds(moves: Sequence[Move], limit: int) -> Rounds:
     begun: defaultdict[int, int] = defaultdict(int)
     used: defaultdict[int, int] = defaultdict(int)
     laid: dict[tuple[int, Piece], int] = {}
-    for move in pieces(moves, limit):
-        key = (move.sender, piece_of(move))
+    for move in _pieces(moves, limit):
+        key = (move.sender, payload_of(move))
         if key not in laid:
             size = aligned(move.bytes)
             if used[move.sender] + size > limit:
@@ -96,17 +86,17 @@ def shared_rounds(moves: Sequence[Move], limit: int) -> Rounds:
     return tuple(tuple(rounds[number]) for number in sorted(rounds))
 
 
-def piece_of(move: Move) -> Piece:
+def payload_of(move: Move) -> Piece:
     """What two moves of one sender share if they carry the same bytes."""
-    return (move.source, move.source_box, move.dtype)
+    return (move.name, move.box, move.dtype)
 
 
-def layout(moves: Sequence[Move]) -> tuple[dict[Piece, int], int]:
+def round_layout(moves: Sequence[Move]) -> tuple[dict[Piece, int], int]:
     """The offset of every distinct piece of a sender's round, and the bytes of all."""
     offsets: dict[Piece, int] = {}
     end = 0
     for move in moves:
-        if piece_of(move) not in offsets:
-            offsets[piece_of(move)] = end
+        if payload_of(move) not in offsets:
+            offsets[payload_of(move)] = end
             end += aligned(move.bytes)
     return offsets, end

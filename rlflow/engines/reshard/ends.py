@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.engines.protocol import Box, Shard
-from rlflow.engines.reshard.boxes import sizes
-from rlflow.engines.reshard.fusions import Entry
+from rlflow.contract.values import Box, Shard
+from rlflow.engines.reshard.boxes import Entry, sizes
 from rlflow.engines.reshard.slices import Move
 from rlflow.errors import Finding, RunError
 
@@ -84,11 +83,11 @@ class Ends:
 
     def read(self, move: Move) -> Tensor:
         """The elements that a move takes from here, in the source's dtype."""
-        return view(self.source[move.source], move.source_box)
+        return view(self.source[move.name], move.box)
 
     def written(self, move: Move) -> list[Tensor]:
         """Every place here that a move fills."""
-        return [view(self.targets[place.index][place.name], place.box) for place in move.places]
+        return [view(self.targets[place.index][move.name], move.box) for place in move.places]
 
     def fill(self, move: Move, values: Tensor) -> None:
         """Put the elements of a move into their places, converted to the dtype of each."""
@@ -120,7 +119,7 @@ def rank_in(group: Group) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-def exchange(group: Group, value: Any) -> list[Any]:
+def all_gather_values(group: Group, value: Any) -> list[Any]:
     """The plain values of all ranks, by rank; collective.
 
     Raises RunError (E544) where a rank is lost.

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from rlflow.engines.protocol import Shard
-from rlflow.engines.reshard.boxes import whole
+from rlflow.contract.values import Shard
+from rlflow.engines.reshard.boxes import Entry, whole_box
 from rlflow.engines.reshard.ends import Ends, Group, dtype_of, rank_in
-from rlflow.engines.reshard.fusions import Entry
 from rlflow.engines.reshard.resharder import described
 from rlflow.engines.reshard.slices import Move, plan_targets
 from rlflow.engines.reshard.transports import Collective, wire_device
@@ -39,11 +38,11 @@ def stream_whole(
     table: dict[str, Entry] = {}
     for its in ranks:
         for name, (shape, dtype, _) in its.source.items():
-            table.setdefault(name, (shape, dtype, whole(shape)))
+            table.setdefault(name, (shape, dtype, whole_box(shape)))
     by_name: dict[str, list[Move]] = {name: [] for name in table}
     hosts = {number: its.host for number, its in enumerate(ranks)}
     for move in plan_targets(source, [{to: table}], host_of=hosts):
-        by_name[move.source].append(move)
+        by_name[move.name].append(move)
     device = wire_device(group, frozenset[str]().union(*(its.kinds for its in ranks)))
     for name, moves in by_name.items():
         shape, dtype, box = table[name]

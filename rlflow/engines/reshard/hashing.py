@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlflow.engines.protocol import Box
-from rlflow.engines.reshard.boxes import cut, shift, sizes, whole
+from rlflow.contract.values import Box
+from rlflow.engines.reshard.boxes import cut, shift, sizes, whole_box
 
 MODULUS = 2**64
 GAMMA = 0x9E3779B97F4A7C15 - MODULUS
@@ -30,9 +30,9 @@ def hash_box(tensor: Tensor, box: Box, shape: tuple[int, ...], dtype: torch.dtyp
     """
     total = 0
     for part in cut(box, CHUNK):
-        at = tuple(slice(start, stop) for start, stop in shift(part, box, whole(sizes(box))))
+        at = tuple(slice(start, stop) for start, stop in shift(part, box, whole_box(sizes(box))))
         bits = bits_of(tensor.detach()[at].to(dtype))
-        total += int(mix(bits, indices(part, shape, tensor.device).reshape(-1)).sum())
+        total += int(_mix(bits, indices(part, shape, tensor.device).reshape(-1)).sum())
     return total % MODULUS
 
 
@@ -51,7 +51,7 @@ def indices(box: Box, shape: tuple[int, ...], device: torch.device) -> Tensor:
     return found
 
 
-def mix(bits: Tensor, index: Tensor) -> Tensor:
+def _mix(bits: Tensor, index: Tensor) -> Tensor:
     """SplitMix64's output number `index` from the seed `bits`; int64, wrapping."""
     state = bits + (index + 1) * GAMMA
     state = (state ^ shifted(state, 30)) * FIRST

@@ -2,7 +2,7 @@
 
 The receiver copies from the sender's live storage straight into its own: nothing is staged.
 Handles are made anew for every run, since a sleeping model's storage is given back and taken
-again. This file plans nothing.
+again. This file plans nothing, and no pass plans it yet: only a caller of `Resharder` names `ipc`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from rlflow.engines.protocol import Box, Shard
+from rlflow.contract.values import Box, Shard
 from rlflow.engines.reshard.boxes import sizes
 from rlflow.engines.reshard.ends import (
     Carried,
     Ends,
     Group,
+    all_gather_values,
     dtype_name,
     dtype_of,
-    exchange,
     own,
     view,
 )
@@ -64,10 +64,10 @@ class DeviceMemory:
     staged = 0
 
     def __init__(self, moves: Sequence[Move], ends: Ends, group: Group) -> None:
-        gpus = exchange(group, gpu_of(ends))
+        gpus = all_gather_values(group, gpu_of(ends))
         for move in moves:
             if move.travels and not one_gpu(gpus[move.sender], gpus[move.receiver]):
-                raise apart(move, gpus)
+                raise _apart(move, gpus)
         self.ends = ends
         self.group = group
         self.own = own(moves, ends.rank)
@@ -76,13 +76,15 @@ class DeviceMemory:
         self.given: dict[int, list[str]] = {}
         for move in mine:
             names = self.given.setdefault(move.receiver, []) if move.sender == ends.rank else None
-            if names is not None and move.source not in names:
-                names.append(move.source)
+            if names is not None and move.name not in names:
+                names.append(move.name)
 
     def run(self) -> Carried:
         """Lend, read, and wait until all have read."""
         settle()
-        loans = exchange(self.group, {to: self.loan(names) for to, names in self.given.items()})
+        loans = all_gather_values(
+            self.group, {to: self.loan(names) for to, names in self.given.items()}
+        )
         carried = Carried(copied=self.ends.copy_own(self.own))
         borrowed = {
             rank: borrow(loan[self.ends.rank])
@@ -90,11 +92,11 @@ class DeviceMemory:
             if self.ends.rank in loan
         }
         for move in self.taken:
-            self.ends.fill(move, view(borrowed[move.sender][move.source], move.source_box))
+            self.ends.fill(move, view(borrowed[move.sender][move.name], move.box))
             carried.received += move.bytes
         settle()
         del borrowed
-        exchange(self.group, None)
+        all_gather_values(self.group, None)
         return carried
 
     def loan(self, names: Sequence[str]) -> Loan:
@@ -141,12 +143,12 @@ def one_gpu(sender: str, receiver: str) -> bool:
     return sender == receiver and sender.startswith(GPU) and " and " not in sender
 
 
-def apart(move: Move, gpus: Sequence[str]) -> RunError:
+def _apart(move: Move, gpus: Sequence[str]) -> RunError:
     """The error for ends that are not on one GPU."""
     return RunError(
         Finding(
             code="E543",
-            what=f"the transport `ipc` cannot bring {move.source!r} from rank {move.sender} to "
+            what=f"the transport `ipc` cannot bring {move.name!r} from rank {move.sender} to "
             f"rank {move.receiver}",
             got=f"{gpus[move.sender]} and {gpus[move.receiver]}",
             expected="all shards of both on one GPU",

@@ -14,11 +14,18 @@ from typing import Any
 
 import torch
 
-from rlflow.engines.protocol import Box, Shard
-from rlflow.engines.reshard.boxes import holds
+from rlflow.contract.values import Box, Shard
+from rlflow.engines.reshard.boxes import Entry, contains
 from rlflow.engines.reshard.buckets import SMALLEST
-from rlflow.engines.reshard.ends import Ends, Group, dtype_of, entries, exchange, rank_in, view
-from rlflow.engines.reshard.fusions import Entry, FusionRule
+from rlflow.engines.reshard.ends import (
+    Ends,
+    Group,
+    all_gather_values,
+    dtype_of,
+    entries,
+    rank_in,
+    view,
+)
 from rlflow.engines.reshard.hashing import MODULUS, hash_box
 from rlflow.engines.reshard.ipc import DeviceMemory
 from rlflow.engines.reshard.segments import SharedMemory
@@ -66,12 +73,11 @@ class Resharder:
     Made and run by every rank of `group` (None: this process alone). `source` is None on ranks
     that hold nothing of it, a target's mapping empty on ranks without a part of it; all ranks
     give the same number of targets and the same options. Shards are kept: their tensors must stay
-    the live storage. `rules` say how the targets fuse parameters; `only` limits to those parameters
-    of the source, and what the ranks of the source say holds.
+    the live storage. `only` limits to those parameters of the source, and what the ranks of the
+    source say holds.
 
     Raises RunError on every rank: E540 for what no rank holds, E541 for ends that do not match,
-    E542 for a fused parameter that cannot be cut so, E543 for a transport that cannot be used,
-    E544 where a rank is lost.
+    E543 for a transport that cannot be used, E544 where a rank is lost.
     """
 
     def __init__(
@@ -82,22 +88,20 @@ class Resharder:
         *,
         transport: str,
         bucket_bytes: int = 64 << 20,
-        rules: Sequence[FusionRule] = (),
         only: Names = None,
     ) -> None:
         require_known(transport, bucket_bytes)
         self.group = group
         self.ends = Ends(rank_in(group), source or {}, tuple(targets))
-        ranks = described(self.ends, group, (transport, bucket_bytes, tuple(rules)), only)
+        ranks = described(self.ends, group, (transport, bucket_bytes), only)
         self.moves = plan_targets(
             {rank: its.source for rank, its in enumerate(ranks)},
             [
                 {rank: its.targets[index] for rank, its in enumerate(ranks)}
                 for index in range(len(targets))
             ],
-            rules=rules,
             host_of={rank: its.host for rank, its in enumerate(ranks)},
-            only=limited(ranks),
+            only=_limited(ranks),
         )
         self.shapes = {name: e[0] for its in ranks for name, e in its.source.items()}
         kinds = frozenset[str]().union(*(its.kinds for its in ranks))
@@ -143,7 +147,7 @@ class Resharder:
         the pieces of the first copy that differs. Empty where all are equal. A target of another
         dtype is compared with the converted source.
         """
-        found = exchange(self.group, (self.source_hashes(), self.target_hashes()))
+        found = all_gather_values(self.group, (self.source_hashes(), self.target_hashes()))
         copies: dict[Region, list[int]] = {}
         for hashes, _ in found:
             for region, value in hashes.items():
@@ -164,7 +168,7 @@ class Resharder:
         for region in (region for move in self.moves for region in regions(move)):
             name, box, dtype = region
             shard = self.ends.source.get(name)
-            if region not in found and shard is not None and holds(shard.box, box):
+            if region not in found and shard is not None and contains(shard.box, box):
                 piece = view(shard, box)
                 found[region] = hash_box(piece, box, self.shapes[name], dtype_of(dtype))
         return found
@@ -185,7 +189,7 @@ class Resharder:
 
 def regions(move: Move) -> list[Region]:
     """What is to be compared of a move, by place."""
-    return [(move.source, move.source_box, place.dtype) for place in move.places]
+    return [(move.name, move.box, place.dtype) for place in move.places]
 
 
 def described(
@@ -205,7 +209,7 @@ def described(
         mine = Described(host, kinds, tables[0], tuple(tables[1:]), options, only)
     except RunError as error:
         mine = error.findings[0]
-    found = exchange(group, mine)
+    found = all_gather_values(group, mine)
     for each in found:
         if isinstance(each, Finding):
             raise RunError(each)
@@ -214,7 +218,7 @@ def described(
     return found
 
 
-def limited(ranks: Sequence[Described]) -> Names:
+def _limited(ranks: Sequence[Described]) -> Names:
     """Which parameters the source sends.
 
     Raises RunError (E541) where its ranks disagree.

@@ -19,8 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.engines.reshard.buckets import layout, piece_of, shared_rounds
-from rlflow.engines.reshard.ends import Carried, Ends, Group, dtype_of, exchange, losses, own
+from rlflow.engines.reshard.buckets import payload_of, round_layout, shared_rounds
+from rlflow.engines.reshard.ends import (
+    Carried,
+    Ends,
+    Group,
+    all_gather_values,
+    dtype_of,
+    losses,
+    own,
+)
 from rlflow.engines.reshard.slices import Move
 from rlflow.engines.reshard.transports import finish
 from rlflow.errors import Finding, RunError
@@ -41,7 +49,7 @@ class Address:
     size: int
 
 
-class Segment:
+class SharedSegment:
     """Memory of this process that others can open; `memory` is flat uint8.
 
     Raises RunError (E543) where the system has no such memory.
@@ -49,14 +57,14 @@ class Segment:
 
     def __init__(self, size: int) -> None:
         if not hasattr(os, "memfd_create"):
-            raise unusable("this system has no memfd_create")
+            raise _unusable("this system has no memfd_create")
         try:
             descriptor = os.memfd_create("rlflow", os.MFD_CLOEXEC)
             self.close = weakref.finalize(self, os.close, descriptor)
             os.ftruncate(descriptor, size)
             self.memory = mapped(descriptor, size)
         except OSError as error:
-            raise unusable(f"memfd_create: {error.strerror}") from error
+            raise _unusable(f"memfd_create: {error.strerror}") from error
         found = os.fstat(descriptor)
         self.address = Address(os.getpid(), descriptor, found.st_dev, found.st_ino, size)
 
@@ -76,18 +84,18 @@ def opened(address: Address) -> Tensor:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise unusable(f"{path} of a peer: {error.strerror}") from error
+        raise _unusable(f"{path} of a peer: {error.strerror}") from error
     try:
         found = os.fstat(descriptor)
         same = (found.st_dev, found.st_ino) == (address.device, address.inode)
         if not same or found.st_size < address.size:
-            raise unusable(f"{path} is another file here than at the peer")
+            raise _unusable(f"{path} is another file here than at the peer")
         return mapped(descriptor, address.size)
     finally:
         os.close(descriptor)
 
 
-def unusable(got: str) -> RunError:
+def _unusable(got: str) -> RunError:
     """The error for memory that cannot be shared."""
     return RunError(
         Finding(
@@ -104,7 +112,7 @@ Placed = tuple[tuple[Move, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class _Turn:
     """A round of this rank: pieces with their offsets, laid out for readers, taken by sender."""
 
     laid: Placed
@@ -121,7 +129,7 @@ class SharedMemory:
 
     def __init__(self, moves: Sequence[Move], ends: Ends, group: Group, bucket_bytes: int) -> None:
         if group is not None and "cpu:gloo" not in dist.get_backend_config(group):
-            raise unusable(f"a process group of {dist.get_backend_config(group)}, without gloo")
+            raise _unusable(f"a process group of {dist.get_backend_config(group)}, without gloo")
         self.ends = ends
         self.group = group
         self.own = own(moves, ends.rank)
@@ -129,11 +137,11 @@ class SharedMemory:
         self.half = 0
         self.turns = [self.turn_of(moved) for moved in rounds]
         self.staged = 2 * self.half
-        self.segment: Segment | None = None
+        self.segment: SharedSegment | None = None
         self.peers: dict[int, Tensor] = {}
         self.connect()
 
-    def turn_of(self, moves: Sequence[Move]) -> Turn:
+    def turn_of(self, moves: Sequence[Move]) -> _Turn:
         """The part of this rank in a round; makes the halves as large as it needs."""
         rank = self.ends.rank
         by_sender: dict[int, list[Move]] = {}
@@ -141,40 +149,42 @@ class SharedMemory:
             by_sender.setdefault(move.sender, []).append(move)
         taken: dict[int, Placed] = {}
         for sender, its in by_sender.items():
-            offsets, end = layout(its)
-            mine = tuple((m, offsets[piece_of(m)]) for m in its if m.receiver == rank)
+            offsets, end = round_layout(its)
+            mine = tuple((m, offsets[payload_of(m)]) for m in its if m.receiver == rank)
             if mine:
                 taken[sender] = mine
             if sender == rank:
                 self.half = max(self.half, end)
         sent = by_sender.get(rank, [])
-        distinct = {piece_of(move): move for move in sent}
-        offsets, _ = layout(sent)
+        distinct = {payload_of(move): move for move in sent}
+        offsets, _ = round_layout(sent)
         laid = tuple((move, offsets[piece]) for piece, move in distinct.items())
-        return Turn(laid, tuple(sorted({move.receiver for move in sent})), taken)
+        return _Turn(laid, tuple(sorted({move.receiver for move in sent})), taken)
 
     def connect(self) -> None:
         """Make this rank's segment and open those that it reads; collective."""
         senders = sorted({sender for turn in self.turns for sender in turn.taken})
         fault: Finding | None = None
         try:
-            self.segment = Segment(2 * self.half) if self.half else None
+            self.segment = SharedSegment(2 * self.half) if self.half else None
         except RunError as error:
             fault = error.findings[0]
         address = None if self.segment is None else self.segment.address
-        addresses = exchange(self.group, address)
+        addresses = all_gather_values(self.group, address)
         try:
             self.peers = {rank: opened(addresses[rank]) for rank in senders if addresses[rank]}
         except RunError as error:
             fault = error.findings[0]
-        found = next((each for each in exchange(self.group, fault) if each is not None), None)
+        found = next(
+            (each for each in all_gather_values(self.group, fault) if each is not None), None
+        )
         if found is not None:
             self.close()
             raise RunError(found)
 
     def run(self) -> Carried:
         """Turn after turn; on return the peers have read all of this rank's."""
-        words = Words(self.group)
+        words = _Words(self.group)
         carried = Carried(buckets=sum(bool(turn.laid or turn.taken) for turn in self.turns))
         if not self.turns:
             carried.copied = self.ends.copy_own(self.own)
@@ -191,7 +201,7 @@ class SharedMemory:
         words.close()
         return carried
 
-    def lay(self, turn: Turn, half: int) -> None:
+    def lay(self, turn: _Turn, half: int) -> None:
         """Put the pieces of a turn into a half of the segment, in the dtypes they travel in."""
         for move, offset in turn.laid:
             assert self.segment is not None
@@ -219,7 +229,7 @@ def lane_of(memory: Tensor, half: int, offset: int, move: Move) -> Tensor:
     return memory[start : start + move.bytes].view(dtype_of(move.dtype))
 
 
-class Words:
+class _Words:
     """One byte from sender to reader when a half is full, and one back when it was read."""
 
     def __init__(self, group: Group) -> None:

@@ -11,9 +11,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlflow.engines.protocol import Box
-from rlflow.engines.reshard.boxes import holds, meet, overlaps, refine, shift, volume
-from rlflow.engines.reshard.fusions import Entry, FusionRule, Shape, Slice, slices_of
+from rlflow.contract.values import Box
+from rlflow.engines.reshard.boxes import (
+    Entry,
+    Shape,
+    contains,
+    intersection,
+    overlaps,
+    refine,
+    volume,
+)
 from rlflow.errors import Finding, RunError, known_names, near_names
 
 Table = Mapping[str, Entry]
@@ -29,57 +36,46 @@ ITEMSIZE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A box of a target's parameter, in whole coordinates; `index` is the target's number."""
+class TargetBox:
+    """The target of that number, and the dtype that it holds the parameter in."""
 
     index: int
-    name: str
-    box: Box
     dtype: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One piece of a parameter from a rank that holds it to one that wants it.
+    """One box of a parameter from a rank that holds it to one that wants it.
 
-    Boxes are in whole coordinates and have the same sizes. `dtype` is the one it travels in,
-    `bytes` its size in that. `also` are more places on the receiver for the same elements.
-    Where sender and receiver are one rank nothing travels.
+    The box is in whole coordinates. `dtype` is the one it travels in, `bytes` its size in that;
+    `places` are all targets on the receiver that it belongs to. Where sender and receiver are
+    one rank nothing travels.
     """
 
     sender: int
     receiver: int
-    source: str
-    source_box: Box
-    target: str
-    target_box: Box
+    name: str
+    box: Box
     bytes: int
     dtype: str
-    target_dtype: str
-    index: int = 0
-    also: tuple[Place, ...] = ()
+    places: tuple[TargetBox, ...]
 
     @property
     def travels(self) -> bool:
         """Whether it leaves the process."""
         return self.sender != self.receiver
 
-    @property
-    def places(self) -> tuple[Place, ...]:
-        """Everywhere the elements belong on the receiver."""
-        return (Place(self.index, self.target, self.target_box, self.target_dtype), *self.also)
-
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A box of a source's parameter that a rank needs, and where it puts it."""
+    """A box of a parameter that a rank needs, and for which target."""
 
     box: Box
-    place: Place
+    place: TargetBox
 
 
 @dataclass(slots=True)
-class Holding:
+class _Holding:
     """A parameter of the source: disjoint boxes, and which ranks hold each of them."""
 
     shape: Shape
@@ -95,7 +91,7 @@ class Holding:
             ranks.setdefault(box, []).append(rank)
         self.boxes = refine(tuple(ranks))
         self.holders = tuple(
-            tuple(sorted(r for box in ranks if holds(box, part) for r in ranks[box]))
+            tuple(sorted(r for box in ranks if contains(box, part) for r in ranks[box]))
             for part in self.boxes
         )
 
@@ -103,36 +99,22 @@ class Holding:
 Wants = dict[str, dict[int, list[Want]]]
 
 
-def plan_moves(
-    source: Mapping[int, Table],
-    target: Mapping[int, Table],
-    *,
-    rules: Sequence[FusionRule] = (),
-    host_of: Mapping[int, str] | None = None,
-) -> tuple[Move, ...]:
-    """The moves that make `target` of `source`, tables by rank.
-
-    Each element that a rank lacks reaches it once; what it holds itself is a move from it to
-    itself. Of several holders the one sends that is on the receiver's host (`host_of`), then the
-    one that has sent least so far, then the lowest. Raises RunError (E540, E541, E542).
-    """
-    return plan_targets(source, (target,), rules=rules, host_of=host_of)
-
-
 def plan_targets(
     source: Mapping[int, Table],
     targets: Sequence[Mapping[int, Table]],
     *,
-    rules: Sequence[FusionRule] = (),
     host_of: Mapping[int, str] | None = None,
     only: Names = None,
 ) -> tuple[Move, ...]:
-    """The same for several targets in one pass: what two of them need on a rank moves once.
+    """The moves that make every target of `source`, tables by rank.
 
-    `only` limits the moves to those parameters of the source.
+    Each element that a rank lacks reaches it once, also where several targets need it; what it
+    holds itself is a move from it to itself. Of several holders the one sends that is on the
+    receiver's host (`host_of`), then the one that has sent least so far, then the lowest. `only`
+    limits the moves to those parameters. Raises RunError (E540, E541).
     """
     held = holdings(source)
-    wants = wanted(held, targets, rules, only)
+    wants = wanted(held, targets, only)
     require_covered(held, wants)
     sent = dict.fromkeys(source, 0)
     hosts = host_of or {}
@@ -145,35 +127,32 @@ def plan_targets(
     return tuple(moves)
 
 
-def minimum_bytes(
-    source: Mapping[int, Table], target: Mapping[int, Table], rules: Sequence[FusionRule] = ()
-) -> dict[int, int]:
+def minimum_bytes(source: Mapping[int, Table], target: Mapping[int, Table]) -> dict[int, int]:
     """For every rank of the target, the bytes of its boxes that it does not hold itself.
 
-    An element counts in the smaller of its dtypes at the two ends, and once however many
-    parameters of the target are made of it.
+    An element counts in the smaller of its dtypes at the two ends.
     """
     held = holdings(source)
     needed = dict.fromkeys(target, 0)
-    for name, by_rank in wanted(held, (target,), rules, None).items():
+    for name, by_rank in wanted(held, (target,), None).items():
         for receiver, wants in by_rank.items():
             own = held[name].held.get(receiver)
             for region, places in _regions(wants):
-                common = None if own is None else meet(region, own)
+                common = None if own is None else intersection(region, own)
                 lacking = volume(region) - (volume(common) if common is not None else 0)
                 needed[receiver] += lacking * ITEMSIZE[_travelling(held[name].dtype, places)]
     return needed
 
 
-def holdings(source: Mapping[int, Table]) -> dict[str, Holding]:
+def holdings(source: Mapping[int, Table]) -> dict[str, _Holding]:
     """The parameters of the source, in the order of the lowest rank that has each.
 
     Raises RunError (E541) where ranks disagree on a shape or a dtype, or a box is outside.
     """
-    found: dict[str, Holding] = {}
+    found: dict[str, _Holding] = {}
     for rank in sorted(source):
         for name, (shape, dtype, box) in source[rank].items():
-            holding = found.setdefault(name, Holding(tuple(shape), dtype))
+            holding = found.setdefault(name, _Holding(tuple(shape), dtype))
             if (holding.shape, holding.dtype) != (tuple(shape), dtype):
                 what = f"ranks of the source disagree on parameter {name!r}"
                 got, expected = f"{dtype} {shape}", f"{holding.dtype} {holding.shape}"
@@ -200,49 +179,42 @@ def require_box(name: str, shape: Shape, dtype: str, box: Box) -> None:
 
 
 def wanted(
-    held: Mapping[str, Holding],
-    targets: Sequence[Mapping[int, Table]],
-    rules: Sequence[FusionRule],
-    only: Names,
+    held: Mapping[str, _Holding], targets: Sequence[Mapping[int, Table]], only: Names
 ) -> Wants:
-    """By parameter of the source and rank, the boxes that the rank's targets are made of."""
-    shapes = {name: holding.shape for name, holding in held.items()}
+    """By parameter and rank, the boxes that the rank's targets want."""
     found: Wants = {}
     for index, target in enumerate(targets):
         for rank, table in target.items():
-            for name, entry in table.items():
-                for part in _slices(name, entry, shapes, rules, only):
-                    want = Want(part.source_box, Place(index, name, part.target_box, entry[1]))
-                    found.setdefault(part.source, {}).setdefault(rank, []).append(want)
+            for name, (shape, dtype, box) in table.items():
+                require_box(name, tuple(shape), dtype, box)
+                # A target may have more than what is sent, base weights beside adapters.
+                if only is not None and name not in held:
+                    continue
+                require_alike(name, tuple(shape), held)
+                if volume(box) and (only is None or name in only):
+                    want = Want(box, TargetBox(index, dtype))
+                    found.setdefault(name, {}).setdefault(rank, []).append(want)
     for name in sorted(only or ()):
-        empty = name in shapes and not math.prod(shapes[name])
+        empty = name in held and not math.prod(held[name].shape)
         if name not in found and not empty:
-            missing = "source has no" if name not in shapes else "targets take no"
+            missing = "source has no" if name not in held else "targets take no"
             what = f"the {missing} parameter {name!r}, which is to be sent"
-            raise RunError(Finding(code="E540", what=what, near=near_names(name, shapes)))
+            raise RunError(Finding(code="E540", what=what, near=near_names(name, held)))
     return found
 
 
-def _slices(
-    name: str,
-    entry: Entry,
-    shapes: Mapping[str, Shape],
-    rules: Sequence[FusionRule],
-    only: Names,
-) -> Iterator[Slice]:
-    shape, dtype, box = entry
-    require_box(name, tuple(shape), dtype, box)
-    try:
-        parts = slices_of(name, tuple(shape), box, shapes, rules)
-    except RunError as error:
-        # A target may have more than what is sent, base weights beside adapters.
-        if only is not None and error.findings[0].code == "E540":
-            return
-        raise
-    yield from (part for part in parts if only is None or part.source in only)
+def require_alike(name: str, shape: Shape, held: Mapping[str, _Holding]) -> None:
+    """Raise RunError (E540, E541) unless the source has the parameter, in that shape."""
+    if name not in held:
+        what = f"the source has no parameter {name!r}"
+        raise RunError(Finding(code="E540", what=what, near=near_names(name, held)))
+    if shape != held[name].shape:
+        what = f"parameter {name!r} has another shape in the source"
+        got, expected = str(shape), str(held[name].shape)
+        raise RunError(Finding(code="E541", what=what, got=got, expected=expected))
 
 
-def require_covered(held: Mapping[str, Holding], wants: Wants) -> None:
+def require_covered(held: Mapping[str, _Holding], wants: Wants) -> None:
     """Raise RunError (E540) for elements that a target wants and no rank holds."""
     for name, by_rank in wants.items():
         for rank, its in by_rank.items():
@@ -254,19 +226,13 @@ def require_covered(held: Mapping[str, Holding], wants: Wants) -> None:
                     raise RunError(Finding(code="E540", what=what, got=got))
 
 
-def _regions(wants: Sequence[Want]) -> Iterator[tuple[Box, list[Place]]]:
+def _regions(wants: Sequence[Want]) -> Iterator[tuple[Box, tuple[TargetBox, ...]]]:
     """Disjoint boxes of what a rank wants of a parameter, and every place that each goes to."""
     for region in refine(tuple(dict.fromkeys(want.box for want in wants))):
-        takers = [want for want in wants if holds(want.box, region)]
-        yield region, [_within(want.place, region, want.box) for want in takers]
+        yield region, tuple(want.place for want in wants if contains(want.box, region))
 
 
-def _within(place: Place, part: Box, box: Box) -> Place:
-    """Where `part` of a box goes, when the box goes to `place`."""
-    return Place(place.index, place.name, shift(part, box, place.box), place.dtype)
-
-
-def _travelling(source: str, places: Sequence[Place]) -> str:
+def _travelling(source: str, places: Sequence[TargetBox]) -> str:
     """The dtype an element travels in: the targets' one where it is smaller, or the source's."""
     dtypes = {place.dtype for place in places}
     smaller = len(dtypes) == 1 and ITEMSIZE[min(dtypes)] < ITEMSIZE[source]
@@ -275,7 +241,7 @@ def _travelling(source: str, places: Sequence[Place]) -> str:
 
 def _moves(
     name: str,
-    holding: Holding,
+    holding: _Holding,
     receiver: int,
     wants: Sequence[Want],
     sent: Mapping[int, int],
@@ -284,19 +250,14 @@ def _moves(
     for region, places in _regions(wants):
         dtype = _travelling(holding.dtype, places)
         for at, piece in overlaps(holding.boxes, region):
-            put = [_within(place, piece, region) for place in places]
             yield Move(
                 sender=_sender(holding.holders[at], receiver, sent, hosts),
                 receiver=receiver,
-                source=name,
-                source_box=piece,
-                target=put[0].name,
-                target_box=put[0].box,
+                name=name,
+                box=piece,
                 bytes=volume(piece) * ITEMSIZE[dtype],
                 dtype=dtype,
-                target_dtype=put[0].dtype,
-                index=put[0].index,
-                also=tuple(put[1:]),
+                places=places,
             )
 
 

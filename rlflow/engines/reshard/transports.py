@@ -51,7 +51,7 @@ class InProcess:
     def __init__(self, moves: Sequence[Move], ends: Ends) -> None:
         away = next((move for move in moves if move.travels), None)
         if away is not None:
-            what = f"{away.source!r} has to go from rank {away.sender} to rank {away.receiver}"
+            what = f"{away.name!r} has to go from rank {away.sender} to rank {away.receiver}"
             finding = Finding(
                 code="E543",
                 what=f"{what}, and the transport `copy` stays in one process",
@@ -128,9 +128,9 @@ class Collective:
         sends = by_peer((m.receiver, m) for m in moves if m.sender == rank)
         receives = by_peer((m.sender, m) for m in moves if m.receiver == rank)
         return Round(
-            tuple(placed(sends, lambda move: self.travels_as_is(self.ends.read(move), move))),
+            tuple(_placed(sends, lambda move: self.travels_as_is(self.ends.read(move), move))),
             tuple(
-                placed(receives, lambda move: self.travels_as_is(self.ends.written(move)[0], move))
+                _placed(receives, lambda move: self.travels_as_is(self.ends.written(move)[0], move))
             ),
         )
 
@@ -180,10 +180,10 @@ class Collective:
         )
         if self.device.type == "cpu":
             # Receives first, then each send as soon as it is packed.
-            arriving = start(receives)
-            return arriving, [work for send in sends for work in start([send])]
+            arriving = _start(receives)
+            return arriving, [work for send in sends for work in _start([send])]
         # One launch of all, or two ranks that send to each other wait for ever.
-        for work in start([*receives, *sends]):
+        for work in _start([*receives, *sends]):
             finish(work, None)
         return [None] * len(share.receives), [None] * len(share.sends)
 
@@ -244,7 +244,9 @@ def by_peer(moves: Iterable[tuple[int, Move]]) -> dict[int, list[Move]]:
     return found
 
 
-def placed(moves: Mapping[int, Sequence[Move]], as_is: Callable[[Move], bool]) -> Iterator[Message]:
+def _placed(
+    moves: Mapping[int, Sequence[Move]], as_is: Callable[[Move], bool]
+) -> Iterator[Message]:
     """The messages to or from every peer, and where each lies in staging.
 
     Both ends agree on the pieces of a message, and each for itself on staging. Small pieces
@@ -279,7 +281,7 @@ def lanes(message: Message, memory: Tensor) -> Iterator[tuple[Move, Tensor]]:
         start += move.bytes
 
 
-def start(operations: list[dist.P2POp]) -> Works:
+def _start(operations: list[dist.P2POp]) -> Works:
     """Post sends and receives.
 
     Raises RunError (E544) where a peer is lost.

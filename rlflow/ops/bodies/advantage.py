@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import lengths, ragged_like, unpad
-from rlflow.ops.bodies import adaptive
+from rlflow.contract.values import Stat
 from rlflow.ops.bodies.common import MASK, inputs_of, num_rows, padded_fields
+from rlflow.ops.bodies.finite import finite_inputs
 from rlflow.ops.bodies.stats import mean_of
-from rlflow.ops.body import Call, Output, Stat
+from rlflow.ops.bodies.steps import adaptive
+from rlflow.ops.body import Call, Output
 from rlflow.ops.controllers import AdaptiveKL
-from rlflow.ops.math import advantages as formulas
+from rlflow.ops.math.advantages import group, token
 from rlflow.ops.math.groups import GroupStatistics, degenerate
 from rlflow.ops.math.kl import token_kl
 from rlflow.ops.math.masked import select
@@ -28,7 +30,7 @@ def gae(call: Call) -> Output:
     rewards, metrics = _token_rewards(call, fields)
     options = _options(call, "gamma", "lam", "whiten")
     finished = fields["finished"] if call.params.get("bootstrap") else None
-    made = formulas.gae(rewards, fields["values"], fields[MASK], finished=finished, **options)
+    made = token.gae(rewards, fields["values"], fields[MASK], finished=finished, **options)
     return _token_output(call, made, metrics)
 
 
@@ -36,7 +38,7 @@ def reinforce_pp(call: Call) -> Output:
     """REINFORCE++: whitened reward-to-go per token."""
     fields = _fields(call)
     rewards, metrics = _token_rewards(call, fields)
-    made = formulas.reinforce_pp(rewards, fields[MASK], **_options(call, "gamma", "whiten"))
+    made = token.reinforce_pp(rewards, fields[MASK], **_options(call, "gamma", "whiten"))
     return _token_output(call, made, metrics)
 
 
@@ -44,7 +46,7 @@ def remax(call: Call) -> Output:
     """ReMax: reward-to-go minus the reward of the greedy response."""
     fields = _fields(call)
     rewards, metrics = _token_rewards(call, fields)
-    made = formulas.remax(rewards, fields["baseline"], fields[MASK])
+    made = token.remax(rewards, fields["baseline"], fields[MASK])
     return _token_output(call, made, metrics)
 
 
@@ -52,7 +54,7 @@ def optimal_token_baseline(call: Call) -> Output:
     """Reward-to-go minus a baseline of the group for every time step."""
     fields = _fields(call)
     rewards, metrics = _token_rewards(call, fields)
-    made = formulas.optimal_token_baseline(
+    made = token.optimal_token_baseline(
         rewards,
         fields["old_log_probs"],
         fields["sum_pi_squared"],
@@ -68,14 +70,14 @@ def grpo(call: Call) -> Output:
     fields = _fields(call)
     reward, metrics = _row_rewards(call, fields)
     options = _options(call, "std_eps", "scale", "single", "leave_one_out")
-    return _row_output(call, fields, formulas.grpo(reward, fields["group"], **options), metrics)
+    return _row_output(call, fields, group.grpo(reward, fields["group"], **options), metrics)
 
 
 def dr_grpo(call: Call) -> Output:
     """Rewards minus the mean of their group."""
     fields = _fields(call)
     reward, metrics = _row_rewards(call, fields)
-    made = formulas.dr_grpo(reward, fields["group"], **_options(call, "single"))
+    made = group.dr_grpo(reward, fields["group"], **_options(call, "single"))
     return _row_output(call, fields, made, metrics)
 
 
@@ -84,14 +86,14 @@ def rloo(call: Call) -> Output:
     fields = _fields(call)
     reward, metrics = _row_rewards(call, fields)
     options = _options(call, "single", "whiten", "std_eps")
-    return _row_output(call, fields, formulas.rloo(reward, fields["group"], **options), metrics)
+    return _row_output(call, fields, group.rloo(reward, fields["group"], **options), metrics)
 
 
 def opo(call: Call) -> Output:
     """Rewards minus the mean of their group weighted by length."""
     fields = _fields(call)
     reward, metrics = _row_rewards(call, fields)
-    made = formulas.opo(reward, fields["group"], fields[MASK], **_options(call, "single"))
+    made = group.opo(reward, fields["group"], fields[MASK], **_options(call, "single"))
     return _row_output(call, fields, made, metrics)
 
 
@@ -100,7 +102,7 @@ def gpg(call: Call) -> Output:
     fields = _fields(call)
     reward, metrics = _row_rewards(call, fields)
     options = _options(call, "alpha", "scale", "std_eps", "single")
-    return _row_output(call, fields, formulas.gpg(reward, fields["group"], **options), metrics)
+    return _row_output(call, fields, group.gpg(reward, fields["group"], **options), metrics)
 
 
 def pass_at_k(call: Call) -> Output:
@@ -108,7 +110,7 @@ def pass_at_k(call: Call) -> Output:
     fields = _fields(call)
     reward, metrics = _row_rewards(call, fields)
     options = _options(call, "std_eps", "scale")
-    made = formulas.pass_at_k(reward, fields["group"], **options)
+    made = group.pass_at_k(reward, fields["group"], **options)
     return _row_output(call, fields, made, metrics)
 
 
@@ -117,7 +119,7 @@ def reinforce_pp_baseline(call: Call) -> Output:
     fields = _fields(call)
     reward, metrics = _row_rewards(call, fields)
     options = _options(call, "single", "whiten", "over")
-    made = formulas.reinforce_pp_baseline(reward, fields["group"], fields[MASK], **options)
+    made = group.reinforce_pp_baseline(reward, fields["group"], fields[MASK], **options)
     return _row_output(call, fields, made, metrics)
 
 
@@ -126,7 +128,7 @@ def gdpo(call: Call) -> Output:
     fields = _fields(call)
     weights = call.params["rewards"]
     rewards = torch.stack([fields[name] for name in weights], -1)
-    made = formulas.gdpo(
+    made = group.gdpo(
         rewards,
         fields["group"],
         fields.get(MASK),
@@ -137,8 +139,13 @@ def gdpo(call: Call) -> Output:
 
 
 def _fields(call: Call) -> Fields:
-    inputs = inputs_of(call)
-    return padded_fields(inputs, tuple(inputs.keys()))
+    """The inputs, padded; rewards held in their range, before all that is made of them."""
+    inputs = finite_inputs(call)
+    fields = padded_fields(inputs, tuple(inputs.keys()))
+    held = call.params.get("reward_clip_range")
+    if held is not None:
+        fields |= {n: fields[n].clamp(*held) for n in ("reward", "baseline") if n in fields}
+    return fields
 
 
 def _options(call: Call, *names: str) -> dict[str, Any]:
@@ -176,7 +183,7 @@ def _kl_coef(call: Call, fields: Fields, metrics: Metrics) -> float:
 def _token_rewards(call: Call, fields: Fields) -> tuple[Tensor, Metrics]:
     kl = _kl(call, fields)
     metrics = _kl_metric(kl, fields)
-    rewards = formulas.token_rewards(
+    rewards = token.token_rewards(
         fields["reward"], fields[MASK], kl=kl, kl_coef=_kl_coef(call, fields, metrics)
     )
     return rewards, metrics

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from rlflow.batch import flat, is_ragged
+from rlflow.contract.values import Stat
 from rlflow.errors import Finding, RunError
 from rlflow.ops.bodies.common import inputs_of
-from rlflow.ops.bodies.reward import rows_of
+from rlflow.ops.bodies.reward import python_rows
 from rlflow.ops.bodies.stats import max_of, mean_of, min_of
-from rlflow.ops.body import Call, Output, Stat
+from rlflow.ops.body import Call, Output
 
 
 def metrics(call: Call) -> Output:
@@ -27,7 +28,7 @@ def metrics(call: Call) -> Output:
                 found[f"{name}_min"] = min_of(values)
                 found[f"{name}_max"] = max_of(values)
         return Output(metrics=found)
-    columns = {name: rows_of(inputs[name]) for name in inputs.keys()}  # noqa: SIM118  as above
+    columns = {name: python_rows(inputs[name]) for name in inputs.keys()}  # noqa: SIM118  as above
     try:
         made = function(**columns)
         return Output(metrics={str(key): float(value) for key, value in made.items()})

@@ -6,16 +6,18 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import lengths
-from rlflow.ops.bodies.batchwise import scored
+from rlflow.contract.values import Stat
 from rlflow.ops.bodies.common import MASK, inputs_of, model_of, num_rows, padded_fields
+from rlflow.ops.bodies.finite import finite_inputs
 from rlflow.ops.bodies.stats import max_of, mean_of, min_of, std_of
-from rlflow.ops.body import Call, Output, Stat
+from rlflow.ops.bodies.steps.batchwise import scored
+from rlflow.ops.body import Call, Output
 from rlflow.ops.math.pairs import best_against_worst, penalise_unfinished
 
 
 def pair(call: Call) -> Output:
     """The best row of every group against its worst; metrics are shares of the groups."""
-    inputs, params = inputs_of(call), call.params
+    inputs, params = finite_inputs(call), call.params
     fields = padded_fields(inputs, ("reward", "group", "sample", "finished", MASK))
     reward = fields["reward"].double()
     penalty = params.get("missing_eos_penalty")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +19,11 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import is_ragged, split_rows, strings, text
+from rlflow.contract.values import Stat
 from rlflow.errors import Finding, RewardError
 from rlflow.ops.bodies.common import inputs_of, num_rows, row_numbers
 from rlflow.ops.bodies.stats import max_of, mean_of, min_of, std_of
-from rlflow.ops.body import Call, Output, Stat
+from rlflow.ops.body import Call, Output
 from rlflow.ops.scoring import STRICT, Dispatch, Policy, unknown_set, wanted_names
 from rlflow.rewards.judging import Failure, judge, number
 
@@ -34,8 +37,9 @@ def reward(call: Call) -> Output:
     inputs = inputs_of(call)
     policy: Policy = call.params.get("policy", STRICT)
     numbers = row_numbers(call).tolist()
-    columns = {name: rows_of(inputs[name]) for name in inputs.keys()}  # noqa: SIM118  rows otherwise
+    columns = {name: python_rows(inputs[name]) for name in inputs.keys()}  # noqa: SIM118  rows otherwise
     options = {key: v for key, v in call.params.items() if key not in NO_FUNCTION_OPTIONS}
+    tell_walls(call.params["function"])
     scorer = _Scorer(call=call, policy=policy, columns=columns, numbers=numbers, options=options)
     scores, retried = scorer.scored(call.params["function"], call.params["batched"])
     failed = [isinstance(score, Failure) for score in scores]
@@ -58,6 +62,18 @@ def reward(call: Call) -> Output:
         told = [_told(score) if isinstance(score, Failure) else "" for score in scores]
         fields |= {"valid": valid, "failure": text(told)}
     return Output(fields=fields, rows=len(scores), metrics=metrics)
+
+
+def tell_walls(function: Callable[..., Any]) -> None:
+    """Print once a run and process what programs are jailed in, for functions that do so."""
+    for each in getattr(function, "functions", {"": function}).values():
+        describe = getattr(each, "walls", None)
+        if describe and sys.stdout not in _TOLD:
+            _TOLD.add(sys.stdout)
+            print(f"programs run in {describe()}")  # noqa: T201  a run keeps what is printed
+
+
+_TOLD: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def failures(call: Call) -> Output:
@@ -114,7 +130,7 @@ def _too_many(call: Call, places: list[int], told: list[Any]) -> Finding:
     )
 
 
-def rows_of(field: Tensor) -> list[Any]:
+def python_rows(field: Tensor) -> list[Any]:
     """A field as one Python value a row: text as str, tokens as a list, numbers as they are."""
     if not is_ragged(field):
         return list(field.tolist())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from rlflow.batch import (
     strings,
     text,
 )
+from rlflow.contract.values import Generation, Stat
 from rlflow.data.sources import as_text
 from rlflow.ops.bodies.common import (
     inputs_of,
@@ -32,7 +32,7 @@ from rlflow.ops.bodies.common import (
 )
 from rlflow.ops.bodies.reward import score
 from rlflow.ops.bodies.stats import max_of, mean_of
-from rlflow.ops.body import Call, Generated, Output, Stat
+from rlflow.ops.body import Call, Output
 
 CARRIED_BY_ENGINE = frozenset(
     {
@@ -77,7 +77,7 @@ def rollout(call: Call) -> Output:
     for name in call.wanted - CARRIED_BY_ENGINE:
         fields[name] = select_field(inputs[name], parent)
     kept = {name: value for name, value in fields.items() if name in call.wanted}
-    metrics = _sampled(made) if until is None else {"paused": mean_of(~made.finished)}
+    metrics = _sampled(call, made) if until is None else {"paused": mean_of(~made.finished)}
     return Output(fields=kept, rows=len(parent), factor=n, kept=made.rows, metrics=metrics)
 
 
@@ -97,7 +97,7 @@ def resume(call: Call) -> Output:
     )
     finished = inputs["finished"].clone()
     finished[places] = made.finished
-    whole = Resumed(
+    whole = Generation(
         response_tokens=_appended(begun, made.response_tokens, places),
         log_probs=_appended(inputs["rollout_log_probs"], made.log_probs, places),
         finished=finished,
@@ -109,20 +109,8 @@ def resume(call: Call) -> Output:
         newer = torch.full_like(flat(made.response_tokens), model.version)
         newer = ragged_like(newer, made.response_tokens)
         fields["version"] = _appended(inputs["version"], newer, places)
-    metrics = {**_sampled(whole), "resumed": mean_of(going)}
+    metrics = {**_sampled(call, whole), "resumed": mean_of(going)}
     return Output(fields=fields, rows=num_rows(inputs), metrics=metrics)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed:
-    """Responses of which the last tokens were drawn later than the first."""
-
-    response_tokens: Tensor
-    log_probs: Tensor
-    finished: Tensor
-    rows: Tensor | None = None
-    drafted: float = 0.0
-    accepted: float = 0.0
 
 
 def _appended(begun: Tensor, more: Tensor, places: Tensor) -> Tensor:
@@ -144,7 +132,7 @@ def drawn(params: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def responses(call: Call, made: Generated) -> dict[str, Tensor]:
+def responses(call: Call, made: Generation) -> dict[str, Tensor]:
     """The fields of a response that somebody reads."""
     tokens, model = made.response_tokens, model_of(call)
     fields = {
@@ -163,18 +151,24 @@ def responses(call: Call, made: Generated) -> dict[str, Tensor]:
     return {name: value for name, value in fields.items() if name in call.wanted}
 
 
-def _ended(made: Generated) -> dict[str, Stat]:
+def _ended(made: Generation) -> dict[str, Stat]:
     """How long responses are on average, and how many ended by themselves."""
     sizes = lengths(made.response_tokens)
     return {"length": mean_of(sizes), "finished": mean_of(made.finished)}
 
 
-def _sampled(made: Generated) -> dict[str, Stat]:
-    """As `_ended`, how long the longest is, and which part of a drafter's tokens was right."""
+def _sampled(call: Call, made: Generation) -> dict[str, Stat]:
+    """As `_ended`, the longest length, the entropy, and the share of a drafter's tokens kept.
+
+    The entropy of a token, in nats, is estimated without bias by the mean of minus the log-prob
+    of what was drawn; responses that are not drawn, at temperature 0, have none.
+    """
+    greedy = not call.params["temperature"]
     drafts = Stat(kind="mean", total=made.accepted, count=made.drafted)
     return {
         **_ended(made),
         "length_max": max_of(lengths(made.response_tokens)),
+        **({} if greedy else {"entropy": mean_of(-flat(made.log_probs))}),
         **({"acceptance": drafts} if made.drafted else {}),
     }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlflow.ops.body import Stat
+from rlflow.contract.values import Stat
 
 
 def mean_of(values: Tensor) -> Stat:

@@ -17,30 +17,31 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import Batch, flat, lengths, make_batch, pad, ragged_like, select_rows
+from rlflow.contract.values import Stat, StepResult
 from rlflow.errors import Finding, NumericsError, RunError
-from rlflow.ops.bodies import adaptive
-from rlflow.ops.bodies.batchwise import prepared
 from rlflow.ops.bodies.common import (
     MASK,
-    inputs_of,
     model_of,
     num_rows,
     padded_fields,
     row_numbers,
     total_rows,
 )
-from rlflow.ops.bodies.selection import numbered, selected
+from rlflow.ops.bodies.finite import finite_inputs, spoiled
 from rlflow.ops.bodies.stats import max_of, mean_of
-from rlflow.ops.body import Call, Output, Stat, Stepped
-from rlflow.ops.losses import Loss, PolicyLoss
+from rlflow.ops.bodies.steps import adaptive
+from rlflow.ops.bodies.steps.batchwise import prepared
+from rlflow.ops.bodies.steps.selection import numbered, selected
+from rlflow.ops.body import Call, Output
+from rlflow.ops.losses.losses import Loss, PolicyLoss
+from rlflow.ops.losses.preference import BatchwiseLoss
 from rlflow.ops.math.aggregate import Totals
-from rlflow.ops.math.batchwise import SHARES, SLOPES
 from rlflow.ops.math.diagnostics import finished
-from rlflow.ops.math.mismatch import step_sums
-from rlflow.ops.preference import BatchwiseLoss
+from rlflow.ops.math.losses.batchwise import SHARES, SLOPES
+from rlflow.ops.math.losses.mismatch import step_sums
 
 if TYPE_CHECKING:
-    from rlflow.ops.body import LossFunction
+    from rlflow.contract.values import LossFunction
 
 READ_BY_LOSSES = (
     MASK,
@@ -68,24 +69,24 @@ def update(call: Call) -> Output:
 
     Every part makes every step, without a row of its own where it has none of a mini-batch.
     Raises NumericsError where every step had to be skipped because a number was not finite; a
-    single skipped step is counted in the metrics. Raises RunError for a sample that is older
-    than declared. Where the steps of an iteration take several calls, the last one of these logs
-    the numbers of all.
+    single skipped step is counted in the metrics. Raises RunError for a field that is not finite
+    and for a sample that is older than declared. Where the steps of an iteration take several
+    calls, the last one of these logs the numbers of all.
     """
-    batch, model, params = inputs_of(call), model_of(call), call.params
+    batch, model, params = finite_inputs(call), model_of(call), call.params
     ages = staleness(call, batch)
     spec: Loss = params["loss"]
     if isinstance(spec, PolicyLoss):
         require_whole(call, spec, batch)
         spec = spec.model_copy(update={"old": params["old"]})
         if spec.old == "loglinear":
-            batch = with_age(batch, call.iteration)
+            batch = with_age(call, batch)
     at_first = {**adaptive.acting(spec, call.state), "lr": model.learning_rate}
     carried = call.carried if call.piece[1] > 1 else {}
     at_first = carried.setdefault("at first", at_first)
-    steps: list[Stepped] = carried.setdefault("steps", [])
+    steps: list[StepResult] = carried.setdefault("steps", [])
     batch = numbered(spec, batch, row_numbers(call))
-    for number, cut in enumerate(mini_batches(call, batch), len(steps)):
+    for number, cut in enumerate(cut_mini_batches(call, batch), len(steps)):
         if isinstance(spec, BatchwiseLoss):
             mini = prepared(call, spec, cut)
         else:
@@ -117,12 +118,19 @@ def step_totals(call: Call, spec: Loss, mini: Batch) -> Totals:
     return Totals(tokens=tokens, rows=rows, sums=dict(zip(sums, others, strict=True)))
 
 
-def with_age(batch: Batch, iteration: int) -> Batch:
+def with_age(call: Call, batch: Batch) -> Batch:
     """The batch with how many updates the weights here are ahead of those of each token."""
     versions = batch["version"]
     fields = {name: batch[name] for name in batch.keys()}  # noqa: SIM118  a TensorDict
-    fields["age"] = ragged_like(iteration - flat(versions), versions)
+    fields["age"] = ragged_like(ages_of(call, flat(versions)), versions)
     return make_batch(fields, num_rows(batch))
+
+
+def ages_of(call: Call, versions: Tensor) -> Tensor:
+    """How many updates of the model each of int64 `versions` is old."""
+    known, places = versions.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    ages = [call.updates_since(int(version)) for version in known]
+    return torch.tensor(ages, dtype=torch.int64)[places]
 
 
 def staleness(call: Call, batch: Batch) -> dict[str, Stat]:
@@ -134,7 +142,7 @@ def staleness(call: Call, batch: Batch) -> dict[str, Stat]:
     if versions is None:
         return {}
     counted = flat(versions)[flat(batch[MASK])]
-    ages, allowed = call.iteration - counted, call.params.get("staleness", 0)
+    ages, allowed = ages_of(call, counted), call.params.get("staleness", 0)
     if len(ages) and int(ages.max()) > allowed:
         raise RunError(
             Finding(
@@ -168,7 +176,7 @@ def require_whole(call: Call, spec: PolicyLoss, batch: Batch) -> None:
         )
 
 
-def mini_batches(call: Call, batch: Batch) -> Iterator[Batch]:
+def cut_mini_batches(call: Call, batch: Batch) -> Iterator[Batch]:
     """The mini-batches of all epochs, of each the rows that are here; groups stay together.
 
     They are cut from the groups of all parts, so they do not depend on who has which rows.
@@ -227,16 +235,16 @@ def loss_function(spec: Loss, totals: Totals) -> LossFunction:
     def loss(outputs: dict[str, Tensor], micro: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         sizes = lengths(micro["response_tokens"])
         padded = {name: pad(value, sizes) for name, value in outputs.items()}
-        fields = padded_fields(micro, READ_BY_LOSSES)
+        fields = padded_fields(micro, tuple(dict.fromkeys((*READ_BY_LOSSES, *spec.needs()))))
         for device in {value.device for value in padded.values()}:
             fields = {name: value.to(device) for name, value in fields.items()}
         result: tuple[Tensor, dict[str, Tensor]] = objective(spec, padded, fields, totals)
-        return result
+        return spoiled(result[0], padded, fields[MASK]), result[1]
 
     return loss
 
 
-def step_metrics(steps: list[Stepped]) -> dict[str, float]:
+def step_metrics(steps: list[StepResult]) -> dict[str, float]:
     """Means over the applied optimizer steps, maxima for names ending in `_max`."""
     applied = [step for step in steps if step.applied]
     measured = [finished(step.metrics) for step in applied]
@@ -249,7 +257,7 @@ def step_metrics(steps: list[Stepped]) -> dict[str, float]:
     return metrics
 
 
-def _not_finite(call: Call, steps: list[Stepped]) -> Finding:
+def _not_finite(call: Call, steps: list[StepResult]) -> Finding:
     found: dict[str, Any] = {"gradient norm": steps[-1].grad_norm, **finished(steps[-1].metrics)}
     shown = ", ".join(f"{name} {value}" for name, value in found.items())
     return Finding(

@@ -23,7 +23,8 @@ Single = Literal["zero", "reward"]
 class GroupStatistics:
     """Statistics of `values` `[rows]` within each group of `group` int64 `[rows]`.
 
-    `size`, `mean` and `level` (largest = smallest) are `[rows]`: every row has its group's.
+    `size`, `mean` and `level` (largest = smallest) are `[rows]`: every row has its group's. A
+    group with a value that is not finite is not level, so that its statistics are NaN.
     """
 
     def __init__(self, values: Tensor, group: Tensor) -> None:
@@ -32,7 +33,7 @@ class GroupStatistics:
         self.values = values.double()
         self.size = self.total(torch.ones_like(self.values))
         self.mean = self.total(self.values) / self.size
-        self.level = self.largest(self.values) == self._reduced(self.values, "amin")
+        self.level = self.largest(self.values) - self._reduced(self.values, "amin") == 0
 
     def total(self, x: Tensor) -> Tensor:
         """The sum of `x` `[rows]` over each row's group, `[rows]`."""
@@ -65,7 +66,7 @@ class GroupStatistics:
         """`x` over `deviation + std_eps`, of its group, of all values, or as it is."""
         if scale == "none":
             return x
-        stats = self if scale == "group" else whole(self.values)
+        stats = self if scale == "group" else one_group(self.values)
         return x / (stats.deviation() + std_eps)
 
     def each(self, x: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ class GroupStatistics:
         return x.new_zeros(self.count).scatter(0, self.index, x)
 
 
-def whole(values: Tensor) -> GroupStatistics:
+def one_group(values: Tensor) -> GroupStatistics:
     """The statistics of all values as those of one group."""
     return GroupStatistics(values, torch.zeros_like(values, dtype=torch.int64))
 
@@ -86,7 +87,7 @@ def degenerate(reward: Tensor, group: Tensor) -> Tensor:
     A group of at least two rows whose largest reward equals its smallest teaches nothing to a
     group-relative estimator; DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.2) samples again
     in its place. A group of one is not degenerate: it has nothing to be compared with. A
-    NaN equals nothing, so its group is not degenerate either.
+    NaN or an infinity is no reward to compare with, so its group is not degenerate either.
 
     Others: verl's filter asks whether a computed standard deviation is 0 and so keeps three
     rewards of 0.1 each.

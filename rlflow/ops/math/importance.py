@@ -18,8 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlflow.ops.math.losses import LOG_RATIO_LIMIT, log_ratio
-from rlflow.ops.math.masked import select
+from rlflow.ops.math.losses.clipped import LOG_RATIO_LIMIT, log_ratio
+from rlflow.ops.math.masked import held, select
 
 SMALLEST_MEAN = 1e-8
 
@@ -34,8 +34,8 @@ def importance_ratio(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, level
     if level == "token":
         return log_ratio(proximal, behaviour, mask).exp()
     total = select(proximal - behaviour, mask).sum(-1, keepdim=True, dtype=torch.float64)
-    held = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).to(proximal.dtype)
-    return select(held.expand_as(proximal), mask).exp()
+    log_weight = held(total, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).to(proximal.dtype)
+    return select(log_weight.expand_as(proximal), mask).exp()
 
 
 @torch.no_grad()
@@ -44,15 +44,17 @@ def importance_weight(
 ) -> Tensor:
     """The weight of every entry of `ratio`.
 
-    `truncate`: `min(ratio, cap)` (Ionides 2008, "Truncated importance sampling"; as a fix for
-    rollout engines Yao et al. 2025, fengyao.notion.site/off-policy-rl). `mask`: `ratio` where
+    `truncate`: `max(min(ratio, cap), floor)` (Ionides 2008, "Truncated importance sampling"; as a
+    fix for rollout engines Yao et al. 2025, fengyao.notion.site/off-policy-rl); without a `floor`
+    a weight may be as small as it is. `mask`: `ratio` where
     `floor <= ratio <= cap`, else 0 (IcePop, Ling Team 2025, arXiv:2510.18855).
 
-    Others: off by default in verl 0.9.1 (cap 2, its dataclass says `sequence`); TRL 1.16.0 has
-    it on with vLLM, `level="sequence", mode="mask", cap=3`.
+    Others: off by default in verl 0.9.1 (cap 2, its dataclass says `sequence`), which has no floor
+    for truncation; TRL 1.16.0 has it on with vLLM, `level="sequence", mode="mask", cap=3`, and its
+    `vllm_importance_sampling_clip_min` is the floor of both modes.
     """
     if mode == "truncate":
-        return ratio.clamp(max=cap)
+        return ratio.clamp(floor, cap)
     kept = ratio <= cap if floor is None else (ratio <= cap) & (ratio >= floor)
     return select(ratio, kept)
 
@@ -64,11 +66,11 @@ def weight_sums(weight: Tensor, mask: Tensor, *, level: str) -> tuple[float, flo
     Of tokens, or with `level="sequence"` of rows that have a token, whatever their length.
     The sums of the parts of an optimizer step are added up.
     """
-    held = select(weight, mask)
+    weights = select(weight, mask)
     if level == "token":
-        return held.sum(dtype=torch.float64).item(), float(mask.sum())
+        return weights.sum(dtype=torch.float64).item(), float(mask.sum())
     sizes = mask.sum(-1)
-    means = held.sum(-1, dtype=torch.float64) / sizes.clamp(min=1)
+    means = weights.sum(-1, dtype=torch.float64) / sizes.clamp(min=1)
     return means.sum().item(), float((sizes > 0).sum())
 
 

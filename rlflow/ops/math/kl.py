@@ -22,8 +22,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlflow.ops.math.losses import LOG_RATIO_LIMIT
-from rlflow.ops.math.masked import select
+from rlflow.ops.math.losses.clipped import LOG_RATIO_LIMIT
+from rlflow.ops.math.masked import held, select
 
 K3_LIMIT = 10.0
 
@@ -45,8 +45,8 @@ def k2(difference: Tensor) -> Tensor:
 
 def k3(difference: Tensor) -> Tensor:
     """`e^-x + x - 1`: unbiased and never negative; held within its limits."""
-    negative = (-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return (negative.expm1() - negative).clamp(-K3_LIMIT, K3_LIMIT)
+    negative = held(-difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return held(negative.expm1() - negative, -K3_LIMIT, K3_LIMIT)
 
 
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -86,25 +86,6 @@ def full_kl(
     seen = mask.unsqueeze(-1)
     own, ref = select(log_probs, seen), select(ref_log_probs.detach(), seen)
     first, second = (ref, own) if forward else (own, ref)
-    possible = first > -torch.inf
+    possible = first != -torch.inf
     held = select(first, possible)
     return select(held.exp() * (held - select(second, possible)), possible & seen).sum(-1)
-
-
-def full_kl_of_logits(
-    logits: Tensor,
-    ref_logits: Tensor,
-    mask: Tensor,
-    *,
-    temperature: float = 1.0,
-    forward: bool = False,
-) -> Tensor:
-    """`full_kl` of `log_softmax(logits / temperature)`, both `[rows, tokens, vocabulary]`.
-
-    The temperature is that of the rollout, as for the log-probs of sampled tokens.
-    """
-    seen = mask.unsqueeze(-1)
-    own, ref = (
-        (select(x, seen) / temperature).log_softmax(-1) for x in (logits, ref_logits.detach())
-    )
-    return full_kl(own, ref, mask, forward=forward)

@@ -24,6 +24,14 @@ def select(x: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
     return torch.where(mask, x, fill)
 
 
+def held(x: Tensor, low: float, high: float) -> Tensor:
+    """`x` within `[low, high]`, with gradient 0 beyond; NaN where `x` is not finite.
+
+    A bound alone would make a number of an infinity, and nobody would see that it was one.
+    """
+    return x.clamp(low, high) + (x - x).detach()
+
+
 def per_token(x: Tensor) -> Tensor:
     """A `[rows]` tensor as `[rows, 1]`, so that it broadcasts over tokens; others unchanged."""
     return x.unsqueeze(-1) if x.dim() == 1 else x
@@ -32,26 +40,6 @@ def per_token(x: Tensor) -> Tensor:
 def statistics_dtype(x: Tensor) -> torch.dtype:
     """The dtype statistics of `x` are returned in: float32, or float64 if `x` is."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the unmasked entries of `x`: a scalar, float32 or wider; 0 if there are none."""
-    return select(x, mask).sum(dtype=torch.float64).to(statistics_dtype(x))
-
-
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the unmasked entries of `x`: a scalar, float32 or wider; 0 if there are none."""
-    total = select(x, mask).sum(dtype=torch.float64)
-    return (total / mask.sum().clamp(min=1)).to(statistics_dtype(x))
-
-
-def masked_var(x: Tensor, mask: Tensor) -> Tensor:
-    """Variance of the unmasked entries, squared deviations over N - 1: a scalar.
-
-    Two passes (mean, then deviations), so a large mean costs no digits. With fewer than two
-    entries the variance is 0: nothing varies.
-    """
-    return _variance(_centred(x, mask), mask).to(statistics_dtype(x))
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:

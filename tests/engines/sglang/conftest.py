@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from rlflow.batch import flat, lengths, ragged_rows
-from rlflow.engines.loading import load_model
-from rlflow.engines.protocol import SampleKey, Sampling
-from rlflow.engines.rollout import TorchRollout
-from rlflow.engines.sglang.held import members
-from rlflow.engines.sglang.load import load_engine
-from rlflow.engines.sglang.model import EngineModel
-from rlflow.engines.sglang.rollout import SGLangRollout
-from rlflow.graph.engines import SGLang
+from rlflow.contract.values import SampleKey, Sampling
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.rollout import TorchRollout
+from rlflow.engines.process.client.load import load_sglang
+from rlflow.engines.process.client.model import EngineModel
+from rlflow.engines.process.client.process_memory import members
+from rlflow.engines.process.client.rollout import SGLangRollout
+from rlflow.graph.user.engines import SGLang
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = str(ROOT / "pipelines" / "assets" / "arith-tiny")
@@ -71,7 +71,7 @@ def same(real, plain):
 
 def start(**more):
     made = {"name": "gen", "options": options(), "dtype": torch.float32, "device": "cpu"}
-    return load_engine(TINY, **{**made, **more})
+    return load_sglang(TINY, **{**made, **more})
 
 
 def group(model):

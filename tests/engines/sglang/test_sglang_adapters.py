@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rlflow.batch import flat, ragged_rows
-from rlflow.engines.loading import load_model
-from rlflow.engines.protocol import Reach, SampleKey, Sampling
-from rlflow.engines.rollout import TorchRollout
+from rlflow.contract.values import Reach, SampleKey, Sampling
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.errors import RunError
 from rlflow.graph.model import LoRA
 from tests.engines.sglang.conftest import (

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.engines.sglang.arguments import SHIMS
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.torch
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torch
 @pytest.fixture(scope="module")
 def kernels():
     """The package as SGLang imports it, and gone again."""
-    folder = SHIMS / "sgl_kernel"
+    folder = ROOT / "scripts" / "sglang_cpu" / "sgl_kernel"
     spec = importlib.util.spec_from_file_location(
         "sgl_kernel", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )

@@ -10,8 +10,8 @@ import torch
 
 import rlflow as rf
 from rlflow.batch import ragged_rows
-from rlflow.engines.loading import load_model
-from rlflow.engines.protocol import Drafting, Reach, SampleKey, Sampling
+from rlflow.contract.values import Drafting, Reach, SampleKey, Sampling
+from rlflow.engines.hf.loading import load_model
 from rlflow.errors import RunError
 from tests.engines.sglang.conftest import (
     GREEDY,

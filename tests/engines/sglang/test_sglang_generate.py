@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rlflow.batch import flat, lengths, make_batch, ragged_rows
-from rlflow.engines.protocol import Reach, SampleKey, Sampling
-from rlflow.engines.train import TrainEngine
+from rlflow.contract.values import Reach, SampleKey, Sampling
+from rlflow.engines.hf.train import TrainEngine
 from rlflow.errors import RunError
-from rlflow.graph.ending import ended_rows
+from rlflow.graph.rules.completion_order import ended_rows
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.sglang]
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rlflow.engines.nodes import Nodes, free_port
-from rlflow.engines.sglang.held import members
+from rlflow.engines.process.client.process_memory import members
+from rlflow.engines.process.nodes import Nodes, free_port
 from rlflow.errors import RunError
 from tests.engines.sglang.conftest import (
     GREEDY,

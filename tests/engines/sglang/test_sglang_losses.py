@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from rlflow.batch import ragged_rows
-from rlflow.engines.protocol import Reach, SampleKey, Sampling
-from rlflow.engines.sglang.held import members
-from rlflow.engines.sglang.link import Link
+from rlflow.contract.values import Reach, SampleKey, Sampling
+from rlflow.engines.process.client.link import Link
+from rlflow.engines.process.client.process_memory import members
 from rlflow.errors import RunError
 from tests.engines.sglang.conftest import PYTHON, ROOT, TINY, group, same, start
 
@@ -175,8 +175,8 @@ def test_a_second_loss_is_one_error(pair):
 
 WORKER = f"""
 import os, sys, torch
-from rlflow.engines.sglang.load import load_engine
-from rlflow.graph.engines import SGLang
+from rlflow.engines.process.client.load import load_engine
+from rlflow.graph.user.engines import SGLang
 model, rollout = load_engine({TINY!r}, name="gen", dtype=torch.float32, device="cpu",
     options=SGLang(python={PYTHON!r}, max_total_tokens=8192))
 print(model.replica._process.pid, flush=True)

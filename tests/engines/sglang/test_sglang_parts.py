@@ -14,25 +14,25 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlflow.engines.apart.rlflow_engine_process.sglang_adapters import whole_layers
-from rlflow.engines.loading import load_model
-from rlflow.engines.protocol import Reach, SampleKey, Sampling
-from rlflow.engines.sglang.arguments import (
-    arguments,
+from rlflow.contract.values import Reach, SampleKey, Sampling
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.process.client.load import loaded, no_drafter, readable
+from rlflow.engines.process.client.process_memory import held_bytes, members
+from rlflow.engines.process.client.rollout import parameters, seed_of
+from rlflow.engines.process.client.shared_weights import SharedWeights
+from rlflow.engines.process.server.rlflow_engine_process.sglang_adapters import whole_layers
+from rlflow.engines.process.sglang.arguments import (
     cores,
-    drafting,
-    environment,
     interpreter,
-    visible,
+    sglang_arguments,
+    sglang_environment,
+    visible_devices,
+    with_drafter,
 )
-from rlflow.engines.sglang.checksums import hashed, hashes, layout, pieces
-from rlflow.engines.sglang.held import held_bytes, members
-from rlflow.engines.sglang.load import loaded, no_drafter, readable
-from rlflow.engines.sglang.memory import SharedWeights
-from rlflow.engines.sglang.rollout import parameters, seed_of
-from rlflow.graph.engines import SGLang
+from rlflow.engines.process.sglang.checksums import hashed, hashes, pieces, weight_layout
 from rlflow.graph.model import LoRA
-from rlflow.graph.speculative import Speculative
+from rlflow.graph.user.engines import SGLang
+from rlflow.graph.user.speculative import Speculative
 from tests.conftest import TINY
 
 pytestmark = pytest.mark.torch
@@ -89,7 +89,7 @@ def test_fused_and_padded_weights_are_hashed_as_the_engine_has_them():
         ["scale", "l.gate_up_proj.weight"], staged
     )
     tied = {"lm_head.weight": ([("embed_tokens.weight", 0, 0, 3)], 61)}
-    assert tied == layout(["lm_head.weight"], staged)
+    assert tied == weight_layout(["lm_head.weight"], staged)
 
 
 def test_each_rank_has_its_part_of_what_tensor_parallelism_cuts():
@@ -123,13 +123,13 @@ def test_each_rank_has_its_part_of_what_tensor_parallelism_cuts():
 
 
 def test_a_cpu_engine_computes_all_sequences_at_once_unless_told_otherwise():
-    made = arguments(SGLang(), device=torch.device("cpu"), **COMMON)
+    made = sglang_arguments(SGLang(), device=torch.device("cpu"), **COMMON)
     assert "intel_amx" == made["prefill_attention_backend"] == made["decode_attention_backend"]
     assert made["disable_cuda_graph"]
     assert 128 < made["context_length"]
     assert "enable_memory_saver" not in made
     told = SGLang(attention_backend="torch_native", max_total_tokens=99, args={"page_size": 4})
-    made = arguments(told, device=torch.device("cpu"), **COMMON)
+    made = sglang_arguments(told, device=torch.device("cpu"), **COMMON)
     assert ("torch_native", 99, 4) == tuple(
         made[name] for name in ("attention_backend", "max_total_tokens", "page_size")
     )
@@ -148,21 +148,21 @@ def test_a_cpu_engine_computes_all_sequences_at_once_unless_told_otherwise():
     ],
 )
 def test_options_of_a_gpu_engine(options, name, value):
-    assert value == arguments(options, device=torch.device("cuda:1"), **COMMON)[name]
+    assert value == sglang_arguments(options, device=torch.device("cuda:1"), **COMMON)[name]
 
 
 def test_a_gpu_engine_decides_on_its_pool_by_itself():
-    made = arguments(SGLang(), device=torch.device("cuda"), **COMMON)
+    made = sglang_arguments(SGLang(), device=torch.device("cuda"), **COMMON)
     assert not made.keys() & {"max_total_tokens", "mem_fraction_static", "max_running_requests"}
 
 
 def test_a_part_of_the_memory_is_the_pool_of_a_cpu_too():
-    made = arguments(SGLang(mem_fraction_static=0.3), device=torch.device("cpu"), **COMMON)
+    made = sglang_arguments(SGLang(mem_fraction_static=0.3), device=torch.device("cpu"), **COMMON)
     assert (0.3, False) == (made["mem_fraction_static"], "max_total_tokens" in made)
     both = SGLang(mem_fraction_static=0.3, max_total_tokens=77)
-    made = arguments(both, device=torch.device("cpu"), **COMMON)
+    made = sglang_arguments(both, device=torch.device("cpu"), **COMMON)
     assert (0.3, 77) == (made["mem_fraction_static"], made["max_total_tokens"])
-    assert 0 < arguments(SGLang(), device=torch.device("cpu"), **COMMON)["max_total_tokens"]
+    assert 0 < sglang_arguments(SGLang(), device=torch.device("cpu"), **COMMON)["max_total_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_what_drafts_is_kept_where_memory_is_given_back(said, verified):
     drafts = Speculative(**said)
     for saver, kept in ((True, True), (False, None), (None, None)):
         told = SGLang(speculative=drafts, memory_saver=saver)
-        made = arguments(told, device=torch.device("cuda"), **COMMON)
+        made = sglang_arguments(told, device=torch.device("cuda"), **COMMON)
         assert kept == made.get("enable_draft_weights_cpu_backup")
         assert said["algorithm"] == made["speculative_algorithm"]
         assert said.get("draft_model") == made.get("speculative_draft_model_path")
@@ -186,7 +186,7 @@ def test_what_drafts_is_kept_where_memory_is_given_back(said, verified):
 
 def test_an_engine_with_adapters_has_room_for_one_version_of_them():
     lora = LoRA(rank=3, targets=("1.self_attn.q_proj", "down_proj", "q_proj"))
-    made = arguments(SGLang(), device=torch.device("cuda"), lora=lora, **COMMON)
+    made = sglang_arguments(SGLang(), device=torch.device("cuda"), lora=lora, **COMMON)
     wanted = {
         "enable_lora": True,
         "max_lora_rank": 3,
@@ -194,9 +194,9 @@ def test_an_engine_with_adapters_has_room_for_one_version_of_them():
         "max_loras_per_batch": 1,
     }
     assert wanted == {name: made[name] for name in made if "lora" in name}
-    made = arguments(SGLang(), device=torch.device("cpu"), lora=lora, **COMMON)
+    made = sglang_arguments(SGLang(), device=torch.device("cpu"), lora=lora, **COMMON)
     assert "torch_native" == made["lora_backend"]
-    plain = arguments(SGLang(), device=torch.device("cpu"), **COMMON)
+    plain = sglang_arguments(SGLang(), device=torch.device("cpu"), **COMMON)
     assert not [name for name in plain if "lora" in name]
 
 
@@ -241,31 +241,33 @@ def test_the_interpreter(monkeypatch):
 def test_the_environment(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
     monkeypatch.setenv("OTHER", "kept")
-    made = environment("/e/bin/python", device=torch.device("cpu"), devices=(0,), threads=1)
+    made = sglang_environment("/e/bin/python", device=torch.device("cpu"), devices=(0,), threads=1)
     assert ("kept", "1", "1") == (
         made["OTHER"],
         made["SGLANG_USE_CPU_ENGINE"],
         made["OMP_NUM_THREADS"],
     )
-    shims, vision = made["PYTHONPATH"].split(":")
-    assert {"sitecustomize.py", "sgl_kernel", "triton"} <= {f.name for f in Path(shims).iterdir()}
-    assert "/e/torchvision" == vision
-    made = environment("/e/bin/python", device=torch.device("cuda:1"), devices=(1,), threads=1)
+    assert "/e/cpu" == made["PYTHONPATH"]
+    made = sglang_environment(
+        "/e/bin/python", device=torch.device("cuda:1"), devices=(1,), threads=1
+    )
     assert "PYTHONPATH" not in made
     assert "SGLANG_USE_CPU_ENGINE" not in made
 
 
 def test_devices_are_named_as_this_process_sees_them(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert ["0", "2"] == visible((0, 2))
+    assert ["0", "2"] == visible_devices((0, 2))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    assert ["7"] == visible((1,))
+    assert ["7"] == visible_devices((1,))
 
 
 def test_ranks_on_a_cpu_are_bound_to_cores_that_there_are(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 1})
     assert ["1", "3", "1"] == cores((0, 1, 2))
-    made = environment("/e/bin/python", device=torch.device("cpu"), devices=(2, 3), threads=1)
+    made = sglang_environment(
+        "/e/bin/python", device=torch.device("cpu"), devices=(2, 3), threads=1
+    )
     assert "1|3" == made["SGLANG_CPU_OMP_THREADS_BIND"]
 
 
@@ -331,7 +333,7 @@ def test_memory_of_a_group():
 
 def test_a_drafter_proposes_one_chain_and_is_kept_where_memory_is_given_back():
     """The policy reads its drafts and one token more."""
-    made = drafting({"model_path": "p"}, "d", 3)
+    made = with_drafter({"model_path": "p"}, "d", 3)
     assert ("p", "STANDALONE", "d") == (
         made["model_path"],
         made["speculative_algorithm"],
@@ -340,7 +342,7 @@ def test_a_drafter_proposes_one_chain_and_is_kept_where_memory_is_given_back():
     names = ("num_steps", "eagle_topk", "num_draft_tokens")
     assert [3, 1, 4] == [made[f"speculative_{name}"] for name in names]
     assert "enable_draft_weights_cpu_backup" not in made
-    saving = drafting({"enable_memory_saver": True}, "d", 3)
+    saving = with_drafter({"enable_memory_saver": True}, "d", 3)
     assert saving["enable_draft_weights_cpu_backup"] is True
 
 

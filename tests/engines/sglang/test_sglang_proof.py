@@ -13,18 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlflow.engines import loading
-from rlflow.engines.sglang import held, load, process
-from rlflow.engines.sglang.checksums import hashed, hashes, layout
-from rlflow.engines.sglang.group import KEYS
-from rlflow.engines.sglang.link import LostError, RefusedError
-from rlflow.engines.sglang.memory import SharedWeights
-from rlflow.engines.sglang.process import Command, EngineProcess
-from rlflow.engines.sglang.proof import differences
-from rlflow.engines.sglang.replica import Launch, Replica
-from rlflow.engines.sglang.updates import Broadcast, Disk, Update
+from rlflow.engines.hf import loading
+from rlflow.engines.process.client import load, process
+from rlflow.engines.process.client import process_memory as held
+from rlflow.engines.process.client.group import KEYS
+from rlflow.engines.process.client.link import LostError, RefusedError
+from rlflow.engines.process.client.process import Command, EngineProcess
+from rlflow.engines.process.client.replica import Launch, Replica
+from rlflow.engines.process.client.shared_weights import SharedWeights
+from rlflow.engines.process.client.updates import Broadcast, Disk, Update
+from rlflow.engines.process.client.weight_check import hash_differences
+from rlflow.engines.process.sglang.checksums import hashed, hashes, weight_layout
 from rlflow.errors import RunError
-from rlflow.graph.engines import SGLang
+from rlflow.graph.user.engines import SGLang
 from tests.engines.sglang.conftest import TINY
 
 pytestmark = pytest.mark.torch
@@ -46,7 +47,7 @@ def holds(staged, ranks):
         assert fields == {"of": "model"} if do == "checksums" else set(fields) == {"layout", "of"}
         if do == "checksums":
             return told
-        wanted = {rank: layout(HELD, STAGED, rank, ranks) for rank in range(ranks)}
+        wanted = {rank: weight_layout(HELD, STAGED, rank, ranks) for rank in range(ranks)}
         (rank,) = (rank for rank in wanted if wanted[rank] == fields["layout"])
         return told[rank]
 
@@ -56,14 +57,14 @@ def holds(staged, ranks):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("cuda", [False, True])
 def test_equal_weights_are_no_difference(ranks, cuda):
-    assert {} == differences(holds(STAGED, ranks), STAGED, {"of": "model"}, cuda=cuda)
+    assert {} == hash_differences(holds(STAGED, ranks), STAGED, {"of": "model"}, cuda=cuda)
 
 
 def test_a_rank_that_has_kept_older_weights_is_named():
     """Rank 1 of 2 has the second half of what leads in, and of what leads out its last columns."""
     older = {**STAGED, DOWN: STAGED[DOWN].clone()}
     older[DOWN][3, 5] += 1
-    found = differences(holds(older, 2), STAGED, {"of": "model"}, cuda=False)
+    found = hash_differences(holds(older, 2), STAGED, {"of": "model"}, cuda=False)
     mine, other = (hashes([DOWN], each, 1, 2)[DOWN] for each in (STAGED, older))
     assert {f"{DOWN} of rank 1": (mine, other)} == found
 
@@ -73,7 +74,7 @@ def test_staged_weights_that_the_engine_has_no_place_for_are_a_difference(cuda):
     """Such as a head of its own where the engine's is tied to the embeddings."""
     head = STAGED[EMBED] + 1
     staged = {**STAGED, "lm_head.weight": head, "model.layers.0.mlp.up_proj.lora_A": head}
-    found = differences(holds(STAGED, 1), staged, {"of": "model"}, cuda=cuda)
+    found = hash_differences(holds(STAGED, 1), staged, {"of": "model"}, cuda=cuda)
     assert {"lm_head.weight": (hashed([head]), "")} == found
 
 
@@ -170,7 +171,7 @@ def test_nothing_is_left_of_an_engine_that_is_never_started(monkeypatch, tmp_pat
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     wrong = SGLang(updates="disk", updates_dir="/nowhere/to/be/found")
     with pytest.raises(RunError, match="E673"):
-        load.load_engine(
+        load.load_sglang(
             TINY, options=wrong, name="gen", dtype=torch.float32, device="cpu", init="random"
         )
     assert [] == list(tmp_path.iterdir())

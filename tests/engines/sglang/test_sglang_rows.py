@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlflow.batch import flat, lengths
-from rlflow.engines.sglang.link import LostError
-from rlflow.engines.sglang.rows import Rows
-from rlflow.graph.ending import ended_rows
+from rlflow.engines.process.client.link import LostError
+from rlflow.engines.process.client.rows import Rows
+from rlflow.graph.rules.completion_order import ended_rows
 
 pytestmark = pytest.mark.torch
 

@@ -9,11 +9,11 @@ from importlib.metadata import distributions
 import pytest
 import torch
 
-from rlflow.engines.loading import load_model
-from rlflow.engines.protocol import SampleKey, Sampling
-from rlflow.engines.rollout import TorchRollout
+from rlflow.contract.values import SampleKey, Sampling
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.errors import RunError, UsageError
-from rlflow.graph.engines import SGLang
+from rlflow.graph.user.engines import SGLang
 from tests.engines.sglang.conftest import TINY, options, start
 
 pytestmark = pytest.mark.torch

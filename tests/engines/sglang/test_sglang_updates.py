@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.engines.sglang.held import members
-from rlflow.engines.sglang.link import Link
-from rlflow.engines.sglang.updates import Broadcast
+from rlflow.engines.process.client.link import Link
+from rlflow.engines.process.client.process_memory import members
+from rlflow.engines.process.client.updates import Broadcast
 from tests.engines.sglang.conftest import (
     GREEDY,
     PROMPTS,

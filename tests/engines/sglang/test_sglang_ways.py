@@ -19,24 +19,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from rlflow.engines.nodes import Nodes, free_port
-from rlflow.engines.sglang.group import KEYS, Peers
-from rlflow.engines.sglang.held import members
-from rlflow.engines.sglang.link import LostError
-from rlflow.engines.sglang.load import chosen_way
-from rlflow.engines.sglang.memory import SharedWeights
-from rlflow.engines.sglang.parts import node_arguments, node_variables
-from rlflow.engines.sglang.updates import (
+from rlflow.engines.process.client.group import KEYS, EngineGroup
+from rlflow.engines.process.client.link import LostError
+from rlflow.engines.process.client.load import chosen_way
+from rlflow.engines.process.client.process_memory import members
+from rlflow.engines.process.client.shared_weights import SharedWeights
+from rlflow.engines.process.client.updates import (
     Broadcast,
     Disk,
-    Memory,
+    InMemory,
     Update,
     beside,
     buckets,
     write_weights,
 )
+from rlflow.engines.process.nodes import Nodes, free_port
+from rlflow.engines.process.sglang.hosts import node_arguments, node_variables
 from rlflow.errors import RunError
-from rlflow.graph.engines import VLLM, SGLang
+from rlflow.graph.user.engines import VLLM, SGLang
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.torch
@@ -166,7 +166,7 @@ def other_end(port, seconds=5.0):
 
 
 def test_a_group_needs_no_default_group_and_makes_none():
-    peers = Peers("127.0.0.1", 1, seconds=5)
+    peers = EngineGroup("127.0.0.1", 1, seconds=5)
     meeting = threading.Thread(target=peers.meet)
     meeting.start()
     other = other_end(peers.port)
@@ -181,7 +181,7 @@ def test_a_group_needs_no_default_group_and_makes_none():
 
 
 def test_a_group_does_not_wait_for_ever():
-    peers = Peers("127.0.0.1", 1, seconds=0.3)
+    peers = EngineGroup("127.0.0.1", 1, seconds=0.3)
     with pytest.raises(RuntimeError):
         peers.meet()
 
@@ -199,13 +199,13 @@ def test_an_engine_whose_group_fails_is_lost():
 @pytest.mark.parametrize(
     ("options", "hosts", "way"),
     [
-        (SGLang(), 1, Memory),
+        (SGLang(), 1, InMemory),
         (SGLang(), 2, Broadcast),
-        (SGLang(updates="memory"), 1, Memory),
+        (SGLang(updates="memory"), 1, InMemory),
         (SGLang(updates="group"), 1, Broadcast),
         (SGLang(updates="disk"), 1, Disk),
         (SGLang(updates="disk", updates_dir="/tmp"), 2, Disk),
-        (VLLM(), 1, Memory),
+        (VLLM(), 1, InMemory),
     ],
 )
 def test_the_way_that_options_choose(options, hosts, way):
@@ -244,7 +244,7 @@ WORKER = """
 import os, sys
 from datetime import timedelta
 from pathlib import Path
-from rlflow.engines.sglang.process import Command, EngineProcess
+from rlflow.engines.process.client.process import Command, EngineProcess
 made = EngineProcess(Command(python=sys.executable, script=Path(sys.argv[1]),
     environment=dict(os.environ), descriptors=()))
 made.connection.recv()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlflow.engines.sglang.checksums import layout
+from rlflow.engines.process.sglang.checksums import weight_layout
 from rlflow.errors import RunError
 from tests.engines.sglang.conftest import GREEDY, PROMPTS, same
 from tests.engines.sglang.updating import generates_with_updates, leaves_nothing_in_the_cache
@@ -49,7 +49,7 @@ def test_a_flipped_byte_is_noticed(pair, name, fused):
 
 def test_the_engine_hashes_the_staging_alike(pair):
     (held,) = pair.model.checksums()
-    wanted = {"layout": layout(held, pair.model.staging.tensors)}
+    wanted = {"layout": weight_layout(held, pair.model.staging.tensors)}
     assert held == pair.model.replica.link().ask("hashes", wanted).result()
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlflow.ops.losses.preference import PREFERENCE_LOSSES, DPOLoss, RewardModelLoss
 from rlflow.ops.math.aggregate import count
-from rlflow.ops.math.batchwise import (
+from rlflow.ops.math.losses.batchwise import (
     SHARES,
     SLOPES,
     batchwise_objective,
@@ -19,10 +20,9 @@ from rlflow.ops.math.batchwise import (
     score_pair_terms,
     score_terms,
 )
-from rlflow.ops.math.objective import combine
+from rlflow.ops.math.losses.preference import preference_loss
 from rlflow.ops.math.pairs import pair_rows
-from rlflow.ops.math.preference import preference_loss
-from rlflow.ops.preference import PREFERENCE_LOSSES, DPOLoss, RewardModelLoss
+from tests.ops.math.distributions import combine
 
 pytestmark = pytest.mark.torch
 
@@ -122,18 +122,6 @@ def test_every_cut_has_the_gradient_of_the_whole(name, split):
     assert 3 == metrics["pairs"].item()
     total = metrics["preference_loss"] + spec.sft_coef * metrics["sft_loss"]
     torch.testing.assert_close(total, expected.detach(), rtol=1e-10, atol=1e-12)
-
-
-def test_a_local_mean_over_pairs_is_not_the_loss():
-    """The classic bug, with a micro-batch of one pair and another of two."""
-    spec, data = LOSSES["sigmoid"], fields()
-    whole = data["log_probs"].clone().requires_grad_()
-    direct(spec, whole, data).backward()
-    wrong = torch.zeros_like(whole)
-    for rows in ([0, 5], [1, 3, 4, 7]):
-        part = {key: value[rows] for key, value in data.items()}
-        wrong[rows] += preference_terms(spec, part.pop("log_probs"), part)[SLOPES] / 2
-    assert not torch.allclose(wrong, whole.grad)
 
 
 def test_metrics_by_hand():

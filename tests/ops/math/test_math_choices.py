@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.ops.losses import PolicyLoss
+from rlflow.ops.losses.losses import PolicyLoss
 from rlflow.ops.math.aggregate import count
-from rlflow.ops.math.covariance import clip_cov_chosen, covariance, kl_cov_chosen, quota
-from rlflow.ops.math.objective import policy_objective
-from rlflow.ops.math.off_policy import near_policy, top_entropy
+from rlflow.ops.math.losses.covariance import clip_cov_chosen, covariance, kl_cov_chosen, quota
+from rlflow.ops.math.losses.objective import policy_objective
+from rlflow.ops.math.losses.off_policy import near_policy, top_entropy
 
 pytestmark = pytest.mark.torch
 

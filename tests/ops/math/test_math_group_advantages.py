@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlflow.ops.math.advantages import (
+from rlflow.ops.math.advantages.group import (
     dr_grpo,
     gdpo,
     gpg,
@@ -21,10 +21,11 @@ from rlflow.ops.math.advantages import (
     reinforce_pp_baseline,
     rloo,
 )
+from tests.budget import examples
 
 pytestmark = pytest.mark.torch
 
-PROPERTY = settings(deadline=None, max_examples=40, derandomize=True)
+PROPERTY = settings(deadline=None, max_examples=examples(40), derandomize=True)
 
 
 def f64(*values: object) -> Tensor:
@@ -46,6 +47,60 @@ def masks(sizes: list[int], width: int | None = None) -> Tensor:
 
 
 # --- by hand --------------------------------------------------------------------------------
+
+
+def test_grpo_by_hand():
+    """Group 7: mean 1/2, deviation sqrt(1/3); group 2: mean 3, deviation sqrt(2)."""
+    reward, group = f64(1, 2, 0, 0, 4, 1), ids(7, 2, 7, 7, 2, 7)
+    a, b = 0.5 / (math.sqrt(1 / 3) + 1e-6), 1 / (math.sqrt(2) + 1e-6)
+    close(f64(a, -b, -a, -a, b, a), grpo(reward, group))
+
+
+def test_grpo_scales_by_hand():
+    """All of 1, 2, 0, 0, 4, 1: mean 4/3, squares 34/3, deviation sqrt(34/15)."""
+    reward, group = f64(1, 2, 0, 0, 4, 1), ids(7, 2, 7, 7, 2, 7)
+    centred = f64(0.5, -1, -0.5, -0.5, 1, 0.5)
+    assert torch.equal(centred, grpo(reward, group, scale="none"))
+    close(centred / (math.sqrt(34 / 15) + 1e-4), grpo(reward, group, scale="batch", std_eps=1e-4))
+
+
+def test_rloo_by_hand():
+    """Each reward minus the mean of the others: 1 - 4, 2 - 3.5, 6 - 1.5."""
+    reward, group = f64(1, 10, 2, 6), ids(0, 5, 0, 0)
+    close(f64(-3, 0, -1.5, 4.5), rloo(reward, group))
+    close(f64(-3, 10, -1.5, 4.5), rloo(reward, group, single="reward"))
+
+
+def test_a_group_of_one_is_zero_or_its_reward():
+    reward, group = f64(3, 1, 2), ids(4, 9, 9)
+    assert 0.0 == grpo(reward, group)[0].item()
+    assert pytest.approx(3 / (1 + 1e-6)) == grpo(reward, group, single="reward")[0].item()
+    assert 3.0 == grpo(reward, group, scale="none", single="reward")[0].item()
+    assert grpo(reward, group)[1:].equal(grpo(reward, group, single="reward")[1:])
+    alone = ids(0)
+    assert [0.0] == grpo(f64(3), alone, scale="batch").tolist()
+    assert pytest.approx([3.0]) == grpo(f64(3), alone, scale="batch", single="reward").tolist()
+
+
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_without_an_epsilon_equal_rewards_are_still_zero(scale):
+    level, rest = f64(2, 2, 2), f64(2, 2, 2, 1, 4)
+    group = ids(0, 0, 1, 1, 1)
+    assert not grpo(level, group[:3], scale=scale, std_eps=0.0).any()
+    mixed = grpo(rest, group, scale=scale, std_eps=0.0)
+    assert [True, True, False, False, False] == (mixed == 0).tolist()
+    assert mixed.isfinite().all()
+
+
+def test_a_broken_reward_stays_in_its_group():
+    got = rloo(f64(1, math.nan, 3, 4), ids(0, 1, 0, 1))
+    assert [False, True, False, True] == got.isnan().tolist()
+
+
+def test_grpo_of_a_nearly_degenerate_group():
+    """Rewards 0, 0 and 3e-6: the epsilon beside the deviation and n - 1 are visible."""
+    expected = 2e-6 / (math.sqrt(3) * 1e-6 + 1e-6)
+    assert pytest.approx(expected, rel=1e-9) == grpo(f64(0, 0, 3e-6), ids(3, 3, 3))[2].item()
 
 
 def test_dr_grpo_by_hand():
@@ -294,6 +349,9 @@ def test_gdpo_is_a_loop_over_rewards(rows, seed):
 # --- properties that all have ---------------------------------------------------------------
 
 ESTIMATORS = {
+    "grpo": lambda r, g, m: grpo(r, g),
+    "grpo batch": lambda r, g, m: grpo(r, g, scale="batch"),
+    "rloo": lambda r, g, m: rloo(r, g),
     "grpo leave one out": lambda r, g, m: grpo(r, g, leave_one_out=True),
     "dr_grpo": lambda r, g, m: dr_grpo(r, g),
     "rloo whitened": lambda r, g, m: rloo(r, g, whiten=True),
@@ -366,12 +424,16 @@ def test_no_rows_give_no_advantages(name):
     assert (0,) == ESTIMATORS[name](torch.empty(0), nothing, masks([], width=2)).shape
 
 
-@pytest.mark.parametrize("name", ["dr_grpo", "opo", "gpg", "grpo leave one out", "pass@k"])
+@pytest.mark.parametrize(
+    "name",
+    ["grpo", "grpo batch", "rloo", "dr_grpo", "opo", "gpg", "grpo leave one out", "pass@k"],
+)
 @PROPERTY
 @given(rows=ROWS, shift=st.integers(-9, 9))
 def test_a_constant_per_group_changes_nothing(name, rows, shift):
+    """Under `scale="batch"` only a constant for all groups leaves the deviation alone."""
     reward, group, sizes = map(list, zip(*rows, strict=True))
-    moved = f64(*reward) + shift * ids(*group)
+    moved = f64(*reward) + shift * (1 if name == "grpo batch" else ids(*group))
     plain = ESTIMATORS[name](f64(*reward), ids(*group), masks(sizes))
     close(plain, ESTIMATORS[name](moved, ids(*group), masks(sizes)), 1e-9)
 
@@ -386,7 +448,8 @@ def test_what_the_advantages_of_a_group_add_up_to(rows):
     for key in group.unique():
         own = group == key
         assert pytest.approx(0.0, abs=1e-9) == weighted[own].sum().item()
-        for made in (dr_grpo(reward, group), gpg(reward, group)):
+        for name in ("grpo", "grpo batch", "rloo", "dr_grpo", "gpg"):
+            made = ESTIMATORS[name](reward, group, mask)
             assert pytest.approx(0.0, abs=1e-9) == made[own].sum().item()
 
 
@@ -402,3 +465,16 @@ def test_nothing_carries_a_gradient():
     reward = f64(1, 2, 4).requires_grad_()
     for estimator in ESTIMATORS.values():
         assert not estimator(reward, ids(0, 0, 0), masks([1, 2, 3])).requires_grad
+
+
+@PROPERTY
+@given(rows=ROWS, factor=st.floats(0.5, 8))
+def test_rloo_is_dr_grpo_stretched_and_scales_with_rewards_and_grpo_does_not(rows, factor):
+    reward, group, _ = map(list, zip(*rows, strict=True))
+    reward, group = f64(*reward), ids(*group)
+    size = (group[:, None] == group).sum(-1)
+    close(dr_grpo(reward, group) * size / (size - 1).clamp(min=1), rloo(reward, group), 1e-9)
+    close(factor * rloo(reward, group), rloo(factor * reward, group), 1e-9)
+    for scale in ("group", "batch"):
+        plain = grpo(reward, group, scale=scale, std_eps=0.0)
+        close(plain, grpo(factor * reward, group, scale=scale, std_eps=0.0), 1e-6)

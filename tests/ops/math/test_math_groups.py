@@ -9,13 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlflow.ops.math.advantages import degenerate, overlong_penalty
-from rlflow.ops.math.groups import GroupStatistics, whiten_rows
+from rlflow.ops.math.groups import GroupStatistics, degenerate, whiten_rows
 from rlflow.ops.math.masked import masked_whiten
+from rlflow.ops.math.shaping import overlong_penalty
+from tests.budget import examples
 
 pytestmark = pytest.mark.torch
 
-PROPERTY = settings(deadline=None, max_examples=40, derandomize=True)
+PROPERTY = settings(deadline=None, max_examples=examples(40), derandomize=True)
 
 
 def test_statistics_stand_at_the_rows_of_their_group():

@@ -11,13 +11,13 @@ import math
 import pytest
 import torch
 
-from rlflow.ops.losses import POLICY_LOSSES, PolicyLoss
+from rlflow.ops.losses.losses import POLICY_LOSSES, PolicyLoss
 from rlflow.ops.math.aggregate import count
-from rlflow.ops.math.covariance import clip_cov, kl_cov
-from rlflow.ops.math.losses import clipped, ppo_clip
-from rlflow.ops.math.objective import policy_objective
-from rlflow.ops.math.sequence_losses import gmpo, gmpo_clipped, gspo, sequence_clip, vespo
-from rlflow.ops.math.token_losses import (
+from rlflow.ops.math.losses.clipped import clipped
+from rlflow.ops.math.losses.covariance import clip_cov, kl_cov
+from rlflow.ops.math.losses.objective import policy_objective
+from rlflow.ops.math.losses.sequence import gmpo, gmpo_clipped, gspo, sequence_clip, vespo
+from rlflow.ops.math.losses.weighted import (
     cispo,
     cispo_clipped,
     dppo_kl,
@@ -183,64 +183,10 @@ def test_losses_and_gradients_are_those_of_plain_loops(name, rows_only, seed):
     assert ratio.shape == made.shape == mask.shape
 
 
-KIND_FIELDS = ("advantages", "old_log_probs", "rollout_log_probs")
 SPECS = {
     kind: PolicyLoss(kind, **({"beta": 0.3} if kind == "dro" else {})) for kind in POLICY_LOSSES
 }
 SPECS["masked"] = PolicyLoss(off_policy_limit=0.05, top_entropy=0.5)
-
-
-def objective_of(spec, fill, *, extra=0):
-    """The loss, the metrics and the gradient of a batch with `fill` wherever nothing counts."""
-    log_probs, old, advantages, mask = padded(3, rows_only=True, fill=fill)
-    log_probs = log_probs.detach()
-    rollout = (old + 0.01).where(mask, torch.tensor(fill, dtype=torch.float64))
-    chosen = (torch.arange(mask.numel()).view(mask.shape) % 3 == 0) | ~mask
-    batch = {
-        "response_mask": mask,
-        "advantages": advantages,
-        "old_log_probs": old,
-        "rollout_log_probs": rollout,
-        "chosen": chosen,
-        "uncertain": ~chosen | ~mask,
-        "covariance": old,
-    }
-    if extra:
-        batch = {n: wider(x, extra, fill) if x.dim() == 2 else x for n, x in batch.items()}
-        log_probs = wider(log_probs, extra, fill)
-    leaf = log_probs.requires_grad_()
-    loss, metrics = policy_objective(spec, {"log_probs": leaf}, batch, count(mask))
-    loss.backward()
-    return loss.detach(), metrics, leaf.grad
-
-
-def wider(x, extra, fill):
-    value = False if x.dtype is torch.bool else fill
-    return torch.nn.functional.pad(x, (0, extra), value=value)
-
-
-@pytest.mark.parametrize("kind", SPECS)
-@pytest.mark.parametrize("fill", [math.nan, math.inf, -math.inf, 1e30])
-def test_what_stands_under_the_mask_changes_nothing(kind, fill):
-    loss, metrics, grad = objective_of(SPECS[kind], 0.0)
-    same, others, again = objective_of(SPECS[kind], fill, extra=2)
-    torch.testing.assert_close(same, loss, **EXACT)
-    torch.testing.assert_close(again[:, :WIDTH], grad, **EXACT)
-    assert not again[:, WIDTH:].any()
-    assert metrics.keys() == others.keys()
-    for name, value in metrics.items():
-        torch.testing.assert_close(others[name], value, msg=name, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("kind", SPECS)
-def test_nothing_at_all_is_no_loss(kind):
-    nothing = torch.zeros(0, 0, dtype=torch.float64)
-    empty = dict.fromkeys((*KIND_FIELDS, "covariance"), nothing)
-    empty |= dict.fromkeys(("response_mask", "chosen", "uncertain"), nothing.bool())
-    leaf = nothing.clone().requires_grad_()
-    loss, metrics = policy_objective(SPECS[kind], {"log_probs": leaf}, empty, count(nothing.bool()))
-    assert 0.0 == loss.item()
-    assert {0.0} == {float(value) for value in metrics.values()}
 
 
 ON_POLICY = sorted(POLICY_LOSSES)
@@ -268,12 +214,6 @@ def f64(*rows):
 
 
 TRUE = torch.ones(1, 4, dtype=torch.bool)
-
-
-def test_without_bounds_ppo_is_the_plain_ratio():
-    log_probs, old, advantages, mask = padded(1, rows_only=True)
-    loss, ratio = ppo_clip(log_probs, old, advantages, mask, clip=(math.inf, math.inf))
-    torch.testing.assert_close(loss, (-advantages[:, None] * ratio) * mask, **EXACT)
 
 
 def test_gspo_by_hand():

@@ -1,4 +1,4 @@
-"""The policy term of another policy's samples: denominators, normalised weights, any cut.
+"""The policy term of another policy's samples: denominators and normalised weights.
 
 A divisor of the whole optimizer step (kept tokens, mean weight) is summed over parts first;
 what is reweighed or left out is the policy term, no other.
@@ -13,151 +13,16 @@ import torch
 from torch import Tensor
 
 from rlflow.ops.corrections import ImportanceSampling, Rejection
-from rlflow.ops.losses import PolicyLoss
-from rlflow.ops.math.aggregate import Totals, count
+from rlflow.ops.losses.losses import PolicyLoss
+from rlflow.ops.math.aggregate import Totals
 from rlflow.ops.math.importance import normalized, weight_sums
-from rlflow.ops.math.losses import value_loss
-from rlflow.ops.math.mismatch import step_sums
-from rlflow.ops.math.objective import combine, policy_objective
+from rlflow.ops.math.losses.clipped import value_loss
+from rlflow.ops.math.losses.mismatch import step_sums
+from rlflow.ops.math.losses.objective import policy_objective
 
 pytestmark = pytest.mark.torch
 
-LENGTHS = torch.tensor([5, 1, 0, 3, 5, 2, 4])
-ROWS, WIDTH = len(LENGTHS), 5
-MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
 TOKEN = Rejection("k1", high=1.5)
-ROW = Rejection("k3", over="row-mean", high=0.3)
-SPECS = {
-    "rejected": {"rejection": TOKEN, "old": "recomputed"},
-    "rejected rollout": {"rejection": ROW, "old": "rollout"},
-    "kept": {
-        "rejection": Rejection("k1", high=1.5, count="kept"),
-        "old": "recomputed",
-        "kl_coef": 0.3,
-    },
-    "kept rows": {
-        "rejection": (
-            Rejection("k3", over="row-mean", high=0.4, count="kept"),
-            Rejection("k2", over="row-max", high=1.2, count="kept"),
-        ),
-        "old": "recomputed",
-    },
-    "normalised": {"correction": ImportanceSampling(normalize=True), "old": "recomputed"},
-    "normalised rows": {
-        "correction": ImportanceSampling(level="sequence", normalize=True, cap=1.3),
-        "old": "recomputed",
-        "entropy_coef": 0.1,
-    },
-    "loglinear": {"old": "loglinear", "correction": ImportanceSampling(cap=1.1)},
-    "unbiased": {"kl_coef": 0.4, "kl_unbiased": True, "old": "recomputed"},
-    "all of it": {
-        "correction": ImportanceSampling(mode="mask", cap=2.0, floor=0.5, normalize=True),
-        "rejection": (ROW, TOKEN),
-        "old": "recomputed",
-        "kl_coef": 0.2,
-        "kl": "k2",
-        "kl_unbiased": True,
-        "entropy_coef": 0.05,
-    },
-}
-SPLITS = {
-    "rows": [[row] for row in range(ROWS)],
-    "unequal": [[0], [1, 3, 4, 5, 6], [2]],
-    "empty parts": [[], [6, 0, 2], [], [5, 4, 3, 1]],
-}
-
-
-def fields() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(11)
-    names = ("log_probs", "entropy", "advantages", "old_log_probs", "rollout_log_probs")
-    draw = {
-        name: 0.5 * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
-        for name in (*names, "ref_log_probs")
-    }
-    mask = torch.arange(WIDTH) < LENGTHS[:, None]
-    mask[4, 1] = False
-    age = torch.randint(0, 4, (ROWS, WIDTH), generator=generator)
-    return {**draw, "response_mask": mask, "age": age}
-
-
-def spec_of(name: str, mode: str) -> PolicyLoss:
-    constant = {"constant": 5.0} if mode == "seq-mean-token-sum-norm" else {}
-    return PolicyLoss(aggregate=mode, **SPECS[name], **constant)
-
-
-def part_of(data: dict[str, Tensor], rows: list[int]) -> dict[str, Tensor]:
-    index = torch.tensor(rows, dtype=torch.int64)
-    width = int(LENGTHS[index].max()) if len(index) else 0
-    return {name: x[index, :width] for name, x in data.items()}
-
-
-def step(spec: PolicyLoss, data: dict[str, Tensor], split: list[list[int]]) -> dict[str, Tensor]:
-    """Loss, metrics and gradients of an optimizer step whose parts are `split`."""
-    sums: dict[str, float] = {}
-    for rows in split:
-        part = part_of(data, rows)
-        for name, value in step_sums(spec, lambda part=part: part).items():
-            sums[name] = sums.get(name, 0.0) + value
-    whole = count(data["response_mask"])
-    totals = Totals(tokens=whole.tokens, rows=whole.rows, sums=sums)
-    leaves = {name: data[name].clone().requires_grad_() for name in spec.outputs()}
-    losses, metrics = [], []
-    for rows in split:
-        part = part_of({**data, **leaves}, rows)
-        loss, found = policy_objective(spec, part, part, totals)
-        loss.backward()
-        losses.append(loss.detach())
-        metrics.append(found)
-    gradients = {f"d {name}": leaf.grad for name, leaf in leaves.items()}
-    return {"loss": sum(losses), **combine(metrics), **gradients}
-
-
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("split", SPLITS)
-def test_the_parts_add_up_to_the_whole(name, mode, split):
-    spec, data = spec_of(name, mode), fields()
-    whole, parts = step(spec, data, [list(range(ROWS))]), step(spec, data, SPLITS[split])
-    assert whole.keys() == parts.keys()
-    for key, expected in whole.items():
-        torch.testing.assert_close(parts[key], expected, rtol=1e-10, atol=1e-12, msg=key)
-    assert whole["d log_probs"].any()
-
-
-@pytest.mark.parametrize("name", ["kept", "kept rows", "normalised", "normalised rows"])
-def test_a_divisor_of_each_part_is_caught(name):
-    """Each part dividing by its own kept tokens, or its own mean weight, is another loss."""
-    spec, data = spec_of(name, "token-mean"), fields()
-    whole = step(spec, data, [list(range(ROWS))])
-    totals = count(data["response_mask"])
-    total = 0.0
-    for rows in SPLITS["rows"]:
-        part = part_of(data, rows)
-        local = Totals(tokens=totals.tokens, rows=totals.rows, sums=step_sums(spec, lambda: part))  # noqa: B023
-        total += policy_objective(spec, part, part, local)[0].item()
-    assert abs(total - whole["loss"].item()) > 1e-3
-
-
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_garbage_under_the_mask_changes_neither_value_nor_gradient(name, bad):
-    spec, data = spec_of(name, "seq-mean-token-mean"), fields()
-    mask = data["response_mask"]
-    dirty = {
-        key: x if key in ("response_mask", "age") else x.masked_fill(~mask, bad)
-        for key, x in data.items()
-    }
-    clean, found = (step(spec, each, [list(range(ROWS))]) for each in (data, dirty))
-    for key, expected in clean.items():
-        got = found[key].masked_fill(~mask, 0) if key.startswith("d ") else found[key]
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14, msg=key)
-        assert not found[key].isnan().any()
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])

@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from rlflow.ops.math.preference import (
+from rlflow.ops.losses.preference import PREFERENCE_LOSSES
+from rlflow.ops.math.losses.preference import (
     aot,
     divergence_score,
     pairwise_reward_loss,
@@ -17,7 +18,6 @@ from rlflow.ops.math.preference import (
     preference_loss,
     sequence_log_probs,
 )
-from rlflow.ops.preference import PREFERENCE_LOSSES
 
 pytestmark = pytest.mark.torch
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rlflow.ops.math.losses.rejection import divergence, kept
 from rlflow.ops.math.proximal import loglinear
-from rlflow.ops.math.rejection import divergence, kept
 
 pytestmark = pytest.mark.torch
 

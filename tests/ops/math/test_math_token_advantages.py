@@ -1,4 +1,4 @@
-"""Advantages of tokens: values after a cut row, greedy baselines, baselines per time step."""
+"""Advantages of tokens: by hand, by plain loops, and what holds for all of them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlflow.ops.math.advantages import gae, optimal_token_baseline, reinforce_pp, remax
+from rlflow.ops.math.advantages.token import (
+    gae,
+    optimal_token_baseline,
+    reinforce_pp,
+    remax,
+    token_rewards,
+)
 from rlflow.ops.math.masked import masked_whiten
+from tests.budget import examples
 
 pytestmark = pytest.mark.torch
 
 GARBAGE = [math.nan, math.inf, -math.inf, 3e38]
-PROPERTY = settings(deadline=None, max_examples=40, derandomize=True)
+PROPERTY = settings(deadline=None, max_examples=examples(40), derandomize=True)
 SIZES = (st.integers(0, 10**6), st.integers(2, 6), st.integers(1, 7))
 
 
@@ -48,6 +55,70 @@ def batch(seed: int, rows: int, tokens: int) -> dict[str, Tensor]:
         "group": torch.randint(0, 3, (rows,), generator=generator),
         "finished": torch.rand(rows, generator=generator) < 0.5,
     }
+
+
+# --- by hand -------------------------------------------------------------------------------
+
+
+def test_gae_by_hand():
+    """delta = 1.4, 2.35, 1.5 from the left; each advantage adds 0.45 of the next."""
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    advantages, returns = gae(
+        f64([1, 2, 3]), f64([0.5, 1, 1.5]), mask, gamma=0.9, lam=0.5, whiten=False
+    )
+    close(f64([2.76125, 3.025, 1.5]), advantages)
+    close(f64([3.26125, 4.025, 3.0]), returns)
+
+
+def test_gae_skips_a_hole_as_if_it_were_not_there():
+    """delta = 1.85, 1.5: the value after the first token is that of the third."""
+    mask = torch.tensor([[False, True, False, True, False]])
+    rewards, values = f64([7, 1, 7, 3, 7]), f64([9, 0.5, 9, 1.5, 9])
+    advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=0.5, whiten=False)
+    close(f64([0, 2.525, 0, 1.5, 0]), advantages)
+    close(f64([0, 3.025, 0, 3.0, 0]), returns)
+
+
+def test_gae_whitens_the_advantages_and_not_the_returns():
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    rewards, values = f64([1, 2, 3], [4, 0, 0]), f64([0.5, 1, 1.5], [2, 0, 0])
+    raw, raw_returns = gae(rewards, values, mask, whiten=False)
+    advantages, returns = gae(rewards, values, mask)
+    close(masked_whiten(raw, mask), advantages)
+    close(raw_returns, returns)
+
+
+def test_gae_of_one_token_in_the_whole_batch_is_zero_not_an_error():
+    mask = torch.tensor([[True, False]])
+    advantages, returns = gae(f64([3, 0]), f64([1, 0]), mask)
+    assert [[0.0, 0.0]] == advantages.tolist()
+    assert [[3.0, 0.0]] == returns.tolist()
+
+
+def test_reinforce_pp_by_hand():
+    mask = torch.tensor([[True, True, False, True]])
+    advantages, returns = reinforce_pp(f64([1, 2, 50, 4]), mask, gamma=0.5, whiten=False)
+    assert [[3.0, 4.0, 0.0, 4.0]] == returns.tolist()
+    assert torch.equal(returns, advantages)
+    white, returns = reinforce_pp(f64([1, 2, 50, 4]), mask, gamma=0.5)
+    close(masked_whiten(returns, mask), white)
+
+
+def test_token_rewards_sit_on_the_last_unmasked_token():
+    mask = torch.tensor([[True, True, False], [False, True, True], [False, False, False]])
+    expected = [[0.0, 5.0, 0.0], [0.0, 0.0, 6.0], [0.0, 0.0, 0.0]]
+    assert expected == token_rewards(f64(5, 6, 7), mask).tolist()
+
+
+def test_token_rewards_leave_a_hole_before_the_last_token_empty():
+    mask = torch.tensor([[True, False, True, False]])
+    assert [[0.0, 0.0, 5.0, 0.0]] == token_rewards(f64(5), mask).tolist()
+
+
+def test_token_rewards_pay_for_divergence_on_every_unmasked_token():
+    mask = torch.tensor([[True, True, False]])
+    spread = token_rewards(f64(5), mask, kl=f64([1, 2, 4]), kl_coef=0.5)
+    assert [[-0.5, 4.0, 0.0]] == spread.tolist()
 
 
 # --- GAE of rows that were cut --------------------------------------------------------------
@@ -230,7 +301,9 @@ def all_of(f: dict[str, Tensor]) -> list[Tensor]:
     return [
         *gae(f["rewards"], f["values"], f["mask"], lam=0.9, finished=f["finished"]),
         *gae(f["rewards"], f["values"], f["mask"], bootstrap=f["after"]),
+        *reinforce_pp(f["rewards"], f["mask"], gamma=0.9),
         *remax(f["rewards"], f["after"], f["mask"]),
+        token_rewards(f["after"], f["mask"], kl=f["values"], kl_coef=0.1),
         *optimal_token_baseline(
             f["rewards"],
             f["log_probs"],

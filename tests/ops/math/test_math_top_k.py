@@ -9,19 +9,18 @@ import pytest
 import torch
 from hypothesis import given
 
-from rlflow.engines.vocabulary import Chosen, likeliest
-from rlflow.ops.distill import DistillLoss
-from rlflow.ops.losses import PolicyLoss
+from rlflow.engines.hf.forward.vocabulary import Chosen, likeliest
+from rlflow.ops.losses.distill import DistillLoss
+from rlflow.ops.losses.losses import PolicyLoss
 from rlflow.ops.math.aggregate import Totals, count
-from rlflow.ops.math.distillation import (
+from rlflow.ops.math.kl import full_kl
+from rlflow.ops.math.losses.distillation import (
     distill_objective,
     forward_kl_at,
-    generalized_jsd,
-    top_k_forward_kl,
     top_k_jsd,
 )
-from rlflow.ops.math.kl import full_kl_of_logits
-from rlflow.ops.math.objective import combine, policy_objective
+from rlflow.ops.math.losses.objective import policy_objective
+from tests.ops.math.distributions import generalized_jsd, top_k_forward_kl
 
 pytestmark = pytest.mark.torch
 
@@ -117,59 +116,6 @@ def test_a_value_at_the_limit_has_no_gradient(beta):
     assert 0 == student.grad[over].abs().sum()
 
 
-FORMS = [
-    DistillLoss("forward_kl"),
-    DistillLoss("forward_kl", tail=True),
-    DistillLoss("forward_kl", log_prob_min=None, teacher_limit=0.4),
-    DistillLoss("reverse_kl"),
-    DistillLoss("jsd", jsd_beta=0.3, aggregate="seq-mean-token-mean"),
-]
-of_every_form = pytest.mark.parametrize("spec", FORMS, ids=DistillLoss.describe)
-
-
-def planted(x):
-    bad = torch.tensor([math.nan, math.inf, -math.inf], dtype=x.dtype)
-    filler = bad[torch.arange(x.numel()) % 3].view_as(x)
-    return torch.where(MASK if x.dim() == 2 else MASK[..., None], x, filler)
-
-
-def objective(spec, tensors, rows, totals):
-    at, own_rest, top, rest = (each[rows] for each in tensors)
-    outputs = {"log_probs_at": at, "rest_at": own_rest}
-    batch = {"response_mask": MASK[rows], "top_log_probs": top, "top_rest": rest}
-    return distill_objective(spec, outputs, batch, totals)
-
-
-@of_every_form
-def test_what_is_masked_changes_no_value_and_no_gradient(spec):
-    made = []
-    for wild in (False, True):
-        tensors = [each.detach() for each in sides(logits(0), logits(1), 3)[:4]]
-        tensors = [planted(each) if wild else each for each in tensors]
-        leaves = [each.requires_grad_() for each in tensors[:2]]
-        loss, metrics = objective(spec, tensors, slice(None), count(MASK))
-        loss.backward()
-        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-        made.append([loss.detach(), *metrics.values(), *grads])
-    for clean, dirty in zip(*made, strict=True):
-        assert torch.equal(clean, dirty)
-
-
-@of_every_form
-def test_parts_of_a_step_add_up_to_the_whole(spec):
-    results = []
-    for parts in ([[0, 1, 2]], [[2], [0, 1]], [[1], [], [2], [0]]):
-        student = logits(0).requires_grad_()
-        tensors = sides(student, logits(1), 3)[:4]
-        made = [objective(spec, tensors, part, count(MASK)) for part in parts]
-        loss = sum(each for each, _ in made)
-        loss.backward()
-        results.append([loss.detach(), *combine([m for _, m in made]).values(), student.grad])
-    for other in results[1:]:
-        for one, two in zip(results[0], other, strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
-
-
 def test_the_metrics_by_hand():
     """The teacher's top token has 3/4, the student's probability of it is 1/2."""
     half = torch.tensor([[[0.5]]], dtype=torch.float64).log()
@@ -204,7 +150,8 @@ def test_a_policy_loss_with_the_kl_of_the_whole_vocabulary():
         coef = {} if whole else {"kl_coef": 0.3, "kl": "full"}
         loss, metrics = policy_objective(PolicyLoss(**coef), outputs, batch, count(MASK))
         if whole:
-            kl = full_kl_of_logits(student, logits(1), MASK).sum() / MASK.sum()
+            both = (each.log_softmax(-1) for each in (student, logits(1)))
+            kl = full_kl(*both, MASK).sum() / MASK.sum()
             loss = loss + 0.3 * kl
             metrics["kl"] = kl.detach()
         loss.backward()

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.runtime.on_ray import reaper
-from rlflow.runtime.on_ray.session import Session
+from rlflow.runtime.ray.cluster import reaper
+from rlflow.runtime.ray.cluster.session import Session
 from tests.conftest import ROOT
 
 NODES = Path(__file__).with_name("nodes.py")

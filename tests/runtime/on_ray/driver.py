@@ -15,9 +15,9 @@ import sys
 
 import ray
 
-from rlflow.runtime.on_ray.deadline import wait
-from rlflow.runtime.on_ray.fate import die_with_parent
-from rlflow.runtime.on_ray.session import Session
+from rlflow.runtime.ray.cluster.deadline import wait
+from rlflow.runtime.ray.cluster.process_lifetime import die_with_parent
+from rlflow.runtime.ray.cluster.session import Session
 
 STOPPED = 7
 

@@ -13,9 +13,9 @@ import sys
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
-from rlflow.runtime.on_ray.clusters import lean, marks
-from rlflow.runtime.on_ray.environment import variables
-from rlflow.runtime.on_ray.fate import die_with_parent
+from rlflow.runtime.ray.cluster.clusters import lean, marks
+from rlflow.runtime.ray.cluster.environment import variables
+from rlflow.runtime.ray.cluster.process_lifetime import die_with_parent
 
 
 def main(session: str, directory: str, *addresses: str) -> None:

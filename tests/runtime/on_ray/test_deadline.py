@@ -13,10 +13,10 @@ import ray
 from ray import cloudpickle, exceptions
 
 from rlflow.errors import Finding, RewardError, RunError
-from rlflow.runtime.on_ray import deadline
-from rlflow.runtime.on_ray.alive import bounded
-from rlflow.runtime.on_ray.causes import cause_of
-from rlflow.runtime.on_ray.deadline import wait
+from rlflow.runtime.ray.cluster import deadline
+from rlflow.runtime.ray.cluster.alive import bounded
+from rlflow.runtime.ray.cluster.causes import cause_of
+from rlflow.runtime.ray.cluster.deadline import wait
 
 pytestmark = pytest.mark.ray
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import it

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.runtime.metrics import read_metrics
-from rlflow.runtime.on_ray.clusters import marks
+from rlflow.runtime.ray.cluster.clusters import marks
+from rlflow.runtime.record.metrics import read_metrics
 from tests.conftest import ROOT, ended, process
 
 PYTHON = os.environ.get("RLFLOW_SGLANG_PYTHON", "")
 FILE = Path(__file__).parents[1] / "engine_pipeline.py"
-SCRIPTS = ROOT / "rlflow" / "engines" / "apart"
+SCRIPTS = ROOT / "rlflow" / "engines" / "process" / "server"
 
 pytestmark = [
     pytest.mark.ray,

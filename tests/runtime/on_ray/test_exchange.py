@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.batch import flat, is_ragged, lengths, ragged, select_field, text
-from rlflow.runtime.on_ray.exchange import exchange
-from rlflow.runtime.on_ray.packing import joined, packed, unpacked
-from rlflow.scheduler.plan import HOST, Spread
+from rlflow.runtime.ray.exchange import exchange
+from rlflow.runtime.ray.packing import joined_pieces, packed_rows, unpacked_rows
+from rlflow.scheduler.plan.plan import HOST, Spread
+from tests.budget import examples
 
 pytestmark = pytest.mark.torch
 
@@ -52,7 +53,7 @@ def carried(source, held, target, wanted):
         for device in holders
     }
     sent = {
-        device: [packed(parts[device], rows) for rows in asked]
+        device: [packed_rows(parts[device], rows) for rows in asked]
         for device, asked in moves.sends.items()
     }
     found = {}
@@ -61,11 +62,11 @@ def carried(source, held, target, wanted):
             pieces = []
             for piece in moves.takes[device]:
                 if piece.sender is None:
-                    entries = packed(parts[device], piece.source)
+                    entries = packed_rows(parts[device], piece.source)
                 else:
                     entries = sent[piece.sender][piece.index]
-                pieces.append((unpacked(entries), piece.target))
-            found[device] = joined(pieces, len(wanted[part]))
+                pieces.append((unpacked_rows(entries), piece.target))
+            found[device] = joined_pieces(pieces, len(wanted[part]))
     return moves, found
 
 
@@ -87,7 +88,7 @@ def spreads(draw):
     return (*one(), *one())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(spreads())
 def test_every_receiver_ends_with_its_rows_in_order(case):
     source, held, target, wanted = case
@@ -130,9 +131,9 @@ def test_rows_that_are_there_are_not_sent():
 
 def test_unpacked_fields_are_views_of_the_arrays():
     field = torch.arange(6, dtype=torch.float32)
-    entries = packed({"x": field}, None)
+    entries = packed_rows({"x": field}, None)
 
-    found = unpacked(entries)["x"]
+    found = unpacked_rows(entries)["x"]
 
     assert found.data_ptr() == entries["x"][2].ctypes.data
     assert field.data_ptr() == found.data_ptr()

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from rlflow.runtime.on_ray import reaper
-from rlflow.runtime.on_ray.fate import Reaper, processes
+from rlflow.runtime.ray.cluster import reaper
+from rlflow.runtime.ray.cluster.process_lifetime import Reaper, session_processes
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals of the Linux kernel")
@@ -25,7 +25,7 @@ child.wait()
 """
 CHILD = """
 import time
-from rlflow.runtime.on_ray.fate import die_with_parent
+from rlflow.runtime.ray.cluster.process_lifetime import die_with_parent
 die_with_parent()
 print("ready", flush=True)
 time.sleep(300)
@@ -81,12 +81,12 @@ def test_processes_are_known_by_mark_by_open_file_and_by_descent(start, tmp_path
     while not (inside / "log").read_text():
         time.sleep(0.02)
 
-    found = processes(name, inside)
+    found = session_processes(name, inside)
 
     (child,) = found - {marked.pid, writing.pid}
     assert reaper.parent_of(child) == writing.pid
-    assert {marked.pid} == processes(name)
-    assert set() == processes(secrets.token_hex(8), tmp_path / "other")
+    assert {marked.pid} == session_processes(name)
+    assert set() == session_processes(secrets.token_hex(8), tmp_path / "other")
 
 
 def test_a_reaper_ends_the_session_and_spares_who_asks(start, tmp_path):

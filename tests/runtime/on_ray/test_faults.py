@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.runtime.checkpoint import list_checkpoints
-from rlflow.runtime.metrics import read_metrics
+from rlflow.runtime.record.checkpoint import list_checkpoints
+from rlflow.runtime.record.metrics import read_metrics
 from tests.conftest import PIPELINES, QUICK, SMALL, ended, process
 
 pytestmark = [pytest.mark.ray, pytest.mark.torch]
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.torch]
 GRPO = PIPELINES / "grpo_arithmetic.py"
 WORDS = (*SMALL, *QUICK, "--set", "group_size=4", "--save-every", 2, "--backend", "ray", "-q")
 SPLIT = ("--placement", "split", "--devices", "cpu:2")
-TIGHT = ("--placement", "colocate", "--devices", "cpu:1@43MB", "--set", "kl_coef=0.05")
+TIGHT = ("--placement", "colocate", "--devices", "cpu:1@42MB", "--set", "kl_coef=0.05")
 MARK = "RLFLOW_TEST_MARK"
 
 

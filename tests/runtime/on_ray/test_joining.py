@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from rlflow.errors import RunError, UsageError
-from rlflow.runtime.on_ray.joining import answers, host_and_port, require_head
+from rlflow.runtime.ray.cluster.joining import answers, host_and_port, require_head
 
 HTTP = b"HTTP/1.1 400 Bad Request\r\n\r\n"
 SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])

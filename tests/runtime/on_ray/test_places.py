@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.runtime.on_ray.places import address_key, device_key
+from rlflow.runtime.ray.places import address_key, device_key
 
 
 def test_addresses_sort_by_number_and_not_as_text():

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ray import cloudpickle
 
 from rlflow.errors import PlanError, RunError
-from rlflow.runtime.on_ray.deadline import wait
-from rlflow.runtime.on_ray.pools import (
+from rlflow.runtime.ray.cluster.deadline import wait
+from rlflow.runtime.ray.pools import (
     Report,
     device_map,
     report,

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from rlflow.errors import RunError
-from rlflow.runtime.on_ray.rendezvous import hold_port, meet
+from rlflow.runtime.ray.rendezvous import hold_port, meet
 
 pytestmark = pytest.mark.torch
 

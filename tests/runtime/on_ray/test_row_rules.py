@@ -7,8 +7,8 @@ import time
 import pytest
 import ray
 
-from rlflow.commands import Target, compile_target
-from rlflow.runtime.executor import Executor
+from rlflow.cli.commands import Target, compile_target
+from rlflow.runtime.execute.executor import Executor
 
 pytestmark = [pytest.mark.ray, pytest.mark.torch]
 
@@ -126,7 +126,7 @@ def compiled(tmp_path):
 @pytest.fixture
 def local(compiled):
     from rlflow.runtime.local import LocalMachine
-    from rlflow.runtime.worker import Worker
+    from rlflow.runtime.worker.worker import Worker
 
     plan, file = compiled("one", "local")
     return played(plan, LocalMachine(plan, Worker(plan, seed=0, near=file), threads=1))
@@ -134,7 +134,7 @@ def local(compiled):
 
 @pytest.mark.parametrize("placement", ["two", pytest.param("three", marks=pytest.mark.slow)])
 def test_every_rule_gives_each_row_its_own_result(compiled, local, placement):
-    from rlflow.runtime.on_ray.machine import Options, RayMachine
+    from rlflow.runtime.ray.machine import Options, RayMachine
 
     plan, file = compiled(placement, "ray")
     options = Options(kind="cpu", threads=1, seed=0, near=file, deadline=60)

@@ -16,10 +16,10 @@ import ray
 from ray import cloudpickle
 
 from rlflow.errors import RunError, UsageError
-from rlflow.runtime.on_ray import clusters, reaper
-from rlflow.runtime.on_ray.deadline import wait
-from rlflow.runtime.on_ray.fate import processes
-from rlflow.runtime.on_ray.session import Session
+from rlflow.runtime.ray.cluster import clusters, reaper
+from rlflow.runtime.ray.cluster.deadline import wait
+from rlflow.runtime.ray.cluster.process_lifetime import session_processes
+from rlflow.runtime.ray.cluster.session import Session
 from tests.conftest import ROOT
 from tests.runtime.on_ray.driver import STOPPED
 
@@ -54,7 +54,7 @@ class Sleeper:
 
 def command_lines(session):
     found = {}
-    for pid in processes(session.id, session.directory):
+    for pid in session_processes(session.id, session.directory):
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             found[pid] = b" ".join(words).decode()
@@ -91,11 +91,11 @@ def test_an_embedded_cluster_has_one_node_on_the_loopback(start, monkeypatch, tm
     assert ("127.0.0.1", True) == (node.address, node.alive)
     assert (3.0, 3.0) == (node.total["CPU"], node.free["CPU"])
     assert socket.gethostname() == node.hostname
-    assert LOOPBACKS == listening({os.getpid(), *processes(session.id, session.directory)})
+    assert LOOPBACKS == listening({os.getpid(), *session_processes(session.id, session.directory)})
     running = command_lines(session).values()
     assert not [line for line in running if "dashboard.py" in line or "monitor.py" in line]
     session.close()
-    assert set() == processes(session.id, session.directory)
+    assert set() == session_processes(session.id, session.directory)
     assert not session.directory.exists()
     assert [] == list(tmp_path.iterdir())
     assert before == dict(os.environ)
@@ -127,7 +127,7 @@ def test_a_cluster_that_dies_is_reported_and_can_still_be_closed(start):
     assert "E777" == raised.value.findings[0].code
     assert f"gcs_server ended (process {head[0]}" in raised.value.findings[0].got
     session.close()
-    assert set() == processes(session.id, session.directory)
+    assert set() == session_processes(session.id, session.directory)
 
 
 class Driver:
@@ -183,7 +183,7 @@ def test_nothing_is_left_of_an_embedded_cluster_however_its_controller_ends(end,
     codes = {"SIGKILL": -signal.SIGKILL, "SIGTERM": STOPPED}
     assert codes[end] == driver.process.returncode
     assert 3 == len(pids)
-    assert set() == left_after(15, lambda: processes(session, directory) | living(pids))
+    assert set() == left_after(15, lambda: session_processes(session, directory) | living(pids))
     assert not left_after(5, directory.exists)
 
 

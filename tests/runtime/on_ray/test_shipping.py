@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.commands import Target, compile_target
+from rlflow.cli.commands import Target, compile_target
 from rlflow.errors import UsageError
-from rlflow.runtime.on_ray.shipping import shipped
+from rlflow.runtime.ray.shipping import shipped
 
 pytestmark = [pytest.mark.ray, pytest.mark.torch]
 
@@ -81,7 +81,7 @@ def judged(blob):
     """What another process, which has no file of the pipeline, makes of a plan and its reward."""
     program = (
         "import pathlib, sys\n"
-        "from rlflow.runtime.on_ray.shipping import unshipped\n"
+        "from rlflow.runtime.ray.shipping import unshipped\n"
         f"plan = unshipped(pathlib.Path({str(blob)!r}).read_bytes())\n"
         "print(plan.hash, dict(plan.graph.node('reward').params)['function']('four', ''))\n"
     )

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 import rlflow as rf
 from rlflow.errors import PlanError, RunError
-from rlflow.runtime.flow import Flow
-from rlflow.runtime.on_ray.lying import Lying
-from rlflow.runtime.rows import chunk_rows
-from rlflow.runtime.store import Stored, together
-from rlflow.scheduler.plan import Action, Chunk, Plan
+from rlflow.runtime.execute.flow import Flow
+from rlflow.runtime.execute.rows import chunk_rows
+from rlflow.runtime.ray.row_ledger import RowLedger
+from rlflow.runtime.worker.store import Stored, joined_fields
+from rlflow.scheduler.plan.plan import Action, Chunk, Plan
+from tests.budget import examples
 from tests.scheduler.conftest import write_models
 from tests.scheduler.examples import MESH, SPLIT, TWICE, compiled_with, grpo
 from tests.scheduler.strategies import PLENTY, Case, cluster, graphs, placements
@@ -52,7 +53,7 @@ class Ranks:
     def __init__(self, plan: Plan, seed: int) -> None:
         self.plan = plan
         self.flow = Flow(plan)
-        self.lying = Lying(plan)
+        self.lying = RowLedger(plan)
         self.random = np.random.default_rng(seed)
         self.held: dict[tuple[int, str], np.ndarray] = {}
         self.pieces: dict[tuple[str, Chunk], list[np.ndarray]] = defaultdict(list)
@@ -80,7 +81,7 @@ class Ranks:
         found = [torch.tensor(self.held[device, o]) for o in self.flow.origins(action.id, node)]
         total = self.totals[node]
         pieces = [Stored(fields={"row": rows}, total=total, rows=rows) for rows in found]
-        return together(pieces, ("row",)).fields["row"].numpy()
+        return joined_fields(pieces, ("row",)).fields["row"].numpy()
 
     def release(self, device: int, action: Action) -> None:
         for source in self.flow.sources(action.id):
@@ -226,7 +227,7 @@ def test_rows_of_a_paused_rollout_arrive(placement, count):
     Ranks(plan, seed=count).play()
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(20))
 @given(st.data(), st.sampled_from([2, 4]), st.integers(0, 2**16))
 def test_rows_of_chunks_arrive_whatever_the_graph(data, count, seed):
     graph = data.draw(graphs())

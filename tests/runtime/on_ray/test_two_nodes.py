@@ -11,8 +11,8 @@ import ray
 from ray import cloudpickle
 
 from rlflow.errors import PlanError, RunError
-from rlflow.runtime.on_ray.deadline import wait
-from rlflow.runtime.on_ray.pools import report, reserve, stable_order
+from rlflow.runtime.ray.cluster.deadline import wait
+from rlflow.runtime.ray.pools import report, reserve, stable_order
 
 pytestmark = pytest.mark.ray
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import it

@@ -1,0 +1,374 @@
+"""What the commands do before anything runs: declare, compile, check, compare, explain.
+
+Imports neither torch nor ray. Every function raises the errors of `rlflow.errors`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlflow.cli.config import load_pipeline, named_placement, trace_error
+from rlflow.data import DataSource
+from rlflow.errors import DataError, Finding, RlflowError, UsageError, near_names
+from rlflow.graph.graph import Graph
+from rlflow.graph.model import Model
+from rlflow.graph.pipeline import Config, Pipeline, make_config
+from rlflow.graph.placement import Placement
+from rlflow.graph.roles import Drawn
+from rlflow.modelfiles.directories import cached_models, model_directory
+from rlflow.modelfiles.hub import on_the_hub
+from rlflow.scheduler.compile import Compiled, compile_plan
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.devices.cluster import Cluster, parse_cluster
+from rlflow.scheduler.models.known_shapes import PREFIX, parse_model_shape
+from rlflow.scheduler.models.shapes import model_shape
+from rlflow.scheduler.plan.diff import PlanDiff, compare
+from rlflow.scheduler.plan.explain import explain
+from rlflow.scheduler.plan.plan import Backend, Plan
+from rlflow.scheduler.plan.text import table
+from rlflow.scheduler.search.engines import made_by
+from rlflow.scheduler.simulate.overlap import overlapping
+
+NOTHING = "Nothing was started."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a command looks at, as typed."""
+
+    pipeline: str
+    placement: str | None = None
+    settings: tuple[str, ...] = ()
+    devices: str | None = None
+    threads: int | None = None
+    backend: Backend | None = None
+    model_shape: str | None = None
+    staleness: int | None = None
+    stream: str | None = None
+    pause_at: int | None = None
+    optimize: float | None = None
+    engine: str | None = None
+    rooms: tuple[int, ...] = ()
+    """Devices that each node of a running cluster has room for, in the order they are taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """A pipeline that was traced."""
+
+    pipeline: Pipeline
+    config: Config
+    graph: Graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A pipeline that was compiled for a cluster."""
+
+    declared: Declared
+    target: Target
+    cluster: Cluster
+    compiled: Compiled
+
+
+def declare(target: Target, staleness: int = 0) -> Declared:
+    """Load and trace the pipeline; what that prints is no result, and goes to standard error."""
+    with contextlib.redirect_stdout(sys.stderr):
+        return _declared(target)
+
+
+def _declared(target: Target) -> Declared:
+    pipeline = load_pipeline(target.pipeline)
+    config = make_config(pipeline.config, target.settings)
+    try:
+        graph = pipeline.trace(config)
+    except RlflowError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise trace_error(pipeline, error) from None
+    if target.model_shape:
+        graph = with_shapes(graph, target.model_shape)
+    return Declared(pipeline=pipeline, config=config, graph=graph)
+
+
+def with_shapes(graph: Graph, text: str) -> Graph:
+    """The graph with public models, known by shape alone, in the place of those named."""
+    taken = parse_model_shape(text, tuple(model.name for model in graph.models))
+    models = (
+        model.model_copy(update={"path": f"{PREFIX}{taken[model.name]}"})
+        if model.name in taken
+        else model
+        for model in graph.models
+    )
+    return replace(graph, models=tuple(models))
+
+
+def compile_target(target: Target) -> Planned:
+    """Load, trace and compile the pipeline under the placement asked for."""
+    declared = declare(target)
+    findings = hub_findings(declared.graph, declared.pipeline.path, needed=False)
+    if findings:
+        raise UsageError(*findings, summary=NOTHING)
+    return plan_declared(declared, target)
+
+
+def plan_declared(declared: Declared, target: Target, cluster: Cluster | None = None) -> Planned:
+    """Compile a declared pipeline under the placement asked for, on its cluster or another."""
+    name, placement = named_placement(declared.pipeline, target.placement)
+    placement = changed(declared.graph, placement, target)
+    if cluster is None:
+        cluster = _cluster(target, placement)
+    compiled = _compiled(declared, name, placement, cluster, target)
+    return Planned(declared=declared, target=target, cluster=cluster, compiled=compiled)
+
+
+def changed(graph: Graph, placement: Placement, target: Target) -> Placement:
+    """The placement as the command line changes it: staleness, pause, chunks, and the engine."""
+    if target.engine is not None:
+        placement = made_by(graph, placement, target.engine)
+    said: dict[str, Any] = {}
+    if target.staleness is not None:
+        said["staleness"] = target.staleness
+    if target.pause_at is not None:
+        said["pause_at"] = target.pause_at
+    if target.stream is not None:
+        if target.stream != "auto" and not (target.stream.isdigit() and int(target.stream)):
+            raise UsageError(
+                Finding(
+                    code="E226",
+                    what=f"--stream {target.stream} is no number of chunks",
+                    expected="1 or more, or auto",
+                    fix="--stream auto",
+                )
+            )
+        said["stream"] = "auto" if target.stream == "auto" else int(target.stream)
+    return placement.model_copy(update=said) if said else placement
+
+
+def _cluster(target: Target, placement: Placement) -> Cluster:
+    """The devices asked for, with what is measured of them."""
+    cluster = parse_cluster(target.devices, placement.num_devices(), target.threads)
+    if cluster.measured.problem:
+        sys.stderr.write(f"warning: {cluster.measured.problem}; measured costs are ignored\n")
+    if target.rooms:
+        cluster = replace(cluster, hosts=_hosts(target.rooms, placement.num_devices()))
+    return cluster
+
+
+def costs_of(planned: Planned) -> Costs:
+    """The estimates that a plan was compiled with."""
+    graph, plan, near = (
+        planned.declared.graph,
+        planned.compiled.plan,
+        planned.declared.pipeline.path,
+    )
+    return Costs(
+        graph=plan.graph,
+        cluster=planned.cluster,
+        shapes={model.name: model_shape(model, near) for model in graph.models},
+        backend=plan.backend,
+        staleness=plan.staleness,
+    )
+
+
+def _hosts(rooms: tuple[int, ...], count: int) -> int:
+    """Nodes that so many devices take: one where one has room, else node by node."""
+    if max(rooms) >= count:
+        return 1
+    taken = 0
+    for nodes, room in enumerate(rooms, 1):
+        taken += room
+        if taken >= count:
+            return nodes
+    return len(rooms)
+
+
+def _compiled(
+    declared: Declared,
+    name: str,
+    placement: Placement,
+    cluster: Cluster,
+    target: Target,
+) -> Compiled:
+    """The plan; a missing model or a broken row, met on the way, is the user's to mend."""
+    near, graph = declared.pipeline.path, declared.graph
+    try:
+        return compile_plan(
+            graph,
+            placement,
+            cluster,
+            name=name,
+            near=near,
+            backend=target.backend,
+            optimize=target.optimize or 0.0,
+        )
+    except DataError as error:
+        raise UsageError(*error.findings, summary=NOTHING) from None
+    except UsageError as error:
+        findings = missing_model_findings(declared.graph, near) or list(error.findings)
+        raise UsageError(*findings, summary=NOTHING) from None
+
+
+def missing_model_findings(graph: Graph, near: Path | None) -> list[Finding]:
+    """The models of a graph that are not where it says, each at the line that declares it."""
+    findings: list[Finding] = []
+    for model in graph.models:
+        if model.path.startswith(PREFIX):
+            continue
+        try:
+            model_directory(model.path, near)
+        except UsageError as error:
+            findings += [replace(finding, where=model.where) for finding in error.findings]
+    return findings
+
+
+def hub_findings(graph: Graph, near: Path | None, *, needed: bool) -> list[Finding]:
+    """E528 for models that are not on this machine, and that the hub does not have.
+
+    Where they are `needed` now, also for those that it cannot be asked for.
+    """
+    findings = []
+    wrong = missing_model_findings(graph, near)
+    for model in () if wrong else graph.models:
+        if model.path.startswith(PREFIX) or model_directory(model.path, near) is not None:
+            continue
+        answer = on_the_hub(model.path)
+        if answer == "missing" or (needed and answer != "there"):
+            findings.append(_not_found(model, answer))
+    return findings
+
+
+def _not_found(model: Model, answer: str) -> Finding:
+    """A model that is neither here nor to be had."""
+    why = {
+        "missing": "the hub has no model of that name that may be seen without another HF_TOKEN",
+        "unreachable": "the hub does not answer",
+        "offline": "HF_HUB_OFFLINE is set, so the hub is not asked",
+    }
+    fetched = f"hf download {model.path} --local-dir models/{model.path.rpartition('/')[2]}"
+    local = f'rf.Model("{model.name}", "models/{model.path.rpartition("/")[2]}", ...)'
+    return Finding(
+        code="E528",
+        what=f"model {model.path!r} is not on this machine",
+        where=model.where,
+        got=why[answer],
+        expected="a directory with config.json, or the name of a hub model",
+        near=near_names(model.path, cached_models()),
+        fix="" if answer == "missing" else f"{fetched}   with a network, then {local}",
+    )
+
+
+def data_findings(graph: Graph, *, remote: bool = False) -> list[Finding]:
+    """Everything that is wrong with the data sources of a graph; each source is checked once.
+
+    Sources that may need the network are left to `rlflow run` (`remote=True`).
+    """
+    seen: list[DataSource] = []
+    findings: list[Finding] = []
+    for _, drawn in graph.having(Drawn):
+        source = drawn.data
+        if isinstance(source, DataSource) and source not in seen and (remote or not source.remote):
+            seen.append(source)
+            findings += source.check()
+    return findings
+
+
+def check_all(target: Target) -> dict[str, Any]:
+    """Check the graph, its data, and one placement or all; raises with every finding."""
+    declared = declare(target)
+    findings = data_findings(declared.graph)
+    findings += hub_findings(declared.graph, declared.pipeline.path, needed=False)
+    if findings:
+        raise UsageError(*findings, summary=NOTHING)
+    placements = declared.pipeline.placements
+    wanted = [target.placement] if target.placement else list(placements)
+    graph = declared.graph
+    lines = [f"{graph.name}: {len(graph.nodes)} nodes, {len(graph.models)} models   ok"]
+    plans = {}
+    for name in wanted:
+        _, placement = named_placement(declared.pipeline, name)
+        plan = _check_placement(declared, name, placement, target)
+        plans[name] = plan.hash
+        lines.append(f"placement {name}: {len(plan.actions)} actions on {plan.cluster}   ok")
+    return {"pipeline": graph.name, "graph": graph.hash, "placements": plans, "lines": lines}
+
+
+def _check_placement(declared: Declared, name: str, placement: Placement, target: Target) -> Plan:
+    """Compile a placement, on enough CPU devices of any size where none are named."""
+    from rlflow.scheduler.devices.cluster import cpu_cluster
+
+    needed = placement.num_devices()
+    placement = changed(declared.graph, placement, target)
+    if target.devices:
+        cluster = parse_cluster(target.devices, needed, target.threads)
+    else:
+        cluster = cpu_cluster(needed, target.threads)
+    return _compiled(declared, name, placement, cluster, target).plan
+
+
+def config_lines(planned: Planned) -> list[str]:
+    """The resolved config, one field a line, with where each value comes from."""
+    given = {setting.partition("=")[0].partition(".")[0] for setting in planned.target.settings}
+    values = planned.declared.config.model_dump()
+    rows = [
+        (key, "=", str(value), "--set" if key in given else "default")
+        for key, value in values.items()
+    ]
+    return table(rows, "")
+
+
+def explain_action(plan: Plan, name: str) -> str:
+    """Everything about one action, by its id or the node it runs; of chunks, about the first."""
+    names = [action.id for action in plan.actions]
+    runs = [a.id for a in plan.actions if a.kind == "run" and a.node == name]
+    name = runs[0] if runs and name not in names else name
+    if name not in names:
+        raise UsageError(
+            Finding(
+                code="E206",
+                what=f"the plan has no action {name!r}",
+                expected=", ".join(names),
+                near=near_names(name, names),
+            )
+        )
+    action = plan.action(name)
+    return explain(plan, action, overlapping(plan, action))
+
+
+def check_deadline(seconds: float) -> None:
+    """Raise UsageError for a longest wait that is no time at all, or never ends."""
+    if not 0 < seconds < math.inf:
+        raise UsageError(
+            Finding(
+                code="E209",
+                what=f"--deadline {seconds:g} is not a time to wait",
+                expected="seconds above 0",
+                fix="--deadline 600",
+            )
+        )
+
+
+def diff_placements(pipeline: str, placements: tuple[str, ...], **options: Any) -> PlanDiff:
+    """Compile two placements of one pipeline and compare their plans."""
+    shape = options.get("model_shape")
+    declared = declare(Target(pipeline=pipeline, settings=options["settings"], model_shape=shape))
+    names = placements or tuple(declared.pipeline.placements)[:2]
+    if len(names) != 2:
+        raise UsageError(
+            Finding(
+                code="E207",
+                what=f"diff compares two placements, got {len(names)}",
+                expected=", ".join(declared.pipeline.placements),
+                fix=f"rlflow diff {pipeline} --placement A --placement B",
+            )
+        )
+    plans = []
+    for name in names:
+        target = Target(pipeline=pipeline, placement=name, **options)
+        plans.append(plan_declared(declared, target).compiled.plan)
+    return compare(plans[0], plans[1])

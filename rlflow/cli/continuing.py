@@ -1,0 +1,92 @@
+"""Which run goes on, how far, in which chunks, and what of it has changed. Loads no model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rlflow.cli.commands import Declared, Planned, Target
+from rlflow.cli.config import named_placement
+from rlflow.cli.options import run_words
+from rlflow.runtime.record.changes import identity_of
+from rlflow.runtime.record.durable import JSON
+from rlflow.runtime.record.resuming import changes_since, newest, require_more
+from rlflow.runtime.record.rundir import RunDir, latest_run
+
+
+def words_of_run(options: Mapping[str, Any], placement: str) -> tuple[str, ...]:
+    """The words after `rlflow` that say all options but those of one start of a run."""
+    once = {"dry_run": False, "run_dir": None, "resume": None, "iterations": None}
+    once |= {"from_weights": None, "allow_changes": None}
+    return ("run", *run_words({**options, **once, "placement": placement}))
+
+
+def iterations_of(planned: Planned, existing: Path | None) -> int:
+    """How many iterations there are in all where none are said: a run's own, or the config's."""
+    if existing is not None:
+        with suppress(OSError, ValueError, KeyError):
+            return int(json.loads((existing / "config.json").read_text())["iterations"])
+    return planned.declared.config.iterations
+
+
+def existing_run(resume: str, run_dir: str | None, pipeline: str) -> Path:
+    """The run that `--resume` names; without a name `--run-dir`, or else the latest one."""
+    if resume != "latest":
+        return Path(resume)
+    return Path(run_dir) if run_dir else latest_run(pipeline=pipeline)
+
+
+def in_the_same_chunks(declared: Declared, target: Target, existing: Path) -> Target:
+    """The target with the chunks of the run that goes on, where they are chosen by estimates.
+
+    Another number would be as right, but sums of ragged rows would be of other bits. Steps in the
+    background are chunks whatever `stream` is; those begin no chain.
+    """
+    _, placement = named_placement(declared.pipeline, target.placement)
+    said = target.stream or str(placement.stream)
+    try:
+        actions = json.loads((existing / "plan.json").read_text(encoding="utf-8"))["actions"]
+    except (OSError, ValueError, KeyError):
+        return target
+    chunks = [action["chunk"]["count"] for action in actions if action.get("begins")]
+    return replace(target, stream=str(max(chunks, default=1))) if said == "auto" else target
+
+
+def goes_on(
+    planned: Planned,
+    directory: RunDir,
+    *,
+    iterations: int,
+    save_every: int,
+    allowed: tuple[str, ...],
+) -> dict[str, JSON] | None:
+    """What run.json is to say of a run that goes on; None of one without a checkpoint.
+
+    Raises E721 and E755 before a model is loaded.
+    """
+    saved = newest(directory)
+    if saved is None:
+        return None
+    plan, config = planned.compiled.plan, planned.declared.config
+    now = identity_of(
+        plan,
+        seed=config.seed,
+        threads=planned.cluster.threads,
+        save_every=save_every,
+        torch=version("torch"),
+    )
+    changes = changes_since(directory, saved.identity, now, plan.graph, allowed)
+    require_more(directory, saved.iteration, iterations)
+    return {
+        "command": ["rlflow", *sys.argv[1:]],
+        "iteration": saved.iteration,
+        "iterations": iterations,
+        "changes": {change.path: [change.before, change.now] for change in changes},
+        "identity": [dict(saved.identity), now],
+    }

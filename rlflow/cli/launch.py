@@ -1,0 +1,400 @@
+"""`rlflow run`: from a command line to a run, with everything checked before it starts.
+
+The one door from the command line to the runtime: torch is imported here, once the
+graph and the plan are known to be right.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlflow.cli.commands import (
+    NOTHING,
+    Planned,
+    Target,
+    costs_of,
+    data_findings,
+    declare,
+    hub_findings,
+    plan_declared,
+)
+from rlflow.cli.continuing import (
+    existing_run,
+    goes_on,
+    in_the_same_chunks,
+    iterations_of,
+    words_of_run,
+)
+from rlflow.cli.interpreters import missing_engines
+from rlflow.errors import Finding, Interrupted, UsageError
+from rlflow.graph.graph import Graph
+from rlflow.graph.headline import headline
+from rlflow.runtime.record.changes import drains
+from rlflow.runtime.record.rundir import RunDir
+from rlflow.runtime.record.saves import SaveRule, parse_rule
+from rlflow.runtime.record.stages import stage, telling
+from rlflow.scheduler.devices.machine import chosen_text, machine_gpus
+from rlflow.scheduler.devices.measured import Origin, costs_path
+from rlflow.scheduler.plan.plan import Plan
+from rlflow.scheduler.plan.text import plan_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rlflow.runtime.display import Display
+    from rlflow.runtime.record.checkpoint import Found
+    from rlflow.runtime.run import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended, for standard output."""
+
+    run_dir: Path | None
+    iterations: int
+    text: str
+    metrics: dict[str, float]
+    planned: Planned | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The outcome as plain data."""
+        return {
+            "run_dir": str(self.run_dir) if self.run_dir else None,
+            "iterations": self.iterations,
+            "metrics": self.metrics,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What the command line asks of a run, besides the plan: `options` as `rlflow run` has them.
+
+    `again` are the words after `rlflow` that go on in the same way, but for run and iterations.
+    """
+
+    options: Mapping[str, Any]
+    again: tuple[str, ...]
+    iterations: int
+    existing: Path | None
+    quiet: bool
+    origin: Origin
+    saves: SaveRule
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The names of values that may be others than those that were saved."""
+        names = (self.options["allow_changes"] or "").split(",")
+        return tuple(name.strip() for name in names if name.strip())
+
+    def resume_line(self, path: Path) -> str:
+        """The command that continues the run in a directory."""
+        words = ["--iterations", str(self.iterations), "--resume", str(path)]
+        return shlex.join(["rlflow", *self.again, *words])
+
+
+def launch(*, as_json: bool, origin: Origin = "run", **options: Any) -> Outcome:
+    """Compile, check, and run; or compile and check only. Takes the options of `rlflow run`.
+
+    A run whose `origin` is `profile` saves no weights. What it does until the first iteration is
+    told on standard error.
+    """
+    from rich.console import Console
+
+    if options["no_color"]:
+        os.environ["NO_COLOR"] = "1"
+    console = Console(stderr=True)
+    with telling(console, quiet=options["quiet"] or as_json):
+        return _launch(console, as_json=as_json, origin=origin, options=options)
+
+
+def _launch(console: Console, *, as_json: bool, origin: Origin, options: dict[str, Any]) -> Outcome:
+    address = options["address"]
+    if address is not None:
+        options["backend"] = _joining(options.get("backend"), address)
+    target = Target(**{key: options[key] for key in options.keys() & Target.__slots__})
+    declared = declare(target)
+    with stage("reading data"):
+        findings = data_findings(declared.graph, remote=True)
+    if findings:
+        raise UsageError(*findings, summary=NOTHING)
+    if address is not None:
+        target = replace(target, rooms=_rooms(address, target))
+    resume = options["resume"]
+    existing = existing_run(resume, options["run_dir"], target.pipeline) if resume else None
+    if existing is not None:
+        target = in_the_same_chunks(declared, target, existing)
+    missing = hub_findings(declared.graph, declared.pipeline.path, needed=True)
+    if missing:
+        raise UsageError(*missing, summary=NOTHING)
+    with stage("planning"):
+        planned = plan_declared(declared, target)
+    plan = planned.compiled.plan
+    _require_one_kind(planned)
+    _require_engines(plan, address)
+    count = options["iterations"] or iterations_of(planned, existing)
+    saves = _checked_options(options, plan)
+    if options["dry_run"]:
+        _preflight(plan.graph, planned)
+        said = f"  dry run: {count} iterations would run; nothing was started"
+        text = "" if as_json else f"{plan_text(plan)}\n\n{said}"
+        return Outcome(run_dir=None, iterations=0, metrics={}, text=text)
+    asked = _Asked(
+        options=options,
+        again=words_of_run({**options, "as_json": as_json}, plan.placement),
+        iterations=count,
+        existing=existing,
+        quiet=options["quiet"] or as_json,
+        origin=origin,
+        saves=saves,
+    )
+    return _execute(planned, asked, console)
+
+
+def _checked_options(options: Mapping[str, Any], plan: Plan) -> SaveRule:
+    """When checkpoints are due; UsageError for options of `rlflow run` that do not go together."""
+    if options["from_weights"] and options["resume"]:
+        what = "--resume continues a run on its own weights, --from-weights starts a new one"
+        raise UsageError(Finding(code="E315", what=what, fix="leave out one of the two"))
+    if options["allow_changes"] and not options["resume"]:
+        what = "--allow-changes: nothing was saved by a run that starts"
+        raise UsageError(Finding(code="E315", what=what, fix="--resume RUN, or leave it out"))
+    return parse_rule(options["save_every"], drains=drains(plan))
+
+
+def _require_one_kind(planned: Planned) -> None:
+    """Raise UsageError for devices of several kinds: they are planned for, and not reserved."""
+    if planned.cluster.groups:
+        raise UsageError(
+            Finding(
+                code="E235",
+                what=f"a run takes devices of one kind, --devices {planned.target.devices} has "
+                f"{len(planned.cluster.groups)}",
+                expected="one kind; plan, simulate and tune take several",
+            )
+        )
+
+
+def _require_engines(plan: Plan, address: str | None) -> None:
+    """Raise UsageError where an engine's interpreter has no engine; on other machines, they say."""
+    engines = {engine.name: engine.engine_plan.settings for engine in plan.engines}
+    findings = missing_engines(engines) if address is None else []
+    if findings:
+        raise UsageError(*findings, summary=NOTHING)
+
+
+def _joining(backend: str | None, address: str) -> str:
+    """The backend of a run that joins a cluster."""
+    if backend == "local":
+        raise UsageError(
+            Finding(
+                code="E222",
+                what=f"--address {address} joins a Ray cluster, --backend local uses none",
+                fix="leave out one of the two",
+            )
+        )
+    return "ray"
+
+
+def _rooms(address: str, target: Target) -> tuple[int, ...]:
+    """How many devices each node of a running cluster has room for."""
+    from rlflow.runtime.ray.cluster.session import Session
+    from rlflow.runtime.ray.pools import rooms
+
+    kind = (target.devices or "cpu").partition(":")[0]
+    with closing(Session.start(address=address, cpus=0)) as session:
+        return rooms(session, kind=kind, threads=target.threads or 1)
+
+
+def _preflight(graph: Graph, planned: Planned) -> None:
+    from rlflow.runtime.preflight import check_prompts, check_rewards
+
+    check_prompts(graph, planned.declared.pipeline.path)
+    check_rewards(graph)
+
+
+def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
+    os.environ.setdefault("OMP_NUM_THREADS", str(planned.cluster.threads))
+    from rlflow.report.report import summary_text
+    from rlflow.runtime.display import Display
+    from rlflow.runtime.record.metrics import read_metrics
+    from rlflow.runtime.record.printed import FILE, PrintedLog, printing
+
+    with stage("importing torch"):
+        from rlflow.runtime.record.resuming import weights_of
+        from rlflow.runtime.run import Run
+    plan, config = planned.compiled.plan, planned.declared.config
+    shown = headline(plan.graph)
+    display = Display(console, quiet=asked.quiet, headline=shown.names)
+    given = asked.options["from_weights"]
+    weights = weights_of(given) if given else None
+    with (
+        _directory(planned, asked) as directory,
+        _interrupted(asked, directory),
+        printing(PrintedLog(directory.logs / FILE, display.say).keep),
+    ):
+        begun = goes_on(
+            planned,
+            directory,
+            iterations=asked.iterations,
+            save_every=asked.saves.every,
+            allowed=asked.allowed,
+        )
+        _preflight(plan.graph, planned)
+        display.say(plan_text(plan))
+        if planned.target.devices is None:
+            display.say(f"GPUs: {chosen_text(machine_gpus())}")
+        settings = _settings(planned, asked, directory, weights)
+        with _machine(planned, asked) as machine:
+            ranks = "\n".join(["", *machine.device_map()])
+            display.say(f"{ranks}\nrun directory: {directory.path}")
+            run = Run(plan, settings, machine, directory, display)
+            if begun is not None:
+                directory.note_resumed(begun, asked.again)
+            directory.write_config(
+                config.model_dump(mode="json") | {"iterations": asked.iterations}
+            )
+            directory.write_graph({**plan.graph.to_json(), "headline": asdict(shown)})
+            directory.write_plan(f"{plan_text(plan)}\n{ranks}", plan.to_json())
+            if asked.origin == "profile":
+                run.saved = asked.iterations
+            with _measured(planned, directory, display, begun=run.start, origin=asked.origin):
+                done = run.execute()
+    lines = read_metrics(directory.metrics)
+    return Outcome(
+        run_dir=directory.path,
+        iterations=done,
+        metrics=dict(lines[-1].metrics) if lines else {},
+        text="" if asked.quiet else summary_text(directory.path),
+        planned=planned,
+    )
+
+
+def _settings(
+    planned: Planned, asked: _Asked, directory: RunDir, weights: Found | None
+) -> Settings:
+    """What a run needs besides its plan, as the command line says it."""
+    from rlflow.runtime.run import Settings
+
+    return Settings(
+        seed=planned.declared.config.seed,
+        iterations=asked.iterations,
+        threads=planned.cluster.threads,
+        save_every=asked.saves.every,
+        save_seconds=asked.saves.seconds,
+        keep=asked.options["keep"],
+        best=asked.options["keep_best"] or "",
+        allowed=asked.allowed,
+        weights=weights,
+        near=planned.declared.pipeline.path,
+        resume_line=asked.resume_line(directory.path),
+        strict=asked.options["strict"],
+    )
+
+
+@contextmanager
+def _measured(
+    planned: Planned, directory: RunDir, display: Display, *, begun: int, origin: Origin
+) -> Iterator[None]:
+    """Keep what the run inside took, for later plans, where it ends well or is stopped."""
+    from rlflow.runtime.record.calibration import write_back
+
+    def keep() -> None:
+        path = costs_path()
+        if path is None:
+            return
+        plan, costs = planned.compiled.plan, costs_of(planned)
+        problem = write_back(plan, costs, directory, path, begun=begun, origin=origin)
+        if problem:
+            display.warn(problem)
+
+    try:
+        yield
+    except Interrupted:
+        keep()
+        raise
+    keep()
+
+
+@contextmanager
+def _directory(planned: Planned, asked: _Asked) -> Iterator[RunDir]:
+    """The run directory, locked; a new one in which no run began is removed again."""
+    if asked.existing:
+        with RunDir.open(asked.existing) as directory:
+            yield directory
+        return
+    wanted = asked.options["run_dir"]
+    with RunDir.create(
+        Path(wanted) if wanted else None,
+        planned.compiled.plan.graph.name,
+        pipeline=planned.target.pipeline,
+        command=["rlflow", *sys.argv[1:]],
+        again=asked.again,
+    ) as directory:
+        try:
+            yield directory
+        finally:
+            if not _began(directory):
+                directory.remove()
+
+
+def _began(directory: RunDir) -> bool:
+    """Whether a run has begun in a directory, so that there is something to continue."""
+    return (directory.path / "plan.json").exists()
+
+
+@contextmanager
+def _interrupted(asked: _Asked, directory: RunDir) -> Iterator[None]:
+    """Say what a Ctrl-C that stops at once has left: a run to continue, or nothing at all."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        left = f"continue with: {asked.resume_line(directory.path)}"
+        if not _began(directory):
+            left = f"no iteration had begun, so {directory.path} was removed"
+        raise Interrupted(summary=f"stopped at once; {left}") from None
+
+
+@contextmanager
+def _machine(planned: Planned, asked: _Asked) -> Iterator[Any]:
+    """Where the plan runs, with its models loaded; closed whatever happens."""
+    from rlflow.runtime.record.durable import check_armed
+    from rlflow.runtime.worker.allocator import keep_freed_memory
+
+    plan, near = planned.compiled.plan, planned.declared.pipeline.path
+    seed, threads = planned.declared.config.seed, planned.cluster.threads
+    machine: Any
+    if plan.backend == "local":
+        from rlflow.runtime.local import LocalMachine
+        from rlflow.runtime.worker.worker import Worker
+
+        check_armed()
+        keep_freed_memory()
+        worker = Worker(plan, seed=seed, near=near, check_sync=asked.options["check_sync"])
+        machine = LocalMachine(plan, worker, threads=threads)
+    else:
+        from rlflow.runtime.ray.machine import Options, RayMachine
+
+        check_armed()  # the points of failure of ranks are known once they are imported
+        machine = RayMachine(
+            plan,
+            Options(
+                kind=planned.cluster.kind.name,
+                threads=threads,
+                seed=seed,
+                near=near,
+                deadline=asked.options["deadline"],
+                check_sync=asked.options["check_sync"],
+                address=asked.options["address"],
+            ),
+        )
+    try:
+        yield machine
+    finally:
+        machine.close()

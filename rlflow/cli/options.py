@@ -1,0 +1,247 @@
+"""Options of the commands, and the one description by which their lines are written and read.
+
+What to look at, on which devices, models of which shape, how to run. A line is written from the
+parameters that click reads it with, so that an option is in both or in neither.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+engine_option = click.option(
+    "--engine",
+    metavar="NAME",
+    help="What makes rollouts: torch, sglang, vllm; left out, torch or what a placement names.",
+)
+
+
+def target_options(function: F) -> F:
+    """The options by which every command is told what to look at."""
+    for option in (
+        click.option(
+            "--backend",
+            type=click.Choice(["local", "ray"]),
+            help="local is this process, ray one process a device; by the pools if left out.",
+        ),
+        click.option("--threads", type=click.IntRange(1), help="Threads of each CPU device."),
+        click.option(
+            "--devices", metavar="KIND:COUNT", help="Devices: cpu:2, cpu:2@4GB, h100:8,a100:8."
+        ),
+        click.option(
+            "--set",
+            "settings",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="A field of the config; repeatable, later wins.",
+        ),
+        click.option(
+            "--placement",
+            metavar="NAME",
+            help="A placement, or a file that tune -o wrote; the first by default, for check all.",
+        ),
+        click.argument("pipeline", metavar="PIPELINE"),
+    ):
+        function = option(function)
+    return function
+
+
+def schedule_options(function: F) -> F:
+    """The options that change a schedule: staleness, pauses, chunks, the seconds of a solver."""
+    for option in (
+        engine_option,
+        click.option(
+            "--optimize",
+            type=click.FloatRange(min=0, min_open=True),
+            metavar="SECONDS",
+            help="Let an exact solver improve order and residency for so long.",
+        ),
+        click.option(
+            "--stream",
+            metavar="COUNT",
+            help="Chunks of chains across pools, or auto; the placement's if left out.",
+        ),
+        click.option(
+            "--pause-at",
+            type=click.IntRange(1),
+            metavar="TOKENS",
+            help="Where rollouts take newer weights on the way; the placement's if left out.",
+        ),
+        click.option(
+            "--staleness",
+            type=click.IntRange(0),
+            metavar="UPDATES",
+            help="How many updates old rollout weights may be; the placement's if left out.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def checkpoint_options(function: F) -> F:
+    """When a run saves, what it keeps, and on which weights it starts."""
+    for option in (
+        click.option(
+            "--keep-best",
+            metavar="METRIC",
+            help="Keep the checkpoint where it is highest too; min:METRIC where lowest.",
+        ),
+        click.option(
+            "--keep",
+            type=click.IntRange(1),
+            default=2,
+            show_default=True,
+            help="Newest checkpoints that stay.",
+        ),
+        click.option(
+            "--save-every",
+            default="50",
+            show_default=True,
+            metavar="WHEN",
+            help="Iterations between checkpoints, a time (600s, 10m, 2h), or both: 50,600s.",
+        ),
+        click.option(
+            "--from-weights",
+            metavar="RUN",
+            help="Start on the weights of a run's newest checkpoint, or of a checkpoint directory.",
+        ),
+        click.option(
+            "--allow-changes",
+            metavar="NAMES",
+            help="With --resume: values that may be others from here on: lr,kl_coef.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def run_options(function: F) -> F:
+    """All options of `rlflow run`."""
+    for option in (
+        click.option("--no-color", is_flag=True, help="Plain text; NO_COLOR does the same."),
+        click.option("--json", "as_json", is_flag=True, help="Print the result as JSON only."),
+        click.option("-q", "--quiet", is_flag=True, help="Print warnings only."),
+        click.option(
+            "--deadline",
+            type=float,
+            default=600.0,
+            show_default=True,
+            metavar="SECONDS",
+            help="The longest wait for one action.",
+        ),
+        click.option(
+            "--check-sync", is_flag=True, help="After every reshard, compare hashes of both ends."
+        ),
+        click.option(
+            "--strict", is_flag=True, help="End at the first sign that nothing is learned."
+        ),
+        click.option("--address", metavar="HOST:PORT", help="Join a running Ray cluster."),
+        checkpoint_options,
+        click.option(
+            "--resume",
+            metavar="RUN",
+            is_flag=False,
+            flag_value="latest",
+            help="Continue a run directory; the latest one by default.",
+        ),
+        click.option("--run-dir", metavar="DIR", help="Where to write; runs/NAME-TIME by default."),
+        click.option(
+            "--iterations",
+            type=click.IntRange(1),
+            help="Iterations in all; the config's by default, of a run that goes on its own.",
+        ),
+        click.option(
+            "-n", "--dry-run", is_flag=True, help="Compile and check everything; start nothing."
+        ),
+        schedule_options,
+        target_options,
+    ):
+        function = option(function)
+    return function
+
+
+@cache
+def _run_command() -> click.Command:
+    return click.command("run")(run_options(lambda **_: None))
+
+
+@cache
+def _plan_command() -> click.Command:
+    return click.command("plan")(
+        model_shape_option(schedule_options(target_options(lambda **_: 0)))
+    )
+
+
+def run_words(values: Mapping[str, Any]) -> list[str]:
+    """The words after `rlflow run` that say these values of its options; defaults are left out."""
+    return _words(_run_command(), values)
+
+
+def read_run(words: Sequence[str]) -> dict[str, Any]:
+    """The values of all options of `rlflow run` that such words say; what click raises."""
+    return _read(_run_command(), words)
+
+
+def _read(command: click.Command, words: Sequence[str]) -> dict[str, Any]:
+    return command.make_context(command.name, list(words)).params
+
+
+def _words(command: click.Command, values: Mapping[str, Any]) -> list[str]:
+    """Words that click reads back as these values: the argument, then options as in the help."""
+    default = _read(command, ["x"])
+    named = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+    told = {str(option.name): _spelled(option) for option in named}
+    options = [
+        word
+        for name, spelled in told.items()
+        if name in values and values[name] is not None and values[name] != default[name]
+        for word in spelled(values[name])
+    ]
+    target = str(values["pipeline"])
+    return [*options, "--", target] if target.startswith("-") else [target, *options]
+
+
+def _spelled(option: click.Option) -> Callable[[Any], list[str]]:
+    """How an option's value is typed; one that could be taken for an option is joined by `=`.
+
+    Where the value may be left out, click takes even that for an option: a path gets its `./`.
+    """
+    name = max(option.opts, key=len)
+    optional = isinstance(option.flag_value, str)
+
+    def one(value: Any) -> list[str]:
+        text = _number(value) if isinstance(value, float) else str(value)
+        if optional and text.startswith("-"):
+            text = f"./{text}"
+        return [f"{name}={text}"] if text.startswith("-") or not text else [name, text]
+
+    def spelled(value: Any) -> list[str]:
+        if option.is_flag:
+            return [name]
+        return [word for each in value for word in one(each)] if option.multiple else one(value)
+
+    return spelled
+
+
+def _number(value: float) -> str:
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
+
+
+def repeated(options: Mapping[str, Any], placement: str | None, *, run: bool) -> str:
+    """The pipeline and its options as they were typed; those that `rlflow run` has, where asked."""
+    values = {**options, "placement": placement}
+    return shlex.join(_words(_run_command() if run else _plan_command(), values))
+
+
+model_shape_option = click.option(
+    "--model-shape",
+    metavar="NAME",
+    help="Take models as public ones of this shape: qwen2.5-7b, or actor=qwen2.5-7b,...",
+)

@@ -1,0 +1,59 @@
+"""What `rlflow tune` does: declare, search, and say what was found. Imports no torch, no ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlflow.cli.commands import NOTHING, Target, declare, missing_model_findings
+from rlflow.cli.config import named_placement
+from rlflow.errors import DataError, Finding, UsageError
+from rlflow.scheduler.devices.cluster import machine_cores, parse_cluster
+from rlflow.scheduler.passes.staleness import allowed
+from rlflow.scheduler.search.text import placement_file
+from rlflow.scheduler.search.tune import SearchLimits, Tuned, tune
+
+
+def tune_target(
+    target: Target,
+    *,
+    max_staleness: int | None = None,
+    top: int = 10,
+    engine: str | None = None,
+) -> Tuned:
+    """Search placements of a pipeline on the devices asked for, or the cores of this machine.
+
+    Staleness is used up to `max_staleness`; left out, as far as the pipeline or a placement of
+    it allows. With a placement named it alone is what the search has to beat. An `engine` that is
+    named makes all rollouts.
+    """
+    declared = declare(target)
+    pipeline = declared.pipeline
+    placements = dict(pipeline.placements)
+    if target.placement is not None:
+        placements = dict([named_placement(pipeline, target.placement)])
+    if max_staleness is None:
+        max_staleness = max(allowed(declared.graph, given) for given in placements.values())
+    cluster = parse_cluster(target.devices, machine_cores(), target.threads)
+    limits = SearchLimits(staleness=max_staleness, top=top, engine=engine)
+    near, backend = pipeline.path, target.backend
+    try:
+        return tune(declared.graph, placements, cluster, limits=limits, near=near, backend=backend)
+    except DataError as error:
+        raise UsageError(*error.findings, summary=NOTHING) from None
+    except UsageError as error:
+        findings = missing_model_findings(declared.graph, near) or list(error.findings)
+        raise UsageError(*findings, summary=NOTHING) from None
+
+
+def write_placement(tuned: Tuned, path: Path) -> None:
+    """Write the best placement as a Python file; UsageError E243 for another kind of file."""
+    if path.suffix != ".py":
+        raise UsageError(
+            Finding(
+                code="E243",
+                what=f"-o {path}: a placement is written as Python",
+                expected="a file that ends in .py",
+                fix=f"-o {path.with_suffix('.py')}",
+            )
+        )
+    path.write_text(placement_file(tuned))

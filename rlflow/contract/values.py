@@ -1,0 +1,138 @@
+"""The values that ops, engines and the runtime hand to each other, but for rows.
+
+Rows are `rlflow.batch`. This file imports no torch, so that a graph or a command can name these
+types without loading it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlflow.batch import Batch
+
+SleepMode = Literal["offload", "discard"]
+Temperature = float | tuple[float, ...]
+Head = Literal["lm", "value"]
+LossFunction = Callable[["dict[str, Tensor]", "Batch"], "tuple[Tensor, dict[str, Tensor]]"]
+
+
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """The piece of one parameter that this process holds.
+
+    `box` has (start, stop) per dimension within the whole parameter's `shape`; `tensor` is a
+    view of the live storage with exactly the box's sizes. A box may be empty.
+    """
+
+    shape: tuple[int, ...]
+    box: Box
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn; temperature 0 is greedy, top_k 0 and top_p 1 keep every token."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    n: int = 1
+    stop_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleKey:
+    """Where random numbers come from, besides the sample's own id and the position."""
+
+    seed: int
+    iteration: int
+    stream: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """Which part of its responses one call of a rollout engine makes.
+
+    The tokens at positions `first` to `until` - 1 (None: to the end); those before `first` are
+    the last of each prompt. Of `pieces` calls with equal arguments number `piece` brings the
+    rows that end next, the earliest first: together they make every row once.
+    """
+
+    first: int = 0
+    until: int | None = None
+    piece: int = 0
+    pieces: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What a rollout returns, one row per sample.
+
+    `response_tokens` is ragged int64 `[rows, j]`, the stop token included; `log_probs` ragged
+    float32 of the same lengths; `finished` bool `[rows]`, false where the length limit or an
+    abort cut the row. `rows` int64 says which rows of the call these are, None for all. Of the
+    `drafted` tokens that a drafter has proposed so many were `accepted`.
+    """
+
+    response_tokens: Tensor
+    log_probs: Tensor
+    finished: Tensor
+    rows: Tensor | None = None
+    drafted: float = 0.0
+    accepted: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """A drafter that an engine is to hold: its weights are those of `path`, or random ones.
+
+    It proposes so many `tokens` at a time to the engine's model, whose dtype and tokens it has.
+    """
+
+    name: str
+    path: str
+    init: Literal["weights", "random"]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What an optimizer step did; `applied` is false where it was skipped as not finite."""
+
+    metrics: dict[str, float]
+    grad_norm: float
+    applied: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stat:
+    """A number over the rows of a part, in a form that parts can be joined in.
+
+    `mean` and `std` (of the population) are over `count` values with sum `total`, whose squared
+    deviations from their own mean are `spread` on average; `max` and `min` have their value in
+    `total`, and a `count` of 0 where there was none.
+    """
+
+    kind: Literal["mean", "std", "max", "min"]
+    total: float
+    count: float = 1.0
+    spread: float = 0.0
+
+    @property
+    def value(self) -> float:
+        """The number itself; 0 over nothing."""
+        if not self.count:
+            return 0.0
+        if self.kind == "mean":
+            return self.total / self.count
+        return math.sqrt(self.spread) if self.kind == "std" else self.total

@@ -1,0 +1,1 @@
+"""Training and rollout on unmodified Hugging Face models, whole or in shards."""

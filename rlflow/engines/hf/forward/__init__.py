@@ -1,0 +1,1 @@
+"""The forward of a packed batch: attention, kernels, the distribution over the vocabulary."""

@@ -1,0 +1,1 @@
+"""Generation token by token: cache, sampling, random numbers, speculative decoding."""

@@ -1,0 +1,366 @@
+"""Making a `TorchModel` of a directory or hub name, and refusing what would be computed wrongly.
+
+A model is loaded from config.json and safetensors, never by code that comes with it, and then
+compared on a few tokens with its own unmodified forward: packed, in long rows, and decoded on
+a cache. This file knows neither training nor sampling.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rlflow.batch import lengths as batch_lengths
+from rlflow.batch import ragged_rows
+from rlflow.contract.values import Head
+from rlflow.engines.hf.forward import attention
+from rlflow.engines.hf.forward.attention import DecodeAttention, PackedAttention
+from rlflow.engines.hf.forward.fused import replace_forwards, restore_forwards
+from rlflow.engines.hf.forward.packed import TREE_WIDTH, pack, pack_prompts
+from rlflow.engines.hf.generate.cache import KeyValueCache
+from rlflow.engines.hf.heads import draw_head, find_stored_head, read_head
+from rlflow.engines.hf.layers import HostLayers
+from rlflow.engines.hf.lora import AdapterSpec, adapt
+from rlflow.engines.hf.models import TorchModel, ValueModel
+from rlflow.engines.hf.recompute import recompute_layers
+from rlflow.errors import Finding, UsageError, near_names
+from rlflow.modelfiles.families import cannot_be_packed, family_of, packing_finding
+
+Init = Literal["weights", "random"]
+Offload = Literal["layers"]
+
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+# The largest difference allowed between packed and plain logits, relative to the largest logit.
+# The plain forward takes norms and softmax in float32 whatever the dtype.
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+CHECK_PROMPTS = (5, 3)
+CHECK_RESPONSES = (4, 2, 3, 5)
+
+# transformers fills random weights from the process-wide generator, logs to one logger, and while
+# it reads a model ties no weights anywhere in the process.
+_loading = threading.Lock()
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    head: Head = "lm",
+    seed: int = 0,
+    init: Init = "weights",
+    lora: AdapterSpec | None = None,
+    recompute: bool = False,
+    offload: Offload | None = None,
+    fresh_head: bool = True,
+) -> TorchModel:
+    """Load a causal language model, or its body with a value head, and check it.
+
+    `path` is a directory in Hugging Face format or a hub name. With `init="random"` only
+    config.json is read and the weights are a pure function of `seed`. `lora` freezes them and
+    adds adapters, drawn from `seed` too; `recompute` keeps only the inputs of decoder layers
+    for the backward pass; `offload="layers"` keeps the decoder layers of a frozen model on the
+    host. A value head is read from the files; one that no file holds is zero with `fresh_head`,
+    as for a model that is trained, and refused without. Raises UsageError for a path that cannot
+    be read, an architecture that packing would compute wrongly, missing weights, packed logits
+    that differ from the model's own, or an option that does not fit the model.
+    """
+    check_path(path, init)
+    with quiet_transformers():
+        attention.register_attention()
+        config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
+        check_layers(path, config)
+        module = read(path, lambda: build(path, config, head, dtype, seed, init, fresh_head))
+    layers = None if offload is None else HostLayers(module, torch.device(device))
+    module.eval().to(device)
+    plain = plain_outputs(module, config, head)
+    with quiet_transformers():
+        use_packed_attention(module, path)
+    adapters = None if lora is None else adapt(module, lora, seed)
+    model = TorchModel(module, config, head=head, name=path, adapters=adapters, layers=layers)
+    replace_forwards(module)
+    if forward_differences(model, plain):
+        restore_forwards(module)
+        check_outputs(model, plain)
+    if recompute:
+        recompute_layers(module)
+    return model
+
+
+def auto(name: str) -> Any:
+    """One of transformers' automatic classes, imported when it is first needed."""
+    import transformers
+
+    return getattr(transformers, name)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep other threads from transformers meanwhile, and it from drawing bars and reports.
+
+    Errors still come through.
+    """
+    from transformers.utils import logging
+
+    with _loading:
+        level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(level)
+            if bars:
+                logging.enable_progress_bar()
+
+
+def read(path: str, action: Callable[[], Any]) -> Any:
+    """Run what reads the model's files, and name the path where that fails."""
+    from safetensors import SafetensorError
+
+    try:
+        return action()
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        finding = Finding(
+            code="E501",
+            what=f"model {path!r} cannot be loaded",
+            got=f"{type(error).__name__}: {error}"[:600],
+            expected="a causal language model that transformers knows, with safetensors weights",
+        )
+        raise UsageError(finding) from error
+
+
+def check_path(path: str, init: Init) -> None:
+    """Refuse a directory that is not there, has no config, or has no weights."""
+    where = Path(path)
+    looks_local = where.is_absolute() or path.startswith(".") or path.count("/") > 1
+    if not where.is_dir() and (looks_local or (where.parent.is_dir() and str(where.parent) != ".")):
+        beside = [str(entry) for entry in where.parent.glob("*")] if where.parent.is_dir() else []
+        raise UsageError(
+            Finding(
+                code="E501",
+                what=f"there is no model at {path!r}",
+                expected="a directory with config.json and safetensors weights, or a hub name",
+                near=near_names(path, beside),
+            )
+        )
+    if not where.is_dir():
+        return
+    if not (where / "config.json").is_file():
+        what = f"{path!r} has no config.json, so it is not a model in Hugging Face format"
+        raise UsageError(Finding(code="E501", what=what))
+    if init == "weights" and not any(any(where.glob(pattern)) for pattern in WEIGHT_FILES):
+        raise UsageError(
+            Finding(
+                code="E507",
+                what=f"{path!r} has a config.json but no weights",
+                expected="model.safetensors beside it",
+                fix='init="random"   to start from random weights',
+            )
+        )
+
+
+def check_layers(path: str, config: Any) -> None:
+    """Refuse layers through which packed rows would see each other, and others not computed."""
+    finding = packing_finding(path, family_of(config.to_dict()))
+    if finding is not None:
+        raise UsageError(finding)
+
+
+def build(
+    path: str,
+    config: Any,
+    head: Head,
+    dtype: torch.dtype,
+    seed: int,
+    init: Init,
+    fresh_head: bool = True,
+) -> nn.Module:
+    """The module with its weights, still with transformers' own attention."""
+    if init == "random":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return _drawn(config, head, dtype, fresh_head)
+    module = pretrained(path, config, head, dtype)
+    if head == "value":
+        stored = find_stored_head(path, config, fresh=fresh_head)
+        module = ValueModel(module, config.get_text_config().hidden_size, stored)
+        module.value_head.to(dtype)
+        if stored is not None:
+            read_head(module, stored, path)
+    return module
+
+
+def _drawn(config: Any, head: Head, dtype: torch.dtype, fresh_head: bool) -> nn.Module:
+    """The module with random weights; a head is zero where it is to be trained."""
+    maker = auto("AutoModelForCausalLM" if head == "lm" else "AutoModel")
+    module: nn.Module = maker.from_config(config, dtype=dtype, attn_implementation="eager")
+    if head == "lm":
+        return module
+    valued = ValueModel(module, config.get_text_config().hidden_size)
+    if not fresh_head:
+        draw_head(valued, config)
+    valued.value_head.to(dtype)
+    return valued
+
+
+def pretrained(path: str, config: Any, head: Head, dtype: torch.dtype) -> nn.Module:
+    """A language model, or a body, with the weights of its files."""
+    maker = auto("AutoModelForCausalLM" if head == "lm" else "AutoModel")
+    module, info = maker.from_pretrained(
+        path,
+        config=config,
+        dtype=dtype,
+        attn_implementation="eager",
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    lost = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
+    if lost:
+        what = f"the weights of {path!r} do not fill the model that its config.json describes"
+        got = f"{len(lost)} missing or of another shape: {', '.join(lost[:5])}"
+        raise UsageError(Finding(code="E507", what=what, got=got))
+    built: nn.Module = module
+    return built
+
+
+def use_packed_attention(module: nn.Module, path: str) -> None:
+    """Switch a module to this engine's attention, or say that it cannot be."""
+    body: Any = module.body if isinstance(module, ValueModel) else module
+    read(path, lambda: body.set_attn_implementation(attention.NAME))
+    if body.config._attn_implementation != attention.NAME:
+        what = "computes attention in code of its own, which cannot be packed"
+        raise UsageError(cannot_be_packed(path, what, type(body).__name__))
+
+
+def check_rows(vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Two prompts with two responses each, fixed tokens spread over the vocabulary."""
+    made = torch.arange(64).mul(2654435761).remainder(vocabulary).tolist()
+    prompts = [made[:size] for size in CHECK_PROMPTS for _ in range(2)]
+    starts = [10 + 8 * row for row in range(len(CHECK_RESPONSES))]
+    responses = [made[a : a + n] for a, n in zip(starts, CHECK_RESPONSES, strict=True)]
+    return ragged_rows(prompts, torch.int64), ragged_rows(responses, torch.int64)
+
+
+@torch.no_grad()
+def plain_outputs(module: nn.Module, config: Any, head: Head) -> Tensor:
+    """What the unmodified module predicts for the checked rows, one row at a time.
+
+    Logits `[tokens, vocabulary]` of a language model, hidden states `[tokens, size]` of a body.
+    """
+    device = next(module.parameters()).device
+    rows = []
+    prompts, responses = check_rows(config.get_text_config().vocab_size)
+    for prompt, response in zip(prompts.unbind(), responses.unbind(), strict=True):
+        tokens = torch.cat([prompt, response])[None].to(device)
+        if isinstance(module, ValueModel):
+            output = module.body(input_ids=tokens, use_cache=False).last_hidden_state
+        else:
+            output = module(input_ids=tokens, use_cache=False).logits
+        rows.append(output[0, len(prompt) - 1 : -1])
+    return torch.cat(rows)
+
+
+def check_outputs(model: TorchModel, plain: Tensor) -> None:
+    """Raise UsageError where a way of computing differs from the plain outputs."""
+    for way, (difference, limit) in forward_differences(model, plain).items():
+        raise UsageError(
+            Finding(
+                code="E504",
+                what=f"model {model.name!r} computes something else when its rows are {way}",
+                got=f"largest difference {difference:.3g}",
+                expected=f"at most {limit:.3g}, between packed rows and its own forward",
+                fix="use a model with plain causal attention (Llama, Qwen, Mistral, ...)",
+            )
+        )
+
+
+@torch.no_grad()
+def forward_differences(model: TorchModel, plain: Tensor) -> dict[str, tuple[float, float]]:
+    """The ways of computing that differ: their largest difference, and the largest allowed."""
+    prompts, responses = check_rows(model.config.get_text_config().vocab_size)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "packed": lambda: packed_outputs(model, prompts, responses, TREE_WIDTH),
+        "packed in rows": lambda: packed_outputs(model, prompts, responses, 0),
+        "decoded": lambda: decoded_outputs(model, prompts, responses),
+    }
+    limit = TOLERANCE[model.dtype] * float(plain.abs().max())
+    found = {}
+    for way, compute in ways.items():
+        difference = float((compute() - plain).abs().max())
+        if not difference <= limit:
+            found[way] = (difference, limit)
+    return found
+
+
+def packed_outputs(model: TorchModel, prompts: Tensor, responses: Tensor, width: int) -> Tensor:
+    """The checked rows in one packed forward."""
+    layout = pack(prompts, responses, model.device, width)
+    state = PackedAttention(layout)
+    found = outputs(model, layout.tokens, layout.positions, state, layout.targets)
+    return found[: layout.predictions]
+
+
+def decoded_outputs(model: TorchModel, prompts: Tensor, responses: Tensor) -> Tensor:
+    """The checked rows one token at a time on a cache, rows that end dropping out."""
+    layout = pack_prompts(prompts, model.device)
+    lengths = batch_lengths(prompts)
+    cache = KeyValueCache(lengths, 1, max(CHECK_RESPONSES), model.device)
+    state = PackedAttention(layout, cache)
+    rows = [row.to(model.device) for row in responses.unbind()]
+    first = outputs(model, layout.tokens, layout.positions, state, layout.targets)
+    found = [[first[row]] for row in range(len(rows))]
+    alive = torch.arange(len(rows))
+    for column in range(max(CHECK_RESPONSES) - 1):
+        live = torch.tensor([len(rows[row]) > column + 1 for row in alive.tolist()])
+        alive = alive[cache.keep(live.to(model.device)).cpu()]
+        cache.advance()
+        tokens = torch.zeros(cache.rows, dtype=torch.int64, device=model.device)
+        tokens[: len(alive)] = torch.stack([rows[row][column] for row in alive.tolist()])
+        positions = cache.lengths + column
+        everyone = torch.arange(len(alive), device=model.device)
+        made = outputs(model, tokens, positions, DecodeAttention(cache), everyone)
+        for place, row in enumerate(alive.tolist()):
+            found[row].append(made[place])
+    return torch.stack([output for row in found for output in row])
+
+
+def outputs(
+    model: TorchModel,
+    tokens: Tensor,
+    positions: Tensor,
+    state: attention.AttentionState,
+    keep: Tensor,
+) -> Tensor:
+    """Logits of a language model; hidden states of a value model's body."""
+    if not isinstance(model.module, ValueModel):
+        return model.logits(tokens, positions, state, keep)
+    with attention.attending(state):
+        output = model.module.body(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False
+        )
+    hidden: Tensor = output.last_hidden_state[0, keep]
+    return hidden
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer beside a model; UsageError where it is missing or has no EOS token."""
+    check_path(path, "random")
+    with quiet_transformers():
+        tokenizer = read(path, lambda: auto("AutoTokenizer").from_pretrained(path))
+    if tokenizer.eos_token_id is None:
+        raise UsageError(
+            Finding(
+                code="E502",
+                what=f"the tokenizer of {path!r} has no EOS token, so no response can end",
+                expected=f'"eos_token" in {Path(path) / "tokenizer_config.json"}',
+                fix='"eos_token": "<eos>"',
+            )
+        )
+    return tokenizer

@@ -1,0 +1,279 @@
+"""A model in memory: its module, its weights by name and version, asleep or awake.
+
+`TorchModel` runs a module on packed tokens; `loading` makes one of a directory. This file
+knows neither optimizers nor sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rlflow.contract.engines import Resident
+from rlflow.contract.values import Head, Shard, SleepMode
+from rlflow.engines.hf.flat import FlatParameters, free, restore, to_host, whole_shards
+from rlflow.engines.hf.forward.attention import AttentionState, attending
+from rlflow.engines.hf.layers import HostLayers
+from rlflow.engines.hf.lora import Adapters
+from rlflow.errors import Finding, RunError, known_names, near_names
+from rlflow.modelfiles.heads import Head as StoredHead
+
+State = Literal["ready", "offloaded", "discarded", "empty"]
+
+
+class ValueModel(nn.Module):
+    """A transformer's body and a head to one number per token.
+
+    The head is a linear layer with a bias, zero at first, or of the form that files have.
+    """
+
+    def __init__(self, body: nn.Module, hidden_size: int, head: StoredHead | None = None) -> None:
+        super().__init__()
+        self.body = body
+        self.stored_head = head
+        self.value_head = fresh_head(hidden_size) if head is None else head_like(hidden_size, head)
+
+    def forward(self, logits_to_keep: Tensor | int, **inputs: Any) -> SimpleNamespace:
+        """Values `[1, kept, 1]` under the name that a language model's logits have."""
+        hidden = self.body(**inputs).last_hidden_state
+        kept = hidden[:, logits_to_keep] if isinstance(logits_to_keep, Tensor) else hidden
+        return SimpleNamespace(logits=self.value_head(kept))
+
+
+def fresh_head(hidden_size: int) -> nn.Module:
+    """A linear layer to one number, zero."""
+    layer = nn.Linear(hidden_size, 1)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def head_like(hidden_size: int, head: StoredHead) -> nn.Module:
+    """A head of the form that files have, to be filled."""
+    layers: list[nn.Module] = []
+    for size, bias in zip(head.sizes, head.biases, strict=True):
+        layers += [nn.Linear(hidden_size, size, bias=bias), nn.ReLU()]
+        hidden_size = size
+    return layers[0] if len(head.sizes) == 1 else nn.Sequential(*layers[:-1])
+
+
+class TorchModel(Resident):
+    """A module with its weights; `version` counts the updates they have seen.
+
+    With `adapters` they are what training changes, and the other weights are frozen. Weights
+    of `layers` live on the host; those are the ones that are given and taken by name.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Any,
+        *,
+        head: Head,
+        name: str,
+        adapters: Adapters | None = None,
+        layers: HostLayers | None = None,
+    ) -> None:
+        self.module = module
+        self.config = config
+        self.head = head
+        self.name = name
+        self.version = 0
+        self.adapters = adapters
+        self.layers = layers
+        resident = names_but(module, () if layers is None else layers.names())
+        # What training changes of the weights on the device, and all others there.
+        self.trained = FlatParameters(module, resident if adapters is None else adapters.names)
+        self.frozen = FlatParameters(module, resident - self.trained.slots.keys())
+        self.state: State = "ready"
+        self._host: list[Tensor] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live when awake."""
+        return next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return next(self.module.parameters()).dtype
+
+    @property
+    def context(self) -> int | None:
+        """How many tokens a row may have, None where the model sets no limit."""
+        limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return None if limit is None else int(limit)
+
+    def logits(
+        self, tokens: Tensor, positions: Tensor, attention: AttentionState, keep: Tensor | None
+    ) -> Tensor:
+        """Run flat `tokens [total]`; logits `[kept, vocabulary]`, or values `[kept, 1]`.
+
+        `keep` int64 `[kept]` names the flat tokens whose predictions are wanted, None all of
+        them. Raises RunError while the model is asleep.
+        """
+        self.require_ready()
+        with attending(attention):
+            output = self.module(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=0 if keep is None else keep,
+            )
+        # An index would copy as much again in the backward; this is a view there as well.
+        logits: Tensor = output.logits.squeeze(0)
+        return logits
+
+    def require_awake(self) -> None:
+        """Raise RunError unless the weights have memory on the device."""
+        if self.state != "empty":
+            self.require_ready()
+
+    def require_ready(self) -> None:
+        """Raise RunError unless the weights are on the device and whole."""
+        if self.state == "ready":
+            return
+        causes = {
+            "offloaded": ("asleep", "wake it first"),
+            "discarded": ("asleep and its weights were discarded", "wake it, then load weights"),
+            "empty": ("awake but has no weights since they were discarded", "load weights first"),
+        }
+        cause, fix = causes[self.state]
+        raise RunError(Finding(code="E506", what=f"model {self.name!r} is {cause}", fix=fix))
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """The weights by name, views of the live storage; tied weights appear once."""
+        self.require_ready()
+        return self.all_tensors()
+
+    def merged_tensors(self) -> dict[str, Tensor]:
+        """The weights by the names of the plain model, adapters added to what they adapt.
+
+        Views of the live storage but for adapted weights, which are new tensors.
+        """
+        tensors = self.named_tensors()
+        return tensors if self.adapters is None else self.adapters.merged(tensors)
+
+    @contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """Compute the model that adapters started from within the block, in every thread.
+
+        Raises RunError for a model without adapters, whose start is gone.
+        """
+        if self.adapters is None:
+            what = f"model {self.name!r} has no adapters, so there is no base model below it"
+            fix = 'rf.Model(..., lora=rf.LoRA(targets=("q_proj", "v_proj")))'
+            raise RunError(Finding(code="E516", what=what, fix=fix))
+        with self.adapters.off():
+            yield
+
+    def all_tensors(self) -> dict[str, Tensor]:
+        """The weights by name, whatever the state."""
+        hosted = {} if self.layers is None else self.layers.tensors()
+        return {**self.frozen.named(), **hosted, **self.trained.named()}
+
+    def shards(self) -> dict[str, Shard]:
+        """The weights by name as in `named_tensors`, each whole; usable to fill an empty model.
+
+        Raises RunError while asleep.
+        """
+        self.require_awake()
+        return whole_shards(self.all_tensors())
+
+    def trained_names(self) -> frozenset[str]:
+        """The names of the weights that training changes."""
+        if self.adapters is not None:
+            return self.adapters.names
+        hosted = frozenset() if self.layers is None else self.layers.names()
+        return hosted.union(self.trained.slots)
+
+    def loaded(self, version: int) -> None:
+        """Take note that every shard was written, with the weights of `version`.
+
+        Raises RunError while asleep.
+        """
+        self.require_awake()
+        self.version = version
+        self.state = "ready"
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Copy weights in place and take `version`; nothing changes if a name is wrong.
+
+        All that training changes must be there; frozen weights may be. Raises RunError for a
+        missing, unknown or differently shaped tensor, or while asleep.
+        """
+        self.require_awake()
+        mine = self.all_tensors()
+        findings = [*misfits(self.name, tensors, mine), *self.missing(tensors)]
+        if findings:
+            raise RunError(*findings)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                mine[name].copy_(tensor)
+        self.loaded(version)
+
+    def missing(self, tensors: Mapping[str, Tensor]) -> list[Finding]:
+        """One finding for all weights that should have been given."""
+        absent = sorted(self.trained_names() - tensors.keys())
+        if not absent:
+            return []
+        what = f"weights for model {self.name!r} are missing: {known_names(absent)}"
+        return [Finding(code="E509", what=what)]
+
+    def sleep(self, mode: SleepMode = "offload") -> None:
+        """Free the device memory; `offload` keeps a copy on the host.
+
+        `discard` keeps none of what training changes; frozen weights beside it, which no
+        update will bring back, go to the host.
+        """
+        self.require_ready()
+        kept = self.buffers() if mode == "offload" else list(self.frozen.buffers.values())
+        self._host = to_host(kept)
+        self.state = "offloaded" if mode == "offload" else "discarded"
+        free(self.buffers())
+
+    def wake(self) -> None:
+        """Take the memory again; after `discard` only new weights make the model whole."""
+        if self.state in {"ready", "empty"}:
+            return
+        restore(self.buffers(), self._host)
+        self._host = []
+        self.state = "ready" if self.state == "offloaded" else "empty"
+
+    def buffers(self) -> list[Tensor]:
+        """The storage of all weights that live on the device, frozen ones first."""
+        return [*self.frozen.buffers.values(), *self.trained.buffers.values()]
+
+    def num_bytes(self) -> int:
+        """Bytes of all weights, wherever they are."""
+        hosted = 0 if self.layers is None else self.layers.num_bytes()
+        return hosted + self.frozen.num_bytes() + self.trained.num_bytes()
+
+
+def names_but(module: nn.Module, others: Container[str]) -> set[str]:
+    """The names of a module's parameters that are not among `others`."""
+    return {name for name, _ in module.named_parameters() if name not in others}
+
+
+def misfits(name: str, tensors: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> list[Finding]:
+    """What is wrong with weights that were given."""
+    findings = []
+    for key, tensor in tensors.items():
+        if key not in mine:
+            what = f"model {name!r} has no weight {key!r}"
+            findings.append(Finding(code="E509", what=what, near=near_names(key, mine)))
+        elif tensor.shape != mine[key].shape:
+            findings.append(
+                Finding(
+                    code="E509",
+                    what=f"weight {key!r} of model {name!r} has another shape",
+                    got=str(tuple(tensor.shape)),
+                    expected=str(tuple(mine[key].shape)),
+                )
+            )
+    return findings

@@ -1,0 +1,212 @@
+"""AdamW on flat buffers, and the learning rate as a function of the step.
+
+AdamW is of Loshchilov and Hutter, "Decoupled weight decay regularization" (2019), algorithm 2;
+decay applies to matrices, not to biases and norms. Weights below float32 are trained on a
+float32 copy, and their gradients are summed in float32. This file knows no loss.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from rlflow.contract.engines import OptimizerSpec
+from rlflow.contract.values import Shard
+from rlflow.engines.hf.flat import free, restore, to_host, whole_shards
+from rlflow.engines.hf.models import TorchModel
+from rlflow.errors import Finding, RunError, UsageError, near_names
+
+SCHEDULES = ("constant", "linear", "cosine")
+FULL = {torch.float32, torch.float64}
+# Numbers that are added at a time: a CPU makes a float32 copy of lower ones that it adds, of all of
+# them at once as large as the sum itself.
+AT_ONCE = 1 << 22
+
+
+def learning_rate(spec: OptimizerSpec, k: int) -> float:
+    """The rate of optimizer step `k`, counted from 0, in units of the weights per step.
+
+    Rises linearly over `warmup_steps`, then stays, or falls linearly or as half a cosine to
+    `min_lr_ratio * lr` at `total_steps`. Raises UsageError for a schedule without an end.
+    """
+    if k < spec.warmup_steps:
+        return spec.lr * (k + 1) / spec.warmup_steps
+    if spec.schedule == "constant":
+        return spec.lr
+    if spec.schedule not in SCHEDULES:
+        what = f"there is no learning-rate schedule {spec.schedule!r}"
+        near = near_names(spec.schedule, SCHEDULES)
+        raise UsageError(Finding(code="E513", what=what, expected=", ".join(SCHEDULES), near=near))
+    if spec.total_steps <= spec.warmup_steps:
+        raise UsageError(
+            Finding(
+                code="E513",
+                what=f"the {spec.schedule} schedule has no steps between warm-up and end",
+                got=f"warmup_steps={spec.warmup_steps}, total_steps={spec.total_steps}",
+                expected="total_steps above warmup_steps",
+            )
+        )
+    part = min(1.0, (k - spec.warmup_steps) / (spec.total_steps - spec.warmup_steps))
+    fall = 1 - part if spec.schedule == "linear" else (1 + math.cos(math.pi * part)) / 2
+    return spec.lr * (spec.min_lr_ratio + (1 - spec.min_lr_ratio) * fall)
+
+
+class AdamWState:
+    """The optimizer of one model: gradients, moments and the count of steps.
+
+    While it lives, every parameter's `grad` is a slice of one buffer; backward passes add to it.
+    """
+
+    def __init__(self, model: TorchModel, spec: OptimizerSpec) -> None:
+        if model.layers is not None:
+            what = f"model {model.name!r} is trained, so its layers cannot live on the host"
+            raise UsageError(Finding(code="E517", what=what, fix="leave out offload="))
+        self.model = model
+        self.flat = model.trained
+        self.spec = spec
+        self.steps = 0
+        self.asleep = False
+        self._host: list[Tensor] = []
+        self.masters = {
+            dtype: buffer if dtype in FULL else buffer.float()
+            for dtype, buffer in self.flat.buffers.items()
+        }
+        self.exp_avg = {dtype: torch.zeros_like(master) for dtype, master in self.masters.items()}
+        self.exp_avg_sq = {dtype: torch.zeros_like(m) for dtype, m in self.masters.items()}
+        self.grads: dict[torch.dtype, Tensor] = {}
+        self.sums: dict[torch.dtype, Tensor] = {}
+
+    def zero_grad(self) -> None:
+        """Make every gradient zero, and the buffers that hold them if there are none."""
+        for dtype, buffer in self.flat.buffers.items():
+            if dtype not in self.grads:
+                self.grads[dtype] = torch.zeros_like(buffer)
+                low = dtype not in FULL
+                self.sums[dtype] = (
+                    torch.zeros_like(self.masters[dtype]) if low else self.grads[dtype]
+                )
+                self.attach(dtype)
+            self.grads[dtype].zero_()
+            self.sums[dtype].zero_()
+
+    def attach(self, dtype: torch.dtype) -> None:
+        """Point the parameters' gradients into the buffer."""
+        for name, parameter in self.flat.parameters.items():
+            if parameter.dtype == dtype:
+                parameter.grad = self.flat.view(name, self.grads[dtype])
+
+    def release_gradients(self) -> None:
+        """Give back the memory of the gradients; `zero_grad` takes it again."""
+        for parameter in self.flat.parameters.values():
+            parameter.grad = None
+        self.grads, self.sums = {}, {}
+
+    def accumulate(self) -> None:
+        """Add the gradients of a backward pass to float32 sums, where they are not such sums."""
+        for dtype, total in self.sums.items():
+            if total is self.grads[dtype]:
+                continue
+            parts = (torch.split(one, AT_ONCE) for one in (total, self.grads[dtype]))
+            for part, own in zip(*parts, strict=True):
+                part.add_(own)
+                own.zero_()
+
+    def grad_norm(self) -> Tensor:
+        """The Euclidean norm of all gradients, 0-d."""
+        norms = [torch.linalg.vector_norm(total) for total in self.sums.values()]
+        whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return whole
+
+    def step(self, scale: float) -> None:
+        """Update the weights with `scale` times the gradients."""
+        spec, rate = self.spec, learning_rate(self.spec, self.steps)
+        for dtype, master in self.masters.items():
+            total, cut = self.sums[dtype], self.flat.matrices[dtype]
+            if scale != 1:
+                total *= scale
+            for part, decay in ((slice(0, cut), spec.weight_decay), (slice(cut, None), 0.0)):
+                if not len(master[part]):
+                    continue
+                adamw(
+                    [master[part]],
+                    [total[part]],
+                    [self.exp_avg[dtype][part]],
+                    [self.exp_avg_sq[dtype][part]],
+                    [],
+                    [torch.tensor(float(self.steps), device=master.device)],
+                    fused=True,
+                    amsgrad=False,
+                    beta1=spec.betas[0],
+                    beta2=spec.betas[1],
+                    lr=rate,
+                    weight_decay=decay,
+                    eps=spec.eps,
+                    maximize=False,
+                )
+            weights = self.flat.buffers[dtype]
+            if weights is not master:
+                weights.copy_(master)
+        self.steps += 1
+
+    def kinds(self) -> dict[str, dict[torch.dtype, Tensor]]:
+        """The buffers a checkpoint holds, by the first part of their tensors' names."""
+        low = {dtype: m for dtype, m in self.masters.items() if dtype not in FULL}
+        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "master": low}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Moments, and float32 copies of lower weights, as `kind.weight`; views, not copies."""
+        self.require_awake()
+        return {
+            f"{kind}.{name}": self.flat.view(name, buffers[slot.dtype])
+            for kind, buffers in self.kinds().items()
+            for name, slot in self.flat.slots.items()
+            if slot.dtype in buffers
+        }
+
+    def shards(self) -> dict[str, Shard]:
+        """The state by the names of `tensors()`, each whole."""
+        return whole_shards(self.tensors())
+
+    def trained_names(self) -> frozenset[str]:
+        """The names of the state that training changes: all of them."""
+        return frozenset(
+            f"{kind}.{name}"
+            for kind, buffers in self.kinds().items()
+            for name, slot in self.flat.slots.items()
+            if slot.dtype in buffers
+        )
+
+    def sleep(self) -> None:
+        """Move the state to the host and drop the gradients."""
+        self.require_awake()
+        self.release_gradients()
+        self._host = to_host(self.state_buffers())
+        free(self.state_buffers())
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Bring the state back to the device."""
+        if self.asleep:
+            restore(self.state_buffers(), self._host)
+            self._host, self.asleep = [], False
+
+    def state_buffers(self) -> list[Tensor]:
+        """Every buffer of the state, the model's own weights not among them."""
+        return [buffer for buffers in self.kinds().values() for buffer in buffers.values()]
+
+    def require_awake(self) -> None:
+        """Raise RunError while the state is on the host."""
+        if self.asleep:
+            what = f"the optimizer of model {self.model.name!r} is asleep"
+            raise RunError(Finding(code="E506", what=what, fix="wake it first"))
+
+    def num_bytes(self) -> int:
+        """Bytes of the state when awake, and of the gradients during a step."""
+        state = sum(buffer.numel() * buffer.element_size() for buffer in self.state_buffers())
+        return state + sum(
+            buffer.numel() * (buffer.element_size() if dtype in FULL else 6)
+            for dtype, buffer in self.flat.buffers.items()
+        )

@@ -1,0 +1,146 @@
+"""The embedded rollout engine: it generates with a model that lies in this process.
+
+Every prompt is prefilled once for its samples, rows are dropped when they end. This file
+knows neither rewards nor updates.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rlflow.batch import lengths
+from rlflow.contract.values import Generation, Reach, SampleKey, Sampling, SleepMode
+from rlflow.engines.hf.generate.decoding import Decoding, PlainDecoding, Responses
+from rlflow.engines.hf.generate.speculative import Draft, SpeculativeDecoding, require_drafter
+from rlflow.engines.hf.models import TorchModel
+from rlflow.errors import Finding, RunError
+
+EVERYTHING = Reach()
+
+
+class TorchRollout:
+    """Generates with `model`, which may be the one being trained."""
+
+    def __init__(self, model: TorchModel) -> None:
+        self.model = model
+        self._abort = threading.Event()
+        names = ("prompt_tokens", "new_tokens", "decode_passes", "drafted", "accepted")
+        self._stats = dict.fromkeys(names, 0.0)
+        self._open: dict[SampleKey, Decoding] = {}
+
+    def generate(
+        self,
+        prompts: Tensor,
+        sampling: Sampling,
+        key: SampleKey,
+        sample_ids: Tensor,
+        reach: Reach = EVERYTHING,
+        draft: Draft | None = None,
+    ) -> Generation:
+        """Draw `sampling.n` responses to each of `prompts` (ragged int64 `[prompts, j]`).
+
+        Rows are prompt-major: row p * n + s is sample s of prompt p, and `sample_ids` int64
+        `[prompts * n]` names each. Log-probs are of the whole distribution at the sampling
+        temperature. Between the pieces of a `reach` the cache stays as it is, and the weights
+        have to. With a `draft` the tokens are the same, in fewer passes of the model. Raises
+        RunError for a prompt that leaves no room for `max_new_tokens` in the model's context,
+        for a drafter that does not fit, and while a model is asleep.
+        """
+        if not reach.piece:
+            self._abort.clear()
+        self.model.require_ready()
+        if not len(sample_ids):
+            none = sample_ids.new_empty(0) if reach.pieces > 1 else None
+            return self.responses(sampling, key, sample_ids, reach).result(none)
+        with torch.inference_mode():
+            decoding = self._open.pop(key, None) if reach.piece else None
+            if decoding is None:
+                decoding = self._begun(prompts, sampling, key, sample_ids, reach, draft)
+            rows = None
+            if reach.pieces == 1:
+                decoding.run()
+            else:
+                rows = decoding.piece(reach.piece, reach.pieces)
+                if reach.piece + 1 < reach.pieces:
+                    self._open[key] = decoding
+        made = decoding.responses.result(rows)
+        self._stats["new_tokens"] += float(lengths(made.response_tokens).sum())
+        for name, count in decoding.spent().items():
+            self._stats[name] += count
+        return made
+
+    def _begun(
+        self,
+        prompts: Tensor,
+        sampling: Sampling,
+        key: SampleKey,
+        sample_ids: Tensor,
+        reach: Reach,
+        draft: Draft | None,
+    ) -> Decoding:
+        """A generation whose prompts are prefilled."""
+        if reach.piece:
+            raise AssertionError(f"piece {reach.piece} of a generation that has not begun")
+        sizes = lengths(prompts)
+        self.require_room(sizes, sampling, reach)
+        if draft is not None and not draft.tokens:
+            draft = None
+        if draft is not None:
+            require_drafter(draft.model, self.model, sizes, sampling, reach)
+        self._stats["prompt_tokens"] += float(sizes.sum())
+        responses = self.responses(sampling, key, sample_ids, reach)
+        if draft is None:
+            return PlainDecoding(self.model, prompts, sizes, responses, self.stopped)
+        return SpeculativeDecoding(self.model, draft, prompts, sizes, responses, self.stopped)
+
+    def responses(
+        self, sampling: Sampling, key: SampleKey, sample_ids: Tensor, reach: Reach
+    ) -> Responses:
+        """Rows without tokens."""
+        return Responses(sampling, key, sample_ids, reach, self.model.device)
+
+    def stopped(self) -> bool:
+        """Whether the generation in flight was aborted."""
+        return self._abort.is_set()
+
+    def require_room(self, sizes: Tensor, sampling: Sampling, reach: Reach) -> None:
+        """Raise RunError, naming the longest prompt, where one does not fit."""
+        context = self.model.context
+        if context is None or not len(sizes):
+            return
+        longest = int(sizes.argmax())
+        size = int(sizes[longest]) - reach.first
+        if size + sampling.max_new_tokens > context:
+            raise RunError(
+                Finding(
+                    code="E505",
+                    what=f"prompt {longest} is too long for model {self.model.name!r}",
+                    got=f"{size} prompt tokens + {sampling.max_new_tokens} new tokens",
+                    expected=f"at most {context}, the model's context",
+                    fix=f"max_new_tokens={context - size}" if size < context else "",
+                )
+            )
+
+    def update_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Copy new weights in place; see `TorchModel.load_tensors`."""
+        self.model.load_tensors(tensors, version)
+
+    def sleep(self, mode: SleepMode = "offload") -> None:
+        """Free the device memory of the weights; a cache lives only within `generate`."""
+        self.model.sleep(mode)
+
+    def wake(self) -> None:
+        """Bring the memory of the weights back."""
+        self.model.wake()
+
+    def abort(self) -> None:
+        """Stop the generation now in flight after its current token, from any thread."""
+        self._abort.set()
+
+    def stats(self) -> Mapping[str, float]:
+        """Counters since the engine was made, tokens drafted and accepted among them."""
+        return dict(self._stats)

@@ -1,0 +1,238 @@
+"""Making a `ShardedModel`: cut by tensor parallelism, shared out by FSDP2, filled, checked.
+
+Layers are cut first (`tensor_parallel`), then every decoder layer's parameters, and the rest,
+are shared out along `fsdp` and repeated along `replicate` by torch's `fully_shard` (Zhao et
+al., "PyTorch FSDP", arXiv:2304.11277; hybrid sharding is its section 3.2.2). Gradients are sums
+over the ranks that see different rows. This file knows neither training nor sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from rlflow.contract.values import Head
+from rlflow.engines.hf.forward import attention
+from rlflow.engines.hf.forward.attention import AttentionState
+from rlflow.engines.hf.forward.fused import EXACT
+from rlflow.engines.hf.heads import find_stored_head
+from rlflow.engines.hf.loading import (
+    Init,
+    auto,
+    check_layers,
+    check_outputs,
+    check_path,
+    forward_differences,
+    plain_outputs,
+    quiet_transformers,
+    read,
+    use_packed_attention,
+)
+from rlflow.engines.hf.lora import AdapterSpec, adapt
+from rlflow.engines.hf.models import TorchModel, ValueModel
+from rlflow.engines.hf.recompute import decoder_layers, recompute_layers
+from rlflow.engines.hf.sharded.forwards import replace_cut_forwards, restore_cut_forwards
+from rlflow.engines.hf.sharded.loading import fill_all, materialize, skeleton
+from rlflow.engines.hf.sharded.mesh import MeshRanks
+from rlflow.engines.hf.sharded.model import ShardedModel
+from rlflow.engines.hf.sharded.tensor_parallel import Cut, Split, parallelize
+from rlflow.errors import Finding, UsageError
+from rlflow.modelfiles.families import cutting_finding, family_of, sharding_finding
+
+__all__ = ["ShardedModel", "load_sharded"]
+
+
+def load_sharded(
+    path: str,
+    *,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    head: Head = "lm",
+    seed: int = 0,
+    init: Init = "weights",
+    trained: bool,
+    recompute: bool = False,
+    name: str = "",
+    lora: AdapterSpec | None = None,
+    fresh_head: bool = True,
+) -> ShardedModel:
+    """Load this rank's shards of a causal language model, or of its body with a value head.
+
+    All ranks of `mesh`, with axes `replicate`, `fsdp` and `tp`, call it alike. Options are
+    those of `load_model`, and the weights those that it would load. Weights that are `trained`
+    and of a `dtype` below float32 are kept in float32, and computed with in `dtype`. Raises
+    UsageError as `load_model` does, and for a model that cannot be cut over `tp` ranks.
+    """
+    check_path(path, init)
+    ranks = MeshRanks(mesh, torch.device(device))
+    with quiet_transformers():
+        attention.register_attention()
+        config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
+        check_layers(path, config)
+        check_family(path, config, cut=ranks.sizes["tp"] > 1)
+        stored = None
+        if head == "value" and init == "weights":
+            stored = find_stored_head(path, config, fresh=fresh_head)
+        module = read(path, lambda: skeleton(path, config, head, dtype, stored))
+    adapters = None if lora is None else adapt(module, lora, seed)
+    if not trained:
+        module.requires_grad_(False)
+    split = parallelize(module, config, mesh["tp"], path) if ranks.sizes["tp"] > 1 else None
+    cuts = named_cuts(module, split)
+    share_out(module, ranks, dtype, trained)
+    materialize(module, ranks.device)
+    module.eval()
+    model = ShardedModel(
+        module, config, head=head, name=name or path, ranks=ranks, dtype=dtype, cuts=cuts,
+        adapters=adapters,
+    )  # fmt: skip
+    with quiet_transformers():
+        read(
+            path,
+            lambda: fill_all(
+                model.shards(), model, path, seed=seed, init=init, fresh_head=fresh_head
+            ),
+        )
+    plain = plain_outputs(HiddenStates(module), config, head)
+    model.settle()
+    with quiet_transformers():
+        use_packed_attention(module, path)
+    _check(model, plain, split)
+    if recompute:
+        recompute_layers(module)
+    return model
+
+
+def check_family(path: str, config: Any, *, cut: bool) -> None:
+    """Refuse a family of models that several ranks cannot hold, or that cannot be `cut`."""
+    family, kind = family_of(config.to_dict()), config.get_text_config().model_type
+    found = cutting_finding(path, family, kind) if cut else sharding_finding(path, family)
+    if found is not None:
+        raise UsageError(found)
+
+
+def named_cuts(module: nn.Module, split: Split | None) -> dict[str, Cut]:
+    """Which parameters are parts of larger ones."""
+    known = {} if split is None else split.cuts
+    return {name: known[id(p)] for name, p in module.named_parameters() if id(p) in known}
+
+
+def share_out(module: nn.Module, ranks: MeshRanks, dtype: torch.dtype, trained: bool) -> None:
+    """Shard the parameters of a module on the meta device along `fsdp`, layer by layer.
+
+    Replicas of a frozen model need nothing of each other, nor does one rank in float32.
+    """
+    low = trained and dtype not in EXACT
+    alone = ranks.sizes["fsdp"] == 1 and (not trained or ranks.sizes["replicate"] == 1)
+    if alone and not low:
+        return
+    if low:
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+    hybrid = ranks.sizes["replicate"] > 1
+    options: dict[str, Any] = {
+        "mesh": ranks.mesh["replicate", "fsdp"] if hybrid else ranks.mesh["fsdp"],
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=dtype if low else None, reduce_dtype=torch.float32 if low else None
+        ),
+    }
+    parts = [*decoder_layers(module).values(), module]
+    for part in parts:
+        fully_shard(part, **options)
+    for part in parts:
+        assert isinstance(part, FSDPModule)
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+    module.forward = opaque(module.forward)
+
+
+def opaque(forward: Any) -> Any:
+    """A root's forward whose output FSDP does not look into.
+
+    It would hook on to the logits to fetch the root's parameters before the backward pass, for
+    which it has kept them; and warn where they are a view of another tensor.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Logits:
+        return Logits(forward(*args, **kwargs).logits)
+
+    return call
+
+
+class Logits:
+    """The output of a model."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class HiddenStates(nn.Module):
+    """A module, or one with a value head as if it had none, called through its root."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inner = module
+
+    def forward(self, logits_to_keep: Tensor | int = 0, **inputs: Any) -> Any:
+        """The module's output; in the place of values a value model's hidden states."""
+        with headless(self.inner):
+            return self.inner(logits_to_keep=logits_to_keep, **inputs)
+
+
+@contextmanager
+def headless(module: nn.Module) -> Iterator[None]:
+    """A value model's head lets hidden states through within the block."""
+    if not isinstance(module, ValueModel):
+        yield
+        return
+    head: Any = module.value_head
+    before = vars(head).pop("forward", None)
+    head.forward = lambda hidden: hidden
+    try:
+        yield
+    finally:
+        del head.forward
+        if before is not None:
+            head.forward = before
+
+
+class Checked:
+    """A sharded model as the check of a loaded model sees one."""
+
+    def __init__(self, model: ShardedModel) -> None:
+        self.module = HiddenStates(model.module)
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def logits(
+        self, tokens: Tensor, positions: Tensor, state: AttentionState, keep: Tensor | None
+    ) -> Tensor:
+        """See `HiddenStates`."""
+        with headless(self.model.module):
+            return self.model.logits(tokens, positions, state, keep)
+
+
+def _check(model: ShardedModel, plain: Tensor, split: Split | None) -> None:
+    """Put faster forwards in place, and take them back if a rank finds that they differ.
+
+    Raises UsageError on all ranks where outputs differ from the plain ones on any.
+    """
+    seen = cast("TorchModel", Checked(model))
+    replace_cut_forwards(model.module, split, model.dtype)
+    if not model.ranks.most(len(forward_differences(seen, plain))):
+        return
+    restore_cut_forwards(model.module, split, model.dtype)
+    if model.ranks.most(len(forward_differences(seen, plain))):
+        check_outputs(seen, plain)
+        what = f"model {model.name!r} computes something else when its rows are packed"
+        raise UsageError(Finding(code="E504", what=what, got="a difference on another rank"))

@@ -1,0 +1,216 @@
+"""A model of which this process holds shards: along `fsdp` of parameters, along `tp` of layers.
+
+The module is one that `sharded` made; its parameters lie in this process as the pieces that
+`shards()` names. This file knows neither how it is filled nor optimizers nor sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from rlflow.contract.values import Head, Shard, SleepMode
+from rlflow.engines.hf.flat import free, to_host
+from rlflow.engines.hf.forward.attention import AttentionState
+from rlflow.engines.hf.lora import DOWN, UP, Adapters, is_adapter
+from rlflow.engines.hf.models import TorchModel
+from rlflow.engines.hf.sharded.mesh import MeshRanks, chunk
+from rlflow.engines.hf.sharded.tensor_parallel import Cut
+
+
+class ShardedModel(TorchModel):
+    """A module over the ranks of a mesh; `version` counts the updates its weights have seen.
+
+    Every rank of the mesh calls `logits` equally often, those of one row part with the same
+    tokens. Weights computed with in `dtype` may be kept in float32. `cuts` says which part of
+    a parameter, by name, this rank's layers have.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Any,
+        *,
+        head: Head,
+        name: str,
+        ranks: MeshRanks,
+        dtype: torch.dtype,
+        cuts: Mapping[str, Cut],
+        adapters: Adapters | None = None,
+    ) -> None:
+        self.module = module
+        self.config = config
+        self.head = head
+        self.name = name
+        self.version = 0
+        self.adapters = adapters
+        self.layers = None
+        self.state = "ready"
+        self.ranks = ranks
+        self.cuts = cuts
+        self.parameters = dict(module.named_parameters())
+        self._dtype = dtype
+        self._host: list[Tensor] = []
+        self._gathered = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the model computes in."""
+        return self._dtype
+
+    def logits(
+        self, tokens: Tensor, positions: Tensor, attention: AttentionState, keep: Tensor | None
+    ) -> Tensor:
+        """See `TorchModel.logits`; all ranks of the mesh take part, each with its own rows."""
+        logits = super().logits(tokens, positions, attention, keep)
+        if not torch.is_grad_enabled():
+            self.settle()
+        return logits
+
+    def settle(self) -> None:
+        """Free the whole parameters that a forward without backward leaves behind."""
+        if isinstance(self.module, FSDPModule) and not self._gathered:
+            getattr(self.module, "reset_iter_state", self.module.reshard)()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Keep all parameters of this rank's layers whole within the block.
+
+        Takes the memory of the whole model, divided along `tp` only. All ranks along `fsdp`
+        take part at the start; within, they need not keep step.
+        """
+        parts = [part for part in self.module.modules() if isinstance(part, FSDPModule)]
+        for part in parts:
+            part.unshard()
+            part.set_reshard_after_forward(False, recurse=False)
+        self._gathered = True
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.set_reshard_after_forward(part is not self.module, recurse=False)
+            self._gathered = False
+            self.settle()
+
+    def reduce_over_replicas(self, wanted: bool) -> None:
+        """Whether the next backward pass adds up gradients over replicas, or leaves that."""
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_all_reduce(wanted)
+
+    def shards(self) -> dict[str, Shard]:
+        """The pieces of the weights that this rank has, by name; views of the live storage.
+
+        Tied weights appear once. Usable to fill an empty model; RunError while asleep.
+        """
+        self.require_awake()
+        return self.pieces({name: local(p) for name, p in self.parameters.items()})
+
+    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
+        """Tensors laid out like this rank's pieces of the weights of the same names."""
+        return {name: self.piece(name, tensor) for name, tensor in tensors.items()}
+
+    def piece(self, name: str, tensor: Tensor) -> Shard:
+        """One of them."""
+        return _local_piece(self.parameters[name], tensor, self.cuts.get(name), self.ranks)
+
+    def all_tensors(self) -> dict[str, Tensor]:
+        """The pieces that this rank has by name, whatever the state."""
+        return {name: local(parameter) for name, parameter in self.parameters.items()}
+
+    def trained_names(self) -> frozenset[str]:
+        """The names of the weights that training changes."""
+        return frozenset(self.parameters) if self.adapters is None else self.adapters.names
+
+    def merged_tensors(self) -> dict[str, Tensor]:
+        """The pieces of the plain model's weights, by its names; all ranks take part.
+
+        Views of the live storage but for adapted weights, which are new tensors.
+        """
+        self.require_ready()
+        tensors = {name: t for name, t in self.all_tensors().items() if not is_adapter(name)}
+        for layer in () if self.adapters is None else self.adapters.layers:
+            name = f"{layer}.weight"
+            tensors[name] = self.merged(tensors[name], name, layer)
+        return tensors
+
+    def merged(self, weight: Tensor, name: str, layer: str) -> Tensor:
+        """The piece of one adapted weight, W + scale B A, added in float32 at least."""
+        assert self.adapters is not None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        down, up = (_gathered(self.parameters[layer + part]).to(wide) for part in (DOWN, UP))
+        rows = slice(0, len(weight))
+        if isinstance(self.parameters[name], DTensor):
+            size = len(self.parameters[name])
+            rows = slice(*chunk(size, self.ranks.sizes["fsdp"], self.ranks.place("fsdp")))
+        return (weight.to(wide) + self.adapters.scale * (up[rows] @ down)).to(weight.dtype)
+
+    def sleep(self, mode: SleepMode = "offload") -> None:
+        """Free the device memory, as `TorchModel.sleep` does."""
+        self.require_ready()
+        self.settle()
+        self._host = to_host(self.buffers() if mode == "offload" else self.frozen_buffers())
+        self.state = "offloaded" if mode == "offload" else "discarded"
+        free(self.buffers())
+
+    def buffers(self) -> list[Tensor]:
+        """The storage of this rank's pieces as bytes, those of frozen weights first."""
+        return [*self.frozen_buffers(), *self.storages(self.trained_names())]
+
+    def frozen_buffers(self) -> list[Tensor]:
+        """The storage of what training does not change."""
+        return self.storages(self.parameters.keys() - self.trained_names())
+
+    def storages(self, names: Collection[str]) -> list[Tensor]:
+        """The storage of some weights, in the model's order, each as one tensor of bytes."""
+        return [storage for name, storage in self._storages.items() if name in names]
+
+    @cached_property
+    def _storages(self) -> dict[str, Tensor]:
+        return {name: storage_of(tensor) for name, tensor in self.all_tensors().items()}
+
+    def num_bytes(self) -> int:
+        """Bytes of this rank's pieces when awake."""
+        tensors = self.all_tensors().values()
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """What this process holds of a parameter, or of its gradient."""
+    with torch.no_grad():
+        held = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    found: Tensor = held
+    return found
+
+
+def _gathered(parameter: Tensor) -> Tensor:
+    """A parameter of this rank's layers whole; all ranks along `fsdp` take part."""
+    with torch.no_grad():
+        held = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+    found: Tensor = held
+    return found
+
+
+def storage_of(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage as bytes, `[bytes]`."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def _local_piece(parameter: Tensor, tensor: Tensor, cut: Cut | None, ranks: MeshRanks) -> Shard:
+    """Which piece of the whole parameter a tensor is that lies like `parameter` on this rank."""
+    shape = list(parameter.shape)
+    box = [(0, size) for size in shape]
+    if isinstance(parameter, DTensor):
+        box[0] = chunk(shape[0], ranks.sizes["fsdp"], ranks.place("fsdp"))
+    if cut is not None:
+        start, stop = box[cut.dim]
+        box[cut.dim] = (cut.start + start, cut.start + stop)
+        shape[cut.dim] = cut.size
+    return Shard(shape=tuple(shape), box=tuple(box), tensor=tensor)

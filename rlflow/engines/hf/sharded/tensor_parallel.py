@@ -1,0 +1,359 @@
+"""Tensor parallelism: every rank holds a part of each layer, by the model's own plan.
+
+Projections into heads and hidden units are cut by columns, those back by rows, the embedding
+and the language-model head by vocabulary (Shoeybi et al., "Megatron-LM", arXiv:1909.08053,
+section 3). A rank's part is an ordinary, smaller parameter; what is cut where is in `Split`.
+This file knows how a layer is cut and computed, neither rows nor optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from rlflow.engines.hf.forward.kernels import linear, low_rank
+from rlflow.engines.hf.lora import AdaptedLinear
+from rlflow.engines.hf.sharded.mesh import chunk
+from rlflow.errors import Finding, UsageError
+from rlflow.modelfiles.families import uncut
+
+Role = Literal["columns", "rows", "whole_columns", "vocabulary", "shared"]
+
+# What transformers' plans call the ways of cutting a layer.
+ROLES: dict[str, Role] = {
+    "colwise": "columns",
+    "rowwise": "rows",
+    "colwise_gather_output": "whole_columns",
+    "colwise_rep": "whole_columns",
+    "replicated_with_grad_allreduce": "shared",
+}
+# The plan of the Llama family, for a config that brings none.
+FAMILY = {"llama", "mistral", "qwen2", "qwen3"}
+FAMILY_PLAN = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+    "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+
+
+class Copied(torch.autograd.Function):
+    """The same values on every rank; the gradient is the sum of the ranks'."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        """`x` itself."""
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Add up the ranks' gradients."""
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class Summed(torch.autograd.Function):
+    """The sum of the ranks' values; every rank has its gradient already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        """Add up `x` over the ranks."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The gradient itself."""
+        return grad, None
+
+
+class Gathered(torch.autograd.Function):
+    """The ranks' values side by side along the last dimension, `size` in all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, size: int) -> Tensor:
+        """`x [..., own part]`; ranks with a shorter part send it filled up."""
+        ranks = dist.get_world_size(group)
+        longest = chunk(size, ranks, 0)[1]
+        ctx.own = chunk(size, ranks, dist.get_rank(group))
+        filled = nn.functional.pad(x, (0, longest - x.shape[-1])).contiguous()
+        parts = [torch.empty_like(filled) for _ in range(ranks)]
+        dist.all_gather(parts, filled, group=group)
+        return torch.cat(parts, -1)[..., :size].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The part of the gradient that is this rank's."""
+        start, stop = ctx.own
+        return grad[..., start:stop].contiguous(), None, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A parameter's part: `start` to `stop` of the `size` that dimension `dim` has in all."""
+
+    dim: int
+    start: int
+    stop: int
+    size: int
+
+
+class _Style(ParallelStyle):
+    """What `parallelize_module` does to one layer of a plan."""
+
+    def __init__(self, split: Split, role: Role) -> None:
+        self.split = split
+        self.role = role
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.split.take(module, self.role)
+        return module
+
+
+class Standing:
+    """A layer with other tensors in the place of some of its own."""
+
+    def __init__(self, layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        self.layer = layer
+        vars(self).update(tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+
+class Split:
+    """One rank's parts of a model's layers over the one-dimensional `mesh`.
+
+    `roles` says how a layer is cut, `cuts` what a parameter, by its identity, is a part of.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.group = mesh.get_group()
+        self.size: int = mesh.size()
+        self.rank: int = mesh.get_local_rank()
+        self.roles: dict[nn.Module, Role] = {}
+        self.weights: dict[nn.Module, Cut] = {}
+        self.cuts: dict[int, Cut] = {}
+        # Whole parameters and their parts; a tied weight is cut once.
+        self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def take(self, layer: Any, role: Role) -> None:
+        """Replace a layer's parameters by this rank's parts, and its forward by one for them."""
+        self.roles[layer] = role
+        if role != "shared":
+            self.cut(layer, "weight", 1 if role == "rows" else 0)
+            self.weights[layer] = self.cuts[id(layer.weight)]
+        if role in ("columns", "whole_columns"):
+            self.cut(layer, "bias", 0)
+        if isinstance(layer, AdaptedLinear):
+            leaf, dim = ("lora_A", 1) if role == "rows" else ("lora_B", 0)
+            self.cut(layer, leaf, dim)
+        layer.forward = self.forward(layer)
+
+    def cut(self, layer: nn.Module, leaf: str, dim: int) -> None:
+        """Put this rank's part in the place of one parameter, which may be None."""
+        whole = getattr(layer, leaf)
+        if whole is None:
+            return
+        if id(whole) not in self._made:
+            shape = list(whole.shape)
+            start, stop = chunk(shape[dim], self.size, self.rank)
+            cut = Cut(dim=dim, start=start, stop=stop, size=shape[dim])
+            shape[dim] = stop - start
+            part = nn.Parameter(whole.new_empty(shape), requires_grad=whole.requires_grad)
+            self._made[id(whole)] = (whole, part)
+            self.cuts[id(part)] = cut
+        setattr(layer, leaf, self._made[id(whole)][1])
+
+    def forward(self, layer: Any) -> Callable[[Tensor], Tensor]:
+        """The forward of a layer that was cut, for inputs that every rank has whole."""
+        role = self.roles[layer]
+        if role == "vocabulary":
+            return partial(self.embed, layer)
+        if role == "shared":
+            return partial(self.shared, layer)
+        if role == "rows":
+            return partial(self.project, layer=layer)
+        return lambda x: self.project(self.copied(x), layer)
+
+    def copied(self, x: Tensor) -> Tensor:
+        """See `Copied`."""
+        if not torch.is_grad_enabled():
+            return x
+        output: Tensor = Copied.apply(x, self.group)  # type: ignore[no-untyped-call]
+        return output
+
+    def summed(self, x: Tensor) -> Tensor:
+        """See `Summed`."""
+        output: Tensor = Summed.apply(x, self.group)  # type: ignore[no-untyped-call]
+        return output
+
+    def project(self, x: Tensor, layer: Any) -> Tensor:
+        """A linear layer's output for `x [..., in]`; by columns, `x` must be a `copied` one.
+
+        By columns the output is this rank's part of the features, by rows the sum over the
+        ranks, whose parts of the features `x` is.
+        """
+        role = self.roles[layer]
+        bias = None if role == "rows" else layer.bias
+        own: Any = SimpleNamespace(weight=layer.weight, bias=bias, out_features=len(layer.weight))
+        output = linear(x, own)
+        if isinstance(layer, AdaptedLinear) and layer.adapters.active:
+            output = output + self.change(x, layer).view(output.shape)
+        if role == "rows":
+            output = self.summed(output)
+            return output if layer.bias is None else output + layer.bias
+        if role == "columns":
+            return output
+        size = self.weights[layer].size
+        whole: Tensor = Gathered.apply(output, self.group, size)  # type: ignore[no-untyped-call]
+        return whole
+
+    def change(self, x: Tensor, layer: AdaptedLinear) -> Tensor:
+        """What this rank's part of an adapter adds for `x [..., in]`, `[rows, out]`."""
+        down, up = layer.lora_A, layer.lora_B
+        rows = x.reshape(-1, x.shape[-1])
+        if self.roles[layer] == "rows":
+            return low_rank(rows, down, self.copied(up), layer.adapters.scale)
+        return low_rank(rows, self.copied(down), up, layer.adapters.scale)
+
+    def embed(self, layer: nn.Embedding, tokens: Tensor) -> Tensor:
+        """Embeddings of `tokens`, of which this rank has a part of the vocabulary."""
+        cut = self.weights[layer]
+        own = (tokens >= cut.start) & (tokens < cut.stop)
+        padding = layer.padding_idx
+        if padding is not None:
+            padding = padding - cut.start if cut.start <= padding < cut.stop else None
+        places = (tokens - cut.start).masked_fill(~own, 0)
+        found = nn.functional.embedding(places, layer.weight, padding)
+        return self.summed(found * own[..., None])
+
+    def shared(self, layer: Any, x: Tensor) -> Tensor:
+        """The layer's own forward; each rank has the gradients of its part of the heads."""
+        standing = Standing(layer, {"weight": self.copied(layer.weight)})
+        output: Tensor = type(layer).forward(standing, x)
+        return output
+
+
+def parallelize(module: nn.Module, config: Any, mesh: DeviceMesh, name: str) -> Split:
+    """Cut a model on the meta device over the ranks of `mesh`, by its own plan or the family's.
+
+    Raises UsageError, naming the model, where there is no plan, where the plan has a way of
+    cutting that is not known here, or where heads or layers do not divide.
+    """
+    split = Split(mesh)
+    plan = layer_roles(module, config, name)
+    findings = [*undivided_heads(config, split.size, name)]
+    for layer, role in plan.items():
+        findings += undivided(layer, module.get_submodule(layer), role, split.size)
+    if findings:
+        raise UsageError(*findings)
+    styles: dict[str, ParallelStyle] = {layer: _Style(split, role) for layer, role in plan.items()}
+    parallelize_module(module, mesh, styles)
+    return split
+
+
+def layer_roles(module: nn.Module, config: Any, name: str) -> dict[str, Role]:
+    """How each layer that is cut is cut, by its name in `module`."""
+    inner: Any = getattr(module, "body", module)
+    base = inner.base_model
+    prefix = next(known for known, part in module.named_modules() if part is base)
+    text = config.get_text_config()
+    own = getattr(text, "base_model_tp_plan", None)
+    if own is None and text.model_type in FAMILY:
+        own = FAMILY_PLAN
+    if not own:
+        raise UsageError(no_plan(name, text.model_type, "no plan for tensor parallelism"))
+    unknown = sorted({way for way in own.values() if way not in ROLES})
+    if unknown:
+        raise UsageError(no_plan(name, text.model_type, ", ".join(unknown)))
+    patterns = {f"{prefix}.{key}".lstrip("."): way for key, way in own.items()}
+    found = {
+        layer: ROLES[way]
+        for layer, _ in module.named_modules()
+        for pattern, way in patterns.items()
+        if matches(layer, pattern)
+    }
+    return found | vocabulary_roles(module, inner)
+
+
+def matches(layer: str, pattern: str) -> bool:
+    """Whether a name fits a pattern in which `*` stands for one part of a name."""
+    parts, wanted = layer.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(
+        want in ("*", part) for part, want in zip(parts, wanted, strict=True)
+    )
+
+
+def vocabulary_roles(module: nn.Module, inner: Any) -> dict[str, Role]:
+    """The embedding, and the head on it, where both can be cut by vocabulary."""
+    names = {part: known for known, part in module.named_modules()}
+    embedding, head = inner.get_input_embeddings(), inner.get_output_embeddings()
+    if type(embedding) is not nn.Embedding or type(head) not in (nn.Linear, type(None)):
+        return {}
+    found: dict[str, Role] = {names[embedding]: "vocabulary"}
+    if head is not None:
+        found[names[head]] = "whole_columns"
+    return found
+
+
+def no_plan(name: str, kind: str, got: str) -> Finding:
+    """What is wrong with an architecture that nobody says how to cut."""
+    return uncut(name, kind, got, "a plan made of " + ", ".join(sorted(ROLES)))
+
+
+def undivided_heads(config: Any, ranks: int, name: str) -> list[Finding]:
+    """Numbers of heads that `ranks` does not divide."""
+    text = config.get_text_config()
+    counts = {
+        key: getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads")
+    }
+    return [
+        Finding(
+            code="E522",
+            what=f"tp={ranks} does not divide the {key} of model {name!r}",
+            got=str(count),
+            expected=f"a multiple of {ranks}",
+        )
+        for key, count in counts.items()
+        if count is not None and count % ranks
+    ]
+
+
+def undivided(layer: str, module: Any, role: Role, ranks: int) -> list[Finding]:
+    """What is wrong with a layer of which some rank would have another part, or none."""
+    if role == "shared":
+        return []
+    size = module.weight.shape[1 if role == "rows" else 0]
+    if role in ("columns", "rows"):
+        wrong = size % ranks != 0
+    else:
+        wrong = chunk(size, ranks, ranks - 1)[0] == size
+    if not wrong:
+        return []
+    return [
+        Finding(
+            code="E522",
+            what=f"tp={ranks} does not divide layer {layer!r}",
+            got=f"{size} {'inputs' if role == 'rows' else 'outputs'}",
+            expected=f"a multiple of {ranks}",
+        )
+    ]

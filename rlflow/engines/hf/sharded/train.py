@@ -1,0 +1,98 @@
+"""Training over the ranks of a mesh: every rank gives its own rows, and gets the sum's gradients.
+
+Ranks that share parameters must make equally many passes, so those with fewer micro-batches,
+or no rows, pass a single token whose gradient is zero. This file knows no algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.batch import Batch, lengths
+from rlflow.contract.values import LossFunction, StepResult, Temperature
+from rlflow.engines.hf.sharded.model import ShardedModel
+from rlflow.engines.hf.sharded.optim import ShardedAdamW
+from rlflow.engines.hf.train import TrainEngine, add_metrics, one_token
+
+
+class ShardedTrainEngine(TrainEngine):
+    """Computes with the ranks that hold `model`; the results are those of one rank with all rows.
+
+    Every rank of the mesh calls `forward` and `step` with the rows of its row part; ranks of
+    one part give the same rows.
+    """
+
+    model: ShardedModel
+    steps_with = ShardedAdamW
+
+    def passes(self, own: int) -> int:
+        """As many as the rank makes that has most."""
+        return self.model.ranks.most(own)
+
+    def step(
+        self,
+        batch: Batch,
+        loss_fn: LossFunction,
+        *,
+        outputs: Collection[str],
+        temperature: float,
+        max_grad_norm: float | None,
+    ) -> StepResult:
+        """See `TrainEngine.step`; `loss_fn` is called with micro-batches of this rank's own rows.
+
+        Metrics, the gradient's norm and whether the step was applied are of all ranks' rows, and
+        equal on every rank.
+        """
+        self.require_optimizer().zero_grad()
+        micros = [micro for _, micro in self.micro_batches(batch) if len(micro)]
+        passes = max(1, self.passes(len(micros)))
+        total: dict[str, Tensor] = {}
+        for number in range(passes):
+            self.model.reduce_over_replicas(number + 1 == passes)
+            if number < len(micros):
+                add_metrics(total, self.backward(micros[number], loss_fn, outputs, temperature))
+            else:
+                self.backward(one_token(batch), None, outputs, temperature)
+        return self.finish(self.metrics(total), max_grad_norm)
+
+    def backward(
+        self,
+        micro: Batch,
+        loss_fn: LossFunction | None,
+        outputs: Collection[str],
+        temperature: float,
+    ) -> dict[str, Tensor]:
+        """Add a micro-batch's gradients, of zero where nothing depends on it; its metrics."""
+        with torch.enable_grad():
+            found = self.compute(micro, outputs, temperature)
+            metrics: dict[str, Tensor] = {}
+            if loss_fn is not None:
+                loss, metrics = loss_fn(found, micro)
+                metrics = {"loss": loss, **metrics}
+            if loss_fn is not None and loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+            else:
+                values = tuple(each for each in found.values() if each.requires_grad)
+                torch.autograd.backward(values, tuple(torch.zeros_like(v) for v in values))
+        return metrics
+
+    def compute(
+        self, batch: Batch, outputs: Collection[str], temperature: Temperature, top_k: int = 0
+    ) -> dict[str, Tensor]:
+        """One forward pass, also where there is no response token."""
+        if int(lengths(batch["response_tokens"]).sum()):
+            return super().compute(batch, outputs, temperature, top_k)
+        found = super().compute(one_token(batch), outputs, temperature, top_k)
+        return {name: values[:0] for name, values in found.items()}
+
+    def metrics(self, own: dict[str, Tensor]) -> dict[str, float]:
+        """The metrics of all rows, of those of every part's rows."""
+        parts = self.model.ranks.gather({name: float(value) for name, value in own.items()})
+        total: dict[str, Any] = {}
+        for part in parts:
+            add_metrics(total, {n: torch.tensor(v, dtype=torch.float64) for n, v in part.items()})
+        return {name: float(value) for name, value in total.items()}

@@ -1,0 +1,1 @@
+"""An engine behind a socket, as the worker beside it sees it."""

@@ -1,0 +1,146 @@
+"""The rows of one generation as an engine answers them, in any order, over at most two engines.
+
+Which rows a piece has follows from their tokens alone: the shortest first, of equal ones the
+first. A row's place is settled once no row that still grows can come before it. This file knows
+neither models nor how an engine is asked.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.batch import ragged
+from rlflow.contract.values import Generation
+from rlflow.engines.process.client.link import LostError, PendingRequest
+from rlflow.graph.rules.completion_order import ended_rows
+
+# What is answered for a row that was not made.
+NOTHING: dict[str, Any] = {
+    "tokens": b"",
+    "log_probs": b"",
+    "reason": "abort",
+    "cached": 0,
+    "versions": (),
+}
+
+
+class Rows:
+    """What has come of `count` rows; `ask(rows)` asks the engine for some of them.
+
+    `stopped` says whether the generation was aborted, `give_up(reason)` makes the error of a
+    second loss.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        ask: Callable[[list[int]], PendingRequest],
+        *,
+        stopped: Callable[[], bool],
+        give_up: Callable[[str], Exception],
+    ) -> None:
+        self.count = count
+        self.tokens: dict[int, array[int]] = {}
+        self.log_probs: dict[int, array[float]] = {}
+        self.finished: dict[int, bool] = {}
+        self.cached = 0
+        self.drafted = 0
+        self.accepted = 0
+        self.versions: set[str] = set()
+        self._grown = dict.fromkeys(range(count), 0)
+        self._given: set[int] = set()
+        self._ask = ask
+        self._stopped = stopped
+        self._give_up = give_up
+        self._losses = 0
+        self._call: PendingRequest | None = None
+
+    def piece(self, number: int, pieces: int) -> Tensor:
+        """The rows of a piece, int64 ascending; waits until they are settled."""
+        first, last = (ended_rows(self.count, done, pieces) for done in (number, number + 1))
+        while not self.settled(last - first):
+            self.advance()
+        made = self.ended()[: last - first]
+        self._given.update(made)
+        return torch.tensor(sorted(made), dtype=torch.int64)
+
+    def run(self) -> None:
+        """Wait until every row has ended."""
+        while self._grown:
+            self.advance()
+
+    def settled(self, rows: int) -> bool:
+        """Whether the next so many rows, in the order of their ends, are known."""
+        if rows == 0 or not self._grown:
+            return True
+        ended = self.ended()
+        if len(ended) < rows:
+            return False
+        last = ended[rows - 1]
+        end = (len(self.tokens[last]), last)
+        return all(end < (count + 1, row) for row, count in self._grown.items())
+
+    def ended(self) -> list[int]:
+        """The rows that have ended and are in no piece yet, the shortest first, then by number."""
+        rows = self.tokens.keys() - self._given
+        return sorted(rows, key=lambda row: (len(self.tokens[row]), row))
+
+    def advance(self) -> None:
+        """Take one message, and ask another engine for what is left of one that is lost."""
+        try:
+            if self._call is None:
+                self._call = self._ask(sorted(self._grown))
+            message = self._call.next()
+        except LostError as error:
+            self._lost(str(error))
+            return
+        if "counts" in message:
+            for row, count in message["counts"].items():
+                if row in self._grown:
+                    self._grown[row] = count
+        elif "row" in message:
+            self._take(message)
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        row = message["row"]
+        self.tokens[row] = array("q", message["tokens"])
+        self.log_probs[row] = array("f", message["log_probs"])
+        self.finished[row] = message["reason"] == "stop"
+        self.cached += message["cached"]
+        self.drafted += message.get("drafted", 0)
+        self.accepted += message.get("accepted", 0)
+        self.versions.update(message["versions"])
+        del self._grown[row]
+
+    def _lost(self, reason: str) -> None:
+        self._call = None
+        self._losses += 1
+        self._grown = dict.fromkeys(self._grown, 0)
+        if self._stopped():
+            for row in list(self._grown):
+                self._take({"row": row, **NOTHING})
+        elif self._losses > 1:
+            raise self._give_up(reason)
+
+    def result(self, rows: Tensor | None) -> Generation:
+        """All rows, or those of int64 `rows`, as ragged fields on the CPU."""
+        chosen = list(range(self.count)) if rows is None else rows.tolist()
+        sizes = torch.tensor([len(self.tokens[row]) for row in chosen], dtype=torch.int64)
+        return Generation(
+            response_tokens=ragged(_concatenated([self.tokens[row] for row in chosen], "q"), sizes),
+            log_probs=ragged(_concatenated([self.log_probs[row] for row in chosen], "f"), sizes),
+            finished=torch.tensor([self.finished[row] for row in chosen], dtype=torch.bool),
+            rows=rows,
+        )
+
+
+def _concatenated(parts: list[array[Any]], code: str) -> Tensor:
+    """Arrays of one type, one after the other: int64 for "q", float32 for "f"."""
+    whole = array(code, b"".join(part.tobytes() for part in parts))
+    dtype = torch.int64 if code == "q" else torch.float32
+    return torch.frombuffer(whole, dtype=dtype) if whole else torch.empty(0, dtype=dtype)

@@ -1,0 +1,67 @@
+"""Weights in memory that two processes see: flat bytes and a table of what lies where.
+
+The memory has no name in the file system, so nothing of it is left when its processes are gone.
+This file knows neither engines nor versions.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rlflow.engines.hf.flat import ALIGNMENT
+
+Entry = tuple[str, str, tuple[int, ...], int]
+
+
+class SharedWeights:
+    """Copies of `tensors`, whole and contiguous, in shared memory; `tensors` are views of it.
+
+    `table` has a row (name, dtype, shape, offset in bytes) for each, offsets on 64 bytes.
+    Another process maps `descriptor`, which it inherits.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, pinned: bool = False) -> None:
+        self.table: list[Entry] = []
+        end = 0
+        for name, tensor in tensors.items():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            self.table.append((name, kind, tuple(tensor.shape), end))
+            end = -(-(end + tensor.nbytes) // ALIGNMENT) * ALIGNMENT
+        self.size = max(end, ALIGNMENT)
+        self.descriptor = os.memfd_create("rlflow-weights")
+        weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, self.size)
+        self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, self.size), dtype=torch.uint8)
+        if pinned:
+            self._pin()
+        self.tensors = {
+            name: self._view(kind, shape, offset) for name, kind, shape, offset in self.table
+        }
+        for name, tensor in tensors.items():
+            self.tensors[name].copy_(tensor)
+
+    def piece(self, table: Sequence[Entry]) -> Tensor:
+        """The bytes of some weights, uint8, one after the other: a view where they lie so."""
+        begin, end = table[0][3], table[0][3]
+        for name, _, _, offset in table:
+            if offset != end:
+                flat = [self.tensors[entry[0]].reshape(-1).view(torch.uint8) for entry in table]
+                return torch.cat(flat)
+            end += self.tensors[name].nbytes
+        return self._bytes[begin:end]
+
+    def _view(self, kind: str, shape: tuple[int, ...], offset: int) -> Tensor:
+        dtype: torch.dtype = getattr(torch, kind)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return self._bytes[offset : offset + size].view(dtype).view(shape)
+
+    def _pin(self) -> None:
+        """Keep the pages where they are, so that a GPU copies to them by itself."""
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime.cudaHostRegister(self._bytes.data_ptr(), self.size, 0)

@@ -1,0 +1,107 @@
+"""Hashes of weights as SGLang makes them on a CPU, of weights under their Hugging Face names.
+
+SGLang keeps projections of one input as one matrix, cuts weights over the ranks of tensor
+parallelism and pads a vocabulary; the hash of a weight is the first eight bytes of SHA-256 over
+its bytes. This file knows no engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+VOCABULARY = ("embed_tokens", "lm_head")
+VOCABULARY_STEP = 64
+OUTPUTS = frozenset({*FUSED, *(part for parts in FUSED.values() for part in parts)})
+INPUTS = frozenset({"o_proj", "down_proj"})
+
+# A weight, a dimension, and where in it a part of the weight begins and ends.
+Piece = tuple[str, int, int, int]
+Layout = dict[str, tuple[list[Piece], int]]
+
+
+def weight_layout(
+    names: Iterable[str], staged: Mapping[str, Tensor], rank: int = 0, ranks: int = 1
+) -> Layout:
+    """Of a rank's weights: the pieces that each has, one after the other, and rows of zeros then.
+
+    A weight that is not known has no piece.
+    """
+    return {name: pieces(name, staged, rank, ranks) for name in names}
+
+
+def pieces(
+    name: str, staged: Mapping[str, Tensor], rank: int, ranks: int
+) -> tuple[list[Piece], int]:
+    """What a rank's weight is made of, cut as tensor parallelism cuts it, and rows of zeros.
+
+    Attention and feed-forward layers are cut by outputs, and what leads out of them by inputs
+    (Shoeybi et al. 2019, section 3), a vocabulary by rows; everything else is whole.
+    """
+    found = parts(name, staged)
+    _, _, module = ".".join(name.split(".")[:-1]).rpartition(".")
+    if module in VOCABULARY and found:
+        return vocabulary(found[0], len(staged[found[0]]), rank, ranks)
+    made: list[Piece] = []
+    for part in found:
+        shape = staged[part].shape
+        inputs = len(shape) - 1
+        if ranks > 1 and module in OUTPUTS:
+            made.append((part, 0, *share(shape[0], rank, ranks)))
+        elif ranks > 1 and module in INPUTS and inputs:
+            made.append((part, inputs, *share(shape[inputs], rank, ranks)))
+        else:
+            made.append((part, 0, 0, shape[0]))
+    return made, 0
+
+
+def vocabulary(part: str, size: int, rank: int, ranks: int) -> tuple[list[Piece], int]:
+    """A rank's rows of a vocabulary, which is filled with zeros until it divides."""
+    padded = -(-size // VOCABULARY_STEP) * VOCABULARY_STEP
+    if padded % ranks:
+        step = VOCABULARY_STEP * ranks
+        padded = -(-size // step) * step
+    start, stop = (min(end, size) for end in share(padded, rank, ranks))
+    return [(part, 0, start, stop)], padded // ranks - (stop - start)
+
+
+def share(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Where a rank's part of a side begins and ends."""
+    return size * rank // ranks, size * (rank + 1) // ranks
+
+
+def parts(name: str, staged: Mapping[str, Tensor]) -> list[str]:
+    """The weights that an engine's weight is made of."""
+    if name in staged:
+        return [name]
+    *front, module, kind = ["", *name.split(".")]
+    if module in VOCABULARY:
+        # A head that is tied to the embeddings has no weight of its own.
+        return [word for word in staged if word.endswith("embed_tokens.weight")]
+    made = [".".join([*front[1:], part, kind]) for part in FUSED.get(module, ())]
+    return made if all(part in staged for part in made) else []
+
+
+def hashes(
+    names: Iterable[str], staged: Mapping[str, Tensor], rank: int = 0, ranks: int = 1
+) -> dict[str, str]:
+    """The hashes that a rank's weights should have; "" for one that is not known."""
+    found = {}
+    for name, (made, extra) in weight_layout(names, staged, rank, ranks).items():
+        tensors = [staged[part].narrow(dim, start, stop - start) for part, dim, start, stop in made]
+        if extra:
+            tensors.append(tensors[0].new_zeros(extra, *tensors[0].shape[1:]))
+        found[name] = hashed(tensors) if tensors else ""
+    return found
+
+
+def hashed(tensors: Sequence[Tensor]) -> str:
+    """The hash of tensors on the CPU, one after the other, 16 hexadecimal digits."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.digest()[:8].hex()

@@ -1,0 +1,1 @@
+"""What a user writes besides models and placements: ops, engines, schedules, dispatch."""

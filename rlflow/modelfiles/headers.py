@@ -1,0 +1,55 @@
+"""Names and shapes of the tensors in safetensors files, from their headers."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+from rlflow.errors import Finding, UsageError
+
+Shape = tuple[int, ...]
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold a model's weights: those of its index, the one, or all there are."""
+    names = indexed_names(directory)
+    if names:
+        return [directory / name for name in names if (directory / name).is_file()]
+    single = directory / SINGLE
+    return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+
+
+def indexed_names(directory: Path) -> list[str]:
+    """The files that an index of weights names; none where there is no index."""
+    index = directory / INDEX
+    if not index.is_file():
+        return []
+    return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+
+
+def tensor_shapes(directory: Path) -> dict[str, Shape]:
+    """The shape of every tensor of a model by name; empty where it has no safetensors files.
+
+    Raises UsageError for a file that is none.
+    """
+    found: dict[str, Shape] = {}
+    for file in weight_files(directory):
+        found |= read_header(file)
+    return found
+
+
+def read_header(file: Path) -> dict[str, Shape]:
+    """The shapes that one file's header says. Raises UsageError where it is damaged."""
+    try:
+        with file.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(size))
+        return {k: tuple(e["shape"]) for k, e in header.items() if k != "__metadata__"}
+    except (struct.error, ValueError, KeyError, OverflowError, MemoryError) as error:
+        what = f"{file} is no safetensors file"
+        got = f"{type(error).__name__}: {error}"[:300]
+        raise UsageError(Finding(code="E205", what=what, got=got)) from None

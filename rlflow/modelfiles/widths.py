@@ -1,0 +1,230 @@
+"""Widths of decoders, as `config.json` says them, and how many parameters follow.
+
+All parameters take memory; those that a token passes through, `active`, take time. A mixture of
+experts has each expert's in memory and the chosen ones' in time (Shazeer et al. 2017, section 2);
+multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) has projections through a
+narrow space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlflow.modelfiles.configs import required, text_config, text_value
+from rlflow.modelfiles.families import COUNTS
+
+# Families whose feed-forward layers have two matrices and no gate.
+UNGATED = {"gpt2", "gpt_neox", "phi", "starcoder2", "nemotron", "opt", "bloom", "gptj", "falcon"}
+QKV_BIASES = {"qwen2", "qwen2_moe"}
+HEAD_NORMS = {"qwen3", "qwen3_moe", "gemma3_text", "exaone4"}
+# Families whose head is no embedding unless their config says so.
+UNTIED = {
+    "llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "olmo3", "granite", "exaone4",
+    "seed_oss", "nemotron", "phi", "phi3", "gpt_neox", "stablelm", "glm", "glm4", "mixtral",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe",
+    "granitemoe", "glm4_moe", "dots1", "flex_olmo", "minimax_m2", "gpt_oss", "deepseek_v2",
+    "deepseek_v3", "glm4_moe_lite", "longcat_flash", "llama4", "llama4_text", "qwen3_next",
+}  # fmt: skip
+FOUR_NORMS = {"gemma2", "gemma3_text", "glm4"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widths:
+    """The widths of a decoder with root-mean-square norms; gated unless `matrices` is 2.
+
+    `tied` says whether the head is the embedding; `biases` whether the projections to queries,
+    keys and values have them; `head_norms` whether queries and keys are normed by head. `norms`
+    counts those of a layer as wide as it. `experts` of `expert_ffn` stand in all layers but
+    `dense`, of which a token takes `chosen`, with `shared_ffn` beside them. `latent` is the rank
+    of keys and values, `query_rank` that of queries, 0 where they are projected at once.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    context: int
+    tied: bool = False
+    biases: bool = False
+    head_norms: bool = False
+    all_biases: bool = False
+    norms: int = 2
+    matrices: int = 3
+    extra: int = 0
+    experts: int = 0
+    chosen: int = 0
+    expert_ffn: int = 0
+    expert_biases: bool = False
+    shared_ffn: int = 0
+    shared_gate: bool = False
+    dense: int = 0
+    latent: int = 0
+    query_rank: int = 0
+    rope_dim: int = 0
+    nope_dim: int = 0
+    value_dim: int = 0
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, and of the head where it is another matrix."""
+        return (1 if self.tied else 2) * self.vocab * self.hidden
+
+    @property
+    def attention(self) -> int:
+        """Parameters of one layer's attention, its biases and the norms of its parts."""
+        if self.latent:
+            return self._latent_attention()
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        biases = queries + 2 * keys if self.biases or self.all_biases else 0
+        biases += self.hidden if self.all_biases else 0
+        norms = 2 * self.head_dim if self.head_norms else 0
+        return self.hidden * (2 * queries + 2 * keys) + biases + norms
+
+    def _latent_attention(self) -> int:
+        queries = self.heads * (self.nope_dim + self.rope_dim)
+        asked = self.hidden * queries
+        if self.query_rank:
+            asked = self.query_rank * (self.hidden + 1 + queries)
+        kept = self.hidden * (self.latent + self.rope_dim) + self.latent
+        widened = self.latent * self.heads * (self.nope_dim + self.value_dim)
+        return asked + kept + widened + self.heads * self.value_dim * self.hidden
+
+    @property
+    def expert(self) -> int:
+        """Parameters of one expert."""
+        biases = 2 * self.expert_ffn + self.hidden if self.expert_biases else 0
+        return self.matrices * self.hidden * self.expert_ffn + biases
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer without experts: attention, feed-forward, biases and norms."""
+        return self._beside + self.matrices * self.hidden * self.ffn
+
+    @property
+    def expert_layer(self) -> int:
+        """Parameters of one layer with experts, all of them."""
+        router = self.experts * (self.hidden + self.expert_biases)
+        shared = self.matrices * self.hidden * self.shared_ffn
+        gate = self.hidden if self.shared_gate else 0
+        return self._beside + self.experts * self.expert + router + shared + gate
+
+    @property
+    def _beside(self) -> int:
+        return self.attention + self.norms * self.hidden + self.extra
+
+    @property
+    def expert_layers(self) -> int:
+        """How many layers have experts."""
+        return self.layers - self.dense if self.experts else 0
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, those that are shared once, with the last norm."""
+        plain = (self.layers - self.expert_layers) * self.layer
+        return plain + self.expert_layers * self.expert_layer + self.embedding + self.hidden
+
+    @property
+    def idle(self) -> int:
+        """Parameters of the experts that a token does not choose."""
+        return self.expert_layers * (self.experts - self.chosen) * self.expert
+
+    @property
+    def attended(self) -> int:
+        """The width of a head, the mean of keys and values where those differ."""
+        if not self.latent:
+            return self.head_dim
+        return (self.nope_dim + self.rope_dim + self.value_dim) // 2
+
+    @property
+    def inside(self) -> int:
+        """The width inside the feed-forward part that a token passes, the mean over layers."""
+        if not self.experts:
+            return self.ffn
+        mixed = self.chosen * self.expert_ffn + self.shared_ffn
+        return (self.expert_layers * mixed + self.dense * self.ffn) // self.layers
+
+
+def widths_of(config: Mapping[str, Any], path: Path) -> Widths:
+    """The widths that a config says. Raises UsageError (E205) where it lacks the usual names."""
+    text = text_config(config)
+    get, kind = required(text, path), str(text.get("model_type"))
+    hidden, heads = get("hidden_size", "n_embd"), get("num_attention_heads", "n_head")
+    ffn = text_value(text, "intermediate_size", "n_inner", "ffn_hidden_size") or 4 * hidden
+    ungated = kind in UNGATED
+    return Widths(
+        layers=get("num_hidden_layers", "n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=text_value(text, "num_key_value_heads") or heads,
+        head_dim=text_value(text, "head_dim") or hidden // heads,
+        ffn=ffn,
+        vocab=get("vocab_size"),
+        context=text_value(text, "max_position_embeddings", "n_positions"),
+        tied=_tied(config, text, kind),
+        biases=bool(kind in QKV_BIASES and text.get("qkv_bias", True)),
+        all_biases=bool(text.get("attention_bias", kind == "gpt_oss"))
+        and not text.get("kv_lora_rank"),
+        head_norms=kind in HEAD_NORMS or bool(text.get("use_qk_norm")),
+        norms=4 if kind in FOUR_NORMS else 2,
+        matrices=2 if ungated else 3,
+        extra=heads if kind == "gpt_oss" else 0,
+        **_experts(text, kind, ffn),
+        **_latent(text),
+    )
+
+
+def _tied(config: Mapping[str, Any], text: Mapping[str, Any], kind: str) -> bool:
+    """Whether the head is the embedding; files leave out what is their family's default."""
+    said = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    return kind not in UNTIED if said is None else bool(said)
+
+
+def _experts(text: Mapping[str, Any], kind: str, ffn: int) -> dict[str, Any]:
+    """What a config says of experts."""
+    count = text_value(text, *COUNTS)
+    if count < 2:
+        return {}
+    width = text_value(text, "moe_intermediate_size", "expert_ffn_hidden_size") or ffn
+    shared = text_value(text, "shared_expert_intermediate_size")
+    if not shared:
+        shared = width * text_value(text, "n_shared_experts", "moe_num_shared_experts")
+    return {
+        "experts": count,
+        "chosen": text_value(
+            text, "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"
+        ) or 1,
+        "expert_ffn": width,
+        "expert_biases": kind == "gpt_oss",
+        "shared_ffn": shared,
+        "shared_gate": kind == "qwen2_moe",
+        "dense": _dense_layers(text),
+    }  # fmt: skip
+
+
+def _dense_layers(text: Mapping[str, Any]) -> int:
+    """How many layers have no experts: the first ones, or all but every so many."""
+    layers = text_value(text, "num_hidden_layers", "n_layer")
+    first = text_value(text, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+    every = text_value(text, "decoder_sparse_step") or 1
+    plain = set(text.get("mlp_only_layers") or ())
+    mixed = [at for at in range(layers) if at not in plain and (at + 1) % every == 0]
+    return min(layers, max(first, layers - len(mixed)))
+
+
+def _latent(text: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config says of latent attention."""
+    if not text.get("kv_lora_rank"):
+        return {}
+    return {
+        "latent": text_value(text, "kv_lora_rank"),
+        "query_rank": text_value(text, "q_lora_rank"),
+        "rope_dim": text_value(text, "qk_rope_head_dim"),
+        "nope_dim": text_value(text, "qk_nope_head_dim"),
+        "value_dim": text_value(text, "v_head_dim"),
+    }

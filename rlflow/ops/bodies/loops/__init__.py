@@ -1,0 +1,1 @@
+"""Bodies of loops, episodes and curricula."""

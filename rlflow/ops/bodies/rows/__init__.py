@@ -1,0 +1,1 @@
+"""Bodies that change or join sets of rows; they have all rows of what they read."""

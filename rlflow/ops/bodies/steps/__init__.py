@@ -1,0 +1,1 @@
+"""What an optimizer step takes besides its forward: choices of tokens, pairs, own losses."""

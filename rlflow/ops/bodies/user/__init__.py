@@ -1,0 +1,1 @@
+"""Bodies of a user's own ops."""

@@ -1,0 +1,1 @@
+"""The operators that repeat a part of a graph: loops, episodes, curricula."""

@@ -1,0 +1,1 @@
+"""Advantage estimators: `group` has those of one number a row, `token` those of one a token."""

@@ -1,0 +1,1 @@
+"""The operators that change or join sets of rows."""

@@ -1,0 +1,1 @@
+"""Curves and timelines as pictures."""

@@ -1,0 +1,118 @@
+"""Turning DOT into a picture: by the `dot` program on the PATH, else by `pygraphviz`.
+
+The wheel of `pygraphviz` carries Graphviz with Pango and Cairo, so svg, png and pdf need
+no system package. It brings no fonts; matplotlib's DejaVu Sans is lent to it, so that
+pictures come out the same on a machine without any. Either one runs in a process of its
+own: what it says and how it ends cannot harm this one. This file does not know what is drawn.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rlflow.errors import Finding, UsageError
+from rlflow.report.charts.look import FONT, SVG_FONT, escape
+
+FORMATS = ("svg", "png", "pdf")
+DPI = {"svg": "72", "png": "144", "pdf": "72"}
+DRAW_SECONDS = 120.0
+BY_LIBRARY = """
+import sys, pygraphviz
+graph = pygraphviz.AGraph(string=sys.stdin.buffer.read().decode())
+graph.graph_attr["dpi"] = sys.argv[2]
+sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog="dot"))
+"""
+
+
+def draw(source: str, form: str) -> bytes:
+    """The picture of DOT text as svg, png (144 dots an inch) or pdf.
+
+    Raises UsageError where there is neither `dot` nor `pygraphviz`, or where what there is
+    cannot draw.
+    """
+    program = shutil.which("dot")
+    if program is not None:
+        command = [program, f"-T{form}", f"-Gdpi={DPI[form]}"]
+        picture = _run(command, source, form, os.environ)
+    elif importlib.util.find_spec("pygraphviz") is not None:
+        command = [sys.executable, "-c", BY_LIBRARY, form, DPI[form]]
+        with tempfile.TemporaryDirectory(prefix="rlflow-fonts-") as directory:
+            picture = _run(command, source, form, _with_fonts(Path(directory)))
+    else:
+        raise UsageError(
+            Finding(
+                code="E662",
+                what=f"nothing here draws {form}",
+                got="no dot on the PATH and no pygraphviz",
+                expected="one of them; text, mermaid, dot and json need neither",
+                fix="pip install pygraphviz   (or: apt install graphviz)",
+            )
+        )
+    return plain_svg(picture) if form == "svg" else picture
+
+
+def plain_svg(picture: bytes) -> bytes:
+    """An svg with fonts that browsers have too, and without the name of its maker."""
+    text = picture.decode()
+    text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)
+    text = text.replace(f'font-family="{FONT}"', f'font-family="{SVG_FONT}"')
+    return text.encode()
+
+
+def inline_svg(picture: bytes) -> str:
+    """The svg element alone, to be put into a page: no XML declaration, no doctype."""
+    text = picture.decode()
+    return text[text.index("<svg") :]
+
+
+def _run(command: Sequence[str], source: str, form: str, environment: Mapping[str, str]) -> bytes:
+    try:
+        done = subprocess.run(  # noqa: S603 - dot or this Python, with fixed arguments
+            command,
+            input=source.encode(),
+            env=dict(environment),
+            capture_output=True,
+            timeout=DRAW_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _cannot_draw(form, command, f"not done after {DRAW_SECONDS:.0f} s") from error
+    if done.returncode != 0 or not done.stdout:
+        raise _cannot_draw(form, command, done.stderr.decode(errors="replace"))
+    return done.stdout
+
+
+def _cannot_draw(form: str, command: Sequence[str], said: str) -> UsageError:
+    tool = "pygraphviz" if command[0] == sys.executable else command[0]
+    return UsageError(
+        Finding(
+            code="E663",
+            what=f"{tool} cannot draw {form}",
+            got="\n".join(said.strip().splitlines()[-3:]) or "no output",
+            fix="pip install --force-reinstall pygraphviz   (or: apt install graphviz)",
+        )
+    )
+
+
+def _with_fonts(directory: Path) -> dict[str, str]:
+    """The environment, with matplotlib's fonts lent to a drawing library that has none."""
+    spec = importlib.util.find_spec("matplotlib")
+    if spec is None or spec.origin is None:
+        return dict(os.environ)
+    fonts = Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf"
+    config = directory / "fonts.conf"
+    config.write_text(
+        '<?xml version="1.0"?>\n<fontconfig>'
+        f"<dir>{escape(str(fonts))}</dir><cachedir>{escape(str(directory))}</cachedir>"
+        f"<selectfont><rejectfont><glob>{escape(str(fonts))}/[!D]*</glob></rejectfont>"
+        "</selectfont></fontconfig>\n"
+    )
+    return {**os.environ, "FONTCONFIG_FILE": str(config)}

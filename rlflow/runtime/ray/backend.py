@@ -1,0 +1,298 @@
+"""The `ray` backend: one worker process a device, the controller passing metadata only.
+
+Submits action instances to the ranks of their devices, follows how rows lie, and turns the
+ranks' answers into completions. The first failure ends the run: the other ranks get a
+moment to say what they know, then every process is stopped. This file knows no algorithm.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from rlflow.errors import Finding, RlflowError, RunError
+from rlflow.runtime.execute.executor import Completion
+from rlflow.runtime.execute.stats import logged
+from rlflow.runtime.ray.cluster.alive import require_cluster
+from rlflow.runtime.ray.cluster.causes import cause_of, unwrapped
+from rlflow.runtime.ray.made import Failed, Made
+from rlflow.runtime.ray.orders import Order
+from rlflow.runtime.ray.ranks import Ranks
+from rlflow.runtime.ray.row_ledger import RowLedger
+from rlflow.runtime.record.printed import replay_lines
+from rlflow.scheduler.plan.plan import Action, Plan
+
+GRACE = 3.0
+TICK = 0.5
+
+Done = Callable[[Completion], None]
+
+
+@dataclass(slots=True)
+class Flight:
+    """An action instance under way: who has answered what, and when it was submitted."""
+
+    action: Action
+    iteration: int
+    done: Done
+    asked: tuple[int, ...]
+    since: float
+    made: dict[int, Made] = field(default_factory=dict)
+    errors: dict[int, RlflowError] = field(default_factory=dict)
+    failed_at: float | None = None
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The devices that have not answered."""
+        return tuple(d for d in self.asked if d not in self.made and d not in self.errors)
+
+    @property
+    def complete(self) -> bool:
+        """Whether everybody asked has done its part."""
+        return len(self.made) == len(self.asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a rank said instead of doing its part of a flight."""
+
+    flight: Flight
+    device: int
+    error: BaseException | Failed
+
+
+class RayBackend:
+    """Carries out action instances on the ranks of their devices.
+
+    `deadline` is seconds that one action instance may take before the run is given up.
+    """
+
+    def __init__(
+        self, plan: Plan, ranks: Ranks, *, deadline: float, now: Callable[[], float]
+    ) -> None:
+        self._ranks = ranks
+        self._deadline = deadline
+        self._now = now
+        self._offset = now() - time.time()
+        self._lying = RowLedger(plan)
+        self._inbox: queue.SimpleQueue[Refusal | None] = queue.SimpleQueue()
+        self._under_way: dict[int, Flight] = {}
+        self._lock = threading.Lock()
+        self._broken: RlflowError | None = None
+        self._thread = threading.Thread(target=self._collect, name="ray answers", daemon=True)
+        self._thread.start()
+
+    def submit(self, action: Action, iteration: int, done: Done) -> None:
+        """Send an action instance to its ranks; returns before they have answered."""
+        if self._broken is not None:
+            done(self._failure(action, iteration, self._broken))
+            return
+        asked = self._lying.asked(action)
+        flight = Flight(action, iteration, done, asked, time.monotonic())
+        with self._lock:
+            self._under_way[id(flight)] = flight
+        if action.kind == "transfer":
+            references = self._transfer(action, iteration)
+        elif action.lane == "copy":
+            order = Order.of(action, iteration).packed()
+            references = {d: self._ranks.actor(d).move.remote(order) for d in asked}
+        else:
+            keep = self._lying.keep(action, iteration)
+            order = Order.of(action, iteration).packed()
+            references = {
+                device: self._ranks.actor(device).run.remote(
+                    order, *([keep[device]] if device in keep else [])
+                )
+                for device in asked
+            }
+        for device, reference in references.items():
+            reference._on_completed(partial(self._answered, flight, device))
+
+    def drop_surplus(self) -> None:
+        """Have every rank forget what loops have left over, before anything that is sent later."""
+        for device in self._ranks.everybody():
+            self._ranks.actor(device).drop_surplus.remote()
+
+    def skip(self, action: Action, iteration: int) -> None:
+        """Have the ranks let go of what an action instance would have read; none is waited for."""
+        if self._lying.skip(action, iteration):
+            order = Order.of(action, iteration).packed()
+            for device in self._lying.asked(action):
+                self._ranks.actor(device).skip.remote(order)
+
+    def close(self, *, wait: bool = True) -> None:
+        """Stop listening; the ranks belong to the machine."""
+        self._inbox.put(None)
+        if wait:
+            self._thread.join(timeout=5)
+
+    def _transfer(self, action: Action, iteration: int) -> dict[int, Any]:
+        """Have the makers put rows into the object store, and the readers take them."""
+        moves = self._lying.exchange(action, iteration)
+        sent = {}
+        for device, wanted in moves.sends.items():
+            keeps = any(piece.sender is None for piece in moves.takes.get(device, ()))
+            sent[device] = self._ranks.actor(device).send.remote(
+                action.id, iteration, wanted, keeps
+            )
+        received = {}
+        for device, pieces in moves.takes.items():
+            senders = sorted({piece.sender for piece in pieces if piece.sender is not None})
+            rows, total = self._lying.rows(action, iteration, device)
+            received[device] = self._ranks.actor(device).receive.remote(
+                action.id,
+                iteration,
+                rows,
+                total,
+                pieces,
+                senders,
+                *(sent[sender] for sender in senders),
+            )
+        return received
+
+    def _answered(self, flight: Flight, device: int, found: Any) -> None:
+        """Take a rank's answer in the thread of Ray that brings it; errors go to our own."""
+        if isinstance(found, Failed):
+            replay_lines(found.printed)
+        if isinstance(found, (BaseException, Failed)):
+            self._inbox.put(Refusal(flight, device, found))
+            return
+        with self._lock:
+            made = flight.made[device] = Made.unpacked(found)
+            replay_lines(made.printed)
+            if not flight.complete or self._under_way.pop(id(flight), None) is None:
+                return
+        self._complete(flight)
+
+    def _collect(self) -> None:
+        """Look after what goes wrong until told to stop."""
+        while True:
+            try:
+                refusal = self._inbox.get(timeout=TICK)
+            except queue.Empty:
+                self._watch()
+                continue
+            if refusal is None:
+                return
+            self._refused(refusal.flight, refusal.device, refusal.error)
+
+    def _refused(self, flight: Flight, device: int, error: BaseException | Failed) -> None:
+        """Note an error; the run ends once the others have said theirs, or a moment later."""
+        if isinstance(error, Failed):
+            flight.errors[device] = self._named(device, error)
+        else:
+            flight.errors[device] = self._lost(flight, device, error)
+        flight.failed_at = flight.failed_at or time.monotonic()
+        if not flight.waiting:
+            self._give_up(flight)
+
+    def _complete(self, flight: Flight) -> None:
+        action, iteration = flight.action, flight.iteration
+        try:
+            self._lying.note(action, iteration, flight.made)
+            answers = [flight.made[d].metrics for d in self._lying.answering(action)]
+            metrics = logged(action, answers)
+        except RlflowError as error:
+            flight.done(self._failure(action, iteration, error))
+            return
+        moved = [made.moved for made in flight.made.values() if made.moved is not None]
+        flight.done(
+            Completion(
+                action=action.id,
+                iteration=iteration,
+                start=self._offset + min(made.start for made in flight.made.values()),
+                end=self._offset + max(made.end for made in flight.made.values()),
+                metrics=metrics,
+                moved=sum(moved) if moved else None,
+            )
+        )
+
+    def _watch(self) -> None:
+        """Give up what failed a moment ago, and what takes longer than the deadline."""
+        clock = time.monotonic()
+        with self._lock:
+            flights = list(self._under_way.values())
+        try:
+            require_cluster()
+        except RunError as error:
+            for flight in flights[:1]:
+                self._give_up(flight, error)
+        for flight in flights:
+            if flight.failed_at is not None and clock - flight.failed_at > GRACE:
+                self._give_up(flight)
+            elif clock - flight.since > self._deadline:
+                self._give_up(flight, self._late(flight))
+
+    def _give_up(self, flight: Flight, error: RlflowError | None = None) -> None:
+        """End the run: stop every process, and fail all that is under way with one error."""
+        with self._lock:
+            if self._broken is not None:
+                return
+            self._broken = error or _most_telling(flight.errors)
+            flights = list(self._under_way.values())
+            self._under_way.clear()
+        self._ranks.kill()
+        for other in flights:
+            other.done(self._failure(other.action, other.iteration, self._broken))
+
+    def _failure(self, action: Action, iteration: int, error: RlflowError) -> Completion:
+        clock = self._now()
+        return Completion(
+            action=action.id, iteration=iteration, start=clock, end=clock, error=error
+        )
+
+    def _named(self, device: int, failed: Failed) -> RlflowError:
+        """An error that a rank returned, with its traceback as the cause."""
+        error = failed.raised()
+        error.__cause__ = RemoteTraceback(f"{self._ranks.name(device)}\n{failed.trace}")
+        return error
+
+    def _lost(self, flight: Flight, device: int, error: BaseException) -> RlflowError:
+        """The error for a process that died: the asked one, or the one whose rows it awaited."""
+        victim = self._ranks.device_of(unwrapped(error), device)
+        finding = Finding(
+            code="E759",
+            what=f"{flight.action.id} in iteration {flight.iteration}: "
+            f"{self._ranks.name(victim)} was lost",
+            got=cause_of(error),
+            expected="the process of every device to live as long as the run",
+        )
+        lost = RankLost(finding)
+        lost.__cause__ = error
+        return lost
+
+    def _late(self, flight: Flight) -> RlflowError:
+        missing = ", ".join(self._ranks.name(device) for device in flight.waiting)
+        return RunError(
+            Finding(
+                code="E763",
+                what=f"{flight.action.id} in iteration {flight.iteration} took longer than "
+                f"{self._deadline:g} s",
+                got=f"no answer from {missing}",
+                expected="an answer of every rank within --deadline",
+                fix=f"--deadline {2 * self._deadline:g}",
+            )
+        )
+
+
+class RankLost(RunError):
+    """The process of a device died while an action ran on it."""
+
+
+class RemoteTraceback(Exception):
+    """The text of a traceback in another process."""
+
+
+def _most_telling(errors: Mapping[int, RlflowError]) -> RlflowError:
+    """A lost rank explains the others' broken connections; else a typed error, else any."""
+    found: Sequence[RlflowError] = list(errors.values())
+    for error in found:
+        if isinstance(error, RankLost):
+            return error
+    typed = [error for error in found if error.findings and error.findings[0].code != "E751"]
+    return (typed or found)[0]

@@ -1,0 +1,1 @@
+"""Clusters of Ray: reached, watched, and left without a process behind."""

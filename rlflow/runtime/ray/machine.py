@@ -1,0 +1,292 @@
+"""The worker processes of a plan on Ray: reserved, started, asked to save, and stopped.
+
+One process a device and one for the host. What they hold stays with them; this process
+sees names, sizes and digests. It knows no order of actions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlflow.errors import RlflowError
+from rlflow.runtime.ray.backend import RayBackend
+from rlflow.runtime.ray.cluster.deadline import wait
+from rlflow.runtime.ray.cluster.session import Session
+from rlflow.runtime.ray.made import Failed
+from rlflow.runtime.ray.pools import (
+    Reservation,
+    device_map,
+    num_gpus,
+    reserve,
+    stable_order,
+)
+from rlflow.runtime.ray.rank import Rank
+from rlflow.runtime.ray.ranks import Ranks, Start
+from rlflow.runtime.ray.shipping import shipped
+from rlflow.runtime.record.checkpoint import Found
+from rlflow.runtime.record.durable import FileRecord
+from rlflow.runtime.record.stages import stage
+from rlflow.runtime.worker.loading import loading
+from rlflow.runtime.worker.memories import component
+from rlflow.runtime.worker.node_states import States, saved_states, to_save
+from rlflow.scheduler.plan.plan import HOST, Instance, Plan
+
+if TYPE_CHECKING:
+    from rlflow.runtime.record.checkpoint import Component
+
+START_SECONDS = 120.0
+CLOSE_SECONDS = 15.0
+RANK: Any = ray.remote(concurrency_groups={"rows": 1, "copies": 1})(Rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the processes of a plan are started with; `deadline` in seconds an action."""
+
+    kind: str
+    threads: int
+    seed: int
+    near: Path | None
+    deadline: float
+    check_sync: bool = False
+    address: str | None = None
+
+
+class RayMachine:
+    """Starts the processes of a plan; raises RunError where they are not there in time."""
+
+    def __init__(self, plan: Plan, options: Options) -> None:
+        self.plan = plan
+        self.options = options
+        devices = sorted({d for i in plan.pools.values() for d in i})
+        cpus = len(devices) * options.threads if options.kind == "cpu" else len(devices)
+        gpus = 0 if options.kind == "cpu" else num_gpus()
+        self._session = Session.start(
+            address=options.address, cpus=cpus, gpus=gpus, deadline=options.deadline
+        )
+        self._reservation: Reservation | None = None
+        self._ranks: Ranks | None = None
+        self._loaded_states: States = {}
+        try:
+            self._reservation = reserve(
+                self._session,
+                len(devices),
+                kind=options.kind,
+                threads=options.threads,
+                deadline=options.deadline,
+            )
+            self._ranks = self._placed(devices, self._reservation)
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes."""
+        assert self._ranks is not None
+        return self._ranks
+
+    def device_map(self) -> list[str]:
+        """One line a rank: its device, node and process."""
+        reports = [self.ranks.reports[device] for device in self.ranks.devices()]
+        return list(device_map(reports, tuple(range(len(reports)))))
+
+    def backend(self, now: Callable[[], float]) -> RayBackend:
+        """Start taking actions; seconds are those of `now`."""
+        return RayBackend(self.plan, self.ranks, deadline=self.options.deadline, now=now)
+
+    def components(self) -> tuple[dict[str, Component], dict[str, dict[str, int]]]:
+        """What a checkpoint holds by component, and the optimizers' counters by model."""
+        components: dict[str, Component] = {}
+        counters = {}
+        for instance in self._trained():
+            asked = self._everywhere(instance, "sizes", instance.name)
+            sizes, meta = asked[instance.devices[0]]
+            counters[instance.model] = dict(meta)
+            components |= {
+                name: _Remote(self, instance, name, size) for name, size in sizes.items()
+            }
+        for node, device in self._remembering().items():
+            asked = {device: self.ranks.actor(device).memory_size.remote(node)}
+            size = self.answers(asked, f"asking what {node} keeps", self.options.deadline)[device]
+            components[component(node)] = RemoteRows(self, node, device, size)
+        return components, counters
+
+    def _remembering(self) -> dict[str, int]:
+        """The nodes that keep rows for later iterations, each with the device that has them."""
+        recalling = (node.name for node in self.plan.graph.nodes if node.op.recalls)
+        return {name: self.plan.action(name).devices[0] for name in recalling}
+
+    def node_states(self) -> States:
+        """What nodes keep from call to call."""
+        asked = {d: self.ranks.actor(d).states.remote() for d in self.ranks.everybody()}
+        found = self.answers(asked, "reading what nodes keep", self.options.deadline)
+        return to_save(self._loaded_states, found.values())
+
+    def restore(self, found: Found, counters: Mapping[str, Mapping[str, int]]) -> None:
+        """Have every rank read its shards of a checkpoint, and take the nodes' states."""
+        self._loaded_states = states = saved_states(found.state)
+        asked = {d: self.ranks.actor(d).remember.remote(states) for d in self.ranks.everybody()}
+        self.answers(asked, "giving back what nodes keep", self.options.deadline)
+        files = {name: str(path.resolve()) for name, path in found.files.items()}
+        for device in sorted(set(self._remembering().values())):
+            again = {device: self.ranks.actor(device).recall.remote(files)}
+            self.answers(again, "giving back the rows that nodes keep", self.options.deadline)
+        for instance in self._trained():
+            meta = dict(counters[instance.model])
+            version = self.plan.graph.written(instance.model, found.iteration)
+            self._everywhere(instance, "restore", instance.name, files, meta, version)
+
+    def held(self) -> dict[int, int]:
+        """Entries in the shard store of every process, by device."""
+        asked = {d: self.ranks.actor(d).held.remote() for d in self.ranks.everybody()}
+        return self.answers(asked, "counting what is held", self.options.deadline)
+
+    def close(self) -> None:
+        """Stop the processes, and the cluster if it was started here."""
+        if self._ranks is not None:
+            self._close_engines(self._ranks)
+            self._ranks.kill()
+        if self._reservation is not None and not self._session.embedded:
+            with contextlib.suppress(Exception):
+                self._reservation.release()
+        self._session.close()
+
+    def _close_engines(self, ranks: Ranks) -> None:
+        """Have ranks end the processes beside them; those of a rank that is lost end with it."""
+        engines = self.plan.engines
+        owners = sorted({device for engine in engines for device in engine.devices})
+        with contextlib.suppress(Exception):
+            asked = [ranks.actor(device).close.remote() for device in owners]
+            if asked:
+                wait(asked, CLOSE_SECONDS, doing="ending the engines")
+
+    def _trained(self) -> list[Instance]:
+        return [instance for instance in self.plan.instances if instance.trained]
+
+    def _placed(self, devices: Sequence[int], reservation: Reservation) -> Ranks:
+        """A process in every slot; devices are numbered by where the processes are."""
+        made = [
+            RANK.options(
+                scheduling_strategy=slot.strategy,
+                num_cpus=slot.cpus,
+                num_gpus=slot.gpus,
+            ).remote()
+            for slot in reservation.slots
+        ]
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        host = RANK.options(num_cpus=0, scheduling_strategy=here).remote()
+        started = Ranks({**dict(enumerate(made)), HOST: host}, {})
+        self._ranks = started
+        asked = [actor.report.remote() for actor in started.all()]
+        with stage("starting the worker processes"):
+            reports = wait(asked, START_SECONDS, doing="starting the worker processes")
+        order = stable_order(reports[:-1], [slot.bundle for slot in reservation.slots])
+        actors = {device: made[place] for device, place in zip(devices, order, strict=True)}
+        found = {device: reports[place] for device, place in zip(devices, order, strict=True)}
+        return Ranks({**actors, HOST: host}, {**found, HOST: reports[-1]})
+
+    def _start(self) -> None:
+        """Send the plan to every process, and have them meet and load their models."""
+        devices = self.ranks.devices()
+        first = devices[0]
+        port = wait(
+            [self.ranks.actor(first).hold_port.remote(self.ranks.reports[first].address)],
+            START_SECONDS,
+            doing="finding a port for the ranks to meet at",
+        )[0]
+        options = self.options
+        start = Start(
+            own=HOST,
+            devices=devices,
+            master=self.ranks.reports[first].address,
+            port=port,
+            device="cpu" if options.kind == "cpu" else "cuda:0",
+            threads=options.threads,
+            seed=options.seed,
+            near=options.near.resolve() if options.near else None,
+            check_sync=options.check_sync,
+            timeout=options.deadline,
+        )
+        plan = ray.put(shipped(self.plan, options.near))
+        asked = {
+            device: self.ranks.actor(device).start.remote(
+                plan, replace(start, own=device, address=self.ranks.reports[device].address)
+            )
+            for device in self.ranks.everybody()
+        }
+        engines = [each.engine_plan.settings.start_seconds for each in self.plan.engines]
+        seconds = START_SECONDS + options.deadline + sum(engines)
+        with stage(loading(*self.plan.instances)):
+            self.answers(asked, "loading the models", seconds)
+
+    def _everywhere(self, instance: Instance, verb: str, *words: Any) -> dict[int, Any]:
+        """Ask every rank of an instance at once; their answers by device."""
+        asked = {
+            device: getattr(self.ranks.actor(device), verb).remote(*words)
+            for device in instance.devices
+        }
+        return self.answers(asked, f"{verb} of {instance.name}", self.options.deadline)
+
+    def answers(self, asked: Mapping[int, Any], doing: str, seconds: float) -> dict[int, Any]:
+        """What ranks answer within so many seconds, by device; raises the first error."""
+        who = {place: self.ranks.name(device) for place, device in enumerate(asked)}
+        found = wait(list(asked.values()), seconds, doing=doing, who=who, told=failure)
+        return dict(zip(asked, found, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    """A component that the ranks of an instance write."""
+
+    machine: RayMachine
+    instance: Instance
+    name: str
+    size: int
+
+    def write(self, path: Path) -> FileRecord:
+        """Have the ranks write the file; its first device holds the pen."""
+        first = self.instance.devices[0]
+        ranks = self.machine.ranks
+        asked = {
+            device: ranks.actor(device).save.remote(
+                self.instance.name, self.name, str(path.resolve()) if device == first else None
+            )
+            for device in self.instance.devices
+        }
+        found = self.machine.answers(asked, f"saving {self.name}", self.machine.options.deadline)
+        record: FileRecord = found[first]
+        return record
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRows:
+    """A component with the rows that a node keeps, which the process that has them writes."""
+
+    machine: RayMachine
+    node: str
+    device: int
+    size: int
+
+    def write(self, path: Path) -> FileRecord:
+        """Have the process write the file."""
+        actor = self.machine.ranks.actor(self.device)
+        asked = {self.device: actor.save_memory.remote(self.node, str(path.resolve()))}
+        found = self.machine.answers(
+            asked, f"saving the rows of {self.node}", self.machine.options.deadline
+        )
+        record: FileRecord = found[self.device]
+        return record
+
+
+def failure(answer: Any) -> RlflowError | None:
+    """The error that a rank has returned, None where it is an answer."""
+    return answer.raised() if isinstance(answer, Failed) else None

@@ -1,0 +1,97 @@
+"""How a rank finds the others: the process group of all devices, with a deadline.
+
+`torch.distributed` lives here; no plan is run.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from rlflow.errors import Finding, RunError
+from rlflow.graph.graph import Graph
+from rlflow.runtime.ray.ranks import Start
+from rlflow.runtime.ray.rendezvous import meet
+from rlflow.runtime.worker.world import World
+from rlflow.scheduler.plan.plan import Action, Instance, Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Host:
+    """The world of the host worker: no model, no device, nobody to reduce with."""
+
+    device = "cpu"
+    instances: tuple[Instance, ...] = ()
+    helped: tuple[Instance, ...] = ()
+
+    def __init__(self, plan: Plan) -> None:
+        self.graph: Graph = plan.graph
+
+    def mesh(self, instance: Instance) -> DeviceMesh | None:
+        """No instance is here."""
+        return None
+
+    def peers(self, action: Action) -> None:
+        """The host has all rows of what it runs."""
+
+
+def join_ranks(plan: Plan, start: Start) -> World:
+    """Meet the other ranks, and make the groups of the plan.
+
+    Raises RunError where they are not all there within the deadline.
+    """
+    rank, size = start.devices.index(start.own), len(start.devices)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK="0",
+        MASTER_ADDR=start.master,
+        MASTER_PORT=str(start.port),
+    )
+    if _is_loopback(start.master):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if size > 1:
+        backend = "gloo" if start.device == "cpu" else "cpu:gloo,cuda:nccl"
+        store = meet(start.master, start.port, seconds=start.timeout)
+        try:
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=start.timeout),
+            )
+        except (RuntimeError, ValueError) as error:
+            raise RunError(
+                Finding(
+                    code="E758",
+                    what=f"rank {rank} of {size} did not meet the others",
+                    got=str(error).splitlines()[0],
+                    expected=f"{size} ranks at {start.master}:{start.port} within "
+                    f"{start.timeout:g} s",
+                )
+            ) from error
+    if start.device != "cpu":
+        torch.cuda.set_device(start.device)
+    return World(
+        plan,
+        start.own,
+        start.devices,
+        device=start.device,
+        timeout=start.timeout,
+        address=start.address or start.master,
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"

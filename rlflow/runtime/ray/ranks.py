@@ -1,0 +1,83 @@
+"""The worker processes of a plan as the controller sees them: what each is told, where each is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rlflow.runtime.ray.pools import Report
+from rlflow.scheduler.plan.plan import HOST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a rank needs to know besides the plan; `devices` are the plan's, by rank.
+
+    `address` is that of the rank's own node.
+    """
+
+    own: int
+    devices: tuple[int, ...]
+    master: str
+    port: int
+    device: str
+    threads: int
+    seed: int
+    near: Path | None
+    check_sync: bool
+    timeout: float
+    address: str = ""
+
+
+class Ranks:
+    """The actors of a plan by device, and where each of them is."""
+
+    def __init__(self, actors: Mapping[int, Any], reports: Mapping[int, Report]) -> None:
+        self._actors = dict(actors)
+        self.reports = dict(reports)
+
+    def actor(self, device: int) -> Any:
+        """The actor of a device, or of the host."""
+        return self._actors[device]
+
+    def name(self, device: int) -> str:
+        """A rank as errors call it: device, node and process."""
+        report = self.reports.get(device)
+        where = f" on node {report.address} (process {report.pid})" if report else ""
+        return rank_name(device) + where
+
+    def device_of(self, error: BaseException, asked: int) -> int:
+        """The device whose process an error is about; the one asked where it does not say."""
+        found = getattr(error, "actor_id", None)
+        for device, actor in self._actors.items():
+            if found and actor._actor_id.hex() == found:
+                return device
+        return asked
+
+    def devices(self) -> tuple[int, ...]:
+        """The devices that have a process, in order; not the host."""
+        return tuple(sorted(device for device in self._actors if device != HOST))
+
+    def everybody(self) -> tuple[int, ...]:
+        """All devices, and the host."""
+        return (*self.devices(), HOST)
+
+    def all(self) -> list[Any]:
+        """Every actor, the host's last."""
+        return [self._actors[device] for device in self.everybody()]
+
+    def kill(self) -> None:
+        """Stop every process now."""
+        for actor in self._actors.values():
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+
+
+def rank_name(device: int) -> str:
+    """A device as errors call it."""
+    return "the host worker" if device == HOST else f"rank of device {device}"

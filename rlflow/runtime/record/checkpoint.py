@@ -1,0 +1,335 @@
+"""Checkpoints: safetensors and JSON in one directory each, complete or not there at all.
+
+    checkpoints/
+      LATEST                              "iteration-000040"
+      iteration-000040/
+        actor.safetensors                 one file per component
+        actor.optimizer.safetensors
+        manifest.json                     sizes, sha256, state, identity, parent, own seal
+      iteration-000060.tmp-4f1c.../       a save that died; the next save removes it
+
+Saving: every file written and fsynced in a `.tmp-` directory, the manifest last; the
+directory renamed; LATEST replaced; only then older ones deleted. So at every instant after
+the first save a complete checkpoint is there. Loading: the newest one of which every byte
+is the byte that was written. There is no pickle: a checkpoint cannot run code.
+
+One process writes into a checkpoint directory at a time (the run directory's lock sees to
+that). This file does not know what a component or the state means.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from rlflow.errors import CheckpointError, Finding
+from rlflow.runtime.record.durable import (
+    JSON,
+    FileRecord,
+    check_space,
+    disk_errors,
+    fault,
+    fsync_dir,
+    is_leftover,
+    register_atomic_faults,
+    register_faults,
+    register_file_faults,
+    temporary_name,
+    write_atomic,
+    write_file,
+)
+from rlflow.runtime.record.manifest import (
+    MANIFEST,
+    Manifest,
+    check_files,
+    checkpoint_name,
+    manifest_text,
+    read_manifest,
+    verify_checkpoint,
+)
+from rlflow.runtime.record.tensorfile import file_parts, header_of, load_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlflow.runtime.record.tensorfile import AnyTensor
+
+    Component: TypeAlias = "Mapping[str, AnyTensor] | Elsewhere"
+
+LATEST = "LATEST"
+SUFFIX = ".safetensors"
+NAME_FORM = re.compile(r"iteration-(\d{6,})", re.ASCII)
+SPACE_MARGIN = 1 << 20
+
+COMPONENT_POINTS = register_file_faults("ckpt:component")
+MANIFEST_POINTS = register_file_faults("ckpt:manifest")
+LATEST_POINTS = register_atomic_faults("ckpt:latest")
+register_faults(
+    "ckpt:sweep",
+    "ckpt:mkdir",
+    "ckpt:dirsync",
+    "ckpt:aside",
+    "ckpt:rename",
+    "ckpt:rootsync",
+    "ckpt:delete:rename",
+    "ckpt:delete:unlink",
+)
+
+
+class Elsewhere(Protocol):
+    """A component that other processes write; `size` bytes of a safetensors file."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+
+    def write(self, path: Path) -> FileRecord:
+        """Write and sync the file; its size and digest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """A checkpoint, or LATEST, that could not be used, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A checkpoint of which every byte was verified: its files by component, and the state.
+
+    `rejected` lists what was tried before it, newest first; the caller warns about them.
+    """
+
+    iteration: int
+    files: Mapping[str, Path]
+    state: Mapping[str, JSON]
+    identity: Mapping[str, str]
+    path: Path
+    rejected: tuple[Rejected, ...]
+
+
+def list_checkpoints(root: Path) -> tuple[Path, ...]:
+    """The checkpoint directories of `root`, oldest first, not verified; empty without `root`.
+
+    Raises `CheckpointError` when `root` cannot be read.
+    """
+    with disk_errors(CheckpointError, f"list the checkpoints in {root}", root):
+        names = [path.name for path in root.iterdir()] if root.exists() else []
+    found = [(int(match[1]), name) for name in names if (match := NAME_FORM.fullmatch(name))]
+    return tuple(root / name for _, name in sorted(found))
+
+
+def save_checkpoint(
+    root: Path,
+    iteration: int,
+    components: Mapping[str, Component],
+    state: Mapping[str, JSON],
+    identity: Mapping[str, str],
+    keep: int = 2,
+    spare: Collection[int] = (),
+) -> Path:
+    """Write one complete, durable checkpoint and return its directory.
+
+    Tensors may be torch (any device, one at a time is copied to the host) or numpy, or be
+    written by somebody else;
+    `state` is JSON whose floats come back bit for bit; `identity` holds the hashes a resumed
+    run must share. The newest `keep` (at least 1) complete checkpoints stay, and those after the
+    iterations of `spare`. A damaged
+    checkpoint of the same iteration is replaced, a good one is not. Raises `CheckpointError`,
+    with the previous checkpoints as they were and nothing half-written.
+    """
+    assert keep >= 1
+    writers: dict[str, Elsewhere] = {
+        name: _Here(name, found) if isinstance(found, Mapping) else found
+        for name, found in components.items()
+    }
+    needed = sum(writer.size for writer in writers.values()) + SPACE_MARGIN
+    with disk_errors(CheckpointError, f"save iteration {iteration} in {root}", root):
+        root.mkdir(parents=True, exist_ok=True)
+        _sweep(root)
+        check_space(root, needed, CheckpointError)
+        final = root / checkpoint_name(iteration)
+        aside = _refuse_complete(final)
+        older = [path.name for path in list_checkpoints(root) if path != final]
+        temporary = temporary_name(final)
+        try:
+            temporary.mkdir()
+            fault("ckpt:mkdir")
+            files = {
+                name + SUFFIX: writer.write(temporary / (name + SUFFIX))
+                for name, writer in writers.items()
+            }
+            manifest = Manifest(
+                iteration=iteration,
+                parent=older[-1] if older else None,
+                files=files,
+                state=state,
+                identity=identity,
+            )
+            write_file(temporary / MANIFEST, [manifest_text(manifest).encode()], MANIFEST_POINTS)
+            fsync_dir(temporary)
+            fault("ckpt:dirsync")
+            _publish(temporary, final, aside)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        _retire(root, keep, {checkpoint_name(each) for each in spare})
+    return final
+
+
+def _sweep(root: Path) -> None:
+    """Remove what saves that died have left."""
+    for path in root.iterdir():
+        if is_leftover(path.name):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+            fault("ckpt:sweep")
+
+
+def _refuse_complete(final: Path) -> bool:
+    """Whether a damaged checkpoint is in the way of `final`; a good one is an error."""
+    if not final.exists():
+        return False
+    try:
+        verify_checkpoint(final)
+    except CheckpointError:
+        return True
+    raise CheckpointError(
+        Finding(
+            code="E722",
+            what=f"{final} is already there and complete; a checkpoint is never overwritten",
+            fix="continue that run with --resume, or choose another --run-dir",
+        )
+    )
+
+
+class _Here:
+    """A component whose tensors are in this process."""
+
+    def __init__(self, name: str, tensors: Mapping[str, AnyTensor]) -> None:
+        self._tensors = tensors
+        self._header, self.size = header_of(name, tensors)
+
+    def write(self, path: Path) -> FileRecord:
+        return write_file(path, file_parts(self._header, self._tensors), COMPONENT_POINTS)
+
+
+def _publish(temporary: Path, final: Path, aside: bool) -> None:
+    """Give a complete directory its name, then point LATEST at it."""
+    root = final.parent
+    if aside:
+        final.rename(temporary_name(final))
+        fault("ckpt:aside")
+    temporary.rename(final)
+    fault("ckpt:rename")
+    fsync_dir(root)
+    fault("ckpt:rootsync")
+    write_atomic(root / LATEST, f"{final.name}\n".encode(), LATEST_POINTS)
+
+
+def _retire(root: Path, keep: int, spared: Collection[str]) -> None:
+    """Delete what is older than the newest `keep` complete checkpoints, but for those `spared`.
+
+    Complete means here: sealed manifest, every file there with its size. Digests are left
+    to the loader, which reads each file once anyway.
+    """
+    complete = 0
+    for path in reversed(list_checkpoints(root)):
+        if complete >= keep and path.name in spared:
+            continue
+        if complete >= keep:
+            doomed = temporary_name(path)
+            path.rename(doomed)
+            fault("ckpt:delete:rename")
+            shutil.rmtree(doomed)
+            fault("ckpt:delete:unlink")
+            continue
+        try:
+            check_files(path, read_manifest(path), sizes_only=True)
+        except CheckpointError:
+            continue
+        complete += 1
+    _sweep(root)
+
+
+def load_component(found: Found, name: str) -> Mapping[str, Tensor]:
+    """One component's torch tensors. Raises `CheckpointError` where its file cannot be read."""
+    with disk_errors(CheckpointError, f"load {found.path}", found.path):
+        return load_tensors(found.files[name])
+
+
+def find_checkpoint(root: Path, *, identity: Mapping[str, str] | None = None) -> Found | None:
+    """The newest checkpoint of `root` that verifies, its tensors not loaded.
+
+    None if no save has ever completed there (no checkpoint, no LATEST). Raises
+    `CheckpointError` if there are checkpoints and none verifies, or if `identity` is given
+    and differs from the one saved.
+    """
+    found = list_checkpoints(root)
+    rejected = _doubt_latest(root, found)
+    if not found and not rejected:
+        return None
+    for path in reversed(found):
+        try:
+            manifest = verify_checkpoint(path)
+        except CheckpointError as error:
+            reason = error.findings[0].what.removeprefix(f"{path.name}: ")
+            rejected.append(Rejected(name=path.name, reason=reason))
+            continue
+        if identity is not None:
+            _check_identity(path, manifest.identity, identity)
+        return Found(
+            iteration=manifest.iteration,
+            files={name.removesuffix(SUFFIX): path / name for name in manifest.files},
+            state=manifest.state,
+            identity=manifest.identity,
+            path=path,
+            rejected=tuple(rejected),
+        )
+    raise _nothing_usable(root, rejected)
+
+
+def _doubt_latest(root: Path, found: Sequence[Path]) -> list[Rejected]:
+    """What is wrong with LATEST: it witnesses a save, so that none can vanish unseen."""
+    file = root / LATEST
+    if not file.is_symlink() and not file.exists():
+        return []
+    try:
+        name = file.read_bytes().decode("ascii").removesuffix("\n")
+    except (OSError, ValueError) as error:
+        return [Rejected(name=LATEST, reason=f"cannot be read ({error})")]
+    if not NAME_FORM.fullmatch(name):
+        return [Rejected(name=LATEST, reason=f"does not name a checkpoint: {name[:40]!r}")]
+    if name not in {path.name for path in found}:
+        return [Rejected(name=LATEST, reason=f"names {name}, which is not here")]
+    return []
+
+
+def _check_identity(path: Path, saved: Mapping[str, str], now: Mapping[str, str]) -> None:
+    changed = [key for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)]
+    if changed:
+        raise CheckpointError(
+            Finding(
+                code="E721",
+                what=f"{path} was saved by another run: {', '.join(changed)} changed",
+                got="\n".join(f"{key}: {now.get(key, 'nothing')}" for key in changed),
+                expected="\n".join(f"{key}: {saved.get(key, 'nothing')}" for key in changed),
+                fix="go back to what was saved, or start a new run in another --run-dir",
+            )
+        )
+
+
+def _nothing_usable(root: Path, rejected: Sequence[Rejected]) -> CheckpointError:
+    return CheckpointError(
+        *(Finding(code="E720", what=f"{root / item.name}: {item.reason}") for item in rejected),
+        summary=f"No checkpoint in {root} can be used, and a run is never started afresh over "
+        "one.\nTo begin again, choose another --run-dir.",
+    )

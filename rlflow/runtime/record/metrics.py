@@ -1,0 +1,159 @@
+"""The figures of every iteration: one JSON line each, and the same as TensorBoard events.
+
+Nothing here reads a clock (times are in the spans), keys are sorted and floats are written
+by `repr`: a run that was killed and resumed has, byte for byte, the file of one that was
+not. This file does not know what a metric means. TensorBoard is imported when it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from rlflow.errors import Finding, RunDirError
+from rlflow.runtime.record.durable import (
+    append,
+    disk_errors,
+    fault,
+    register_atomic_faults,
+    register_faults,
+    write_atomic,
+)
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+TRUNCATE_POINTS = register_atomic_faults("metrics:truncate")
+register_faults("metrics:write")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsLine:
+    """The metrics of one iteration, by name in sorted order."""
+
+    iteration: int
+    metrics: Mapping[str, float]
+
+
+class MetricsLog:
+    """Appends to a metrics file; each line is handed to the system before `write` returns.
+
+    To resume: `truncate_after(iteration of the checkpoint)` before the first `write`. For
+    the file to survive a power loss too, `sync` before each checkpoint. Every method raises
+    `RunDirError` when the disk refuses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with disk_errors(RunDirError, f"open {path}", path.parent):
+            self._file = path.open("ab", buffering=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Append the metrics of one iteration; ints stay ints, floats keep every bit."""
+        values = {name: _word(value) for name, value in sorted(metrics.items())}
+        line = json.dumps({"iteration": iteration, "metrics": values}, allow_nan=False)
+        with disk_errors(RunDirError, f"write {self.path}", self.path.parent):
+            append(self._file, f"{line}\n".encode())
+            fault("metrics:write")
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk."""
+        with disk_errors(RunDirError, f"sync {self.path}", self.path.parent):
+            os.fsync(self._file.fileno())
+
+    def truncate_after(self, iteration: int) -> int:
+        """Remove the lines of later iterations and a torn last line; return how many.
+
+        Atomic: the file is the old one or the new one. Raises `RunDirError` if an earlier
+        line is damaged.
+        """
+        with disk_errors(RunDirError, f"truncate {self.path}", self.path.parent):
+            data = self.path.read_bytes()
+            lines = data.splitlines()
+            earlier = takewhile(lambda row: row[1].iteration <= iteration, _lines(self.path, data))
+            kept = [raw + b"\n" for raw, _ in earlier]
+            text = b"".join(kept)
+            if text != data:
+                self._file.close()
+                write_atomic(self.path, text, TRUNCATE_POINTS)
+                self._file = self.path.open("ab", buffering=0)
+        return len(lines) - len(kept)
+
+    def close(self) -> None:
+        """Close the file; safe to repeat."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[MetricsLine]:
+    """All lines of a metrics file, in its order; a torn last line is left out.
+
+    Floats have the bits that were written. Raises `RunDirError` if the file cannot be read
+    or a line other than the last is damaged.
+    """
+    with disk_errors(RunDirError, f"read {path}", path):
+        data = path.read_bytes()
+    return [line for _, line in _lines(path, data)]
+
+
+def _word(value: float) -> float | str:
+    """JSON has no word for a float that is not finite: it becomes "nan", "inf" or "-inf"."""
+    return value if math.isfinite(value) else repr(float(value))
+
+
+def _lines(path: Path, data: bytes) -> Iterator[tuple[bytes, MetricsLine]]:
+    """Each whole line as bytes and as figures; only the last one may be torn."""
+    lines = data.splitlines()
+    for number, raw in enumerate(lines, start=1):
+        try:
+            found = json.loads(raw)
+            metrics = {
+                name: float(value) if isinstance(value, str) else value
+                for name, value in found["metrics"].items()
+            }
+            line = MetricsLine(iteration=int(found["iteration"]), metrics=metrics)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if number == len(lines):
+                return
+            raise RunDirError(
+                Finding(
+                    code="E730",
+                    what=f"line {number} of {path} is damaged",
+                    got=repr(raw[:60].decode(errors="replace")),
+                    fix=f"sed -i {number}d {path}",
+                )
+            ) from error
+        yield raw, line
+
+
+class TensorBoardLog:
+    """Writes metrics as TensorBoard scalars; `after` is the iteration a resumed run continues.
+
+    Points that a previous process wrote for later iterations are marked as superseded.
+    """
+
+    def __init__(self, path: Path, *, after: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if after is None else after + 1
+        self._writer: SummaryWriter = SummaryWriter(str(path), purge_step=purge)
+
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Add one point per metric at `iteration`."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, iteration)
+
+    def close(self) -> None:
+        """Flush the events and close the file."""
+        self._writer.close()

@@ -1,0 +1,130 @@
+"""Where a run begins: after a checkpoint of its own, or on the weights of another run.
+
+Compares what was saved with what goes on, and finds the weights that a new run starts from.
+Loads no tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlflow.errors import CheckpointError, Finding, RunDirError
+from rlflow.runtime.record.changes import Change, changes_of, require_allowed
+from rlflow.runtime.record.checkpoint import SUFFIX, Found, find_checkpoint, list_checkpoints
+from rlflow.runtime.record.manifest import MANIFEST, Manifest, read_manifest, verify_checkpoint
+from rlflow.runtime.record.rundir import RUN_FILE, RunDir
+from rlflow.runtime.worker.node_states import SAVED
+
+if TYPE_CHECKING:
+    from rlflow.graph.graph import Graph
+
+# In the counters of an optimizer: its moments are not those of the file, they begin at zero.
+FRESH = "fresh"
+
+
+def changes_since(
+    directory: RunDir,
+    saved: Mapping[str, str],
+    now: Mapping[str, str],
+    graph: Graph,
+    allowed: Sequence[str],
+) -> tuple[Change, ...]:
+    """What has changed since a checkpoint, all of it allowed: now, or when an earlier start was.
+
+    Raises CheckpointError E721 otherwise.
+    """
+    if dict(saved) == dict(now):
+        return ()
+    before = next((g for g in _graphs(directory) if _hash(g) == saved.get("graph")), None)
+    graphs = None if before is None else (before, json.loads(json.dumps(graph.to_json())))
+    found = changes_of(saved, now, graphs)
+    known = directory.read_run().get("resumed")
+    pair = [dict(saved), dict(now)]
+    entries = known if isinstance(known, list) else []
+    if not any(isinstance(entry, dict) and entry.get("identity") == pair for entry in entries):
+        require_allowed(str(directory.path), found, allowed)
+    return found
+
+
+def newest(directory: RunDir) -> Manifest | None:
+    """What the newest checkpoint with a whole manifest says; its other files are not read."""
+    for path in reversed(list_checkpoints(directory.checkpoints)):
+        try:
+            return read_manifest(path)
+        except CheckpointError:
+            continue
+    return None
+
+
+def require_more(directory: RunDir, done: int, iterations: int) -> None:
+    """A run that is past its end would lose its last evaluation and do nothing: RunDirError."""
+    if done > iterations:
+        raise RunDirError(
+            Finding(
+                code="E755",
+                what=f"{directory.path} has done {done} iterations already",
+                got=f"--iterations {iterations}",
+                expected=f"{done} or more",
+                fix=f"--iterations {done}",
+            )
+        )
+
+
+def without_changed(found: Found, changes: Sequence[Change]) -> Found:
+    """A checkpoint without what nodes keep whose values have changed: they begin anew."""
+    states = found.state.get(SAVED, {})
+    assert isinstance(states, dict)
+    kept = {
+        node: state
+        for node, state in states.items()
+        if not any(change.path.startswith(f"{node}.") for change in changes)
+    }
+    return replace(found, state={**found.state, SAVED: kept})
+
+
+def weights_of(text: str) -> Found:
+    """The weights of a run's newest checkpoint, or of the checkpoint in a directory.
+
+    A copy with the iteration 0 and without states: a run that starts from it is a new one.
+    Raises CheckpointError E314 for what is neither.
+    """
+    path = Path(text)
+    if (path / MANIFEST).is_file():
+        manifest = verify_checkpoint(path)
+        files = {name.removesuffix(SUFFIX): path / name for name in manifest.files}
+        return Found(iteration=0, files=files, state={}, identity={}, path=path, rejected=())
+    found = find_checkpoint(path / "checkpoints") if (path / RUN_FILE).is_file() else None
+    if found is None:
+        raise CheckpointError(
+            Finding(
+                code="E314",
+                what=f"--from-weights {text}: there is no checkpoint",
+                got="no such directory" if not path.exists() else "no checkpoint in it",
+                expected="a run directory, or one of its checkpoints, runs/demo/checkpoints/"
+                "iteration-000050; weights in Hugging Face form are a model's path in the pipeline",
+            ),
+            summary="Nothing was started.",
+        )
+    return replace(found, iteration=0, state={}, identity={})
+
+
+def _graphs(directory: RunDir) -> Iterator[Mapping[str, Any]]:
+    """The graph of a run, then those that it had before, each as what its hash is made of."""
+    for text in directory.graphs():
+        try:
+            graph = json.loads(text)
+        except ValueError:
+            continue
+        # What headlines a run is written beside the graph for reports; it decides no number.
+        graph.pop("headline", None)
+        yield graph
+
+
+def _hash(graph: Mapping[str, Any]) -> str:
+    blob = json.dumps(graph, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(blob.encode()).hexdigest()

@@ -1,0 +1,394 @@
+"""The directory of one run: plain files that any tool reads, and a lock.
+
+    runs/grpo-20250131T142501Z/
+      run.json  config.json  graph.json  plan.txt  plan.json      what was run
+      metrics.jsonl  spans/  logs/  tensorboard/                  what happened
+      checkpoints/                                                where to continue
+      lock                                                        pid and host of its process
+
+One process holds a run directory at a time; a run is never written over another. This file
+does not know what a graph or a plan is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from pathlib import Path
+from typing import Self
+
+from rlflow.errors import Finding, RunDirError, near_names
+from rlflow.runtime.record.durable import (
+    JSON,
+    disk_errors,
+    exact_json,
+    exact_value,
+    is_leftover,
+    register_atomic_faults,
+    write_atomic,
+)
+
+RUNS = Path("runs")
+RUN_FILE = "run.json"
+LOCK_FILE = "lock"
+PACKAGES = ("rlflow-engine", "torch", "transformers", "tensordict", "safetensors", "numpy")
+GIT_SECONDS = 5.0
+
+FILE_POINTS = register_atomic_faults("rundir:file")
+
+
+class RunDir:
+    """A run directory. Make one with `create`, `open` (both lock it) or `view` (does not).
+
+    The lock goes with `close`, the end of a `with` block, or the process. Every method
+    raises `RunDirError` when the disk refuses.
+    """
+
+    def __init__(self, path: Path, lock: int | None) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.spans = path / "spans"
+        self.logs = path / "logs"
+        self.tensorboard = path / "tensorboard"
+        self.metrics = path / "metrics.jsonl"
+        self._lock = lock
+
+    @classmethod
+    def create(
+        cls,
+        path: Path | None,
+        name: str,
+        *,
+        pipeline: str,
+        command: Sequence[str],
+        again: Sequence[str] = (),
+        parent: Path = RUNS,
+    ) -> Self:
+        """Make the directory of a new run, lock it and write its run.json.
+
+        `path` None makes `parent/<name>-<UTC time>`. `name` is the pipeline's name,
+        `pipeline` what a user types after `rlflow run`, `command` the whole command line, `again`
+        the words after `rlflow` that go on with the run, but for its directory and its end.
+        Raises `RunDirError` if the directory is in use, holds a run, or holds other files.
+        """
+        with disk_errors(RunDirError, f"make the run directory {path or parent}", parent):
+            where = _fresh_path(parent, name) if path is None else path
+            where.mkdir(parents=True, exist_ok=True)
+            if not (where / RUN_FILE).exists() and (strays := _strays(where)):
+                raise _foreign(where, strays)
+            run = cls(where, _lock(where))
+            try:
+                if (where / RUN_FILE).exists():
+                    raise _occupied(where, pipeline)
+                run._start(name, pipeline, command, again)
+            except BaseException:
+                run.close()
+                raise
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Lock the directory of an existing run, to continue it.
+
+        Raises `RunDirError` if it is in use or is not a run directory.
+        """
+        run = cls.view(path)
+        with disk_errors(RunDirError, f"open the run directory {path}", path):
+            run._lock = _lock(path)
+            for entry in path.iterdir():
+                if is_leftover(entry.name):
+                    entry.unlink()
+        return run
+
+    @classmethod
+    def view(cls, path: Path) -> Self:
+        """A run directory to read from, in use or not. Raises `RunDirError` if it is none."""
+        with disk_errors(RunDirError, f"open the run directory {path}", path):
+            if not (path / RUN_FILE).is_file():
+                raise _not_a_run(path)
+        return cls(path, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the lock; safe to repeat."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def remove(self) -> None:
+        """Delete a directory in which no run has begun, and the folder of runs if it is empty."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self.path.parent.name == RUNS.name:
+            with contextlib.suppress(OSError):
+                self.path.parent.rmdir()
+
+    def read_run(self) -> Mapping[str, JSON]:
+        """What run.json says. Raises `RunDirError` if it is damaged."""
+        return _read_run(self.path)
+
+    def write_config(self, config: Mapping[str, JSON]) -> None:
+        """Write config.json, the resolved values."""
+        self._write_json("config.json", config)
+
+    def write_graph(self, graph: Mapping[str, JSON]) -> None:
+        """Write graph.json; one that differs from it stays as graphs/NUMBER.json."""
+        text, file = exact_json(graph), self.path / "graph.json"
+        with disk_errors(RunDirError, f"keep {file}", self.path):
+            before = file.read_text() if file.exists() else text
+            if before != text:
+                earlier = self.path / "graphs"
+                earlier.mkdir(exist_ok=True)
+                number = len(list(earlier.iterdir())) + 1
+                write_atomic(earlier / f"{number}.json", before.encode(), FILE_POINTS)
+        self._write("graph.json", text)
+
+    def graphs(self) -> list[str]:
+        """The texts of graph.json and of the graphs before it."""
+        files = [self.path / "graph.json", *sorted((self.path / "graphs").glob("*.json"))]
+        with disk_errors(RunDirError, f"read the graphs of {self.path}", self.path):
+            return [file.read_text() for file in files if file.exists()]
+
+    def note_resumed(self, entry: Mapping[str, JSON], again: Sequence[str]) -> None:
+        """Add to run.json that the run goes on, with which changes, and the words that do so."""
+        facts = dict(self.read_run())
+        before = facts.get("resumed")
+        now = datetime.now(UTC).isoformat(timespec="microseconds")
+        added: dict[str, JSON] = {"at": now, **entry}
+        facts["resumed"] = [*(before if isinstance(before, list) else []), added]
+        self._write_json(RUN_FILE, {**facts, "again": list(again)})
+
+    def write_plan(self, text: str, plan: Mapping[str, JSON]) -> None:
+        """Write plan.txt, the printed form, and plan.json."""
+        self._write("plan.txt", text)
+        self._write_json("plan.json", plan)
+
+    def _start(
+        self, name: str, pipeline: str, command: Sequence[str], again: Sequence[str]
+    ) -> None:
+        for directory in (self.checkpoints, self.spans, self.logs):
+            directory.mkdir(exist_ok=True)
+        facts: dict[str, JSON] = {
+            "id": uuid.uuid4().hex,
+            "name": name,
+            "pipeline": pipeline,
+            "command": list(command),
+            "again": list(again) or ["run", pipeline],
+            "started": datetime.now(UTC).isoformat(timespec="microseconds"),
+            "host": socket.gethostname(),
+            "git": _git_state(),
+            "versions": _versions(),
+        }
+        self._write_json(RUN_FILE, facts)
+
+    def _write_json(self, name: str, value: Mapping[str, JSON]) -> None:
+        self._write(name, exact_json(value))
+
+    def _write(self, name: str, text: str) -> None:
+        with disk_errors(RunDirError, f"write {self.path / name}", self.path):
+            write_atomic(self.path / name, text.encode(), FILE_POINTS)
+
+
+def words_again(run: Mapping[str, JSON]) -> list[str]:
+    """The words after `rlflow` that go on with a run, but for its directory and its end."""
+    words = run.get("again")
+    return [str(w) for w in words] if isinstance(words, list) else ["run", str(run["pipeline"])]
+
+
+def latest_run(parent: Path = RUNS, pipeline: str | None = None) -> Path:
+    """The run directory in `parent` that was started last, of `pipeline` if that is given.
+
+    `pipeline` is its name, or what was typed after `rlflow run`. Raises `RunDirError` if
+    there is none.
+    """
+    with disk_errors(RunDirError, f"list the runs in {parent}", parent):
+        found = sorted(parent.iterdir()) if parent.is_dir() else []
+    runs = [(_read_run(path), path) for path in found if (path / RUN_FILE).is_file()]
+    chosen = [
+        (run, path)
+        for run, path in runs
+        if pipeline in {None, str(run["name"]), str(run["pipeline"])}
+    ]
+    if not chosen:
+        names = sorted({str(run["name"]) for run, _ in runs})
+        raise RunDirError(
+            Finding(
+                code="E713",
+                what=f"no run of {pipeline or 'any pipeline'} in {parent} to continue",
+                got=f"runs of {', '.join(names)}" if names else "no run at all",
+                near=near_names(pipeline or "", names),
+                fix="name the run directory: --resume RUN",
+            )
+        )
+    return max(chosen, key=lambda item: (str(item[0]["started"]), item[1].name))[1]
+
+
+def _strays(path: Path) -> list[str]:
+    """What is in a directory beyond the traces of a `create` that died before run.json."""
+    return sorted(
+        entry.name
+        for entry in path.iterdir()
+        if entry.name != LOCK_FILE
+        and not is_leftover(entry.name)
+        and not (entry.is_dir() and not any(entry.iterdir()))
+    )
+
+
+def _fresh_path(parent: Path, name: str) -> Path:
+    """Make a directory nobody else has, even of runs started in the same second."""
+    parent.mkdir(parents=True, exist_ok=True)
+    stem = f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+    for number in count(1):
+        path = parent / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("count() does not end")
+
+
+def _lock(path: Path) -> int:
+    """Take the lock of a run directory; the kernel drops it when the process dies."""
+    file = path / LOCK_FILE
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise _in_use(path) from error
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+    return descriptor
+
+
+def _in_use(path: Path) -> RunDirError:
+    holder = (path / LOCK_FILE).read_text().strip() or "another process"
+    return RunDirError(
+        Finding(
+            code="E710",
+            what=f"the run directory {path} is in use by {holder}",
+            fix=f"wait for it or stop it, or choose another: {_typed('--run-dir', _other(path))}",
+        )
+    )
+
+
+def _occupied(path: Path, pipeline: str) -> RunDirError:
+    run = _read_run(path)
+    return RunDirError(
+        Finding(
+            code="E711",
+            what=f"{path} holds a run of {run['name']}, started {run['started']}",
+            fix=f"{_typed('rlflow', *words_again(run), '--resume', path)}\n"
+            f"{_typed('rlflow', 'run', pipeline, '--run-dir', _other(path))}",
+        )
+    )
+
+
+def _foreign(path: Path, names: Sequence[str]) -> RunDirError:
+    return RunDirError(
+        Finding(
+            code="E712",
+            what=f"{path} holds other files and no run",
+            got=", ".join(names[:5]),
+            expected="an empty directory, or one that does not exist",
+            fix=f"{_typed('--run-dir', _other(path))}",
+        )
+    )
+
+
+def _not_a_run(path: Path) -> RunDirError:
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    runs = [entry.name for entry in beside if (entry / RUN_FILE).is_file()]
+    return RunDirError(
+        Finding(
+            code="E712",
+            what=f"{path} is not a run directory",
+            got="no such directory" if not path.exists() else f"no {RUN_FILE} in it",
+            near=near_names(path.name, runs),
+        )
+    )
+
+
+def _typed(*words: object) -> str:
+    """Words as they are typed into a shell."""
+    return shlex.join(map(str, words))
+
+
+def _other(path: Path) -> Path:
+    """The first free name beside `path`."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
+    return next(name for name in numbered if not name.exists())
+
+
+def _read_run(path: Path) -> Mapping[str, JSON]:
+    file = path / RUN_FILE
+    with disk_errors(RunDirError, f"read {file}", path):
+        data = file.read_bytes()
+    try:
+        run = exact_value(json.loads(data))
+    except ValueError as error:
+        run = str(error)
+    if not isinstance(run, Mapping) or not {"name", "pipeline", "started"} <= run.keys():
+        raise RunDirError(
+            Finding(
+                code="E714",
+                what=f"{file} is damaged",
+                got=repr(data[:60].decode(errors="replace")),
+                fix=f"move {path} away, or name another run",
+            )
+        )
+    return run
+
+
+def _versions() -> dict[str, JSON]:
+    """The version of Python and of each package, None where it is not installed."""
+    found: dict[str, JSON] = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _git_state() -> dict[str, JSON] | None:
+    """Commit of the working directory and whether tracked files differ; None outside git."""
+    commit = _git("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changes = _git("--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def _git(*arguments: str) -> str | None:
+    """What git prints; None without git, outside a repository, or if it takes too long."""
+    program = shutil.which("git")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(  # noqa: S603 - a fixed program with fixed arguments
+            [program, *arguments], capture_output=True, text=True, timeout=GIT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

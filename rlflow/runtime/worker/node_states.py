@@ -1,0 +1,74 @@
+"""What nodes keep from call to call: a few numbers each, by node, part of every checkpoint.
+
+A node's body reads and changes its own (`Call.state`); whoever runs a part of a node holds the
+same numbers. This file does not know what a number means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from rlflow.errors import Finding, RunError
+
+if TYPE_CHECKING:
+    from rlflow.runtime.record.durable import JSON
+
+States = dict[str, dict[str, float]]
+SAVED = "nodes"
+
+
+class NodeStates:
+    """The states of one process: of the nodes that it runs, and those of a checkpoint."""
+
+    def __init__(self) -> None:
+        self.used: States = {}
+        self.loaded: States = {}
+
+    def of(self, node: str) -> dict[str, float]:
+        """What a node keeps, to be read and changed by its body."""
+        return self.used.setdefault(node, dict(self.loaded.get(node, {})))
+
+    def load(self, states: States) -> None:
+        """Go back to what a checkpoint holds."""
+        self.used, self.loaded = {}, states
+
+
+def to_save(loaded: States, parts: Iterable[States]) -> States:
+    """What a checkpoint is to hold: of nodes that nobody has run, what was loaded."""
+    return dict(sorted((loaded | agreed(parts)).items()))
+
+
+def agreed(parts: Iterable[Mapping[str, Mapping[str, float]]]) -> States:
+    """The states that processes hold, joined, nodes without a number left out.
+
+    Raises RunError where two of them hold different numbers of one node.
+    """
+    found: States = {}
+    for part in parts:
+        for node, state in part.items():
+            if not state:
+                continue
+            held = found.setdefault(node, dict(state))
+            if held != dict(state):
+                raise RunError(
+                    Finding(
+                        code="E260",
+                        what=f"processes disagree about what {node} keeps from call to call",
+                        got=f"{dict(state)}",
+                        expected=f"{held}, as another process has it",
+                        fix="report it as a bug; a state follows from sums over all parts",
+                    )
+                )
+    return dict(sorted(found.items()))
+
+
+def saved_states(state: Mapping[str, JSON]) -> States:
+    """The states that a checkpoint holds; none in one of a run without any."""
+    nodes = state.get(SAVED, {})
+    assert isinstance(nodes, dict)
+    found: States = {}
+    for node, numbers in nodes.items():
+        assert isinstance(numbers, dict)
+        found[node] = {n: value for n, value in numbers.items() if isinstance(value, float)}
+    return found

@@ -1,0 +1,380 @@
+"""A worker: the model instances of one process, and the verbs that a plan has for them.
+
+It runs bodies, reshards, and puts parts to sleep and wakes them; it refuses what the
+state of an instance forbids. It knows no order. Ranks that share an instance or a reshard
+meet in the groups that its `world` has for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlflow.batch import lengths, select_field
+from rlflow.contract.values import SampleKey, Stat
+from rlflow.engines.hf.generate.rng import permutation
+from rlflow.engines.hf.loading import load_tokenizer
+from rlflow.graph.graph import Graph, Node
+from rlflow.graph.rules.nesting import declared_name, draw_of
+from rlflow.modelfiles.directories import model_directory
+from rlflow.ops.body import Alone, Call, Output
+from rlflow.runtime.execute.flow import Flow
+from rlflow.runtime.execute.stats import logged
+from rlflow.runtime.execute.versions import require_averages, require_same, require_versions
+from rlflow.runtime.record.printed import printed_by
+from rlflow.runtime.record.stages import stage
+from rlflow.runtime.worker.allocator import give_back_freed_memory
+from rlflow.runtime.worker.drafting import drafter_within, drafting_in
+from rlflow.runtime.worker.loaded import InUse, Loaded
+from rlflow.runtime.worker.loading import load_instance, loading
+from rlflow.runtime.worker.node_states import NodeStates
+from rlflow.runtime.worker.reading import Reading
+from rlflow.runtime.worker.store import ShardStore, Stored
+from rlflow.runtime.worker.world import HERE, resharder
+from rlflow.scheduler.plan.plan import Action, Plan
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from rlflow.engines.reshard.resharder import Resharder
+    from rlflow.runtime.worker.world import World
+
+SIZED_BY = ("prompt_tokens", "response_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What an action instance did in this process: metrics, and the rows that it left here, if any.
+
+    `tokens` int64 `[rows]` are the lengths of prompt and response together, where the rows have
+    them. `groups` int64 `[rows]` are the groups of rows that were gathered. `numbers` int64
+    `[rows]` are the numbers of the rows, where the action alone knows them. `moved` is the number
+    of bytes that other processes sent.
+    """
+
+    metrics: Mapping[str, float | Stat] = field(default_factory=dict)
+    rows: int = 0
+    total: int = 0
+    tokens: Tensor | None = None
+    groups: Tensor | None = None
+    numbers: Tensor | None = None
+    moved: int | None = None
+
+
+class Worker:
+    """Loads the instances of a plan and runs its actions, one call an action instance.
+
+    With a `world` it is one rank of several: it loads the instances of its device only.
+    `check_sync` compares hashes of both ends after every reshard.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        seed: int,
+        near: Path | None = None,
+        *,
+        world: World | None = None,
+        check_sync: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.graph: Graph = plan.graph
+        self.seed = seed
+        self.near = near
+        self.world = world
+        self.check_sync = check_sync
+        self.flow = Flow(plan)
+        self.store = ShardStore()
+        self._reading = Reading(plan, self.flow, self.store)
+        self.states = NodeStates()
+        self._carried: dict[str, dict[str, Any]] = {}
+        self._resharders: dict[str, Resharder] = {}
+        self._wanted = {node.name: _fields_read(plan.graph, node) for node in plan.graph.nodes}
+        self._tokenizer = functools.cache(self._load_tokenizer)
+        self.loaded: dict[str, Loaded] = {}
+        self._helped: dict[str, Loaded] = {}
+        try:
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self) -> None:
+        """Load what this process holds, and put to sleep what the plan does not begin with."""
+        held = self.plan.instances if self.world is None else self.world.instances
+        helped = () if self.world is None else self.world.helped
+        # Every rank in one order, since the ranks of an instance wait for each other.
+        for instance in (i for i in self.plan.instances if i in held or i in helped):
+            if instance.engine_plan.lies_inside:
+                self.loaded[instance.name] = drafter_within(
+                    instance, self.loaded[str(instance.inside)]
+                )
+                continue
+            declared = self.graph.model(instance.model)
+            kept = self.loaded if instance in held else self._helped
+            with stage(loading(instance)):
+                kept[instance.name] = load_instance(
+                    instance,
+                    declared,
+                    self._path(declared.path),
+                    seed=self.seed,
+                    draft=drafting_in(self.plan, instance, self._path),
+                    **(HERE if self.world is None else self.world.where(instance)),
+                )
+        give_back_freed_memory()
+        require_averages(self.plan, self.loaded)
+        actions = self.plan.actions
+        emptied = {a.part for a in actions if a.kind == "wake" and a.mode == "discard"}
+        for part in self.plan.parts:
+            if part.name in self.plan.awake_at_start or part.instance not in self.loaded:
+                continue
+            if self.world is None or self.world.own not in part.stays:
+                mode = "discard" if part.name in emptied else "offload"
+                self.loaded[part.instance].sleep(part.kind, mode)
+
+    def close(self) -> None:
+        """End what runs beside this process: engines of their own."""
+        for loaded in (*self.loaded.values(), *self._helped.values()):
+            loaded.close()
+
+    def trained(self) -> list[Loaded]:
+        """The instances that the plan trains, in the plan's order."""
+        return [loaded for loaded in self.loaded.values() if loaded.instance.trained]
+
+    def run(self, action: Action, iteration: int) -> Mapping[str, float | Stat]:
+        """Carry out one action instance with all its rows; returns the numbers it logs.
+
+        Those of a chunk are still to be joined with the others'. Raises what the body raises,
+        and RunError for what the state forbids.
+        """
+        return logged(action, [self.perform(action, iteration).metrics])
+
+    def perform(self, action: Action, iteration: int, keep: Tensor | None = None) -> Result:
+        """Carry out this process's part of an action instance.
+
+        `keep` int64 names the rows, by place, whose results stay; None for all of them.
+        """
+        if action.kind == "run":
+            with printed_by(f"iteration {iteration} {action.id}"):
+                return self._run(action, iteration, keep)
+        if action.kind == "reshard":
+            return Result(moved=self._reshard(action, iteration))
+        if action.part:
+            self._move(action, action.part)
+        return Result()
+
+    def _run(self, action: Action, iteration: int, keep: Tensor | None) -> Result:
+        node = self.graph.node(str(action.node))
+        loaded = self.loaded[action.instance] if action.instance else None
+        require_versions(self.plan, action, iteration, self.loaded)
+        call = self._call(action, node, iteration, loaded)
+        output = _body(node.op.body)(call)
+        self.store.leave(node.name, output.surplus)
+        if output.memory is not None:
+            self.store.memory[node.name] = output.memory
+        for name, lag in action.writes:
+            self.loaded[name].version = iteration - lag
+        made = self._made(node, call, output, keep)
+        if made is not None:
+            self.store.put(action.id, iteration, made, self.flow.readers(action.id, iteration))
+        self.release(action, iteration)
+        return Result(
+            metrics={**output.metrics, **(loaded.figures() if loaded is not None else {})},
+            rows=output.rows,
+            total=made.total if made else 0,
+            tokens=_tokens(made) if made and node.op.rows in ("expand", "gather") else None,
+            groups=made.fields.get("group") if made and node.op.rows == "gather" else None,
+            numbers=None if output.kept is None or made is None else made.rows,
+        )
+
+    def _made(self, node: Node, call: Call, output: Output, keep: Tensor | None) -> Stored | None:
+        """The rows of an output under their numbers in the whole batch."""
+        if not node.op.outputs:
+            return None
+        fields = dict(output.fields)
+        if call.rows is None and output.kept is None:
+            return Stored(fields=fields, total=output.rows)
+        factor = output.factor
+        count = call.total if call.inputs is None else int(call.inputs.batch_size[0])
+        rows = torch.arange(count) if call.rows is None else call.rows
+        total = (count if call.rows is None else call.total) * factor
+        if factor > 1:
+            rows = (rows[:, None] * factor + torch.arange(factor)).flatten()
+        if output.kept is not None:
+            rows = rows[output.kept]
+        if keep is not None:
+            fields = {name: select_field(value, keep) for name, value in fields.items()}
+            rows = rows[keep]
+        return Stored(fields=fields, total=total, rows=rows)
+
+    def _call(self, action: Action, node: Node, iteration: int, loaded: Loaded | None) -> Call:
+        drawn_by = node.resumes or node.name
+        draw = draw_of(self.graph, node, iteration)
+        if node.trip is not None:
+            drawn_by = declared_name(drawn_by)
+        key = SampleKey(seed=self.seed, iteration=draw, stream=drawn_by)
+        read = self._reading.of(action, node, iteration)
+        shared = None if self.world is None else self.world.peers(action)
+        return Call(
+            node=node.name,
+            op=node.op,
+            iteration=iteration,
+            seed=self.seed,
+            params=dict(node.params),
+            wanted=self._wanted[node.name],
+            permutation=functools.partial(_permutation, self.seed, iteration, node.name),
+            tokenizer=self._tokenizer,
+            inputs=read.inputs,
+            others=read.others,
+            rows=read.rows,
+            total=read.total,
+            peers=Alone() if shared is None else shared,
+            state=self.states.of(node.shares or node.name),
+            model=None if loaded is None else self._in_use(action, node, loaded, key),
+            source=self._averaged(node, key),
+            where=node.where,
+            draw=draw,
+            staleness=self.graph.staleness,
+            updates=self.graph.updates(self.graph.sampled_by(node) or ""),
+            trips=read.trips,
+            surplus=self.store.surplus.get(_counted_for(node)),
+            memory=self.store.memory.get(node.name),
+            piece=(0, 1) if action.chunk is None else (action.chunk.index, action.chunk.count),
+            carried=self._carried_to(action, node),
+        )
+
+    def _in_use(self, action: Action, node: Node, loaded: Loaded, key: SampleKey) -> InUse:
+        """The model of a node, with the drafter beside it if it has one that is in no engine."""
+        names = (name for name, _ in action.reads if name in self.loaded)
+        beside = [
+            held
+            for held in map(self.loaded.__getitem__, names)
+            if not held.instance.engine_plan.lies_inside
+        ]
+        drafters = [held for held in beside if held.instance.model == node.drafter]
+        drafter = drafters[0] if drafters else None
+        return InUse(loaded, key, piece=_piece(action), drafter=drafter)
+
+    def _carried_to(self, action: Action, node: Node) -> dict[str, Any]:
+        """What the pieces of a node leave for those after them; after the last one nothing."""
+        if action.chunk is None:
+            return {}
+        if action.chunk.index + 1 == action.chunk.count:
+            return self._carried.pop(node.name, {})
+        return self._carried.setdefault(node.name, {})
+
+    def _averaged(self, node: Node, key: SampleKey) -> InUse | None:
+        """The model whose weights a node averages, as they are trained."""
+        trained = self.plan.trained_instance(node.averages) if node.averages else None
+        return None if trained is None else InUse(self.loaded[trained.name], key)
+
+    def held(self, action: Action, source: str, iteration: int, names: Collection[str]) -> Stored:
+        """Fields of a node as they lie here for an action to read, chunks joined."""
+        return self._reading.held(action, source, iteration, names)
+
+    def release(self, action: Action, iteration: int) -> None:
+        """Note that an action has read all that it reads here, of what has run."""
+        for source in self.flow.sources(action.id):
+            if self.plan.action(source).trip is None or self.store.has(source, iteration):
+                self.store.release(source, iteration)
+
+    def drop_surplus(self) -> None:
+        """Forget what loops have left over for the next iteration."""
+        self.store.surplus.clear()
+
+    def skip(self, action: Action, iteration: int) -> None:
+        """Note that an action of a loop that is over will not read what it would have."""
+        for source in self.flow.outside(action.id):
+            if self.store.has(source, iteration):
+                self.store.release(source, iteration)
+
+    def _reshard(self, action: Action, iteration: int) -> int:
+        """Bring the source's weights to the targets; bytes that came from other processes."""
+        source = self.loaded.get(str(action.instance))
+        targets = [self.loaded[name] for name in action.targets if name in self.loaded]
+        require_versions(self.plan, action, iteration, self.loaded)
+        received = self._bring(action, source, targets)
+        for target in targets:
+            target.version = self.graph.written(target.instance.model, iteration + 1)
+            target.model.loaded(target.version)
+            if self.check_sync:
+                require_same(action, target.model.check())
+        return received
+
+    def _bring(self, action: Action, source: Loaded | None, targets: list[Loaded]) -> int:
+        if action.id not in self._resharders:
+            self._resharders[action.id] = resharder(self.world, action, source, targets)
+        made = self._resharders[action.id]
+        received = made.run().received
+        if self.check_sync:
+            require_same(action, made.check())
+        return received
+
+    def _move(self, action: Action, part: str) -> None:
+        """Put a part to sleep or wake it, where this process holds any of it."""
+        found = self.plan.part(part)
+        if found.instance not in self.loaded:
+            return
+        if action.kind == "sleep":
+            self.loaded[found.instance].sleep(found.kind, str(action.mode))
+        else:
+            self.loaded[found.instance].wake(found.kind)
+
+    def _path(self, path: str) -> str:
+        directory = model_directory(path, self.near)
+        return path if directory is None else str(directory)
+
+    def _load_tokenizer(self, path: str) -> Any:
+        return load_tokenizer(self._path(path))
+
+
+def _counted_for(node: Node) -> str:
+    """The loop for which what is left of the iteration before counts here: at its end, and once."""
+    first = node.is_gate and node.trip is not None and node.trip[0] == 0
+    return str(node.loop) if first else node.name
+
+
+def _piece(action: Action) -> tuple[int, int]:
+    """`(index, count)` of this chunk of a rollout that is handed on in order of completion.
+
+    (0, 1) for an action that is no such chunk.
+    """
+    chunk = action.chunk
+    return (chunk.index, chunk.count) if chunk is not None and action.ends_first else (0, 1)
+
+
+def _tokens(made: Stored) -> Tensor | None:
+    """Tokens of each row, where the rows have prompts or responses."""
+    found = [lengths(made.fields[name]) for name in SIZED_BY if name in made.fields]
+    return sum(found[1:], start=found[0]) if found else None
+
+
+def _permutation(
+    seed: int, iteration: int, node: str, n: int, *salt: int | str
+) -> NDArray[np.int64]:
+    return permutation(n, seed, iteration, node, *salt)
+
+
+@functools.cache
+def _body(name: str) -> Callable[[Call], Output]:
+    """The body behind a dotted name: the one door from the runtime to the ops' bodies."""
+    body: Callable[[Call], Output] = pkgutil.resolve_name(name)
+    return body
+
+
+def _fields_read(graph: Graph, node: Node) -> frozenset[str]:
+    """The outputs of a node that some other node reads."""
+    return frozenset(
+        bound.field.name
+        for other in graph.nodes
+        for bound in other.inputs
+        if bound.source == node.name
+    )

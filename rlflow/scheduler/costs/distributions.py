@@ -1,0 +1,136 @@
+"""What the likeliest tokens of whole distributions cost: time to find them, bytes that hold them.
+
+A model that makes fields with a width, or is trained on such, works on its logits once more,
+with several numbers of each place. Knows fields and rooflines; neither plans nor measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlflow.graph.fields import Field
+from rlflow.graph.graph import Node
+from rlflow.graph.roles import Drafted
+from rlflow.graph.rules.steps import mini_batches
+from rlflow.scheduler.costs.roofline import Holds, Load, Roofline
+from rlflow.scheduler.plan.plan import Cost, Instance, Spread
+
+VALUE_BYTES = {"int64": 8, "float32": 4, "bool": 1, "text": 4}
+FULL_BYTES = 4
+WIDE = "likeliest tokens"
+DRAFTS = "drafts"
+
+# Numbers that are read and written for each logit, all in float32. To find the likeliest: scores,
+# two sums of exponentials, the search itself, and a copy without what was found. To compare with
+# them: the same without the search, and for the backward the scores again, their exponentials
+# weighed, and the others' share.
+FOUND, COMPARED = 12, 10 + 21
+# Bytes for each likeliest token of a place in a loss: the fields that are read, the ids once
+# more, and up to 18 numbers of both sides, their mixture, their products and the gradients.
+IN_LOSS = 12 + 8 + 18 * 4
+# On a CPU, outputs of micro-batches are joined and put in order beside those themselves.
+JOINED = 3
+
+
+def width(node: Node) -> int:
+    """Numbers of one place in the widest field that a node makes, or is trained on; 0 for one."""
+    made = [field.width for field in node.op.outputs]
+    read = [bound.field.width for bound in node.inputs] if node.op.use == "train" else []
+    return max((size or 0 for size in (*made, *read)), default=0)
+
+
+def field_bytes(field: Field, prompt: int, response: int) -> int:
+    """Bytes of a field in a row: 8 an integer, 4 a float, 1 a bool, 4 a token of text."""
+    tokens = prompt if field.name.startswith("prompt") else response
+    long = field.level == "token" or field.dtype == "text"
+    return VALUE_BYTES[field.dtype] * (field.width or 1) * (tokens if long else 1)
+
+
+def wide_bytes(fields: tuple[Field, ...], response: int) -> int:
+    """Bytes of those fields of a row that have a width."""
+    return sum(field_bytes(field, 0, response) for field in fields if field.width)
+
+
+def likeliest_seconds(node: Node, roof: Roofline, load: Load) -> float:
+    """Seconds to find the likeliest tokens of every place, or to compare with another's."""
+    if not width(node):
+        return 0.0
+    numbers = COMPARED if node.op.use == "train" else FOUND
+    logits = load.rows * load.lengths.mean * roof.shape.vocab
+    return roof.read(numbers * FULL_BYTES * logits)
+
+
+def holds(node: Node, roof: Roofline, load: Load, *, recompute: bool) -> Holds:
+    """What a node holds beside the model, by name, in bytes, the largest first.
+
+    A forward leaves what it makes of all its rows where it computes until the last micro-batch is
+    done; a loss has the fields of a micro-batch. The rows themselves lie on the host: where that
+    is the device they count as well, of an update all mini-batches and the one in work.
+    """
+    known = roof.holds(node.op.use, load, recompute=recompute)
+    if not width(node):
+        return known
+    on_host, longest = roof.kind.name == "cpu", load.lengths.longest
+    if node.op.use == "train":
+        read = tuple(bound.field for bound in node.inputs)
+        batches = mini_batches(node)
+        kept = (batches + (batches > 1)) * load.rows * wide_bytes(read, longest) if on_host else 0
+        tokens = min(load.most_tokens, max(roof.micro_tokens, load.longest_row))
+        places = min(load.rows * longest, tokens)
+        size = kept + places * width(node) * IN_LOSS
+    else:
+        several = on_host and roof.passes(load) > 1
+        size = load.rows * wide_bytes(node.op.outputs, longest) * (JOINED if several else 1)
+    return tuple(sorted((*known, (WIDE, int(size))), key=lambda part: -part[1]))
+
+
+def with_drafts(
+    known: Holds,
+    node: Node,
+    instance: Instance,
+    roof: Roofline,
+    load: Load,
+    drafter: Roofline | None,
+) -> Holds:
+    """What a node holds, and beside it what drafts for its rows: keys and values, and logits.
+
+    The policy reads one token more than were drafted, and keeps logits of each. An engine drafts
+    for all that it generates, for the rows that it computes at once, with keys and values in its
+    pool. A drafter whose shape is not known counts nothing: it is None.
+    """
+    engine = instance.engine_plan
+    own = node.role(Drafted) or Drafted(by="")
+    tokens = engine.verified if engine.own_process else own.tokens
+    if drafter is not None:
+        size = drafting_bytes(tokens, roof, drafter, load)
+    elif engine.drafts_by_options:
+        size = drafting_bytes(tokens, roof, roof, load, beams=engine.beams)
+    else:
+        return known
+    return tuple(sorted((*known, (DRAFTS, size)), key=lambda part: -part[1]))
+
+
+def drafting_bytes(
+    tokens: int, roof: Roofline, drafter: Roofline, load: Load, *, beams: int = 1
+) -> int:
+    """Bytes for so many drafted tokens a row; a drafter makes logits of `beams` tokens at a time.
+
+    A draft model that stays as it is predicts the tokens of the policy: `roof` stands for it.
+    """
+    rows, cache = load.most or load.rows, 0.0
+    if roof.serving is not None:
+        rows = roof.serving.rows(rows)
+    else:
+        cache = (load.longest_row + tokens) * drafter.cache_bytes + tokens * roof.cache_bytes
+    return int(rows * cache) + tokens * roof.scores(rows) + beams * drafter.scores(rows)
+
+
+def carried(cost: Cost, rows: float, spread: Spread, *, on_host: bool) -> Cost:
+    """The cost of a transfer that brings so many bytes of wide fields to the parts of a spread.
+
+    Rows lie on the host: devices hold them where they are the host's own.
+    """
+    size = int(rows / len(spread.parts)) if on_host else 0
+    if not size:
+        return cost
+    return replace(cost, transient=(cost.transient or 0) + size, holds=(*cost.holds, (WIDE, size)))

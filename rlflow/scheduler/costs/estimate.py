@@ -1,0 +1,324 @@
+"""Estimates of seconds and bytes: measured where an earlier run did the same, else by roofline.
+
+Every figure is marked with its source. What is not measured follows from model shapes and a
+table of device kinds. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from rlflow.graph.graph import Node
+from rlflow.graph.roles import Averaged, Drawn, Learning, Paused, Resumed, SamplingOptions
+from rlflow.graph.rules.check import longest_response, most_rows, num_prompts, row_counts
+from rlflow.graph.rules.steps import mini_batches
+from rlflow.scheduler.costs import measurement_keys as keys
+from rlflow.scheduler.costs.distributions import (
+    DRAFTS,
+    field_bytes,
+    holds,
+    likeliest_seconds,
+    with_drafts,
+)
+from rlflow.scheduler.costs.lengths import (
+    Lengths,
+    assumed,
+    before,
+    between,
+    fitted_lengths,
+    full_lengths,
+    joined_lengths,
+)
+from rlflow.scheduler.costs.origins import Prompts, origins, response_tokens
+from rlflow.scheduler.costs.pieces import WHOLE, Piece, as_measured
+from rlflow.scheduler.costs.roofline import CACHE, Holds, Load, Roofline, averaging, keeps_workspace
+from rlflow.scheduler.costs.serving import serving_of
+from rlflow.scheduler.costs.sizes import Sizes
+from rlflow.scheduler.devices.collectives import copy_bandwidth, group_of, staging
+from rlflow.scheduler.devices.hardware import OBJECT_STORE, STORE_SECONDS
+from rlflow.scheduler.devices.measured import Record
+from rlflow.scheduler.models.shapes import Shape, dtype_bytes
+from rlflow.scheduler.plan.plan import ActionKind, Cost, Instance, Transport
+
+HOST_SECONDS_PER_ROW = 5e-6
+HOST_SECONDS = 2e-4
+FULL_BYTES = 4
+TABLE = "model shape and device table"
+NOT_HERE = "the model's files are not here"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs(Sizes):
+    """Estimates of seconds and bytes for one graph on one cluster."""
+
+    prompts: Prompts = field(default_factory=Prompts, compare=False, repr=False)
+
+    def rows(self, node: Node) -> int:
+        """Rows that a node works on in one iteration; those of its data for an evaluation."""
+        if node.op.name == "evaluate":
+            drawn = node.as_a(Drawn)
+            return int(drawn.limit or drawn.data.size() or 1)
+        return most_rows(self.graph, node) or 1
+
+    def tokens(self, node: Node) -> tuple[int, int]:
+        """Prompt and response tokens of a row, at their longest, wherever rows come from.
+
+        A prompt is taken to be as many tokens as the longest of the first rows of local
+        data has characters, or an assumed number where the data is elsewhere.
+        """
+        found = origins(self.graph, node)
+        prompt = max(self.prompts.tokens(self.graph, origin) for origin in found)
+        return prompt, int(longest_response(self.graph, node) or max(map(response_tokens, found)))
+
+    def lengths(self, node: Node) -> Lengths:
+        """How long the responses of a node's rows get: as measured in earlier runs, or assumed."""
+        if (paused := node.role(Paused)) is not None:
+            return before(self.lengths(node.without(Paused)), paused.until)
+        _, longest = self.tokens(node)
+        found = origins(self.graph, node)
+        if len(found) > 1:
+            return joined_lengths([(self.rows(one), self.lengths(one)) for one in found], longest)
+        (origin,) = found
+        if (sampling := origin.role(SamplingOptions)) is not None and sampling.ignore_eos:
+            return full_lengths(longest)
+        record = self._record(keys.lengths_key(self.graph, origin, longest))
+        if record is None or record.setting.pipeline != self.graph.name:
+            return assumed(longest)
+        last = record.chosen[-1]
+        return fitted_lengths(longest, last.length, last.longest, self.rows(origin))
+
+    def fields(self, node: Node, names: tuple[str, ...]) -> int:
+        """Bytes of a node's outputs of those names, of all rows."""
+        made = [field for field in node.op.outputs if field.name in names]
+        return self.rows(node) * sum(field_bytes(field, *self.tokens(node)) for field in made)
+
+    def run(self, node: Node, instance: Instance | None, parts: int, piece: Piece = WHOLE) -> Cost:
+        """The cost of running a node once, its rows in as many parts; or of one piece of it."""
+        estimate = self.table(node, instance, parts, piece)
+        if not self.cluster.measured.records or (instance is not None and estimate.seconds is None):
+            return estimate
+        record = self._record(self.run_key(node, instance, parts, piece))
+        if record is not None:
+            return as_measured(estimate, record, self.setting)
+        for other in piece.relatives:
+            record = self._record(self.run_key(node, instance, parts, other))
+            seconds = self.table(node, instance, parts, other).seconds
+            if record is not None and seconds and estimate.seconds is not None:
+                found = as_measured(estimate, record, self.setting, estimate.seconds / seconds)
+                return replace(found, source=f"{found.source}, {piece.as_part_of(other)}")
+        return self._with_dispatch(estimate)
+
+    def table(
+        self, node: Node, instance: Instance | None, parts: int, piece: Piece = WHOLE
+    ) -> Cost:
+        """The cost by model shape and device table alone: of the rows that are expected.
+
+        Memory is that of the most rows that there may be.
+        """
+        found, counts = self._of_all(node, instance, parts, piece), row_counts(self.graph, node)
+        if counts is None or found.seconds is None:
+            return found
+        return replace(found, seconds=found.seconds * float(counts.expected))
+
+    def _of_all(self, node: Node, instance: Instance | None, parts: int, piece: Piece) -> Cost:
+        if instance is None or node.model is None:
+            seconds = HOST_SECONDS + HOST_SECONDS_PER_ROW * self.rows(node) / parts * piece.share
+            return Cost(seconds=seconds, source="assumed per row of host work")
+        shape = self.shapes[node.model]
+        if shape is None:
+            return Cost(seconds=None, transient=None, source=NOT_HERE)
+        roof = self.roofline(instance, shape)
+        if (averaged := node.role(Averaged)) is not None:
+            of = dtype_bytes(self.graph.model(averaged.source))
+            trained = self._trained_per_rank(instance) or 0
+            return averaging(roof, trained, of, period=averaged.every, source=TABLE)
+        load = self.load(node, parts, piece)
+        if node.op.use == "rollout":
+            legs = (piece.index, piece.count) if piece.leg else (0, 1)
+            seconds = roof.rollout(load, *legs)
+        elif node.op.use == "forward":
+            seconds = roof.forward(load) + likeliest_seconds(node, roof, load)
+        else:
+            learning = node.role(Learning)
+            epochs = 1 if learning is None else learning.epochs
+            batches = mini_batches(node) * piece.share
+            trained = self._trained_per_rank(instance) or 0
+            sent = trained * max(roof.size, FULL_BYTES)
+            one = roof.update(load, sent, recompute=instance.recompute) + roof.step(trained)
+            first = getattr(learning and learning.loss, "forwards", 0) * roof.forward(load)
+            seconds = epochs * batches * (first + one + likeliest_seconds(node, roof, load))
+        found = () if keeps_workspace(roof) else self._holds(node, instance, roof, load)
+        found = tuple(h for h in found if not piece.leg or h[0] not in (CACHE, DRAFTS))
+        transient = sum(size for _, size in found)
+        return Cost(seconds=seconds, transient=transient, holds=found, source=TABLE)
+
+    def held(self, node: Node, instance: Instance, parts: int) -> int:
+        """Bytes that running a node holds beside the model; 0 where its shape is not known."""
+        return sum(size for _, size in self.working(node, instance, parts))
+
+    def working(self, node: Node, instance: Instance, parts: int) -> Holds:
+        """The same by what it is, the largest first."""
+        shape = self.shapes[instance.model]
+        if shape is None:
+            return ()
+        return self._holds(
+            node, instance, self.roofline(instance, shape), self.load(node, parts, WHOLE)
+        )
+
+    def _holds(self, node: Node, instance: Instance, roof: Roofline, load: Load) -> Holds:
+        found = holds(node, roof, load, recompute=instance.recompute)
+        drafter, name = None, instance.engine_plan.drafter_of(node)
+        if name is not None and (shape := self.shapes[name]) is not None:
+            drafter = self.roofline(replace(instance, model=name), shape)
+        return with_drafts(found, node, instance, roof, load, drafter)
+
+    def cache(self, node: Node, instance: Instance, parts: int) -> int | None:
+        """Bytes of keys and values of all rows of a rollout on each device of its instance."""
+        if self.shapes[instance.model] is None:
+            return None
+        held = dict(self.working(node, instance, parts))
+        return held.get(CACHE, 0) + held.get(DRAFTS, 0)
+
+    def load(self, node: Node, parts: int, piece: Piece = WHOLE) -> Load:
+        """The rows of one pass: of an update those of a mini-batch, in whichever piece it is.
+
+        The legs of a rollout have all rows; those of a rollout that goes on are prompts.
+        """
+        if node.op.use == "train":
+            return self._load(node, parts, mini_batches(node))
+        load = self._load(node, parts, 1 / (1 if piece.leg else piece.share))
+        if (resumed := node.role(Resumed)) is not None:
+            return load.going_on(resumed.first)
+        if node.op.name == "act":
+            return load.later_turn(int(node.as_a(SamplingOptions).max_new_tokens or 0))
+        if piece.loose:
+            prompts = min(load.prompts / piece.share, load.rows)
+            return replace(load, prompts=prompts, lengths=between(load.lengths, *piece.bounds))
+        return load
+
+    def _load(self, node: Node, parts: int, cuts: float) -> Load:
+        """The rows of one part in one of so many cuts of an iteration; whole rows at least."""
+        rows = self.rows(node)
+        prompts = num_prompts(self.graph, node) or rows
+        prompt, _ = self.tokens(node)
+        share = parts * cuts
+        return Load(
+            rows=max(rows / share, 1.0),
+            prompts=max(prompts / share, 1.0),
+            prompt=prompt,
+            lengths=self.lengths(node),
+            peers=parts,
+        )
+
+    def roofline(self, instance: Instance, shape: Shape) -> Roofline:
+        """A model on an instance's ranks: a mesh (replicas, fsdp, tp), row-major."""
+        model, devices = self.graph.model(instance.model), instance.devices
+        across = instance.fsdp * instance.tp
+        size = dtype_bytes(model)
+        low = instance.trained and size < FULL_BYTES
+        return Roofline(
+            kind=self.cluster.kind_of(devices[0]),
+            shape=shape,
+            size=size,
+            predicts=model.head != "value",
+            gathers=instance.fsdp > 1 or (instance.sharded and low),
+            streamed=bool(instance.offload),
+            micro_tokens=instance.micro_tokens,
+            trains_vocabulary=instance.trained and model.lora is None,
+            tp=group_of(self.cluster, devices[: instance.tp]),
+            fsdp=group_of(self.cluster, devices[: across : instance.tp]),
+            replicas=group_of(self.cluster, devices[::across] if instance.trained else ()),
+            serving=serving_of(instance, self),
+        )
+
+    def copy(
+        self,
+        moved: int | None,
+        lanes: int | None = None,
+        *,
+        devices: Sequence[int] = (),
+        kind: ActionKind | None = None,
+        transport: Transport | None = None,
+    ) -> Cost:
+        """The cost of moving bytes between devices, or between devices and their hosts.
+
+        `moved` bytes in all, by `lanes` devices side by side: all of `devices` if it is not said,
+        one if there are none. A sleep or a wake goes over the link to the host, and so does what
+        has no `kind` and names devices; a transfer goes through the object store. Accelerators
+        copy side by side, CPU devices share one memory. A reshard that leaves its processes holds
+        buckets.
+        """
+        if moved is None:
+            return Cost(seconds=None, moved=None, source=NOT_HERE)
+        beside = lanes or len(devices) or 1
+        to_host = kind in ("sleep", "wake") or (kind is None and bool(devices))
+        if kind == "transfer":
+            bandwidth, beside = OBJECT_STORE, 1
+        elif to_host:
+            kinds = [self.cluster.kind_of(device) for device in devices] or [self.cluster.kind]
+            bandwidth = min(k.host_link * k.reached for k in kinds)
+        else:
+            bandwidth = copy_bandwidth(self.cluster, devices)
+        seconds = moved / (1 if self.cluster.is_cpu else beside) / bandwidth
+        seconds += STORE_SECONDS if kind == "transfer" else 0.0
+        leaves = transport in ("shared memory", "collective")
+        holds = staging(moved, on_cpu=self.cluster.is_cpu) if leaves else ()
+        estimate = Cost(
+            seconds=seconds,
+            moved=moved,
+            transient=sum(size for _, size in holds),
+            holds=holds,
+            source=TABLE,
+        )
+        if not self.cluster.measured.records:
+            return estimate
+        record = self._record(self.copy_key(moved, beside, to_host=to_host))
+        if record is not None:
+            return as_measured(estimate, record, self.setting)
+        return self._with_dispatch(estimate)
+
+    def run_key(self, node: Node, instance: Instance | None, parts: int, piece: Piece) -> str:
+        """What a run is measured under: equal for equal work on equal hardware."""
+        shape = None if node.model is None else self.shapes.get(node.model)
+        prompt, longest = self.tokens(node)
+        rows = self.rows(node)
+        load = f"rows={rows} prompts={num_prompts(self.graph, node) or rows}"
+        load += f" tokens={prompt}+{longest} parts={parts} chunk={piece}"
+        model = None if node.model is None else self.graph.model(node.model)
+        if instance is not None:
+            load += keys.drafter(self.graph, self.shapes, instance.engine_plan.drafter_of(node))
+        if instance is not None and shape is not None and instance.engine_plan.own_process:
+            found = self.load(node, parts, piece)
+            room = self.roofline(instance, shape).at_once(found)
+            load += keys.waiting(found.rows, at_once=room)
+        return keys.key_of_parts(
+            self._hardware(instance.devices if instance else ()),
+            self.backend,
+            keys.work(node),
+            keys.model(model, shape, instance),
+            load,
+        )
+
+    def copy_key(self, moved: int, lanes: int, *, to_host: bool) -> str:
+        """What a copy is measured under: its bytes, and by how many devices."""
+        what = f"copy to or from the host by {lanes}" if to_host else f"copy by {lanes}"
+        return keys.key_of_parts(self._hardware(()), self.backend, what, f"{moved} bytes")
+
+    def _hardware(self, devices: Sequence[int]) -> str:
+        return keys.hardware(self.cluster.kind_of(max([0, *devices])).name, self.cluster.threads)
+
+    def _record(self, key: str) -> Record | None:
+        return self.cluster.measured.find(key, self.setting)
+
+    def dispatch_key(self) -> str:
+        """What the wait between actions is measured under."""
+        return keys.key_of_parts(self._hardware(()), self.backend, "dispatch")
+
+    def _with_dispatch(self, estimate: Cost) -> Cost:
+        """An estimate, with the measured wait until any action is started."""
+        record = self._record(self.dispatch_key())
+        if record is None or estimate.seconds is None:
+            return estimate
+        source = f"{estimate.source}; dispatch {record.source}"
+        return replace(estimate, seconds=estimate.seconds + record.wait, source=source)

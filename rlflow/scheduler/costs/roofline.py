@@ -1,0 +1,383 @@
+"""Seconds and bytes of forwards, updates and rollouts of one model on the ranks that share it.
+
+The larger of compute time and memory time (Williams et al. 2009), no less than the launches
+of the kernels, and beside it what ranks send each other. Knows no graph and no plan.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from rlflow.graph.op import Use
+from rlflow.graph.rules.completion_order import ended_share
+from rlflow.scheduler.costs.lengths import Lengths, after, assumed, stages
+from rlflow.scheduler.costs.serving import Serving
+from rlflow.scheduler.devices.collectives import ALONE, Group
+from rlflow.scheduler.devices.hardware import Kind
+from rlflow.scheduler.models.shapes import Shape
+from rlflow.scheduler.plan.plan import MICRO_TOKENS, Cost
+
+KERNELS_PER_LAYER = 12
+BESIDE_LAYERS = 2
+FULL_BYTES = 4
+GRADIENT_COPIES = 4
+LAYERS_GATHERED = 2
+SCORE_BYTES = 8
+# Tokens of prompts that an engine reads in one pass.
+PREFILL = 8192
+
+CACHE = "KV cache"
+EMBEDDED = "gradient of the embedding"
+Holds = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Rows of one part: `rows` of `prompts` prompts of `prompt` tokens, responses as `lengths`.
+
+    `peers` parts end together. Rows of a prompt share it. `most` are the rows that there may be,
+    where `rows` is how many there are in expectation.
+    """
+
+    rows: float
+    prompts: float
+    prompt: int
+    lengths: Lengths
+    peers: int = 1
+    most: float | None = None
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that a forward sees, in expectation."""
+        return self.prompts * self.prompt + self.rows * self.lengths.mean
+
+    @property
+    def most_tokens(self) -> float:
+        """Tokens that a forward sees at the most."""
+        return self.prompts * self.prompt + self.rows * self.lengths.longest
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row."""
+        return self.prompt + self.lengths.longest
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of a token and one that it attends to, in expectation."""
+        mean = self.lengths.mean
+        of_responses = self.rows * mean * (self.prompt + mean / 2)
+        return self.prompts * self.prompt**2 / 2 + of_responses
+
+    def going_on(self, first: int) -> Load:
+        """The rows that have not ended after `first` tokens: prompts that are as much longer."""
+        rest, share = after(self.lengths, first)
+        rows = max(self.rows * share, 1.0)
+        longer = replace(self, prompt=self.prompt + first, lengths=rest)
+        return replace(longer, rows=rows, prompts=rows, most=max(self.rows, rows))
+
+    def later_turn(self, new: int) -> Load:
+        """The rows of a later turn of so many tokens: what is there so far are their prompts."""
+        before = max(self.lengths.longest - new, 0)
+        longer = replace(self, prompts=self.rows, prompt=self.prompt + before)
+        return replace(longer, lengths=assumed(new))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """One model on its ranks: `tp` of them share each layer, `fsdp` the parameters.
+
+    `size` is bytes of a number; `predicts` says whether there is a head over the vocabulary;
+    `gathers` whether parameters have to be made whole before a layer computes; `streamed`
+    whether layers come from the host. With `serving` keys and values lie in a pool of its own,
+    prompts are read some at a time, and rows wait for room. A pass sees at most `micro_tokens`
+    tokens, or one row. With `trains_vocabulary` a backward has a gradient of the embedding.
+    """
+
+    kind: Kind
+    shape: Shape
+    size: int
+    predicts: bool = True
+    gathers: bool = False
+    streamed: bool = False
+    serving: Serving | None = None
+    micro_tokens: int = MICRO_TOKENS
+    trains_vocabulary: bool = False
+    tp: Group = ALONE
+    fsdp: Group = ALONE
+    replicas: Group = ALONE
+
+    @property
+    def weights(self) -> float:
+        """Bytes of the parameters that a rank computes with."""
+        return self.shape.parameters * self.size / self.tp.ranks
+
+    @property
+    def kernels(self) -> int:
+        """Kernels of one pass over all layers."""
+        return (self.shape.layers + BESIDE_LAYERS) * KERNELS_PER_LAYER
+
+    @property
+    def overhead(self) -> float:
+        """Seconds to launch the kernels of one pass over all layers."""
+        return self.kernels * self.kind.launch
+
+    def computed(self, tokens: float, predictions: float, pairs: float) -> float:
+        """Seconds of the products of a forward: 2 flop a parameter and token, 4 a pair and width.
+
+        The embedding is looked up; the head computes for predictions alone, experts for the
+        tokens that choose them.
+        """
+        shape = self.shape
+        body = max(shape.active - shape.embedding, 0)
+        head = shape.vocab * shape.hidden if self.predicts else 0
+        attention = 4 * pairs * shape.layers * shape.heads * shape.head_dim
+        flops = 2 * body * tokens + 2 * head * predictions + attention
+        return flops / (self.kind.rate(self.size) * self.kind.sustained * self.tp.ranks)
+
+    def read(self, size: float) -> float:
+        """Seconds to read bytes from a device's memory."""
+        return size / (self.kind.bandwidth * self.kind.reached)
+
+    def multiplied(self, computed: float, size: float) -> float:
+        """Seconds of products that read so many bytes of weights: both on a CPU, else the larger.
+
+        The threads of a CPU that multiply are those that read.
+        """
+        if self.kind.weights:
+            return computed + size / self.kind.weights
+        return max(computed, self.read(size))
+
+    def over_vocabulary(self, places: float, each: float) -> float:
+        """Seconds of what is made of distributions at so many places, `each` a number."""
+        return places * self.shape.vocab * each if self.predicts else 0.0
+
+    def brought(self) -> float:
+        """Seconds to bring every layer from the host once."""
+        if not self.streamed:
+            return 0.0
+        return self.weights / (self.kind.host_link * self.kind.reached)
+
+    def launched(self, seconds: float, times: int = 1) -> float:
+        """So many passes with their launches: a device runs beside them, a CPU does both."""
+        overhead = times * self.overhead
+        return seconds + overhead if self.kind.name == "cpu" else max(seconds, overhead)
+
+    def agreed(self, tokens: float) -> float:
+        """Seconds of the two all-reduces a layer by which `tp` ranks add up their shares."""
+        summed = self.tp.all_reduce(tokens * self.shape.hidden * self.size)
+        return 2 * self.shape.layers * summed
+
+    def gathered(self) -> float:
+        """Seconds until all layers have been whole once: an all-gather each."""
+        layers = self.shape.layers + 1
+        return layers * self.fsdp.all_gather(self.weights / layers)
+
+    def beside(self, computed: float, sent: float) -> float:
+        """Computing while the next layer's parameters come; on a CPU one after the other."""
+        return computed + sent if self.kind.name == "cpu" else max(computed, sent)
+
+    def passes(self, load: Load) -> int:
+        """Micro-batches that rows are cut into."""
+        return max(1, math.ceil(load.tokens / max(self.micro_tokens, load.longest_row)))
+
+    def forward(self, load: Load) -> float:
+        """Seconds of a forward over the rows of a part."""
+        count, predictions = self.passes(load), load.rows * load.lengths.mean
+        computed = self.computed(load.tokens, predictions, load.pairs)
+        one = self.launched(max(self.multiplied(computed / count, self.weights), self.brought()))
+        scored = self.over_vocabulary(predictions, self.kind.scored)
+        return count * self.beside(one, self.gathered()) + self.agreed(load.tokens) + scored
+
+    def update(self, load: Load, trained: float, *, recompute: bool) -> float:
+        """Seconds of one optimizer step on the rows of a part.
+
+        A backward computes twice as much as a forward and gathers again; recomputing adds a
+        forward (Chen et al. 2016). Gradients are summed in every pass over `fsdp`, in the last
+        one over replicas, `trained` bytes a rank. The step itself reads and writes what it keeps.
+        """
+        count, predictions = self.passes(load), load.rows * load.lengths.mean
+        times = 4 if recompute else 3
+        computed = times * self.computed(load.tokens, predictions, load.pairs) / count
+        one = self.launched(self.multiplied(computed, times * self.weights), times)
+        layers = self.shape.layers + 1
+        summed = layers * self.fsdp.reduce_scatter(trained / layers)
+        sent = 2 * self.gathered() + summed
+        agreed = (times - 1) * self.agreed(load.tokens)
+        one = self.beside(one, sent) + self.added(trained)
+        learned = self.over_vocabulary(predictions, self.kind.learned)
+        return count * one + agreed + learned + self.replicas.all_reduce(trained)
+
+    def added(self, trained: float) -> float:
+        """Seconds to add the gradients of a pass, `trained` bytes as they are summed, to their sum.
+
+        On a CPU they are written, read again, and the sum is read and written; on an accelerator
+        that is not counted.
+        """
+        return self.read(GRADIENT_COPIES * trained) if self.kind.weights else 0.0
+
+    def step(self, trained: float) -> float:
+        """Seconds of AdamW on `trained` parameters: each read and written, with its moments.
+
+        Weights and two moments are read and written, the gradient is read, as float32 or wider;
+        the gradient is read once more for its norm.
+        """
+        return self.read(8 * max(self.size, FULL_BYTES) * trained)
+
+    def holds(self, use: Use | None, load: Load, *, recompute: bool) -> Holds:
+        """What a use holds beside the model, by name, in bytes."""
+        if use == "rollout":
+            return self.rollout_holds(load)
+        train = use == "train"
+        return self.pass_holds(load, train=train, recompute=train and recompute)
+
+    def rollout(self, load: Load, leg: int = 0, legs: int = 1) -> float:
+        """Seconds to prefill the prompts and decode until the longest of all rows has ended.
+
+        A step computes for the rows that are left, reads the weights and their keys and values.
+        Of `legs` rows end in each as `ended_share` says; the prompts are of the first, and all
+        that is done while rows wait: one of those may be the shortest.
+        """
+        total = self.gathered() if self.gathers else 0.0
+        if not leg:
+            total += self.agreed(load.prompts * load.prompt) + self.prefill(load)
+        since = ended_share(leg, legs)
+        until = 2.0 if leg + 1 == legs else ended_share(leg + 1, legs)
+        for stage in stages(load.lengths, load.rows, load.peers, self.at_once(load)):
+            if since <= stage.ended < until:
+                step = self.decode(stage.live, load.prompt + stage.age)
+                total += stage.tokens * stage.goes_on * step
+        return total
+
+    def prefill(self, load: Load) -> float:
+        """Seconds to read the prompts, each once: at once, or in passes of `PREFILL` tokens."""
+        prompt = load.prompts * load.prompt
+        passes = 1 if self.serving is None else max(1, math.ceil(prompt / PREFILL))
+        computed = self.computed(prompt, load.prompts, load.prompts * load.prompt**2 / 2)
+        one = max(self.multiplied(computed / passes, self.weights), self.brought())
+        return passes * self.launched(one)
+
+    def at_once(self, load: Load) -> float:
+        """Rows that are computed at once: each has its response and its share of its prompt."""
+        if self.serving is None:
+            return load.rows
+        tokens = load.lengths.mean + load.prompts * load.prompt / load.rows
+        return self.serving.at_once(load.rows, tokens)
+
+    def decode(self, rows: float, context: float) -> float:
+        """Seconds of one token for each of `rows` rows that have seen `context` tokens."""
+        computed = self.computed(rows, rows, rows * context)
+        weights = self.shape.touched(rows) * self.size / self.tp.ranks
+        cache = rows * context * self.cache_bytes
+        drawn = self.over_vocabulary(rows, self.kind.drawn)
+        if self.kind.weights:
+            read = self.multiplied(computed, weights) + self.read(cache) + drawn
+        else:
+            read = max(computed, self.read(weights + cache))
+        seconds = max(read, self.brought())
+        if self.serving is not None and rows <= self.serving.captured:
+            seconds = max(seconds, self.kind.launch + self.kernels * self.kind.replayed)
+        else:
+            seconds = self.launched(seconds)
+        return seconds + self.agreed(rows)
+
+    @property
+    def cache_bytes(self) -> float:
+        """Bytes of keys and values of one token on each rank."""
+        return self.shape.cached * self.size / self.tp.ranks
+
+    @property
+    def kept(self) -> float:
+        """Bytes that one layer keeps of a token for its backward.
+
+        In and out of two norms; queries, keys, values and what attention makes of them; gate,
+        up and their product (Korthikanti et al. 2022, for gated layers whose unit is computed
+        again). The first are on every rank whole.
+        """
+        shape = self.shape
+        heads = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+        cut = heads + 3 * shape.ffn
+        return (4 * shape.hidden + cut / self.tp.ranks) * self.size
+
+    def scores(self, predictions: float) -> int:
+        """Bytes of logits and of their float32 log-probs, before and after the temperature."""
+        if not self.predicts:
+            return 0
+        return int(predictions * self.shape.vocab * (self.size + SCORE_BYTES))
+
+    def held_whole(self) -> int:
+        """Bytes of parameters made whole for a pass: embedding, head, and two layers."""
+        if not self.gathers:
+            return 0
+        count = self.shape.embedding + LAYERS_GATHERED * self.shape.layer
+        return int(min(count, self.shape.parameters) * self.size / self.tp.ranks)
+
+    def pass_holds(self, load: Load, *, train: bool, recompute: bool) -> Holds:
+        """What a forward, or a forward and a backward, of one micro-batch holds at the most."""
+        tokens = min(load.most_tokens, max(self.micro_tokens, load.longest_row))
+        predictions = min(load.rows * load.lengths.longest, tokens)
+        layers = self.shape.layers if train and not recompute else 1
+        activations = layers * self.kept * tokens
+        if recompute and train:
+            activations += self.shape.layers * self.shape.hidden * self.size * tokens
+        whole = self.held_whole()
+        return _largest_first(
+            ("activations", int(activations)),
+            ("logits", self.scores(predictions)),
+            ("gathered weights", 2 * whole if train else whole),
+            (EMBEDDED, self.embedded() if train else 0),
+        )
+
+    def embedded(self) -> int:
+        """Bytes of gradients of embedding and head on their way to their sum.
+
+        Those of a head wait for the embedding's where both are the same weights. Where parameters
+        are gathered they are among those that are whole.
+        """
+        if self.gathers or not self.trains_vocabulary:
+            return 0
+        one = self.shape.vocab * self.shape.hidden
+        tied = self.predicts and self.shape.embedding == one
+        return (2 if tied else 1) * one * self.size // self.tp.ranks
+
+    def rollout_holds(self, load: Load) -> Holds:
+        """What a rollout holds with every row at its longest."""
+        rows = load.most or load.rows
+        prompts = rows if load.most else load.prompts
+        tokens = max(prompts * load.prompt, rows)
+        cache = int(rows * load.longest_row * self.cache_bytes)
+        if self.serving is not None:
+            tokens, cache, rows = min(tokens, PREFILL), 0, self.serving.rows(rows)
+        activations = self.kept * tokens
+        return _largest_first(
+            (CACHE, cache),
+            ("activations", int(activations)),
+            ("logits", self.scores(rows)),
+            ("gathered weights", int(self.weights) if self.gathers else 0),
+        )
+
+
+def _largest_first(*parts: tuple[str, int]) -> Holds:
+    """The parts that hold anything, the largest first."""
+    return tuple(sorted((part for part in parts if part[1]), key=lambda part: -part[1]))
+
+
+def keeps_workspace(roof: Roofline) -> bool:
+    """Whether what it computes in is an engine's process's own, which keeps it between passes."""
+    return roof.serving is not None and roof.kind.name != "cpu"
+
+
+def averaging(roof: Roofline, trained: int, of: int, *, period: int, source: str) -> Cost:
+    """The cost of taking `trained` weights, numbers of `of` bytes each, into an average of them.
+
+    Both are read and one is written; of another dtype a weight is converted first. Taken every
+    `period` iterations it costs so much less in each.
+    """
+    ranks = roof.tp.ranks * roof.fsdp.ranks
+    whole = roof.shape.embedding * roof.size // ranks if of != roof.size else 0
+    return Cost(
+        seconds=roof.read((2 * roof.size + of) * trained) / period,
+        transient=whole,
+        holds=(("converted weight", whole),) if whole else (),
+        source=source,
+    )

@@ -1,0 +1,115 @@
+"""Bytes of models in the layouts of their instances: weights, gradients, moments.
+
+And what a reshard of them moves. Knows no rows and no seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rlflow.graph.graph import Graph
+from rlflow.scheduler.costs.layouts import (
+    CUTS,
+    Cut,
+    area,
+    lacking,
+    parameters_per_rank,
+    piece,
+    shares,
+)
+from rlflow.scheduler.devices.cluster import Cluster
+from rlflow.scheduler.devices.measured import Setting
+from rlflow.scheduler.models.shapes import Shape, dtype_bytes, trained_parameters
+from rlflow.scheduler.plan.plan import Backend, Instance
+
+ADAM_MOMENTS = 2
+FULL_BYTES = 4
+LAYERS_AT_ONCE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Bytes for one graph on one cluster; `shapes` has None for models that are not here.
+
+    `backend` and `staleness` say which measurements stand for what is planned.
+    """
+
+    graph: Graph
+    cluster: Cluster
+    shapes: Mapping[str, Shape | None]
+    backend: Backend = "local"
+    staleness: int = 0
+
+    @property
+    def setting(self) -> Setting:
+        """Beside what the actions are planned."""
+        return Setting(self.graph.name, self.cluster.count, self.staleness)
+
+    def weights(self, instance: Instance) -> int | None:
+        """Bytes of parameters on each device; embedding and two layers where layers come and go.
+
+        Adapters lie beside the parameters they adapt.
+        """
+        shape, model = self.shapes[instance.model], self.graph.model(instance.model)
+        if shape is None:
+            return None
+        count = parameters_per_rank(instance, shares(shape))
+        if instance.offload:
+            layers = min(shape.layers, LAYERS_AT_ONCE)
+            count = min(count, shape.embedding + layers * shape.layer)
+        if model.lora is not None:
+            adapters = self._trained_per_rank(instance)
+            if adapters is None:
+                return None
+            count += adapters
+        return count * dtype_bytes(model)
+
+    def gradients(self, instance: Instance) -> int | None:
+        """Bytes of gradients on each device; below float32 they are summed in float32 beside."""
+        count, size = self._trained_per_rank(instance), self._dtype_bytes(instance)
+        beside = FULL_BYTES if size < FULL_BYTES else 0
+        return None if count is None else count * (size + beside)
+
+    def moments(self, instance: Instance) -> int | None:
+        """Bytes of AdamW's moments on each device, and of a float32 copy of lower weights."""
+        count, size = self._trained_per_rank(instance), self._dtype_bytes(instance)
+        copy = FULL_BYTES if size < FULL_BYTES else 0
+        each = ADAM_MOMENTS * max(size, FULL_BYTES) + copy
+        return None if count is None else count * each
+
+    def _dtype_bytes(self, instance: Instance) -> int:
+        return dtype_bytes(self.graph.model(instance.model))
+
+    def _trained(self, instance: Instance) -> dict[Cut, int] | None:
+        """Parameters that an update changes, by how `tp` cuts them; adapters are taken as whole."""
+        shape, model = self.shapes[instance.model], self.graph.model(instance.model)
+        if shape is None:
+            return None
+        if model.lora is None:
+            return shares(shape)
+        adapters = trained_parameters(model, shape)
+        return None if adapters is None else {"columns": 0, "rows": 0, "whole": adapters}
+
+    def _trained_per_rank(self, instance: Instance) -> int | None:
+        sizes = self._trained(instance)
+        return None if sizes is None else parameters_per_rank(instance, sizes)
+
+    def resharded(self, source: Instance, target: Instance, *, in_place: bool) -> int | None:
+        """Bytes that a reshard moves: what the target's processes lack of what training changes.
+
+        For each class of parameters its size times `lacking`; where the weights are copied
+        `in_place`, within each process, the target's own pieces instead.
+        """
+        sizes = self._trained(source)
+        if sizes is None:
+            return None
+        if in_place:
+            times = {
+                how: sum((area(piece(target, d, how)) for d in target.devices), Fraction(0))
+                for how in CUTS
+            }
+        else:
+            times = lacking(source, target)
+        return int(sum(sizes[how] * times[how] for how in CUTS)) * self._dtype_bytes(source)

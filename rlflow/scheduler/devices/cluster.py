@@ -1,0 +1,282 @@
+"""Devices: how many, of which kinds, on which hosts, with how many threads.
+
+`cpu:4`, `h100:8`, `cpu:2@4GB`, `h100:8,a100:8`. Kinds of accelerators come from a table of
+data sheets; a CPU device is a slot of threads with a share of this machine's memory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from rlflow.errors import Finding, UsageError, near_names
+from rlflow.scheduler.devices.hardware import GB, GPUS_PER_HOST, KINDS, Kind, cpu_kind
+from rlflow.scheduler.devices.machine import chosen_text, machine_flags, machine_gpus, usable
+from rlflow.scheduler.devices.measured import NOTHING, MeasuredCosts, load_measured
+
+__all__ = [
+    "GB",
+    "GPUS_PER_HOST",
+    "HOST",
+    "KINDS",
+    "Cluster",
+    "Kind",
+    "amount",
+    "cpu_cluster",
+    "machine_cores",
+    "machine_memory",
+    "mixed_pools",
+    "parse_cluster",
+]
+
+SPEC = re.compile(r"(?P<kind>[a-z0-9]+):(?P<count>\d+)(?:@(?P<memory>[\d.]+)(?P<unit>[MG]B))?")
+UNITS = {"MB": 1e6, "GB": 1e9}
+CPU_MEMORY_SHARE = 0.8
+HOST = -1
+MACHINE = "gpu"
+
+
+def amount(size: float) -> str:
+    """Bytes as they are printed: `12.3 MB`."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
+def distinct_amounts(one: float, other: float) -> tuple[str, str]:
+    """Two sizes as they are printed, with as many digits as tell them apart: `36.51`, `36.48`."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if max(one, other) >= scale:
+            for digits in range(1, 10):
+                texts = f"{one / scale:.{digits}f} {unit}", f"{other / scale:.{digits}f} {unit}"
+                if texts[0] != texts[1] or one == other:
+                    return texts
+    return f"{one:.0f} B", f"{other:.0f} B"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`count` devices, numbered from 0; `threads` per device where the kind is `cpu`.
+
+    All are of `kind`, unless `groups` has the kinds in the order of the devices and how many
+    there are of each; then `kind` is that of device 0. `cores` is how many cores CPU devices
+    share that are more than the cores, 0 otherwise. `measured` is what earlier runs took on
+    such devices.
+    """
+
+    kind: Kind
+    count: int
+    threads: int = 1
+    hosts: int = 1
+    cores: int = 0
+    groups: tuple[tuple[Kind, int], ...] = ()
+    measured: MeasuredCosts = field(default=NOTHING, compare=False, repr=False)
+
+    @property
+    def kinds(self) -> tuple[tuple[Kind, int], ...]:
+        """The kinds in the order of the devices, and how many there are of each."""
+        return self.groups or ((self.kind, self.count),)
+
+    def kind_of(self, device: int) -> Kind:
+        """The kind of a device; of the host, that of device 0."""
+        first = 0
+        for kind, count in self.kinds:
+            first += count
+            if device < first:
+                return kind
+        raise IndexError(f"device {device} of {self.count}")
+
+    def host_of(self, device: int) -> int:
+        """The host that a device is in: eight accelerators each, or evenly over `hosts`."""
+        if not self.groups:
+            return device // -(-self.count // self.hosts)
+        host = 0
+        for _, count in self.groups:
+            if device < count:
+                return host + device // GPUS_PER_HOST
+            device -= count
+            host += -(-count // GPUS_PER_HOST)
+        raise IndexError(f"a device beyond the {self.count} there are")
+
+    @property
+    def host_starts(self) -> tuple[int, ...]:
+        """The first device of every host, where hosts do not share the devices evenly."""
+        if not self.groups:
+            return ()
+        hosts = [self.host_of(device) for device in range(self.count)]
+        return tuple(hosts.index(host) for host in range(self.hosts))
+
+    @property
+    def host_memory(self) -> float:
+        """Bytes of one host's memory that no CPU device has; the least where hosts differ."""
+        return min(kind.host_memory for kind, _ in self.kinds)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the devices are slots of threads of this machine."""
+        return all(kind.name == "cpu" for kind, _ in self.kinds)
+
+    def budgets(self) -> dict[int, int]:
+        """Bytes of memory of every device, and under -1 those of one host for what sleeps there."""
+        devices = {device: int(self.kind_of(device).memory) for device in range(self.count)}
+        return {HOST: int(self.host_memory), **devices}
+
+    def describe(self) -> str:
+        """The printed form: kinds, counts, memory each, threads each."""
+        threads = f", {self.threads} thread{'s' if self.threads > 1 else ''}" if self.is_cpu else ""
+        hosts = f", {self.hosts} hosts" if self.hosts > 1 else ""
+        if not self.groups:
+            return (
+                f"{self.kind.name}:{self.count} ({amount(self.kind.memory)}{threads} each{hosts})"
+            )
+        named = ",".join(f"{kind.name}:{count}" for kind, count in self.groups)
+        each = ", ".join(f"{amount(kind.memory)} {kind.name}" for kind, _ in self.groups)
+        return f"{named} ({each}{hosts})"
+
+
+def machine_memory() -> float:
+    """Bytes of memory of this machine."""
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def machine_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_cluster(count: int, threads: int | None = None, memory: float | None = None) -> Cluster:
+    """`count` CPU devices with an even share of the cores and the memory, unless said."""
+    each = threads if threads is not None else max(1, machine_cores() // count)
+    share = memory if memory is not None else CPU_MEMORY_SHARE * machine_memory() / count
+    left = max(machine_memory() - count * share, 0.0)
+    kind = cpu_kind(share, each, left, machine_flags())
+    return Cluster(kind=kind, count=count, threads=each)
+
+
+def parse_cluster(text: str | None, needed: int, threads: int | None = None) -> Cluster:
+    """The cluster that `--devices` names; without it, devices of this machine, as many as needed.
+
+    Those are its GPUs, if they are of a kind that is known, else CPU devices; `gpu:8` are eight of
+    the machine's kind.
+
+    Kinds are separated by commas, devices numbered in the order written. More CPU devices than
+    this machine has cores share the cores, one thread each. Accelerators are taken to be eight
+    to a host. Comes with what earlier runs measured. Raises UsageError for a spelling or kind
+    that is not known.
+    """
+    own = usable(machine_gpus()) if text is None else None
+    if own is not None:
+        kind, there = own
+        count = min(needed, there)
+        found = Cluster(kind=kind, count=count, hosts=-(-count // GPUS_PER_HOST))
+    elif text is None:
+        found = cpu_cluster(needed, threads)
+    else:
+        parts = [_parsed(part, text) for part in text.split(",")]
+        found = _joined(text, parts, threads)
+    cores = machine_cores()
+    if found.is_cpu and found.count > cores:
+        found = replace(found, cores=cores)
+    return replace(found, measured=load_measured())
+
+
+def _joined(text: str, parts: list[tuple[str, int, float | None]], threads: int | None) -> Cluster:
+    """The devices of all parts, in their order; CPU devices only where they are alone."""
+    if len(parts) == 1:
+        name, count, memory = parts[0]
+        if name == "cpu":
+            return cpu_cluster(count, threads, memory)
+        return Cluster(kind=_kind(name, memory), count=count, hosts=-(-count // GPUS_PER_HOST))
+    if any(name == "cpu" for name, _, _ in parts):
+        raise UsageError(
+            Finding(
+                code="E202",
+                what=f"--devices {text!r} has accelerators and CPU devices",
+                expected="kinds of accelerators; ops without a model run on the host",
+                fix="--devices h100:8,a100:8",
+            )
+        )
+    groups = tuple((_kind(name, memory), count) for name, count, memory in parts)
+    return Cluster(
+        kind=groups[0][0],
+        count=sum(count for _, count in groups),
+        hosts=sum(-(-count // GPUS_PER_HOST) for _, count in groups),
+        groups=groups,
+    )
+
+
+def _kind(name: str, memory: float | None) -> Kind:
+    if name == MACHINE:
+        own = usable(machine_gpus())
+        if own is None:
+            raise UsageError(
+                Finding(
+                    code="E251",
+                    what="--devices gpu:COUNT takes the kind of this machine's GPUs",
+                    got=chosen_text(machine_gpus()),
+                    expected=f"a kind: {', '.join(['cpu', *KINDS])}",
+                    fix="--devices h100:8",
+                )
+            )
+        kind = own[0]
+    else:
+        kind = KINDS[name]
+    return kind if memory is None else replace(kind, memory=memory)
+
+
+def _parsed(part: str, text: str) -> tuple[str, int, float | None]:
+    """Kind, count and memory of one part of `--devices`."""
+    match = SPEC.fullmatch(part)
+    if match is None:
+        raise UsageError(
+            Finding(
+                code="E202",
+                what=f"--devices {text!r} is not a cluster",
+                expected="kind:count or kind:count@memory",
+                fix="--devices cpu:2@4GB",
+            )
+        )
+    kind, count = match["kind"], int(match["count"])
+    if count < 1:
+        raise UsageError(Finding(code="E202", what=f"--devices {text!r} has no device"))
+    if kind not in ("cpu", MACHINE) and kind not in KINDS:
+        raise UsageError(
+            Finding(
+                code="E202",
+                what=f"--devices {text!r}: no device kind {kind!r} is known",
+                expected=", ".join(["cpu", *KINDS]),
+                near=near_names(kind, ["cpu", *KINDS]),
+            )
+        )
+    return kind, count, float(match["memory"]) * UNITS[match["unit"]] if match["memory"] else None
+
+
+def mixed_pools(pools: Mapping[str, tuple[int, ...]], cluster: Cluster) -> list[Finding]:
+    """A finding for every pool whose devices are of several kinds: its slowest would set the pace.
+
+    Pools that reach beyond the cluster are somebody else's to refuse.
+    """
+    findings = []
+    for pool, devices in pools.items():
+        if max(devices) >= cluster.count:
+            continue
+        kinds: dict[str, list[int]] = {}
+        for device in devices:
+            kinds.setdefault(cluster.kind_of(device).name, []).append(device)
+        if len(kinds) < 2:
+            continue
+        listed = ", ".join(f"{name} {numbers}" for name, numbers in kinds.items())
+        largest = max(kinds.values(), key=len)
+        findings.append(
+            Finding(
+                code="E223",
+                what=f"pool {pool!r} has devices of several kinds",
+                got=f"{listed} of {cluster.describe()}",
+                expected="a pool's devices work in step, so they are of one kind",
+                fix=f'"{pool}": {largest}',
+            )
+        )
+    return findings

@@ -1,0 +1,95 @@
+"""Seconds that ranks take to bring data together, by algorithm and by what joins them.
+
+Alpha-beta estimates: a start, a step for each rank that is passed, bytes over the slowest link
+(Thakur et al. 2005; Rabenseifner 2004). Which parameters are sent is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rlflow.scheduler.devices.cluster import Cluster
+
+BUCKET = 64 << 20
+HOST_BUCKET = 8 << 20
+BUCKETS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """`ranks` that talk to each other: B/s of each, seconds to start and for each step."""
+
+    ranks: int
+    bandwidth: float
+    start: float
+    step: float
+
+    def all_gather(self, size: float) -> float:
+        """Seconds until each rank has all `size` bytes, around a ring."""
+        if self.ranks < 2:
+            return 0.0
+        share = (self.ranks - 1) / self.ranks
+        return self.start + (self.ranks - 1) * self.step + share * size / self.bandwidth
+
+    def reduce_scatter(self, size: float) -> float:
+        """Seconds until each rank has its share of a sum of `size` bytes: a ring the other way."""
+        return self.all_gather(size)
+
+    def all_reduce(self, size: float) -> float:
+        """Seconds until each rank has the whole sum: around a ring or over a tree."""
+        if self.ranks < 2:
+            return 0.0
+        ring = 2 * self.all_gather(size) - self.start
+        deep = math.ceil(math.log2(self.ranks))
+        tree = self.start + 2 * deep * self.step + 2 * size / self.bandwidth
+        return min(ring, tree)
+
+
+ALONE = Group(ranks=1, bandwidth=math.inf, start=0.0, step=0.0)
+
+
+def group_of(cluster: Cluster, devices: Sequence[int]) -> Group:
+    """How devices are joined: by their host's links, or each host's by as many network cards.
+
+    A ring over hosts crosses each border once for every device of the group there, each by its
+    own card. The slowest kind of device sets the pace.
+    """
+    return _group_of(cluster, tuple(devices)) if len(devices) > 1 else ALONE
+
+
+@lru_cache(maxsize=4096)
+def _group_of(cluster: Cluster, devices: tuple[int, ...]) -> Group:
+    kinds = [cluster.kind_of(device) for device in devices]
+    bandwidth = min(kind.bus * kind.reached for kind in kinds)
+    slowest = max(kinds, key=lambda kind: kind.latency)
+    on_host = Counter(cluster.host_of(device) for device in devices)
+    step = slowest.hop
+    if len(on_host) > 1:
+        cards = min(on_host.values())
+        bandwidth = min(bandwidth, *(cards * kind.nic * kind.reached for kind in kinds))
+        step = slowest.far_hop
+    return Group(
+        ranks=len(devices),
+        bandwidth=bandwidth,
+        start=slowest.latency,
+        step=step,
+    )
+
+
+def copy_bandwidth(cluster: Cluster, devices: Sequence[int]) -> float:
+    """B/s of a copy between devices, of each: their hosts' network where there are several."""
+    kinds = [cluster.kind_of(device) for device in devices] or [cluster.kind]
+    link = min(kind.link * kind.reached for kind in kinds)
+    if len({cluster.host_of(device) for device in devices}) > 1:
+        return min(link, *(kind.nic * kind.reached for kind in kinds))
+    return link
+
+
+def staging(moved: int, *, on_cpu: bool) -> tuple[tuple[str, int], ...]:
+    """What a reshard holds in and out: buckets, as large as the transports take at the most."""
+    size = BUCKETS * min(HOST_BUCKET if on_cpu else BUCKET, moved)
+    return (("buckets", size),) if size else ()

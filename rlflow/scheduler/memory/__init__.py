@@ -1,0 +1,1 @@
+"""What is in memory when, what leaves, and when it is back."""

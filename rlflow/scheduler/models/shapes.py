@@ -1,0 +1,205 @@
+"""Sizes of models, read from files: `config.json` and the headers of safetensors.
+
+Reads a few hundred bytes and imports no torch. A hub name is looked up in the local
+cache; a model that is not on this machine has no shape, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlflow.graph.model import Model
+from rlflow.modelfiles.configs import read_config, text_config
+from rlflow.modelfiles.directories import model_directory
+from rlflow.modelfiles.families import DENSE, Family, family_of
+from rlflow.modelfiles.headers import tensor_shapes
+from rlflow.modelfiles.widths import Widths, widths_of
+from rlflow.scheduler.models.known_shapes import PREFIX, known_model_type, known_widths
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What costs need to know of a model: `parameters` is a count, the rest widths.
+
+    `embedding` counts the parameters of the embedding and of a head that is not tied to it;
+    `ffn` is the width inside a feed-forward layer that a token passes. Of the parameters `idle`
+    are experts that a token does not choose; `experts` a layer, of which it takes `chosen`.
+    `latent` numbers a layer are what is cached of a token, where that is less than its keys and
+    values. `family` says what can be computed of it.
+    """
+
+    parameters: int
+    embedding: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    context: int
+    source: str
+    idle: int = 0
+    experts: int = 0
+    chosen: int = 0
+    latent: int = 0
+    family: Family = DENSE
+    kind: str = ""
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token passes through."""
+        return self.parameters - self.idle
+
+    def touched(self, tokens: float) -> float:
+        """Parameters that so many tokens pass through together, in expectation.
+
+        Tokens choose independently, so an expert is left out with (1 - chosen / experts)^tokens.
+        """
+        if not self.experts:
+            return self.parameters
+        passed_by = 1 - self.chosen / self.experts
+        return self.parameters - self.idle * math.pow(passed_by, max(tokens, 1.0) - 1)
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer."""
+        return max(self.parameters - self.embedding, 0) // self.layers
+
+    @property
+    def cached(self) -> int:
+        """Numbers that a token's keys and values are, over all layers."""
+        if self.latent:
+            return self.layers * self.latent
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+    def linear(self, name: str) -> tuple[int, int] | None:
+        """Input and output width of the linear layer of that name; None where none is known."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        widths = {
+            "q_proj": (self.hidden, queries),
+            "k_proj": (self.hidden, keys),
+            "v_proj": (self.hidden, keys),
+            "o_proj": (queries, self.hidden),
+        }
+        if not self.experts:
+            widths |= {
+                "gate_proj": (self.hidden, self.ffn),
+                "up_proj": (self.hidden, self.ffn),
+                "down_proj": (self.ffn, self.hidden),
+            }
+        return widths.get(name.rpartition(".")[2])
+
+
+def read_shape(directory: Path) -> Shape:
+    """The shape of the model in a directory.
+
+    Raises UsageError where `config.json` is not JSON or lacks the usual names.
+    """
+    config = read_config(directory)
+    widths = widths_of(config, directory / "config.json")
+    counted, source = count_parameters(directory, tied=widths.tied), "safetensors headers"
+    if counted is None:
+        counted, source = widths.parameters, "config.json"
+    family, kind = family_of(config), str(text_config(config).get("model_type", ""))
+    return _shape_of(widths, counted, source, family=family, kind=kind)
+
+
+def _shape_of(
+    widths: Widths, parameters: int, source: str, *, family: Family = DENSE, kind: str = ""
+) -> Shape:
+    """What costs need of some widths, with a count of all parameters."""
+    return Shape(
+        parameters=parameters,
+        embedding=widths.embedding,
+        layers=widths.layers,
+        hidden=widths.hidden,
+        heads=widths.heads,
+        kv_heads=widths.kv_heads,
+        head_dim=widths.attended,
+        ffn=widths.inside,
+        vocab=widths.vocab,
+        context=widths.context,
+        source=source,
+        idle=widths.idle,
+        experts=widths.experts,
+        chosen=widths.chosen,
+        latent=widths.latent + widths.rope_dim if widths.latent else 0,
+        family=family,
+        kind=kind,
+    )
+
+
+def count_parameters(directory: Path, *, tied: bool = False) -> int | None:
+    """Elements of all tensors in the safetensors files; None where there are no such files.
+
+    A head that is the embedding is counted once, also where it is written twice.
+    """
+    shapes = tensor_shapes(directory)
+    if tied and "lm_head.weight" in shapes and len(shapes) > 1:
+        shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
+    return sum(math.prod(shape) for shape in shapes.values()) if shapes else None
+
+
+def model_shape(model: Model, near: Path | None = None) -> Shape | None:
+    """The shape of a declared model, or None where its files are not on this machine.
+
+    A path such as `shape:qwen2.5-7b` names a public model by its shape alone.
+    """
+    if model.path.startswith(PREFIX):
+        return known_shape(model.path.removeprefix(PREFIX))
+    directory = model_directory(model.path, near)
+    return None if directory is None else read_shape(directory)
+
+
+def known_shape(name: str) -> Shape:
+    """The shape of a public model, from the table. Raises UsageError for one not in it."""
+    widths, kind = known_widths(name), known_model_type(name)
+    family = family_of({"model_type": kind})
+    return _shape_of(widths, widths.parameters, f"the widths of {name}", family=family, kind=kind)
+
+
+def stand_ins(models: Sequence[Model]) -> list[str]:
+    """Which models are taken as which public ones, a sentence each, with dtype as declared."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for model in models:
+        if model.path.startswith(PREFIX):
+            name = model.path.removeprefix(PREFIX)
+            found.setdefault((name, model.dtype), []).append(model.name)
+    return [
+        f"{' and '.join(names)} taken as {name}, {_billions(known_widths(name))}, "
+        f"in {dtype} as declared"
+        for (name, dtype), names in found.items()
+    ]
+
+
+def _billions(widths: Widths) -> str:
+    total = f"{widths.parameters / 1e9:.2f} billion parameters"
+    active = (widths.parameters - widths.idle) / 1e9
+    return f"{total}, {active:.2f} billion of them for each token" if widths.idle else total
+
+
+def trained_parameters(model: Model, shape: Shape) -> int | None:
+    """How many parameters an update changes: all of them, or the adapters and a new head.
+
+    An adapter of rank r of a layer with inputs n and outputs m has r (n + m) parameters (Hu
+    et al. 2021, section 4.1). None where a target is no layer whose widths are known.
+    """
+    if model.lora is None:
+        return shape.parameters
+    widths = [shape.linear(name) for name in model.lora.targets]
+    sizes = [sum(pair) for pair in widths if pair is not None]
+    if len(sizes) < len(widths):
+        return None
+    head = shape.hidden if model.head == "value" else 0
+    return shape.layers * model.lora.rank * sum(sizes) + head
+
+
+def dtype_bytes(model: Model) -> int:
+    """Bytes of one parameter."""
+    return DTYPE_BYTES[model.dtype]

@@ -1,0 +1,249 @@
+"""Instances: which model is loaded on which pool in which layout, and the memory it takes.
+
+Layouts that the placement leaves out are derived here; sizes that do not fit a model or
+a pool are refused here. Time, rows and other instances' memory come later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rlflow.errors import Finding, PlanError
+from rlflow.graph.graph import Node
+from rlflow.graph.model import Model
+from rlflow.graph.op import Use
+from rlflow.graph.placement import On
+from rlflow.modelfiles.families import cutting_finding, packing_finding, sharding_finding
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.engines.engines import engine_parts
+from rlflow.scheduler.models.shapes import Shape
+from rlflow.scheduler.plan.engine_plan import EnginePlan
+from rlflow.scheduler.plan.plan import Instance, Part, Plan
+
+USES: tuple[Use, ...] = ("train", "forward", "rollout")
+
+
+def make_instances(plan: Plan, chosen: dict[str, On]) -> tuple[Instance, ...]:
+    """One instance per model, pool and layout; a rollout shares the trained one where it may.
+
+    Raises PlanError where uses that share weights want different layouts.
+    """
+    instances: dict[str, Instance] = {}
+    said: dict[str, list[tuple[Node, On]]] = {}
+    for model in plan.graph.models:
+        nodes = [node for node in plan.graph.nodes if node.model == model.name]
+        nodes.sort(key=lambda node: USES.index(node.op.use or "forward"))
+        for node in nodes:
+            made = _instance(node, chosen[node.name], plan, instances)
+            known = instances.get(made.name)
+            if known is not None and (known.fsdp, known.tp) != (made.fsdp, made.tp):
+                raise PlanError(_two_layouts(node, made, made.layout(), known.layout()))
+            if known is not None and known.options != made.options:
+                told = [str(i.options and i.options.describe()) for i in (made, known)]
+                raise PlanError(_two_layouts(node, made, *told))
+            uses = made.uses if known is None else tuple(dict.fromkeys((*known.uses, *made.uses)))
+            instances[made.name] = replace(known or made, uses=uses)
+            said.setdefault(made.name, []).append((node, chosen[node.name]))
+    return tuple(_as_said(instance, said[name]) for name, instance in instances.items())
+
+
+def _as_said(instance: Instance, said: list[tuple[Node, On]]) -> Instance:
+    """The instance with what its uses say of recomputing and offloading; they have to agree."""
+    offload = next((where.offload for _, where in said if where.offload), None)
+    spoken = [(node, where.recompute) for node, where in said if where.recompute is not None]
+    for node, wanted in spoken:
+        if wanted != spoken[0][1]:
+            texts = f"recompute={wanted}", f"recompute={spoken[0][1]}"
+            raise PlanError(_two_layouts(node, instance, *texts))
+    learns = any(node.op.use == "train" and node.averages is None for node, _ in said)
+    recompute = learns and bool(spoken) and bool(spoken[0][1])
+    return replace(instance, recompute=recompute, offload=offload)
+
+
+def layout_of(where: On, use: Use, pools: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """How many ranks share the parameters of a use and each layer: `fsdp` and `tp`."""
+    tp = where.tp or 1
+    alone = use == "rollout" or where.offload is not None
+    return where.fsdp or (1 if alone else max(1, len(pools[where.pool]) // tp)), tp
+
+
+def instance_of(node: Node, where: On, pools: Mapping[str, tuple[int, ...]]) -> Instance:
+    """The instance that a node would have with nothing else on its pool."""
+    use = node.op.use or "forward"
+    fsdp, tp = layout_of(where, use, pools)
+    return Instance(
+        name=f"{node.model}@{where.pool}",
+        model=str(node.model),
+        pool=where.pool,
+        devices=pools[where.pool],
+        uses=(use,),
+        trained=use == "train",
+        fsdp=fsdp,
+        tp=tp,
+        options=where.options,
+    )
+
+
+def _instance(node: Node, where: On, plan: Plan, known: dict[str, Instance]) -> Instance:
+    made = instance_of(node, where, plan.pools)
+    if made.engine_plan.own_process:
+        return replace(made, name=f"{made.name}{made.engine_plan.suffix}")
+    shared = known.get(made.name)
+    apart = node.op.use == "rollout" and (
+        where.weights == "own"
+        or (shared is not None and (shared.fsdp, shared.tp) != (made.fsdp, made.tp))
+    )
+    if apart and where.weights != "shared":
+        return replace(made, name=f"{made.name}/rollout")
+    return made
+
+
+def _two_layouts(node: Node, instance: Instance, wanted: str, known: str) -> Finding:
+    return Finding(
+        code="E216",
+        what=f"{node.name} wants another layout of {instance.name} than its other uses have",
+        where=node.where,
+        got=f"{wanted}; the others: {known}",
+        expected="one layout for the uses of a model that share its weights on a pool",
+        fix='rf.on(pool, weights="own") for a rollout, or a pool of its own',
+    )
+
+
+def trained_twice(plan: Plan, instances: tuple[Instance, ...]) -> list[Finding]:
+    """A finding for every model whose updates are placed on more than one pool."""
+    findings = []
+    for model in plan.graph.models:
+        trained = [i.name for i in instances if i.trained and i.model == model.name]
+        if len(trained) > 1:
+            updates = plan.graph.updates(model.name)
+            findings.append(
+                Finding(
+                    code="E215",
+                    where=updates[1].where,
+                    what=f"the updates of model {model.name!r} are placed on several pools",
+                    got=f"trained: {', '.join(trained)}",
+                    expected="one pool that holds the weights all of them write",
+                    fix=f'"{model.name}.train": rf.on("{instances[0].pool}")',
+                )
+            )
+    return findings
+
+
+def layout_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Finding]:
+    """What is wrong with an instance's layout: for its pool, for its model, for its use."""
+    count, ranks = len(instance.devices), instance.fsdp * instance.tp
+    model = plan.graph.model(instance.model)
+    if count % ranks:
+        return [
+            Finding(
+                code="E212",
+                where=model.where,
+                what=f"{instance.name}: fsdp={instance.fsdp} x tp={instance.tp} does not fit "
+                f"pool {instance.pool!r} of {count} devices",
+                got=f"{count} % {ranks} = {count % ranks}",
+            )
+        ]
+    findings = _offload_findings(instance, plan) if instance.offload else []
+    shape = costs.shapes[instance.model]
+    if shape is None:
+        return findings
+    if not instance.engine_plan.in_process:
+        refused = [replace(each, where=model.where) for each in _uncomputed(instance, model, shape)]
+        if refused:
+            return refused
+    widths = {
+        "heads": shape.heads,
+        "key-value heads": shape.kv_heads,
+        "feed-forward width": shape.ffn,
+    }
+    wrong = [name for name, width in widths.items() if width % instance.tp]
+    if wrong:
+        findings.append(
+            Finding(
+                code="E213",
+                where=model.where,
+                what=f"{instance.name}: tp={instance.tp} does not divide the "
+                f"{' and the '.join(wrong)} of {model.path}",
+                got=f"{shape.heads} heads, {shape.kv_heads} key-value heads, "
+                f"feed-forward width {shape.ffn}",
+            )
+        )
+    return findings
+
+
+def _uncomputed(instance: Instance, model: Model, shape: Shape) -> list[Finding]:
+    """What keeps the engines of this process from computing a model in its layout."""
+    found = [packing_finding(model.path, shape.family)]
+    if instance.tp > 1:
+        found.append(cutting_finding(model.path, shape.family, shape.kind))
+    elif len(instance.devices) > 1:
+        found.append(sharding_finding(model.path, shape.family))
+    return [finding for finding in found if finding is not None]
+
+
+def _offload_findings(instance: Instance, plan: Plan) -> list[Finding]:
+    """Layers come and go on one device, and what they hold is never written."""
+    updates = plan.graph.updates(instance.model)
+    if updates:
+        return [
+            Finding(
+                code="E218",
+                where=updates[0].where,
+                what=f"{instance.name} is kept on the host layer by layer, and "
+                f"{updates[0].name} changes the model",
+                expected='offload="layers" for a model that nothing updates',
+                fix=f'rf.on("{instance.pool}")',
+            )
+        ]
+    if instance.fsdp * instance.tp > 1:
+        return [
+            Finding(
+                code="E218",
+                where=plan.graph.model(instance.model).where,
+                what=f"{instance.name} is kept on the host layer by layer and shared by ranks",
+                got=instance.layout(),
+                expected="each rank brings whole layers in: fsdp=1, tp=1",
+                fix=f'rf.on("{instance.pool}", offload="layers")',
+            )
+        ]
+    return []
+
+
+def memory_parts(instance: Instance, nodes: Sequence[Node], costs: Costs) -> list[Part]:
+    """The memory of an instance that can sleep, each part by itself; it serves `nodes`."""
+    if instance.engine_plan.in_process:
+        return engine_parts(instance, nodes, costs)
+    weights = Part(
+        name=instance.weights,
+        instance=instance.name,
+        kind="weights",
+        size=costs.weights(instance),
+        devices=instance.devices,
+    )
+    if not instance.trained or costs.graph.model(instance.model).averaged:
+        return [weights]
+    gradients = replace(
+        weights, name=instance.gradients, kind="gradients", size=costs.gradients(instance)
+    )
+    optimizer = replace(
+        weights, name=instance.optimizer, kind="optimizer", size=costs.moments(instance)
+    )
+    return [weights, gradients, optimizer]
+
+
+def serving_instance(plan: Plan, node: Node, where: On) -> Instance:
+    """The instance that serves a node on the pool it is assigned to."""
+    use, engine = node.op.use, EnginePlan.chosen(where).name
+    candidates = [
+        i
+        for i in plan.instances
+        if i.model == node.model
+        and i.pool == where.pool
+        and i.engine == engine
+        and not i.engine_plan.lies_inside
+    ]
+    own = [i for i in candidates if i.name.endswith("/rollout")]
+    if use == "rollout" and own:
+        return own[0]
+    return next(i for i in candidates if not i.name.endswith("/rollout"))

@@ -1,0 +1,1 @@
+"""Periodic scheduling in the abstract: tasks, edges with distances, exclusive resources."""

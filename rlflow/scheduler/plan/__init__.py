@@ -1,0 +1,1 @@
+"""The plan as a value, and its forms: printed, saved, compared, explained."""

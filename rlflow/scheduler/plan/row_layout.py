@@ -1,0 +1,132 @@
+"""How the rows of every run lie over devices, as its op's dispatch and its instance allow.
+
+Compile-time part of dispatch: which rows a part has is computed where the plan runs, and
+what cannot lie so is refused elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rlflow.graph.graph import Node
+from rlflow.graph.user.dispatch import RULES
+from rlflow.scheduler.plan.plan import HOST, Action, Chunk, Instance, Spread
+
+HOST_SPREAD = Spread(parts=((HOST,),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a node runs: a pool's devices and the instance that serves it, or the host."""
+
+    pool: str
+    devices: tuple[int, ...]
+    instance: Instance | None
+
+    @property
+    def row_parts(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each row part: those that share every layer share the rows.
+
+        Of an engine's devices the one that owns its process has them.
+        """
+        if self.instance is None:
+            return tuple((device,) for device in self.devices)
+        if self.instance.engine_plan.own_process:
+            return tuple((device,) for device in self.instance.owners)
+        return self.instance.tp_groups
+
+    @property
+    def sharded(self) -> bool:
+        """Whether its ranks compute together, so that none of them may be left out."""
+        return self.instance is not None and self.instance.sharded
+
+    def remembers(self, origin: Place) -> bool:
+        """Whether what generates here is an engine that has in its cache what `origin` has made."""
+        engine = self.instance is not None and self.instance.engine_plan.own_process
+        return engine and self.instance == origin.instance
+
+    @property
+    def everywhere(self) -> Spread:
+        """One part with all rows, held by every device that holds any."""
+        return Spread(parts=(tuple(device for part in self.row_parts for device in part),))
+
+    @property
+    def first(self) -> Spread:
+        """One part with all rows, on the first device."""
+        return Spread(parts=(self.devices[:1],))
+
+
+def takes(
+    node: Node, place: Place, made: Mapping[str, Spread], grown: Spread | None = None
+) -> Spread | None:
+    """How a node's input rows lie; `made` has what its sources left. None for no inputs.
+
+    Rows that are `grown` in parts, where an engine still has them in its cache, stay there.
+
+    With one row part all rows are wherever the instance's devices are, however dispatched. A
+    collective op without a model is not split: only the ranks of an instance reach each other.
+    """
+    if not node.inputs:
+        return None
+    if place.devices == (HOST,):
+        return HOST_SPREAD
+    parts, how = place.row_parts, node.op.dispatched
+    if how == "first" or (node.op.collective and place.instance is None):
+        return place.first
+    if how == "all" or len(parts) == 1:
+        return place.everywhere
+    stays = grown if how == "split" and node.op.rows == "same" else None
+    if how == "parts" or stays is not None:
+        return stays or made[node.sources[0]]
+    return Spread(parts=parts, rule="balanced" if how == "split" else how)
+
+
+def makes(node: Node, place: Place, taken: Spread | None) -> Spread | None:
+    """How the rows that a node leaves lie; None where it makes none.
+
+    Rows that come from no other rows are made whole: on every rank of a model, on the first
+    device of a pool otherwise.
+    """
+    if not node.op.outputs:
+        return None
+    if taken is None:
+        alike = place.instance is not None or node.op.dispatch == "all"
+        return place.everywhere if alike else place.first
+    if node.op.rows == "expand" and len(taken.parts) > 1:
+        return replace(taken, rule="generated")
+    return taken
+
+
+def agree(left: Spread | None, wanted: Spread) -> bool:
+    """Whether rows need not be carried: they lie where they are read.
+
+    A rule of a user's own is asked anew by every op, as it may repeat rows for one that it keeps
+    once for the next, and tear groups that the next one needs whole.
+    """
+    return left == wanted and wanted.rule in RULES
+
+
+def sources_of(makers: Sequence[Action], chunk: Chunk | None) -> tuple[Action, ...]:
+    """The runs of a node whose rows a chunk reads: of the same chunk, else all, in row order."""
+    own = tuple(maker for maker in makers if chunk is not None and maker.chunk == chunk)
+    return own or tuple(sorted(makers, key=lambda maker: maker.chunk.index if maker.chunk else 0))
+
+
+def in_place(source: Action, target: Action, wanted: Spread) -> bool:
+    """Whether an action reads rows just where one of its sources has left them.
+
+    Parts that were evened out chunk by chunk are not those of the whole batch, nor the other way.
+    """
+    alike = (
+        source.chunk == target.piece_read or len(wanted.parts) == 1 or wanted.rule == "generated"
+    )
+    return alike and agree(source.makes, wanted)
+
+
+def num_parts(node: Node, place: Place, taken: Spread | None, made: Spread | None) -> int:
+    """In how many parts a node's work is done; ranks may share work that no rows bring along."""
+    spread = taken or made
+    if spread is not None:
+        return len(spread.parts)
+    return len(place.row_parts) if node.op.dispatched not in ("all", "first") else 1

@@ -1,0 +1,45 @@
+"""What a turn of a plan is to whoever plays it: the executor, the simulator, the fake backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rlflow.scheduler.plan.plan import Action, Plan
+
+Seconds = Callable[[Action, int], float]
+
+UNKNOWN_SECONDS = 1.0
+
+
+def estimated(action: Action, iteration: int) -> float:
+    """The plan's own estimate of an instance, seconds; one second where there is none."""
+    seconds = UNKNOWN_SECONDS if action.cost.seconds is None else action.cost.seconds
+    return seconds * action.chance
+
+
+def serving(plan: Plan) -> dict[str, int]:
+    """By how much the iteration that each sleep and wake works for is past its turn.
+
+    A wake works for the first run that waits for it and needs what it brings, a sleep for the last
+    run before it that needed that: runs that are ahead of their turn are of a later iteration.
+    """
+    moves = {action.id: action for action in plan.actions if action.part is not None}
+    users = {action.id: action for action in plan.actions if action.part is None}
+    brought: dict[str, list[int]] = {}
+    for user in users.values():
+        for dep in user.after:
+            if dep.action in moves and moves[dep.action].part in user.needs:
+                brought.setdefault(dep.action, []).append(dep.distance + user.ahead)
+    found = {name: min(offsets) for name, offsets in brought.items()}
+    for move in moves.values():
+        before = [(users[dep.action], dep.distance) for dep in move.after if dep.action in users]
+        last = [user.ahead - distance for user, distance in before if move.part in user.needs]
+        if move.kind == "sleep" and last:
+            found[move.id] = max(last)
+    return found
+
+
+def refilled(plan: Plan) -> frozenset[str]:
+    """The reshards into weights that are discarded in every turn."""
+    emptied = {action.instance for action in plan.actions if action.mode == "discard"}
+    return frozenset(a.id for a in plan.actions if emptied.intersection(a.targets))

@@ -1,0 +1,373 @@
+"""Figures of a candidate that need no plan: what it takes at least, and what cannot fit.
+
+No plan of a candidate has a shorter period than `Bounds.period`: a device does its runs one
+after another, and a model's next iteration waits for its update, and for averages that are taken
+of it. What moves between devices, and between devices and the host, comes on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from rlflow.graph.graph import Graph, Node
+from rlflow.graph.roles import Drafted
+from rlflow.graph.rules.steps import steps_in_order
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.microbatches import in_micro_batches
+from rlflow.scheduler.costs.pieces import WHOLE, Piece
+from rlflow.scheduler.engines.engines import engine_parts, with_pool
+from rlflow.scheduler.passes.bind.instances import layout_findings
+from rlflow.scheduler.passes.bind.row_checks import division_findings
+from rlflow.scheduler.plan.plan import MICRO_TOKENS, Cost, Instance, Plan, Spread
+from rlflow.scheduler.search.space import Candidate, Choice, PlacedUse, Range, alike, layouts_of
+
+Why = Literal["memory", "layout", "rows"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownCosts(Costs):
+    """Costs that remember what they have been asked: hundreds of plans ask the same.
+
+    Equal nodes have equal costs: each plan makes the trips of its loops anew.
+    """
+
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def run(self, node: Node, instance: Instance | None, parts: int, piece: Piece = WHOLE) -> Cost:
+        """The cost of running a node once."""
+        key = "run", *self._place(node), instance, parts, piece, self.backend, self.staleness
+        if key not in self.memo:
+            self.memo[key] = Costs.run(self, node, instance, parts, piece)
+        found: Cost = self.memo[key]
+        return found
+
+    def tokens(self, node: Node) -> tuple[int, int]:
+        """Prompt and response tokens of a row, at their longest."""
+        key = "tokens", *self._place(node)
+        if key not in self.memo:
+            self.memo[key] = Costs.tokens(self, node)
+        found: tuple[int, int] = self.memo[key]
+        return found
+
+    def _place(self, node: Node) -> tuple[str, int]:
+        """What an equal node has been asked under: its name, and which of those of that name."""
+        known: list[Node] = self.memo.setdefault(("nodes", node.name), [])
+        for place, other in enumerate(known):
+            if other is node or other == node:
+                return node.name, place
+        known.append(node)
+        return node.name, len(known) - 1
+
+    def weights(self, instance: Instance) -> int | None:
+        """Bytes of parameters on each device."""
+        return self._known("weights", instance)
+
+    def gradients(self, instance: Instance) -> int | None:
+        """Bytes of gradients on each device."""
+        return self._known("gradients", instance)
+
+    def moments(self, instance: Instance) -> int | None:
+        """Bytes of the optimizer's state on each device."""
+        return self._known("moments", instance)
+
+    def _known(self, what: str, instance: Instance) -> int | None:
+        key = what, instance
+        if key not in self.memo:
+            self.memo[key] = getattr(Costs, what)(self, instance)
+        size: int | None = self.memo[key]
+        return size
+
+    def resharded(self, source: Instance, target: Instance, *, in_place: bool) -> int | None:
+        """Bytes that a reshard moves."""
+        key = "resharded", source, target, in_place
+        if key not in self.memo:
+            self.memo[key] = Costs.resharded(self, source, target, in_place=in_place)
+        size: int | None = self.memo[key]
+        return size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A role with a layout on some devices.
+
+    `seconds` of each node, `busy` of a device in an iteration; `held` bytes while awake, `need`
+    at the least while one of its nodes runs, of a budget of `room`. `why` says what keeps it
+    from fitting, and `at` which node.
+    """
+
+    seconds: tuple[float, ...]
+    busy: float
+    held: int
+    need: int
+    room: int
+    why: Why | None
+    at: str
+
+
+class Figures:
+    """The figures of roles, worked out once each."""
+
+    def __init__(self, plan: Plan, costs: Costs, roles: tuple[PlacedUse, ...]) -> None:
+        self.plan, self.costs, self.roles = plan, costs, roles
+        self._known: dict[tuple[int, Choice], Figure] = {}
+        self._fitting: dict[tuple[int, Range], tuple[Choice, ...]] = {}
+
+    def of(self, role: int, choice: Choice) -> Figure:
+        """The figures of a role's choice."""
+        key = role, choice
+        if key not in self._known:
+            self._known[key] = self._figure(self.roles[role], choice)
+        return self._known[key]
+
+    def fitting(self, role: int, where: Range) -> tuple[Choice, ...]:
+        """The choices of a role on a range that fit by themselves and are worth a look.
+
+        Fastest first; one that is neither faster nor smaller than another is left out.
+        """
+        key = role, where
+        if key not in self._fitting:
+            fits = [c for c in self.options(role, where) if self.of(role, c).why is None]
+            fits.sort(key=lambda c: (self.of(role, c).busy, self.of(role, c).held, c))
+            kept: list[Choice] = []
+            for choice in fits:
+                smaller = all(self.of(role, choice).held < self.of(role, k).held for k in kept)
+                if smaller:
+                    kept.append(choice)
+            self._fitting[key] = tuple(kept)
+        return self._fitting[key]
+
+    def options(self, role: int, where: Range) -> tuple[Choice, ...]:
+        """All choices of a role on a range, whether they fit or not."""
+        made = self.roles[role]
+        if not alike(where, self.costs.cluster):
+            return ()
+        shape = self.costs.shapes[made.model]
+        layouts = layouts_of(made, where, shape, self.costs.cluster)
+        return tuple(Choice(*where, layout) for layout in layouts)
+
+    def why(self, role: int, where: Range) -> Why:
+        """What keeps a role from a range: of the layouts, the one that comes nearest."""
+        reasons = {self.of(role, choice).why for choice in self.options(role, where)}
+        known: tuple[Why, ...] = ("memory", "rows", "layout")
+        return next((why for why in known if why in reasons), "layout")
+
+    def _figure(self, role: PlacedUse, choice: Choice) -> Figure:
+        instance = role_instance(role, choice)
+        room = min(self.plan.budget(device) for device in instance.devices)
+        fitted = with_pool if instance.engine_plan.own_process else in_micro_batches
+        instance = fitted(instance, role.nodes, room, self.costs)
+        seconds, need, at = [], 0, role.nodes[0].name
+        why: Why | None = "layout" if layout_findings(instance, self.plan, self.costs) else None
+        held = 0
+        for node in role.runs if why is None else ():
+            own = _averaged(node, instance) if node.averages else instance
+            parts = instance.row_parts if node.op.dispatched not in ("all", "first") else 1
+            if why is None and _undivided(self.plan.graph, node, instance, parts):
+                why, at = "rows", node.name
+            cost = self.costs.run(node, own, parts)
+            seconds.append(cost.seconds or 0.0)
+            awake = self._awake(node, instance, own, role.nodes)
+            held = max(held, awake)
+            if awake + (cost.transient or 0) > need:
+                need = awake + (cost.transient or 0)
+                at = node.name if why is None else at
+        if why is None and need > room:
+            why = "memory"
+        busy = sum(s / node.every for s, node in zip(seconds, role.runs, strict=False))
+        return Figure(
+            seconds=tuple(seconds), busy=busy, held=held, need=need, room=room, why=why, at=at
+        )
+
+    def _awake(self, node: Node, instance: Instance, own: Instance, nodes: Sequence[Node]) -> int:
+        """Bytes that a node cannot do without while it runs, of an average both models' weights."""
+        if instance.engine_plan.own_process:
+            return sum(part.size or 0 for part in engine_parts(instance, nodes, self.costs))
+        held = self.costs.weights(instance) or 0
+        if own != instance:
+            held += self.costs.weights(own) or 0
+        elif node.op.use == "train":
+            held += self.costs.gradients(instance) or 0
+            held += self.costs.moments(instance) or 0
+        return held
+
+
+def role_instance(role: PlacedUse, choice: Choice) -> Instance:
+    """The instance that a role has alone on its devices; its engine with what drafts in it."""
+    layout, options = choice.layout, role.options(choice.layout)
+    pool = f"{choice.start}:{choice.stop}"
+    roles = (node.role(Drafted) for node in role.nodes if options is not None)
+    drafting = next((drafted for drafted in roles if drafted is not None), None)
+    return Instance(
+        name=f"{role.model}@{pool}",
+        model=role.model,
+        pool=pool,
+        devices=tuple(range(choice.start, choice.stop)),
+        uses=tuple(dict.fromkeys(node.op.use or "forward" for node in role.nodes)),
+        trained=role.trained,
+        fsdp=layout.fsdp,
+        tp=layout.tp,
+        recompute=layout.recompute,
+        offload="layers" if layout.offload else None,
+        options=options,
+        drafter=None if drafting is None else drafting.by,
+        draft_tokens=0 if drafting is None else drafting.tokens,
+    )
+
+
+def _averaged(node: Node, source: Instance) -> Instance:
+    """The instance of the average that a node takes of another one, beside that."""
+    return replace(
+        source,
+        name=f"{node.model}@{source.pool}",
+        model=str(node.model),
+        uses=("train",),
+        recompute=False,
+        micro_tokens=MICRO_TOKENS,
+    )
+
+
+def _undivided(graph: Graph, node: Node, instance: Instance, parts: int) -> bool:
+    """Whether a node's rows do not lie in so many parts."""
+    if parts == 1 or not node.inputs:
+        return False
+    spread = Spread(
+        parts=instance.tp_groups,
+        rule="balanced" if node.op.dispatched == "split" else node.op.dispatched,
+    )
+    return bool(division_findings(graph, node, spread))
+
+
+class PeriodBounds:
+    """Lower bounds of the period of candidates of one graph."""
+
+    def __init__(self, graph: Graph, figures: Figures) -> None:
+        self.figures = figures
+        self.names = graph.order()
+        place = {name: index for index, name in enumerate(self.names)}
+        nodes = [graph.node(name) for name in self.names]
+        self._sources = [[place[source] for source in _waited_for(graph, n)] for n in nodes]
+        self._every = [node.every for node in nodes]
+        self._cut = [_may_be_cut(node) for node in nodes]
+        host = [figures.costs.run(n, None, 1).seconds if n.model is None else 0.0 for n in nodes]
+        self._host = [seconds or 0.0 for seconds in host]
+        self._at = [[place[node.name] for node in role.runs] for role in figures.roles]
+        self._cycles = [
+            (
+                [place[node.name] for node in _waiting(graph, model.name)],
+                [node.op.use == "rollout" for node in _waiting(graph, model.name)],
+                place[graph.updates(model.name)[-1].name],
+            )
+            for model in graph.models
+            if graph.updates(model.name)
+        ]
+        taken = [node for node in nodes if node.averages]
+        updates = [graph.updates(str(node.averages))[-1] for node in taken]
+        self._cycles += [
+            ([place[update.name]], [False], place[node.name])
+            for node, update in zip(taken, updates, strict=True)
+        ]
+
+    def period(self, candidate: Candidate) -> float:
+        """Seconds that an iteration takes at least."""
+        return max(self.resource(candidate), self.recurrence(candidate))
+
+    def resource(self, candidate: Candidate) -> float:
+        """The runs of the busiest device, one after another."""
+        found = 0.0
+        choices = candidate.choices
+        for start in {choice.start for choice in choices}:
+            busy = sum(
+                self.figures.of(role, choice).busy
+                for role, choice in enumerate(choices)
+                if choice.start <= start < choice.stop
+            )
+            found = max(found, busy)
+        return found
+
+    def recurrence(self, candidate: Candidate) -> float:
+        """The longest chain from a use of a model's weights to its update, over the lag.
+
+        An average waits for the update that it is taken of, and the next one for the average. Of
+        a chain that is cut into chunks each op takes at least one of them.
+        """
+        seconds = list(self._host)
+        for role, choice in enumerate(candidate.choices):
+            times = self.figures.of(role, choice).seconds
+            for place, time in zip(self._at[role], times, strict=False):
+                seconds[place] = time
+        for place, every in enumerate(self._every):
+            if every > 1:
+                seconds[place] = 0.0
+            elif self._cut[place]:
+                seconds[place] /= candidate.stream
+        found = 0.0
+        for readers, behind, update in self._cycles:
+            for lag in {0, candidate.staleness}:
+                starts = {
+                    reader
+                    for reader, rollout in zip(readers, behind, strict=True)
+                    if (candidate.staleness if rollout else 0) == lag
+                }
+                starts |= {update} if lag == 0 else set()
+                found = max(found, self._longest(seconds, starts, update) / (1 + lag))
+        return found
+
+    def _longest(self, seconds: Sequence[float], starts: set[int], end: int) -> float:
+        """Seconds of the longest chain of data from one of `starts` to `end`; 0 for none."""
+        reached: list[float | None] = [None] * len(seconds)
+        for place in range(end + 1):
+            before = [reached[s] for s in self._sources[place]]
+            known = [time for time in before if time is not None]
+            if known or place in starts:
+                reached[place] = max(known, default=0.0) + seconds[place]
+        return reached[end] or 0.0
+
+    def crowding(self, candidate: Candidate) -> int:
+        """Bytes that do not fit the fullest device with everything awake, about; below 0 room."""
+        most = -min(self.figures.plan.budgets.values())
+        choices = candidate.choices
+        for start in {choice.start for choice in choices}:
+            here = [
+                (role, self.figures.of(role, choice))
+                for role, choice in enumerate(choices)
+                if choice.start <= start < choice.stop
+            ]
+            awake = sum(f.held for r, f in here if not self.shares(candidate, r))
+            beside = max(f.need - f.held for _, f in here)
+            most = max(most, awake + beside - min(f.room for _, f in here))
+        return most
+
+    def shares(self, candidate: Candidate, role: int) -> bool:
+        """Whether a rollout uses the weights that are trained on its devices."""
+        source = self.figures.roles[role].source
+        if source is None:
+            return False
+        here, there = candidate.choices[role], candidate.choices[source]
+        same = (here.layout.fsdp, here.layout.tp) == (there.layout.fsdp, there.layout.tp)
+        apart = here.layout.own or here.layout.engine
+        return here.range == there.range and same and not apart
+
+    def estimate(self, candidate: Candidate) -> float:
+        """The bound, and seconds to bring out and in again what does not fit, about."""
+        link = self.figures.costs.cluster.kind.host_link
+        return self.period(candidate) + 2 * max(self.crowding(candidate), 0) / link
+
+
+def _waited_for(graph: Graph, node: Node) -> tuple[str, ...]:
+    """The nodes that one comes after within an iteration: whose fields it reads, or weights."""
+    updates = graph.updates(node.averages)[-1:] if node.averages else ()
+    return (*node.sources, *(update.name for update in updates))
+
+
+def _waiting(graph: Graph, model: str) -> list[Node]:
+    """Who reads the weights that the last iteration's update wrote, or `staleness` before it."""
+    return [n for n in graph.readers(model) if n.every == 1 and n.drafter != model]
+
+
+def _may_be_cut(node: Node) -> bool:
+    """Whether streaming may work on a node's groups some at a time."""
+    op = node.op
+    along = op.per in ("row", "group") and op.rows in ("expand", "same")
+    return steps_in_order(node) > 1 or (along and op.use != "train")

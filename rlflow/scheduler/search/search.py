@@ -1,0 +1,201 @@
+"""The search of `tune`: which candidates are compiled, in what order, and what they come to.
+
+The budget is a count of plans, so that equal input gives equal output. What a person would
+write is compiled first: nothing found is worse than the best of it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from rlflow.errors import PlanError
+from rlflow.graph.graph import Graph
+from rlflow.graph.placement import Placement
+from rlflow.scheduler.passes.staleness import allowed
+from rlflow.scheduler.plan.plan import Plan
+from rlflow.scheduler.search.candidates import Moves
+from rlflow.scheduler.search.space import Candidate, hand_written, pattern, placement_of
+
+CLIMBED = 3
+PLAN_COST = 0.5
+CHUNK_COST = 0.5
+AUTO_CHUNKS = 15
+REASONS = {
+    "E401": "memory",
+    "E405": "host memory",
+    "E402": "staleness",
+    "E228": "staleness",
+    "E212": "layout",
+    "E213": "layout",
+    "E216": "layout",
+    "E218": "layout",
+    "E214": "rows",
+    "E220": "rows",
+    "E221": "rows",
+    "E224": "rows",
+}
+OTHER = "other reasons"
+Rank = tuple[float, int, int, int, int, int, bool, str]
+Kind = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A placement and its plan; `name` is that of a placement of the pipeline, else empty."""
+
+    name: str
+    placement: Placement
+    plan: Plan
+    candidate: Candidate | None = None
+
+    @property
+    def period(self) -> float:
+        """Seconds an iteration."""
+        return self.plan.timing.period if self.plan.timing else float("inf")
+
+    @property
+    def devices(self) -> int:
+        """How many devices the placement uses."""
+        return len({d for devices in self.plan.pools.values() for d in devices})
+
+    def rank(self) -> Rank:
+        """The order of placements: period, then what comes to the same with less, or was there."""
+        peak = max(self.plan.peaks.values(), default=0)
+        text = self.placement.model_dump_json()
+        period, pools = float(f"{self.period:.6g}"), len(self.placement.pools)
+        size = pools, len(self.plan.actions), peak
+        return period, self.plan.staleness, self.devices, *size, not self.name, text
+
+
+@dataclass(slots=True, kw_only=True)
+class Search:
+    """What was compiled so far. `compiler` makes a plan, named, and verified where asked.
+
+    `codes` are what plans were refused for.
+    """
+
+    graph: Graph
+    moves: Moves
+    compiler: Callable[[Placement, str, bool], Plan]
+    budget: float
+    top: int
+    compiled: int = 0
+    misfits: dict[str, str] = field(default_factory=dict)
+    last_error: PlanError | None = None
+    codes: set[str] = field(default_factory=set)
+    seen: set[tuple[str, int]] = field(default_factory=set)
+    best: dict[Kind, Tried] = field(default_factory=dict)
+    written: dict[str, Tried] = field(default_factory=dict)
+    ranks: list[tuple[Rank, Kind]] = field(default_factory=list)
+
+    def compile_written(self, placements: Mapping[str, Placement], count: int) -> None:
+        """Compile the placements of the pipeline, and each with larger pools."""
+        for name, placement in hand_written(placements, count).items():
+            stale = allowed(self.graph, placement)
+            if stale > self.moves.staleness:
+                self.misfits[name] = f"staleness={stale}, allowed is {self.moves.staleness}"
+            else:
+                self._compile(placement, name=name)
+
+    def compile_usual(self) -> None:
+        """Compile what a person would try."""
+        for ranges in self.moves.usual():
+            self._try_all(self.moves.of_ranges(ranges))
+
+    def compile_promising(self) -> None:
+        """Compile candidates by their estimates until half of the budget is spent."""
+        heap = self.moves.promising()
+        heapq.heapify(heap)
+        half = self.budget / 2
+        while heap and self.budget > half:
+            self._try(heapq.heappop(heap)[1])
+
+    def climb(self) -> None:
+        """Change the best candidates one choice at a time, as long as there are better ones."""
+        done: set[Candidate] = set()
+        while self.budget > 0:
+            leading = [tried.candidate for tried in self.ranked()[:CLIMBED]]
+            following = next((c for c in leading if c is not None and c not in done), None)
+            if following is None:
+                return
+            done.add(following)
+            bounds = self.moves.bounds
+            near = {(bounds.estimate(c), c) for c in self.moves.neighbours(following)}
+            self._try_all(candidate for _, candidate in sorted(near))
+
+    def one_reason(self) -> PlanError | None:
+        """What refused every plan, where that is one thing and no lack of room; else None."""
+        counted = set(self.moves.refused) - {OTHER}
+        if counted or len(self.codes) != 1 or not self.codes.isdisjoint(REASONS):
+            return None
+        return self.last_error
+
+    def ranked(self) -> list[Tried]:
+        """The best placement of every kind, best first."""
+        return [self.best[kind] for _, kind in self.ranks]
+
+    def _try_all(self, candidates: Iterable[Candidate]) -> None:
+        for candidate in candidates:
+            if self.budget <= 0:
+                return
+            self._try(candidate)
+
+    def _try(self, candidate: Candidate) -> None:
+        """Compile a candidate unless it cannot be the best of its kind, or among those shown."""
+        ranges = [range(*choice.range) for choice in candidate.choices]
+        if candidate.staleness > self.moves.staleness:
+            return
+        known = self.best.get((pattern(ranges), candidate.staleness))
+        longest = known.period if known is not None else float("inf")
+        if len(self.ranks) >= self.top:
+            longest = min(longest, self.ranks[self.top - 1][0][0])
+        if self.moves.bounds.period(candidate) < longest:
+            stale = self.graph.staleness
+            placement = placement_of(candidate, self.moves.roles, stale)
+            self._compile(placement, candidate=candidate)
+
+    def _compile(
+        self, placement: Placement, *, name: str = "", candidate: Candidate | None = None
+    ) -> None:
+        """Make the plan of a placement, not verified, and see where it ranks."""
+        stale = allowed(self.graph, placement)
+        key = placement.model_dump_json(), stale
+        if key in self.seen and not name:
+            return
+        self.seen.add(key)
+        self.compiled += 1
+        chunks = placement.stream if isinstance(placement.stream, int) else AUTO_CHUNKS
+        self.budget -= PLAN_COST + CHUNK_COST * chunks
+        try:
+            plan = self.compiler(placement, name or "tuned", False)
+        except PlanError as error:
+            self.last_error = error
+            self.codes.add(error.findings[0].code)
+            if name:
+                self.misfits[name] = error.findings[0].what
+            else:
+                why = REASONS.get(error.findings[0].code, OTHER)
+                self.moves.refused[why] += 1
+                if why == "staleness":
+                    self.moves.staleness = min(self.moves.staleness, stale - 1)
+            return
+        found = Tried(name=name, placement=placement, plan=plan, candidate=candidate)
+        if name:
+            self.written[name] = found
+        self._rank(found)
+
+    def _rank(self, found: Tried) -> None:
+        """Keep a placement where it is the best of its kind: a pattern of roles, a staleness."""
+        devices = {a.node: a.devices for a in found.plan.actions if a.kind == "run"}
+        held = [devices.get(role.nodes[0].name, ()) for role in self.moves.roles]
+        kind = pattern(held), found.plan.staleness
+        known = self.best.get(kind)
+        if known is not None:
+            if known.rank() <= found.rank():
+                return
+            self.ranks.remove((known.rank(), kind))
+        self.best[kind] = found
+        bisect.insort(self.ranks, (found.rank(), kind))

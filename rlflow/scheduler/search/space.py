@@ -1,0 +1,349 @@
+"""The space that `tune` searches: who is placed, on which devices, in which layouts.
+
+A role is the uses of a model that are placed together: what trains it and reads it, or its
+rollouts. A candidate gives each role a range of devices and a layout, and is a placement in
+other words. Knows counts and divisors; neither seconds nor bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rlflow.graph.graph import Graph, Node
+from rlflow.graph.placement import On, Placement
+from rlflow.graph.user.engine_options import EngineOptions
+from rlflow.scheduler.devices.cluster import Cluster
+from rlflow.scheduler.models.shapes import Shape
+from rlflow.scheduler.plan.engine_plan import EnginePlan
+
+TENSOR_PARALLEL = (1, 2, 4, 8)
+EIGHTHS = 8
+FEW_DEVICES = 8
+MOST_COMBINATIONS = 40_000
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedUse:
+    """Uses of `model` placed together under `key`; `source` is the role that trains its weights.
+
+    One that is `averaged` changes where another model is trained; `averages` are the nodes that
+    take what this one trains into such a model, on its devices. Rollouts are made by one of its
+    `engines`, None for the embedded one.
+    """
+
+    key: str
+    model: str
+    nodes: tuple[Node, ...]
+    trained: bool
+    rollout: bool
+    source: int | None = None
+    averaged: bool = False
+    averages: tuple[Node, ...] = ()
+    engines: tuple[EngineOptions | None, ...] = (None,)
+
+    @property
+    def runs(self) -> tuple[Node, ...]:
+        """All that runs where it is placed."""
+        return (*self.nodes, *self.averages)
+
+    def options(self, layout: Layout) -> EngineOptions | None:
+        """The options of the engine that a layout names; None for the embedded one."""
+        found = (o for o in self.engines if o is not None and o.describe() == layout.engine)
+        return next(found, None)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Layout:
+    """How a role's ranks share its model; `own` is a rollout's copy where it could share.
+
+    `engine` describes the one that generates in a process of its own; empty for the embedded one.
+    """
+
+    fsdp: int = 1
+    tp: int = 1
+    recompute: bool = False
+    offload: bool = False
+    own: bool = False
+    engine: str = ""
+
+    def describe(self) -> str:
+        """The printed form."""
+        sizes = f"fsdp={self.fsdp} tp={self.tp}"
+        said = {"recompute": self.recompute, "offload=layers": self.offload, "own": self.own}
+        said |= {self.engine: True} if self.engine else {}
+        return " ".join([sizes, *(word for word, holds in said.items() if holds)])
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Choice:
+    """The devices [start, stop) of a role, and its layout there."""
+
+    start: int
+    stop: int
+    layout: Layout
+
+    @property
+    def range(self) -> Range:
+        """First device, and the one after the last."""
+        return self.start, self.stop
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Candidate:
+    """A choice for every role, in the order of the roles."""
+
+    choices: tuple[Choice, ...]
+    staleness: int = 0
+    stream: int = 1
+
+
+def placed_uses(graph: Graph) -> tuple[PlacedUse, ...]:
+    """The roles of a graph, models in the order declared, each before its rollouts."""
+    roles: list[PlacedUse] = []
+    for model in graph.models:
+        nodes = tuple(n for n in graph.nodes if n.model == model.name and n.averages is None)
+        rollouts = tuple(node for node in nodes if node.op.use == "rollout")
+        others = tuple(node for node in nodes if node.op.use != "rollout")
+        trained = any(node.op.use == "train" for node in others)
+        role = PlacedUse(
+            key=model.name, model=model.name, nodes=nodes, trained=trained, rollout=False
+        )
+        role = replace(role, averaged=model.averaged)
+        if others:
+            averages = graph.averaging(model.name) if trained else ()
+            roles.append(replace(role, nodes=others, averages=averages))
+        if rollouts:
+            key = f"{model.name}.rollout" if others else model.name
+            source = len(roles) - 1 if trained else None
+            roles.append(
+                replace(role, key=key, nodes=rollouts, trained=False, rollout=True, source=source)
+            )
+    return tuple(roles)
+
+
+def cut_points(cluster: Cluster) -> tuple[int, ...]:
+    """Where devices may be divided: everywhere among a few, else at eighths and small powers of 2.
+
+    Where kinds of devices meet there is a cut as well.
+    """
+    count = cluster.count
+    if count <= FEW_DEVICES:
+        return tuple(range(1, count))
+    points = {count * part // EIGHTHS for part in range(1, EIGHTHS)}
+    small = [2**power for power in range(count.bit_length()) if count // 32 <= 2**power < count]
+    few = [size for size in small if size <= count // EIGHTHS]
+    points |= {*few, *(count - size for size in few)}
+    met = itertools.accumulate(number for _, number in cluster.kinds)
+    return tuple(sorted(point for point in {*points, *met} if 0 < point < count))
+
+
+def near_cuts(point: int, cluster: Cluster) -> list[int]:
+    """The cuts next to a point on both sides, and half way to them in halves of a host."""
+    points = cut_points(cluster)
+    below = [p for p in points if p < point][-1:]
+    above = [p for p in points if p > point][:1]
+    grain = max(1, -(-cluster.count // cluster.hosts) // 2) if cluster.count > FEW_DEVICES else 1
+    half = [(point + other) // 2 // grain * grain for other in (*below, *above)]
+    found = {p for p in (*below, *above, *half) if 0 < p < cluster.count}
+    return sorted(found - {point})
+
+
+def divisions(cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """Ways to divide the devices: not at all, in two anywhere, in three at coarse points."""
+    points, count = cut_points(cluster), cluster.count
+    coarse = points
+    if count > FEW_DEVICES:
+        coarse = tuple(p for p in points if p * EIGHTHS % count == 0) or points
+    yield (0, count)
+    for point in points:
+        yield 0, point, count
+    for first, second in itertools.combinations(coarse, 2):
+        yield 0, first, second, count
+
+
+def unions(division: tuple[int, ...], cluster: Cluster) -> list[Range]:
+    """The ranges of neighbouring pieces, each of devices of one kind."""
+    return [where for where in itertools.combinations(division, 2) if alike(where, cluster)]
+
+
+def alike(where: Range, cluster: Cluster) -> bool:
+    """Whether the devices of a range are of one kind."""
+    met = itertools.accumulate(number for _, number in cluster.kinds)
+    return not any(where[0] < boundary < where[1] for boundary in met)
+
+
+def classes_of(roles: tuple[PlacedUse, ...], ways: int) -> tuple[tuple[int, ...], ...]:
+    """Roles that go to the same devices, as few as keep the combinations in bounds.
+
+    First each by itself; then the frozen models together, the rollouts, the trained models.
+    """
+    groups: list[tuple[int, ...]] = [(index,) for index in range(len(roles))]
+    kinds = (
+        [i for i, role in enumerate(roles) if not role.trained and not role.rollout],
+        [i for i, role in enumerate(roles) if role.rollout],
+        [i for i, role in enumerate(roles) if role.trained],
+    )
+    for kind in kinds:
+        if ways ** max(len(groups) - 1, 0) * ways * ways <= MOST_COMBINATIONS or len(kind) < 2:
+            continue
+        groups = [group for group in groups if group[0] not in kind]
+        groups.append(tuple(kind))
+    return tuple(sorted(groups))
+
+
+def layouts_of(
+    role: PlacedUse, where: Range, shape: Shape | None, cluster: Cluster
+) -> Iterator[Layout]:
+    """The layouts of a role on a range: tensor parallelism within a host, then how to shard.
+
+    Training shards over all, over a host (hybrid sharding) or not at all, each with and
+    without recomputing; a frozen model may stay on the host as well.
+    """
+    start, stop = where
+    count, per_host = stop - start, -(-cluster.count // cluster.hosts)
+    for tp in TENSOR_PARALLEL:
+        if count % tp or start % tp or tp > per_host or not _divides(tp, shape):
+            continue
+        ranks = count // tp
+        if role.rollout:
+            for options in role.engines:
+                yield Layout(tp=tp, engine="" if options is None else options.describe())
+            continue
+        host = max(1, per_host // tp)
+        sizes = [ranks, *([host] if host < ranks and ranks % host == 0 else []), 1]
+        for fsdp in dict.fromkeys(sizes):
+            yield Layout(fsdp=fsdp, tp=tp)
+            if role.trained:
+                yield Layout(fsdp=fsdp, tp=tp, recompute=True)
+    if not (role.trained or role.averaged) and role.source is None and None in role.engines:
+        yield Layout(offload=True)
+
+
+def _divides(tp: int, shape: Shape | None) -> bool:
+    if shape is None:
+        return tp == 1
+    return not any(width % tp for width in (shape.heads, shape.kv_heads, shape.ffn))
+
+
+def on_of(role: PlacedUse, choice: Choice, pool: str) -> On:
+    """A choice as an assignment; what the compiler derives by itself is left out."""
+    layout, count = choice.layout, choice.stop - choice.start
+    derived = 1 if role.rollout or layout.offload else max(1, count // layout.tp)
+    return On(
+        pool=pool,
+        fsdp=layout.fsdp if layout.fsdp != derived else None,
+        tp=layout.tp if layout.tp > 1 else None,
+        recompute=layout.recompute or None,
+        offload="layers" if layout.offload else None,
+        weights="own" if layout.own else None,
+        engine=as_named(role.options(layout)),
+    )
+
+
+def as_named(options: EngineOptions | None) -> str | EngineOptions | None:
+    """An engine as a user would write it: by its name where nothing else is said."""
+    return options if options is None or options.said() else options.engine
+
+
+def placement_of(
+    candidate: Candidate, roles: tuple[PlacedUse, ...], staleness: int = 0
+) -> Placement:
+    """A candidate as the placement that a user would write; `staleness` need not be said.
+
+    `*` stands for the first role, so that a model that no role has is placed as well.
+    """
+    names = _pool_names(candidate, roles)
+    ranges = sorted(names)
+    stops = [0, *(stop for _, stop in ranges)]
+    beside = all(start == stop for (start, _), stop in zip(ranges, stops, strict=False))
+    pools = {names[r]: r[1] - r[0] if beside else list(range(*r)) for r in ranges}
+    assign: dict[str, On] = {}
+    for role, choice in zip(roles, candidate.choices, strict=True):
+        where = on_of(role, choice, names[choice.range])
+        if not assign:
+            assign["*"] = where.model_copy(update={"engine": None})
+            if not EnginePlan.chosen(where).own_process:
+                continue
+        given = assign.get(role.model, assign["*"])
+        if not role.trained:
+            given = given.model_copy(update={"recompute": None})
+        if where != given:
+            assign[role.key] = where
+    said: dict[str, object] = {"pools": pools, "assign": assign}
+    if candidate.staleness != staleness:
+        said["staleness"] = candidate.staleness
+    if candidate.stream != 1:
+        said["stream"] = candidate.stream
+    return Placement.model_validate(said)
+
+
+def _pool_names(candidate: Candidate, roles: tuple[PlacedUse, ...]) -> Mapping[Range, str]:
+    """A name for every range: `all`, or by what its roles do."""
+    held: dict[Range, list[PlacedUse]] = {}
+    for role, choice in zip(roles, candidate.choices, strict=True):
+        held.setdefault(choice.range, []).append(role)
+    if len(held) == 1:
+        return dict.fromkeys(held, "all")
+    several = Counter(_work(group) for group in held.values())
+    names: dict[Range, str] = {}
+    for where, group in held.items():
+        work = _work(group)
+        first = next(role.model for role in group if _work([role]) == work)
+        name = work if several[work] == 1 else f"{work}_{first}"
+        if work == "frozen" and len(group) == 1:
+            name = first
+        while name in names.values() or name == "host":
+            name += "_pool"
+        names[where] = name
+    return names
+
+
+def _work(group: Sequence[PlacedUse]) -> str:
+    """What roles on the same devices do, the heaviest of it."""
+    if any(role.trained for role in group):
+        return "train"
+    return "gen" if any(role.rollout for role in group) else "frozen"
+
+
+def hand_written(placements: Mapping[str, Placement], count: int) -> dict[str, Placement]:
+    """The placements of a pipeline, and each with pools so many times larger as there is room."""
+    found = dict(placements)
+    for name, placement in placements.items():
+        times = count // placement.num_devices()
+        if times > 1:
+            found[f"{name} x{times}"] = scaled(placement, times)
+    return found
+
+
+def scaled(placement: Placement, times: int) -> Placement:
+    """The placement with so many devices for each of its own; layouts that are said stay."""
+    pools = {
+        name: wanted * times
+        if isinstance(wanted, int)
+        else [device * times + part for device in wanted for part in range(times)]
+        for name, wanted in placement.pools.items()
+    }
+    return placement.model_copy(update={"pools": pools})
+
+
+def pattern(devices: Sequence[Collection[int]]) -> str:
+    """How the devices of roles lie to each other, whatever their number.
+
+    For each pair: `=` the same, `<` and `>` one within the other, `|` apart, `x` some in common.
+    """
+    sets = [frozenset(held) for held in devices]
+    return "".join(_relation(one, other) for one, other in itertools.combinations(sets, 2))
+
+
+def _relation(one: frozenset[int], other: frozenset[int]) -> str:
+    if one == other:
+        return "="
+    if one < other:
+        return "<"
+    if one > other:
+        return ">"
+    return "|" if one.isdisjoint(other) else "x"

@@ -1,0 +1,230 @@
+"""The printed forms of what `tune` found: a ranked table, a placement to paste, JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rlflow.graph.placement import On, Placement
+from rlflow.graph.user.engine_options import EngineOptions
+from rlflow.scheduler.devices.cluster import amount
+from rlflow.scheduler.plan.plan import Plan
+from rlflow.scheduler.plan.text import counted, duration, idle_share, table
+from rlflow.scheduler.search.search import Tried
+from rlflow.scheduler.search.tune import Tuned
+
+HEADINGS = (
+    "#",
+    "iteration",
+    "samples/s",
+    "idle",
+    "peak",
+    "stale",
+    "chunks",
+    "devices",
+    "limit",
+    "placement",
+)
+LIST_IN_FULL = 2
+HARDLY = 1.01
+
+
+def tuned_text(tuned: Tuned) -> str:
+    """The whole answer: heading, table, what did not fit, the best placement to paste."""
+    lines = [
+        f"{tuned.graph.name}   {counted(len(tuned.graph.nodes), 'node')}, "
+        f"{counted(len(tuned.graph.models), 'model')} on {tuned.cluster.describe()}   "
+        f"{counted(tuned.samples, 'sample')} an iteration",
+        "",
+        *table([HEADINGS, *_rows(tuned)]),
+        "",
+    ]
+    lines += [f"  does not fit: {name}: {why}" for name, why in tuned.misfits.items()]
+    lines.append(f"  {_effort(tuned)}")
+    lines += [f"  {_compared(tuned)}", "", f"  {placement_source(tuned.best.placement)}"]
+    return "\n".join([*lines, *_simpler(tuned)])
+
+
+def _rows(tuned: Tuned) -> Iterator[tuple[str, ...]]:
+    """The best placements, then those of the pipeline that are not among them."""
+    shown = [(rank, tried) for rank, tried in enumerate(tuned.rows, 1)]
+    names = {tried.name for tried in tuned.rows}
+    shown += [(rank, tried) for rank, tried in tuned.written if tried.name not in names]
+    shown.sort(key=lambda pair: (pair[1].period, pair[0], bool(pair[1].name)))
+    for rank, tried in shown:
+        found = tried.name and tried.name in names
+        yield _row(str(rank) if found or not tried.name else f"({rank})", tried, tuned.samples)
+
+
+def rate(value: float) -> str:
+    """A rate in three digits, and whole ones in full: `0.0123`, `90.5`, `7,540`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _row(rank: str, tried: Tried, samples: int) -> tuple[str, ...]:
+    plan, placement = tried.plan, tried.placement
+    idle = idle_share(plan)
+    return (
+        rank,
+        duration(tried.period),
+        rate(samples / tried.period),
+        "?" if idle is None else f"{100 * idle:.0f} %",
+        amount(max((size for d, size in plan.peaks.items() if d >= 0), default=0)),
+        str(plan.staleness),
+        str(placement.stream),
+        str(tried.devices),
+        limit_text(plan),
+        (f"{tried.name} (hand-written): " if tried.name else "") + placed_text(plan),
+    )
+
+
+def limit_text(plan: Plan) -> str:
+    """What binds the period, in a few words."""
+    timing = plan.timing
+    if timing is None:
+        return "?"
+    if timing.binding == "resource":
+        return f"{timing.busiest} always busy"
+    if timing.binding == "recurrence":
+        return "update to update"
+    above = timing.period / max(timing.resource_bound, timing.recurrence_bound) - 1
+    return f"turns, {100 * above:.1f} % above {timing.busiest}"
+
+
+def placed_text(plan: Plan) -> str:
+    """What is on every pool: `train[0:48] actor fsdp=48; gen[48:64] actor.rollout tp=2`."""
+    held: dict[str, list[str]] = {}
+    for instance in plan.instances:
+        only = instance.uses == ("rollout",) and plan.graph.updates(instance.model)
+        name = f"{instance.model}.rollout" if only else instance.model
+        held.setdefault(instance.pool, []).append(f"{name} {instance.layout()}")
+    return "; ".join(
+        f"{pool}[{_numbers(plan.pools[pool])}] {', '.join(names)}" for pool, names in held.items()
+    )
+
+
+def _numbers(devices: Sequence[int]) -> str:
+    if len(devices) > 1 and list(devices) == list(range(devices[0], devices[-1] + 1)):
+        return f"{devices[0]}:{devices[-1] + 1}"
+    return ",".join(map(str, devices))
+
+
+def _effort(tuned: Tuned) -> str:
+    """How many placements were looked at, compiled, and did not fit."""
+    looked = max(tuned.looked_at, tuned.compiled)
+    text = f"looked at {looked} placements, compiled {tuned.compiled}"
+    total = sum(tuned.refused.values())
+    if not total:
+        return text
+    reasons = ", ".join(f"{count} {reason}" for reason, count in tuned.refused.items())
+    return f"{text}; {total} did not fit: {reasons}"
+
+
+def _compared(tuned: Tuned) -> str:
+    """The best placement beside the best one of the pipeline."""
+    if tuned.best.name:
+        return f"best: placement {tuned.best.name} of the pipeline; to paste:"
+    if not tuned.written:
+        return "best, to paste into the pipeline's placements:"
+    _, other = min(tuned.written, key=lambda pair: pair[1].rank())
+    times = other.period / tuned.best.period
+    return f"best, {times:.2f}x as fast as {other.name}; to paste into the pipeline's placements:"
+
+
+def _simpler(tuned: Tuned) -> list[str]:
+    """The row with the fewest pools that takes hardly longer than the best, if that has more."""
+    best = tuned.best
+    near = [
+        (len(tried.placement.pools), rank)
+        for rank, tried in enumerate(tuned.rows, 1)
+        if tried.period <= best.period * HARDLY and tried.plan.staleness <= best.plan.staleness
+    ]
+    pools, rank = min(near)
+    if pools >= len(best.placement.pools):
+        return []
+    simple = tuned.rows[rank - 1]
+    longer = 100 * (simple.period / best.period - 1)
+    text = f"#{rank} takes {longer:.1f} % longer, with {counted(pools, 'pool')}:"
+    return ["", f"  {text}", "", f"  {placement_source(simple.placement)}"]
+
+
+def placement_source(placement: Placement) -> str:
+    """A placement as one line of Python that makes it, `rf` being rlflow; it says what was said."""
+    pools = ", ".join(
+        f'"{name}": {_pool_source(wanted)}' for name, wanted in placement.pools.items()
+    )
+    assign = ", ".join(f'"{key}": {_on_source(where)}' for key, where in placement.assign.items())
+    rest = "".join(
+        f", {name}={value!r}"
+        for name, value in (("staleness", placement.staleness), ("stream", placement.stream))
+        if name in placement.model_fields_set
+    )
+    return f"rf.Placement(pools={{{pools}}}, assign={{{assign}}}{rest})"
+
+
+def _pool_source(wanted: int | list[int]) -> str:
+    if isinstance(wanted, int):
+        return str(wanted)
+    if len(wanted) > LIST_IN_FULL and wanted == list(range(wanted[0], wanted[-1] + 1)):
+        return f"list(range({wanted[0]}, {wanted[-1] + 1}))"
+    return repr(wanted)
+
+
+def _on_source(where: On) -> str:
+    said = where.model_dump(exclude_none=True, exclude={"pool"})
+    if isinstance(where.engine, EngineOptions):
+        said["engine"] = where.engine
+    words = [f'"{where.pool}"', *(f"{key}={_literal(value)}" for key, value in said.items())]
+    return f"rf.on({', '.join(words)})"
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, EngineOptions):
+        options = ", ".join(f"{name}={said!r}" for name, said in value.said().items())
+        return f"{value.spelled()}({options})"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def placement_file(tuned: Tuned) -> str:
+    """A Python file that holds the best placement under the name `placement`."""
+    best = tuned.best
+    return (
+        f'"""The placement that `rlflow tune` found for {tuned.graph.name} on '
+        f"{tuned.cluster.describe()}:\n\n{duration(best.period)} an iteration, estimated.\n"
+        f'"""\n\nimport rlflow as rf\n\nplacement = {placement_source(best.placement)}\n'
+    )
+
+
+def tuned_json(tuned: Tuned) -> dict[str, Any]:
+    """What was found, as plain data."""
+    rows = [_row_json(rank, tried, tuned.samples) for rank, tried in enumerate(tuned.rows, 1)]
+    return {
+        "pipeline": tuned.graph.name,
+        "cluster": tuned.cluster.describe(),
+        "samples": tuned.samples,
+        "rows": rows,
+        "hand_written": [_row_json(rank, t, tuned.samples) for rank, t in tuned.written],
+        "misfits": dict(tuned.misfits),
+        "refused": dict(tuned.refused),
+        "looked_at": tuned.looked_at,
+        "compiled": tuned.compiled,
+        "best": placement_source(tuned.best.placement),
+    }
+
+
+def _row_json(rank: int, tried: Tried, samples: int) -> dict[str, Any]:
+    plan, timing = tried.plan, tried.plan.timing
+    return {
+        "rank": rank,
+        "name": tried.name or None,
+        "period": tried.period,
+        "samples_per_second": samples / tried.period,
+        "idle": idle_share(plan),
+        "peak": max((size for d, size in plan.peaks.items() if d >= 0), default=0),
+        "staleness": plan.staleness,
+        "stream": tried.placement.stream,
+        "devices": tried.devices,
+        "binding": timing.binding if timing else None,
+        "busiest": timing.busiest if timing else None,
+        "placement": placement_source(tried.placement),
+    }

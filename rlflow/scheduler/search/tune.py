@@ -1,0 +1,237 @@
+"""`tune`: the placement with the shortest period that fits, found by a bounded search.
+
+Ways to divide the devices are ranked by a lower bound that needs no plan, the promising
+ones are compiled, and the best of those changed one choice at a time. What is shown has
+been verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlflow.errors import Finding, PlanError
+from rlflow.graph.graph import Graph
+from rlflow.graph.placement import Placement, on
+from rlflow.scheduler.compile import compile_plan
+from rlflow.scheduler.context import Context
+from rlflow.scheduler.devices.cluster import Cluster, amount
+from rlflow.scheduler.models.shapes import Shape, model_shape
+from rlflow.scheduler.passes.rewrite import rewrite
+from rlflow.scheduler.plan.plan import Backend, Plan
+from rlflow.scheduler.plan.text import counted
+from rlflow.scheduler.search.bounds import Figure, Figures, KnownCosts, PeriodBounds
+from rlflow.scheduler.search.candidates import Moves
+from rlflow.scheduler.search.engines import by_engine, with_engines
+from rlflow.scheduler.search.search import Search, Tried
+from rlflow.scheduler.search.space import Choice, divisions, placed_uses, unions
+
+STREAMS = (1, 2, 4, 8)
+MOST_PLANS = 240
+LEAST_PLANS = 40
+NODES_TIMES_DEVICES = 160_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchLimits:
+    """What placements may use: most staleness, counts of chunks; how many are shown.
+
+    `plans` is how many are compiled, about; by the size of graph and cluster if None. `engine`
+    makes all rollouts; left out, the embedded one or another that a placement names.
+    """
+
+    staleness: int = 0
+    streams: tuple[int, ...] = STREAMS
+    top: int = 10
+    plans: int | None = None
+    engine: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """The placements found, best first: the best of every pattern of roles and staleness.
+
+    `written` are those of the pipeline that fit, each with its rank; `misfits` the others, with
+    the reason. `refused` counts placements that do not fit, by reason; `samples` are rows that
+    an iteration trains on.
+    """
+
+    rows: tuple[Tried, ...]
+    written: tuple[tuple[int, Tried], ...]
+    misfits: Mapping[str, str]
+    refused: Mapping[str, int]
+    looked_at: int
+    compiled: int
+    samples: int
+    graph: Graph
+    cluster: Cluster
+
+    @property
+    def best(self) -> Tried:
+        """The best placement."""
+        return self.rows[0]
+
+
+def tune(
+    graph: Graph,
+    placements: Mapping[str, Placement],
+    cluster: Cluster,
+    *,
+    limits: SearchLimits | None = None,
+    near: Path | None = None,
+    backend: Backend | None = None,
+) -> Tuned:
+    """Search placements of a graph on a cluster; `placements` are the pipeline's own.
+
+    Raises PlanError E240 where nothing fits, or what all plans are refused for where that is one
+    thing, E241 where a model's size is not known, E242 where there is no model to place, E249 and
+    others where the engine asked for cannot run a model, or what drafts for it; InvariantError
+    where a plan that is shown breaks an invariant.
+    """
+    limits = limits or SearchLimits()
+    shapes = {model.name: model_shape(model, near) for model in graph.models}
+    costs = KnownCosts(graph=graph, cluster=cluster, shapes=shapes)
+    plan = _rewritten(graph, cluster, costs)
+    _check_known(plan.graph, shapes)
+    roles = with_engines(placed_uses(plan.graph), placements, limits.engine, costs)
+    figures = Figures(plan, costs, roles)
+
+    def compiler(placement: Placement, name: str, verified: bool) -> Plan:
+        return compile_plan(
+            graph,
+            placement,
+            cluster,
+            name=name,
+            backend=backend,
+            costs=costs,
+            verified=verified,
+        ).plan
+
+    search = Search(
+        graph=graph,
+        moves=Moves(
+            figures=figures,
+            bounds=PeriodBounds(plan.graph, figures),
+            cluster=cluster,
+            staleness=limits.staleness,
+            streams=limits.streams,
+        ),
+        compiler=compiler,
+        budget=limits.plans or _plans(plan.graph, cluster),
+        top=limits.top,
+    )
+    search.compile_written(by_engine(placements, roles, limits.engine), cluster.count)
+    search.compile_usual()
+    search.compile_promising()
+    search.climb()
+    if not search.ranks:
+        raise search.one_reason() or PlanError(_nothing_fits(plan.graph, search, cluster))
+    return _result(plan.graph, search, limits.top, cluster)
+
+
+def _plans(graph: Graph, cluster: Cluster) -> int:
+    """How many plans to compile: fewer of large ones."""
+    size = max(1, len(graph.nodes) * cluster.count)
+    return min(MOST_PLANS, max(LEAST_PLANS, NODES_TIMES_DEVICES // size))
+
+
+def _result(graph: Graph, search: Search, top: int, cluster: Cluster) -> Tuned:
+    """What the search found; plans that are shown are compiled whole, as `plan` does it."""
+
+    def whole(tried: Tried) -> Tried:
+        plan = search.compiler(tried.placement, tried.name or "tuned", True)
+        return replace(tried, plan=plan)
+
+    rows = sorted(map(whole, search.ranked()[:top]), key=Tried.rank)
+    ranks = [row.rank() for row in rows] + [rank for rank, _ in search.ranks[top:]]
+    written = [
+        (sum(rank < tried.rank() for rank in ranks) + 1, tried)
+        for tried in map(whole, search.written.values())
+    ]
+    costs = search.moves.figures.costs
+    updates = [node for model in graph.models for node in graph.updates(model.name)]
+    return Tuned(
+        rows=tuple(rows),
+        written=tuple(sorted(written, key=lambda pair: (pair[0], pair[1].rank()))),
+        misfits=search.misfits,
+        refused=dict(sorted(search.moves.refused.items())),
+        looked_at=search.moves.looked_at,
+        compiled=search.compiled,
+        samples=max((costs.rows(node) for node in updates or graph.nodes), default=0),
+        graph=graph,
+        cluster=cluster,
+    )
+
+
+def _rewritten(graph: Graph, cluster: Cluster, costs: KnownCosts) -> Plan:
+    """The graph as it is left with everything on the same devices, in a plan of nothing else."""
+    together = Placement(pools={"all": cluster.count}, assign={"*": on("all")})
+    plan = Plan(
+        graph=graph,
+        placement="tuned",
+        cluster=cluster.describe(),
+        budgets=cluster.budgets(),
+        backend="local",
+        staleness=0,
+        pools=together.devices(),
+        hosts=cluster.hosts,
+    )
+    return rewrite(plan, Context(placement=together, cluster=cluster, costs=costs))
+
+
+def _check_known(graph: Graph, shapes: Mapping[str, Shape | None]) -> None:
+    """Raise PlanError where there is nothing to place, or sizes that nobody knows."""
+    if not graph.models:
+        what = f"{graph.name!r} has no model: there is nothing to place"
+        raise PlanError(Finding(code="E242", what=what, where=graph.source))
+    unknown = [
+        Finding(
+            code="E241",
+            what=f"the size of model {model.name!r} is not known",
+            where=model.where,
+            got=f"{model.path} is not on this machine",
+            expected="its config.json, or a public model of the same shape",
+            fix="--model-shape qwen2.5-7b",
+        )
+        for model in graph.models
+        if shapes[model.name] is None
+    ]
+    if unknown:
+        raise PlanError(*unknown)
+
+
+def _nothing_fits(graph: Graph, search: Search, cluster: Cluster) -> Finding:
+    """E240, with the largest role in the layout that comes nearest, and what it lacks."""
+    figures, got = search.moves.figures, []
+    ranges = sorted({r for division in divisions(cluster) for r in unions(division, cluster)})
+    nearest: list[tuple[int, int, Choice, Figure]] = []
+    for role in range(len(figures.roles)):
+        for where in ranges:
+            for choice in figures.options(role, where):
+                figure = figures.of(role, choice)
+                if figure.why in (None, "memory"):
+                    nearest.append((figure.need - figure.room, role, choice, figure))
+    by_role = [
+        min((found for found in nearest if found[1] == role), key=lambda f: (f[0], f[2]))
+        for role in sorted({role for _, role, _, _ in nearest})
+    ]
+    lacking, role, choice, figure = max(by_role, key=lambda found: found[:2])
+    if lacking > 0:
+        devices = counted(choice.stop - choice.start, "device")
+        got.append(
+            f"the nearest is {figure.at} on {devices}, {choice.layout.describe()}: "
+            f"{amount(figure.need)} at once, {amount(lacking)} more than there is"
+        )
+    elif search.last_error is not None:
+        got.append(search.last_error.findings[0].what)
+    refused = search.moves.refused
+    got.append(f"refused: {', '.join(f'{count} {why}' for why, count in sorted(refused.items()))}")
+    return Finding(
+        code="E240",
+        what=f"no placement of {graph.name!r} fits {cluster.describe()}",
+        where=graph.source,
+        got="\n".join(got),
+        expected="room on every device for what its largest action needs",
+        fix="more devices or memory, a smaller batch, or more mini_batches in the update",
+    )

@@ -1,0 +1,1 @@
+"""A plan on a virtual clock, and what is read off it."""

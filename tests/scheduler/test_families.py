@@ -1,0 +1,222 @@
+"""Families of models: plans refuse what engines refuse, and parameters are counted right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import rlflow as rf
+from rlflow import ops
+from rlflow.errors import PlanError
+from rlflow.modelfiles.families import family_of
+from rlflow.modelfiles.widths import widths_of
+from rlflow.scheduler.compile import compile_plan
+from rlflow.scheduler.devices.cluster import parse_cluster
+from rlflow.scheduler.models.shapes import known_shape, read_shape
+from rlflow.scheduler.plan.plan import Plan
+from tests.scheduler.strategies import exact, graph_of
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+}
+MIXED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "head_dim": 4,
+    "num_key_value_heads": 4,
+}
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+STATE = {"layer_types": ["linear_attention", "full_attention"]}
+CONFIGS: dict[str, dict[str, object]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "gemma2": {"head_dim": 8},
+    "gemma3_text": {"head_dim": 8},
+    "phi3": {"pad_token_id": None},
+    "bloom": {},
+    "gpt_neox": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**MIXED, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 1},
+    "qwen3_moe": {**MIXED, "decoder_sparse_step": 2},
+    "glm4_moe": {**ROUTED, "head_dim": 8},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "deepseek_v3": {**ROUTED, **LATENT},
+    "deepseek_v2": {**ROUTED, **LATENT},
+    "minicpm3": LATENT,
+    "qwen3_next": {**MIXED, **STATE},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "llama4_text": {"num_local_experts": 4},
+}
+# What is refused on one device, on two by fsdp, and on two by tp.
+REFUSED = {
+    "phi3": ("", "", "E521"),
+    "bloom": ("E503", "E503", "E503"),
+    "mixtral": ("", "E526", "E521"),
+    "qwen2_moe": ("", "E526", "E521"),
+    "qwen3_moe": ("", "E526", "E521"),
+    "glm4_moe": ("", "E526", "E521"),
+    "gpt_oss": ("", "", "E521"),
+    **dict.fromkeys(
+        ("deepseek_v3", "deepseek_v2", "minicpm3", "qwen3_next", "lfm2", "llama4_text"),
+        ("E503", "E503", "E503"),
+    ),
+}
+# GPT-NeoX has biases everywhere; its parameters are counted from the headers of its files.
+COUNTED = [f for f in CONFIGS if REFUSED.get(f, "")[:1] != ("E503",) and f != "gpt_neox"]
+LAYOUTS = {"one": {}, "fsdp": {"fsdp": 2}, "tp": {"tp": 2}}
+
+
+def declared(path: str) -> None:
+    actor = rf.Model("actor", path, optimizer=rf.AdamW(lr=1e-6))
+    prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=4)
+    samples = ops.rollout(actor, prompts, n=2, max_new_tokens=10)
+    advantages = ops.advantage("grpo", samples, ops.reward(exact, samples))
+    ops.update(actor, samples, advantages, loss=rf.PolicyLoss())
+
+
+def planned(path: str, layout: str, devices: str = "cpu:2@64GB") -> Plan:
+    graph = graph_of(lambda: declared(path), "families")
+    count = 1 if layout == "one" else 2
+    where = rf.on("all", **LAYOUTS[layout])  # type: ignore[arg-type]
+    placement = rf.Placement(pools={"all": count}, assign={"*": where})
+    return compile_plan(graph, placement, parse_cluster(devices, count, 1)).plan
+
+
+def written(folder: Path, family: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    config = {**SMALL, **CONFIGS[family], "model_type": family}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_plan_refuses_from_the_config_what_cannot_be_computed(
+    family: str, layout: str, tmp_path: Path
+) -> None:
+    path = str(written(tmp_path / "model", family))
+    code = REFUSED.get(family, ("", "", ""))[list(LAYOUTS).index(layout)]
+
+    if not code:
+        assert planned(path, layout).actions
+        return
+    with pytest.raises(PlanError, match=code) as raised:
+        planned(path, layout)
+    assert raised.value.findings[0].where is not None
+
+
+def test_what_is_in_no_table_is_judged_by_its_config() -> None:
+    def found(**config: object) -> tuple[str, str]:
+        family = family_of({"model_type": "of-next-year", **config})
+        return family.attention, family.experts
+
+    assert ("full", "none") == found()
+    assert ("full", "apart") == found(num_experts=64)
+    assert ("latent", "none") == found(kv_lora_rank=512)
+    assert ("state", "none") == found(layer_types=["mamba", "full_attention"])
+    assert ("full", "none") == found(layer_types=["sliding_attention"])
+    assert ("full", "none") == found(text_config={"model_type": "gemma3_text"})
+
+
+PUBLISHED = {
+    "qwen3-30b-a3b": (30.5e9, 3.3e9),
+    "qwen3-235b-a22b": (235e9, 22e9),
+    "mixtral-8x7b": (46.7e9, 12.9e9),
+    "deepseek-v3": (671e9, 37.5e9),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_experts_are_memory_and_the_chosen_ones_time(name: str) -> None:
+    shape = known_shape(name)
+    total, active = PUBLISHED[name]
+
+    assert total == pytest.approx(shape.parameters, rel=0.005)
+    assert active == pytest.approx(shape.active, rel=0.02)
+    assert shape.active < shape.touched(1) * 1.0001 < shape.touched(64) < shape.parameters
+    assert shape.touched(1e6) == pytest.approx(shape.parameters)
+
+
+def test_a_mixture_is_planned_on_one_device_with_all_of_its_memory() -> None:
+    plan = planned("shape:qwen3-30b-a3b", "one", "cpu:1@2000GB")
+    dense = planned("shape:qwen3-32b", "one", "cpu:1@2000GB")
+
+    weights = {part.name: part.size for part in plan.parts}
+    assert 30.5e9 * 4 == pytest.approx(weights["actor@all/weights"], rel=0.01)
+    seconds = {a.id: a.cost.seconds for a in plan.actions}
+    slower = {a.id: a.cost.seconds for a in dense.actions}
+    assert seconds["actor.rollout"] < slower["actor.rollout"] / 2
+    assert seconds["actor.update"] < slower["actor.update"]  # steps of all parameters included
+    with pytest.raises(PlanError, match="E526"):
+        planned("shape:qwen3-30b-a3b", "fsdp", "h100:2")
+    with pytest.raises(PlanError, match="E503"):
+        planned("shape:deepseek-v3", "fsdp", "h100:2")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("family", COUNTED)
+def test_counts_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    written(tmp_path, family)
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(tmp_path)
+        made = transformers.AutoModelForCausalLM.from_config(config)
+
+    assert sum(p.numel() for p in made.parameters()) == read_shape(tmp_path).parameters
+
+
+QWEN3_MOE = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "head_dim": 128,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    "vocab_size": 151_936, "tie_word_embeddings": False, "max_position_embeddings": 40_960,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "intermediate_size": 18_432,
+    "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 3, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "vocab_size": 129_280, "tie_word_embeddings": False, "max_position_embeddings": 163_840,
+}  # fmt: skip
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("config", "name"), [(QWEN3_MOE, "qwen3-30b-a3b"), (DEEPSEEK_V3, "deepseek-v3")]
+)
+def test_real_counts_are_those_of_transformers(config: dict[str, object], name: str) -> None:
+    import torch
+    import transformers
+
+    kind = transformers.CONFIG_MAPPING[str(config["model_type"])]
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(kind(**config))
+
+    widths = widths_of(config, Path("config.json"))
+    counted = sum(p.numel() for p in made.parameters())
+    assert counted == widths.parameters == known_shape(name).parameters
+    assert widths.parameters - widths.idle == known_shape(name).active

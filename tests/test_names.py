@@ -1,0 +1,58 @@
+"""A public name means one thing: no function or class is defined in two files of rlflow."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "rlflow"
+
+# Names that several files may define, each with its reason.
+ALLOWED = {
+    "main": "what a file does that is started as a program",
+}
+# An operator has one name: where it is declared, where it runs, and its formula. So has what an
+# operator chooses by name, its loss or its estimator. A command is called as it is typed.
+OPERATOR = {"rlflow.ops": "declaration", "rlflow.ops.bodies": "body", "rlflow.ops.math": "formula"}
+COMMANDS = "rlflow.cli.main"
+
+
+def module(path):
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+
+
+def definitions():
+    """The modules that define each public function and class at their top."""
+    found = defaultdict(set)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if "cpu_shims" in path.parts:
+            continue
+        for node in ast.parse(path.read_text()).body:
+            kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+            if isinstance(node, kinds) and not node.name.startswith("_"):
+                found[node.name].add(module(path))
+    return found
+
+
+def side(name):
+    """What of an operator a module has, by the narrowest folder that it is in; or itself."""
+    found = [folder for folder in OPERATOR if name.startswith(f"{folder}.")]
+    return OPERATOR[max(found, key=len)] if found else name
+
+
+def is_one_thing(name, modules):
+    """Whether definitions of a name are sides of one operator, or a command's and another."""
+    others = [other for other in modules if other != COMMANDS]
+    sides = [side(other) for other in others]
+    of_one = len(sides) == len(set(sides)) and set(sides) <= set(OPERATOR.values())
+    return name in ALLOWED or len(others) < 2 or of_one
+
+
+def test_a_public_name_is_defined_once():
+    several = {name: modules for name, modules in definitions().items() if len(modules) > 1}
+
+    assert {} == {
+        name: sorted(found) for name, found in several.items() if not is_one_thing(name, found)
+    }
+    assert set(ALLOWED) <= set(several)

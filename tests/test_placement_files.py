@@ -1,0 +1,54 @@
+"""What `tune` finds is run by one paste; an engine is named on the command line."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from tests.conftest import PIPELINES
+
+GSM8K = PIPELINES / "grpo_gsm8k.py"
+GRPO = PIPELINES / "grpo_arithmetic.py"
+ON = ("--devices", "h100:8", "--model-shape", "qwen2.5-7b")
+
+
+def test_the_line_that_tune_prints_goes_on_with_what_it_finds(rlflow, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    last = rlflow("tune", GRPO, "--devices", "cpu:2").err.strip().splitlines()[-1]
+    first, then = last.removeprefix("next: ").split(" && ")
+    assert 0 == rlflow(*shlex.split(first)[1:]).code
+    words = shlex.split(then)[1:]
+    assert "run" == words[0]
+    found = rlflow("plan", *words[1:])
+    assert 0 == found.code, found.err
+    assert "placement best on cpu:2" in found.out
+    for command in ("viz", "simulate", "check"):
+        assert 0 == rlflow(command, *words[1:]).code
+    both = rlflow("diff", GRPO, "--placement", "best.py", "--placement", "split", "--staleness", 1)
+    assert both.out.split()[:2] == ["best", "split"]
+    assert "<= 1 update old" in both.out
+
+
+@pytest.mark.parametrize("text", ["x = 1", "placement = 3"])
+def test_a_file_without_a_placement_is_said(rlflow, tmp_path, text):
+    (tmp_path / "mine.py").write_text(text)
+    result = rlflow("plan", GRPO, "--placement", tmp_path / "mine.py")
+    assert (2, True) == (result.code, "error[E316]" in result.err)
+    assert "error[E306]" in rlflow("plan", GRPO, "--placement", tmp_path / "no.py").err
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate", "viz", "check"])
+def test_an_engine_is_named_for_all_rollouts(rlflow, command):
+    words = (command, GSM8K, *ON, "--placement", "split", "--engine", "sglang")
+    more = ("--level", "plan", "--format", "text") if command == "viz" else ()
+    result = rlflow(*words, *more)
+    assert 0 == result.code, result.err
+    assert "actor@gen/sglang" in result.out or command in ("simulate", "check")
+    assert "E245" in rlflow(command, GSM8K, *ON, *more, "--engine", "sglagn").err
+
+
+@pytest.mark.parametrize("name", ["grpo_gsm8k.py", "ppo_gsm8k.py"])
+def test_the_pipelines_of_gsm8k_have_a_placement_with_sglang(rlflow, name):
+    result = rlflow("plan", PIPELINES / name, *ON, "--placement", "sglang")
+    assert "actor@gen/sglang" in result.out, result.err
