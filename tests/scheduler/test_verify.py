@@ -185,13 +185,13 @@ def test_every_rule_says_what_it_holds() -> None:
     assert all(rule.__doc__ and stage in STAGES for stage, rule in (*SHAPE, *MEANING))
 
 
-def test_a_thousand_actions_are_verified_in_a_second() -> None:
-    """250 copies of the pipeline side by side, one after another on the same devices."""
+def test_the_order_of_a_thousand_actions_is_no_cubic_work() -> None:
+    """150 copies of the pipeline, one after another on the same devices: a second; cubic, minutes."""
     plan = compiled_with(grpo(every=0), SPLIT).plan
     long = _repeated(plan, 150)
-    began = time.perf_counter()
+    began = time.process_time()
     Facts(plan=long).unrolled.past  # noqa: B018
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 10
     assert len(long.actions) >= 1000
 
 

@@ -175,9 +175,9 @@ def test_a_second_loss_is_one_error(pair):
 
 WORKER = f"""
 import os, sys, torch
-from rlflow.engines.process.client.load import load_engine
+from rlflow.engines.process.client.load import load_sglang
 from rlflow.graph.user.engines import SGLang
-model, rollout = load_engine({TINY!r}, name="gen", dtype=torch.float32, device="cpu",
+model, rollout = load_sglang({TINY!r}, name="gen", dtype=torch.float32, device="cpu",
     options=SGLang(python={PYTHON!r}, max_total_tokens=8192))
 print(model.replica._process.pid, flush=True)
 sys.stdin.read()
