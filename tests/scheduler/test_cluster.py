@@ -7,9 +7,10 @@ import pytest
 import rlflow as rf
 from rlflow.errors import PlanError, UsageError
 from rlflow.graph.graph import Graph
-from rlflow.scheduler.devices import cluster
+from rlflow.scheduler.devices import cluster, collectives
 from rlflow.scheduler.devices.cluster import HOST, KINDS, cpu_cluster, mixed_pools, parse_cluster
 from rlflow.scheduler.plan.plan import Plan
+from tests.conftest import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -19,9 +20,16 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("text", "hosts"),
-    [("h100:1", 1), ("h100:8", 1), ("a100:9", 2), ("b200:32", 4), ("h100:8,a100:9", 3)],
+    [
+        ("h100:1", 1),
+        ("h100:8", 1),
+        ("a100:9", 2),
+        ("b200:32", 4),
+        ("h100:8,a100:9", 3),
+        ("gb200:9", 3),
+    ],
 )
-def test_accelerators_are_eight_to_a_host(text: str, hosts: int) -> None:
+def test_accelerators_fill_the_servers_of_their_kind(text: str, hosts: int) -> None:
     assert hosts == parse_cluster(text, 1).hosts
 
 
@@ -112,11 +120,54 @@ def test_compiling_refuses_a_mixed_pool() -> None:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_the_table_is_within_the_bounds_of_physics(kind: cluster.Kind) -> None:
-    assert kind.host_link < kind.link < kind.bandwidth
+    assert kind.link <= kind.bus < kind.bandwidth
+    # A copy between two devices of a GeForce goes over the host.
+    assert kind.host_link <= kind.link or "no P2P" in kind.source
     assert kind.nic < kind.link
-    assert kind.flops32 < kind.flops
-    assert kind.rate(8) < kind.rate(4) < kind.rate(2)
+    assert kind.flops32 <= kind.flops_tf32 < kind.flops
+    assert kind.rate(8) <= kind.rate(4) < kind.rate(2)
     assert "data sheet" in kind.source
+    # Tensor cores multiply bf16 at twice TF32, by all of these data sheets.
+    assert kind.flops / kind.flops_tf32 == pytest.approx(2, rel=0.02)
+
+
+def test_the_table_has_what_the_makers_print() -> None:
+    """Ratios that a sparse figure, or the sum of two directions, would break."""
+    assert 148e12 == KINDS["h20"].flops
+    assert KINDS["h100"].bus == KINDS["h20"].bus == 2.25 * KINDS["h800"].bus
+    assert KINDS["a100"].bus == 1.5 * KINDS["a800"].bus
+    assert KINDS["l40s"].bus == KINDS["l40s"].host_link
+    assert 7 * KINDS["mi300x"].link == KINDS["mi300x"].bus
+    assert 5760e12 == 72 * KINDS["gb200"].flops32
+    assert KINDS["rtx4090"].flops == 2 * KINDS["rtx4090"].flops32
+
+
+def test_the_documentation_has_the_table() -> None:
+    text = (ROOT / "docs" / "placements.md").read_text(encoding="utf-8")
+    for kind in KINDS.values():
+        rates = (kind.flops, kind.flops_tf32, kind.flops32)
+        ways = (kind.bandwidth, kind.link, kind.nic, kind.host_link)
+        figures = [
+            kind.memory / 1e9,
+            *(each / 1e12 for each in rates),
+            *(each / 1e9 for each in ways),
+            kind.per_host,
+        ]
+        row = " | ".join([f"`{kind.name}`", *(f"{each:g}" for each in figures), kind.source])
+        assert f"| {row} |" in text
+
+
+def test_links_of_a_rack_join_its_trays() -> None:
+    rack, two = parse_cluster("gb200:72", 1), parse_cluster("gb200:144", 1)
+
+    assert (18, 36) == (rack.hosts, two.hosts)
+    assert 17 == rack.host_of(71)
+    assert 4 * 240e9 == rack.host_memory
+    wide = collectives.group_of(rack, range(72))
+    assert rack.kind.bus * rack.kind.reached == wide.bandwidth
+    assert rack.kind.hop == wide.step
+    assert collectives.copy_bandwidth(two, [0, 71]) > collectives.copy_bandwidth(two, [71, 72])
+    assert two.kind.far_hop == collectives.group_of(two, [71, 72]).step
 
 
 def test_a_plan_knows_the_hosts_of_an_uneven_cluster() -> None:

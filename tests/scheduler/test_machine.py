@@ -54,6 +54,10 @@ def machine(monkeypatch):
         ([(H100, 80)] * 4, 8, "h100:4 (80.0 GB each)"),
         ([(A100, 40)] * 2, 2, "a100:2 (42.9 GB each)"),
         ([("NVIDIA H200", 141), (L4, 23)], 2, "h200:1 (141.0 GB each)"),
+        ([("NVIDIA GeForce RTX 4090", 24)] * 2, 2, "rtx4090:2 (24.0 GB each)"),
+        ([("NVIDIA A800-SXM4-80GB", 80)], 1, "a800:1 (80.0 GB each)"),
+        ([("NVIDIA H20", 95)], 1, "h20:1 (96.0 GB each)"),
+        ([("NVIDIA GB200", 185)] * 4, 8, "gb200:4 (186.0 GB each)"),
     ],
 )
 def test_without_devices_those_of_the_machine_are_taken(machine, gpus, needed, described):
@@ -68,7 +72,16 @@ def test_gpu_is_the_kind_of_the_machine(machine):
     assert "h100:1" in next(row.found for row in examine() if "gpu" == row.name)
 
 
-@pytest.mark.parametrize("gpus", [[], [(L4, 23)], [("NVIDIA GH200 480GB", 95)]])
+@pytest.mark.parametrize(
+    "gpus",
+    [
+        [],
+        [(L4, 23)],
+        [("NVIDIA GH200 480GB", 95)],
+        [("NVIDIA GeForce RTX 4090 D", 24)],
+        [("NVIDIA GeForce RTX 4090 Laptop GPU", 16)],
+    ],
+)
 def test_where_no_kind_is_known_cpu_devices_are_taken_and_it_is_said(machine, gpus):
     machine(*gpus)
     assert parse_cluster(None, 2).describe().startswith("cpu:2 ")

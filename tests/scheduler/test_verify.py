@@ -186,7 +186,7 @@ def test_every_rule_says_what_it_holds() -> None:
 
 
 def test_the_order_of_a_thousand_actions_is_no_cubic_work() -> None:
-    """150 copies of the pipeline, one after another on the same devices: a second; cubic, minutes."""
+    """150 copies of the pipeline in turn on the same devices: a second; cubic, minutes."""
     plan = compiled_with(grpo(every=0), SPLIT).plan
     long = _repeated(plan, 150)
     began = time.process_time()

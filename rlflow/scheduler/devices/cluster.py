@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from rlflow.errors import Finding, UsageError, near_names
-from rlflow.scheduler.devices.hardware import GB, GPUS_PER_HOST, KINDS, Kind, cpu_kind
+from rlflow.scheduler.devices.hardware import GB, KINDS, Kind, cpu_kind
 from rlflow.scheduler.devices.machine import chosen_text, machine_flags, machine_gpus, usable
 from rlflow.scheduler.devices.measured import NOTHING, MeasuredCosts, load_measured
 
 __all__ = [
     "GB",
-    "GPUS_PER_HOST",
     "HOST",
     "KINDS",
     "Cluster",
@@ -90,16 +89,25 @@ class Cluster:
         raise IndexError(f"device {device} of {self.count}")
 
     def host_of(self, device: int) -> int:
-        """The host that a device is in: eight accelerators each, or evenly over `hosts`."""
+        """The host that a device is in: so many as its kind has each, or evenly over `hosts`."""
         if not self.groups:
             return device // -(-self.count // self.hosts)
         host = 0
-        for _, count in self.groups:
+        for kind, count in self.groups:
             if device < count:
-                return host + device // GPUS_PER_HOST
+                return host + device // kind.per_host
             device -= count
-            host += -(-count // GPUS_PER_HOST)
+            host += _hosts(kind, count)
         raise IndexError(f"a device beyond the {self.count} there are")
+
+    def link_domain(self, device: int) -> tuple[str, int, int]:
+        """What the links of a device join: equal for two devices where links are between them."""
+        first = 0
+        for number, (kind, count) in enumerate(self.kinds):
+            if kind.linked and device < first + count:
+                return "links", number, (device - first) // kind.linked
+            first += count
+        return "host", self.host_of(device), 0
 
     @property
     def host_starts(self) -> tuple[int, ...]:
@@ -137,6 +145,11 @@ class Cluster:
         return f"{named} ({each}{hosts})"
 
 
+def _hosts(kind: Kind, count: int) -> int:
+    """Hosts that so many devices of a kind take."""
+    return -(-count // kind.per_host)
+
+
 def machine_memory() -> float:
     """Bytes of memory of this machine."""
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -163,15 +176,15 @@ def parse_cluster(text: str | None, needed: int, threads: int | None = None) -> 
     the machine's kind.
 
     Kinds are separated by commas, devices numbered in the order written. More CPU devices than
-    this machine has cores share the cores, one thread each. Accelerators are taken to be eight
-    to a host. Comes with what earlier runs measured. Raises UsageError for a spelling or kind
-    that is not known.
+    this machine has cores share the cores, one thread each. Accelerators are as many to a host
+    as in the server of their kind. Comes with what earlier runs measured. Raises UsageError for
+    a spelling or kind that is not known.
     """
     own = usable(machine_gpus()) if text is None else None
     if own is not None:
         kind, there = own
         count = min(needed, there)
-        found = Cluster(kind=kind, count=count, hosts=-(-count // GPUS_PER_HOST))
+        found = Cluster(kind=kind, count=count, hosts=_hosts(kind, count))
     elif text is None:
         found = cpu_cluster(needed, threads)
     else:
@@ -189,7 +202,8 @@ def _joined(text: str, parts: list[tuple[str, int, float | None]], threads: int 
         name, count, memory = parts[0]
         if name == "cpu":
             return cpu_cluster(count, threads, memory)
-        return Cluster(kind=_kind(name, memory), count=count, hosts=-(-count // GPUS_PER_HOST))
+        kind = _kind(name, memory)
+        return Cluster(kind=kind, count=count, hosts=_hosts(kind, count))
     if any(name == "cpu" for name, _, _ in parts):
         raise UsageError(
             Finding(
@@ -203,7 +217,7 @@ def _joined(text: str, parts: list[tuple[str, int, float | None]], threads: int 
     return Cluster(
         kind=groups[0][0],
         count=sum(count for _, count in groups),
-        hosts=sum(-(-count // GPUS_PER_HOST) for _, count in groups),
+        hosts=sum(_hosts(kind, count) for kind, count in groups),
         groups=groups,
     )
 

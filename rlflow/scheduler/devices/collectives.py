@@ -53,10 +53,11 @@ ALONE = Group(ranks=1, bandwidth=math.inf, start=0.0, step=0.0)
 
 
 def group_of(cluster: Cluster, devices: Sequence[int]) -> Group:
-    """How devices are joined: by their host's links, or each host's by as many network cards.
+    """How devices are joined: by links, or each host's by as many network cards.
 
-    A ring over hosts crosses each border once for every device of the group there, each by its
-    own card. The slowest kind of device sets the pace.
+    Links are those within a host, or within a rack where they leave it. A ring over hosts
+    crosses each border once for every device of the group there, each by its own card. The
+    slowest kind of device sets the pace.
     """
     return _group_of(cluster, tuple(devices)) if len(devices) > 1 else ALONE
 
@@ -66,7 +67,7 @@ def _group_of(cluster: Cluster, devices: tuple[int, ...]) -> Group:
     kinds = [cluster.kind_of(device) for device in devices]
     bandwidth = min(kind.bus * kind.reached for kind in kinds)
     slowest = max(kinds, key=lambda kind: kind.latency)
-    on_host = Counter(cluster.host_of(device) for device in devices)
+    on_host = Counter(cluster.link_domain(device) for device in devices)
     step = slowest.hop
     if len(on_host) > 1:
         cards = min(on_host.values())
@@ -84,7 +85,7 @@ def copy_bandwidth(cluster: Cluster, devices: Sequence[int]) -> float:
     """B/s of a copy between devices, of each: their hosts' network where there are several."""
     kinds = [cluster.kind_of(device) for device in devices] or [cluster.kind]
     link = min(kind.link * kind.reached for kind in kinds)
-    if len({cluster.host_of(device) for device in devices}) > 1:
+    if len({cluster.link_domain(device) for device in devices}) > 1:
         return min(link, *(kind.nic * kind.reached for kind in kinds))
     return link
 

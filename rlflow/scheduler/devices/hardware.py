@@ -2,6 +2,12 @@
 
 Peaks as printed by the maker; how much of them is reached is said where they are used. A
 CPU device is made of this machine's figures elsewhere. Knows no models and no plans.
+
+Four traps of data sheets. Rates of tensor cores are printed with sparsity, which is twice the
+dense ones that are here. NVLink, Infinity Fabric and NVLink-C2C are printed as the sum of both
+directions, of which one is here. A GB is 1e9 bytes, as printed: the driver says a few percent
+more, which a plan leaves alone. A GeForce multiplies float16 twice as fast when it adds in
+float16, which PyTorch does not ask for: the rate with float32 sums is here.
 """
 
 from __future__ import annotations
@@ -36,10 +42,12 @@ CPU_SOURCE = (
 class Kind:
     """A kind of device; bandwidths in B/s in one direction, rates in flop/s, times in seconds.
 
-    `memory` in bytes; `flops` of dense bf16 products and `flops32` of float32 ones without
-    TF32, as PyTorch computes them; `bandwidth` of its memory. `link` joins the devices of a
-    host, `bus` is what collectives get of it; `nic` is its share of the host's network and
-    `host_link` its way to the host's memory, of which a host has `host_memory` bytes. `launch`
+    `memory` in bytes; `flops` of dense bf16 products, `flops32` of float32 ones without TF32,
+    as PyTorch computes them, `flops_tf32` of those with it, `flops64` of float64 ones;
+    `bandwidth` of its memory. `link` joins two devices of a host, `bus` is what collectives get
+    of all links; `nic` is its share of the host's network and `host_link` its way to the host's
+    memory, of which a host has `host_memory` bytes and `per_host` devices. Where links leave the
+    host, so many as `linked` devices are joined by them, 0 where they do not. `launch`
     is the least time from one kernel to the next, `replayed` the same in a captured graph;
     `latency` that before a collective's first byte, `hop` and `far_hop` that of each rank it
     passes, in one host and between hosts. `reached` is the part of the bandwidths that large
@@ -75,12 +83,16 @@ class Kind:
     drawn: float = 0.0
     scored: float = 0.0
     learned: float = 0.0
+    flops_tf32: float = 0.0
+    flops64: float = 0.0
+    per_host: int = GPUS_PER_HOST
+    linked: int = 0
 
     def rate(self, itemsize: int) -> float:
-        """Peak flop/s of products of numbers of so many bytes; doubles at half of floats."""
+        """Peak flop/s of products of numbers of so many bytes; doubles at half unless said."""
         if itemsize <= 2:
             return self.flops
-        return self.flops32 if itemsize == 4 else self.flops32 / 2
+        return self.flops32 if itemsize == 4 else self.flops64 or self.flops32 / 2
 
 
 def _gpu(
@@ -89,29 +101,37 @@ def _gpu(
     memory: float,
     flops: float,
     flops32: float,
+    flops_tf32: float,
+    flops64: float,
     bandwidth: float,
     link: float,
     nic: float,
     host_link: float,
     source: str,
+    bus: float = 0.0,
+    host_memory: float = 2e12,
+    per_host: int = GPUS_PER_HOST,
+    linked: int = 0,
 ) -> Kind:
-    """An accelerator of a host of eight: 2 TB of host memory, latencies as NCCL has them.
+    """An accelerator; `memory` in GB, rates in Tflop/s, bandwidths in GB/s.
 
-    A kernel follows another after 4 us, in a captured graph after 1 us (assumed); a small
-    all-reduce of eight devices takes about 20 us within a host (NCCL, 2 + 2 log2 8 steps), some
-    40 us across hosts.
+    Its host is the maker's server with eight of them and 2 TB unless said. A kernel follows
+    another after 4 us, in a captured graph after 1 us (assumed); a small all-reduce of eight
+    devices takes about 20 us within a host (NCCL, 2 + 2 log2 8 steps), some 40 us across hosts.
     """
     return Kind(
         name=name,
         memory=memory * GB,
-        flops=flops,
-        flops32=flops32,
-        bandwidth=bandwidth,
-        link=link,
-        bus=link,
-        nic=nic,
-        host_link=host_link,
-        host_memory=2e12,
+        flops=flops * 1e12,
+        flops32=flops32 * 1e12,
+        flops_tf32=flops_tf32 * 1e12,
+        flops64=flops64 * 1e12,
+        bandwidth=bandwidth * GB,
+        link=link * GB,
+        bus=(bus or link) * GB,
+        nic=nic * GB,
+        host_link=host_link * GB,
+        host_memory=host_memory,
         launch=4e-6,
         latency=1e-5,
         hop=1e-6,
@@ -121,6 +141,8 @@ def _gpu(
         source=source,
         engine=ENGINE_ASLEEP,
         replayed=1e-6,
+        per_host=per_host,
+        linked=linked,
     )
 
 
@@ -130,46 +152,157 @@ KINDS = {
         _gpu(
             "a100",
             memory=80,
-            flops=312e12,
-            flops32=19.5e12,
-            bandwidth=2.04e12,
-            link=3e11,
-            nic=25e9,
-            host_link=32e9,
+            flops=312,
+            flops32=19.5,
+            flops_tf32=156,
+            flops64=19.5,
+            bandwidth=2040,
+            link=300,
+            nic=25,
+            host_link=32,
             source="NVIDIA A100 80GB SXM and DGX A100 data sheets (NVLink 3, HDR 200 Gb/s, PCIe 4)",
+        ),
+        _gpu(
+            "a800",
+            memory=80,
+            flops=312,
+            flops32=19.5,
+            flops_tf32=156,
+            flops64=19.5,
+            bandwidth=2040,
+            link=200,
+            nic=25,
+            host_link=32,
+            source="NVIDIA A800 80GB SXM data sheet, 2022 (an A100 with NVLink of 400 GB/s)",
         ),
         _gpu(
             "h100",
             memory=80,
-            flops=989e12,
-            flops32=67e12,
-            bandwidth=3.35e12,
-            link=4.5e11,
-            nic=50e9,
-            host_link=64e9,
+            flops=989,
+            flops32=67,
+            flops_tf32=494,
+            flops64=67,
+            bandwidth=3350,
+            link=450,
+            nic=50,
+            host_link=64,
             source="NVIDIA H100 SXM and DGX H100 data sheets (NVLink 4, NDR 400 Gb/s, PCIe 5)",
+        ),
+        _gpu(
+            "h800",
+            memory=80,
+            flops=989,
+            flops32=67,
+            flops_tf32=494,
+            flops64=1,
+            bandwidth=3350,
+            link=200,
+            nic=50,
+            host_link=64,
+            source="NVIDIA H800 SXM data sheet, 2023 (an H100 with NVLink of 400 GB/s)",
+        ),
+        _gpu(
+            "h20",
+            memory=96,
+            flops=148,
+            flops32=44,
+            flops_tf32=74,
+            flops64=1,
+            bandwidth=4000,
+            link=450,
+            nic=50,
+            host_link=64,
+            source="NVIDIA HGX H20 data sheet, 2023 (148 is dense; NVLink 4, PCIe 5, NIC as H100)",
         ),
         _gpu(
             "h200",
             memory=141,
-            flops=989e12,
-            flops32=67e12,
-            bandwidth=4.8e12,
-            link=4.5e11,
-            nic=50e9,
-            host_link=64e9,
+            flops=989,
+            flops32=67,
+            flops_tf32=494,
+            flops64=67,
+            bandwidth=4800,
+            link=450,
+            nic=50,
+            host_link=64,
             source="NVIDIA H200 SXM and DGX H200 data sheets (NVLink 4, NDR 400 Gb/s, PCIe 5)",
         ),
         _gpu(
             "b200",
             memory=180,
-            flops=2250e12,
-            flops32=75e12,
-            bandwidth=7.7e12,
-            link=9e11,
-            nic=50e9,
-            host_link=64e9,
+            flops=2250,
+            flops32=75,
+            flops_tf32=1125,
+            flops64=37,
+            bandwidth=7700,
+            link=900,
+            nic=50,
+            host_link=64,
             source="NVIDIA HGX B200 and DGX B200 data sheets (NVLink 5, NDR 400 Gb/s, PCIe 5)",
+        ),
+        # A host is a tray: two superchips, each of a Grace with 480 GB and two GPUs that share its
+        # NVLink-C2C of 450 GB/s in one direction. NVLink joins all trays of a rack.
+        _gpu(
+            "gb200",
+            memory=186,
+            flops=2500,
+            flops32=80,
+            flops_tf32=1250,
+            flops64=40,
+            bandwidth=8000,
+            link=900,
+            nic=50,
+            host_link=225,
+            host_memory=960e9,
+            per_host=4,
+            linked=72,
+            source="NVIDIA GB200 NVL72 data sheet, 2024, over 72 (NVLink 5, C2C, NDR 400 Gb/s)",
+        ),
+        # Of PCIe alone: 200 Gb/s for two devices and 128 GB a device, as in the maker's servers.
+        _gpu(
+            "l40s",
+            memory=48,
+            flops=362,
+            flops32=91.6,
+            flops_tf32=183,
+            flops64=1.4,
+            bandwidth=864,
+            link=32,
+            nic=12.5,
+            host_link=32,
+            host_memory=1.024e12,
+            source="NVIDIA L40S data sheet, 2023, and PCIe 2-8-5 reference configuration (PCIe 4)",
+        ),
+        # Without peer-to-peer, a copy goes over the host's memory, twice over PCIe: half of it
+        # (assumed). NIC and host memory are no data sheet's: 25 Gb/s and 64 GB a device (assumed).
+        _gpu(
+            "rtx4090",
+            memory=24,
+            flops=165.2,
+            flops32=82.6,
+            flops_tf32=82.6,
+            flops64=1.3,
+            bandwidth=1008,
+            link=16,
+            nic=3.125,
+            host_link=32,
+            host_memory=512e9,
+            source="NVIDIA Ada white paper and data sheet, 2022 (float32 sums, PCIe 4, no P2P)",
+        ),
+        # Seven Infinity Fabric links of 64 GB/s in one direction: one of them between two devices.
+        _gpu(
+            "mi300x",
+            memory=192,
+            flops=1307.4,
+            flops32=163.4,
+            flops_tf32=653.7,
+            flops64=163.4,
+            bandwidth=5300,
+            link=64,
+            bus=448,
+            nic=50,
+            host_link=64,
+            source="AMD Instinct MI300X and its platform's data sheets, 2023 (PCIe 5, NIC as H100)",
         ),
     )
 }

@@ -19,6 +19,8 @@ from rlflow.scheduler.devices.hardware import KINDS, Kind
 
 SECONDS = 10.0
 MIB = 2**20
+# Chips that have a number of the table in their names and fewer cores than it says.
+OTHER_CHIP = re.compile(r"4090 (D|Laptop)\b")
 QUERY = ("--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 
 
@@ -32,8 +34,8 @@ class Gpu:
     @property
     def kind(self) -> Kind | None:
         """Its kind in the table, with less memory where it has less; None for another."""
-        named = re.search(rf"\b({'|'.join(KINDS)})\b", self.name.lower())
-        if named is None:
+        named = re.search(rf"\b({'|'.join(KINDS)})\b", self.name.lower().replace("rtx ", "rtx"))
+        if named is None or OTHER_CHIP.search(self.name):
             return None
         kind = KINDS[named[1]]
         return kind if self.memory >= kind.memory else replace(kind, memory=self.memory)
