@@ -46,6 +46,7 @@ class Target:
     settings: tuple[str, ...] = ()
     devices: str | None = None
     threads: int | None = None
+    host_memory: str | None = None
     backend: Backend | None = None
     model_shape: str | None = None
     staleness: int | None = None
@@ -152,12 +153,17 @@ def changed(graph: Graph, placement: Placement, target: Target) -> Placement:
 
 def _cluster(target: Target, placement: Placement) -> Cluster:
     """The devices asked for, with what is measured of them."""
-    cluster = parse_cluster(target.devices, placement.num_devices(), target.threads)
+    cluster = cluster_of(target, placement.num_devices())
     if cluster.measured.problem:
         sys.stderr.write(f"warning: {cluster.measured.problem}; measured costs are ignored\n")
     if target.rooms:
         cluster = replace(cluster, hosts=_hosts(target.rooms, placement.num_devices()))
     return cluster
+
+
+def cluster_of(target: Target, needed: int) -> Cluster:
+    """The devices that a command is told, or as many of this machine's as are needed."""
+    return parse_cluster(target.devices, needed, target.threads, target.host_memory)
 
 
 def costs_of(planned: Planned) -> Costs:
@@ -305,7 +311,7 @@ def _check_placement(declared: Declared, name: str, placement: Placement, target
     needed = placement.num_devices()
     placement = changed(declared.graph, placement, target)
     if target.devices:
-        cluster = parse_cluster(target.devices, needed, target.threads)
+        cluster = cluster_of(target, needed)
     else:
         cluster = cpu_cluster(needed, target.threads)
     return _compiled(declared, name, placement, cluster, target).plan

@@ -19,6 +19,7 @@ from rlflow.cli.commands import (
     NOTHING,
     Planned,
     Target,
+    cluster_of,
     costs_of,
     data_findings,
     declare,
@@ -207,7 +208,7 @@ def _rooms(address: str, target: Target) -> tuple[int, ...]:
     from rlflow.runtime.ray.cluster.session import Session
     from rlflow.runtime.ray.pools import rooms
 
-    kind = (target.devices or "cpu").partition(":")[0]
+    kind = "cpu" if target.devices is None else cluster_of(target, 1).kind.chip
     with closing(Session.start(address=address, cpus=0)) as session:
         return rooms(session, kind=kind, threads=target.threads or 1)
 
@@ -385,7 +386,7 @@ def _machine(planned: Planned, asked: _Asked) -> Iterator[Any]:
         machine = RayMachine(
             plan,
             Options(
-                kind=planned.cluster.kind.name,
+                kind=planned.cluster.kind.chip,
                 threads=threads,
                 seed=seed,
                 near=near,

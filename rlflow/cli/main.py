@@ -20,6 +20,7 @@ import click
 from rlflow.cli.commands import Target, compile_target, declare
 from rlflow.cli.options import (
     engine_option,
+    host_memory_option,
     model_shape_option,
     repeated,
     run_options,
@@ -285,6 +286,7 @@ def tune(
 @click.option("--placement", "placements", multiple=True, metavar="NAME", help="Given twice.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE")
 @click.option("--devices", metavar="KIND:COUNT")
+@host_memory_option
 @click.option("--threads", type=click.IntRange(1))
 @click.option("--backend", type=click.Choice(["local", "ray"]))
 @schedule_options

@@ -15,6 +15,12 @@ import click
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+host_memory_option = click.option(
+    "--host-memory",
+    metavar="SIZE",
+    help="Memory of each host for what sleeps there: 512GB; this machine's, or the server's.",
+)
+
 engine_option = click.option(
     "--engine",
     metavar="NAME",
@@ -31,8 +37,11 @@ def target_options(function: F) -> F:
             help="local is this process, ray one process a device; by the pools if left out.",
         ),
         click.option("--threads", type=click.IntRange(1), help="Threads of each CPU device."),
+        host_memory_option,
         click.option(
-            "--devices", metavar="KIND:COUNT", help="Devices: cpu:2, cpu:2@4GB, h100:8,a100:8."
+            "--devices",
+            metavar="KIND:COUNT",
+            help="Devices: cpu:2, cpu:2@4GB, h100:8,a100:8, or a file that declares them: my.toml.",
         ),
         click.option(
             "--set",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlflow.cli.commands import NOTHING, Target, declare, missing_model_findings
+from rlflow.cli.commands import NOTHING, Target, cluster_of, declare, missing_model_findings
 from rlflow.cli.config import named_placement
 from rlflow.errors import DataError, Finding, UsageError
-from rlflow.scheduler.devices.cluster import machine_cores, parse_cluster
+from rlflow.scheduler.devices.cluster import machine_cores
 from rlflow.scheduler.passes.staleness import allowed
 from rlflow.scheduler.search.text import placement_file
 from rlflow.scheduler.search.tune import SearchLimits, Tuned, tune
@@ -33,7 +33,7 @@ def tune_target(
         placements = dict([named_placement(pipeline, target.placement)])
     if max_staleness is None:
         max_staleness = max(allowed(declared.graph, given) for given in placements.values())
-    cluster = parse_cluster(target.devices, machine_cores(), target.threads)
+    cluster = cluster_of(target, machine_cores())
     limits = SearchLimits(staleness=max_staleness, top=top, engine=engine)
     near, backend = pipeline.path, target.backend
     try:

@@ -233,13 +233,14 @@ def not_local(placement: Placement, cluster: Cluster) -> list[Finding]:
 def _too_few_devices(placement: Placement, cluster: Cluster, name: str) -> Finding:
     placed = placement.devices().items()
     pools = ", ".join(f"{pool} [{numbers(devices)}]" for pool, devices in placed)
+    more = f"{cluster.kind.name}:{placement.num_devices()}"
     return Finding(
         code="E203",
         what=f"placement {name!r} needs {placement.num_devices()} devices, there are "
         f"{cluster.count}",
         got=f"pools: {pools}",
         expected=f"at most {cluster.count} of {cluster.describe()}",
-        fix=f"--devices {cluster.kind.name}:{placement.num_devices()}",
+        fix=f'devices = "{more}" in the file' if cluster.kind.family else f"--devices {more}",
     )
 
 

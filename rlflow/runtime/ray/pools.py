@@ -34,6 +34,7 @@ GROUP_SECONDS = 5.0
 ASK_SECONDS = 10.0
 PIN = 0.001
 TYPE = "accelerator_type:"
+ANY_KIND = "gpu"
 
 Need = Mapping[str, float]
 
@@ -159,6 +160,16 @@ def _room(resources: Mapping[str, float], need: Need) -> int:
     return min(int(resources.get(name, 0.0) // amount) for name, amount in need.items())
 
 
+def _names(accelerator_type: str, kind: str) -> bool:
+    """Whether Ray's name of an accelerator is of a kind: `A100-80G` of `a100`.
+
+    Ray names a GeForce by its first letter, and has no name for a kind that a file alone knows:
+    those are believed.
+    """
+    words = accelerator_type.lower().split("-")
+    return kind in words or kind == ANY_KIND or (words == ["g"] and kind.startswith("rtx"))
+
+
 def _of_kind(nodes: Sequence[RayNode], kind: str) -> list[RayNode]:
     """Living nodes that have such devices; one that does not say its kind is believed."""
     living = [node for node in nodes if node.alive]
@@ -168,7 +179,7 @@ def _of_kind(nodes: Sequence[RayNode], kind: str) -> list[RayNode]:
         node
         for node in living
         if node.total.get("GPU", 0.0) >= 1.0
-        and (not _types(node) or any(name.lower().startswith(kind) for name in _types(node)))
+        and (not _types(node) or any(_names(name, kind) for name in _types(node)))
     ]
     if not fitting:
         raise PlanError(

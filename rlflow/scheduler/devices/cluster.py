@@ -1,7 +1,8 @@
 """Devices: how many, of which kinds, on which hosts, with how many threads.
 
-`cpu:4`, `h100:8`, `cpu:2@4GB`, `h100:8,a100:8`. Kinds of accelerators come from a table of
-data sheets; a CPU device is a slot of threads with a share of this machine's memory.
+`cpu:4`, `h100:8`, `cpu:2@4GB`, `h100:8,a100:8`, or a file that declares them. Kinds of
+accelerators come from a table of data sheets; a CPU device is a slot of threads with a share of
+this machine's memory.
 """
 
 from __future__ import annotations
@@ -10,8 +11,16 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from rlflow.errors import Finding, UsageError, near_names
+from rlflow.scheduler.devices.declared import (
+    DeclaredDevices,
+    is_device_file,
+    measured_cpu,
+    parse_bytes,
+    read_devices,
+)
 from rlflow.scheduler.devices.hardware import GB, KINDS, Kind, cpu_kind
 from rlflow.scheduler.devices.machine import chosen_text, machine_flags, machine_gpus, usable
 from rlflow.scheduler.devices.measured import NOTHING, MeasuredCosts, load_measured
@@ -33,6 +42,9 @@ __all__ = [
 SPEC = re.compile(r"(?P<kind>[a-z0-9]+):(?P<count>\d+)(?:@(?P<memory>[\d.]+)(?P<unit>[MG]B))?")
 UNITS = {"MB": 1e6, "GB": 1e9}
 CPU_MEMORY_SHARE = 0.8
+# Of a machine with GPUs, what sleeps may have; the rest is the system's and the processes'.
+HOST_MEMORY_SHARE = 0.9
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 HOST = -1
 MACHINE = "gpu"
 
@@ -151,8 +163,13 @@ def _hosts(kind: Kind, count: int) -> int:
 
 
 def machine_memory() -> float:
-    """Bytes of memory of this machine."""
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    """Bytes of memory that this process may use: of the machine, or of its control group."""
+    there = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    try:
+        limit = CGROUP_LIMIT.read_text(encoding="ascii").strip()
+    except OSError:
+        return there
+    return min(there, float(limit)) if limit.isdigit() else there
 
 
 def machine_cores() -> int:
@@ -160,26 +177,52 @@ def machine_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cpu_cluster(count: int, threads: int | None = None, memory: float | None = None) -> Cluster:
-    """`count` CPU devices with an even share of the cores and the memory, unless said."""
-    each = threads if threads is not None else max(1, machine_cores() // count)
+def _cores(declared: DeclaredDevices | None) -> int:
+    """Cores of the machine that CPU devices are of: this one's, or what a file says."""
+    return declared.cores if declared is not None and declared.cores else machine_cores()
+
+
+def cpu_cluster(
+    count: int,
+    threads: int | None = None,
+    memory: float | None = None,
+    declared: DeclaredDevices | None = None,
+) -> Cluster:
+    """`count` CPU devices with an even share of the cores and the memory, unless said.
+
+    What a file has `declared` of CPU devices stands for what is known of this machine.
+    """
+    each = threads if threads is not None else max(1, _cores(declared) // count)
     share = memory if memory is not None else CPU_MEMORY_SHARE * machine_memory() / count
     left = max(machine_memory() - count * share, 0.0)
     kind = cpu_kind(share, each, left, machine_flags())
+    if declared is not None and declared.cpu is not None:
+        kind = measured_cpu(kind, declared.cpu, each)
     return Cluster(kind=kind, count=count, threads=each)
 
 
-def parse_cluster(text: str | None, needed: int, threads: int | None = None) -> Cluster:
+def parse_cluster(
+    text: str | None,
+    needed: int,
+    threads: int | None = None,
+    host_memory: str | None = None,
+) -> Cluster:
     """The cluster that `--devices` names; without it, devices of this machine, as many as needed.
 
     Those are its GPUs, if they are of a kind that is known, else CPU devices; `gpu:8` are eight of
-    the machine's kind.
+    the machine's kind; a text that ends in `.toml` is a file that declares devices and kinds.
 
     Kinds are separated by commas, devices numbered in the order written. More CPU devices than
-    this machine has cores share the cores, one thread each. Accelerators are as many to a host
-    as in the server of their kind. Comes with what earlier runs measured. Raises UsageError for
-    a spelling or kind that is not known.
+    there are cores share the cores, one thread each. Accelerators are as many to a host as in the
+    server of their kind. A host's memory is what `host_memory` or the file says, this machine's
+    where its GPUs are of the kind, else that of the server. Comes with what earlier runs
+    measured. Raises UsageError for a spelling, kind or file that is not understood.
     """
+    said = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
+    declared = None
+    if text is not None and is_device_file(text):
+        declared = read_devices(Path(text))
+        text, said = declared.devices, said if said is not None else declared.host_memory
     own = usable(machine_gpus()) if text is None else None
     if own is not None:
         kind, there = own
@@ -188,21 +231,41 @@ def parse_cluster(text: str | None, needed: int, threads: int | None = None) -> 
     elif text is None:
         found = cpu_cluster(needed, threads)
     else:
-        parts = [_parsed(part, text) for part in text.split(",")]
-        found = _joined(text, parts, threads)
-    cores = machine_cores()
+        kinds = KINDS if declared is None else {**KINDS, **declared.kinds}
+        parts = [_parsed(part, text, kinds) for part in text.split(",")]
+        found = _joined(text, parts, threads, kinds, declared)
+    cores = _cores(declared)
     if found.is_cpu and found.count > cores:
         found = replace(found, cores=cores)
-    return replace(found, measured=load_measured())
+    return replace(_with_host_memory(found, said), measured=load_measured())
 
 
-def _joined(text: str, parts: list[tuple[str, int, float | None]], threads: int | None) -> Cluster:
+def _with_host_memory(cluster: Cluster, said: float | None) -> Cluster:
+    """The cluster with its hosts' memory: as said, or this machine's where it has the GPUs."""
+    if said is None and not cluster.is_cpu:
+        own = usable(machine_gpus())
+        chips = {kind.chip for kind, _ in cluster.kinds}
+        if own is not None and chips == {own[0].chip}:
+            said = HOST_MEMORY_SHARE * machine_memory()
+    if said is None:
+        return cluster
+    groups = tuple((replace(kind, host_memory=said), count) for kind, count in cluster.groups)
+    return replace(cluster, kind=replace(cluster.kind, host_memory=said), groups=groups)
+
+
+def _joined(
+    text: str,
+    parts: list[tuple[str, int, float | None]],
+    threads: int | None,
+    kinds: Mapping[str, Kind],
+    declared: DeclaredDevices | None,
+) -> Cluster:
     """The devices of all parts, in their order; CPU devices only where they are alone."""
     if len(parts) == 1:
         name, count, memory = parts[0]
         if name == "cpu":
-            return cpu_cluster(count, threads, memory)
-        kind = _kind(name, memory)
+            return cpu_cluster(count, threads, memory, declared)
+        kind = _kind(name, memory, kinds)
         return Cluster(kind=kind, count=count, hosts=_hosts(kind, count))
     if any(name == "cpu" for name, _, _ in parts):
         raise UsageError(
@@ -213,7 +276,7 @@ def _joined(text: str, parts: list[tuple[str, int, float | None]], threads: int 
                 fix="--devices h100:8,a100:8",
             )
         )
-    groups = tuple((_kind(name, memory), count) for name, count, memory in parts)
+    groups = tuple((_kind(name, memory, kinds), count) for name, count, memory in parts)
     return Cluster(
         kind=groups[0][0],
         count=sum(count for _, count in groups),
@@ -222,7 +285,7 @@ def _joined(text: str, parts: list[tuple[str, int, float | None]], threads: int 
     )
 
 
-def _kind(name: str, memory: float | None) -> Kind:
+def _kind(name: str, memory: float | None, kinds: Mapping[str, Kind]) -> Kind:
     if name == MACHINE:
         own = usable(machine_gpus())
         if own is None:
@@ -237,11 +300,11 @@ def _kind(name: str, memory: float | None) -> Kind:
             )
         kind = own[0]
     else:
-        kind = KINDS[name]
+        kind = kinds[name]
     return kind if memory is None else replace(kind, memory=memory)
 
 
-def _parsed(part: str, text: str) -> tuple[str, int, float | None]:
+def _parsed(part: str, text: str, kinds: Mapping[str, Kind]) -> tuple[str, int, float | None]:
     """Kind, count and memory of one part of `--devices`."""
     match = SPEC.fullmatch(part)
     if match is None:
@@ -256,13 +319,13 @@ def _parsed(part: str, text: str) -> tuple[str, int, float | None]:
     kind, count = match["kind"], int(match["count"])
     if count < 1:
         raise UsageError(Finding(code="E202", what=f"--devices {text!r} has no device"))
-    if kind not in ("cpu", MACHINE) and kind not in KINDS:
+    if kind not in ("cpu", MACHINE) and kind not in kinds:
         raise UsageError(
             Finding(
                 code="E202",
                 what=f"--devices {text!r}: no device kind {kind!r} is known",
-                expected=", ".join(["cpu", *KINDS]),
-                near=near_names(kind, ["cpu", *KINDS]),
+                expected=", ".join(["cpu", *kinds]),
+                near=near_names(kind, ["cpu", *kinds]),
             )
         )
     return kind, count, float(match["memory"]) * UNITS[match["unit"]] if match["memory"] else None

@@ -13,7 +13,7 @@ float16, which PyTorch does not ask for: the rate with float32 sums is here.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GB = 1e9
 GPUS_PER_HOST = 8
@@ -47,7 +47,8 @@ class Kind:
     `bandwidth` of its memory. `link` joins two devices of a host, `bus` is what collectives get
     of all links; `nic` is its share of the host's network and `host_link` its way to the host's
     memory, of which a host has `host_memory` bytes and `per_host` devices. Where links leave the
-    host, so many as `linked` devices are joined by them, 0 where they do not. `launch`
+    host, so many as `linked` devices are joined by them, 0 where they do not. `family` is the
+    kind of the table that a declared one stands on, `gpu` where it stands alone. `launch`
     is the least time from one kernel to the next, `replayed` the same in a captured graph;
     `latency` that before a collective's first byte, `hop` and `far_hop` that of each rank it
     passes, in one host and between hosts. `reached` is the part of the bandwidths that large
@@ -87,6 +88,12 @@ class Kind:
     flops64: float = 0.0
     per_host: int = GPUS_PER_HOST
     linked: int = 0
+    family: str = ""
+
+    @property
+    def chip(self) -> str:
+        """The kind of the table that it is of, or its own name."""
+        return self.family or self.name
 
     def rate(self, itemsize: int) -> float:
         """Peak flop/s of products of numbers of so many bytes; doubles at half unless said."""
@@ -306,6 +313,31 @@ KINDS = {
         ),
     )
 }
+
+
+def accelerator(name: str, source: str) -> Kind:
+    """A kind with what accelerators have in common; all that tells them apart is one byte or flop.
+
+    The sizes and rates are to be replaced.
+    """
+    one = 1 / GB
+    return replace(
+        _gpu(
+            name,
+            memory=one,
+            flops=1,
+            flops32=1,
+            flops_tf32=0,
+            flops64=0,
+            bandwidth=one,
+            link=one,
+            nic=one,
+            host_link=one,
+            source=source,
+        ),
+        flops=1.0,
+        flops32=1.0,
+    )
 
 
 def cpu_kind(memory: float, threads: int, host_memory: float, flags: Collection[str]) -> Kind:
