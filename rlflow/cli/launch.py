@@ -233,8 +233,7 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
     plan, config = planned.compiled.plan, planned.declared.config
     shown = headline(plan.graph)
     display = Display(console, quiet=asked.quiet, headline=shown.names)
-    given = asked.options["from_weights"]
-    weights = weights_of(given) if given else None
+    weights = weights_of(given) if (given := asked.options["from_weights"]) else None
     with (
         _directory(planned, asked) as directory,
         _interrupted(asked, directory),
