@@ -258,8 +258,9 @@ def test_a_dispatch_that_nobody_registered(rlflow, here, command):
         (
             "h10:8",
             "error[E202]: --devices 'h10:8': no device kind 'h10' is known\n"
-            "  expected     cpu, a100, h100, h200, b200\n"
-            "  did you mean 'h100'\n",
+            "  expected     cpu, a100, a800, h100, h800, h20, h200, b200, gb200, l40s, "
+            "rtx4090, mi300x\n"
+            "  did you mean 'h100' or 'h20'\n",
         ),
     ],
 )
