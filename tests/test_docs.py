@@ -296,6 +296,7 @@ def test_pictures_are_what_the_commands_draw(command, tmp_path, monkeypatch):
     assert path.read_bytes() == made.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize(
     "block", [block for block in blocks("python") if "@rf.op" in block.text], ids=name_of
@@ -312,6 +313,7 @@ def test_ops_and_losses_of_ones_own_run(block, tmp_path):
     assert "reward/mean" in (run / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_the_engine_of_ones_own_generates_in_pieces(tmp_path):
     (block,) = [block for block in blocks("python") if block.page == "engines.md"]

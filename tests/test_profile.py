@@ -28,6 +28,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "costs.json"
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_profile_is_kept_and_nothing_else_is_left(rlflow: Call, store: Path) -> None:
     done = rlflow("profile", GRPO, *FEW, "--iterations", "2", "--json")

@@ -60,6 +60,7 @@ def test_viz_writes_the_picture(tmp_path):
     assert "<svg" in (tmp_path / "grpo.svg").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("rlflow run")])
 def test_the_runs_are_runs(command):

@@ -134,6 +134,7 @@ def test_a_process_that_fails_shows_the_end_of_its_log(tmp_path):
         common.run([sys.executable, "-c", "print('no luck'); exit(3)"], tmp_path / "log")
 
 
+@pytest.mark.slow
 def test_the_machine_is_described_with_its_date():
     facts = common.machine()
     assert facts["date"].endswith("+00:00")

@@ -86,6 +86,7 @@ def test_curves_are_rows_by_seed():
     assert ((1, 2), ((1.0, 1.0), (1.0, 1.0))) == (evaluations.iterations, evaluations.values)
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_kept_and_what_differs_runs_again(tmp_path, monkeypatch):
     ran = []
 

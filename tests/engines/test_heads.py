@@ -142,6 +142,7 @@ def test_random_weights_that_nothing_trains_have_a_random_head(model_dir):
     assert 0 == scores(load(model_dir("llama"), init="random"), rows()).abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 2)], ids=["fsdp2", "tp2"])
 def test_shards_score_as_the_whole(shape, world, tmp_path):
     made.classifier(tmp_path / "rm", "llama")

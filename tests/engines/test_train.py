@@ -41,6 +41,7 @@ print(int(pages) * 1024)
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not HUGE_PAGES.is_file() or "[madvise]" not in HUGE_PAGES.read_text(),
     reason="the system does not leave huge pages to programs",

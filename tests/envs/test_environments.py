@@ -109,6 +109,7 @@ def test_async_steps_run_at_the_same_time_and_no_more_than_said(most):
     assert min(most, 6) == environment.most
 
 
+@pytest.mark.slow
 def test_what_fails_is_told_apart_and_a_step_that_never_ends_is_killed():
     bounds = Bounds(concurrency=2, timeout=2.0)
     steps = taken(Stuck(), fresh("fine", "stuck", "bad", "odd"), bounds)

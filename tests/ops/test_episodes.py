@@ -145,6 +145,7 @@ def test_an_episode_whose_environment_fails_may_end():
     assert all(strings(again.fields["failure"]))
 
 
+@pytest.mark.slow
 def test_a_step_that_never_returns_ends_its_episode():
     class Stuck(Echo):
         def step(self, state, response):

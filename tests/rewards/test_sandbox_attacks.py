@@ -66,6 +66,7 @@ def test_a_program_dies_with_a_run_that_is_killed(isolation):
     assert until(lambda: not running(mark), 3.0)
 
 
+@pytest.mark.slow
 @JAILED
 def test_the_wall_clock_holds_where_nobody_outside_looks(isolation):
     mark = f"rlflow-{os.getpid()}-stopped"

@@ -64,6 +64,7 @@ def leaves_a_child(path: str) -> float:
     return 0.0
 
 
+@pytest.mark.slow
 def test_packing_from_many_threads(monkeypatch):
     """The register of cloudpickle is one for all threads: none may take back what others need."""
     really, turn = workers.dumped, itertools.count()

@@ -93,6 +93,7 @@ def test_without_decay_it_is_the_actor_and_the_kl_is_nothing(run):
     assert [0.0] * 3 == [line["actor.update/kl"] for line in numbers(found.run)]
 
 
+@pytest.mark.slow
 def test_with_full_decay_it_is_a_frozen_reference(run):
     found, expected = run(decay=1), run(frozen=True)
     assert same(expected(3, "actor"), found(3, "actor"))

@@ -111,7 +111,16 @@ def kill_at_every_pass(tmp_path: Path, scenario: str, point: str) -> int:
     raise AssertionError(f"{point} passed {PASSES_AT_MOST} times")
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+SLOW_SCENARIOS = set(SCENARIOS) - {"everything", "first"}
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW_SCENARIOS else ())
+        for name in SCENARIOS
+    ],
+)
 def test_kill_at_every_failpoint_leaves_the_old_or_the_new(tmp_path, scenario):
     passes = {point: kill_at_every_pass(tmp_path, scenario, point) for point in POINTS}
     assert 5 == passes["ckpt:component:write"]

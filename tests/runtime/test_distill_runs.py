@@ -80,6 +80,7 @@ def run(rlflow, tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "steps"), [("jsd", 1), ("forward_kl", 2), ("reverse_kl", 1)])
 def test_the_student_comes_closer_to_the_teacher(run, form, steps):
     words = ("--placement", "colocate", "--set", f"form={form}", "--set", f"steps={steps}")

@@ -41,6 +41,7 @@ def run(rlflow, tmp_path, monkeypatch):
     return call
 
 
+@pytest.mark.slow
 def test_a_drafter_changes_no_sample_and_its_proposals_get_better(run):
     """Passes of other shapes add in another order, so losses agree to rounding."""
     drafted, there = run("drafted", "split", 16)

@@ -77,6 +77,7 @@ def weights(where: Path) -> dict[str, torch.Tensor]:
     return {f"{f.stem}/{name}": t for f in files for name, t in load_file(f).items()}
 
 
+@pytest.mark.slow
 def test_chunks_drop_the_same_samples(run):
     whole, result = run("--iterations", 2)
     assert 0 == result.code, result.err

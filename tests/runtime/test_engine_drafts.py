@@ -135,7 +135,10 @@ def test_greedy_rows_are_those_of_the_embedded_engine(log: list[Any]) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("--placement", "colocate", "--devices", f"cpu:1@{TIGHT / 1e6}MB"),
+        pytest.param(
+            ("--placement", "colocate", "--devices", f"cpu:1@{TIGHT / 1e6}MB"),
+            marks=pytest.mark.extra,
+        ),
         pytest.param(("--placement", "stream"), marks=pytest.mark.extra),
         pytest.param(("--placement", "split", "--backend", "ray"), marks=pytest.mark.ray),
     ],

@@ -168,7 +168,7 @@ def numbers(metrics: dict[str, float]) -> dict[str, float]:
         pytest.param(("generate", stop, 2), ("--placement", "split"), marks=pytest.mark.extra),
         (("update", kill, 1), ("--placement", "split")),
         pytest.param(("asleep", kill, 1), COLOCATED, marks=pytest.mark.extra),
-        (("sleep", kill, 3), COLOCATED),
+        pytest.param(("sleep", kill, 3), COLOCATED, marks=pytest.mark.extra),
         pytest.param(("sleep", stop, 3), COLOCATED, marks=pytest.mark.extra),
     ],
     ids=["generation", "pieces", "stopped", "update", "asleep", "sleep", "stopped_sleep"],

@@ -262,7 +262,7 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
         ("--placement", "colocate", "--devices", f"cpu:1@{TIGHT / 1e6}MB"),
         pytest.param(("--placement", "split"), marks=pytest.mark.extra),
         ("--placement", "colocate", "--set", "adapters=true", "--devices", SMALL),
-        ("--placement", "stream"),
+        pytest.param(("--placement", "stream"), marks=pytest.mark.extra),
         pytest.param(
             ("--placement", "split", "--backend", "ray"), marks=[pytest.mark.ray, pytest.mark.extra]
         ),

@@ -38,6 +38,7 @@ def test_versions_are_those_of_the_weights_that_said_it(train):
         assert (i - i % 2, i) == (line["seen/first"], line["seen/last"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["together", "apart_paused", "streamed"])
 def test_each_turn_goes_on_from_the_one_before(train, placement):
     for line in numbers(train(AGAIN, placement, *sets("ends=never"))):
@@ -89,6 +90,7 @@ def test_an_environment_that_fails_stops_the_run(train, tmp_path):
     assert "LookupError: no such sum" in result.err
 
 
+@pytest.mark.slow
 def test_or_its_episodes_are_left_out(train, tmp_path):
     kept = numbers(train(AGAIN, "together", *sets("ends=raises", "on_error=end")))
     left = numbers(train(AGAIN, "together", *sets("ends=raises", "on_error=drop_sample")))

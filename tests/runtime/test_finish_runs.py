@@ -25,6 +25,7 @@ def cut(count, placement="look", backend=None):
     return compiled(CHUNKS, placement, *RAGGED, stream=str(count), backend=backend)
 
 
+@pytest.mark.slow
 def test_pieces_in_one_process_make_the_tokens_and_losses_of_one_piece():
     found = {}
     for count in (1, 2, 4):

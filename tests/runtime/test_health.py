@@ -126,6 +126,7 @@ def flat(cfg: rf.Config) -> None:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_run_says_what_it_sees_and_a_strict_one_ends_by_it(rlflow, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

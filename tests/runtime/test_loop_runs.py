@@ -78,6 +78,7 @@ def test_chunks_bring_the_same_tokens(train, words):
     assert tensors(whole) == tensors(chunks)
 
 
+@pytest.mark.slow
 def test_all_trips_of_an_iteration_sample_with_the_same_old_weights(train):
     for placement, lag in (("stale", 1), ("stale2", 2)):
         lines = numbers(train(MIXED, placement))
@@ -89,6 +90,7 @@ def test_all_trips_of_an_iteration_sample_with_the_same_old_weights(train):
         assert ages == [line["actor.update/staleness/max"] for line in lines]
 
 
+@pytest.mark.slow
 def test_pauses_in_trips_take_newer_weights_in_every_placement(train):
     one, two = numbers(train(MIXED, "paused")), numbers(train(MIXED, "paused2"))
     assert trips_of(train(MIXED, "paused")) == trips_of(train(MIXED, "paused2"))
@@ -197,6 +199,7 @@ def test_a_state_goes_round_until_every_row_is_done(train, placement):
         )
 
 
+@pytest.mark.slow
 def test_a_state_that_is_not_done_ends_as_it_is(train):
     """After two trips the samples that aim at 3 have 2: 4 * (1 + 2 + 2 + 1)."""
     words = ("together", "--set", "at_most=2")

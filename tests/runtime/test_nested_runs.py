@@ -54,6 +54,7 @@ def by_hand(turns, tries):
     return rows, taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["together", "apart"])
 @pytest.mark.parametrize(("turns", "tries"), [(5, 4), (5, 1), (2, 4)])
 def test_a_loop_in_a_loop_computes_what_it_does_in_python(train, placement, turns, tries):

@@ -84,6 +84,7 @@ def test_a_plan_shows_the_pause_and_a_run_keeps_it(train):
     assert [["actor@gen", 1]] == runs["actor.rollout.resumed"]
 
 
+@pytest.mark.slow
 def test_the_option_of_the_command_is_that_of_the_placement(train):
     assert state(train(PAUSED, "whole2", "--pause-at", AT)) == state(train(PAUSED, "apart2"))
 

@@ -118,6 +118,7 @@ NO_PAIRS = REWARD_MODEL.replace("    pairs = ops.pair(samples, reward)\n", "").r
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "kind"), [(REWARD_MODEL, "pairwise"), (NO_PAIRS, "regression"), (NO_PAIRS, "logistic")]
 )
@@ -141,6 +142,7 @@ def test_a_target_that_is_no_probability_stops_the_run(rlflow, tmp_path, monkeyp
     assert "between 0 and 1" in result.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "steps"), [("policy_gradient", 2), ("reward", 1), ("supervised", 2)]
 )

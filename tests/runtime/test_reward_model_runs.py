@@ -112,6 +112,7 @@ def test_the_plan_says_where_a_head_comes_from(rlflow, home, shapes, config, tra
     assert expected in found.out + found.err
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_trained_head_is_exported_and_judges_again(rlflow, home):
     import torch

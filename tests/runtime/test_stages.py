@@ -73,6 +73,7 @@ def test_standard_output_is_left_alone(capsys):
     assert "a result\n" == capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("word", ["--no-color", "--quiet", "--json"])
 def test_a_start_is_told_on_standard_error(rlflow, word):

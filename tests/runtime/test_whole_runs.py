@@ -84,19 +84,29 @@ def broken(placement: str, iteration: int, saved: int, **more: Any) -> At:
 
 
 BOTH, TWO = placed("colocate", "split"), placed("together", "apart")
+BOTH_SLOW, TWO_SLOW = (
+    placed("colocate", "split", marks=SLOW),
+    placed("together", "apart", marks=SLOW),
+)
 
 TABLE = {
     "grpo": Feature(GRPO, same=BOTH),
-    "kl": Feature(GRPO.said("--set", "kl_coef=0.05"), same=BOTH, ray=placed("colocate", "split")),
+    "kl": Feature(
+        GRPO.said("--set", "kl_coef=0.05"),
+        same=BOTH,
+        ray=(*placed("colocate", marks=SLOW), At("split")),
+    ),
     "ppo": Feature(PPO, same=BOTH),
     "adapters": Feature(
         ADAPTED, same=placed("together", "split"), resumed=(At("together", first=1, saved=1),)
     ),
     "average": Feature(
-        AVERAGED, same=placed("together", "split"), resumed=(At("split", first=1, saved=1),)
+        AVERAGED,
+        same=placed("together", "split", marks=SLOW),
+        resumed=(At("split", first=1, saved=1, marks=SLOW),),
     ),
-    "drafter": Feature(DRAFTED, same=BOTH),
-    "stale 0": Feature(STALE, same=placed("together0", "apart0", "together", "apart")),
+    "drafter": Feature(DRAFTED, same=BOTH_SLOW),
+    "stale 0": Feature(STALE, same=(*placed("together0", "apart0"), *TWO_SLOW)),
     "stale 1": Feature(
         STALE,
         same=placed("together1", "apart1"),
@@ -105,23 +115,25 @@ TABLE = {
     ),
     "stale 2": Feature(
         STALE,
-        same=placed("together2", "apart2"),
+        same=placed("together2", "apart2", marks=SLOW),
         resumed=(
             At("apart2", first=4, saved=4),
             At("apart2", fault="run:saved=raise@1", saved=4, marks=SLOW),
         ),
-        ray=placed("apart2"),
+        ray=placed("apart2", marks=SLOW),
     ),
     "stale 3": Feature(
-        STALE, same=placed("together3", "apart3"), resumed=(broken("apart3", 6, 4, marks=SLOW),)
+        STALE,
+        same=placed("together3", "apart3", marks=SLOW),
+        resumed=(broken("apart3", 6, 4, marks=SLOW),),
     ),
-    "stale and weighed": Feature(WEIGHTS, same=placed("together2", "apart2")),
+    "stale and weighed": Feature(WEIGHTS, same=placed("together2", "apart2", marks=SLOW)),
     "paused 1": Feature(
-        PAUSED, same=placed("together1", "apart1"), resumed=(broken("apart1", 6, 4),)
+        PAUSED, same=placed("together1", "apart1"), resumed=(broken("apart1", 6, 4, marks=SLOW),)
     ),
     "paused 2": Feature(
         PAUSED,
-        same=placed("together2", "apart2"),
+        same=placed("together2", "apart2", marks=SLOW),
         resumed=(broken("apart2", 3, 0, marks=SLOW),),
         ray=(At("apart2", marks=SLOW), At("apart2", ("--stream", "2"), marks=SLOW)),
     ),
@@ -139,7 +151,7 @@ TABLE = {
         KEPT, same=TWO, resumed=(broken("together", 6, 3),), ray=placed("apart", marks=SLOW)
     ),
     "loop with a state": Feature(COUNTING, same=TWO, ray=placed("apart", marks=SLOW)),
-    "loop after a loop": Feature(SEQUENTIAL, resumed=(At("one", first=2, saved=2),)),
+    "loop after a loop": Feature(SEQUENTIAL, resumed=(At("one", first=2, saved=2, marks=SLOW),)),
     "turns of tries": Feature(
         TURNS,
         same=TWO,
@@ -149,19 +161,21 @@ TABLE = {
     "drawn episodes": Feature(
         DRAWN,
         same=TWO,
-        resumed=(At("stale", first=2, saved=2),),
+        resumed=(At("stale", first=2, saved=2, marks=SLOW),),
         ray=placed("apart", marks=SLOW),
     ),
-    "drawn and chosen": Feature(TWICE, same=TWO, ray=placed("apart", marks=SLOW)),
+    "drawn and chosen": Feature(TWICE, same=TWO_SLOW, ray=placed("apart", marks=SLOW)),
     "episodes": Feature(AGAIN, same=TWO),
-    "stale episodes": Feature(AGAIN, same=placed("together_stale", "apart_stale")),
-    "paused episodes": Feature(AGAIN, same=placed("together_paused", "apart_paused")),
+    "stale episodes": Feature(AGAIN, same=placed("together_stale", "apart_stale", marks=SLOW)),
+    "paused episodes": Feature(AGAIN, same=placed("together_paused", "apart_paused", marks=SLOW)),
     "pass rates": Feature(LEVELS, same=(*TWO, *placed("pooled", "streamed", marks=SLOW))),
-    "pass rates in a loop": Feature(INSIDE, same=TWO),
+    "pass rates in a loop": Feature(INSIDE, same=TWO_SLOW),
     "pass rates behind a loop": Feature(BEHIND, same=placed("together", "apart", marks=SLOW)),
     "pass rates of rows": Feature(BY_ROW, same=placed("together", "pooled", marks=SLOW)),
     "stale pass rates": Feature(
-        LEVELS, same=placed("late", "late_apart"), resumed=(broken("late_apart", 4, 2),)
+        LEVELS,
+        same=placed("late", "late_apart", marks=SLOW),
+        resumed=(broken("late_apart", 4, 2, marks=SLOW),),
     ),
     "stale pass rates in a loop": Feature(
         INSIDE,
@@ -172,18 +186,22 @@ TABLE = {
         ADAPTIVE,
         resumed=(
             broken("one", 4, 2),
-            broken("old", 4, 2),
+            broken("old", 4, 2, marks=SLOW),
             At("two", first=3, saved=3, marks=SLOW + RAY),
         ),
-        ray=(At("one", ("--iterations", 3)),),
+        ray=(At("one", ("--iterations", 3), marks=SLOW),),
     ),
     "replayed": Feature(REPLAYED, same=BOTH, resumed=(At("split", first=2, saved=2),)),
     **{
-        name: Feature(shipped(name, "--set", "eval_every=9", iterations=2), same=BOTH)
+        name: Feature(shipped(name, "--set", "eval_every=9", iterations=2), same=BOTH_SLOW)
         for name in ("mixed_demonstrations", "pods", "reference_baseline")
     },
     **{
-        name: Feature(shipped(name, "--staleness", 0), same=BOTH, resumed=(broken("split", 3, 2),))
+        name: Feature(
+            shipped(name, "--staleness", 0),
+            same=BOTH_SLOW,
+            resumed=(broken("split", 3, 2, marks=SLOW),),
+        )
         for name in ("beat_reference", "delayed_ppo", "kept_samples", "topr")
     },
 }

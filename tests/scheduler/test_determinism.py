@@ -60,6 +60,7 @@ def reference() -> str:
     return compiled("0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", ["1", "4711"])
 def test_plans_have_the_same_bytes_in_every_process(reference: str, seed: str) -> None:
     assert reference.count('"hash"') > 5

@@ -141,7 +141,7 @@ def engine_plans(draw: Callable[[st.SearchStrategy], object]) -> Plan:
     return case.compile().plan
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(12))
 @given(plan=engine_plans(), seed=st.integers(0, 99), pick=st.integers(0, 10**6))
 def test_random_plans_with_an_engine_play_and_their_mutants_do_or_are_rejected(
     plan: Plan, seed: int, pick: int

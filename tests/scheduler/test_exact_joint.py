@@ -97,6 +97,7 @@ def test_the_solver_finds_what_trying_every_start_finds(seed: int) -> None:
         assert fewest == sum(a.cost.moved or 0 for a in made.actions if a.part is not None)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(10))
 @given(seed=seeds)
 def test_the_solver_takes_no_longer_than_the_search(seed: int) -> None:

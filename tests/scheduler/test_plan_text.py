@@ -67,6 +67,7 @@ assert not {"torch", "ray"} & set(sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_every_process_gives_the_same_bytes(models: Path) -> None:
     """Sets and dicts of strings come in another order under another hash seed."""
     printed = {

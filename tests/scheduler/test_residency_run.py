@@ -43,6 +43,7 @@ def tightest(plan: dict) -> int:
     return alone + (max(plan["peaks"].values()) - alone) // 8
 
 
+@pytest.mark.slow
 def test_memory_pressure_does_not_change_a_bit(train):
     name = "ppo_arithmetic.py"
     wide, plan = train("wide", PIPELINES / name, "--devices", "cpu:1")

@@ -177,6 +177,7 @@ def every_placement(graph, count):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "h100"])
 def test_as_good_as_trying_everything(kind):
     graph = grpo(kl_coef=0.0, every=0)
@@ -186,6 +187,7 @@ def test_as_good_as_trying_everything(kind):
     assert tune(graph, WRITTEN, where).best.period <= best * COMPILED
 
 
+@pytest.mark.slow
 def test_memory_holds_in_every_row_and_less_of_it_is_never_faster():
     graph, found = grpo(path="models/wide", every=0), []
     for memory in (1e9, 2.2e8, 1.9e8, 1.6e8, 1.4e8):
@@ -257,6 +259,7 @@ def test_a_written_placement_with_more_staleness_than_allowed_is_left_out():
     assert {0} == {row.plan.staleness for row in tuned.rows}
 
 
+@pytest.mark.slow
 def test_refused_staleness_is_tried_once(monkeypatch):
     asked = []
 
@@ -342,6 +345,7 @@ def test_every_graph_can_be_tuned(graph):
     assert tuned.best.period <= by_hand * COMPILED
 
 
+@pytest.mark.slow
 def test_equal_in_every_process():
     program = (
         "import json, os; from rlflow.cli.main import main; import sys\n"

@@ -78,7 +78,12 @@ def stop_scheduler(model):
 
 
 @pytest.mark.parametrize(
-    "disturb", [kill, pytest.param(kill_guardian, marks=pytest.mark.extra), stop, stop_scheduler]
+    "disturb",
+    [
+        kill,
+        *(pytest.param(how, marks=pytest.mark.extra) for how in (kill_guardian, stop)),
+        stop_scheduler,
+    ],
 )
 def test_unanswered_rows_are_asked_of_a_new_engine(pair, disturb):
     pair.update(3, seed=3)
@@ -184,7 +189,13 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("how", ["killed", "killed while the engine is stopped", "ended"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "killed",
+        *(pytest.param(how, marks=pytest.mark.extra) for how in ("stopped, killed", "ended")),
+    ],
+)
 def test_no_process_is_left_of_a_worker_that_is_gone(pair, how):
     worker = subprocess.Popen(
         [sys.executable, "-c", WORKER],

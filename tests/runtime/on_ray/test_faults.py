@@ -66,7 +66,7 @@ def rarely(*case: object, marks: Sequence[pytest.MarkDecorator] = ()):
     ("point", "rank", "words", "names"),
     [
         ("rank:run=kill9@6", 0, SPLIT, "actor.update in iteration 5"),
-        ("rank:reshard=kill9@4", 1, SPLIT, "reshard:actor@train->actor@gen in iteration 3"),
+        rarely("rank:reshard=kill9@4", 1, SPLIT, "reshard:actor@train->actor@gen in iteration 3"),
         rarely("rank:run=kill9@4", 1, SPLIT, "actor.rollout"),
         rarely("rank:run=kill9@10", -1, SPLIT, "in iteration", marks=[pytest.mark.extra]),
         rarely("rank:send=kill9@9", 1, SPLIT, "transfer:actor.rollout", marks=[pytest.mark.extra]),
@@ -177,6 +177,7 @@ def test_a_frozen_rank_is_an_error_within_the_deadline(tmp_path):
     assert {} == all_gone(tmp_path.name)
 
 
+@pytest.mark.slow
 def test_a_killed_controller_leaves_no_process(tmp_path):
     run = tmp_path / "run"
     began = start(run, *SPLIT, iterations=2000)

@@ -30,6 +30,7 @@ def test_the_port_is_held_until_the_store_serves_it():
         elsewhere.bind(("127.0.0.1", port))
 
 
+@pytest.mark.slow
 def test_a_meeting_that_nobody_serves_is_given_up():
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))

@@ -27,7 +27,13 @@ def assert_close(one: Path, many: Path, iterations: int) -> None:
             assert math.isclose(value, right[name], rel_tol=2e-3, abs_tol=2e-4), (iteration, name)
 
 
-@pytest.mark.parametrize("placement", ["dp2", "fsdp2", "tp2", "fsdp2tp2", "hsdp"])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        "fsdp2",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("dp2", "tp2", "fsdp2tp2", "hsdp")),
+    ],
+)
 def test_sharded_ranks_make_the_same_tokens_and_losses(train, placement):
     many = train(GREEDY, placement, "--check-sync")
     assert_close(train(GREEDY, "one"), many, iterations=20)
@@ -44,6 +50,7 @@ def test_parts_that_sleep_on_one_of_their_devices_change_no_number(train):
     assert (roomy / "metrics.jsonl").read_bytes() == (tight / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_two_nodes_make_the_same_tokens_as_one_process(train, two_nodes):
     one = train(GREEDY, "one", "--iterations", 5)
     words = ("--address", two_nodes, "--check-sync", "--iterations", 5)

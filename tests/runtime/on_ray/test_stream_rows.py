@@ -227,6 +227,7 @@ def test_rows_of_a_paused_rollout_arrive(placement, count):
     Ranks(plan, seed=count).play()
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(20))
 @given(st.data(), st.sampled_from([2, 4]), st.integers(0, 2**16))
 def test_rows_of_chunks_arrive_whatever_the_graph(data, count, seed):
