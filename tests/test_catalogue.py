@@ -33,7 +33,17 @@ NAMES = sorted(path.stem for path in PIPELINES.glob("*.py"))
 # What `make test` runs whole; the others wait for the slow tests.
 SHORT = ("grpo_arithmetic", "ppo_arithmetic")
 # Of the same operators and uses as another one: another advantage, loss, or size.
-ALIKE = {"dr_grpo", "grpo", "gspo", "ppo", "reinforce_pp", "rloo"}
+# On Ray each of these sends what the others do not: turns, kept rows, two players, adapters, a
+# teacher's distributions, values, pairs.
+ON_RAY = {
+    "dapo_episodes",
+    "distill",
+    "lora_grpo",
+    "ppo_arithmetic",
+    "replayed_grpo",
+    "reward_model",
+    "self_play",
+}
 LONGEST_FILE = 60
 HELD_OUT = 32
 LONGER = {
@@ -201,7 +211,7 @@ def test_its_plans_are_read_back_as_they_were_saved(name):
 @pytest.mark.torch
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.extra) if n in ALIKE else n for n in NAMES],
+    [n if n in ON_RAY else pytest.param(n, marks=pytest.mark.extra) for n in NAMES],
 )
 def test_three_iterations_on_ray_have_the_numbers_of_this_process(
     rlflow, tmp_path, monkeypatch, name

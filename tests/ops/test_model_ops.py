@@ -102,7 +102,7 @@ def test_scores_and_samples_are_those_of_the_built_in_ops(told):
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.torch
-@pytest.mark.parametrize("placement", ["fsdp2", "tp2"])
+@pytest.mark.parametrize("placement", ["fsdp2", pytest.param("tp2", marks=pytest.mark.extra)])
 def test_sharded_models_answer_as_whole_ones(told, placement):
     here, there = told("one"), told(placement)
     for mine, theirs in zip(here, there, strict=True):

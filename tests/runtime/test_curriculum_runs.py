@@ -65,6 +65,7 @@ def test_behind_a_loop_only_its_rows_are_tracked(train):
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.extra
 def test_on_ray_prompts_are_the_same(train):
     """Both run in the worker of the host: the rollout is shared out over two ranks."""
     here = train(LEVELS, "late_apart")

@@ -110,7 +110,7 @@ def test_a_full_kl_of_some_tokens_is_refused(rlflow, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.parametrize("placement", ["split", "fsdp"])
+@pytest.mark.parametrize("placement", [pytest.param("split", marks=pytest.mark.extra), "fsdp"])
 def test_likeliest_tokens_go_from_rank_to_rank(run, placement):
     here = run(DISTILL, 12, "--placement", "colocate", into="here")
     words = ("--placement", placement, "--backend", "ray")

@@ -106,6 +106,7 @@ def test_pieces_of_several_ranks_make_the_tokens_and_losses_of_one_piece():
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.extra
 def test_pieces_between_processes_have_the_numbers_of_one_process():
     plan, file = cut(2)
     here = played(plan, LocalMachine(plan, Worker(plan, seed=0, near=file), threads=1))

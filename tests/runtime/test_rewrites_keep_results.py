@@ -154,7 +154,7 @@ def test_nodes_and_models_that_nobody_needs(train):
         ("colocate", ()),
         ("colocate", ("cold=true",)),
         ("ahead", ("against=rollout",)),
-        pytest.param("sharded", (), marks=[pytest.mark.ray, pytest.mark.slow]),
+        pytest.param("sharded", (), marks=[pytest.mark.ray, pytest.mark.slow, pytest.mark.extra]),
     ],
 )
 def test_a_reference_served_by_the_base_weights(placement, words, train):

@@ -94,7 +94,7 @@ TABLE = {
     "kl": Feature(
         GRPO.said("--set", "kl_coef=0.05"),
         same=BOTH,
-        ray=(*placed("colocate", marks=SLOW), At("split")),
+        ray=(*placed("colocate", marks=SLOW + EXTRA), At("split")),
     ),
     "ppo": Feature(PPO, same=BOTH),
     "adapters": Feature(
@@ -120,7 +120,7 @@ TABLE = {
             At("apart2", first=4, saved=4),
             At("apart2", fault="run:saved=raise@1", saved=4, marks=SLOW),
         ),
-        ray=placed("apart2", marks=SLOW),
+        ray=placed("apart2", marks=SLOW + EXTRA),
     ),
     "stale 3": Feature(
         STALE,
@@ -135,7 +135,10 @@ TABLE = {
         PAUSED,
         same=placed("together2", "apart2", marks=SLOW),
         resumed=(broken("apart2", 3, 0, marks=SLOW),),
-        ray=(At("apart2", marks=SLOW), At("apart2", ("--stream", "2"), marks=SLOW)),
+        ray=(
+            At("apart2", marks=SLOW + EXTRA),
+            At("apart2", ("--stream", "2"), marks=SLOW),
+        ),
     ),
     "paused and weighed": Feature(
         PAUSED.said("--set", "epochs=2"),
@@ -148,15 +151,15 @@ TABLE = {
         ray=(*placed("stale", marks=SLOW + EXTRA), *placed("stream", marks=SLOW)),
     ),
     "loop with rows left over": Feature(
-        KEPT, same=TWO, resumed=(broken("together", 6, 3),), ray=placed("apart", marks=SLOW)
+        KEPT, same=TWO, resumed=(broken("together", 6, 3),), ray=placed("apart", marks=SLOW + EXTRA)
     ),
-    "loop with a state": Feature(COUNTING, same=TWO, ray=placed("apart", marks=SLOW)),
+    "loop with a state": Feature(COUNTING, same=TWO, ray=placed("apart", marks=SLOW + EXTRA)),
     "loop after a loop": Feature(SEQUENTIAL, resumed=(At("one", first=2, saved=2, marks=SLOW),)),
     "turns of tries": Feature(
         TURNS,
         same=TWO,
         resumed=(At("apart", first=2, saved=2),),
-        ray=placed("apart", marks=SLOW),
+        ray=placed("apart", marks=SLOW + EXTRA),
     ),
     "drawn episodes": Feature(
         DRAWN,
@@ -164,7 +167,7 @@ TABLE = {
         resumed=(At("stale", first=2, saved=2, marks=SLOW),),
         ray=placed("apart", marks=SLOW),
     ),
-    "drawn and chosen": Feature(TWICE, same=TWO_SLOW, ray=placed("apart", marks=SLOW)),
+    "drawn and chosen": Feature(TWICE, same=TWO_SLOW, ray=placed("apart", marks=SLOW + EXTRA)),
     "episodes": Feature(AGAIN, same=TWO),
     "stale episodes": Feature(AGAIN, same=placed("together_stale", "apart_stale", marks=SLOW)),
     "paused episodes": Feature(AGAIN, same=placed("together_paused", "apart_paused", marks=SLOW)),

@@ -72,7 +72,7 @@ def rarely(*case: object, marks: Sequence[pytest.MarkDecorator] = ()):
         rarely("rank:send=kill9@9", 1, SPLIT, "transfer:actor.rollout", marks=[pytest.mark.extra]),
         rarely("rank:receive=kill9@6", 0, SPLIT, "transfer:"),
         # Moves run beside the device's other actions: any of those under way may be named.
-        rarely("rank:sleep=kill9@4", 0, TIGHT, "in iteration"),
+        rarely("rank:sleep=kill9@4", 0, TIGHT, "in iteration", marks=[pytest.mark.extra]),
         rarely("rank:wake=kill9@4", 0, TIGHT, "in iteration"),
     ],
 )

@@ -132,7 +132,9 @@ def local(compiled):
     return played(plan, LocalMachine(plan, Worker(plan, seed=0, near=file), threads=1))
 
 
-@pytest.mark.parametrize("placement", ["two", pytest.param("three", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "placement", ["two", pytest.param("three", marks=[pytest.mark.slow, pytest.mark.extra])]
+)
 def test_every_rule_gives_each_row_its_own_result(compiled, local, placement):
     from rlflow.runtime.ray.machine import Options, RayMachine
 

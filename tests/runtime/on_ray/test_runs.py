@@ -31,7 +31,11 @@ def assert_close(one: Path, many: Path, iterations: int) -> None:
     "placement",
     [
         "fsdp2",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("dp2", "tp2", "fsdp2tp2", "hsdp")),
+        pytest.param("fsdp2tp2", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=[pytest.mark.slow, pytest.mark.extra])
+            for name in ("dp2", "tp2", "hsdp")
+        ),
     ],
 )
 def test_sharded_ranks_make_the_same_tokens_and_losses(train, placement):

@@ -38,7 +38,8 @@ def test_chunks_between_processes_have_the_bits_of_one_process_and_one_piece(ord
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ordered", [pytest.param(False, marks=pytest.mark.extra), True])
+@pytest.mark.extra
+@pytest.mark.parametrize("ordered", [False, True])
 def test_chunks_over_sharded_ranks_make_the_same_tokens_and_losses(ordered):
     one, _ = on_ray(*cut(1, "fsdp", ordered=ordered, backend="ray"))
     plan, file = cut(2, "fsdp", ordered=ordered, backend="ray")
