@@ -203,20 +203,14 @@ def test_a_sync_that_left_the_engine_with_other_weights_is_found(log: list[str])
     assert ("E757", "embed: bb", "embed: aa") == (finding.code, finding.got, finding.expected)
 
 
-def test_engines_end_where_another_model_cannot_be_loaded(
+def test_engines_end_where_a_start_fails_after_theirs(
     log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import rlflow.runtime.worker.worker as module
+    def refuse(*_: Any) -> None:
+        raise RunError(summary="no averages")
 
-    loading = module.load_instance
-
-    def load(instance: Any, *words: Any, **more: Any) -> Any:
-        if instance.model == "ref":
-            raise RunError(summary="no reference")
-        return loading(instance, *words, **more)
-
-    monkeypatch.setattr(module, "load_instance", load)
-    with pytest.raises(RunError, match="no reference"):
+    monkeypatch.setattr("rlflow.runtime.worker.worker.require_averages", refuse)
+    with pytest.raises(RunError, match="no averages"):
         worker_of(split("sglang"))
     assert ["load actor@gen/sglang saver=False on []", "close"] == log
 

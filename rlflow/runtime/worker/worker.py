@@ -30,14 +30,20 @@ from rlflow.runtime.execute.versions import require_averages, require_same, requ
 from rlflow.runtime.record.printed import printed_by
 from rlflow.runtime.record.stages import stage
 from rlflow.runtime.worker.allocator import give_back_freed_memory
+from rlflow.runtime.worker.device_memory import (
+    AcceleratorMemory,
+    device_memory,
+    leaving_memory,
+)
 from rlflow.runtime.worker.drafting import drafter_within, drafting_in
 from rlflow.runtime.worker.loaded import InUse, Loaded
 from rlflow.runtime.worker.loading import load_instance, loading
 from rlflow.runtime.worker.node_states import NodeStates
 from rlflow.runtime.worker.reading import Reading
+from rlflow.runtime.worker.starting import start_steps
 from rlflow.runtime.worker.store import ShardStore, Stored
 from rlflow.runtime.worker.world import HERE, resharder
-from rlflow.scheduler.plan.plan import Action, Plan
+from rlflow.scheduler.plan.plan import Action, Instance, Plan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,7 +79,8 @@ class Worker:
     """Loads the instances of a plan and runs its actions, one call an action instance.
 
     With a `world` it is one rank of several: it loads the instances of its device only.
-    `check_sync` compares hashes of both ends after every reshard.
+    `check_sync` compares hashes of both ends after every reshard. After what an engine beside it
+    may wait for, `memory` goes back to other processes.
     """
 
     def __init__(
@@ -84,6 +91,7 @@ class Worker:
         *,
         world: World | None = None,
         check_sync: bool = False,
+        memory: AcceleratorMemory | None = None,
     ) -> None:
         self.plan = plan
         self.graph: Graph = plan.graph
@@ -91,6 +99,8 @@ class Worker:
         self.near = near
         self.world = world
         self.check_sync = check_sync
+        self.memory = memory or device_memory(HERE["device"] if world is None else world.device)
+        self._leaving = leaving_memory(plan)
         self.flow = Flow(plan)
         self.store = ShardStore()
         self._reading = Reading(plan, self.flow, self.store)
@@ -109,36 +119,38 @@ class Worker:
 
     def _load(self) -> None:
         """Load what this process holds, and put to sleep what the plan does not begin with."""
-        held = self.plan.instances if self.world is None else self.world.instances
-        helped = () if self.world is None else self.world.helped
-        # Every rank in one order, since the ranks of an instance wait for each other.
-        for instance in (i for i in self.plan.instances if i in held or i in helped):
-            if instance.engine_plan.lies_inside:
-                self.loaded[instance.name] = drafter_within(
-                    instance, self.loaded[str(instance.inside)]
-                )
-                continue
-            declared = self.graph.model(instance.model)
-            kept = self.loaded if instance in held else self._helped
-            with stage(loading(instance)):
-                kept[instance.name] = load_instance(
-                    instance,
-                    declared,
-                    self._path(declared.path),
-                    seed=self.seed,
-                    draft=drafting_in(self.plan, instance, self._path),
-                    **(HERE if self.world is None else self.world.where(instance)),
-                )
-        give_back_freed_memory()
-        require_averages(self.plan, self.loaded)
         actions = self.plan.actions
         emptied = {a.part for a in actions if a.kind == "wake" and a.mode == "discard"}
-        for part in self.plan.parts:
-            if part.name in self.plan.awake_at_start or part.instance not in self.loaded:
-                continue
-            if self.world is None or self.world.own not in part.stays:
-                mode = "discard" if part.name in emptied else "offload"
-                self.loaded[part.instance].sleep(part.kind, mode)
+        # Every rank in one order, since the ranks of an instance wait for each other.
+        for step in start_steps(self.plan):
+            if step.kind == "load":
+                self._load_instance(self.plan.instance(step.name))
+                give_back_freed_memory()
+            else:
+                gone = step.name in emptied and step.name not in self.plan.awake_at_start
+                self._move(step.kind, step.name, "discard" if gone else "offload")
+            self.memory.give_back()
+        require_averages(self.plan, self.loaded)
+
+    def _load_instance(self, instance: Instance) -> None:
+        """Load an instance, or this process's part of it."""
+        held = self.plan.instances if self.world is None else self.world.instances
+        if instance not in held and (self.world is None or instance not in self.world.helped):
+            return
+        if instance.engine_plan.lies_inside:
+            self.loaded[instance.name] = drafter_within(instance, self.loaded[str(instance.inside)])
+            return
+        declared = self.graph.model(instance.model)
+        kept = self.loaded if instance in held else self._helped
+        with stage(loading(instance)):
+            kept[instance.name] = load_instance(
+                instance,
+                declared,
+                self._path(declared.path),
+                seed=self.seed,
+                draft=drafting_in(self.plan, instance, self._path),
+                **(HERE if self.world is None else self.world.where(instance)),
+            )
 
     def close(self) -> None:
         """End what runs beside this process: engines of their own."""
@@ -162,13 +174,19 @@ class Worker:
 
         `keep` int64 names the rows, by place, whose results stay; None for all of them.
         """
+        result = self._performed(action, iteration, keep)
+        if action.id in self._leaving:
+            self.memory.give_back()
+        return result
+
+    def _performed(self, action: Action, iteration: int, keep: Tensor | None) -> Result:
         if action.kind == "run":
             with printed_by(f"iteration {iteration} {action.id}"):
                 return self._run(action, iteration, keep)
         if action.kind == "reshard":
             return Result(moved=self._reshard(action, iteration))
         if action.part:
-            self._move(action, action.part)
+            self._move(action.kind, action.part, str(action.mode))
         return Result()
 
     def _run(self, action: Action, iteration: int, keep: Tensor | None) -> Result:
@@ -318,15 +336,17 @@ class Worker:
             require_same(action, made.check())
         return received
 
-    def _move(self, action: Action, part: str) -> None:
-        """Put a part to sleep or wake it, where this process holds any of it."""
-        found = self.plan.part(part)
-        if found.instance not in self.loaded:
+    def _move(self, kind: str, name: str, mode: str) -> None:
+        """Put a part to sleep or wake it, where this process holds any of it that leaves."""
+        part = self.plan.part(name)
+        if part.instance not in self.loaded:
             return
-        if action.kind == "sleep":
-            self.loaded[found.instance].sleep(found.kind, str(action.mode))
+        if self.world is not None and self.world.own in part.stays:
+            return
+        if kind == "sleep":
+            self.loaded[part.instance].sleep(part.kind, mode)
         else:
-            self.loaded[found.instance].wake(found.kind)
+            self.loaded[part.instance].wake(part.kind)
 
     def _path(self, path: str) -> str:
         directory = model_directory(path, self.near)
