@@ -33,15 +33,22 @@ class _Slot:
 class FlatParameters:
     """Moves a module's parameters into buffers; they stay the same Parameter objects.
 
-    `names` are those to move, None all of them.
+    `names` are those to move, None all of them. On another `device` than theirs they arrive one by
+    one, each in its place, so that the device never holds a weight twice.
     """
 
-    def __init__(self, module: nn.Module, names: Container[str] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Container[str] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         wanted = (item for item in module.named_parameters() if names is None or item[0] in names)
         named = sorted(wanted, key=lambda item: item[1].ndim < 2)
         self.parameters: dict[str, nn.Parameter] = dict(named)
         self.slots: dict[str, _Slot] = {}
         self.buffers: dict[torch.dtype, Tensor] = {}
+        self.device = device
         # Where the matrices end and the vectors begin.
         self.matrices: dict[torch.dtype, int] = {}
         for dtype in dict.fromkeys(parameter.dtype for _, parameter in named):
@@ -58,12 +65,17 @@ class FlatParameters:
             end = -(-stop // step) * step
             if parameter.ndim >= 2:
                 self.matrices[dtype] = end
-        buffer = torch.zeros(end, dtype=dtype, device=named[0][1].device)
+        device = named[0][1].device if self.device is None else self.device
+        buffer = torch.zeros(end, dtype=dtype, device=device)
         self.buffers[dtype] = buffer
         for name, parameter in named:
             view = self.view(name, buffer)
             view.copy_(parameter.detach())
-            parameter.data = view
+            if device == parameter.device:
+                parameter.data = view
+            else:
+                moved = nn.Parameter(view, requires_grad=parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, moved)
 
     def view(self, name: str, buffer: Tensor) -> Tensor:
         """A parameter's slice of any buffer laid out like its dtype's."""

@@ -77,13 +77,17 @@ def load_model(
         config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
         check_layers(path, config)
         module = read(path, lambda: build(path, config, head, dtype, seed, init, fresh_head))
-    layers = None if offload is None else HostLayers(module, torch.device(device))
-    module.eval().to(device)
+    place = torch.device(device)
+    layers = None if offload is None else HostLayers(module, place)
+    adapters = None if lora is None else adapt(module, lora, seed)
+    model = TorchModel(
+        module, config, head=head, name=path, adapters=adapters, layers=layers, device=place
+    )
+    # Parameters are there; of what else a module has, only small buffers are left.
+    module.eval().to(place)
     plain = plain_outputs(module, config, head)
     with quiet_transformers():
         use_packed_attention(module, path)
-    adapters = None if lora is None else adapt(module, lora, seed)
-    model = TorchModel(module, config, head=head, name=path, adapters=adapters, layers=layers)
     replace_forwards(module)
     if forward_differences(model, plain):
         restore_forwards(module)

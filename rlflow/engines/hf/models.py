@@ -78,6 +78,7 @@ class TorchModel(Resident):
         name: str,
         adapters: Adapters | None = None,
         layers: HostLayers | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.module = module
         self.config = config
@@ -88,8 +89,9 @@ class TorchModel(Resident):
         self.layers = layers
         resident = names_but(module, () if layers is None else layers.names())
         # What training changes of the weights on the device, and all others there.
-        self.trained = FlatParameters(module, resident if adapters is None else adapters.names)
-        self.frozen = FlatParameters(module, resident - self.trained.slots.keys())
+        changed = resident if adapters is None else adapters.names
+        self.trained = FlatParameters(module, changed, device)
+        self.frozen = FlatParameters(module, resident - self.trained.slots.keys(), device)
         self.state: State = "ready"
         self._host: list[Tensor] = []
 

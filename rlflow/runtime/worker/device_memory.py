@@ -99,7 +99,8 @@ def leaving_memory(plan: Plan) -> frozenset[str]:
     """The actions that leave memory for which an engine beside them may wait, by their ids.
 
     Those are what models in a worker's own process do on a device that an engine's process
-    shares, and reshards to it, which may be staged there. Which of them an engine waits for depends on the order of two lanes; none is left out.
+    shares, and reshards to it, which may be staged there. Which of them an engine waits for
+    depends on the order of two lanes; none is left out.
     """
     shared = {device for engine in plan.engines for device in engine.devices}
     outside = {i.name for i in plan.instances if not i.engine_plan.in_process}
