@@ -75,7 +75,7 @@ class FlatParameters:
                 parameter.data = view
             else:
                 moved = nn.Parameter(view, requires_grad=parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, moved)
+                torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
 
     def view(self, name: str, buffer: Tensor) -> Tensor:
         """A parameter's slice of any buffer laid out like its dtype's."""

@@ -26,7 +26,7 @@ BLOCK = 512
 KindOf = Callable[[Tensor], str | None]
 
 
-class LiveStorages(TorchDispatchMode):
+class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages on devices of a type within the block, by kind.
 
     A storage is of the kind that `kind_of` says of the tensor that was made on it, else of the kind
@@ -35,7 +35,7 @@ class LiveStorages(TorchDispatchMode):
     """
 
     def __init__(self, device: str, kind_of: KindOf | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._kind_of = kind_of
         self._label = "other"
@@ -112,7 +112,7 @@ class LiveStorages(TorchDispatchMode):
         """Begin to count; storages that change their size are seen too."""
         self._resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = partial_method(self._resized)  # type: ignore[method-assign]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
@@ -122,7 +122,7 @@ class LiveStorages(TorchDispatchMode):
         trace: TracebackType | None,
     ) -> None:
         """Leave operators and storages as they were."""
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def _resized(self, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
