@@ -76,6 +76,12 @@ class Widths:
         return (1 if self.tied else 2) * self.vocab * self.hidden
 
     @property
+    def norm_weights(self) -> int:
+        """Parameters of the norms: of layers, of queries and keys by head, and the last one."""
+        by_head = 2 * self.head_dim if self.head_norms else 0
+        return self.layers * (self.norms * self.hidden + by_head) + self.hidden
+
+    @property
     def attention(self) -> int:
         """Parameters of one layer's attention, its biases and the norms of its parts."""
         if self.latent:

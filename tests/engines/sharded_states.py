@@ -302,3 +302,22 @@ def wrong_forward_on_the_first_rank(rank, path, shape):
     )
     assert not wrong, wrong
     return True
+
+
+def bytes_held(rank, path, shape, dtype):
+    """Bytes of a rank's weights, and of its gradients and moments, as its objects count them.
+
+    The gradients are those that a backward pass has left.
+    """
+    engine = trained(path, shape, dtype)
+    optimizer = engine.optimizer
+    micro = part_of(engine, rows())
+
+    def loss(outputs, _):
+        return -outputs["log_probs"].sum(), {}
+
+    engine.backward(micro, loss, ("log_probs",), 1.0)
+    left = sum(g.numel() * g.element_size() for g in optimizer.gradients().values())
+    moments = sum(b.numel() * b.element_size() for b in optimizer.state_buffers())
+    assert left + moments == optimizer.num_bytes()
+    return engine.model.num_bytes(), optimizer.num_bytes()

@@ -25,19 +25,29 @@ def shares(shape: Shape) -> dict[Cut, int]:
     """How many parameters `tp` cuts by outputs, by inputs, and not at all.
 
     The projections out of attention and out of the feed-forward layer are cut by their
-    inputs, the rest by outputs, embedding and head by vocabulary. Norms are held whole, and
-    are too few to count.
+    inputs, the rest by outputs, embedding and head by vocabulary. Norms are held whole.
     """
     body = max(shape.parameters - shape.embedding, 0)
     by_inputs = shape.layers * shape.hidden * (shape.heads * shape.head_dim + shape.ffn)
     by_inputs = min(by_inputs, body)
-    return {"columns": shape.parameters - by_inputs, "rows": by_inputs, "whole": 0}
+    norms = min(shape.norms, body - by_inputs)
+    columns = shape.parameters - by_inputs - norms
+    return {"columns": columns, "rows": by_inputs, "whole": norms}
 
 
 def parameters_per_rank(instance: Instance, sizes: Mapping[Cut, int]) -> int:
     """Parameters on each rank, the largest rank's where they do not divide."""
     cut = sum(size for how, size in sizes.items() if how != "whole")
     return -(-(cut // instance.tp + sizes["whole"]) // instance.fsdp)
+
+
+def held_parameters(instance: Instance, shape: Shape) -> int:
+    """Parameters on the first rank, which has most where a vocabulary does not divide by ranks."""
+    words, width = shape.vocab, shape.embedding // max(shape.vocab, 1)
+    of_layer = -(-words // instance.tp)
+    rows = -(-of_layer // instance.fsdp)
+    beyond = width * (rows - Fraction(words, instance.tp * instance.fsdp))
+    return parameters_per_rank(instance, shares(shape)) + int(beyond)
 
 
 def piece(instance: Instance, device: int, how: Cut) -> Box:

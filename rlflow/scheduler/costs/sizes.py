@@ -14,18 +14,18 @@ from rlflow.scheduler.costs.layouts import (
     CUTS,
     Cut,
     area,
+    held_parameters,
     lacking,
     parameters_per_rank,
     piece,
     shares,
 )
+from rlflow.scheduler.costs.state import Allocation, state_bytes
 from rlflow.scheduler.devices.cluster import Cluster
 from rlflow.scheduler.devices.measured import Setting
 from rlflow.scheduler.models.shapes import Shape, dtype_bytes, trained_parameters
 from rlflow.scheduler.plan.plan import Backend, Instance
 
-ADAM_MOMENTS = 2
-FULL_BYTES = 4
 LAYERS_AT_ONCE = 2
 
 
@@ -50,12 +50,13 @@ class Sizes:
     def weights(self, instance: Instance) -> int | None:
         """Bytes of parameters on each device; embedding and two layers where layers come and go.
 
-        Adapters lie beside the parameters they adapt.
+        Adapters lie beside the parameters they adapt. What ranks train together is in float32.
         """
         shape, model = self.shapes[instance.model], self.graph.model(instance.model)
         if shape is None:
             return None
-        count = parameters_per_rank(instance, shares(shape))
+        count, size = held_parameters(instance, shape), dtype_bytes(model)
+        trained = state_bytes(instance, size)["weights"]
         if instance.offload:
             layers = min(shape.layers, LAYERS_AT_ONCE)
             count = min(count, shape.embedding + layers * shape.layer)
@@ -63,21 +64,22 @@ class Sizes:
             adapters = self._trained_per_rank(instance)
             if adapters is None:
                 return None
-            count += adapters
-        return count * dtype_bytes(model)
+            return count * size + adapters * (trained if instance.trained else size)
+        return count * (trained if instance.trained else size)
 
     def gradients(self, instance: Instance) -> int | None:
-        """Bytes of gradients on each device; below float32 they are summed in float32 beside."""
-        count, size = self._trained_per_rank(instance), self._dtype_bytes(instance)
-        beside = FULL_BYTES if size < FULL_BYTES else 0
-        return None if count is None else count * (size + beside)
+        """Bytes of gradients on each device, and of their sums where those lie beside."""
+        return self._state(instance, "gradients", "gradient sums")
 
     def moments(self, instance: Instance) -> int | None:
-        """Bytes of AdamW's moments on each device, and of a float32 copy of lower weights."""
-        count, size = self._trained_per_rank(instance), self._dtype_bytes(instance)
-        copy = FULL_BYTES if size < FULL_BYTES else 0
-        each = ADAM_MOMENTS * max(size, FULL_BYTES) + copy
-        return None if count is None else count * each
+        """Bytes of AdamW's moments on each device, and of master weights beside lower ones."""
+        return self._state(instance, "moments", "master")
+
+    def _state(self, instance: Instance, *kinds: Allocation) -> int | None:
+        """Bytes of some allocations for what is trained of an instance."""
+        count = self._trained_per_rank(instance)
+        each = state_bytes(instance, self._dtype_bytes(instance))
+        return None if count is None else count * sum(each.get(kind, 0) for kind in kinds)
 
     def _dtype_bytes(self, instance: Instance) -> int:
         return dtype_bytes(self.graph.model(instance.model))
@@ -93,6 +95,9 @@ class Sizes:
         return None if adapters is None else {"columns": 0, "rows": 0, "whole": adapters}
 
     def _trained_per_rank(self, instance: Instance) -> int | None:
+        shape, model = self.shapes[instance.model], self.graph.model(instance.model)
+        if shape is not None and model.lora is None:
+            return held_parameters(instance, shape)
         sizes = self._trained(instance)
         return None if sizes is None else parameters_per_rank(instance, sizes)
 

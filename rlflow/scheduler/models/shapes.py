@@ -30,7 +30,8 @@ class Shape:
     `ffn` is the width inside a feed-forward layer that a token passes. Of the parameters `idle`
     are experts that a token does not choose; `experts` a layer, of which it takes `chosen`.
     `latent` numbers a layer are what is cached of a token, where that is less than its keys and
-    values. `family` says what can be computed of it.
+    values. `norms` counts the weights of norms, of which every rank of a layer has all. `family`
+    says what can be computed of it.
     """
 
     parameters: int
@@ -48,6 +49,7 @@ class Shape:
     experts: int = 0
     chosen: int = 0
     latent: int = 0
+    norms: int = 0
     family: Family = DENSE
     kind: str = ""
 
@@ -130,6 +132,7 @@ def _shape_of(
         experts=widths.experts,
         chosen=widths.chosen,
         latent=widths.latent + widths.rope_dim if widths.latent else 0,
+        norms=widths.norm_weights,
         family=family,
         kind=kind,
     )

@@ -1,0 +1,86 @@
+"""Planned bytes of weights, gradients and moments are those of the real objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import rlflow as rf
+from rlflow import ops
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.train import TrainEngine
+from rlflow.scheduler.compile import compile_plan
+from rlflow.scheduler.devices.cluster import cpu_cluster
+from tests.conftest import TINY
+from tests.engines import sharded_states as states
+from tests.engines.examples import Spec
+
+pytestmark = pytest.mark.torch
+
+DTYPES = [torch.float32, torch.bfloat16]
+ADAPTERS = rf.LoRA(rank=4, targets=("q_proj", "k_proj", "down_proj"))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Bytes a rank, by part."""
+
+    weights: int
+    state: int
+
+
+def planned(dtype: torch.dtype, shape: tuple[int, int, int], lora: Any = None) -> Planned:
+    """What a plan says of a trained actor, its state being gradients and optimizer."""
+    count = shape[0] * shape[1] * shape[2]
+    name: Any = str(dtype).removeprefix("torch.")
+
+    def pipeline(cfg: rf.Config) -> None:
+        actor = rf.Model("actor", str(TINY), dtype=name, optimizer=rf.AdamW(lr=1e-3), lora=lora)
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=4)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=4)
+        reward = ops.reward(judge, samples)
+        advantage = ops.advantage("grpo", samples, reward)
+        ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
+
+    placement = rf.Placement(
+        pools={"all": count}, assign={"*": rf.on("all", fsdp=shape[1], tp=shape[2])}
+    )
+    graph = rf.pipeline()(pipeline).trace()
+    plan = compile_plan(graph, placement, cpu_cluster(count, 1), name="p").plan
+    sizes = {part.name: part.size or 0 for part in plan.parts}
+    return Planned(
+        weights=sizes["actor@all/weights"],
+        state=sizes["actor@all/gradients"] + sizes["actor@all/optimizer"],
+    )
+
+
+def judge(response: str, answer: str) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize("lora", [None, ADAPTERS], ids=["full", "adapters"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_process_holds_what_is_planned(dtype: torch.dtype, lora: Any) -> None:
+    model = load_model(str(TINY), dtype=dtype, device="cpu", lora=lora)
+    engine = TrainEngine(model, Spec(), micro_tokens=None)
+    assert engine.optimizer is not None
+    expected = planned(dtype, (1, 1, 1), lora)
+    assert expected == Planned(weights=model.num_bytes(), state=engine.optimizer.num_bytes())
+    engine.optimizer.zero_grad()
+    made = [*engine.optimizer.state_buffers(), *engine.optimizer.grads.values()]
+    made += [s for s in engine.optimizer.sums.values() if all(s is not m for m in made)]
+    assert expected.state == sum(buffer.untyped_storage().nbytes() for buffer in made)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 1, 1)], ids=["fsdp", "tp", "both", "replicas"]
+)
+def test_a_rank_holds_what_is_planned(shape: Any, dtype: torch.dtype, world: Any) -> None:
+    ranks = world(shape[0] * shape[1] * shape[2])
+    found = ranks.run(states.bytes_held, str(TINY), shape, dtype)
+    expected = planned(dtype, shape)
+    assert (expected.weights, expected.state) == found[0]
