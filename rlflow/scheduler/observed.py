@@ -27,6 +27,7 @@ from rlflow.scheduler.engines.engines import (
     moving,
     start_key,
 )
+from rlflow.scheduler.engines.updates import update_cost
 from rlflow.scheduler.plan.instance import ASLEEP, POOLED, STARTED
 from rlflow.scheduler.plan.plan import Action, Cost, Plan
 from rlflow.scheduler.plan.row_layout import Place, num_parts
@@ -171,6 +172,9 @@ def estimate(plan: Plan, costs: Costs, action: Action) -> Cost:
         return costs.run(node, instance, work_parts(plan, action), piece_done(action))
     lanes = _lanes(plan, action)
     copied = costs.copy(action.cost.moved, lanes, devices=action.devices, kind=action.kind)
+    if action.kind == "reshard":
+        ends = [plan.instance(name) for name in (str(action.instance), *action.targets)]
+        return update_cost(copied, ends[0], ends[1:], action.transport, costs)[0]
     engine = engine_moved(plan, action)
     if engine is None:
         return copied

@@ -107,7 +107,7 @@ class Costs(Sizes):
             if record is not None and seconds and estimate.seconds is not None:
                 found = as_measured(estimate, record, self.setting, estimate.seconds / seconds)
                 return replace(found, source=f"{found.source}, {piece.as_part_of(other)}")
-        return self._with_dispatch(estimate)
+        return self.with_dispatch(estimate)
 
     def table(
         self, node: Node, instance: Instance | None, parts: int, piece: Piece = WHOLE
@@ -276,7 +276,7 @@ class Costs(Sizes):
         record = self._record(self.copy_key(moved, beside, to_host=to_host))
         if record is not None:
             return as_measured(estimate, record, self.setting)
-        return self._with_dispatch(estimate)
+        return self.with_dispatch(estimate)
 
     def run_key(self, node: Node, instance: Instance | None, parts: int, piece: Piece) -> str:
         """What a run is measured under: equal for equal work on equal hardware."""
@@ -315,7 +315,7 @@ class Costs(Sizes):
         """What the wait between actions is measured under."""
         return keys.key_of_parts(self._hardware(()), self.backend, "dispatch")
 
-    def _with_dispatch(self, estimate: Cost) -> Cost:
+    def with_dispatch(self, estimate: Cost) -> Cost:
         """An estimate, with the measured wait until any action is started."""
         record = self._record(self.dispatch_key())
         if record is None or estimate.seconds is None:

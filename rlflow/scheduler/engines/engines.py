@@ -325,11 +325,11 @@ def moving(cost: Cost, instance: Instance, kind: str, what: str, costs: Costs) -
     seconds = CALLS[kind] * CALL
     if kind == "reshard":
         device = costs.cluster.kind_of(instance.devices[0])
-        seconds += _loaded(instance, costs) / (device.host_link * device.reached)
+        seconds += loaded_bytes(instance, costs) / (device.host_link * device.reached)
     return replace(cost, seconds=cost.seconds + seconds, source=f"{cost.source}; {ASSUMED}")
 
 
-def _loaded(instance: Instance, costs: Costs) -> int:
+def loaded_bytes(instance: Instance, costs: Costs) -> int:
     """Bytes that an update brings to each device: of all weights, or of adapters."""
     model, shape = costs.graph.model(instance.model), costs.shapes[instance.model]
     if model.lora is None or shape is None:

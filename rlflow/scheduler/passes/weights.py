@@ -14,7 +14,7 @@ from math import gcd
 from rlflow.graph.schedule import ALWAYS, Window
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.costs.layouts import held_in_place
-from rlflow.scheduler.engines.engines import brought, moving
+from rlflow.scheduler.engines.updates import update_cost
 from rlflow.scheduler.plan.plan import Action, Dep, Instance, Plan, Reason, Transport
 
 
@@ -168,8 +168,8 @@ def _reshard(
     lanes = len({device for target in targets for device in target.devices})
     devices = tuple(sorted({*source.devices, *(d for t in targets for d in t.devices)}))
     cost = context.costs.copy(moved, lanes, devices=devices, kind="reshard", transport=how)
-    for engine in [target for target in targets if target.engine_plan.in_process][:1]:
-        cost = moving(cost, engine, "reshard", brought(moved), context.costs)
+    cost, told = update_cost(cost, source, targets, how, context.costs)
+    text += f"; {told}" if told else ""
     return Action(
         id=f"reshard:{source.name}->{'+'.join(target.name for target in targets)}",
         kind="reshard",

@@ -103,6 +103,11 @@ def _hosts(instance: Instance, cluster: Cluster) -> list[int]:
     return [num_hosts(parts, cluster.host_of) for parts in replicas]
 
 
+def num_hosts_of(instance: Instance, cluster: Cluster) -> int:
+    """On how many hosts the replica is that is on the most."""
+    return max(_hosts(instance, cluster))
+
+
 def hosts_of_devices(instance: Instance, cluster: Cluster) -> dict[int, int]:
     """For each device on how many hosts its replica is."""
     replicas = zip(instance.tp_groups, _hosts(instance, cluster), strict=True)
