@@ -314,10 +314,24 @@ def diff(
 
 
 @cli.command()
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Time this machine's devices, under a minute on a CPU, and print a file for --devices.",
+)
+@click.option("-o", "--output", metavar="FILE.toml", help="Write what --measure finds to a file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
-def doctor(as_json: bool) -> None:
-    """Say what is installed, what is missing, and what to type."""
+def doctor(measure: bool, output: str | None, as_json: bool) -> None:
+    """Say what is installed, what is missing, and what to type; or measure the devices."""
     from rlflow.cli.doctor import examine
+
+    if output is not None and not measure:
+        raise click.UsageError("-o writes what --measure finds: give both")
+    if measure:
+        from rlflow.cli.measuring import measure_here
+
+        click.echo(measure_here(output, hint, as_json=as_json), nl=False)
+        return
 
     rows = examine()
     if as_json:
