@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlflow.errors import Finding, UsageError
 from rlflow.scheduler.devices.cluster import HOST_MEMORY_SHARE, machine_cores, machine_memory
-from rlflow.scheduler.devices.declared import SUFFIX
+from rlflow.scheduler.devices.declared import check_device_path
 from rlflow.scheduler.devices.hardware import KINDS
 from rlflow.scheduler.devices.machine import machine_gpus, usable
 
@@ -138,7 +137,7 @@ def measure_here(output: str | None, say: Callable[[str], None], *, as_json: boo
     """Measure this machine and write the file; returns what goes to standard output."""
     path = None if output is None else Path(output)
     if path is not None:
-        check_output(path)
+        check_device_path(path)
     found = measure_machine(say)
     if path is not None:
         path.write_text(found.toml(), encoding="utf-8")
@@ -195,17 +194,6 @@ def short_name(name: str) -> str:
     joined = "".join(word for word in words if word != "geforce") or "device"
     joined = joined if joined[0].isalpha() else f"k{joined}"
     return f"{joined}card" if joined in KINDS or joined == "gpu" else joined
-
-
-def check_output(path: Path) -> None:
-    """Raise UsageError E252 for a file that could not be written, or not be read back."""
-    fix = f"-o {path.with_suffix(SUFFIX)}"
-    if path.suffix != SUFFIX:
-        what = f"-o {path}: --devices takes files that end in {SUFFIX}"
-        raise UsageError(Finding(code="E252", what=what, fix=fix))
-    if not path.parent.is_dir():
-        what = f"-o {path}: there is no folder {path.parent}"
-        raise UsageError(Finding(code="E252", what=what, fix=f"-o {path.name}"))
 
 
 def _number(value: float) -> str:

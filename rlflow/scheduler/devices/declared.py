@@ -163,6 +163,17 @@ def read_devices(path: Path) -> DeclaredDevices:
     )
 
 
+def check_device_path(path: Path) -> None:
+    """Raise UsageError E252 for a file that could not be written, or not be read back."""
+    fix = f"-o {path.with_suffix(SUFFIX)}"
+    if path.suffix != SUFFIX:
+        what = f"-o {path}: --devices takes files that end in {SUFFIX}"
+        raise UsageError(Finding(code="E252", what=what, fix=fix))
+    if not path.parent.is_dir():
+        what = f"-o {path}: there is no folder {path.parent}"
+        raise UsageError(Finding(code="E252", what=what, fix=f"-o {path.name}"))
+
+
 def parse_bytes(text: str, option: str) -> float:
     """Bytes as `1.5TB`, `512GB` or a number says them. Raises UsageError E202 for another."""
     match = BYTES.fullmatch(text)
