@@ -32,6 +32,8 @@ def make_config(family):
         "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
         "mistral": (transformers.MistralConfig, {"sliding_window": 5}),
         "gemma2": (transformers.Gemma2Config, {"head_dim": 16, "sliding_window": 5}),
+        "cohere": (transformers.CohereConfig, {"logit_scale": 0.25}),
+        "granite": (transformers.GraniteConfig, {"logits_scaling": 4.0}),
         "gptoss": (
             transformers.GptOssConfig,
             {"head_dim": 16, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},

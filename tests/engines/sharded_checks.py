@@ -24,12 +24,14 @@ def mesh(*shape):
     return DeviceMesh("cpu", torch.arange(size).view(shape), mesh_dim_names=AXES)
 
 
-def pair(path, shape, *, micro_tokens=None, spec=None, dtype=torch.float64, **options):
-    """Engines of one rank, and of the ranks of a mesh."""
+def pair(
+    path, shape, *, micro_tokens=None, spec=None, dtype=torch.float64, chunk_bytes=None, **options
+):
+    """Engines of one rank, and of the ranks of a mesh, which alone has chunks."""
     spec = spec or Spec()
     shared = {"dtype": dtype, "device": "cpu", **options}
     model = load_sharded(path, mesh=mesh(*shape), trained=True, **shared)
-    sharded = ShardedTrainEngine(model, spec, micro_tokens=micro_tokens)
+    sharded = ShardedTrainEngine(model, spec, micro_tokens=micro_tokens, chunk_bytes=chunk_bytes)
     model = load_model(path, **shared)
     if dtype == torch.float64:
         exact(model.module)

@@ -114,7 +114,7 @@ def test_any_cut_into_micro_batches_gives_the_same(micro_tokens, model_dir):
 
 
 def test_entropy_and_its_gradient_equal_autograds(model_dir):
-    from rlflow.engines.hf.train import TokenScores
+    from rlflow.engines.hf.forward.token_scores import TokenScores
 
     torch.manual_seed(0)
     logits = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
@@ -325,7 +325,7 @@ def test_learning_rates():
 
 def test_a_token_that_cannot_be_leaves_entropy_and_gradients_finite():
     """p log p is 0 at p = 0."""
-    from rlflow.engines.hf.train import TokenScores
+    from rlflow.engines.hf.forward.token_scores import TokenScores
 
     logits = torch.tensor([[0.5, -torch.inf, 1.5]], dtype=torch.float64, requires_grad=True)
     found = TokenScores.apply(logits, torch.tensor([2]), 1.0, True)

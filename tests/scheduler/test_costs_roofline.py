@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from rlflow.modelfiles.chunks import CHUNK_BYTES, chunk_tokens
 from rlflow.scheduler.costs.lengths import Lengths, full_lengths
-from rlflow.scheduler.costs.roofline import MICRO_TOKENS, Load, Roofline
+from rlflow.scheduler.costs.roofline import MICRO_TOKENS, SUMMED, Load, Roofline
 from rlflow.scheduler.devices.cluster import Cluster, cpu_cluster
 from rlflow.scheduler.devices.collectives import group_of
 from rlflow.scheduler.devices.hardware import KINDS, cpu_kind
@@ -55,10 +56,15 @@ def test_training_reaches_about_two_fifths_of_the_peak() -> None:
     assert 0.35 < reached < 0.45
 
 
-def test_recomputing_costs_a_third_more() -> None:
-    plain = SEVEN_B.update(BATCH, 0, recompute=False)
+def test_recomputing_costs_a_third_more_but_for_the_head() -> None:
+    """The head is computed again in any case, for its chunks."""
+    critic = replace(SEVEN_B, predicts=False)
+    plain = critic.update(BATCH, 0, recompute=False)
+    assert critic.update(BATCH, 0, recompute=True) == pytest.approx(4 / 3 * plain)
 
-    assert SEVEN_B.update(BATCH, 0, recompute=True) == pytest.approx(4 / 3 * plain)
+    body = SEVEN_B.update(BATCH, 0, recompute=False) - plain
+    assert SEVEN_B.update(BATCH, 0, recompute=True) == pytest.approx(4 / 3 * plain + body)
+    assert body == pytest.approx(4 * SEVEN_B.computed(0, 128 * BATCH.lengths.mean, 0))
 
 
 def test_floats_are_computed_without_tensor_cores() -> None:
@@ -113,9 +119,25 @@ def test_what_a_pass_holds_by_hand() -> None:
     train = dict(SEVEN_B.pass_holds(load, train=True, recompute=False))
     again = dict(SEVEN_B.pass_holds(load, train=True, recompute=True))
 
-    assert {"activations": 500 * token, "logits": 200 * 152_064 * 10} == forward
+    assert {"activations": 500 * token, "logits": 200 * 152_064 * 20} == forward
     assert 28 * 500 * token == train["activations"]
     assert 500 * (token + 28 * 3584 * 2) == again["activations"]
+
+
+def test_distributions_are_held_for_one_chunk() -> None:
+    """On an accelerator: 353 tokens of 152,064 logits at 20 bytes; half as wide on two ranks."""
+    cut = replace(SHARED, trains_vocabulary=True)
+    held = [dict(each.pass_holds(BATCH, train=True, recompute=True)) for each in (SEVEN_B, cut)]
+
+    assert [353 * 152_064 * 20, 706 * 76_032 * 20] == [each["logits"] for each in held]
+    assert 353 == chunk_tokens(152_064, 2) and max(each["logits"] for each in held) <= CHUNK_BYTES
+    assert [None, 152_064 * 3584 * 4 // 2] == [each.get(SUMMED) for each in held]
+    on_cpu = replace(SEVEN_B, kind=cpu_cluster(1).kind)
+    tokens = min(BATCH.rows * BATCH.lengths.longest, MICRO_TOKENS)
+    assert (
+        tokens * 152_064 * 10
+        == dict(on_cpu.pass_holds(BATCH, train=True, recompute=True))["logits"]
+    )
 
 
 def test_a_pass_holds_one_micro_batch() -> None:

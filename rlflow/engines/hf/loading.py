@@ -22,6 +22,7 @@ from rlflow.contract.values import Head
 from rlflow.engines.hf.forward import attention
 from rlflow.engines.hf.forward.attention import DecodeAttention, PackedAttention
 from rlflow.engines.hf.forward.fused import replace_forwards, restore_forwards
+from rlflow.engines.hf.forward.head import Predictor, take_head_apart
 from rlflow.engines.hf.forward.packed import TREE_WIDTH, pack, pack_prompts
 from rlflow.engines.hf.generate.cache import KeyValueCache
 from rlflow.engines.hf.heads import draw_head, find_stored_head, read_head
@@ -92,6 +93,8 @@ def load_model(
     if forward_differences(model, plain):
         restore_forwards(module)
         check_outputs(model, plain)
+    if head == "lm":
+        model.predictor = checked_head(model, plain, take_head_apart(module, config))
     if recompute:
         recompute_layers(module)
     return model
@@ -283,6 +286,34 @@ def check_outputs(model: TorchModel, plain: Tensor) -> None:
                 fix="use a model with plain causal attention (Llama, Qwen, Mistral, ...)",
             )
         )
+
+
+def checked_head(
+    model: TorchModel, plain: Tensor, predictor: Predictor | None, *, always: bool = False
+) -> Predictor | None:
+    """The head of a language model, None where chunks through it differ from the plain outputs.
+
+    A CPU, which makes distributions all at once, takes it unchecked but for `always`. All ranks
+    that hold the model call it alike, and each compares its part of the vocabulary.
+    """
+    if predictor is None or (model.device.type == "cpu" and not always):
+        return predictor
+    difference, limit = head_difference(model, plain)
+    return predictor if difference <= limit else None
+
+
+@torch.no_grad()
+def head_difference(model: TorchModel, plain: Tensor) -> tuple[float, float]:
+    """The largest difference of logits by the head alone, and the largest allowed."""
+    prompts, responses = check_rows(model.config.get_text_config().vocab_size)
+    layout = pack(prompts, responses, model.device)
+    found, form = model.predicted(
+        layout.tokens, layout.positions, PackedAttention(layout), layout.targets,
+        lambda predictor, hidden: (predictor.logits(hidden), predictor.form),
+    )  # fmt: skip
+    part = plain[:, form.start : form.start + found.shape[1]]
+    limit = TOLERANCE[model.dtype] * float(plain.abs().max())
+    return float((found[: layout.predictions] - part).abs().max()), limit
 
 
 @torch.no_grad()

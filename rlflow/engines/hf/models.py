@@ -6,7 +6,7 @@ knows neither optimizers nor sampling.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from rlflow.contract.engines import Resident
 from rlflow.contract.values import Head, Shard, SleepMode
 from rlflow.engines.hf.flat import FlatParameters, free, restore, to_host, whole_shards
 from rlflow.engines.hf.forward.attention import AttentionState, attending
+from rlflow.engines.hf.forward.head import Predictor, in_place_of_head
 from rlflow.engines.hf.layers import HostLayers
 from rlflow.engines.hf.lora import Adapters
 from rlflow.errors import Finding, RunError, known_names, near_names
@@ -66,8 +67,11 @@ class TorchModel(Resident):
     """A module with its weights; `version` counts the updates they have seen.
 
     With `adapters` they are what training changes, and the other weights are frozen. Weights
-    of `layers` live on the host; those are the ones that are given and taken by name.
+    of `layers` live on the host; those are the ones that are given and taken by name. A language
+    model has a `predictor` where its head can be computed apart from its body.
     """
+
+    predictor: Predictor | None = None
 
     def __init__(
         self,
@@ -130,6 +134,22 @@ class TorchModel(Resident):
         # An index would copy as much again in the backward; this is a view there as well.
         logits: Tensor = output.logits.squeeze(0)
         return logits
+
+    def predicted(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: AttentionState,
+        keep: Tensor | None,
+        compute: Callable[[Predictor, Tensor], Any],
+    ) -> Any:
+        """What `compute` makes of the hidden states `[kept, size]` that `logits` predicts from.
+
+        It is called while the head's weights are whole. Only for a model with a `predictor`.
+        """
+        with in_place_of_head(compute) as made:
+            self.logits(tokens, positions, attention, keep)
+        return made[0]
 
     def require_awake(self) -> None:
         """Raise RunError unless the weights have memory on the device."""

@@ -29,15 +29,16 @@ from rlflow.batch import (
 from rlflow.contract.engines import OptimizerSpec
 from rlflow.contract.values import LossFunction, StepResult, Temperature
 from rlflow.engines.hf.forward.attention import PackedAttention
-from rlflow.engines.hf.forward.packed import pack, prompt_groups
+from rlflow.engines.hf.forward.head import Predictor
+from rlflow.engines.hf.forward.packed import PackedLayout, pack, prompt_groups
+from rlflow.engines.hf.forward.token_scores import token_scores, widen
 from rlflow.engines.hf.forward.vocabulary import CHOSEN, IDS, SUMS, TOP, distributions
 from rlflow.engines.hf.models import TorchModel
 from rlflow.engines.hf.optim import AdamWState
 from rlflow.errors import Finding, RunError
+from rlflow.modelfiles.chunks import CHUNK_BYTES
 
 SCORES = ("log_probs", "entropy")
-LOWEST = -1e30
-"""Stands for log 0 in `p log p`, which is 0 there."""
 OUTPUTS = {"lm": (*SCORES, *SUMS, *TOP, *CHOSEN), "value": ("values",)}
 
 
@@ -45,15 +46,24 @@ class TrainEngine:
     """Computes with `model`, and updates it if there is an optimizer.
 
     `micro_tokens` bounds the tokens of one forward pass; a single row may exceed it. None
-    takes every batch in one pass.
+    takes every batch in one pass. Distributions are made in chunks of tokens that hold at most
+    `chunk_bytes`; None makes them all at once on a CPU, and in chunks of `CHUNK_BYTES` on an
+    accelerator. A model without a `predictor` makes them all at once anywhere.
     """
 
     steps_with: type[AdamWState] = AdamWState
 
     def __init__(
-        self, model: TorchModel, optimizer: OptimizerSpec | None, *, micro_tokens: int | None
+        self,
+        model: TorchModel,
+        optimizer: OptimizerSpec | None,
+        *,
+        micro_tokens: int | None,
+        chunk_bytes: int | None = None,
     ) -> None:
         self.model = model
+        on_cpu = model.device.type == "cpu"
+        self.chunk_bytes = CHUNK_BYTES if chunk_bytes is None and not on_cpu else chunk_bytes
         self.optimizer = None if optimizer is None else self.steps_with(model, optimizer)
         self.micro_tokens = micro_tokens
 
@@ -136,6 +146,8 @@ class TrainEngine:
         self.require_context(layout.longest)
         if not layout.predictions:
             return nothing(batch, outputs, temperature, top_k, self.model.device)
+        if self.chunk_bytes is not None and self.model.predictor is not None:
+            return self.in_chunks(layout, batch, outputs, temperature, top_k)
         attention = PackedAttention(layout)
         logits = self.model.logits(layout.tokens, layout.positions, attention, layout.targets)
         if len(logits) > layout.predictions:
@@ -150,6 +162,32 @@ class TrainEngine:
         if not set(outputs).isdisjoint(SCORES):
             found = token_scores(logits, tokens, temperature, with_entropy)
         found |= distributions(logits, outputs, temperature, top_k, chosen_ids(batch))
+        return {name: found[name] for name in outputs}
+
+    def in_chunks(
+        self,
+        layout: PackedLayout,
+        batch: Batch,
+        outputs: Collection[str],
+        temperature: Temperature,
+        top_k: int,
+    ) -> dict[str, Tensor]:
+        """The same, of a language model's head on a few tokens at a time."""
+        limit, several = self.chunk_bytes, isinstance(temperature, tuple)
+        assert limit is not None
+        given = temperature if isinstance(temperature, tuple) else (temperature,)
+
+        def compute(predictor: Predictor, hidden: Tensor) -> dict[str, Tensor]:
+            tokens = flat(batch["response_tokens"]).to(hidden.device)
+            hidden = hidden[: layout.predictions]
+            ids = chosen_ids(batch)
+            return predictor.scores(hidden, tokens, ids, outputs, given, top_k, limit)
+
+        found: dict[str, Tensor] = self.model.predicted(
+            layout.tokens, layout.positions, PackedAttention(layout), layout.targets, compute
+        )
+        if not several:
+            found |= {name: found[name][:, 0] for name in SCORES if name in found}
         return {name: found[name] for name in outputs}
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor | None, Batch]]:
@@ -231,16 +269,6 @@ class TrainEngine:
             self.optimizer.wake()
 
 
-def token_scores(
-    logits: Tensor, tokens: Tensor, temperature: float, with_entropy: bool
-) -> dict[str, Tensor]:
-    """What `TokenScores` computes, by name."""
-    log_probs, entropy = TokenScores.apply(  # type: ignore[no-untyped-call]
-        logits, tokens, temperature, with_entropy
-    )
-    return {"log_probs": log_probs, "entropy": entropy}
-
-
 def chosen_ids(batch: Batch) -> Tensor | None:
     """At which ids of each response token log-probs may be asked for, int64 `[total, k]`."""
     ids = batch.get(IDS, None)
@@ -277,11 +305,6 @@ def one_token(like: Batch) -> Batch:
     if ids is not None:
         fields[IDS] = ragged_like(torch.arange(ids.shape[1])[None], token)
     return make_batch(fields, 1)
-
-
-def widen(x: Tensor) -> Tensor:
-    """At least float32."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def add_metrics(total: dict[str, Tensor], metrics: Mapping[str, Tensor]) -> None:
@@ -344,38 +367,3 @@ def cut_by_tokens(
         room -= needed
         last = groups[row]
     return [np.array(cut, dtype=np.int64) for cut in cuts]
-
-
-class TokenScores(torch.autograd.Function):
-    """The log-prob of one token per row, and the entropy of the row's distribution (nats)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, tokens: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        """`logits [rows, vocabulary]` and `tokens [rows]`; entropy is zero where not wanted."""
-        scores = widen(logits)
-        if temperature != 1:
-            scores = scores / temperature
-        scores = scores.log_softmax(-1)
-        log_probs = scores.gather(1, tokens[:, None])[:, 0]
-        entropy = torch.zeros_like(log_probs)
-        if with_entropy:
-            entropy = -(scores.exp() * scores.clamp(min=LOWEST)).sum(-1)
-        ctx.save_for_backward(scores, tokens, entropy)
-        ctx.temperature, ctx.with_entropy, ctx.dtype = temperature, with_entropy, logits.dtype
-        return log_probs, entropy
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None]:
-        """D log p(token) = onehot - p, and d H / d score_i = -p_i (log p_i + H), 0 at p_i = 0."""
-        scores, tokens, entropy = ctx.saved_tensors
-        weight = -grad[:, None]
-        if ctx.with_entropy:
-            surprise = scores.clamp(min=LOWEST) + entropy[:, None]
-            weight = weight - grad_entropy[:, None] * surprise
-        grad_scores = scores.exp().mul_(weight)
-        grad_scores.scatter_add_(1, tokens[:, None], grad[:, None])
-        if ctx.temperature != 1:
-            grad_scores /= ctx.temperature
-        return grad_scores.to(ctx.dtype), None, None, None

@@ -14,6 +14,7 @@ from rlflow.graph.roles import Averaged, Drawn, Learning, Paused, Resumed, Sampl
 from rlflow.graph.rules.check import longest_response, most_rows, num_prompts, row_counts
 from rlflow.graph.rules.steps import mini_batches
 from rlflow.scheduler.costs import measurement_keys as keys
+from rlflow.scheduler.costs.averaging import averaging
 from rlflow.scheduler.costs.distributions import (
     DRAFTS,
     field_bytes,
@@ -32,7 +33,7 @@ from rlflow.scheduler.costs.lengths import (
 )
 from rlflow.scheduler.costs.origins import Prompts, origins, response_tokens
 from rlflow.scheduler.costs.pieces import WHOLE, Piece, as_measured
-from rlflow.scheduler.costs.roofline import CACHE, Holds, Load, Roofline, averaging, keeps_workspace
+from rlflow.scheduler.costs.roofline import CACHE, Holds, Load, Roofline, keeps_workspace
 from rlflow.scheduler.costs.serving import serving_of
 from rlflow.scheduler.costs.sizes import Sizes
 from rlflow.scheduler.devices.collectives import copy_bandwidth, group_of, staging

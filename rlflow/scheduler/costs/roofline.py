@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 
 from rlflow.graph.op import Use
 from rlflow.graph.rules.completion_order import ended_share
+from rlflow.modelfiles.chunks import WIDE_BYTES, chunk_bytes
 from rlflow.scheduler.costs.lengths import Lengths, after, assumed, stages
 from rlflow.scheduler.costs.serving import Serving
 from rlflow.scheduler.devices.collectives import ALONE, Group
 from rlflow.scheduler.devices.hardware import Kind
 from rlflow.scheduler.models.shapes import Shape
-from rlflow.scheduler.plan.plan import MICRO_TOKENS, Cost
+from rlflow.scheduler.plan.plan import MICRO_TOKENS
 
 KERNELS_PER_LAYER = 12
 BESIDE_LAYERS = 2
@@ -29,6 +30,7 @@ PREFILL = 8192
 
 CACHE = "KV cache"
 EMBEDDED = "gradient of the embedding"
+SUMMED = "sum of the head's gradient"
 Holds = tuple[tuple[str, int], ...]
 
 
@@ -193,12 +195,15 @@ class Roofline:
         """Seconds of one optimizer step on the rows of a part.
 
         A backward computes twice as much as a forward and gathers again; recomputing adds a
-        forward (Chen et al. 2016). Gradients are summed in every pass over `fsdp`, in the last
-        one over replicas, `trained` bytes a rank. The step itself reads and writes what it keeps.
+        forward (Chen et al. 2016), and scores in chunks one of the head. Gradients are summed in
+        every pass over `fsdp`, in the last one over replicas, `trained` bytes a rank. The step
+        itself reads and writes what it keeps.
         """
         count, predictions = self.passes(load), load.rows * load.lengths.mean
         times = 4 if recompute else 3
         computed = times * self.computed(load.tokens, predictions, load.pairs) / count
+        if self.in_chunks and not recompute:
+            computed += self.computed(0, predictions, 0) / count
         one = self.launched(self.multiplied(computed, times * self.weights), times)
         layers = self.shape.layers + 1
         summed = layers * self.fsdp.reduce_scatter(trained / layers)
@@ -299,6 +304,21 @@ class Roofline:
         cut = heads + 3 * shape.ffn
         return (4 * shape.hidden + cut / self.tp.ranks) * self.size
 
+    @property
+    def in_chunks(self) -> bool:
+        """Whether forwards and updates make distributions for a few tokens at a time."""
+        return self.predicts and self.kind.name != "cpu"
+
+    def predicted(self, predictions: float) -> int:
+        """Bytes of the distributions that a forward or an update holds at a time.
+
+        A head that an adapter changes is not computed in chunks, which is not counted.
+        """
+        if not self.in_chunks:
+            return self.scores(predictions)
+        part = math.ceil(self.shape.vocab / self.tp.ranks)
+        return chunk_bytes(predictions, part, self.size)
+
     def scores(self, predictions: float) -> int:
         """Bytes of logits and of their float32 log-probs, before and after the temperature."""
         if not self.predicts:
@@ -323,10 +343,17 @@ class Roofline:
         whole = self.held_whole()
         return _largest_first(
             ("activations", int(activations)),
-            ("logits", self.scores(predictions)),
+            ("logits", self.predicted(predictions)),
             ("gathered weights", 2 * whole if train else whole),
             (EMBEDDED, self.embedded() if train else 0),
+            (SUMMED, self.summed() if train else 0),
         )
+
+    def summed(self) -> int:
+        """Bytes of the float32 sum of a head's gradients over chunks, where weights are lower."""
+        if not (self.in_chunks and self.trains_vocabulary and self.size < WIDE_BYTES):
+            return 0
+        return self.shape.vocab * self.shape.hidden * WIDE_BYTES // self.tp.ranks
 
     def embedded(self) -> int:
         """Bytes of gradients of embedding and head on their way to their sum.
@@ -365,19 +392,3 @@ def _largest_first(*parts: tuple[str, int]) -> Holds:
 def keeps_workspace(roof: Roofline) -> bool:
     """Whether what it computes in is an engine's process's own, which keeps it between passes."""
     return roof.serving is not None and roof.kind.name != "cpu"
-
-
-def averaging(roof: Roofline, trained: int, of: int, *, period: int, source: str) -> Cost:
-    """The cost of taking `trained` weights, numbers of `of` bytes each, into an average of them.
-
-    Both are read and one is written; of another dtype a weight is converted first. Taken every
-    `period` iterations it costs so much less in each.
-    """
-    ranks = roof.tp.ranks * roof.fsdp.ranks
-    whole = roof.shape.embedding * roof.size // ranks if of != roof.size else 0
-    return Cost(
-        seconds=roof.read((2 * roof.size + of) * trained) / period,
-        transient=whole,
-        holds=(("converted weight", whole),) if whole else (),
-        source=source,
-    )

@@ -42,7 +42,7 @@ def distributions(
         found |= zip(TOP, likeliest(logits, temperature, top_k), strict=True)
     if not set(outputs).isdisjoint(CHOSEN):
         assert ids is not None, "log-probs at ids are asked for, and the batch has none"
-        _require_known(ids, logits.shape[1])
+        require_ids(ids, logits.shape[1])
         at = Chosen.apply(  # type: ignore[no-untyped-call]
             logits, ids.to(logits.device), temperature, "rest_at" in outputs
         )
@@ -65,15 +65,7 @@ def likeliest(logits: Tensor, temperature: float, k: int) -> tuple[Tensor, Tenso
 
     The rest is the log of the probability of all other tokens; -inf where there are none.
     """
-    if not 1 <= k <= logits.shape[1]:
-        raise RunError(
-            Finding(
-                code="E635",
-                what=f"the {k} likeliest tokens are asked for",
-                got=f"a vocabulary of {logits.shape[1]}",
-                expected=f"top_k from 1 to {logits.shape[1]}",
-            )
-        )
+    require_k(k, logits.shape[1])
     found = []
     for part in _parts(logits):
         scores = _scores(logits[part], temperature)
@@ -146,7 +138,20 @@ def _scores(logits: Tensor, temperature: float) -> Tensor:
     return wide if temperature == 1 else wide / temperature
 
 
-def _require_known(ids: Tensor, vocabulary: int) -> None:
+def require_k(k: int, vocabulary: int) -> None:
+    """Refuse to look for more tokens than there are, or for none."""
+    if not 1 <= k <= vocabulary:
+        raise RunError(
+            Finding(
+                code="E635",
+                what=f"the {k} likeliest tokens are asked for",
+                got=f"a vocabulary of {vocabulary}",
+                expected=f"top_k from 1 to {vocabulary}",
+            )
+        )
+
+
+def require_ids(ids: Tensor, vocabulary: int) -> None:
     """Refuse ids that the model has no logit for, as another model's vocabulary may have."""
     if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
         raise RunError(

@@ -21,6 +21,7 @@ from rlflow.contract.values import Head
 from rlflow.engines.hf.forward import attention
 from rlflow.engines.hf.forward.attention import AttentionState
 from rlflow.engines.hf.forward.fused import EXACT
+from rlflow.engines.hf.forward.head import Predictor, take_head_apart
 from rlflow.engines.hf.heads import find_stored_head
 from rlflow.engines.hf.loading import (
     Init,
@@ -28,6 +29,7 @@ from rlflow.engines.hf.loading import (
     check_layers,
     check_outputs,
     check_path,
+    checked_head,
     forward_differences,
     plain_outputs,
     quiet_transformers,
@@ -222,17 +224,38 @@ class Checked:
             return self.model.logits(tokens, positions, state, keep)
 
 
+def _head_of_all(model: ShardedModel, plain: Tensor, split: Split | None) -> Predictor | None:
+    """The head, where it computes the plain outputs on every rank."""
+    predictor = cut_head(model.module, model.config, split) if model.head == "lm" else None
+    if predictor is None:
+        return None
+    mine = checked_head(cast("TorchModel", model), plain, predictor)
+    return predictor if not model.ranks.most(mine is None) else None
+
+
+def cut_head(module: nn.Module, config: Any, split: Split | None) -> Predictor | None:
+    """The head, of which this rank may have a part."""
+    layer: Any = getattr(module, "get_output_embeddings", lambda: None)()
+    cut = None if split is None else split.weights.get(layer)
+    if split is None or cut is None:
+        return take_head_apart(module, config)
+    return take_head_apart(module, config, start=cut.start, group=split.group, size=cut.size)
+
+
 def _check(model: ShardedModel, plain: Tensor, split: Split | None) -> None:
     """Put faster forwards in place, and take them back if a rank finds that they differ.
 
-    Raises UsageError on all ranks where outputs differ from the plain ones on any.
+    Raises UsageError on all ranks where outputs differ from the plain ones on any. A head that
+    can be taken apart, on every rank, is the model's predictor.
     """
     seen = cast("TorchModel", Checked(model))
     replace_cut_forwards(model.module, split, model.dtype)
     if not model.ranks.most(len(forward_differences(seen, plain))):
+        model.predictor = _head_of_all(model, plain, split)
         return
     restore_cut_forwards(model.module, split, model.dtype)
     if model.ranks.most(len(forward_differences(seen, plain))):
         check_outputs(seen, plain)
         what = f"model {model.name!r} computes something else when its rows are packed"
         raise UsageError(Finding(code="E504", what=what, got="a difference on another rank"))
+    model.predictor = _head_of_all(model, plain, split)
