@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from rlflow.batch import flat
 from rlflow.engines.hf.forward.chunks import ChunkedScores
 from rlflow.engines.hf.forward.head import logit_scale, take_head_apart
-from rlflow.engines.hf.forward.shares import WantedNumbers, Projection
+from rlflow.engines.hf.forward.shares import Projection, WantedNumbers
 from rlflow.engines.hf.loading import checked_head, load_model, plain_outputs
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.errors import RunError

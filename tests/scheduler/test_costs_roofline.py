@@ -130,7 +130,8 @@ def test_distributions_are_held_for_one_chunk() -> None:
     held = [dict(each.pass_holds(BATCH, train=True, recompute=True)) for each in (SEVEN_B, cut)]
 
     assert [353 * 152_064 * 20, 706 * 76_032 * 20] == [each["logits"] for each in held]
-    assert 353 == chunk_tokens(152_064, 2) and max(each["logits"] for each in held) <= CHUNK_BYTES
+    assert 353 == chunk_tokens(152_064, 2)
+    assert max(each["logits"] for each in held) <= CHUNK_BYTES
     assert [None, 152_064 * 3584 * 4 // 2] == [each.get(SUMMED) for each in held]
     on_cpu = replace(SEVEN_B, kind=cpu_cluster(1).kind)
     tokens = min(BATCH.rows * BATCH.lengths.longest, MICRO_TOKENS)
