@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlflow.batch import flat
+from rlflow.engines.hf.checking import checked_head, plain_outputs
 from rlflow.engines.hf.forward.chunks import ChunkedScores
 from rlflow.engines.hf.forward.head import logit_scale, take_head_apart
 from rlflow.engines.hf.forward.shares import Projection, WantedNumbers
-from rlflow.engines.hf.loading import checked_head, load_model, plain_outputs
+from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.errors import RunError
 from rlflow.modelfiles.chunks import CHUNK_BYTES, chunk_bytes, chunk_tokens, number_bytes

@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file
 
 from rlflow.batch import make_batch, ragged_rows
-from rlflow.engines.hf import loading
+from rlflow.engines.hf import checking
 from rlflow.engines.hf.loading import load_model, load_tokenizer
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.engines.hf.writing import save_model
@@ -164,13 +164,13 @@ def test_attention_that_cannot_be_packed_is_refused(tmp_path):
 @pytest.mark.parametrize("way", ["packed", "packed in rows", "decoded"])
 def test_a_model_that_computes_something_else_is_refused(way, model_dir, monkeypatch):
     name = "decoded_outputs" if way == "decoded" else "packed_outputs"
-    real = getattr(loading, name)
+    real = getattr(checking, name)
 
     def wrong(*args):
         off = way == "decoded" or (args[3] == 0) == (way == "packed in rows")
         return real(*args) * (1.001 if off else 1)
 
-    monkeypatch.setattr(loading, name, wrong)
+    monkeypatch.setattr(checking, name, wrong)
     with pytest.raises(UsageError, match=f"E504.*rows are {way}\n"):
         load(model_dir("qwen2"))
 

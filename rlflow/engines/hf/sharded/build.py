@@ -18,6 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rlflow.contract.values import Head
+from rlflow.engines.hf.checking import (
+    check_outputs,
+    checked_head,
+    forward_differences,
+    plain_outputs,
+)
 from rlflow.engines.hf.forward import attention
 from rlflow.engines.hf.forward.attention import AttentionState
 from rlflow.engines.hf.forward.fused import EXACT
@@ -27,11 +33,7 @@ from rlflow.engines.hf.loading import (
     Init,
     auto,
     check_layers,
-    check_outputs,
     check_path,
-    checked_head,
-    forward_differences,
-    plain_outputs,
     quiet_transformers,
     read,
     use_packed_attention,
