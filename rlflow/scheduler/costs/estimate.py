@@ -14,7 +14,6 @@ from rlflow.graph.roles import Averaged, Drawn, Learning, Paused, Resumed, Sampl
 from rlflow.graph.rules.check import longest_response, most_rows, num_prompts, row_counts
 from rlflow.graph.rules.steps import mini_batches
 from rlflow.scheduler.costs import measurement_keys as keys
-from rlflow.scheduler.costs.averaging import averaging
 from rlflow.scheduler.costs.distributions import (
     DRAFTS,
     field_bytes,
@@ -323,3 +322,19 @@ class Costs(Sizes):
             return estimate
         source = f"{estimate.source}; dispatch {record.source}"
         return replace(estimate, seconds=estimate.seconds + record.wait, source=source)
+
+
+def averaging(roof: Roofline, trained: int, of: int, *, period: int, source: str) -> Cost:
+    """The cost of taking `trained` weights, numbers of `of` bytes each, into an average of them.
+
+    Both are read and one is written; of another dtype a weight is converted first. Taken every
+    `period` iterations it costs so much less in each.
+    """
+    ranks = roof.tp.ranks * roof.fsdp.ranks
+    whole = roof.shape.embedding * roof.size // ranks if of != roof.size else 0
+    return Cost(
+        seconds=roof.read((2 * roof.size + of) * trained) / period,
+        transient=whole,
+        holds=(("converted weight", whole),) if whole else (),
+        source=source,
+    )
