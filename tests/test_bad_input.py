@@ -273,21 +273,33 @@ def test_devices_that_are_not_a_cluster(rlflow, here, devices, message):
 @pytest.mark.parametrize(
     ("words", "got"),
     [
-        (("--devices", "h100:1"), "the devices are h100"),
-        (("--placement", "four"), "pool 'all' has 4 devices"),
+        (("--devices", "h100:4"), "the devices are h100, pool 'all' has 4 devices"),
+        ((), "pool 'all' has 4 devices"),
     ],
 )
 def test_devices_that_this_process_cannot_run(rlflow, here, command, words, got):
     rewrite(here, "@rf.pipeline()", PLACED)
-    words = words if "--placement" in words else ("--placement", "one", *words)
-    result = rlflow(command, "mine.py", *words, "--backend", "local")
+    result = rlflow(command, "mine.py", "--placement", "four", *words, "--backend", "local")
     assert 4 == result.code
     assert (
-        "error[E403]: the local backend runs CPU pools of one device each\n"
+        "error[E403]: the local backend runs one accelerator, or CPU pools of one device each\n"
         f"  got          {got}\n"
-        "  expected     one CPU device a pool, or a process for every device\n"
+        "  expected     one accelerator, one CPU device a pool, or a process for every device\n"
         "  fix          --backend ray\n"
     ) == result.err
+    assert nothing_started(here)
+
+
+@pytest.mark.torch
+def test_an_accelerator_that_is_not_there(rlflow, here, monkeypatch):
+    """A plan for one needs no process beside this one; a run needs the device."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    rewrite(here, "@rf.pipeline()", PLACED)
+    words = ("mine.py", "--placement", "one", "--devices", "h100:1")
+    assert "backend ray" not in rlflow("plan", *words).out
+    result = rlflow("run", *words)
+    assert 4 == result.code
+    assert "error[E773]: this process has no device of kind 'h100'" in result.err
     assert nothing_started(here)
 
 

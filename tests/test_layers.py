@@ -77,6 +77,7 @@ DOORS = {
     "cli.simulating": "pictures are drawn where they are asked for",
     "cli.launch": "torch and Ray are loaded once a plan is to run",
     "cli.measuring": "torch is loaded once something is measured",
+    "cli.machines": "so are they where a plan runs in this process, or on Ray",
     "cli.export": "torch is loaded once there is something to write",
     "graph.placement": "a declaration is found where one is made",
     "report.render": "each form of picture loads its own library",

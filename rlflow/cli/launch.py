@@ -34,6 +34,7 @@ from rlflow.cli.continuing import (
     words_of_run,
 )
 from rlflow.cli.interpreters import missing_engines
+from rlflow.cli.machines import machine_of
 from rlflow.errors import Finding, Interrupted, UsageError
 from rlflow.graph.graph import Graph
 from rlflow.graph.headline import headline
@@ -251,7 +252,7 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
         if planned.target.devices is None:
             display.say(f"GPUs: {chosen_text(machine_gpus())}")
         settings = _settings(planned, asked, directory, weights)
-        with _machine(planned, asked) as machine:
+        with machine_of(planned, asked.options) as machine:
             ranks = "\n".join(["", *machine.device_map()])
             display.say(f"{ranks}\nrun directory: {directory.path}")
             run = Run(plan, settings, machine, directory, display)
@@ -359,42 +360,3 @@ def _interrupted(asked: _Asked, directory: RunDir) -> Iterator[None]:
         if not _began(directory):
             left = f"no iteration had begun, so {directory.path} was removed"
         raise Interrupted(summary=f"stopped at once; {left}") from None
-
-
-@contextmanager
-def _machine(planned: Planned, asked: _Asked) -> Iterator[Any]:
-    """Where the plan runs, with its models loaded; closed whatever happens."""
-    from rlflow.runtime.record.durable import check_armed
-    from rlflow.runtime.worker.allocator import keep_freed_memory
-
-    plan, near = planned.compiled.plan, planned.declared.pipeline.path
-    seed, threads = planned.declared.config.seed, planned.cluster.threads
-    machine: Any
-    if plan.backend == "local":
-        from rlflow.runtime.local import LocalMachine
-        from rlflow.runtime.worker.worker import Worker
-
-        check_armed()
-        keep_freed_memory()
-        worker = Worker(plan, seed=seed, near=near, check_sync=asked.options["check_sync"])
-        machine = LocalMachine(plan, worker, threads=threads)
-    else:
-        from rlflow.runtime.ray.machine import Options, RayMachine
-
-        check_armed()  # the points of failure of ranks are known once they are imported
-        machine = RayMachine(
-            plan,
-            Options(
-                kind=planned.cluster.kind.chip,
-                threads=threads,
-                seed=seed,
-                near=near,
-                deadline=asked.options["deadline"],
-                check_sync=asked.options["check_sync"],
-                address=asked.options["address"],
-            ),
-        )
-    try:
-        yield machine
-    finally:
-        machine.close()

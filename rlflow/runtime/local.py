@@ -1,8 +1,9 @@
 """The `local` backend: this process, a thread for each lane of a device and one for the host.
 
 The reference for every other backend: no serialisation, tensors stay where they are
-made. A device is a slot of threads; PyTorch's intra-op threads are shared out to it. Copies to
-and from the host have a thread of their own, so that they run beside what computes.
+made. A CPU device is a slot of threads; PyTorch's intra-op threads are shared out to it. An
+accelerator is this process's first one. Copies to and from the host have a thread of their own,
+so that they run beside what computes.
 """
 
 from __future__ import annotations

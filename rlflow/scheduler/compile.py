@@ -209,22 +209,23 @@ def _noting_devices(plan: Plan, placement: Placement, cluster: Cluster, *, chose
 
 
 def not_local(placement: Placement, cluster: Cluster) -> list[Finding]:
-    """Why one process cannot run it: a pool of several devices, or devices of another kind."""
+    """Why one process cannot run it: a pool of several devices, or several accelerators."""
     pools = [
         f"pool {name!r} has {len(devices)} devices"
         for name, devices in placement.devices().items()
         if len(devices) > 1
     ]
     named = " and ".join(dict.fromkeys(kind.name for kind, _ in cluster.kinds))
-    kinds = [] if cluster.is_cpu else [f"the devices are {named}"]
+    several = not cluster.is_cpu and placement.num_devices() > 1
+    kinds = [f"the devices are {named}"] if several else []
     if not pools and not kinds:
         return []
     return [
         Finding(
             code="E403",
-            what="the local backend runs CPU pools of one device each",
+            what="the local backend runs one accelerator, or CPU pools of one device each",
             got=", ".join([*kinds, *pools]),
-            expected="one CPU device a pool, or a process for every device",
+            expected="one accelerator, one CPU device a pool, or a process for every device",
             fix="--backend ray",
         )
     ]

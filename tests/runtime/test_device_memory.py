@@ -39,6 +39,9 @@ class Counted:
     def free(self) -> int:
         return 0
 
+    def wait(self) -> None:
+        pass
+
     def give_back(self) -> None:
         self.told.append("give back")
 

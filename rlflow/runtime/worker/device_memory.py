@@ -30,6 +30,9 @@ class AcceleratorMemory(Protocol):
     def free(self) -> int:
         """Bytes that no process has."""
 
+    def wait(self) -> None:
+        """Return once the device has done what this thread computes on it."""
+
     def give_back(self) -> None:
         """Leave to other processes what no tensor of this one has."""
 
@@ -64,6 +67,13 @@ class CudaMemory:
         """Bytes that the driver has left."""
         return torch.cuda.mem_get_info(self._device)[0]
 
+    def wait(self) -> None:
+        """Wait for the current stream alone: copies beside it have streams of their own.
+
+        So the seconds of an action are its own, and what fails on the device names it.
+        """
+        torch.cuda.current_stream(self._device).synchronize()
+
     def give_back(self) -> None:
         """Wait for what is queued, then unmap every segment without a live tensor."""
         with torch.cuda.device(self._device):
@@ -85,6 +95,9 @@ class ProcessMemory:
     def free(self) -> int:
         """Nothing is known."""
         return 0
+
+    def wait(self) -> None:
+        """What is computed is done."""
 
     def give_back(self) -> None:
         """There is nothing to give."""

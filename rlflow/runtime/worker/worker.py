@@ -42,7 +42,7 @@ from rlflow.runtime.worker.node_states import NodeStates
 from rlflow.runtime.worker.reading import Reading
 from rlflow.runtime.worker.starting import start_steps
 from rlflow.runtime.worker.store import ShardStore, Stored
-from rlflow.runtime.worker.world import HERE, resharder
+from rlflow.runtime.worker.world import place_of, resharder
 from rlflow.scheduler.plan.plan import Action, Instance, Plan
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ class Result:
 class Worker:
     """Loads the instances of a plan and runs its actions, one call an action instance.
 
-    With a `world` it is one rank of several: it loads the instances of its device only.
+    With a `world` it is one rank of several: it loads the instances of its device only; without,
+    all of them on `device`.
     `check_sync` compares hashes of both ends after every reshard. After what an engine beside it
     may wait for, `memory` goes back to other processes.
     """
@@ -91,6 +92,7 @@ class Worker:
         *,
         world: World | None = None,
         check_sync: bool = False,
+        device: str = "cpu",
         memory: AcceleratorMemory | None = None,
     ) -> None:
         self.plan = plan
@@ -99,7 +101,8 @@ class Worker:
         self.near = near
         self.world = world
         self.check_sync = check_sync
-        self.memory = memory or device_memory(HERE["device"] if world is None else world.device)
+        self.device = device if world is None else world.device
+        self.memory = memory or device_memory(self.device)
         self._leaving = leaving_memory(plan)
         self.flow = Flow(plan)
         self.store = ShardStore()
@@ -149,7 +152,7 @@ class Worker:
                 self._path(declared.path),
                 seed=self.seed,
                 draft=drafting_in(self.plan, instance, self._path),
-                **(HERE if self.world is None else self.world.where(instance)),
+                **place_of(self.world, instance, self.device),
             )
 
     def close(self) -> None:
@@ -175,6 +178,8 @@ class Worker:
         `keep` int64 names the rows, by place, whose results stay; None for all of them.
         """
         result = self._performed(action, iteration, keep)
+        if action.kind in ("run", "reshard"):
+            self.memory.wait()
         if action.id in self._leaving:
             self.memory.give_back()
         return result

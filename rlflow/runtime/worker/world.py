@@ -39,8 +39,11 @@ class Where(TypedDict):
     nodes: Nodes | None
 
 
-# Where the one process of a plan without ranks does.
-HERE = Where(device="cpu", mesh=None, ranks=(), nodes=None)
+def place_of(world: World | None, instance: Instance, device: str) -> Where:
+    """Where a process loads an instance: everything on `device` where there are no ranks."""
+    if world is None:
+        return Where(device=device, mesh=None, ranks=(), nodes=None)
+    return world.where(instance)
 
 
 class World:

@@ -1,0 +1,79 @@
+"""Where the actions of a run are carried out: in this process, or in one a device on Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rlflow.errors import Finding, PlanError
+from rlflow.scheduler.devices.machine import Gpu
+
+if TYPE_CHECKING:
+    from rlflow.cli.commands import Planned
+
+
+@contextmanager
+def machine_of(planned: Planned, options: Mapping[str, Any]) -> Iterator[Any]:
+    """Where the plan runs, with its models loaded; closed whatever happens."""
+    from rlflow.runtime.record.durable import check_armed
+    from rlflow.runtime.worker.allocator import keep_freed_memory
+
+    plan, near = planned.compiled.plan, planned.declared.pipeline.path
+    seed, threads = planned.declared.config.seed, planned.cluster.threads
+    machine: Any
+    if plan.backend == "local":
+        from rlflow.runtime.local import LocalMachine
+        from rlflow.runtime.worker.worker import Worker
+
+        check_armed()
+        keep_freed_memory()
+        device, proven = local_device(planned.cluster.kind.chip), options["check_sync"]
+        worker = Worker(plan, seed=seed, near=near, device=device, check_sync=proven)
+        machine = LocalMachine(plan, worker, threads=threads)
+    else:
+        from rlflow.runtime.ray.machine import Options, RayMachine
+
+        check_armed()  # the points of failure of ranks are known once they are imported
+        machine = RayMachine(
+            plan,
+            Options(
+                kind=planned.cluster.kind.chip,
+                threads=threads,
+                seed=seed,
+                near=near,
+                deadline=options["deadline"],
+                check_sync=options["check_sync"],
+                address=options["address"],
+            ),
+        )
+    try:
+        yield machine
+    finally:
+        machine.close()
+
+
+def local_device(kind: str) -> str:
+    """The torch device of a plan for one device of a kind: the CPU, or the first accelerator.
+
+    Raises PlanError where torch has no accelerator, or one of another kind of the table.
+    """
+    if kind == "cpu":
+        return "cpu"
+    import torch
+
+    found = f"torch {torch.__version__} has no accelerator"
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        own = Gpu(name=properties.name, memory=float(properties.total_memory)).kind
+        if own is None or own.chip == kind:
+            return "cuda:0"
+        found = f"{properties.name}, of kind {own.chip!r}"
+    finding = Finding(
+        code="E773",
+        what=f"this process has no device of kind {kind!r}",
+        got=found,
+        expected="a GPU of that kind that torch sees",
+        fix="--devices cpu:1, or leave it out for the devices of this machine",
+    )
+    raise PlanError(finding)
