@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlflow.batch import Batch
-    from rlflow.graph.graph import Binding, Node
+    from rlflow.graph.graph import Binding, Graph, Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,3 +102,13 @@ class Reading:
         """Fields of a node as they lie here for an action to read, chunks joined."""
         origins = self._flow.origins(action.id, source)
         return joined_fields([self._store.get(origin, iteration) for origin in origins], names)
+
+
+def fields_read(graph: Graph, node: Node) -> frozenset[str]:
+    """The outputs of a node that some other node reads."""
+    return frozenset(
+        bound.field.name
+        for other in graph.nodes
+        for bound in other.inputs
+        if bound.source == node.name
+    )

@@ -39,7 +39,7 @@ from rlflow.runtime.worker.drafting import drafter_within, drafting_in
 from rlflow.runtime.worker.loaded import InUse, Loaded
 from rlflow.runtime.worker.loading import load_instance, loading
 from rlflow.runtime.worker.node_states import NodeStates
-from rlflow.runtime.worker.reading import Reading
+from rlflow.runtime.worker.reading import Reading, fields_read
 from rlflow.runtime.worker.starting import start_steps
 from rlflow.runtime.worker.store import ShardStore, Stored
 from rlflow.runtime.worker.world import place_of, resharder
@@ -110,7 +110,7 @@ class Worker:
         self.states = NodeStates()
         self._carried: dict[str, dict[str, Any]] = {}
         self._resharders: dict[str, Resharder] = {}
-        self._wanted = {node.name: _fields_read(plan.graph, node) for node in plan.graph.nodes}
+        self._wanted = {node.name: fields_read(plan.graph, node) for node in plan.graph.nodes}
         self._tokenizer = functools.cache(self._load_tokenizer)
         self.loaded: dict[str, Loaded] = {}
         self._helped: dict[str, Loaded] = {}
@@ -393,13 +393,3 @@ def _body(name: str) -> Callable[[Call], Output]:
     """The body behind a dotted name: the one door from the runtime to the ops' bodies."""
     body: Callable[[Call], Output] = pkgutil.resolve_name(name)
     return body
-
-
-def _fields_read(graph: Graph, node: Node) -> frozenset[str]:
-    """The outputs of a node that some other node reads."""
-    return frozenset(
-        bound.field.name
-        for other in graph.nodes
-        for bound in other.inputs
-        if bound.source == node.name
-    )
