@@ -42,7 +42,7 @@ from rlflow.runtime.worker.node_states import NodeStates
 from rlflow.runtime.worker.reading import Reading, fields_read
 from rlflow.runtime.worker.starting import start_steps
 from rlflow.runtime.worker.store import ShardStore, Stored
-from rlflow.runtime.worker.world import place_of, resharder
+from rlflow.runtime.worker.world import resharder, where_loaded
 from rlflow.scheduler.plan.plan import Action, Instance, Plan
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Worker:
                 self._path(declared.path),
                 seed=self.seed,
                 draft=drafting_in(self.plan, instance, self._path),
-                **place_of(self.world, instance, self.device),
+                **where_loaded(self.world, instance, self.device),
             )
 
     def close(self) -> None:

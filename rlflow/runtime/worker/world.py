@@ -39,7 +39,7 @@ class Where(TypedDict):
     nodes: Nodes | None
 
 
-def place_of(world: World | None, instance: Instance, device: str) -> Where:
+def where_loaded(world: World | None, instance: Instance, device: str) -> Where:
     """Where a process loads an instance: everything on `device` where there are no ranks."""
     if world is None:
         return Where(device=device, mesh=None, ranks=(), nodes=None)
