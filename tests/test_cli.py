@@ -169,8 +169,9 @@ def test_the_backend_is_chosen_or_said(rlflow):
     assert " 0 transfer" in chosen.out
     assert "   backend ray\n" in said.out
     assert " 4 transfer" in said.out
-    gpu = rlflow("plan", GRPO, "--devices", "h100:1")
-    assert "  backend ray: one process a device: the devices are h100\n" in gpu.out
+    assert "   backend local\n" in rlflow("plan", GRPO, "--devices", "h100:1").out
+    gpus = rlflow("plan", GRPO, "--placement", "split", "--devices", "h100:2")
+    assert "  backend ray: one process a device: the devices are h100\n" in gpus.out
     assert "backend ray:" not in said.out
     assert 0 == rlflow("check", GRPO, "--backend", "ray").code
     assert 2 == rlflow("plan", GRPO, "--backend", "rey").code
