@@ -299,7 +299,7 @@ def test_an_accelerator_that_is_not_there(rlflow, here, monkeypatch):
     assert "backend ray" not in rlflow("plan", *words).out
     result = rlflow("run", *words)
     assert 4 == result.code
-    assert "error[E773]: this process has no device of kind 'h100'" in result.err
+    assert "error[E406]: this process has no device of kind 'h100'" in result.err
     assert nothing_started(here)
 
 

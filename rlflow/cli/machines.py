@@ -70,7 +70,7 @@ def local_device(kind: str) -> str:
             return "cuda:0"
         found = f"{properties.name}, of kind {own.chip!r}"
     finding = Finding(
-        code="E773",
+        code="E406",
         what=f"this process has no device of kind {kind!r}",
         got=found,
         expected="a GPU of that kind that torch sees",
