@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlflow.engines.hf.forward.packed import Block, PackedLayout
+from rlflow.engines.hf.forward.spans import attend_spans
 from rlflow.engines.hf.generate.cache import KeyValueCache, RaggedCache
 from rlflow.errors import Finding, RunError
 from rlflow.modelfiles.families import cannot_be_packed
@@ -138,6 +139,11 @@ class PackedAttention:
         window = traits.window
         if window is not None and window >= self.layout.longest:
             window = None
+        if self.layout.spans is not None:
+            return attend_spans(
+                q, k, v, self.layout.spans, scale=traits.scaling, window=window,
+                softcap=traits.softcap, sinks=traits.sinks,
+            )  # fmt: skip
         plain = traits.softcap is None and traits.sinks is None
         blocks, slots = self.layout.blocks, self.layout.slots
         if plain and window is None and len(blocks) == 1 and eager(blocks[0], q.shape[1]):

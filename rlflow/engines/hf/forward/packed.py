@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlflow.batch import flat, lengths, offsets
 from rlflow.engines.hf.forward.prefixes import Index, Prefixes, prefixes, unshared_rows
+from rlflow.engines.hf.forward.spans import Spans, spans
 from rlflow.errors import Finding, RunError
 
 # Ragged batches are filled up to a multiple of this many tokens, for matrix libraries make code
@@ -63,7 +64,7 @@ class PackedLayout:
     `slots[t]` is the place of flat token t in the blocks' places joined end to end, None where
     the one block is the flat sequence itself. `targets` has, for each of `predictions` response
     tokens in the batch's order, the flat position that predicts it, and is filled up likewise.
-    `longest` is the longest row's length.
+    `longest` is the longest row's length. With `spans` there are no blocks; prompts stand first.
     """
 
     tokens: Tensor
@@ -74,6 +75,7 @@ class PackedLayout:
     real: int
     predictions: int
     longest: int
+    spans: Spans | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +117,16 @@ def pack(
     response_tokens: Tensor,
     device: torch.device,
     tree_width: int = TREE_WIDTH,
+    *,
+    dense: bool | None = None,
 ) -> PackedLayout:
     """Lay out ragged int64 prompts and responses `[rows, j]`; equal prompts are shared.
 
-    A prompt whose responses are all empty is left out. Groups of up to `tree_width` tokens
-    attend as one square. Raises RunError for an empty prompt.
+    A prompt whose responses are all empty is left out. A `dense` layout, the default on a CPU, has
+    blocks with masks, in which groups of up to `tree_width` tokens attend as one square; another
+    has spans. Raises RunError for an empty prompt.
     """
+    dense = device.type == "cpu" if dense is None else dense
     sizes = lengths(prompt_tokens).cpu().numpy()
     responses = lengths(response_tokens).cpu().numpy()
     if len(sizes) and not sizes.min():
@@ -130,7 +136,7 @@ def pack(
     inputs, values = responses[used] - 1, flat(response_tokens).cpu().numpy()
     starts = (np.cumsum(responses) - responses)[used]
     width = sizes[first] + np.bincount(group, inputs, len(first)).astype(np.int64)
-    tree = width.max(initial=0) <= tree_width
+    tree = dense and width.max(initial=0) <= tree_width
     shared = prefixes(group, inputs, starts, values) if tree else unshared_rows(group)
     prompt_starts = offsets(prompt_tokens).cpu().numpy()[:-1]
     rows = flat_order(
@@ -140,20 +146,26 @@ def pack(
         inputs,
         group,
         shared,
+        prompts_first=not dense,
     )
     source = torch.cat([flat(prompt_tokens), flat(response_tokens)])
-    return lay_out(rows, source, targets(rows, shared.order, responses[used]), device, tree_width)
+    predictors = targets(rows, shared.order, responses[used])
+    return lay_out(rows, source, predictors, device, tree_width if dense else None)
 
 
-def pack_prompts(prompt_tokens: Tensor, device: torch.device) -> PackedLayout:
+def pack_prompts(
+    prompt_tokens: Tensor, device: torch.device, *, dense: bool | None = None
+) -> PackedLayout:
     """Lay out prompts alone, each by itself; `targets` is the last token of each."""
+    dense = device.type == "cpu" if dense is None else dense
     sizes = lengths(prompt_tokens).cpu().numpy()
     if len(sizes) and not sizes.min():
         raise RunError(empty_prompt(int(sizes.argmin())))
     none = np.empty(0, dtype=np.int64)
     starts = offsets(prompt_tokens).cpu().numpy()[:-1]
     rows = flat_order(starts, sizes, none, none, none, unshared_rows(none))
-    return lay_out(rows, flat(prompt_tokens), rows.group_start + sizes - 1, device, TREE_WIDTH)
+    last, width = rows.group_start + sizes - 1, TREE_WIDTH if dense else None
+    return lay_out(rows, flat(prompt_tokens), last, device, width)
 
 
 def empty_prompt(row: int) -> Finding:
@@ -173,13 +185,22 @@ def flat_order(
     row_length: Index,
     row_group: Index,
     prefixes: Prefixes,
+    *,
+    prompts_first: bool = False,
 ) -> _Rows:
-    """Put every group's prompt before the own tokens of its rows; find each flat token's source."""
+    """Put every prompt before its rows' own tokens; find each flat token's source.
+
+    Or all prompts before all rows, those first that have a row with tokens of its own.
+    """
     groups, rows = len(prompt_length), len(row_length)
     by, shared = prefixes.order, prefixes.shared
     row_group, whole = row_group[by], row_length[by]
     group = np.concatenate([np.arange(groups), row_group])
+    added = np.bincount(row_group, whole - shared, groups).astype(np.int64)
     by_group = np.argsort(group, kind="stable")
+    if prompts_first:
+        used_first = np.argsort(added == 0, kind="stable")
+        by_group = np.concatenate([used_first, np.arange(groups, groups + rows)])
     length = np.concatenate([prompt_length, whole - shared])[by_group]
     start = np.cumsum(length) - length
     source = np.concatenate([prompt_source, row_source[by] + shared])[by_group]
@@ -188,7 +209,6 @@ def flat_order(
     within = np.arange(int(length.sum())) - np.repeat(start, length)
     place = np.empty(groups + rows, dtype=np.int64)
     place[by_group] = start
-    added = np.bincount(row_group, whole - shared, groups).astype(np.int64)
     return _Rows(
         group_start=place[:groups],
         group_length=prompt_length + added,
@@ -218,12 +238,14 @@ def targets(rows: _Rows, order: Index, responses: Index) -> Index:
 
 
 def lay_out(
-    rows: _Rows, source: Tensor, predictors: Index, device: torch.device, tree_width: int
+    rows: _Rows, source: Tensor, predictors: Index, device: torch.device, tree_width: int | None
 ) -> PackedLayout:
-    """Choose the blocks and move everything to the device."""
+    """Choose the blocks, or spans without a width, and move everything to the device."""
     width = int(rows.group_length.max(initial=0))
     longest = rows.positions.max(initial=-1) + 1
-    blocks, slots = tree_block(rows, width) if width <= tree_width else row_blocks(rows)
+    blocks, slots = list[Block](), None
+    if tree_width is not None:
+        blocks, slots = tree_block(rows, width) if width <= tree_width else row_blocks(rows)
     real, predictions = len(rows.source), len(predictors)
     return PackedLayout(
         tokens=source.to(device)[fill_up(rows.source, slots).to(device)],
@@ -234,6 +256,7 @@ def lay_out(
         real=real,
         predictions=predictions,
         longest=int(longest),
+        spans=None if tree_width is not None else spans(rows, device),
     )
 
 
