@@ -91,11 +91,22 @@ def column_index(field_lengths: Tensor) -> Tensor:
     return positions - torch.repeat_interleave(starts, field_lengths)
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """`x` on a device, without waiting for it: to CUDA by way of pinned memory.
+
+    Torch keeps the pinned copy until the device has read it.
+    """
+    if x.device.type != "cpu" or device.type != "cuda":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
 def pad(values: Tensor, field_lengths: Tensor, fill: float = 0) -> Tensor:
     """Spread flat values `[total, ...]` into `[rows, longest, ...]`; differentiable in `values`."""
     width = int(field_lengths.max()) if len(field_lengths) else 0
     padded = values.new_full((len(field_lengths), width, *values.shape[1:]), fill)
-    return padded.index_put((row_index(field_lengths), column_index(field_lengths)), values)
+    places = row_index(field_lengths), column_index(field_lengths)
+    return padded.index_put(tuple(to_device(each, values.device) for each in places), values)
 
 
 def unpad(padded: Tensor, field_lengths: Tensor) -> Tensor:

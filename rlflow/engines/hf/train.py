@@ -25,6 +25,7 @@ from rlflow.batch import (
     ragged_like,
     ragged_rows,
     select_rows,
+    to_device,
 )
 from rlflow.contract.engines import OptimizerSpec
 from rlflow.contract.values import LossFunction, StepResult, Temperature
@@ -122,7 +123,7 @@ class TrainEngine:
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.accumulate()
             add_metrics(total, {"loss": loss, **metrics})
-        return self.finish({name: float(value) for name, value in total.items()}, max_grad_norm)
+        return self.finish(numbers_of(total), max_grad_norm)
 
     def finish(self, metrics: dict[str, float], max_grad_norm: float | None) -> StepResult:
         """Update the weights with the gradients of the whole batch, if all is finite."""
@@ -178,7 +179,7 @@ class TrainEngine:
         given = temperature if isinstance(temperature, tuple) else (temperature,)
 
         def compute(predictor: Predictor, hidden: Tensor) -> dict[str, Tensor]:
-            tokens = flat(batch["response_tokens"]).to(hidden.device)
+            tokens = to_device(flat(batch["response_tokens"]), hidden.device)
             hidden = hidden[: layout.predictions]
             ids = chosen_ids(batch)
             return predictor.scores(hidden, tokens, ids, outputs, given, top_k, limit)
@@ -305,6 +306,14 @@ def one_token(like: Batch) -> Batch:
     if ids is not None:
         fields[IDS] = ragged_like(torch.arange(ids.shape[1])[None], token)
     return make_batch(fields, 1)
+
+
+def numbers_of(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    """0-d metrics as numbers, brought from their device all at once."""
+    if not metrics:
+        return {}
+    read = torch.stack([value.double() for value in metrics.values()]).tolist()
+    return dict(zip(metrics, read, strict=True))
 
 
 def add_metrics(total: dict[str, Tensor], metrics: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlflow.batch import Batch, flat, lengths, make_batch, pad, ragged_like, select_rows
+from rlflow.batch import Batch, flat, lengths, make_batch, pad, ragged_like, select_rows, to_device
 from rlflow.contract.values import Stat, StepResult
 from rlflow.errors import Finding, NumericsError, RunError
 from rlflow.ops.bodies.common import (
@@ -237,7 +237,7 @@ def loss_function(spec: Loss, totals: Totals) -> LossFunction:
         padded = {name: pad(value, sizes) for name, value in outputs.items()}
         fields = padded_fields(micro, tuple(dict.fromkeys((*READ_BY_LOSSES, *spec.needs()))))
         for device in {value.device for value in padded.values()}:
-            fields = {name: value.to(device) for name, value in fields.items()}
+            fields = {name: to_device(value, device) for name, value in fields.items()}
         result: tuple[Tensor, dict[str, Tensor]] = objective(spec, padded, fields, totals)
         return spoiled(result[0], padded, fields[MASK]), result[1]
 

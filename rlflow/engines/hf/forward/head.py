@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rlflow.batch import to_device
 from rlflow.engines.hf.forward.chunks import ChunkedScores, logits_of
 from rlflow.engines.hf.forward.kernels import product
 from rlflow.engines.hf.forward.shares import Projection, WantedNumbers
@@ -75,7 +76,7 @@ class Predictor:
         if wants_ids:
             assert ids is not None, "log-probs at ids are asked for, and the batch has none"
             require_ids(ids, self.form.size)
-            ids = ids.to(hidden.device)
+            ids = to_device(ids, hidden.device)
         asked = WantedNumbers(
             temperatures=temperatures,
             limit=limit,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlflow.batch import flat, lengths, offsets
+from rlflow.batch import flat, lengths, offsets, to_device
 from rlflow.engines.hf.forward.prefixes import Index, Prefixes, prefixes, unshared_rows
 from rlflow.engines.hf.forward.spans import Spans, spans
 from rlflow.errors import Finding, RunError
@@ -248,11 +248,11 @@ def lay_out(
         blocks, slots = tree_block(rows, width) if width <= tree_width else row_blocks(rows)
     real, predictions = len(rows.source), len(predictors)
     return PackedLayout(
-        tokens=source.to(device)[fill_up(rows.source, slots).to(device)],
-        positions=fill_up(rows.positions, slots).to(device),
+        tokens=to_device(source[fill_up(rows.source, slots)], device),
+        positions=to_device(fill_up(rows.positions, slots), device),
         blocks=tuple(on_device(block, device) for block in blocks),
-        slots=None if slots is None else fill_up(slots, slots).to(device),
-        targets=fill_up(predictors, slots).to(device),
+        slots=None if slots is None else to_device(fill_up(slots, slots), device),
+        targets=to_device(fill_up(predictors, slots), device),
         real=real,
         predictions=predictions,
         longest=int(longest),

@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlflow.batch import to_device
+
 # Scores that are worked on at a time where no kernel does it, of all heads.
 SCORES_AT_ONCE = 1 << 24
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -54,7 +56,7 @@ def sequences(
 ) -> Sequences:
     """Runs of such lengths, one after the other."""
     bounds = [np.concatenate([[0], np.cumsum(each)]) for each in (q_lengths, k_lengths)]
-    starts = [torch.from_numpy(each.astype(np.int32)).to(device) for each in bounds]
+    starts = [to_device(torch.from_numpy(each.astype(np.int32)), device) for each in bounds]
     return Sequences(q_bounds=bounds[0], k_bounds=bounds[1], q_starts=starts[0], k_starts=starts[1])
 
 

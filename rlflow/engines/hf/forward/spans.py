@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlflow.batch import to_device
 from rlflow.engines.hf.forward.prefixes import Index
 from rlflow.engines.hf.forward.sequences import (
     FlashSequences,
@@ -59,7 +60,7 @@ class Spans:
             sizes = np.stack([before, self.length], 1).reshape(-1)
             ends = np.cumsum(sizes)
             index = np.arange(int(ends[-1])) + np.repeat(pieces - (ends - sizes), sizes)
-            self.windows[window] = runs, torch.from_numpy(index).to(self.device)
+            self.windows[window] = runs, to_device(torch.from_numpy(index), self.device)
         return self.windows[window]
 
 

@@ -16,7 +16,7 @@ from rlflow.batch import Batch, lengths
 from rlflow.contract.values import LossFunction, StepResult, Temperature
 from rlflow.engines.hf.sharded.model import ShardedModel
 from rlflow.engines.hf.sharded.optim import ShardedAdamW
-from rlflow.engines.hf.train import TrainEngine, add_metrics, one_token
+from rlflow.engines.hf.train import TrainEngine, add_metrics, numbers_of, one_token
 
 
 class ShardedTrainEngine(TrainEngine):
@@ -91,7 +91,7 @@ class ShardedTrainEngine(TrainEngine):
 
     def metrics(self, own: dict[str, Tensor]) -> dict[str, float]:
         """The metrics of all rows, of those of every part's rows."""
-        parts = self.model.ranks.gather({name: float(value) for name, value in own.items()})
+        parts = self.model.ranks.gather(numbers_of(own))
         total: dict[str, Any] = {}
         for part in parts:
             add_metrics(total, {n: torch.tensor(v, dtype=torch.float64) for n, v in part.items()})
