@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 # Compiled files are kept: hundreds of processes that tests start would compile rlflow again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-slow test-long test-sglang test-vllm test-gpu check bench bench-learning docs setup clean
+.PHONY: demo test test-fast test-slow test-long test-sglang test-vllm test-gpu test-lowest check bench bench-learning docs setup clean
 
 setup: $(STAMP)
 
@@ -58,6 +58,25 @@ test-gpu:  ## what a GPU computes, holds and learns, part by part; PARTS="comput
 	@test -d .wheels || $(MAKE) setup
 	scripts/gpu_suite.sh
 
+LOWEST       := .venv-lowest
+TORCH_LOWEST ?= $(patsubst torch==%,%,$(filter torch==%,$(shell cat constraints-lowest.txt)))
+# Where that torch is a CPU wheel; TORCH_INDEX= takes the index that pip has anyway.
+TORCH_INDEX  ?= https://download.pytorch.org/whl/cpu
+
+test-lowest: $(LOWEST)/.ready  ## fast tests, the demo and a Ray run on the lowest versions that pyproject.toml declares
+	$(LOWEST)/bin/python -m pytest -m "not slow and not ray" $(TWO)
+	rm -rf runs/lowest runs/lowest-ray
+	$(LOWEST)/bin/rlflow run pipelines/grpo_arithmetic.py --run-dir runs/lowest
+	$(LOWEST)/bin/rlflow run pipelines/grpo_arithmetic.py --placement split --backend ray --threads 1 --iterations 3 --run-dir runs/lowest-ray
+
+$(LOWEST)/.ready: pyproject.toml constraints-lowest.txt
+	@test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	grep -v '^torch==' constraints-lowest.txt > $(LOWEST)/constraints.txt
+	echo 'torch==$(TORCH_LOWEST)' >> $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check $(addprefix --index-url ,$(TORCH_INDEX)) torch==$(TORCH_LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt -e '.[datasets,rewards]' hypothesis pytest pytest-timeout pytest-xdist ortools mypy ruff
+	@touch $@
+
 check: $(STAMP)  ## style, types, layers, sizes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -97,4 +116,4 @@ docs: .venv-docs/.ready  ## the documentation as a site that works offline: buil
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-docs .venv-sglang .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-bench .venv-docs .venv-lowest .venv-sglang .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

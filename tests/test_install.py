@@ -10,6 +10,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from setuptools import find_namespace_packages
 
 from tests.conftest import PIPELINES, ROOT
@@ -82,6 +85,24 @@ def test_a_type_checker_follows_an_editable_install_from_elsewhere(tmp_path):
     done = ran(*check, "--cache-dir", tmp_path / "cache", "mine.py", cwd=tmp_path)
     assert 'Argument "n" to "rollout" has incompatible type "str"; expected "int"' in done.stdout
     assert "Found 1 error in 1 file" in done.stdout
+
+
+def test_the_lowest_versions_are_those_that_are_declared():
+    said = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = said["optional-dependencies"]
+    declared = [*said["dependencies"], *extras["datasets"], *extras["rewards"], *extras["dev"]]
+    bounds = {(bound := Requirement(text)).name: str(bound.specifier) for text in declared}
+    pins = (ROOT / "constraints-lowest.txt").read_text().splitlines()
+    lowest = {(pin := Requirement(text)).name: pin for text in pins if not text.startswith("#")}
+
+    assert lowest.keys() == bounds.keys() - {"mypy", "ruff"}, "tools of the house have no pin"
+    for name, pin in lowest.items():
+        (least,), (exact,) = SpecifierSet(bounds[name]), pin.specifier
+        bound = Version(least.version).release
+        given = Version(exact.version).release
+        assert ">=" == least.operator
+        assert bound == given[: len(bound)], name
+        assert len(bound) == len(given) or "ortools" == name or not any(given[len(bound) :])
 
 
 def test_the_demo_ends_with_what_to_type():

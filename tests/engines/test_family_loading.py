@@ -34,6 +34,8 @@ def test_every_family_tested_is_one_of_the_table():
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_loading_refuses_what_the_plan_refuses(family, saved, world):
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
     path, codes = saved(family), REFUSED.get(family, ("", "", ""))
 
     assert codes[0] == sharded.refused(lambda: load_model(path, dtype=torch.float32, device="cpu"))
