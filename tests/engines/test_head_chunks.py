@@ -23,6 +23,7 @@ from rlflow.modelfiles.chunks import CHUNK_BYTES, chunk_bytes, chunk_tokens, num
 from tests.engines import sharded_checks as checks
 from tests.engines.conftest import SIZES
 from tests.engines.examples import Spec, engine, gradients, one_step, plain_model, rows, worst
+from tests.engines.test_sharded_math import STEADY, path_of
 from tests.engines.test_vocabulary import varied, with_ids
 
 pytestmark = pytest.mark.torch
@@ -315,11 +316,21 @@ def test_a_head_that_computes_something_else_is_not_taken(model_dir, monkeypatch
     ],
 )
 def test_ranks_that_share_a_head_compute_what_one_does(shape, family, world, model_dir):
-    from tests.engines.test_sharded_math import path_of
-
     options = {"chunk_bytes": limit_of(3, 32), "micro_tokens": 20}
     path = path_of(family, model_dir)
     assert all(world(2).run(checks.with_options, path, shape, options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 2), (1, 2, 2)])
+def test_ranks_agree_in_bfloat16_to_its_precision(shape, world, model_dir):
+    """Weights whole in bfloat16 for a pass, float32 masters; the head's part on each rank."""
+    options = {
+        "dtype": "bfloat16", "limit": 0.1, "spec": STEADY, "micro_tokens": 20,
+        "chunk_bytes": limit_of(3, 32, 2),
+    }  # fmt: skip
+    ranks = shape[1] * shape[2]
+    assert all(world(ranks).run(checks.with_options, model_dir("qwen2"), shape, options))
 
 
 def everything(rank, path, shape):

@@ -9,8 +9,9 @@ softmax's sum beside the output, and take both for the backward pass. This file 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -114,13 +115,11 @@ class FlashSequences:
         """See `SequenceAttention`."""
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-        grouped: dict[str, Any] = {}
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-            grouped["enable_gqa"] = q.shape[1] != k.shape[1]
+        grouped: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]}
         output, log_sums = varlen_attn(
             q, k, v, runs.q_starts, runs.k_starts, runs.longest_q, runs.longest_k,
             return_aux=AuxRequest(lse=True), scale=seen.scale, window_size=flash_window(seen),
-            **grouped,
+            **(grouped if "enable_gqa" in parameters_of(varlen_attn) else {}),
         )  # fmt: skip
         return output, log_sums
 
@@ -145,6 +144,12 @@ class FlashSequences:
             window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return grads
+
+
+@cache
+def parameters_of(function: Callable[..., Any]) -> frozenset[str]:
+    """The names of a function's parameters, which differ between versions of torch."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 def flash_window(seen: Visible) -> tuple[int, int]:
