@@ -21,6 +21,8 @@ from rlflow.engines.hf.forward.sequences import (
     Sequences,
     Visible,
     flash_fits,
+    kernel_options,
+    kernel_parameters,
 )
 from rlflow.engines.hf.forward.spans import MergedAttention
 from tests.engines.examples import engine, gradients, rows, worst
@@ -194,17 +196,20 @@ def on_meta(layout):
 @pytest.mark.parametrize("window", [None, 4])
 def test_torchs_kernel_takes_queries_keys_and_bounds(dtype, window):
     """The real operators, forward and backward, on fake tensors of a CUDA device."""
+    if window is not None and "window_size" not in kernel_parameters():
+        pytest.skip("this torch's kernel knows no window")
     bounds = np.array([0, 5, 12])
     with FakeTensorMode():
         starts = torch.empty(3, dtype=torch.int32, device="cuda")
         runs = Sequences(q_bounds=bounds, k_bounds=2 * bounds, q_starts=starts, k_starts=starts)
         q = torch.empty(12, HEADS, SIZE, dtype=dtype, device="cuda")
         k = torch.empty(24, KV_HEADS, SIZE, dtype=dtype, device="cuda")
-        assert flash_fits(q, k, None)
-        assert not flash_fits(q, k, 3.0)
-        assert not flash_fits(q.float(), k.float(), None)
+        own = Visible(scale=0.5, causal=True, window=window)
+        assert flash_fits(q, k, own)
+        assert not flash_fits(q, k, replace(own, softcap=3.0))
+        assert not flash_fits(q.float(), k.float(), own)
         for seen in (
-            Visible(scale=0.5, causal=True, window=window),
+            own,
             Visible(scale=0.5, causal=False),
         ):
             output, sums = FlashSequences().forward(q, k, k, runs, seen)
@@ -212,7 +217,34 @@ def test_torchs_kernel_takes_queries_keys_and_bounds(dtype, window):
             assert (sums.shape, sums.dtype) == ((HEADS, 12), torch.float32)
             grads = FlashSequences().backward(output, q, k, k, output, sums, runs, seen)
             assert [(x.shape, x.dtype) for x in grads] == [(x.shape, dtype) for x in (q, k, k)]
-    assert not flash_fits(torch.empty(4, 2, 8, dtype=torch.bfloat16), k, None)
+    assert not flash_fits(torch.empty(4, 2, 8, dtype=torch.bfloat16), k, own)
+
+
+def test_the_kernel_is_told_what_its_version_knows():
+    """By its parameters: later ones say causal by the window, and ask for grouped heads by name."""
+    own, rows_in_prompt = Visible(scale=0.5, causal=True), Visible(scale=0.5, causal=False)
+    near = replace(own, window=8)
+    later = frozenset({"return_aux", "scale", "window_size", "enable_gqa"})
+    windows = [kernel_options(x, later, grouped=True)["window_size"] for x in
+               (own, rows_in_prompt, near)]  # fmt: skip
+    assert [(-1, 0), (-1, -1), (7, 0)] == windows
+    assert {"return_aux", "scale", "window_size", "enable_gqa"} == set(
+        kernel_options(own, later, grouped=True)
+    )
+    early = frozenset({"query", "is_causal", "return_aux", "scale"})
+    told = kernel_options(own, early, grouped=True)
+    assert {"is_causal": True, "scale": 0.5} == {n: told[n] for n in told if n != "return_aux"}
+    assert kernel_parameters() >= {"return_aux", "scale"}
+    assert kernel_parameters() & {"window_size", "is_causal"}
+
+
+def test_a_window_that_the_kernel_does_not_know_is_computed_plainly(monkeypatch):
+    early = frozenset({"is_causal", "return_aux", "scale"})
+    monkeypatch.setattr(sequences, "kernel_parameters", lambda: early)
+    with FakeTensorMode():
+        q = torch.empty(12, HEADS, SIZE, dtype=torch.bfloat16, device="cuda")
+        assert flash_fits(q, q, Visible(scale=0.5, causal=True))
+        assert not flash_fits(q, q, Visible(scale=0.5, causal=True, window=4))
 
 
 @pytest.mark.parametrize("window", [None, 4])

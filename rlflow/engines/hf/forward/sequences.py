@@ -9,7 +9,7 @@ softmax's sum beside the output, and take both for the backward pass. This file 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -104,22 +104,20 @@ class SequenceAttention(Protocol):
 class FlashSequences:
     """By `torch.nn.attention.varlen`, on CUDA devices in bfloat16 and float16.
 
-    Its signature of torch 2.11 and later: a window of (-1, 0) is what makes it causal, and
-    `enable_gqa`, where it exists, allows fewer heads of keys. The backward is that of its
-    operator, for it gives the log-sums no gradient and takes no other output than its own.
+    A window of (-1, 0) is what makes it causal, or `is_causal` where that exists; `enable_gqa`,
+    where it exists, allows fewer heads of keys. The backward is that of its operator, for it gives
+    the log-sums no gradient and takes no other output than its own.
     """
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, runs: Sequences, seen: Visible
     ) -> tuple[Tensor, Tensor]:
         """See `SequenceAttention`."""
-        from torch.nn.attention.varlen import AuxRequest, varlen_attn
+        from torch.nn.attention.varlen import varlen_attn
 
-        grouped: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]}
         output, log_sums = varlen_attn(
             q, k, v, runs.q_starts, runs.k_starts, runs.longest_q, runs.longest_k,
-            return_aux=AuxRequest(lse=True), scale=seen.scale, window_size=flash_window(seen),
-            **(grouped if "enable_gqa" in parameters_of(varlen_attn) else {}),
+            **kernel_options(seen, kernel_parameters(), grouped=q.shape[1] != k.shape[1]),
         )  # fmt: skip
         return output, log_sums
 
@@ -147,9 +145,25 @@ class FlashSequences:
 
 
 @cache
-def parameters_of(function: Callable[..., Any]) -> frozenset[str]:
-    """The names of a function's parameters, which differ between versions of torch."""
-    return frozenset(inspect.signature(function).parameters)
+def kernel_parameters() -> frozenset[str]:
+    """The names of the kernel's parameters, which differ between versions of torch."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def kernel_options(seen: Visible, names: frozenset[str], *, grouped: bool) -> dict[str, Any]:
+    """What the kernel is told by name, where it has parameters of such names."""
+    from torch.nn.attention.varlen import AuxRequest
+
+    told = {
+        "return_aux": AuxRequest(lse=True),
+        "scale": seen.scale,
+        "window_size": flash_window(seen),
+        "is_causal": seen.causal,
+        "enable_gqa": grouped,
+    }
+    return {name: value for name, value in told.items() if name in names}
 
 
 def flash_window(seen: Visible) -> tuple[int, int]:
@@ -159,13 +173,16 @@ def flash_window(seen: Visible) -> tuple[int, int]:
     return (-1 if seen.window is None else seen.window - 1, 0)
 
 
-def flash_fits(q: Tensor, v: Tensor, softcap: float | None) -> bool:
-    """Whether torch's kernel takes such queries and values.
+def flash_fits(q: Tensor, v: Tensor, seen: Visible) -> bool:
+    """Whether torch's kernel takes such queries and values, and can be told what they see.
 
     Where there is no CUDA at all a CUDA tensor is one that stands for another machine's.
     """
     size = q.shape[-1]
-    if q.device.type != "cuda" or q.dtype not in FLASH_DTYPES or softcap is not None:
+    if q.device.type != "cuda" or q.dtype not in FLASH_DTYPES or seen.softcap is not None:
+        return False
+    wanted = {"scale"} if seen.window is None else {"scale", "window_size"}
+    if not wanted <= kernel_parameters():
         return False
     if size % FLASH_STEP or size > FLASH_LARGEST or v.shape[-1] != size:
         return False

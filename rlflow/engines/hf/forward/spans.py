@@ -130,8 +130,8 @@ def attend_spans(
     Torch's kernel has no soft cap, and takes neither float32 nor odd sizes of heads: those are
     computed by plain products a block at a time, which is slower.
     """
-    way: SequenceAttention = FlashSequences() if flash_fits(q, v, softcap) else PlainSequences()
     seen = Visible(scale=scale, causal=True, window=window, softcap=softcap)
+    way: SequenceAttention = FlashSequences() if flash_fits(q, v, seen) else PlainSequences()
     output: Tensor = MergedAttention.apply(  # type: ignore[no-untyped-call]
         q, k, v, sinks, spans, seen, way
     )
