@@ -182,6 +182,19 @@ def costs_of(planned: Planned) -> Costs:
     )
 
 
+def peaks_of(planned: Planned) -> dict[str, Any]:
+    """What a report compares a run with: peak flop/s of an accelerator, parameters a token passes.
+
+    A CPU's rates are measured, and no peaks.
+    """
+    kind, shapes = planned.cluster.kind, costs_of(planned).shapes
+    active = {name: shape.active for name, shape in shapes.items() if shape is not None}
+    dtypes = {model.name: model.dtype for model in planned.declared.graph.models}
+    found: dict[str, Any] = {"kind": kind.name, "parameters": active, "dtypes": dtypes}
+    rates = {} if planned.cluster.is_cpu else {"flops": kind.flops, "flops32": kind.flops32}
+    return found | rates
+
+
 def _hosts(rooms: tuple[int, ...], count: int) -> int:
     """Nodes that so many devices take: one where one has room, else node by node."""
     if max(rooms) >= count:

@@ -24,6 +24,7 @@ from rlflow.cli.commands import (
     data_findings,
     declare,
     hub_findings,
+    peaks_of,
     plan_declared,
 )
 from rlflow.cli.continuing import (
@@ -262,6 +263,7 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
                 config.model_dump(mode="json") | {"iterations": asked.iterations}
             )
             directory.write_graph({**plan.graph.to_json(), "headline": asdict(shown)})
+            directory.write_peaks(peaks_of(planned))
             directory.write_plan(f"{plan_text(plan)}\n{ranks}", plan.to_json())
             if asked.origin == "profile":
                 run.saved = asked.iterations

@@ -16,6 +16,7 @@ from rlflow.errors import Finding, RunDirError, UsageError
 from rlflow.report.charts.curves import write_curves
 from rlflow.report.charts.gantt import gantt_svg
 from rlflow.report.charts.look import escape
+from rlflow.report.device_table import device_table
 from rlflow.report.diagrams.draw import draw, inline_svg
 from rlflow.report.diagrams.graph_dot import graph_digraph
 from rlflow.report.diagrams.plan_dot import plan_digraph
@@ -81,6 +82,7 @@ def _page(files: RunFiles, iteration: int | None) -> str:
         section("Health", *(f'<p class="sign">{escape(line)}</p>' for line in health_lines(files))),
         section("Learning curves", figure(curves) if curves else ""),
         section("Where the time went", *_time(files)),
+        section("What devices did", *_devices(files)),
         section("One iteration", *_gantt(files, iteration)),
         section("Plan: predicted and measured", *_plan(files)),
         section("Graph", _graph_picture(files)),
@@ -145,6 +147,15 @@ def _time(files: RunFiles) -> list[str]:
         "iterations; they add up to more than 100 % where actions overlap. "
         f"Idle: {escape(idle or 'no device')}.</p>",
     ]
+
+
+def _devices(files: RunFiles) -> list[str]:
+    headings, rows = device_table(files)
+    if not rows:
+        return []
+    remark = "Medians over the run. MFU counts the products of parameters alone, against the peak."
+    drawn = html_table(headings, rows, numbers=range(1, len(headings)))
+    return [drawn, f'<p class="note">{remark}</p>']
 
 
 def _gantt(files: RunFiles, wanted: int | None) -> list[str]:

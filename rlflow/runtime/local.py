@@ -11,12 +11,15 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from rlflow.runtime.execute.executor import Completion
+from rlflow.runtime.execute.stats import logged
 from rlflow.runtime.record.checkpoint import Found
+from rlflow.runtime.record.devices.meter import DeviceMeter
 from rlflow.runtime.worker.node_states import States, saved_states, to_save
 from rlflow.scheduler.plan.plan import Action, Lane, Plan
 
@@ -52,7 +55,9 @@ class LocalMachine:
     def backend(self, now: Callable[[], float]) -> LocalBackend:
         """Start taking actions; seconds are those of `now`."""
         torch.set_num_threads(self._threads)
-        return LocalBackend(self._plan, self._worker, threads=self._threads, now=now)
+        meter = DeviceMeter("cpu" if self._plan.cluster.startswith("cpu") else "cuda:0")
+        counted = _Counted(self._worker, meter)
+        return LocalBackend(self._plan, counted, threads=self._threads, now=now, meter=meter)
 
     def components(self) -> tuple[dict[str, Component], dict[str, dict[str, int]]]:
         """What a checkpoint holds by component, and the optimizers' counters by model."""
@@ -94,11 +99,46 @@ class LocalMachine:
         self._worker.close()
 
 
-class LocalBackend:
-    """Threads that run the actions of their lane, in the order they are submitted."""
+class _Counted:
+    """A worker whose meter is told the tokens of the rows that it makes."""
 
-    def __init__(self, plan: Plan, worker: Runs, *, threads: int, now: Callable[[], float]) -> None:
+    def __init__(self, worker: Worker, meter: DeviceMeter) -> None:
         self._worker = worker
+        self._meter = meter
+
+    def run(self, action: Action, iteration: int) -> Mapping[str, float | Stat]:
+        """Carry out one action instance; returns the numbers it logs."""
+        result = self._worker.perform(action, iteration)
+        if result.tokens is not None:
+            self._meter.note_tokens(int(result.tokens.sum()))
+        return logged(action, [result.metrics])
+
+    def drop_surplus(self) -> None:
+        """Forget what loops have left over."""
+        self._worker.drop_surplus()
+
+    def skip(self, action: Action, iteration: int) -> None:
+        """Let go of what one would have read that does not run."""
+        self._worker.skip(action, iteration)
+
+
+class LocalBackend:
+    """Threads that run the actions of their lane, in the order they are submitted.
+
+    A `meter` says what the device did while each ran.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        worker: Runs,
+        *,
+        threads: int,
+        now: Callable[[], float],
+        meter: DeviceMeter | None = None,
+    ) -> None:
+        self._worker = worker
+        self._meter = meter
         self._now = now
         self._queues: dict[tuple[int, Lane], queue.SimpleQueue[Job | None]] = {}
         self._threads = []
@@ -138,7 +178,7 @@ class LocalBackend:
             action, iteration, done = job
             start = self._now()
             try:
-                metrics = self._worker.run(action, iteration)
+                metrics, figures = self._run(action, iteration)
             except BaseException as error:  # handed to the executor, which raises it
                 done(
                     Completion(
@@ -157,5 +197,15 @@ class LocalBackend:
                     start=start,
                     end=self._now(),
                     metrics=metrics,
+                    devices={action.devices[0]: figures} if figures else {},
                 )
             )
+
+    def _run(
+        self, action: Action, iteration: int
+    ) -> tuple[Mapping[str, float | Stat], Mapping[str, float]]:
+        """The numbers of an action instance, and those of its device."""
+        call = partial(self._worker.run, action, iteration)
+        if self._meter is None:
+            return call(), {}
+        return self._meter.around(call, beside=action.lane == "copy")

@@ -35,6 +35,7 @@ from rlflow.runtime.record.checkpoint import (
     list_checkpoints,
     save_checkpoint,
 )
+from rlflow.runtime.record.devices.log import DEVICE_LOG, DeviceLine, DeviceLog
 from rlflow.runtime.record.durable import fault, register_faults
 from rlflow.runtime.record.health import Health
 from rlflow.runtime.record.metrics import MetricsLog, TensorBoardLog, read_metrics
@@ -119,6 +120,7 @@ class Run:
         )
         self._curve = self._known_curve()
         self._spans = SpanLog(directory.spans / "main.jsonl", process="main")
+        self._devices = DeviceLog(directory.path / DEVICE_LOG)
         self._stopping = False
 
     def execute(self) -> int:
@@ -151,6 +153,7 @@ class Run:
         finally:
             backend.close(wait=wait)
             self._spans.close()
+            self._devices.close()
             self._metrics.close()
             self._events.close()
         if self._stopping and done < self.settings.iterations:
@@ -178,6 +181,18 @@ class Run:
     def finished(self, action: Action, completion: Completion) -> None:
         """Write the span of an action instance."""
         self._spans.record(_span(action, completion))
+        for device, figures in completion.devices.items():
+            seconds = completion.end - completion.start
+            iteration = completion.iteration
+            self._devices.write(
+                DeviceLine(
+                    action=action.id,
+                    iteration=iteration,
+                    device=device,
+                    seconds=seconds,
+                    figures=figures,
+                )
+            )
         self.display.finished(action, completion.end - completion.start)
 
     def iteration_done(self, iteration: int, metrics: Mapping[str, float]) -> None:

@@ -29,7 +29,8 @@ from rlflow.scheduler.plan.turns import refilled, serving
 class Completion:
     """An action instance that has ended: seconds on the backend's clock, numbers, or an error.
 
-    `moved` is bytes that went from one process to another, None where nobody counts them.
+    `moved` is bytes that went from one process to another, None where nobody counts them;
+    `devices` what each device did meanwhile, by names of figures.
     """
 
     action: str
@@ -38,6 +39,7 @@ class Completion:
     end: float
     metrics: Mapping[str, float | Stat] = field(default_factory=dict)
     moved: int | None = None
+    devices: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     error: BaseException | None = None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -195,7 +195,8 @@ class RayBackend:
         action, iteration = flight.action, flight.iteration
         try:
             self._lying.note(action, iteration, flight.made)
-            answers = [flight.made[d].metrics for d in self._lying.answering(action)]
+            answering = self._lying.answering(action)
+            answers = [flight.made[d].metrics for d in answering]
             metrics = logged(action, answers)
         except RlflowError as error:
             flight.done(self._failure(action, iteration, error))
@@ -209,6 +210,7 @@ class RayBackend:
                 end=self._offset + max(made.end for made in flight.made.values()),
                 metrics=metrics,
                 moved=sum(moved) if moved else None,
+                devices=_figures(flight, answering),
             )
         )
 
@@ -296,3 +298,14 @@ def _most_telling(errors: Mapping[int, RlflowError]) -> RlflowError:
             return error
     typed = [error for error in found if error.findings and error.findings[0].code != "E751"]
     return (typed or found)[0]
+
+
+def _figures(flight: Flight, answering: Collection[int]) -> dict[int, Mapping[str, float]]:
+    """What each device did; tokens of rows that several ranks have are counted once."""
+    return {
+        device: made.figures
+        if device in answering
+        else {name: value for name, value in made.figures.items() if name != "tokens"}
+        for device, made in flight.made.items()
+        if made.figures
+    }

@@ -40,6 +40,7 @@ class Made:
     numbers: Rows | None = None
     moved: int | None = None
     printed: tuple[Line, ...] = ()
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     def packed(self) -> list[Any]:
         """Lists and numbers, which Ray sends in half the time that an object takes."""
@@ -50,12 +51,14 @@ class Made:
             for name, value in self.metrics.items()
         }
         made = [self.rows, self.total, self.tokens, self.groups, self.numbers]
-        return [self.start, self.end, metrics, *made, self.moved, self.printed]
+        beside = [self.moved, self.printed, dict(self.figures)]
+        return [self.start, self.end, metrics, *made, *beside]
 
     @classmethod
     def unpacked(cls, packed: list[Any]) -> Made:
         """The same again."""
-        start, end, metrics, rows, total, tokens, groups, numbers, moved, printed = packed
+        start, end, metrics, rows, total, tokens, groups, numbers, *beside = packed
+        moved, printed, figures = beside
         return cls(
             start=start,
             end=end,
@@ -67,6 +70,7 @@ class Made:
             numbers=numbers,
             moved=moved,
             printed=tuple(printed),
+            figures=figures,
         )
 
 

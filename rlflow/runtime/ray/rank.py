@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -220,12 +221,14 @@ class Rank:
         import torch
 
         from rlflow.runtime.ray.shipping import unshipped
+        from rlflow.runtime.record.devices.meter import DeviceMeter
         from rlflow.runtime.worker.allocator import keep_freed_memory
         from rlflow.runtime.worker.worker import Worker
 
         torch.set_num_threads(start.threads)
         self._threads = start.threads
         self._own = start.own
+        self._meter = DeviceMeter("cpu" if start.own == HOST else start.device)
         keep_freed_memory()
         found: Plan = unshipped(plan)
         self._actions = {action.id: action for action in found.actions}
@@ -242,7 +245,10 @@ class Rank:
         self._fault(f"rank:{entry.kind}")
         began = time.time()
         kept = None if keep is None else torch.from_numpy(keep)
-        result = self._ready().perform(entry, iteration, kept)
+        perform = partial(self._ready().perform, entry, iteration, kept)
+        result, figures = self._meter.around(perform, beside=entry.lane == "copy")
+        if result.tokens is not None:
+            figures["tokens"] = float(result.tokens.sum())
         return Made(
             start=began,
             end=time.time(),
@@ -253,6 +259,7 @@ class Rank:
             groups=None if result.groups is None else result.groups.numpy(),
             numbers=None if result.numbers is None else result.numbers.numpy(),
             moved=result.moved,
+            figures=figures,
         )
 
     def _fields(self, transfer: str, iteration: int) -> dict[str, Any]:

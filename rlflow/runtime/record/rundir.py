@@ -2,7 +2,7 @@
 
     runs/grpo-20250131T142501Z/
       run.json  config.json  graph.json  plan.txt  plan.json      what was run
-      metrics.jsonl  spans/  logs/  tensorboard/                  what happened
+      metrics.jsonl  devices.jsonl  spans/  logs/  tensorboard/   what happened
       checkpoints/                                                where to continue
       lock                                                        pid and host of its process
 
@@ -41,6 +41,7 @@ from rlflow.runtime.record.durable import (
 )
 
 RUNS = Path("runs")
+PEAKS_FILE = "peaks.json"
 RUN_FILE = "run.json"
 LOCK_FILE = "lock"
 PACKAGES = ("rlflow-engine", "torch", "transformers", "tensordict", "safetensors", "numpy")
@@ -178,6 +179,10 @@ class RunDir:
         """Write plan.txt, the printed form, and plan.json."""
         self._write("plan.txt", text)
         self._write_json("plan.json", plan)
+
+    def write_peaks(self, peaks: Mapping[str, JSON]) -> None:
+        """Write what utilisation is measured against: peaks of the device, parameters of models."""
+        self._write_json(PEAKS_FILE, peaks)
 
     def _start(
         self, name: str, pipeline: str, command: Sequence[str], again: Sequence[str]

@@ -1,0 +1,183 @@
+"""The table of what devices did: seconds, memory, tokens and MFU of each action.
+
+Of a run's files alone; a column in which nothing is known is left out. MFU is the part of the
+device's peak that the parameters' products take, 2 flop a parameter and token forward and 4
+backward: attention and what is computed again are not counted (PaLM, appendix B).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from rlflow.report.runfiles import RunFiles
+from rlflow.report.tables import UNKNOWN, Rows
+from rlflow.runtime.record.devices.log import DEVICE_LOG, DeviceLine, read_device_lines
+from rlflow.runtime.record.rundir import PEAKS_FILE
+from rlflow.scheduler.devices.cluster import amount
+from rlflow.scheduler.plan.text import duration
+
+FORWARD, TRAINED = 2, 6
+LOW = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRow:
+    """Medians of an action over the run; tokens are those of all its devices an iteration."""
+
+    action: str
+    devices: int
+    seconds: float
+    tokens: float | None
+    flops: float | None
+    figures: Mapping[str, float]
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens a second and device."""
+        return None if self.tokens is None else self.tokens / self.seconds / self.devices
+
+
+def device_rows(files: RunFiles) -> list[DeviceRow]:
+    """The actions of the plan that a device ran, in its order."""
+    lines = [line for line in read_device_lines(files.path / DEVICE_LOG) if line.device >= 0]
+    if files.plan is None or files.graph is None or not lines:
+        return []
+    by_action: dict[str, list[DeviceLine]] = defaultdict(list)
+    for line in lines:
+        by_action[line.action].append(line)
+    made = {
+        action["node"]: _tokens(by_action[action["id"]])
+        for action in files.plan["actions"]
+        if action["kind"] == "run" and by_action[action["id"]]
+    }
+    peaks = _peaks(files)
+    return [
+        _row(files, action, by_action[action["id"]], made, peaks)
+        for action in files.plan["actions"]
+        if by_action[action["id"]]
+    ]
+
+
+def _row(
+    files: RunFiles,
+    action: Mapping[str, Any],
+    lines: list[DeviceLine],
+    made: Mapping[str, float | None],
+    peaks: Mapping[str, Any],
+) -> DeviceRow:
+    """One action: what its devices took and held, and what its tokens cost."""
+    node = next((n for n in _nodes(files) if n["name"] == action["node"]), None)
+    tokens, passes = (None, 0) if node is None else _passed(node, made)
+    names = {name for line in lines for name in line.figures}
+    seconds = median(line.figures.get("device_seconds", line.seconds) for line in lines)
+    parameters = peaks.get("parameters", {}).get(node["model"] if node else None)
+    known = tokens is not None and parameters is not None
+    return DeviceRow(
+        action=action["id"],
+        devices=len({line.device for line in lines}),
+        seconds=max(seconds, 1e-9),
+        tokens=tokens,
+        flops=passes * parameters * tokens if known and tokens and parameters else None,
+        figures={
+            name: median(line.figures[name] for line in lines if name in line.figures)
+            for name in names
+        },
+    )
+
+
+def _nodes(files: RunFiles) -> list[Mapping[str, Any]]:
+    return [] if files.graph is None else files.graph["nodes"]
+
+
+def _passed(node: Mapping[str, Any], made: Mapping[str, float | None]) -> tuple[float | None, int]:
+    """Tokens that a node's model passes an iteration, and flop a parameter and token.
+
+    A rollout's are those of the rows that it makes, prompts with responses; of what scores or
+    trains on rows those that whoever made the rows has noted.
+    """
+    if node["model"] is None:
+        return None, 0
+    if made.get(node["name"]) is not None:
+        return made[node["name"]], FORWARD
+    source = node["inputs"].get("response_tokens", "").rpartition(".")[0]
+    tokens = made.get(source)
+    if tokens is None:
+        return None, 0
+    if node["use"] != "train":
+        return tokens, FORWARD
+    return tokens * int(node["params"].get("epochs", 1)), TRAINED
+
+
+def _tokens(lines: list[DeviceLine]) -> float | None:
+    """Tokens of an iteration, over its devices, in the median over iterations."""
+    sums: dict[int, float] = defaultdict(float)
+    for line in lines:
+        if "tokens" in line.figures:
+            sums[line.iteration] += line.figures["tokens"]
+    return median(sums.values()) if sums else None
+
+
+def _peaks(files: RunFiles) -> Mapping[str, Any]:
+    path = files.path / PEAKS_FILE
+    found: Mapping[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
+COLUMNS = (
+    ("peak memory", "peak", amount),
+    ("reserved", "reserved", amount),
+    ("process memory", "peak_rss", amount),
+    ("power", "power", "{:.0f} W".format),
+    ("clock", "clock", lambda clock: f"{clock / 1e6:.0f} MHz"),
+    ("used", "utilisation", "{:.0f} %".format),
+)
+
+
+def device_table(files: RunFiles) -> tuple[tuple[str, ...], Rows]:
+    """Headings and rows of text; empty where nothing was kept."""
+    rows = device_rows(files)
+    peaks = _peaks(files)
+    models = {} if files.graph is None else {n["name"]: n["model"] for n in _nodes(files)}
+    columns: list[tuple[str, list[str]]] = [
+        ("action", [row.action for row in rows]),
+        ("device time", [duration(row.seconds) for row in rows]),
+        ("tokens/s/device", [_text(row.speed, "{:,.0f}".format) for row in rows]),
+        ("MFU", [_text(_mfu(row, models, peaks), "{:.1%}".format) for row in rows]),
+        ("freed", [_freed(row) for row in rows]),
+    ]
+    columns += [
+        (head, [_text(row.figures.get(name), shown) for row in rows])
+        for head, name, shown in COLUMNS
+    ]
+    shown = [(head, cells) for head, cells in columns if set(cells) - {UNKNOWN}]
+    headings = tuple(head for head, _ in shown)
+    return headings, [tuple(cells[n] for _, cells in shown) for n in range(len(rows))]
+
+
+def _mfu(
+    row: DeviceRow, models: Mapping[str, str | None], peaks: Mapping[str, Any]
+) -> float | None:
+    """Of a device's peak, by the dtype of the model; None on a CPU, which has no such peak."""
+    dtype = peaks.get("dtypes", {}).get(models.get(row.action))
+    peak = peaks.get("flops" if dtype in LOW else "flops32")
+    if row.flops is None or peak is None:
+        return None
+    return float(row.flops / row.seconds / row.devices / peak)
+
+
+def _freed(row: DeviceRow) -> str:
+    """What the allocator had less of after an action, as after a part was put to sleep."""
+    figures = row.figures
+    if "allocated_before" not in figures:
+        return UNKNOWN
+    less = figures["allocated_before"] - figures["allocated"]
+    return amount(less) if less >= 0 else f"-{amount(-less)}"
+
+
+def _text(value: float | None, shown: Any) -> str:
+    return UNKNOWN if value is None else str(shown(value))
