@@ -15,11 +15,9 @@ import torch
 import torch.distributed as dist
 
 from rlflow.contract.values import Shard
-from rlflow.engines.reshard import ipc
 from rlflow.engines.reshard.gather import stream_whole
 from rlflow.engines.reshard.hashing import hash_box
 from rlflow.engines.reshard.resharder import Resharder
-from rlflow.engines.reshard.segments import SharedSegment, opened
 from rlflow.errors import RunError
 from tests.engines.reshard_layouts import at
 
@@ -215,48 +213,6 @@ def drop_made(group):
     MADE.clear()
 
 
-def lend_from_a_segment(tensor):
-    """Stands for a CUDA IPC handle: memory of this process that another one can open."""
-    LENT.append(tensor.nbytes)
-    (segment,) = (s for s in SEGMENTS if s.memory.data_ptr() == storage_of(tensor))
-    return opened, (segment.address,)
-
-
-def storage_of(tensor):
-    return tensor.untyped_storage().data_ptr()
-
-
-def in_a_segment(shards):
-    """The same shards in memory that other processes can open, all in one storage."""
-    total = sum(-(-shard.tensor.nbytes // 64) * 64 for shard in shards.values())
-    SEGMENTS[:] = [SharedSegment(max(64, total))]
-    start, found = 0, {}
-    for name, shard in shards.items():
-        memory = SEGMENTS[0].memory[start : start + shard.tensor.nbytes]
-        tensor = memory.view(shard.tensor.dtype).view(shard.tensor.shape)
-        tensor.copy_(shard.tensor)
-        found[name] = replace(shard, tensor=tensor)
-        start += -(-shard.tensor.nbytes // 64) * 64
-    return found
-
-
-def by_handles(group, source, targets, options):
-    """Reshard through the code of CUDA IPC, with handles of host memory in place of a GPU's."""
-    rank = dist.get_rank(group)
-    whole = values(source, 0)
-    held = in_a_segment(shards_of(source[rank], whole)) if rank in source else None
-    taken = [shards_of(target.get(rank, {})) for target in targets]
-    LENT.clear()
-    real = ipc.lend, ipc.one_gpu
-    ipc.lend, ipc.one_gpu = lend_from_a_segment, lambda *_: True
-    try:
-        moved = Resharder(held, taken, group, transport="ipc", **options).run()
-    finally:
-        ipc.lend, ipc.one_gpu = real
-    assert_filled(rank, taken, whole)
-    return moved, len(LENT)
-
-
 def assert_filled(rank, taken, whole):
     for target in taken:
         for name, shard in target.items():
@@ -286,5 +242,3 @@ def on_one_gpu(group, transport, source, target):
 
 
 MADE: list[Resharder] = []
-SEGMENTS: list[SharedSegment] = []
-LENT: list[int] = []

@@ -233,7 +233,6 @@ def test_a_peer_that_cannot_be_opened_is_an_error_everywhere(call):
     ("transport", "options", "code"),
     [
         ("copy", {}, "E543"),
-        ("ipc", {}, "E543"),
         ("carrier pigeon", {}, "E543"),
         ("collective", {"bucket_bytes": 8}, "E543"),
         ("collective", {"only": frozenset({"nrom"})}, "E540"),

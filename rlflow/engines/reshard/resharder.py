@@ -27,13 +27,12 @@ from rlflow.engines.reshard.ends import (
     view,
 )
 from rlflow.engines.reshard.hashing import MODULUS, hash_box
-from rlflow.engines.reshard.ipc import DeviceMemory
 from rlflow.engines.reshard.segments import SharedMemory
 from rlflow.engines.reshard.slices import Move, Names, plan_targets
 from rlflow.engines.reshard.transports import Collective, InProcess, Transport, wire_device
 from rlflow.errors import Finding, RunError, near_names
 
-TRANSPORTS = ("copy", "shared memory", "collective", "ipc")
+TRANSPORTS = ("copy", "shared memory", "collective")
 
 # A piece whose content is compared: parameter of the source, box, dtype that it is compared in.
 Region = tuple[str, Box, str]
@@ -115,8 +114,6 @@ class Resharder:
             return InProcess(self.moves, self.ends)
         if transport == "shared memory":
             return SharedMemory(self.moves, self.ends, self.group, bucket_bytes)
-        if transport == "ipc":
-            return DeviceMemory(self.moves, self.ends, self.group)
         return Collective(self.moves, self.ends, self.group, bucket_bytes, self.device)
 
     def run(self) -> Moved:

@@ -15,7 +15,7 @@ from rlflow.errors import Finding, PlanError
 from rlflow.graph.user.engine_options import EngineOptions, Positive, register_engine
 from rlflow.graph.user.speculative import Speculative
 
-Updates = Literal["memory", "group", "disk"]
+Updates = Literal["device", "memory", "group", "disk"]
 
 SAID_ELSEWHERE = {
     "model_path": "the model's path",
@@ -99,9 +99,11 @@ class SGLang(EngineOptions):
     plan has it sleep. `deterministic` makes samples independent of the rest of the batch, on
     accelerators. `args` are further arguments of SGLang's server, under its own names.
 
-    `updates` is how new weights reach it: by "memory" that worker and engine map, by a broadcast
-    in a process "group", or by a file on "disk", in `updates_dir` or a directory that is removed
-    with the engine. None means "group" for a replica over several hosts, else "memory".
+    `updates` is how new weights reach it: in buckets in the memory of the "device", which the
+    engine opens where they are; by "memory" that worker and engine map, by a broadcast in a process
+    "group", or by a file on "disk", in `updates_dir` or a directory that is removed with the
+    engine. None means "device" on accelerators, for whole models without a drafter, else "group"
+    for a replica over several hosts and "memory" for others.
 
     `speculative` drafts with a model that is not trained. A trained one is given to the rollout:
     `ops.rollout(..., drafter=)`.
@@ -156,8 +158,12 @@ class SGLang(EngineOptions):
         )
 
     def way(self, hosts: int) -> Updates:
-        """How new weights reach a replica whose ranks are on that many hosts."""
-        return self.updates or ("memory" if hosts == 1 else "group")
+        """How weights get from the host's copy to a replica whose ranks are on that many hosts.
+
+        Where updates come by the device that fills an engine that was lost or wakes.
+        """
+        said = None if self.updates == "device" else self.updates
+        return said or ("memory" if hosts == 1 else "group")
 
     def host_findings(self, name: str, hosts: int) -> list[Finding]:
         """What keeps a replica from lying on so many hosts: memory, or files, of one of them."""

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlflow.engines.reshard.resharder import Resharder
+    from rlflow.engines.reshard.streaming import BucketStream
     from rlflow.runtime.worker.world import World
 
 SIZED_BY = ("prompt_tokens", "response_tokens")
@@ -109,7 +110,7 @@ class Worker:
         self._reading = Reading(plan, self.flow, self.store)
         self.states = NodeStates()
         self._carried: dict[str, dict[str, Any]] = {}
-        self._resharders: dict[str, Resharder] = {}
+        self._resharders: dict[str, Resharder | BucketStream] = {}
         self._wanted = {node.name: fields_read(plan.graph, node) for node in plan.graph.nodes}
         self._tokenizer = functools.cache(self._load_tokenizer)
         self.loaded: dict[str, Loaded] = {}
@@ -334,7 +335,9 @@ class Worker:
 
     def _bring(self, action: Action, source: Loaded | None, targets: list[Loaded]) -> int:
         if action.id not in self._resharders:
-            self._resharders[action.id] = resharder(self.world, action, source, targets)
+            self._resharders[action.id] = resharder(
+                self.world, action, source, targets, check=self.check_sync
+            )
         made = self._resharders[action.id]
         received = made.run().received
         if self.check_sync:

@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlflow.engines.process.nodes import Nodes, free_port
 from rlflow.runtime.worker.hosts import Site, replica_hosts
-from rlflow.scheduler.plan.plan import Action, Instance, Plan
+from rlflow.scheduler.plan.plan import LENT, UPDATE_BUCKET, Action, Instance, Plan
 
 if TYPE_CHECKING:
     from rlflow.engines.reshard.resharder import Resharder
+    from rlflow.engines.reshard.streaming import BucketStream
     from rlflow.runtime.worker.loaded import Loaded
 
 T = TypeVar("T")
@@ -170,6 +171,14 @@ class World:
         """The ranks that take part in a reshard; None where it is this one alone."""
         return self._reshards.get(action.id)
 
+    def replicas(self, action: Action, name: str) -> list[tuple[tuple[int, ...], bool]]:
+        """Of each replica of a reshard's target its ranks in the group, and whether it is here."""
+        places = sorted(self._ranks[device] for device in action.devices)
+        return [
+            (tuple(places.index(self._ranks[d]) for d in devices), devices[0] == self.own)
+            for devices in self.plan.instance(name).tp_groups
+        ]
+
     def _mesh(self, instance: Instance) -> DeviceMesh:
         ranks = torch.tensor([self._ranks[device] for device in instance.devices])
         shape = (instance.replicas, instance.fsdp, instance.tp)
@@ -229,12 +238,22 @@ class GroupPeers:
 
 
 def resharder(
-    world: World | None, action: Action, source: Loaded | None, targets: Sequence[Loaded]
-) -> Resharder:
-    """What carries out a reshard, this rank's part of it: moves computed from both ends."""
+    world: World | None,
+    action: Action,
+    source: Loaded | None,
+    targets: Sequence[Loaded],
+    *,
+    check: bool = False,
+) -> Resharder | BucketStream:
+    """What carries out a reshard, this rank's part of it: moves computed from both ends.
+
+    With `check` hashes are taken on the way, where weights do not stay.
+    """
     from rlflow.engines.reshard.resharder import Resharder
 
     group = None if world is None else world.reshard_group(action)
+    if action.transport in LENT:
+        return _stream(world, action, source, targets, group, check=check)
     end = source if source is not None else next(iter(targets), None)
     here = {target.instance.name: target.model.shards() for target in targets}
     return Resharder(
@@ -243,4 +262,37 @@ def resharder(
         group,
         transport=str(action.transport) if group is not None else "copy",
         only=None if end is None else end.model.trained_names(),
+    )
+
+
+def _stream(
+    world: World | None,
+    action: Action,
+    source: Loaded | None,
+    targets: Sequence[Loaded],
+    group: dist.ProcessGroup | None,
+    *,
+    check: bool,
+) -> BucketStream:
+    """What brings weights to engines in buckets, by the ranks beside theirs."""
+    from rlflow.engines.process.client.model import EngineModel
+    from rlflow.engines.reshard.gather import home
+    from rlflow.engines.reshard.streaming import BucketStream, Lending
+
+    here = {target.instance.name: target.model for target in targets}
+    lent: list[Lending] = []
+    for name in action.targets:
+        replicas = world.replicas(action, name) if world is not None else [((0,), True)]
+        for ranks, owned in replicas:
+            model = here.get(name) if owned else None
+            taker = model.taker() if isinstance(model, EngineModel) else None
+            lent.append(Lending(ranks, taker))
+    shards = {} if source is None else source.model.shards()
+    return BucketStream(
+        shards or None,
+        lent,
+        group,
+        device=home(shards) if world is None else torch.device(world.device),
+        limit=UPDATE_BUCKET,
+        check=check,
     )

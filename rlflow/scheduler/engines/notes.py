@@ -24,6 +24,7 @@ from rlflow.scheduler.engines.engines import (
     row_parts_over,
     start_key,
 )
+from rlflow.scheduler.engines.updates import takes_buckets
 from rlflow.scheduler.plan.hosts import told_way
 from rlflow.scheduler.plan.plan import Instance, Plan
 from rlflow.scheduler.plan.text import duration
@@ -71,9 +72,11 @@ def _told(instance: Instance, plan: Plan, nodes: Sequence[Node], costs: Costs) -
     pool += _told_frozen(instance)
     weights = costs.weights(replace(instance, tp=1, devices=instance.devices[:1]))
     staged = "" if weights is None else f" of {amount(weights)}"
+    lent = takes_buckets(instance, costs)
+    beside = "buckets on its devices, and where it wakes or was lost " * lent
     return (
         f"{instance.name} is {options.title} in {many}, with {pool}"
-        f"{_told_waiting(instance, nodes, costs)}; weights reach it through "
+        f"{_told_waiting(instance, nodes, costs)}; weights reach it through {beside}"
         f"a copy{staged} in its host's memory{told_way(instance, costs.cluster)}"
         f"{_told_asleep(instance, costs)}"
         f"{_told_start(instance, costs)}"

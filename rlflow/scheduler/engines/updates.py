@@ -1,9 +1,9 @@
-"""Seconds that new weights take to an engine on accelerators, stage by stage, and the longest one.
+"""How new weights get to engines, and the seconds of it: stage by stage, with the longest one.
 
+Where an engine opens buckets on its devices, they are gathered, broadcast and loaded side by side.
 Where weights go through the staging in host memory each stage waits for the one before: what the
 engine's worker lacks comes by gloo, what it has from its own device, the engine's process copies
-the staging, and every rank loads its part. Rates say where they are from. Decides nothing, and
-knows no order.
+the staging, and every rank loads its part. Rates say where they are from. Knows no order.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 from rlflow.scheduler.costs.estimate import TABLE, Costs
 from rlflow.scheduler.costs.pieces import as_measured
+from rlflow.scheduler.costs.roofline import Holds
+from rlflow.scheduler.devices.collectives import group_of
 from rlflow.scheduler.devices.hardware import CPU_COLLECTIVES
 from rlflow.scheduler.engines.engines import (
     ASSUMED,
@@ -24,8 +26,9 @@ from rlflow.scheduler.engines.engines import (
     moving,
     on_cpu,
 )
+from rlflow.scheduler.models.shapes import dtype_bytes
 from rlflow.scheduler.plan.hosts import num_hosts_of
-from rlflow.scheduler.plan.plan import Cost, Instance, Transport
+from rlflow.scheduler.plan.plan import LENT, UPDATE_BUCKET, Cost, Instance, Transport
 from rlflow.scheduler.plan.text import duration
 
 # Gloo through TCP, of a rank: the rate of its collectives, which is measured on one host.
@@ -36,26 +39,44 @@ HOST_COPY = 10e9
 PAGEABLE = 8e9
 # A file on NVMe, written and synced by one process, and read from the page cache: assumed.
 DISK_WRITE, DISK_READ = 2e9, 8e9
-# What a server of an engine copies in one request.
-REQUEST_BYTES = 512 << 20
+# What an engine takes of buckets on its devices: models of 30B in 61 GB in 7 s, by NCCL in verl
+# (its checkpoint engine, 8.25 GB/s to 30 replicas) and by CUDA IPC handles in slime (2025).
+LOADED = 8.25e9
+# Of an update of any size: halfway from those 30B, where it is nothing, to 7B in 5.5 to 6 s by NCCL
+# in verl, where it is 4 s: assumed.
+BEGIN = 2.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateStages:
-    """What an update does, each with its seconds; one after the other."""
+    """What an update does, with its seconds: `each` in turn, then all that goes on `beside`."""
 
     way: str
     each: tuple[tuple[str, float], ...]
+    beside: tuple[tuple[str, float], ...] = ()
 
     @property
     def seconds(self) -> float:
         """Seconds of the update."""
-        return sum(seconds for _, seconds in self.each)
+        return sum(seconds for _, seconds in self.each) + max(
+            (s for _, s in self.beside), default=0
+        )
 
     def describe(self) -> str:
         """Which way the weights go, and what takes the longest of it."""
-        name, longest = max(self.each, key=lambda stage: stage[1])
+        name, longest = max((*self.each, *self.beside), key=lambda stage: stage[1])
         return f"{self.way}; {name} takes {duration(longest)} of {duration(self.seconds)}"
+
+
+def takes_buckets(instance: Instance, costs: Costs) -> bool:
+    """Whether an instance is an engine that opens memory of devices: as told, or on accelerators.
+
+    SGLang does, of whole models in which no other drafts.
+    """
+    options, model = instance.engine_plan.sglang, costs.graph.model(instance.model)
+    if options is None or model.lora is not None or instance.engine_plan.has_drafter:
+        return False
+    return options.updates == "device" or (options.updates is None and not on_cpu(instance, costs))
 
 
 def update_cost(
@@ -74,16 +95,48 @@ def update_cost(
     if not engines:
         return cost, ""
     first, what = engines[0], brought(cost.moved)
+    if how in LENT:
+        holds = bucket_holds(first, costs)
+        cost = replace(cost, holds=holds, transient=sum(size for _, size in holds))
     if on_cpu(first, costs) or cost.seconds is None:
         return moving(cost, first, "reshard", what, costs), ""
-    found = max(
-        (staged_update(source, engine, costs) for engine in engines), key=lambda s: s.seconds
-    )
+    way = lent_update if how in LENT else staged_update
+    found = max((way(source, engine, costs) for engine in engines), key=lambda s: s.seconds)
     record = costs.cluster.measured.find(move_key(costs, first, "reshard", what), costs.setting)
     if record is not None:
         return as_measured(cost, record, costs.setting), found.way
     priced = replace(cost, seconds=found.seconds, source=f"{TABLE}; {ASSUMED}")
     return costs.with_dispatch(priced), found.describe()
+
+
+def bucket_holds(engine: Instance, costs: Costs) -> Holds:
+    """What every device of both ends holds of an update: two buckets, one of the largest weight."""
+    shape, model = costs.shapes[engine.model], costs.graph.model(engine.model)
+    if shape is None:
+        return ()
+    whole = shape.parameters * dtype_bytes(model)
+    largest = shape.hidden * max(shape.vocab, shape.ffn) * dtype_bytes(model)
+    return (("buckets", min(max(largest, UPDATE_BUCKET), whole) + min(UPDATE_BUCKET, whole)),)
+
+
+def lent_update(source: Instance, engine: Instance, costs: Costs) -> UpdateStages:
+    """What an update in buckets on the devices takes.
+
+    Beside it the first rank's worker copies them to the host, for an engine that is lost.
+    """
+    whole = loaded_bytes(replace(engine, tp=1, devices=engine.devices[:1]), costs)
+    kind = costs.cluster.kind_of(engine.devices[0])
+    everyone = sorted({*source.devices, *engine.devices})
+    joined = [group_of(costs.cluster, devices) for devices in (source.devices, everyone)]
+    return UpdateStages(
+        way="no weight waits for the host",
+        each=(("beginning and ending it", BEGIN),),
+        beside=(
+            ("the engine's load", whole / LOADED),
+            ("gather and broadcast", sum(group.all_gather(whole) for group in joined)),
+            ("the copy for a lost engine", whole / (kind.host_link * kind.reached)),
+        ),
+    )
 
 
 def staged_update(source: Instance, engine: Instance, costs: Costs) -> UpdateStages:
@@ -100,7 +153,7 @@ def staged_update(source: Instance, engine: Instance, costs: Costs) -> UpdateSta
         ("the gather by gloo", max(sent, got) / wire + sent / PAGEABLE),
         ("the copy from the device", own / (kind.host_link * kind.reached)),
         *_from_host(engine, whole, costs),
-        ("asking the engine", CALL * (CALLS["reshard"] + whole / REQUEST_BYTES)),
+        ("asking the engine", CALL * (CALLS["reshard"] + whole / UPDATE_BUCKET)),
     ]
     return UpdateStages(way="through a copy in host memory", each=tuple(stages))
 

@@ -14,8 +14,8 @@ from math import gcd
 from rlflow.graph.schedule import ALWAYS, Window
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.costs.layouts import held_in_place
-from rlflow.scheduler.engines.updates import update_cost
-from rlflow.scheduler.plan.plan import Action, Dep, Instance, Plan, Reason, Transport
+from rlflow.scheduler.engines.updates import takes_buckets, update_cost
+from rlflow.scheduler.plan.plan import LENT, Action, Dep, Instance, Plan, Reason, Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +163,8 @@ def _reshard(
     )
     every, phase, within = _filled_when(plan, model, group[0].every)
     how = transport(plan, source, targets, context)
-    sizes = [context.costs.resharded(source, t, in_place=how == "copy") for t in targets]
+    whole = how == "copy" or how in LENT
+    sizes = [context.costs.resharded(source, t, in_place=whole) for t in targets]
     moved = None if None in sizes else sum(size or 0 for size in sizes)
     lanes = len({device for target in targets for device in target.devices})
     devices = tuple(sorted({*source.devices, *(d for t in targets for d in t.devices)}))
@@ -204,10 +205,14 @@ def _filled_when(plan: Plan, model: str, every: int) -> tuple[int, int, Window]:
 def transport(plan: Plan, source: Instance, targets: list[Instance], context: Context) -> Transport:
     """How weights get from an instance to others.
 
-    Where every process that is filled holds all that it needs already, it copies. Otherwise
-    ranks read each other's pieces: processes of one host through shared memory, accelerators
-    and several hosts by a collective.
+    Engines that open memory of their devices are lent buckets: gathered where they are if the
+    source is on all of their devices, else broadcast to there. Where every process that is filled
+    holds all that it needs already, it copies. Otherwise ranks read each other's pieces: processes
+    of one host through shared memory, accelerators and several hosts by a collective.
     """
+    if all(takes_buckets(target, context.costs) for target in targets):
+        needed = {device for target in targets for device in target.devices}
+        return "ipc" if needed <= set(source.devices) else "broadcast"
     if plan.backend == "local" or all(held_in_place(source, target) for target in targets):
         return "copy"
     if context.cluster.is_cpu and context.cluster.hosts == 1:

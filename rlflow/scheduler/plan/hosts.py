@@ -67,7 +67,7 @@ def _way_findings(instance: Instance, model: Model, hosts: int) -> list[Finding]
     options = instance.engine_plan.sglang
     if options is None:
         return []
-    way, said = options.way(hosts), options.speculative
+    way, said = options.updates or options.way(hosts), options.speculative
     more = [] if model.lora is None else ["adapters (lora=)"]
     more += [f"drafter {instance.drafter!r}"] if instance.engine_plan.has_drafter else []
     got = f"updates={options.updates!r}, {hosts} {'host' if hosts == 1 else 'hosts'}"

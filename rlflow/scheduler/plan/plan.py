@@ -25,7 +25,9 @@ from rlflow.scheduler.plan.instance import MICRO_TOKENS, Instance, Part, PartKin
 
 __all__ = [
     "HOST",
+    "LENT",
     "MICRO_TOKENS",
+    "UPDATE_BUCKET",
     "Action",
     "ActionKind",
     "Backend",
@@ -53,9 +55,12 @@ DepKind = Literal["data", "weights", "order", "device"]
 Mode = Literal["offload", "discard"]
 Backend = Literal["local", "ray"]
 Lane = Literal["compute", "copy"]
-Transport = Literal["copy", "shared memory", "collective", "ipc", "object store"]
+Transport = Literal["copy", "shared memory", "collective", "ipc", "broadcast", "object store"]
 
 HOST = -1
+# By these, weights reach engines in buckets of at most so many bytes, which they open in place.
+LENT: tuple[Transport, ...] = ("ipc", "broadcast")
+UPDATE_BUCKET = 512 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

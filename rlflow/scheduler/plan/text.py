@@ -16,7 +16,8 @@ TRANSPORTS = {
     "copy": "same process",
     "shared memory": "other processes of one host",
     "collective": "across hosts or GPUs",
-    "ipc": "other processes of one GPU",
+    "ipc": "buckets that engines open in place",
+    "broadcast": "from device to device in buckets that engines open in place",
     "object store": "shared memory of each node",
 }
 HEADINGS = ("#", "action", "what", "on", "est", "peak", "because")

@@ -163,10 +163,22 @@ def _ends_are_right(facts: Facts, a: Action) -> Iterator[str]:
 
 def _transport(facts: Facts, source: Instance, targets: list[Instance]) -> str:
     """How weights have to travel, by what each process of the targets holds of the source."""
+    if all(_opens_memory(facts, target) for target in targets):
+        beside = all(device in source.devices for target in targets for device in target.devices)
+        return "ipc" if beside else "broadcast"
     if facts.one_process or all(_held(source, target) for target in targets):
         return "copy"
     single = facts.plan.cluster.startswith("cpu:") and facts.plan.hosts == 1
     return "shared memory" if single else "collective"
+
+
+def _opens_memory(facts: Facts, target: Instance) -> bool:
+    """Whether an SGLang, of a whole model alone, opens devices' memory: as told, or not on CPUs."""
+    options, model = target.engine_plan.sglang, facts.plan.graph.model(target.model)
+    if options is None or model.lora is not None or target.drafter is not None:
+        return False
+    on_cpu = facts.plan.cluster.startswith("cpu:")
+    return options.updates == "device" or (options.updates is None and not on_cpu)
 
 
 def _held(source: Instance, target: Instance) -> bool:

@@ -53,8 +53,12 @@ class Pair(NamedTuple):
                 name: tensor + 0.05 * torch.randn(tensor.shape, generator=source)
                 for name, tensor in found.items()
             }
-        self.rollout.update_weights(found, version)
+        self.bring(found, version)
         self.plain.update_weights(found, version)
+
+    def bring(self, weights, version):
+        """Bring weights to the real one."""
+        self.rollout.update_weights(weights, version)
 
 
 def options(**more):

@@ -1,4 +1,4 @@
-"""Weights that reach the real engine through files and by broadcasts."""
+"""Weights that reach the real engine through files, by broadcasts and in memory that it opens."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
+from rlflow.contract.values import Shard
 from rlflow.engines.process.client.link import Link
 from rlflow.engines.process.client.process_memory import members
 from rlflow.engines.process.client.updates import Broadcast
+from rlflow.engines.reshard.streaming import BucketStream, Lending
 from tests.engines.sglang.conftest import (
     GREEDY,
     PROMPTS,
+    Pair,
     group,
     needs_sglang,
     options,
@@ -27,16 +31,32 @@ from tests.engines.sglang.updating import generates_with_updates, leaves_nothing
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.sglang]
 
 
-@pytest.fixture(scope="module", params=["disk", "group"])
+@pytest.fixture(scope="module", params=["disk", "group", "device"])
 def reached(request):
     """An engine that weights reach in this way, the embedded one beside it; nothing is left."""
     needs_sglang()
     model, rollout = start(options=options(updates=request.param))
-    yield paired(model, rollout)
+    pair = paired(model, rollout)
+    yield pair if request.param != "device" else Lent(*pair)
     leader, directory = group(model)[0], Path(model.replica.facts["directory"])
     model.close()
     assert [] == members(leader)
     assert not directory.exists()
+
+
+class Lent(Pair):
+    """Weights come as a reshard in one process brings them: in buckets that the engine opens."""
+
+    def bring(self, weights, version, *, limit=200_000):
+        source = {
+            name: Shard(shape=tuple(t.shape), box=tuple((0, n) for n in t.shape), tensor=t)
+            for name, t in weights.items()
+        }
+        lent, device = [Lending((0,), self.model.taker())], torch.device("cpu")
+        made = BucketStream(source, lent, None, device=device, limit=limit, check=True)
+        made.run()
+        self.model.loaded(version)
+        assert {} == made.check()
 
 
 def written(model):
@@ -54,7 +74,7 @@ def test_an_update_right_after_generation_leaves_nothing_in_the_cache(reached):
 
 def test_several_buckets_are_one_update(reached, monkeypatch):
     if not isinstance(reached.model.way, Broadcast):
-        pytest.skip("a file has no buckets")
+        pytest.skip("a file has no buckets, and other buckets are several in any case")
     table = reached.model.staging.table
     monkeypatch.setattr(reached.model.way, "_buckets", [table[:1], table[1:9], table[9:]])
     reached.update(3, seed=33)
@@ -94,7 +114,7 @@ def test_an_engine_lost_while_it_takes_weights_comes_back_with_them(reached, dis
 
     def watched(link, do, fields, **more):
         call = ask(link, do, fields, **more)
-        if do == "update":
+        if do in {"update", "open"}:
             asked.set()
         return call
 

@@ -21,6 +21,7 @@ from rlflow.engines.process.client.draft import DRAFT, EngineDraft
 from rlflow.engines.process.client.link import Link, LostError, RefusedError
 from rlflow.engines.process.client.replica import Launch, Replica
 from rlflow.engines.process.client.shared_weights import SharedWeights
+from rlflow.engines.process.client.taking import BucketTaker
 from rlflow.engines.process.client.updates import InMemory, Update, Way
 from rlflow.engines.process.client.weight_check import hash_differences
 from rlflow.errors import Finding, RunError, known_names
@@ -59,6 +60,7 @@ class EngineModel:
         self.state: State = "ready"
         self.pool_awake = True
         self.staging = staging
+        self._taker: BucketTaker | None = None
         self._trained = trained
         self.draft = draft
         if draft is not None:
@@ -151,6 +153,16 @@ class EngineModel:
         self.version = version
         self.state = "ready"
         self._update()
+
+    def taker(self) -> BucketTaker:
+        """What takes the next update in buckets, until `loaded` tells its version.
+
+        Raises RunError while asleep.
+        """
+        self.require_awake()
+        if self._taker is None:
+            self._taker = BucketTaker(self.staging, self.replica.link)
+        return self._taker
 
     def load_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Copy weights to the staging and load them; nothing changes if a name is wrong.
@@ -253,7 +265,7 @@ class EngineModel:
         """Have the engine load the staging; the `whole` of it where adapters are not all."""
         began = time.monotonic()
         try:
-            told = self._bring(self.replica.link(), whole=whole)
+            told = self._ended() or self._bring(self.replica.link(), whole=whole)
         except LostError:
             # Its replacement is filled from the staging before it can be had.
             self.replica.link()
@@ -270,6 +282,12 @@ class EngineModel:
                 )
             )
         self._seconds["update_seconds"] = time.monotonic() - began
+
+    def _ended(self) -> str:
+        """End an update that the engine has taken in buckets, and tell its version; "" if none."""
+        if self._taker is None or not self._taker.begun:
+            return ""
+        return self._taker.shut(self.version)
 
     def _bring(self, link: Link, *, whole: bool = False) -> str:
         """Bring the staging to an engine; the version that it then reports.

@@ -1,0 +1,81 @@
+"""Weights of several ranks that train, in buckets that the real engine opens in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlflow.contract.values import Shard
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.process.client.load import load_sglang
+from rlflow.engines.reshard.streaming import BucketStream, Lending
+from tests.engines.ranks import World
+from tests.engines.reshard_layouts import at, tables
+from tests.engines.sglang.conftest import TINY, needs_sglang, options
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.sglang]
+
+# Smaller than the largest weight of the model, which is a bucket alone.
+LIMIT = 100_000
+
+
+def weights(version):
+    """Whole weights near the model's own, the same in every process."""
+    source = torch.Generator().manual_seed(version)
+    plain = load_model(TINY, dtype=torch.float32, device="cpu").named_tensors()
+    return {n: t + 0.05 * torch.randn(t.shape, generator=source) for n, t in plain.items()}
+
+
+def updated(rank, dtype):
+    """Ranks 0 and 1 hold shards in float32, rank 2 is beside an engine; what is found there."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights(0).items()}
+    source = tables(shapes, "fsdp", [0, 1]).get(rank, {})
+    held = {
+        name: Shard(shape=shape, box=box, tensor=torch.empty([stop - low for low, stop in box]))
+        for name, (shape, _, box) in source.items()
+    }
+    model = None
+    if rank == 2:
+        how = {"options": options(updates="device"), "dtype": dtype, "device": "cpu"}
+        model, _ = load_sglang(TINY, name="gen", **how)
+    dist.barrier()
+    taker = None if model is None else model.taker()
+    made = BucketStream(
+        held or None,
+        [Lending((2,), taker)],
+        dist.group.WORLD,
+        device=torch.device("cpu"),
+        limit=LIMIT,
+        check=True,
+    )
+    found = []
+    for version in (1, 2):
+        whole = weights(version)
+        for name, shard in held.items():
+            shard.tensor.copy_(whole[name][at(shard.box)])
+        moved = made.run()
+        wrong = made.check()
+        if model is not None:
+            model.loaded(version)
+            kept = all(torch.equal(whole[n].to(dtype), t) for n, t in model.staging.tensors.items())
+            found.append((version == model.version, model.check(), kept))
+        found.append((wrong, moved.buckets > 3))
+    if model is not None:
+        model.close()
+    return found, sorted({bucket.source for bucket in made.buckets})
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.extra)]
+)
+def test_an_engine_holds_what_two_ranks_have_trained(dtype):
+    """By hashes of what the engine holds, which its staging has too; both ranks send buckets."""
+    needs_sglang()
+    ranks = World(3)
+    try:
+        first, second, beside = ranks.run(updated, dtype, timeout=200.0)
+    finally:
+        ranks.close()
+    assert ([({}, True)] * 2, [0, 1]) == first == second
+    assert ([(True, {}, True), ({}, True)] * 2, [0, 1]) == beside

@@ -1,0 +1,106 @@
+"""What ranks of a gloo world are told to do of buckets that they lend, with the group for it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from rlflow.engines.reshard.ipc import borrow, lend
+from rlflow.engines.reshard.streaming import BucketStream, Lending
+from tests.engines.reshard_layouts import at
+from tests.engines.reshard_ranks import same_bits, shards_of, values
+
+
+def exchanged(group):
+    """Rank 0 lends memory, the others read it and write their number into it, each its byte."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    memory = torch.arange(100, dtype=torch.uint8)
+    told = [lend(memory, 60) for _ in range(size - 1)] if rank == 0 else None
+    found = [told]
+    dist.broadcast_object_list(found, group_src=0, group=group)
+    if rank:
+        mine = borrow(found[0][rank - 1])
+        assert list(range(60))[size:] == mine[size:].tolist()
+        mine[rank] = 200 + rank
+        del mine
+    dist.barrier(group)
+    assert [0, *range(201, 200 + size)] == memory[:size].tolist() or rank
+    dist.barrier(group)
+    return memory.is_shared()
+
+
+class Engine:
+    """Opens what it is lent, rank by rank, as an engine does, and copies the weights out."""
+
+    def __init__(self, table):
+        self.table = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            for name, (shape, dtype, _) in table.items()
+        }
+        self.loaded, self.kept, self.asked = [], {}, []
+
+    def wanted(self):
+        return self.table
+
+    def open(self):
+        self.asked.append("open")
+        self.loaded = []
+
+    def take(self, rows, handles):
+        def wait():
+            self.asked.append([name for name, *_ in rows])
+            self.loaded = self.loaded or [{} for _ in handles]
+            for held, handle in zip(self.loaded, handles, strict=True):
+                memory = borrow(handle)
+                for name, dtype, shape, start in rows:
+                    kind = getattr(torch, dtype)
+                    size = torch.Size(shape).numel() * kind.itemsize
+                    held[name] = memory[start : start + size].view(kind).view(shape).clone()
+
+        return wait
+
+    def keep(self, weights):
+        self.kept.update({name: tensor.clone() for name, tensor in weights.items()})
+
+
+class Damaged(BucketStream):
+    """A stream that changes a byte of what rank 3 got."""
+
+    def _fill(self, number, slots, lane):
+        received = super()._fill(number, slots, lane)
+        if self.rank == 3 and number == 1:
+            slots[self.buckets[number].slot][0] ^= 1
+        return received
+
+
+def damaged(group, source, wanted, replicas, limit):
+    """Which weights of the second bucket there are, and which are found to differ."""
+    rank = dist.get_rank(group)
+    held = shards_of(source[rank], values(source, 0)) if rank in source else None
+    lent = [Lending(tuple(r), Engine(wanted) if rank == r[0] else None) for r in replicas]
+    device = torch.device("cpu")
+    made = Damaged(held, lent, group, device=device, limit=limit, check=True)
+    made.run()
+    return made.buckets[1].rows[0][0], sorted(made.check())
+
+
+def streamed(group, source, wanted, replicas, limit):
+    """Bring weights to engines twice; what was moved, and the names of each bucket."""
+    rank = dist.get_rank(group)
+    held = shards_of(source[rank], values(source, 0)) if rank in source else None
+    engines = {ranks[0]: Engine(wanted) for ranks in replicas if rank == ranks[0]}
+    lent = [Lending(tuple(ranks), engines.get(ranks[0])) for ranks in replicas]
+    made = BucketStream(held, lent, group, device=torch.device("cpu"), limit=limit, check=True)
+    found = []
+    for seed in (1, 2):
+        whole = values(source, seed)
+        for name, shard in (held or {}).items():
+            shard.tensor.copy_(whole[name][at(shard.box)])
+        found.append(made.run())
+        assert {} == made.check()
+        for engine in engines.values():
+            for loaded in (*engine.loaded, engine.kept):
+                assert set(engine.table) == set(loaded)
+                for name, (_, dtype, _) in wanted.items():
+                    assert same_bits(whole[name].to(getattr(torch, dtype)), loaded[name])
+    return found, [engine.asked for engine in engines.values()]
