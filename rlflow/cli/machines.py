@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import Finding, PlanError
+from rlflow.scheduler.devices.declared import RESERVED
 from rlflow.scheduler.devices.machine import Gpu
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def machine_of(planned: Planned, options: Mapping[str, Any]) -> Iterator[Any]:
 def local_device(kind: str) -> str:
     """The torch device of a plan for one device of a kind: the CPU, or the first accelerator.
 
-    Raises PlanError where torch has no accelerator, or one of another kind of the table.
+    A kind that a file declares without a base is whatever there is. Raises PlanError where torch
+    has no accelerator, or one of another kind of the table.
     """
     if kind == "cpu":
         return "cpu"
@@ -66,7 +68,7 @@ def local_device(kind: str) -> str:
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         own = Gpu(name=properties.name, memory=float(properties.total_memory)).kind
-        if own is None or own.chip == kind:
+        if own is None or kind in (own.chip, RESERVED):
             return "cuda:0"
         found = f"{properties.name}, of kind {own.chip!r}"
     finding = Finding(

@@ -55,7 +55,8 @@ class LocalMachine:
     def backend(self, now: Callable[[], float]) -> LocalBackend:
         """Start taking actions; seconds are those of `now`."""
         torch.set_num_threads(self._threads)
-        meter = DeviceMeter("cpu" if self._plan.cluster.startswith("cpu") else "cuda:0")
+        there = torch.cuda.is_available() and not self._plan.cluster.startswith("cpu")
+        meter = DeviceMeter("cuda:0" if there else "cpu")
         counted = _Counted(self._worker, meter)
         return LocalBackend(self._plan, counted, threads=self._threads, now=now, meter=meter)
 

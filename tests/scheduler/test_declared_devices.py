@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlflow.cli.commands import Target, cluster_of
-from rlflow.errors import UsageError
+from rlflow.cli.machines import local_device
+from rlflow.errors import PlanError, UsageError
 from rlflow.scheduler.devices import cluster
 from rlflow.scheduler.devices.cluster import KINDS, Cluster, parse_cluster
 from tests.conftest import PIPELINES
@@ -212,3 +214,29 @@ def test_what_a_file_declares_is_what_estimates_use(declared) -> None:
 
     assert isinstance(slow, Cluster)
     assert 1e12 == slow.kind.rate(2)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("name", "kind", "taken"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100", True),
+        ("NVIDIA H100 80GB HBM3", "a100", False),
+        ("NVIDIA H100 80GB HBM3", "gpu", True),
+        ("NVIDIA L4", "gpu", True),
+        ("NVIDIA L4", "h100", True),
+    ],
+)
+def test_a_kind_that_stands_alone_is_whatever_this_machine_has(
+    name, kind, taken, monkeypatch
+) -> None:
+    import torch
+
+    chip = SimpleNamespace(name=name, total_memory=85e9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
+    if taken:
+        assert "cuda:0" == local_device(kind)
+    else:
+        with pytest.raises(PlanError, match="E406"):
+            local_device(kind)

@@ -29,7 +29,8 @@ class DeviceMeter:
         self._gpu: NvmlGpu | None = None
         if self._device.type == "cuda":
             chip: Any = torch.cuda.get_device_properties(self._device)
-            self._gpu = NvmlGpu.found(f"GPU-{chip.uuid}")
+            uuid = str(getattr(chip, "uuid", "")).removeprefix("GPU-")
+            self._gpu = NvmlGpu.found(f"GPU-{uuid}")
         self._noted = threading.local()
 
     def note_tokens(self, tokens: int) -> None:
