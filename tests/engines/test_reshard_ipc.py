@@ -18,7 +18,7 @@ from rlflow.engines.reshard.bucket_layout import slot_bytes, weight_buckets
 from rlflow.engines.reshard.slices import ITEMSIZE
 from rlflow.engines.reshard.streaming import BucketStream, Lending, shards_in
 from tests.engines import reshard_ranks, stream_ranks
-from tests.engines.reshard_layouts import tables
+from tests.engines.reshard_layouts import lacking, tables
 
 pytestmark = pytest.mark.torch
 
@@ -155,3 +155,20 @@ def test_one_process_lends_what_it_trains():
     assert (0, {}) == (moved.received, made.check())
     (loaded,) = engine.loaded
     assert all(torch.equal(weights[name], loaded[name]) for name in weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("transport", ["shared memory", "collective"])
+@pytest.mark.parametrize("layouts", [("whole", [0], [1]), ("tp rows", [0, 1], [1])])
+def test_processes_on_one_gpu(world, transport, layouts):
+    layout, ranks, others = layouts
+    source, target = tables(PARAMS, layout, ranks), tables(PARAMS, "whole", others, "bfloat16")
+
+    found = world(2).run(
+        reshard_ranks.in_group, 2, reshard_ranks.on_one_gpu, transport, source, target
+    )
+
+    lacked = [lacking(source, [target], rank) for rank in range(2)]
+    expected = [2 * sum(int(mask.sum()) for mask in each.values()) for each in lacked]
+    assert expected == [moved.received for moved in found]
