@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from rlflow.cli.measuring import LAYERS, MeasuredMachine, short_name
+from rlflow.cli.measuring import LAYERS, MeasuredMachine, measure_machine, short_name
 from rlflow.scheduler.devices.cluster import KINDS, parse_cluster
 from tests.conftest import PIPELINES
 
@@ -113,6 +114,24 @@ def test_products_and_copies_are_timed_by_size(monkeypatch) -> None:
     assert before == torch.get_float32_matmul_precision()
     (launch,) = measuring.launches(device)
     assert 0 < launch.seconds < 1e-3, "seconds of one of the thousand"
+
+
+def test_gpus_that_torch_has_are_measured_whoever_made_them(monkeypatch) -> None:
+    """No driver's library is asked: NVML knows no AMD."""
+    import torch
+
+    from rlflow.runtime import measuring
+
+    chip = SimpleNamespace(name="AMD Instinct MI300X", total_memory=206e9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
+    monkeypatch.setattr(measuring, "measured", lambda *words: iter(()))
+    monkeypatch.delenv("RLFLOW_GPUS", raising=False)
+    found = measure_machine(lambda text: None)
+    assert ("cuda", "mi300x", "mi300x", 8) == (found.kind, found.name, found.base, found.count)
+    monkeypatch.setenv("RLFLOW_GPUS", "off")
+    assert "cpu" == measure_machine(lambda text: None).kind
 
 
 def test_a_budget_that_is_spent_begins_nothing() -> None:

@@ -7,6 +7,7 @@ timings behind them are in the file too. Torch is imported once something is mea
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 from rlflow.scheduler.devices.cluster import HOST_MEMORY_SHARE, machine_cores, machine_memory
 from rlflow.scheduler.devices.declared import check_device_path
 from rlflow.scheduler.devices.hardware import KINDS
-from rlflow.scheduler.devices.machine import machine_gpus, usable
+from rlflow.scheduler.devices.machine import Gpu
 
 if TYPE_CHECKING:
     from rlflow.runtime.measuring import DeviceTiming
@@ -155,15 +156,16 @@ def measure_machine(say: Callable[[str], None]) -> MeasuredMachine:
 
     from rlflow.runtime.measuring import measured
 
-    there = torch.cuda.device_count() if torch.cuda.is_available() and machine_gpus() else 0
+    wanted = os.environ.get("RLFLOW_GPUS") != "off" and torch.cuda.is_available()
+    there = torch.cuda.device_count() if wanted else 0
     kind = "cuda" if there else "cpu"
     cores = machine_cores()
     count = there or min(2, cores)
     if there:
         chip = torch.cuda.get_device_properties(0)
         name, memory = str(chip.name), float(chip.total_memory)
-        own = usable(machine_gpus())
-        base = own[0].name if own is not None else ""
+        own = Gpu(name=name, memory=memory).kind
+        base = own.name if own is not None else ""
     else:
         name, memory, base = "cpu", 0.0, ""
     say(
