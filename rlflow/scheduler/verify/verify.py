@@ -24,6 +24,19 @@ from rlflow.scheduler.verify.happens_before import Facts
 from rlflow.scheduler.verify.left_out import pauses_are_resumed, shared_work_is_exact
 from rlflow.scheduler.verify.loops import loops_are_read_whole, trips_are_gated
 from rlflow.scheduler.verify.memory import memory_fits
+from rlflow.scheduler.verify.numbers.bounds import bounds_are_right
+from rlflow.scheduler.verify.numbers.kinds import kinds_are_kept
+from rlflow.scheduler.verify.numbers.moved import (
+    reshards_bring_what_lacks,
+    sleeps_copy_their_parts,
+)
+from rlflow.scheduler.verify.numbers.row_bytes import rows_take_their_bytes
+from rlflow.scheduler.verify.numbers.sizes import leftovers_are_right, sizes_agree
+from rlflow.scheduler.verify.numbers.work import (
+    chances_are_those_of_trips,
+    costs_are_formed,
+    pieces_cost_alike,
+)
 from rlflow.scheduler.verify.row_sets import (
     kept_rows_are_stated,
     memories_are_in_order,
@@ -253,6 +266,10 @@ MEANING: tuple[tuple[str, Rule], ...] = (
     ("bind", one_instance_is_trained),
     ("bind", averages_are_in_place),
     ("bind", engines_are_apart),
+    ("bind", kinds_are_kept),
+    ("bind", sizes_agree),
+    ("bind", costs_are_formed),
+    ("bind", chances_are_those_of_trips),
     ("unroll", loops_are_read_whole),
     ("bind", chunks_are_legal),
     ("bind", trips_are_gated),
@@ -264,14 +281,20 @@ MEANING: tuple[tuple[str, Rule], ...] = (
     ("weights", updates_take_turns),
     ("weights", versions_are_exact),
     ("weights", reshards_are_right),
+    ("weights", reshards_bring_what_lacks),
     ("transfer", rows_are_carried),
+    ("transfer", rows_take_their_bytes),
+    ("transfer", pieces_cost_alike),
     ("order", turns_are_given),
     ("order", list_is_an_order),
     ("chain", memory_fits),
     ("chain", moves_are_needed),
+    ("chain", sleeps_copy_their_parts),
+    ("chain", leftovers_are_right),
     ("chain", engines_sleep_between_rollouts),
     ("chain", devices_take_turns),
     ("chain", communicators_are_alone),
     ("timing", time_adds_up),
+    ("timing", bounds_are_right),
 )
 """The invariants, each with the first pass after which it must hold."""

@@ -189,14 +189,14 @@ def _held(source: Instance, target: Instance) -> bool:
         and all(
             not mine or (theirs.start <= mine.start and mine.stop <= theirs.stop)
             for mine, theirs in zip(
-                _sides(target, device, cells), _sides(source, device, cells), strict=True
+                cells_held(target, device, cells), cells_held(source, device, cells), strict=True
             )
         )
         for device in target.owners
     )
 
 
-def _sides(instance: Instance, device: int, cells: int) -> tuple[range, ...]:
+def cells_held(instance: Instance, device: int, cells: int) -> tuple[range, ...]:
     """The cells that a device holds along the sides that are cut, of `cells` in each side.
 
     Of a parameter that `tp` cuts along its first side, of one it cuts along its second, and

@@ -1,0 +1,1 @@
+"""Rules of the verifier on what a plan states in numbers: sizes, bytes, costs and bounds."""

@@ -1,0 +1,122 @@
+"""Rules of the verifier: who moves weights moves as many bytes as there are of what it moves.
+
+Knows the graph and the plan; shares no code with the passes or the costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from math import ceil, floor
+
+from rlflow.scheduler.plan.plan import Instance, Part
+from rlflow.scheduler.verify.happens_before import Facts
+from rlflow.scheduler.verify.lanes import given_back
+from rlflow.scheduler.verify.memory import leaving
+from rlflow.scheduler.verify.numbers.parameters import NUMBER, Counts, Span, counts_of
+from rlflow.scheduler.verify.weights import cells_held
+
+Box = tuple[range, range]
+NOTHING = (range(0), range(0), range(0))
+
+
+def sleeps_copy_their_parts(facts: Facts) -> Iterator[str]:
+    """An offload copies what its part gives back on each device, a discard nothing.
+
+    What drafts in an engine is none of what an update brings: a wake of discarded weights copies
+    it from the host.
+    """
+    for a in facts.plan.actions:
+        if a.part is None:
+            continue
+        part = facts.parts[a.part]
+        least = most = given_back(part) * len(leaving(part)) if a.mode == "offload" else 0
+        if (a.kind, a.mode, part.kind) == ("wake", "discard", "weights"):
+            least, most = _drafting(facts, part)
+        if a.cost.moved is None or not least <= a.cost.moved <= most:
+            yield f"{a.id} moves {a.cost.moved} bytes, {a.mode} of {a.part} is {least}"
+
+
+def _drafting(facts: Facts, part: Part) -> Span:
+    """Bytes of what drafts in an engine, on all devices of its weights that sleep."""
+    i, counts = facts.instances[part.instance], counts_of(facts)
+    if i.options is None or getattr(i.options, "speculative", None) is not None:
+        return 0, part.on_host * len(leaving(part))
+    spans = [counts.on_rank(o, i.tp) for o in facts.plan.instances if o.inside == i.name]
+    if None in spans:
+        return 0, (part.size or 0) * len(leaving(part))
+    known = [span for span in spans if span is not None]
+    least, most = (sum(span[end] for span in known) * len(leaving(part)) for end in (0, 1))
+    return least, most
+
+
+def reshards_bring_what_lacks(facts: Facts) -> Iterator[str]:
+    """A reshard moves what its targets' devices lack of what training changes, and no more.
+
+    Where the processes hold all of it already, it is copied within them: every piece of theirs.
+    """
+    counts = counts_of(facts)
+    for a in facts.plan.actions:
+        if a.kind != "reshard":
+            continue
+        source = facts.instances[str(a.instance)]
+        weights = facts.parts.get(source.weights)
+        if weights is None or (a.cost.moved is None) is not (weights.size is None):
+            yield f"{a.id} moves {a.cost.moved} bytes of {source.weights}, of another size"
+        if a.cost.moved is None:
+            continue
+        targets = [facts.instances[name] for name in a.targets]
+        least, most = _lacking(counts, source, targets, in_place=a.transport == "copy")
+        if not least <= a.cost.moved <= most:
+            yield f"{a.id} moves {a.cost.moved} bytes, its targets lack {least} to {most}"
+
+
+def _lacking(
+    counts: Counts, source: Instance, targets: Sequence[Instance], *, in_place: bool
+) -> Span:
+    """The fewest and the most bytes that targets lack of a source, however `tp` cuts a model.
+
+    Of a model trained as a whole each parameter is cut along its outputs or its inputs, and
+    nobody says how many are which. Adapters are cut by neither.
+    """
+    model = counts.model(source)
+    whole = counts.adapters_of(source) if model.lora else counts.wholes.get(model.path)
+    if whole is None:
+        return 0, 2**63
+    least = most = Fraction(0)
+    for target in targets:
+        times = _times(source, target, in_place=in_place)
+        found = times[2:] if model.lora else times[:2]
+        least += min(found) * whole[0]
+        most += max(found) * whole[1]
+    number = NUMBER[model.dtype]
+    return max(floor(least - len(targets)), 0) * number, ceil(most) * number
+
+
+def _times(source: Instance, target: Instance, *, in_place: bool) -> tuple[Fraction, ...]:
+    """How often a parameter is to come, all devices together: one cut by outputs, inputs, neither.
+
+    A device needs its piece, without what it has of the source's.
+    """
+    cells = source.fsdp * source.tp * target.fsdp * target.tp
+    square = [0, 0, 0]
+    for device in target.devices:
+        need = cells_held(target, device, cells)
+        here = device in source.devices and not in_place
+        has = cells_held(source, device, cells) if here else NOTHING
+        boxes = zip(_boxes(need, cells), _boxes(has, cells), strict=True)
+        for number, (sides, held) in enumerate(boxes):
+            common = [_common(mine, theirs) for mine, theirs in zip(sides, held, strict=True)]
+            square[number] += len(sides[0]) * len(sides[1]) - common[0] * common[1]
+    return tuple(Fraction(found, cells * cells) for found in square)
+
+
+def _boxes(sides: tuple[range, ...], cells: int) -> tuple[Box, Box, Box]:
+    """What a device holds of a parameter cut by its outputs, by its inputs, and by neither."""
+    outputs, lines, inputs = sides
+    whole = range(cells if outputs or lines else 0)
+    return (outputs, whole), (lines, inputs), (lines, whole)
+
+
+def _common(one: range, other: range) -> int:
+    return max(0, min(one.stop, other.stop) - max(one.start, other.start))

@@ -1,0 +1,139 @@
+"""How many parameters a model has, as far as the sizes of its parts tell.
+
+A size in bytes of a rank's equal share says the whole count up to rounding, so a count is an
+interval. No size of a model is known from elsewhere; what is asked is whether all parts agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from rlflow.graph.model import Model
+from rlflow.scheduler.plan.plan import Instance, Part
+from rlflow.scheduler.verify.happens_before import Facts
+
+Span = tuple[int, int]
+
+# Bytes of a number. An optimizer step is taken in float32 at least.
+NUMBER = {"float64": 8, "float32": 4, "bfloat16": 2}
+FULL = NUMBER["float32"]
+MOMENTS = 2
+
+
+def gradient_bytes(dtype: str) -> int:
+    """Bytes for each trained parameter of its gradient; below float32 also of the sum in that."""
+    return NUMBER[dtype] + (FULL if NUMBER[dtype] < FULL else 0)
+
+
+def moment_bytes(dtype: str) -> int:
+    """Bytes for each trained parameter of AdamW's moments, and of a copy of lower weights."""
+    return MOMENTS * max(NUMBER[dtype], FULL) + (FULL if NUMBER[dtype] < FULL else 0)
+
+
+def lent(part: Part) -> int:
+    """Bytes of what a part has from its model: the first of what it holds, or all."""
+    return part.holds[0][1] if part.holds else part.size or 0
+
+
+def whole_of(share: Span, ranks: int) -> Span:
+    """How many there are in all, where a rank of so many has an equal share, rounded."""
+    return (share[0] - 1) * ranks + 1, (share[1] + 1) * ranks - 1
+
+
+def share_of(whole: Span, ranks: int) -> Span:
+    """How many a rank has of so many in all."""
+    return whole[0] // ranks, -(-whole[1] // ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """The counts that the parts of a plan tell, and where they contradict each other."""
+
+    facts: Facts
+
+    def model(self, instance: Instance) -> Model:
+        """The model of an instance."""
+        return self.facts.plan.graph.model(instance.model)
+
+    @cached_property
+    def known(self) -> dict[str, tuple[Part, Instance]]:
+        """The weights of instances that have a size, by instance."""
+        pairs = ((self.facts.parts.get(i.weights), i) for i in self.facts.plan.instances)
+        return {i.name: (part, i) for part, i in pairs if part is not None and part.size}
+
+    @cached_property
+    def adapters(self) -> dict[tuple[object, ...], Span]:
+        """Trained parameters of each model with adapters, which every `tp` rank has whole."""
+        found: dict[tuple[object, ...], Span] = {}
+        for i in self.facts.plan.instances:
+            part = self.facts.parts.get(i.gradients)
+            if i.trained and part is not None and part.size:
+                each = part.size // gradient_bytes(self.model(i).dtype)
+                found[self._adapted(i)] = whole_of((each, each), i.fsdp)
+        return found
+
+    def _adapted(self, instance: Instance) -> tuple[object, ...]:
+        model = self.model(instance)
+        return model.path, model.head, model.lora
+
+    def adapters_of(self, instance: Instance) -> Span | None:
+        """The adapters of an instance's model in all; None where no gradients tell them."""
+        if self.model(instance).lora is None:
+            return 0, 0
+        return self.adapters.get(self._adapted(instance))
+
+    @cached_property
+    def evidence(self) -> list[tuple[str, str, Span]]:
+        """For weights that one model fills: its path, the part, and the count of its parameters.
+
+        Without adapters. Layers that come and go say nothing but that there are as many.
+        """
+        found = []
+        for part, i in self.known.values():
+            adapters = self.adapters_of(i)
+            engine = i.options is not None
+            more = engine and (i.drafter or getattr(i.options, "speculative", None) is not None)
+            if i.offload or more or i.inside is not None or adapters is None:
+                continue
+            held = lent(part) // NUMBER[self.model(i).dtype]
+            few, many = share_of(adapters, i.fsdp)
+            base = held - many, held - few
+            found.append((self.model(i).path, part.name, whole_of(base, i.fsdp * i.tp)))
+        return found
+
+    @cached_property
+    def wholes(self) -> dict[str, Span]:
+        """Parameters of the models by path, as far as weights tell; they may be no count at all."""
+        found: dict[str, Span] = {}
+        for path, _, (least, most) in self.evidence:
+            known = found.get(path, (least, most))
+            found[path] = max(known[0], least), min(known[1], most)
+        return found
+
+    def bytes_of(self, model: Model, whole: Span, ranks: int, adapters: Span) -> Span:
+        """Bytes of the weights of a model on one of so many `tp` ranks."""
+        least, most = share_of(whole, ranks)
+        number = NUMBER[model.dtype]
+        return (least + adapters[0]) * number, (most + adapters[1]) * number
+
+    def on_rank(self, instance: Instance, ranks: int) -> Span | None:
+        """Bytes of an instance's model on each of so many ranks; None where it is not known."""
+        whole, adapters = self.wholes.get(self.model(instance).path), self.adapters_of(instance)
+        if whole is None or adapters is None:
+            return None
+        return self.bytes_of(self.model(instance), whole, ranks, adapters)
+
+    def contradictions(self) -> Iterator[str]:
+        """Two weights of one path for which there is no common count."""
+        for at, (path, name, span) in enumerate(self.evidence):
+            for other, known, its in self.evidence[:at]:
+                if other == path and (span[1] < its[0] or its[1] < span[0]):
+                    yield f"{name} and {known} are of {path}, and not of as many parameters"
+
+
+def counts_of(facts: Facts) -> Counts:
+    """The counts of a plan, made once for all rules."""
+    found: Counts = facts.derived.setdefault("parameters", Counts(facts=facts))
+    return found
