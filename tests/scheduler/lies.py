@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from rlflow.scheduler.plan.plan import Action, Cost, Part, Plan
 from rlflow.scheduler.verify.happens_before import Facts
 from rlflow.scheduler.verify.lanes import given_back
 from rlflow.scheduler.verify.memory import leaving, memory_of
-from tests.scheduler.mutants import Mutant, with_action
+from tests.scheduler.mutants import with_action
 
 FACTORS = (0.5, 2)
+Lie = tuple[str, Callable[[], Plan]]
+"""What is lied about, and what makes the plan that does."""
 
 
 def restated(plan: Plan) -> Plan:
@@ -46,24 +49,29 @@ def with_cost(plan: Plan, action: Action, **changes: object) -> Plan:
     return restated(with_action(plan, action.id, cost=replace(action.cost, **changes)))
 
 
-def lies(plan: Plan) -> Iterator[Mutant]:
+def others(known: object, *figures: object) -> list[object]:
+    """Of some figures those that are not the one that is known, each once."""
+    return [each for each in dict.fromkeys(figures) if each != known]
+
+
+def lies(plan: Plan) -> Iterator[Lie]:
     """Every lie of every kind."""
     for kind in KINDS.values():
         yield from kind(plan)
 
 
-def sizes(plan: Plan) -> Iterator[Mutant]:
+def sizes(plan: Plan) -> Iterator[Lie]:
     """A part of half its size or twice that, of none, or of nobody knows how much."""
     for part in plan.parts:
         if not part.size:
             continue
         for times in FACTORS:
-            size = int(part.size * times)
-            yield f"{part.name} x {times}", with_part(plan, part.name, **scaled(part, size))
+            lie = partial(with_part, plan, part.name, **scaled(part, int(part.size * times)))
+            yield f"{part.name} x {times}", lie
         nothing = scaled(part, 0)
-        yield f"{part.name} of nothing", with_part(plan, part.name, **nothing)
+        yield f"{part.name} of nothing", partial(with_part, plan, part.name, **nothing)
         unknown = {**nothing, "size": None, "residual": 0, "holds": ()}
-        yield f"{part.name} unknown", with_part(plan, part.name, **unknown)
+        yield f"{part.name} unknown", partial(with_part, plan, part.name, **unknown)
 
 
 def scaled(part: Part, size: int) -> dict[str, object]:
@@ -79,51 +87,55 @@ def scaled(part: Part, size: int) -> dict[str, object]:
     return changes
 
 
-def left_behind(plan: Plan) -> Iterator[Mutant]:
+def left_behind(plan: Plan) -> Iterator[Lie]:
     """A part that leaves another share of itself on its devices, or on its host."""
     for part in plan.parts:
-        size, moved = part.size or 0, any(a.part == part.name for a in plan.actions)
-        for residual in {0, size // 2, size} - {part.residual} if moved else ():
-            lie = with_part(plan, part.name, residual=residual)
+        size, moves = part.size or 0, any(a.part == part.name for a in plan.actions)
+        for residual in others(part.residual, 0, size // 2, size) if moves else ():
+            lie = partial(with_part, plan, part.name, residual=residual)
             yield f"{part.name} leaves {residual}", lie
-        for on_host in {0, part.on_host // 2, 2 * part.on_host, size} - {part.on_host}:
-            lie = with_part(plan, part.name, on_host=on_host)
+        for on_host in others(part.on_host, 0, part.on_host // 2, 2 * part.on_host, size):
+            lie = partial(with_part, plan, part.name, on_host=on_host)
             yield f"{part.name} has {on_host} on its host", lie
         if part.more_on_host or part.on_host:
             more = () if part.more_on_host else ((part.devices[0], part.on_host),)
-            yield f"{part.name} has {more} more", with_part(plan, part.name, more_on_host=more)
+            lie = partial(with_part, plan, part.name, more_on_host=more)
+            yield f"{part.name} has {more} more", lie
         if part.holds:
             (first, held), (second, beside), *rest = part.holds
             shifted = (first, held - beside // 2), (second, beside + beside // 2), *rest
-            yield f"{part.name} holds {shifted}", with_part(plan, part.name, holds=shifted)
+            lie = partial(with_part, plan, part.name, holds=shifted)
+            yield f"{part.name} holds {shifted}", lie
     for kept in plan.kept:
         for size in (kept.size // 2, kept.size * 2):
-            others = tuple(replace(k, size=size) if k == kept else k for k in plan.kept)
-            yield f"{kept.node} keeps {size}", restated(replace(plan, kept=others))
+            every = tuple(replace(k, size=size) if k == kept else k for k in plan.kept)
+            yield f"{kept.node} keeps {size}", partial(restated, replace(plan, kept=every))
 
 
-def moved(plan: Plan) -> Iterator[Mutant]:
+def moved(plan: Plan) -> Iterator[Lie]:
     """Bytes that an action moves: half of them, twice as many, none, or some where none do."""
     for a in plan.actions:
-        known = a.cost.moved
-        for size in {0, (known or 0) // 2, 2 * (known or 0), 1 << 20, None} - {known}:
-            lie = with_action(plan, a.id, cost=replace(a.cost, moved=size))
+        known = a.cost.moved or 0
+        for size in others(a.cost.moved, 0, known // 2, 2 * known, 1 << 20, None):
+            lie = partial(with_action, plan, a.id, cost=replace(a.cost, moved=size))
             yield f"{a.id} moves {size}", lie
 
 
-def working(plan: Plan) -> Iterator[Mutant]:
+def working(plan: Plan) -> Iterator[Lie]:
     """Memory that an action takes while it runs: none, more, or of other things than it holds."""
     for a in plan.actions:
         known = a.cost.transient or 0
         if known:
-            yield f"{a.id} works in nothing", with_cost(plan, a, transient=0, holds=())
-            yield f"{a.id} holds nothing of it", with_cost(plan, a, holds=())
-            yield f"{a.id} works in half", with_cost(plan, a, transient=known // 2)
+            nothing = partial(with_cost, plan, a, transient=0, holds=())
+            yield f"{a.id} works in nothing", nothing
+            yield f"{a.id} holds nothing of it", partial(with_cost, plan, a, holds=())
+            yield f"{a.id} works in half", partial(with_cost, plan, a, transient=known // 2)
         else:
-            lie = with_cost(plan, a, transient=1, holds=(("scratch", 1),))
+            lie = partial(with_cost, plan, a, transient=1, holds=(("scratch", 1),))
             yield f"{a.id} works in a byte", lie
         if a.chunk is not None and a.cost.holds:
-            yield f"{a.id} works in twice as much", with_cost(plan, a, **doubled(a.cost))
+            lie = partial(with_cost, plan, a, **doubled(a.cost))
+            yield f"{a.id} works in twice as much", lie
 
 
 def doubled(cost: Cost) -> dict[str, object]:
@@ -132,72 +144,91 @@ def doubled(cost: Cost) -> dict[str, object]:
     return {"holds": holds, "transient": 2 * (cost.transient or 0)}
 
 
-def seconds(plan: Plan) -> Iterator[Mutant]:
+def seconds(plan: Plan) -> Iterator[Lie]:
     """Chances that loops do not give, and seconds that no clock shows."""
     for a in plan.actions:
-        for chance in {0.0, 0.25, 1.0, 1.5} - {a.chance}:
-            yield f"{a.id} with a chance of {chance}", with_action(plan, a.id, chance=chance)
+        for chance in others(a.chance, 0.0, 0.25, 1.0, 1.5):
+            lie = partial(with_action, plan, a.id, chance=chance)
+            yield f"{a.id} with a chance of {chance}", lie
         if a.cost.seconds is not None:
             for wrong in (-1.0, float("nan"), float("inf")):
-                lie = with_cost(plan, a, seconds=wrong)
-                yield f"{a.id} takes {wrong}", replace(lie, timing=plan.timing)
+                lie = partial(with_action, plan, a.id, cost=replace(a.cost, seconds=wrong))
+                yield f"{a.id} takes {wrong}", lie
 
 
-def bounds(plan: Plan) -> Iterator[Mutant]:
-    """A bound too low or too high, another lane, another reason, slack that is not there."""
+def bounds(plan: Plan) -> Iterator[Lie]:
+    """A bound too low or too high, another lane, another reason, slack that is not there.
+
+    Less slack than there is may be told of a large plan, so that is no lie.
+    """
     timing = plan.timing
     if timing is None:
         return
+    period = timing.period
     for word in ("resource_bound", "recurrence_bound"):
         value = getattr(timing, word)
-        for wrong in {0.0, value / 2, (value + timing.period) / 2, timing.period} - {value}:
-            lie = replace(timing, **{word: wrong})
-            yield f"{word} {wrong}", replace(plan, timing=lie)
-    for binding in {"resource", "recurrence", "order"} - {timing.binding}:
-        yield f"{binding} binds", replace(plan, timing=replace(timing, binding=binding))
-    yield "elsewhere is busiest", replace(plan, timing=replace(timing, busiest="device 99"))
-    yield "nothing is busiest", replace(plan, timing=replace(timing, busiest="nothing"))
+        for wrong in others(value, 0.0, value / 2, (value + period) / 2, period):
+            yield f"{word} {wrong}", partial(with_timing, plan, **{word: wrong})
+    for binding in others(timing.binding, "resource", "recurrence", "order"):
+        yield f"{binding} binds", partial(with_timing, plan, binding=binding)
+    for lane in ("device 99", "nothing"):
+        yield f"{lane} is busiest", partial(with_timing, plan, busiest=lane)
     for times in (0.5, 3):
-        lie = replace(timing, latency=times * timing.latency)
-        yield f"{times} of the latency", replace(plan, timing=lie)
+        lie = partial(with_timing, plan, latency=times * timing.latency)
+        yield f"{times} of the latency", lie
     for place, (name, room) in enumerate(timing.slack):
-        for wrong in (room + timing.period / 4, room / 2):
-            if wrong != room and wrong < float("inf"):
-                slack = (*timing.slack[:place], (name, wrong), *timing.slack[place + 1 :])
-                lie = replace(plan, timing=replace(timing, slack=slack))
-                yield f"{name} has {wrong} of slack", lie
-        slack = (*timing.slack[:place], *timing.slack[place + 1 :])
-        yield f"no slack of {name}", replace(plan, timing=replace(timing, slack=slack))
+        before, after = timing.slack[:place], timing.slack[place + 1 :]
+        if room < float("inf"):
+            more = (*before, (name, room + period / 4), *after)
+            yield f"more slack of {name}", partial(with_timing, plan, slack=more)
+        yield f"no slack of {name}", partial(with_timing, plan, slack=(*before, *after))
 
 
-def roles(plan: Plan) -> Iterator[Mutant]:
+def with_timing(plan: Plan, **changes: object) -> Plan:
+    """The plan with a timing that says otherwise."""
+    assert plan.timing is not None
+    return replace(plan, timing=replace(plan.timing, **changes))
+
+
+def roles(plan: Plan) -> Iterator[Lie]:
     """What serves or closes otherwise than its node does; what takes what is not its own."""
     for a in plan.actions:
-        yield f"{a.id} closing: {not a.closing}", with_action(plan, a.id, closing=not a.closing)
-        if a.kind == "run":
-            continue
-        for part in plan.parts:
-            if part.name not in a.needs and set(part.devices) <= set(a.devices):
-                lie = with_action(plan, a.id, needs=(*a.needs, part.name))
-                yield f"{a.id} needs {part.name}", restated(lie)
-        for i in plan.instances:
-            if a.part is not None and a.instance != i.name:
-                yield f"{a.id} of {i.name}", with_action(plan, a.id, instance=i.name)
-            if a.kind != "reshard" and not i.trained:
-                reads, writes = (*a.reads, (i.name, 0)), (*a.writes, (i.name, 0))
-                yield f"{a.id} reads {i.name}", with_action(plan, a.id, reads=reads)
-                yield f"{a.id} writes {i.name}", with_action(plan, a.id, writes=writes)
+        lie = partial(with_action, plan, a.id, closing=not a.closing)
+        yield f"{a.id} closing: {not a.closing}", lie
+        if a.kind != "run":
+            yield from foreign(plan, a)
     for i in plan.instances:
-        for uses in (("rollout",), ("forward",), ("train",), ("train", "forward", "rollout"), ()):
+        ways = (("rollout",), ("forward",), ("train",), ("train", "forward", "rollout"), ())
+        for uses in ways:
             if set(uses) != set(i.uses):
-                others = tuple(replace(o, uses=uses) if o == i else o for o in plan.instances)
-                yield f"{i.name} serves {uses}", replace(plan, instances=others)
-        others = tuple(replace(o, micro_tokens=0) if o == i else o for o in plan.instances)
-        yield f"{i.name} passes no tokens", replace(plan, instances=others)
-    yield "staler", replace(plan, staleness=plan.staleness + 1)
+                yield f"{i.name} serves {uses}", partial(with_instance, plan, i.name, uses=uses)
+        idle = partial(with_instance, plan, i.name, micro_tokens=0)
+        yield f"{i.name} passes no tokens", idle
+    yield "staler", partial(replace, plan, staleness=plan.staleness + 1)
 
 
-KINDS: dict[str, Callable[[Plan], Iterator[Mutant]]] = {
+def with_instance(plan: Plan, name: str, **changes: object) -> Plan:
+    """The plan with one instance changed."""
+    every = tuple(replace(i, **changes) if i.name == name else i for i in plan.instances)
+    return replace(plan, instances=every)
+
+
+def foreign(plan: Plan, a: Action) -> Iterator[Lie]:
+    """What is no run needs, reads or writes what it does not, or is of another instance."""
+    for part in plan.parts:
+        if part.name not in a.needs and set(part.devices) <= set(a.devices):
+            more = with_action(plan, a.id, needs=(*a.needs, part.name))
+            yield f"{a.id} needs {part.name}", partial(restated, more)
+    for i in plan.instances:
+        if a.part is not None and a.instance != i.name:
+            yield f"{a.id} of {i.name}", partial(with_action, plan, a.id, instance=i.name)
+        if a.kind != "reshard" and not i.trained:
+            reads, writes = (*a.reads, (i.name, 0)), (*a.writes, (i.name, 0))
+            yield f"{a.id} reads {i.name}", partial(with_action, plan, a.id, reads=reads)
+            yield f"{a.id} writes {i.name}", partial(with_action, plan, a.id, writes=writes)
+
+
+KINDS: dict[str, Callable[[Plan], Iterator[Lie]]] = {
     "sizes": sizes,
     "left behind": left_behind,
     "moved": moved,

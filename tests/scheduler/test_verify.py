@@ -21,6 +21,7 @@ from rlflow.scheduler.verify.happens_before import Facts
 from rlflow.scheduler.verify.verify import MEANING, SHAPE, STAGES, verify
 from tests.budget import examples
 from tests.scheduler.examples import COLOCATE, EXAMPLES, SPLIT, compiled_with, grpo
+from tests.scheduler.lies import lies
 from tests.scheduler.mutants import mutants, with_action, without_action
 from tests.scheduler.player import play
 from tests.scheduler.proving import unnoticed
@@ -78,12 +79,13 @@ def test_what_is_verified_plays_without_a_violation(found: Compiled, seed: int) 
 
 @settings(max_examples=examples(20))
 @given(found=compiled(), pick=st.integers(0, 10**6))
-def test_a_mutant_that_verifies_plays_without_a_violation(found: Compiled, pick: int) -> None:
-    every = list(mutants(found.plan))
-    name, plan = every[pick % len(every)]
-    if not verify(plan, "timing"):
-        for seed in range(6):
-            assert [] == play(plan, seed), name
+def test_mutants_and_lies_that_verify_play_without_a_violation(found: Compiled, pick: int) -> None:
+    every, told = list(mutants(found.plan)), list(lies(found.plan))
+    what, lie = told[pick % len(told)]
+    for name, plan in (every[pick % len(every)], (what, lie())):
+        if not verify(plan, "timing"):
+            for seed in range(6):
+                assert [] == play(plan, seed), name
 
 
 def halved(plan: Plan, name: str) -> Spread:

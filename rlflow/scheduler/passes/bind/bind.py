@@ -107,7 +107,9 @@ def bind(plan: Plan, context: Context) -> Plan:
 
 
 def _fitted(instance: Instance, nodes: list[Node], plan: Plan, context: Context) -> Instance:
-    """The instance with micro-batches that fit, for all the nodes that it serves."""
+    """The instance with the uses of all the nodes that it serves, in micro-batches that fit."""
+    used = {node.op.use or "forward" for node in nodes}
+    instance = replace(instance, uses=tuple(use for use in instance.uses if use in used))
     room = min(plan.budget(device) for device in instance.devices)
     if instance.engine_plan.own_process:
         return with_pool(instance, nodes, room, context.costs)

@@ -23,8 +23,8 @@ def kinds_are_kept(facts: Facts) -> Iterator[str]:
         node = graph.node(str(a.node)) if a.kind == "run" else None
         if a.closing is not (node is not None and node.op.closing):
             yield f"{a.id} is said to close the run: {a.closing}"
-        if node is not None and node.op.use is not None and a.instance is not None:
-            served[a.instance].add(node.op.use)
+        if node is not None and a.instance is not None:
+            served[a.instance].add(node.op.use or "forward")
             for name, _ in a.reads:
                 if name != a.instance and node.op.use == "rollout":
                     served[name].add("rollout")

@@ -17,6 +17,7 @@ from rlflow.scheduler.verify.numbers.parameters import NUMBER, Counts, Span, cou
 from rlflow.scheduler.verify.weights import cells_held
 
 Box = tuple[range, range]
+UNKNOWN = 2**63
 NOTHING = (range(0), range(0), range(0))
 
 
@@ -81,8 +82,8 @@ def _lacking(
     """
     model = counts.model(source)
     whole = counts.adapters_of(source) if model.lora else counts.wholes.get(model.path)
-    if whole is None:
-        return 0, 2**63
+    if whole is None or whole[0] > whole[1]:
+        return 0, UNKNOWN
     least = most = Fraction(0)
     for target in targets:
         times = _times(source, target, in_place=in_place)

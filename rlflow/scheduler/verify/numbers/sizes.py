@@ -62,6 +62,8 @@ def _are_known_together(facts: Facts) -> Iterator[str]:
             yield f"{part.name} takes {part.size} bytes"
         if any(size < 0 for _, size in part.holds):
             yield f"{part.name} holds {dict(part.holds)}"
+        if part.kind == "cache" and part.size is None and i.name in counts_of(facts).known:
+            yield f"{part.name} is of no known size, and {i.weights} is"
         if part.kind not in ("pool", "cache") and i.drafter is None:
             alike = known.setdefault((model.path, model.lora), set())
             alike.add(part.size is None)

@@ -55,7 +55,8 @@ def _run_is_formed(facts: Facts, a: Action) -> Iterator[str]:
     if i.weights not in facts.parts:
         return
     sized, lora = facts.parts[i.weights].size is not None, facts.plan.graph.model(i.model).lora
-    if (cost.seconds is None and sized) or (cost.seconds is not None and not (sized or lora)):
+    unsized = not sized and lora is None and i.drafter is None
+    if sized if cost.seconds is None else unsized:
         yield f"{a.id} takes {cost.seconds} s, {i.weights} is of {'a' if sized else 'no'} size"
     least, most = _worked_in(facts, a, i)
     if cost.transient is not None and not least <= cost.transient <= most:
