@@ -13,7 +13,7 @@ from rlflow.scheduler.plan.plan import Instance, Part
 from rlflow.scheduler.verify.happens_before import Facts
 from rlflow.scheduler.verify.lanes import given_back
 from rlflow.scheduler.verify.memory import leaving
-from rlflow.scheduler.verify.numbers.parameters import NUMBER, Counts, Span, counts_of
+from rlflow.scheduler.verify.numbers.parameters import NUMBER, ParameterCounts, Span, counts_of
 from rlflow.scheduler.verify.weights import cells_held
 
 Box = tuple[range, range]
@@ -73,7 +73,7 @@ def reshards_bring_what_lacks(facts: Facts) -> Iterator[str]:
 
 
 def _lacking(
-    counts: Counts, source: Instance, targets: Sequence[Instance], *, in_place: bool
+    counts: ParameterCounts, source: Instance, targets: Sequence[Instance], *, in_place: bool
 ) -> Span:
     """The fewest and the most bytes that targets lack of a source, however `tp` cuts a model.
 

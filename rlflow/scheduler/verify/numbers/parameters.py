@@ -48,7 +48,7 @@ def share_of(whole: Span, ranks: int) -> Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
+class ParameterCounts:
     """The counts that the parts of a plan tell, and where they contradict each other."""
 
     facts: Facts
@@ -133,7 +133,7 @@ class Counts:
                     yield f"{name} and {known} are of {path}, and not of as many parameters"
 
 
-def counts_of(facts: Facts) -> Counts:
+def counts_of(facts: Facts) -> ParameterCounts:
     """The counts of a plan, made once for all rules."""
-    found: Counts = facts.derived.setdefault("parameters", Counts(facts=facts))
+    found: ParameterCounts = facts.derived.setdefault("parameters", ParameterCounts(facts=facts))
     return found

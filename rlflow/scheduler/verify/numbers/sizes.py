@@ -12,7 +12,7 @@ from rlflow.scheduler.plan.plan import Instance, Part
 from rlflow.scheduler.verify.happens_before import Facts
 from rlflow.scheduler.verify.numbers.parameters import (
     NUMBER,
-    Counts,
+    ParameterCounts,
     Span,
     counts_of,
     gradient_bytes,
@@ -71,7 +71,7 @@ def _are_known_together(facts: Facts) -> Iterator[str]:
                 yield f"{part.name} is of a model of which some sizes are known and some not"
 
 
-def _is_trained(facts: Facts, counts: Counts, i: Instance, held: int) -> Iterator[str]:
+def _is_trained(facts: Facts, counts: ParameterCounts, i: Instance, held: int) -> Iterator[str]:
     """Gradients and moments are of as many parameters as each other, and as there are."""
     model = counts.model(i)
     gradients, moments = facts.parts[i.gradients], facts.parts[i.optimizer]
@@ -89,14 +89,14 @@ def _is_trained(facts: Facts, counts: Counts, i: Instance, held: int) -> Iterato
         yield f"{i.weights} has adapters alone, and nothing that they adapt"
 
 
-def _comes_and_goes(counts: Counts, i: Instance, part: Part) -> Iterator[str]:
+def _comes_and_goes(counts: ParameterCounts, i: Instance, part: Part) -> Iterator[str]:
     """Of layers that come and go there are never more than all."""
     most = counts.on_rank(i, 1)
     if most is not None and (part.size or 0) > most[1]:
         yield f"{part.name} has some layers at a time in {part.size} bytes, all take {most[1]}"
 
 
-def _lies_in_engine(facts: Facts, counts: Counts, i: Instance, held: int) -> Iterator[str]:
+def _lies_in_engine(facts: Facts, counts: ParameterCounts, i: Instance, held: int) -> Iterator[str]:
     """An engine's weights are its model's, and its drafter's where it has one."""
     spans = [counts.on_rank(i, i.tp)]
     for other in facts.plan.instances:
@@ -108,7 +108,7 @@ def _lies_in_engine(facts: Facts, counts: Counts, i: Instance, held: int) -> Ite
         yield f"{i.weights} holds {held} bytes of weights, its models take {least} on a rank"
 
 
-def _pool_has_tokens(facts: Facts, counts: Counts, i: Instance) -> Iterator[str]:
+def _pool_has_tokens(facts: Facts, counts: ParameterCounts, i: Instance) -> Iterator[str]:
     """A pool is of as many numbers for each token as for another, and known where weights are.
 
     So many on all ranks of a replica together. What a share of the memory leaves is any number.
