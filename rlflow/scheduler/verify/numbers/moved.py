@@ -77,7 +77,7 @@ def _lacking(
 ) -> Span:
     """The fewest and the most bytes that targets lack of a source, however `tp` cuts a model.
 
-    Of a model trained as a whole each parameter is cut along its outputs or its inputs, and
+    Of a model trained as a whole a parameter is cut along its outputs, its inputs or neither, and
     nobody says how many are which. Adapters are cut by neither.
     """
     model = counts.model(source)
@@ -87,7 +87,7 @@ def _lacking(
     least = most = Fraction(0)
     for target in targets:
         times = _times(source, target, in_place=in_place)
-        found = times[2:] if model.lora else times[:2]
+        found = times[2:] if model.lora else times
         least += min(found) * whole[0]
         most += max(found) * whole[1]
     number = NUMBER[model.dtype]

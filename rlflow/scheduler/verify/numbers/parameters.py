@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
+from math import ceil
 
 from rlflow.graph.model import Model
 from rlflow.scheduler.plan.plan import Instance, Part
@@ -19,17 +21,32 @@ Span = tuple[int, int]
 # Bytes of a number. An optimizer step is taken in float32 at least.
 NUMBER = {"float64": 8, "float32": 4, "bfloat16": 2}
 FULL = NUMBER["float32"]
-MOMENTS = 2
+# How much more than an equal share a rank may have, for each rank beside it, and at the most: of
+# norms each `tp` rank has all, and a vocabulary need not divide.
+UNEVEN, MOST_UNEVEN = Fraction(1, 32), Fraction(1, 2)
 
 
-def gradient_bytes(dtype: str) -> int:
-    """Bytes for each trained parameter of its gradient; below float32 also of the sum in that."""
-    return NUMBER[dtype] + (FULL if NUMBER[dtype] < FULL else 0)
+@dataclass(frozen=True, kw_only=True)
+class TrainedBytes:
+    """Bytes of a trained number: of its weight, its gradient with the sum, and its moments.
 
+    Below float32 a process has gradients and their sums, and AdamW's moments beside a float32 copy
+    of the weights. Ranks that train a model together have all in float32, and no copy.
+    """
 
-def moment_bytes(dtype: str) -> int:
-    """Bytes for each trained parameter of AdamW's moments, and of a copy of lower weights."""
-    return MOMENTS * max(NUMBER[dtype], FULL) + (FULL if NUMBER[dtype] < FULL else 0)
+    weight: int
+    gradient: int
+    moments: int
+
+    @classmethod
+    def of(cls, instance: Instance, dtype: str) -> TrainedBytes:
+        """Those of an instance whose model is of a dtype; as it is where nothing trains it."""
+        size = NUMBER[dtype]
+        if not instance.trained or size >= FULL:
+            return cls(weight=size, gradient=size, moments=2 * size)
+        if instance.sharded:
+            return cls(weight=FULL, gradient=FULL, moments=2 * FULL)
+        return cls(weight=size, gradient=size + FULL, moments=3 * FULL)
 
 
 def lent(part: Part) -> int:
@@ -37,14 +54,20 @@ def lent(part: Part) -> int:
     return part.holds[0][1] if part.holds else part.size or 0
 
 
+def uneven(ranks: int) -> Fraction:
+    """How much of an equal share the largest of some ranks may have, 1 or a little more."""
+    return 1 + min((ranks - 1) * UNEVEN, MOST_UNEVEN)
+
+
 def whole_of(share: Span, ranks: int) -> Span:
-    """How many there are in all, where a rank of so many has an equal share, rounded."""
-    return (share[0] - 1) * ranks + 1, (share[1] + 1) * ranks - 1
+    """How many there are in all, where the largest of some ranks has so many of them."""
+    least = ((share[0] - 1) * ranks + 1) / uneven(ranks)
+    return ceil(least), (share[1] + 1) * ranks - 1
 
 
 def share_of(whole: Span, ranks: int) -> Span:
-    """How many a rank has of so many in all."""
-    return whole[0] // ranks, -(-whole[1] // ranks)
+    """How many the largest of some ranks has of so many in all."""
+    return whole[0] // ranks, ceil(whole[1] * uneven(ranks) / ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +79,10 @@ class ParameterCounts:
     def model(self, instance: Instance) -> Model:
         """The model of an instance."""
         return self.facts.plan.graph.model(instance.model)
+
+    def trained(self, instance: Instance) -> TrainedBytes:
+        """Bytes of a trained number of an instance."""
+        return TrainedBytes.of(instance, self.model(instance).dtype)
 
     @cached_property
     def known(self) -> dict[str, tuple[Part, Instance]]:
@@ -70,7 +97,7 @@ class ParameterCounts:
         for i in self.facts.plan.instances:
             part = self.facts.parts.get(i.gradients)
             if i.trained and part is not None and part.size:
-                each = part.size // gradient_bytes(self.model(i).dtype)
+                each = part.size // self.trained(i).gradient
                 found[self._adapted(i)] = whole_of((each, each), i.fsdp)
         return found
 
@@ -97,9 +124,10 @@ class ParameterCounts:
             more = engine and (i.drafter or getattr(i.options, "speculative", None) is not None)
             if i.offload or more or i.inside is not None or adapters is None:
                 continue
-            held = lent(part) // NUMBER[self.model(i).dtype]
-            few, many = share_of(adapters, i.fsdp)
-            base = held - many, held - few
+            number = NUMBER[self.model(i).dtype]
+            weight = self.trained(i).weight if self.model(i).lora is None else number
+            beside = [each * self.trained(i).weight for each in share_of(adapters, i.fsdp)]
+            base = (lent(part) - beside[1]) // weight, -(-(lent(part) - beside[0]) // weight)
             found.append((self.model(i).path, part.name, whole_of(base, i.fsdp * i.tp)))
         return found
 

@@ -15,9 +15,7 @@ from rlflow.scheduler.verify.numbers.parameters import (
     ParameterCounts,
     Span,
     counts_of,
-    gradient_bytes,
     lent,
-    moment_bytes,
     share_of,
 )
 
@@ -75,18 +73,17 @@ def _is_trained(facts: Facts, counts: ParameterCounts, i: Instance, held: int) -
     """Gradients and moments are of as many parameters as each other, and as there are."""
     model = counts.model(i)
     gradients, moments = facts.parts[i.gradients], facts.parts[i.optimizer]
-    each, beside = gradient_bytes(model.dtype), moment_bytes(model.dtype)
+    number = counts.trained(i)
+    each, beside = number.gradient, number.moments
     trained, rest = divmod(gradients.size or 0, each)
     if rest or moments.size != trained * beside:
         yield (
             f"{moments.name} is of {moments.size} bytes and {gradients.name} of {gradients.size}: "
             f"of one parameter they are {beside} and {each}"
         )
-    weights = held // NUMBER[model.dtype]
-    if (model.lora is None and trained != weights) or trained > weights:
-        yield f"{gradients.name} is of {trained} parameters, {i.weights} has {weights}"
-    elif model.lora is not None and trained == weights:
-        yield f"{i.weights} has adapters alone, and nothing that they adapt"
+    own = trained * number.weight
+    if own != held if model.lora is None else own >= held:
+        yield f"{gradients.name} is of {trained} parameters, {i.weights} has {held} bytes"
 
 
 def _comes_and_goes(counts: ParameterCounts, i: Instance, part: Part) -> Iterator[str]:
