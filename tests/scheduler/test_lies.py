@@ -118,7 +118,7 @@ def test_every_lie_is_refused_but_about_what_is_told_once(name: str) -> None:
         ("sizes_agree", "adapters", "actor@all/optimizer x 2"),
         ("sizes_agree", "drafter", "actor@gen/sglang/weights x 2"),
         ("leftovers_are_right", "engine", "actor@all/sglang/pool leaves 16384000"),
-        ("leftovers_are_right", "mesh", "actor@all/optimizer has 3967488 on its host"),
+        ("leftovers_are_right", "mesh", "actor@all/optimizer has "),
         ("sleeps_copy_their_parts", "pressure", "sleep:actor@all/optimizer moves 0"),
         ("sleeps_copy_their_parts", "engine", "sleep:ref@all/weights moves 1048576"),
         (
@@ -140,7 +140,7 @@ def test_every_lie_is_refused_but_about_what_is_told_once(name: str) -> None:
     ],
 )
 def test_a_lie_that_one_rule_alone_refuses(rule: str, name: str, what: str) -> None:
-    lie = dict(lies(plan_of(name)))[what]
+    lie = next(lie for told, lie in lies(plan_of(name)) if told.startswith(what))
     assert [rule] == refusing(lie())
 
 
