@@ -54,20 +54,20 @@ def lent(part: Part) -> int:
     return part.holds[0][1] if part.holds else part.size or 0
 
 
-def uneven(ranks: int) -> Fraction:
+def most_of_share(ranks: int) -> Fraction:
     """How much of an equal share the largest of some ranks may have, 1 or a little more."""
     return 1 + min((ranks - 1) * UNEVEN, MOST_UNEVEN)
 
 
 def whole_of(share: Span, ranks: int) -> Span:
     """How many there are in all, where the largest of some ranks has so many of them."""
-    least = ((share[0] - 1) * ranks + 1) / uneven(ranks)
+    least = ((share[0] - 1) * ranks + 1) / most_of_share(ranks)
     return ceil(least), (share[1] + 1) * ranks - 1
 
 
 def share_of(whole: Span, ranks: int) -> Span:
     """How many the largest of some ranks has of so many in all."""
-    return whole[0] // ranks, ceil(whole[1] * uneven(ranks) / ranks)
+    return whole[0] // ranks, ceil(whole[1] * most_of_share(ranks) / ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
