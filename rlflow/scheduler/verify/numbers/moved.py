@@ -9,11 +9,17 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from math import ceil, floor
 
-from rlflow.scheduler.plan.plan import Instance, Part
+from rlflow.scheduler.plan.plan import LENT, Instance, Part
 from rlflow.scheduler.verify.happens_before import Facts
 from rlflow.scheduler.verify.lanes import given_back
 from rlflow.scheduler.verify.memory import leaving
-from rlflow.scheduler.verify.numbers.parameters import NUMBER, ParameterCounts, Span, counts_of
+from rlflow.scheduler.verify.numbers.parameters import (
+    NUMBER,
+    UNEVEN,
+    ParameterCounts,
+    Span,
+    counts_of,
+)
 from rlflow.scheduler.verify.weights import cells_held
 
 Box = tuple[range, range]
@@ -55,6 +61,7 @@ def reshards_bring_what_lacks(facts: Facts) -> Iterator[str]:
     """A reshard moves what its targets' devices lack of what training changes, and no more.
 
     Where the processes hold all of it already, it is copied within them: every piece of theirs.
+    So it is where engines open buckets in place.
     """
     counts = counts_of(facts)
     for a in facts.plan.actions:
@@ -67,7 +74,7 @@ def reshards_bring_what_lacks(facts: Facts) -> Iterator[str]:
         if a.cost.moved is None:
             continue
         targets = [facts.instances[name] for name in a.targets]
-        least, most = _lacking(counts, source, targets, in_place=a.transport == "copy")
+        least, most = _lacking(counts, source, targets, in_place=a.transport in ("copy", *LENT))
         if not least <= a.cost.moved <= most:
             yield f"{a.id} moves {a.cost.moved} bytes, its targets lack {least} to {most}"
 
@@ -77,8 +84,8 @@ def _lacking(
 ) -> Span:
     """The fewest and the most bytes that targets lack of a source, however `tp` cuts a model.
 
-    Of a model trained as a whole a parameter is cut along its outputs, its inputs or neither, and
-    nobody says how many are which. Adapters are cut by neither.
+    Of a model trained as a whole a parameter is cut along its outputs or its inputs, a few norms
+    along neither, and nobody says how many are which. Adapters are cut by neither.
     """
     model = counts.model(source)
     whole = counts.adapters_of(source) if model.lora else counts.wholes.get(model.path)
@@ -87,9 +94,11 @@ def _lacking(
     least = most = Fraction(0)
     for target in targets:
         times = _times(source, target, in_place=in_place)
-        found = times[2:] if model.lora else times
-        least += min(found) * whole[0]
-        most += max(found) * whole[1]
+        outputs, inputs, uncut = times
+        fewest = uncut if model.lora else min(outputs, inputs)
+        largest = uncut if model.lora else max(outputs, inputs)
+        least += (fewest + UNEVEN * min(uncut - fewest, Fraction(0))) * whole[0]
+        most += (largest + UNEVEN * max(uncut - largest, Fraction(0))) * whole[1]
     number = NUMBER[model.dtype]
     return max(floor(least - len(targets)), 0) * number, ceil(most) * number
 
