@@ -180,7 +180,14 @@ def spread(plan: Plan) -> Iterator[Mutant]:
             rows = getattr(a, word)
             for text, other in _others(a, rows):
                 yield f"{a.id} {word} {text}", with_action(plan, a.id, **{word: other})
-        for transport in ("copy", "shared memory", "collective", "ipc", "object store"):
+        for transport in (
+            "copy",
+            "shared memory",
+            "collective",
+            "ipc",
+            "broadcast",
+            "object store",
+        ):
             if a.transport not in (None, transport):
                 yield f"{a.id} by {transport}", with_action(plan, a.id, transport=transport)
         if len(a.targets) > 1:
