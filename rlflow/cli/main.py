@@ -1,4 +1,4 @@
-"""The command line: check, viz, plan, simulate, tune, run, profile, report, diff, export, doctor.
+"""The command line, one function a command; `rehearse` is in a file of its own.
 
 Declaring never executes: only `run` and `report` reach for the runtime, and only `run`
 imports torch. Results go to standard output, everything else to standard error. Exit
@@ -27,6 +27,7 @@ from rlflow.cli.options import (
     schedule_options,
     target_options,
 )
+from rlflow.cli.rehearsal.command import rehearse
 from rlflow.errors import RlflowError, UsageError
 
 BUG = 70
@@ -51,6 +52,9 @@ Examples:
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def cli(debug: bool) -> None:
     """Declare RL for language models as a graph, look at its plan, run it."""
+
+
+cli.add_command(rehearse)
 
 
 @cli.command()

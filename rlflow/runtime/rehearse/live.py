@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 # What torch's caching allocator rounds sizes up to, `kMinBlockSize` of CUDACachingAllocator.
 BLOCK = 512
+# What is made in a block with this label is on no device, and is never counted.
+ELSEWHERE = "elsewhere"
 
 KindOf = Callable[[Tensor], str | None]
 
@@ -51,11 +53,15 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operator, and take note of what it has made."""
-        output = func(*args, **(kwargs or {}))
+        output = self.computed(func, args, kwargs or {})
         for leaf in tree_leaves((args, kwargs, output)):
             if isinstance(leaf, Tensor) and leaf.device.type == self._device:
                 self.note(leaf)
         return output
+
+    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator makes."""
+        return func(*args, **kwargs)
 
     def note(self, tensor: Tensor) -> None:
         """Count a tensor's storage, if it is not counted yet."""
@@ -68,7 +74,9 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             told = None if self._kind_of is None else self._kind_of(tensor)
             watched = weakref.finalize(storage, self._freed, storage._cdata)
             watched.atexit = False
-            self._known[storage._cdata] = (0, told or self._label, watched)
+            counted = self._label != ELSEWHERE
+            kind = (told or self._label) if counted else ELSEWHERE
+            self._known[storage._cdata] = (0, kind, watched)
             self._sized(storage._cdata, storage.nbytes())
 
     def relabel(self, tensor: Tensor, kind: str) -> None:
@@ -82,6 +90,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _sized(self, key: int, size: int) -> None:
         before, kind, watched = self._known[key]
+        if kind == ELSEWHERE:
+            return
         rounded = -(-size // BLOCK) * BLOCK
         self._known[key] = (rounded, kind, watched)
         self.held[kind] += rounded - before
@@ -142,6 +152,9 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def free(self) -> int:
         """Nothing is known of a device that is not there."""
         return 0
+
+    def wait(self) -> None:
+        """Nothing is computed."""
 
     def give_back(self) -> None:
         """Count that memory went to other processes."""

@@ -293,15 +293,19 @@ class Roofline:
 
     @property
     def kept(self) -> float:
-        """Bytes that one layer keeps of a token for its backward.
+        """Bytes of a token for a layer's backward; below float32 norms keep float32 copies."""
+        return self.passing + (0 if self.size >= FULL_BYTES else 8 * self.shape.hidden)
+
+    @property
+    def passing(self) -> float:
+        """Bytes that one layer holds of a token while it computes.
 
         In and out of two norms; queries, keys, values and what attention makes of them; gate,
         up and their product (Korthikanti et al. 2022, for gated layers whose unit is computed
         again). The first are on every rank whole.
         """
         shape = self.shape
-        heads = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
-        cut = heads + 3 * shape.ffn
+        cut = 2 * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.ffn
         return (4 * shape.hidden + cut / self.tp.ranks) * self.size
 
     @property
@@ -337,13 +341,15 @@ class Roofline:
         tokens = min(load.most_tokens, max(self.micro_tokens, load.longest_row))
         predictions = min(load.rows * load.lengths.longest, tokens)
         layers = self.shape.layers if train and not recompute else 1
-        activations = layers * self.kept * tokens
+        activations = layers * (self.kept if train else self.passing) * tokens
         if recompute and train:
             activations += self.shape.layers * self.shape.hidden * self.size * tokens
-        whole = self.held_whole()
+        whole, logits = self.held_whole(), self.predicted(predictions)
+        if self.in_chunks and not train:  # Layers are done before the head begins.
+            activations, logits = max((activations, 0), (0, logits), key=sum)
         return _largest_first(
             ("activations", int(activations)),
-            ("logits", self.predicted(predictions)),
+            ("logits", logits),
             ("gathered weights", 2 * whole if train else whole),
             (EMBEDDED, self.embedded() if train else 0),
             (SUMMED, self.summed() if train else 0),
@@ -375,7 +381,7 @@ class Roofline:
         cache = int(rows * load.longest_row * self.cache_bytes)
         if self.serving is not None:
             tokens, cache, rows = min(tokens, PREFILL), 0, self.serving.rows(rows)
-        activations = self.kept * tokens
+        activations = self.passing * tokens
         return _largest_first(
             (CACHE, cache),
             ("activations", int(activations)),

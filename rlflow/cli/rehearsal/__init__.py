@@ -1,0 +1,1 @@
+"""`rlflow rehearse`: what training holds of its devices, found without one."""

@@ -1,0 +1,191 @@
+"""A device whose tensors hold no data: torch's `meta`, with what it lacks to take a worker's code.
+
+Autograd asks a CUDA device for its context as soon as a tensor requires a gradient, also where the
+tensor is fake; without one torch ends the process. Tensors on `meta` have shapes, strides and
+storages of a size, and go through autograd, FSDP and optimizers. What is read off such a tensor is
+zero, and what ranks send each other is what they have themselves. This file knows no plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map_only
+
+from rlflow.runtime.rehearse.live import ELSEWHERE, KindOf, LiveStorages
+
+DEVICE = "meta"
+# What collectives leave in their first argument.
+SENT = {"_allgather_base_": "gathered weights", "_reduce_scatter_base_": "gradients"}
+# Operators whose indices may lie on the CPU beside a device's tensor.
+INDEXED = {"index", "index_put", "index_put_", "index_select"}
+
+
+class NoData(LiveStorages):  # type: ignore[no-untyped-call]
+    """Operators on tensors without data, and a count of the storages that they take."""
+
+    def __init__(self, kind_of: KindOf | None = None) -> None:
+        super().__init__(DEVICE, kind_of)
+
+    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator makes; zeros where it reads data of the device."""
+        name = func.overloadpacket.__name__
+        if name in SENT and on_device(args[0]):
+            self.relabel(args[0], SENT[name])
+        if name == "split_with_sizes_copy":
+            for whole in kwargs.get("out", ()):
+                self.relabel(whole, SENT["_allgather_base_"])
+        if name == "_local_scalar_dense" and args[0].device.type == DEVICE:
+            return 0.0 if args[0].is_floating_point() else 0
+        if name == "_to_copy" and leaves_device(args[0], kwargs):
+            more = {key: kwargs[key] for key in ("dtype",) if kwargs.get(key) is not None}
+            return torch.zeros(args[0].shape, **{"dtype": args[0].dtype, **more})
+        if name == "copy_" and args[0].device.type == "cpu" and args[1].device.type == DEVICE:
+            return args[0].zero_()
+        if name in INDEXED and any(on_device(arg) for arg in (args, kwargs)):
+            args, kwargs = tree_map_only(Tensor, indexed, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def on_device(value: Any) -> bool:
+    """Whether a tensor, or one among values, is on the device without data."""
+    if isinstance(value, Tensor):
+        return value.device.type == DEVICE
+    if isinstance(value, dict):
+        return any(map(on_device, value.values()))
+    return isinstance(value, list | tuple) and any(map(on_device, value))
+
+
+def leaves_device(tensor: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether a copy is made on the CPU of a tensor without data."""
+    to = kwargs.get("device")
+    return tensor.device.type == DEVICE and to is not None and torch.device(to).type == "cpu"
+
+
+def indexed(tensor: Tensor) -> Tensor:
+    """The tensor on the device, as an index of one that is there."""
+    return tensor if tensor.device.type == DEVICE else tensor.to(DEVICE)
+
+
+@contextmanager
+def without_data(live: LiveStorages, ranks: int) -> Iterator[None]:
+    """Let models, meshes and FSDP lie on the device without data, among so many ranks.
+
+    Of the worker's code this replaces what needs numbers: how a model is filled, and the checks of
+    a loaded one; of torch, FSDP's refusal of tensors without data, and which kernel attends.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param_group, _fully_shard
+
+    from rlflow.engines.hf import loading
+    from rlflow.engines.hf.forward import attention
+    from rlflow.engines.hf.models import TorchModel
+    from rlflow.engines.hf.optim import AdamWState
+    from rlflow.engines.hf.sharded import build
+    from rlflow.engines.hf.sharded.mesh import MeshRanks
+    from rlflow.engines.hf.sharded.optim import ShardedAdamW
+
+    handle = SimpleNamespace(**{name: getattr(torch.cpu, name) for name in torch.cpu.__all__})
+    handle.current_device = lambda: 0
+    place = torch.device(DEVICE)
+    with ExitStack() as stack:
+
+        def replace(target: Any, name: str, value: Any) -> None:
+            stack.enter_context(patch.object(target, name, value, create=name == DEVICE))
+
+        replace(torch, DEVICE, handle)
+        replace(_fully_shard, "_get_device_from_mesh", lambda _: place)
+        replace(_fsdp_init, "_move_states_to_device", lambda *_: None)
+        group = _fsdp_param_group.FSDPParamGroup
+        replace(group, "_validate_no_meta_params", lambda _: None)
+        replace(loading, "build", empty_module)
+        replace(attention, "scaled_dot_product_attention", efficient_attention)
+        for owner, name, kind in (
+            (loading, "build", ELSEWHERE),
+            (build, "skeleton", ELSEWHERE),
+            (build, "adapt", ELSEWHERE),
+            (build, "parallelize", ELSEWHERE),
+            (build, "share_out", ELSEWHERE),
+            (build, "materialize", "weights"),
+            (TorchModel, "__init__", "weights"),
+            (AdamWState, "__init__", "optimizer"),
+            (ShardedAdamW, "__init__", "optimizer"),
+            (AdamWState, "zero_grad", "gradients"),
+        ):
+            replace(owner, name, labelled(live, getattr(owner, name), kind))
+        replace(build, "fill_all", lambda *_, **__: None)
+        for module in (loading, build):
+            replace(module, "plain_outputs", no_outputs)
+            replace(module, "forward_differences", lambda *_: {})
+            replace(module, "checked_head", lambda _, __, predictor, **___: predictor)
+        replace(MeshRanks, "most", lambda _, value, *__: value)
+        replace(MeshRanks, "gather", lambda _, value, *__: [value])
+        if ranks > 1:
+            stack.enter_context(fake_ranks(ranks))
+        yield
+
+
+def empty_module(path: str, config: Any, head: Any, dtype: torch.dtype, *_: Any) -> nn.Module:
+    """A module of which no parameter has data."""
+    from rlflow.engines.hf.sharded.loading import skeleton
+
+    return skeleton(path, config, head, dtype)
+
+
+def labelled(live: LiveStorages, method: Any, kind: str) -> Any:
+    """A method of which all that it makes is of a kind."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with live.labelled(kind):
+            return method(*args, **kwargs)
+
+    return call
+
+
+def efficient_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor, scale: float, enable_gqa: bool
+) -> Tensor:
+    """Attention as a CUDA device computes it with a mask: by the kernel that keeps no scores.
+
+    As in torch's `sdp_utils`: the mask becomes a bias of the queries' dtype, rows of it start on 16
+    numbers, and keys and values are repeated for the queries that share them.
+    """
+    if enable_gqa:
+        times = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(times, 1) for part in (key, value))
+    width = attn_mask.shape[-1]
+    bias = query.new_zeros(*attn_mask.shape[:-1], -(-width // 16) * 16)[..., :width]
+    bias = bias.expand(*query.shape[:2], *bias.shape[2:])
+    wants = any(part.requires_grad for part in (query, key, value)) and torch.is_grad_enabled()
+    found = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, wants, 0.0, False, scale=scale
+    )
+    output: Tensor = found[0]
+    return output
+
+
+def no_outputs(module: Any, *_: Any) -> Tensor:
+    """In the place of the outputs of a module that has just been made; FSDP gets ready for one."""
+    root = getattr(module, "inner", module)
+    if isinstance(root, FSDPModule):
+        root._get_fsdp_state()._lazy_init()
+    return torch.zeros(1, 1)
+
+
+@contextmanager
+def fake_ranks(count: int) -> Iterator[None]:
+    """A world of ranks of which this process is the first and the others are not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,101 @@
+"""Rows of the sizes that a plan assumes, at their longest, in the place of what actions leave.
+
+Prompts are random tokens, so that no two are the same; what else a node reads is zero. Knows fields
+and sizes, no models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlflow.batch import make_batch, ragged, text
+from rlflow.graph.fields import DType, Field
+from rlflow.graph.graph import Binding, Node
+from rlflow.runtime.worker.reading import Read
+from rlflow.runtime.worker.store import ShardStore, Stored
+from rlflow.scheduler.plan.plan import Action
+
+DTYPES: dict[DType, torch.dtype] = {
+    "int64": torch.int64,
+    "float32": torch.float32,
+    "bool": torch.bool,
+}
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSizes:
+    """Rows of one part of an action: how many, of how many prompts, and tokens at their longest."""
+
+    rows: int
+    prompts: int
+    prompt: int
+    response: int
+
+    @property
+    def group(self) -> int:
+        """Rows of one prompt."""
+        return math.ceil(self.rows / self.prompts)
+
+
+class RowsAtLongest:
+    """What a worker reads in a rehearsal, of each action the rows that its plan counts with.
+
+    Token ids lie below `vocabulary`.
+    """
+
+    def __init__(self, sizes: Mapping[str, RowSizes], vocabulary: int) -> None:
+        self._sizes = sizes
+        self._vocabulary = vocabulary
+
+    def of(self, action: Action, node: Node, iteration: int) -> Read:
+        """The rows of an action, as `Reading.of` has them."""
+        size = self._sizes[action.id]
+        count = 1 + max(bound.part for bound in node.inputs)
+        batches = [
+            make_batch(self._fields([b for b in node.inputs if b.part == part], size), size.rows)
+            for part in range(count)
+        ]
+        return Read(inputs=batches[0], others=tuple(batches[1:]), total=size.rows)
+
+    def _fields(self, bounds: Sequence[Binding], size: RowSizes) -> dict[str, Tensor]:
+        drawn = torch.Generator().manual_seed(SEED)
+        found = {bound.name: self._field(bound.field, size, drawn) for bound in bounds}
+        if "group" in found:
+            found["group"] = torch.arange(size.rows) // size.group
+        return found
+
+    def _field(self, field: Field, size: RowSizes, drawn: torch.Generator) -> Tensor:
+        if field.dtype == "text":
+            return text([""] * size.rows)
+        dtype = DTYPES[field.dtype]
+        wide = () if field.width is None else (field.width,)
+        if field.level == "row":
+            return torch.zeros(size.rows, *wide, dtype=dtype)
+        length = size.prompt if field.name == "prompt_tokens" else size.response
+        if field.name in ("prompt_tokens", "response_tokens"):
+            prompts = field.name == "prompt_tokens"
+            count = size.prompts if prompts else size.rows
+            tokens = torch.randint(self._vocabulary, (count, length), generator=drawn)
+            values = tokens.repeat_interleave(size.group, 0)[: size.rows] if prompts else tokens
+            values = values.flatten()
+        elif field.dtype == "bool":
+            values = torch.ones(size.rows * length, *wide, dtype=dtype)
+        else:
+            values = torch.zeros(size.rows * length, *wide, dtype=dtype)
+        return ragged(values, torch.full((size.rows,), length))
+
+
+class NothingKept(ShardStore):
+    """A store that keeps no rows: every action of a rehearsal brings its own."""
+
+    def put(self, action: str, iteration: int, stored: Stored, readers: int) -> None:
+        """Rows are dropped."""
+
+    def release(self, action: str, iteration: int) -> None:
+        """There are none."""

@@ -1,0 +1,107 @@
+"""Rehearsals: training code on tensors without data, and the bytes found beside those planned."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlflow.cli.commands import Target
+from rlflow.cli.rehearsal.command import model_path, rehearse_target, require_agreement
+from rlflow.errors import PlanError, UsageError
+from rlflow.runtime.rehearse.live import BLOCK, LiveStorages
+
+pytestmark = pytest.mark.torch
+
+PIPELINES = Path(__file__).resolve().parents[2] / "pipelines"
+SMALL = {"prompts_per_iteration": 2, "group_size": 2}
+
+
+def rehearsed(pipeline: str, **more: Any) -> tuple[Any, Any]:
+    settings = tuple(f"{key}={value}" for key, value in more.pop("settings", {}).items())
+    return rehearse_target(Target(pipeline=str(PIPELINES / pipeline), settings=settings, **more))
+
+
+def test_bytes_are_counted_while_their_storage_lives() -> None:
+    with LiveStorages("meta") as live:
+        one = torch.empty(1000, 1000, device="meta", requires_grad=True)
+        assert live.now == -(-4_000_000 // BLOCK) * BLOCK
+        size = live.now
+        product = one @ one
+        view = product[:1]
+        del product
+        assert live.now == 2 * size
+        del view
+        assert (live.now, live.most) == (size, 2 * size)
+        one.sum().backward()
+        assert live.now > size
+        one.grad = None
+        gc.collect()
+        one.untyped_storage().resize_(0)
+        assert live.now < size // 100
+        with live.labelled("named"):
+            kept = torch.empty(100, device="meta")
+        assert live.held["named"] == BLOCK
+        assert kept.shape == (100,)
+
+
+def test_parts_are_found_as_they_are_planned() -> None:
+    """Weights, moments and gradients of the real objects are those of the plan to the block."""
+    plan, (found,) = rehearsed("grpo_arithmetic.py", devices="h100:1", settings=SMALL)
+    by_name = {action.action: action for action in found.actions}
+    update = by_name["actor.update"]
+    planned, seen = dict(update.planned_of), dict(update.found_of)
+    for kind in ("weights", "optimizer", "gradients"):
+        assert 0 <= seen[kind] - planned[kind] <= 16 * BLOCK, kind
+    assert update.found > sum(planned[kind] for kind in ("weights", "optimizer", "gradients"))
+    assert "actor.rollout" in dict(found.left_out)
+    runs = {a.id for a in plan.actions if a.kind == "run" and a.instance is not None}
+    assert runs == {*by_name, *(name for name, _ in found.left_out if name in runs)}
+
+
+@pytest.mark.parametrize(
+    ("placement", "devices"), [("fsdp", "h100:2"), ("fsdp_tp", "h100:4")], ids=["fsdp", "both"]
+)
+def test_a_rank_of_several_holds_its_shards_alone(placement: str, devices: str) -> None:
+    _, (found,) = rehearsed(
+        "grpo_arithmetic.py", placement=placement, devices=devices, settings=SMALL
+    )
+    update = next(action for action in found.actions if action.action == "actor.update")
+    planned, seen = dict(update.planned_of), dict(update.found_of)
+    for kind in ("weights", "optimizer"):
+        assert 0 <= seen[kind] - planned[kind] <= 32 * 2 * BLOCK, kind
+    assert seen["gathered weights"]
+
+
+def test_a_plan_that_counts_otherwise_is_refused() -> None:
+    """Too little and too much alike."""
+    _, (found,) = rehearsed("grpo_arithmetic.py", devices="h100:1", settings=SMALL)
+    action = found.actions[-1]
+    for planned in (int(action.found / 1.06), int(action.found * 1.06)):
+        wrong = replace(found, actions=(replace(action, planned=planned),))
+        with pytest.raises(PlanError, match=r"E407.*actor\.update"):
+            require_agreement([wrong])
+    require_agreement([replace(found, actions=(replace(action, planned=action.found),))])
+
+
+def test_a_model_of_experts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"E256.*mixtral"):
+        model_path("shape:mixtral-8x7b", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.extra
+@pytest.mark.parametrize(
+    ("placement", "devices", "shape"),
+    [("one", "h100:1", "qwen2.5-1.5b"), ("colocate", "h100:8", "qwen2.5-7b")],
+)
+def test_plans_of_real_shapes_are_within_five_percent(
+    placement: str, devices: str, shape: str
+) -> None:
+    _, found = rehearsed("grpo_gsm8k.py", placement=placement, devices=devices, model_shape=shape)
+    require_agreement(found)
+    assert {a.action for each in found for a in each.actions} == {"ref.log_probs", "actor.update"}
