@@ -74,6 +74,7 @@ BESIDES = {
 DOORS = {
     "cli.main": "a command loads what it needs, not what others need",
     "cli.commands": "the devices are looked at where they are asked for",
+    "cli.rehearsal.command": "torch is loaded once a plan is rehearsed",
     "cli.simulating": "pictures are drawn where they are asked for",
     "cli.launch": "torch and Ray are loaded once a plan is to run",
     "cli.measuring": "torch is loaded once something is measured",

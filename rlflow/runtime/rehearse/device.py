@@ -20,6 +20,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
+from rlflow.engines.hf import loading
+from rlflow.engines.hf.forward import spans
+from rlflow.engines.hf.forward.sequences import FLASH_DTYPES, FLASH_LARGEST, FLASH_STEP
+from rlflow.engines.hf.models import TorchModel
+from rlflow.engines.hf.optim import AdamWState
+from rlflow.engines.hf.sharded import build
+from rlflow.engines.hf.sharded.loading import skeleton
+from rlflow.engines.hf.sharded.mesh import MeshRanks
+from rlflow.engines.hf.sharded.optim import ShardedAdamW
 from rlflow.runtime.rehearse.live import ELSEWHERE, KindOf, LiveStorages
 
 DEVICE = "meta"
@@ -84,14 +93,6 @@ def without_data(live: LiveStorages, ranks: int) -> Iterator[None]:
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param_group, _fully_shard
 
-    from rlflow.engines.hf import loading
-    from rlflow.engines.hf.forward import attention
-    from rlflow.engines.hf.models import TorchModel
-    from rlflow.engines.hf.optim import AdamWState
-    from rlflow.engines.hf.sharded import build
-    from rlflow.engines.hf.sharded.mesh import MeshRanks
-    from rlflow.engines.hf.sharded.optim import ShardedAdamW
-
     handle = SimpleNamespace(**{name: getattr(torch.cpu, name) for name in torch.cpu.__all__})
     handle.current_device = lambda: 0
     place = torch.device(DEVICE)
@@ -106,7 +107,7 @@ def without_data(live: LiveStorages, ranks: int) -> Iterator[None]:
         group = _fsdp_param_group.FSDPParamGroup
         replace(group, "_validate_no_meta_params", lambda _: None)
         replace(loading, "build", empty_module)
-        replace(attention, "scaled_dot_product_attention", efficient_attention)
+        replace(spans, "flash_fits", taken_by_flash)
         for owner, name, kind in (
             (loading, "build", ELSEWHERE),
             (build, "skeleton", ELSEWHERE),
@@ -134,8 +135,6 @@ def without_data(live: LiveStorages, ranks: int) -> Iterator[None]:
 
 def empty_module(path: str, config: Any, head: Any, dtype: torch.dtype, *_: Any) -> nn.Module:
     """A module of which no parameter has data."""
-    from rlflow.engines.hf.sharded.loading import skeleton
-
     return skeleton(path, config, head, dtype)
 
 
@@ -149,26 +148,11 @@ def labelled(live: LiveStorages, method: Any, kind: str) -> Any:
     return call
 
 
-def efficient_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor, scale: float, enable_gqa: bool
-) -> Tensor:
-    """Attention as a CUDA device computes it with a mask: by the kernel that keeps no scores.
-
-    As in torch's `sdp_utils`: the mask becomes a bias of the queries' dtype, rows of it start on 16
-    numbers, and keys and values are repeated for the queries that share them.
-    """
-    if enable_gqa:
-        times = query.shape[1] // key.shape[1]
-        key, value = (part.repeat_interleave(times, 1) for part in (key, value))
-    width = attn_mask.shape[-1]
-    bias = query.new_zeros(*attn_mask.shape[:-1], -(-width // 16) * 16)[..., :width]
-    bias = bias.expand(*query.shape[:2], *bias.shape[2:])
-    wants = any(part.requires_grad for part in (query, key, value)) and torch.is_grad_enabled()
-    found = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, wants, 0.0, False, scale=scale
-    )
-    output: Tensor = found[0]
-    return output
+def taken_by_flash(q: Tensor, v: Tensor, softcap: float | None) -> bool:
+    """Whether torch's kernel would take such queries and values on a CUDA device."""
+    size = q.shape[-1]
+    fits = q.dtype in FLASH_DTYPES and softcap is None and v.shape[-1] == size
+    return fits and not size % FLASH_STEP and size <= FLASH_LARGEST
 
 
 def no_outputs(module: Any, *_: Any) -> Tensor:

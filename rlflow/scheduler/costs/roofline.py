@@ -21,7 +21,6 @@ from rlflow.scheduler.plan.plan import MICRO_TOKENS
 
 KERNELS_PER_LAYER = 12
 BESIDE_LAYERS = 2
-FULL_BYTES = 4
 GRADIENT_COPIES = 4
 LAYERS_GATHERED = 2
 SCORE_BYTES = 8
@@ -227,7 +226,7 @@ class Roofline:
         Weights and two moments are read and written, the gradient is read, as float32 or wider;
         the gradient is read once more for its norm.
         """
-        return self.read(8 * max(self.size, FULL_BYTES) * trained)
+        return self.read(8 * max(self.size, WIDE_BYTES) * trained)
 
     def holds(self, use: Use | None, load: Load, *, recompute: bool) -> Holds:
         """What a use holds beside the model, by name, in bytes."""
@@ -294,7 +293,7 @@ class Roofline:
     @property
     def kept(self) -> float:
         """Bytes of a token for a layer's backward; below float32 norms keep float32 copies."""
-        return self.passing + (0 if self.size >= FULL_BYTES else 8 * self.shape.hidden)
+        return self.passing + (0 if self.size >= WIDE_BYTES else 8 * self.shape.hidden)
 
     @property
     def passing(self) -> float:
@@ -345,12 +344,13 @@ class Roofline:
         if recompute and train:
             activations += self.shape.layers * self.shape.hidden * self.size * tokens
         whole, logits = self.held_whole(), self.predicted(predictions)
+        left = max(whole - int(activations), 0) if self.in_chunks else whole
         if self.in_chunks and not train:  # Layers are done before the head begins.
             activations, logits = max((activations, 0), (0, logits), key=sum)
         return _largest_first(
             ("activations", int(activations)),
             ("logits", logits),
-            ("gathered weights", 2 * whole if train else whole),
+            ("gathered weights", whole + (left if train else 0)),
             (EMBEDDED, self.embedded() if train else 0),
             (SUMMED, self.summed() if train else 0),
         )
