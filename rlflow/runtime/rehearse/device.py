@@ -47,7 +47,7 @@ class NoData(LiveStorages):  # type: ignore[no-untyped-call]
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operator makes; zeros where it reads data of the device."""
         name = func.overloadpacket.__name__
-        if name in SENT and on_device(args[0]):
+        if name in SENT and without_values(args[0]):
             self.relabel(args[0], SENT[name])
         if name == "split_with_sizes_copy":
             for whole in kwargs.get("out", ()):
@@ -59,18 +59,18 @@ class NoData(LiveStorages):  # type: ignore[no-untyped-call]
             return torch.zeros(args[0].shape, **{"dtype": args[0].dtype, **more})
         if name == "copy_" and args[0].device.type == "cpu" and args[1].device.type == DEVICE:
             return args[0].zero_()
-        if name in INDEXED and any(on_device(arg) for arg in (args, kwargs)):
+        if name in INDEXED and any(without_values(arg) for arg in (args, kwargs)):
             args, kwargs = tree_map_only(Tensor, indexed, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def on_device(value: Any) -> bool:
+def without_values(value: Any) -> bool:
     """Whether a tensor, or one among values, is on the device without data."""
     if isinstance(value, Tensor):
         return value.device.type == DEVICE
     if isinstance(value, dict):
-        return any(map(on_device, value.values()))
-    return isinstance(value, list | tuple) and any(map(on_device, value))
+        return any(map(without_values, value.values()))
+    return isinstance(value, list | tuple) and any(map(without_values, value))
 
 
 def leaves_device(tensor: Tensor, kwargs: dict[str, Any]) -> bool:
@@ -120,7 +120,7 @@ def without_data(live: LiveStorages, ranks: int) -> Iterator[None]:
             (ShardedAdamW, "__init__", "optimizer"),
             (AdamWState, "zero_grad", "gradients"),
         ):
-            replace(owner, name, labelled(live, getattr(owner, name), kind))
+            replace(owner, name, counted_as(live, getattr(owner, name), kind))
         replace(build, "fill_all", lambda *_, **__: None)
         for module in (loading, build):
             replace(module, "plain_outputs", no_outputs)
@@ -138,7 +138,7 @@ def empty_module(path: str, config: Any, head: Any, dtype: torch.dtype, *_: Any)
     return skeleton(path, config, head, dtype)
 
 
-def labelled(live: LiveStorages, method: Any, kind: str) -> Any:
+def counted_as(live: LiveStorages, method: Any, kind: str) -> Any:
     """A method of which all that it makes is of a kind."""
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -102,7 +102,7 @@ def rehearse_on(plan: Plan, own: int, sizes: Mapping[str, RowSizes], vocabulary:
     models = tuple(m.model_copy(update={"init": "random"}) for m in plan.graph.models)
     plan = replace(plan, graph=replace(plan.graph, models=models))
     ranks = len({device for pool in plan.pools.values() for device in pool})
-    live = NoData(lambda tensor: kind_of(tensor, vocabulary))
+    live = NoData(lambda tensor: kind_of_tensor(tensor, vocabulary))
     with without_data(live, ranks), live:
         worker = Worker(plan, seed=0, world=FirstRank(plan, own), memory=live)  # type: ignore[arg-type]
         worker._reading = RowsAtLongest(sizes, vocabulary)  # type: ignore[assignment]
@@ -114,7 +114,7 @@ def rehearse_on(plan: Plan, own: int, sizes: Mapping[str, RowSizes], vocabulary:
     return Rehearsal(device=own, actions=tuple(found), left_out=tuple(left_out(plan, own)))
 
 
-def kind_of(tensor: Tensor, vocabulary: int) -> str | None:
+def kind_of_tensor(tensor: Tensor, vocabulary: int) -> str | None:
     """`logits` for a number for each word of a vocabulary."""
     return "logits" if tensor.ndim > 1 and tensor.shape[-1] == vocabulary else None
 
