@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,8 +29,8 @@ def weights(version):
     return {n: t + 0.05 * torch.randn(t.shape, generator=source) for n, t in plain.items()}
 
 
-def updated(rank, dtype):
-    """Ranks 0 and 1 hold shards in float32, rank 2 is beside an engine; what is found there."""
+def updated(rank, dtype, beside):
+    """Ranks 0 and 1 hold shards in float32, others are beside an engine's; what is found there."""
     shapes = {name: tuple(tensor.shape) for name, tensor in weights(0).items()}
     source = tables(shapes, "fsdp", [0, 1]).get(rank, {})
     held = {
@@ -38,13 +40,15 @@ def updated(rank, dtype):
     model = None
     if rank == 2:
         how = {"options": options(updates="device"), "dtype": dtype, "device": "cpu"}
-        model, _ = load_sglang(TINY, name="gen", **how)
-    dist.barrier()
+        model, _ = load_sglang(TINY, name="gen", devices=range(len(beside)), **how)
+    # An engine may take longer to start than the world waits.
+    group = dist.new_group(timeout=timedelta(seconds=180))
+    dist.barrier(group)
     taker = None if model is None else model.taker()
     made = BucketStream(
         held or None,
-        [Lending((2,), taker)],
-        dist.group.WORLD,
+        [Lending(beside, taker)],
+        group,
         device=torch.device("cpu"),
         limit=LIMIT,
         check=True,
@@ -67,15 +71,20 @@ def updated(rank, dtype):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.extra)]
+    ("dtype", "beside"),
+    [
+        (torch.float32, (2,)),
+        pytest.param(torch.bfloat16, (2,), marks=pytest.mark.extra),
+    ],
 )
-def test_an_engine_holds_what_two_ranks_have_trained(dtype):
+def test_an_engine_holds_what_two_ranks_have_trained(dtype, beside):
     """By hashes of what the engine holds, which its staging has too; both ranks send buckets."""
     needs_sglang()
-    ranks = World(3)
+    ranks = World(2 + len(beside))
     try:
-        first, second, beside = ranks.run(updated, dtype, timeout=200.0)
+        first, second, owner, *others = ranks.run(updated, dtype, beside, timeout=200.0)
     finally:
         ranks.close()
     assert ([({}, True)] * 2, [0, 1]) == first == second
-    assert ([(True, {}, True), ({}, True)] * 2, [0, 1]) == beside
+    assert ([(True, {}, True), ({}, True)] * 2, [0, 1]) == owner
+    assert all(other == first for other in others)
