@@ -8,14 +8,18 @@ import pytest
 
 import rlflow as rf
 from rlflow import ops
+from rlflow.cli.config import load_pipeline
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Graph, Node
+from rlflow.scheduler.compile import compile_plan
+from rlflow.scheduler.devices.cluster import parse_cluster
 from rlflow.scheduler.passes.bind.bind import assignment
 from rlflow.scheduler.passes.staleness import stale_rollouts
 from rlflow.scheduler.plan.lags import largest_lag
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.plan.text import plan_text
 from rlflow.scheduler.verify.verify import verify
+from tests.conftest import PIPELINES
 from tests.scheduler.examples import COLOCATE, OWN, SPLIT, compiled_with, grpo, ppo
 from tests.scheduler.mutants import with_action
 from tests.scheduler.player import play
@@ -254,6 +258,18 @@ def test_a_pause_without_a_rollout_that_learns_is_refused() -> None:
 def test_a_placement_refuses_a_pause_before_the_first_token() -> None:
     with pytest.raises(ValueError, match="pause_at"):
         rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")}, staleness=1, pause_at=0)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_rollout_that_another_goes_on_from_does_not_pause(staleness: int) -> None:
+    """The other starts before the update that the resumed half would wait for: a circle."""
+    graph = load_pipeline(str(PIPELINES / "self_play.py")).trace()
+    where = paused(rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")}), staleness=staleness)
+    plan = compile_plan(graph, where, parse_cluster("cpu:1", 1), near=PIPELINES).plan
+
+    resumed = {node.name for node in plan.graph.nodes if node.resumes}
+    assert {"alice.rollout.resumed", "bob.rollout.resumed"} == resumed
+    assert any(text.startswith("alice.rival does not pause: alice.rollout") for text in notes(plan))
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])

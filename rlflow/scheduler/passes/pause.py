@@ -31,7 +31,13 @@ def pause(plan: Plan, context: Context) -> Plan:
     if at is None:
         return plan
     graph = plan.graph
-    paused = [node for node in graph.nodes if _pausable(graph, node) and _longest(node) > at]
+    long = [node for node in graph.nodes if _pausable(graph, node) and _longest(node) > at]
+    led = {node.name: _leads_to(graph, node) for node in long}
+    paused = [node for node in long if not led[node.name]]
+    for node in long:
+        if led[node.name]:
+            text = f"{node.name} does not pause: {', '.join(led[node.name])} goes on from its rows "
+            plan = plan.noting(RULE, text + f"with weights {_behind(graph.staleness)}")
     if not paused:
         raise PlanError(_idle(graph, at))
     nodes: list[Node] = []
@@ -55,6 +61,22 @@ def _pausable(graph: Graph, node: Node) -> bool:
     """Whether a node samples with weights behind the newest, and its op can go on later."""
     learns = node.model is not None and bool(graph.updates(node.model))
     return learns and graph.lag(node) > 0 and node.op.resumed is not None
+
+
+def _leads_to(graph: Graph, node: Node) -> tuple[str, ...]:
+    """The rollouts of the iteration that need a node's rows and sample as far behind.
+
+    They start before the update that its resumed half would wait for. Turns of its own episodes go
+    on with the weights that it took.
+    """
+    rows, found = {node.name}, []
+    for other in graph.nodes:
+        if rows.isdisjoint(other.sources):
+            continue
+        rows.add(other.name)
+        if _pausable(graph, other) and other.op.rows == "expand":
+            found.append(other.name)
+    return tuple(found)
 
 
 def _longest(node: Node) -> int:
