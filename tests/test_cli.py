@@ -139,6 +139,7 @@ def test_json_is_all_there_is_on_standard_output(rlflow, words):
     assert json.loads(result.out)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_run_prints_json_only_and_says_nothing_else(rlflow, tmp_path):
     words = (*SMALL, *QUICK, "--set", "group_size=4", "--iterations", 1, "--json")
@@ -287,6 +288,7 @@ def test_standard_output_carries_the_result_and_standard_error_the_rest(rlflow):
     assert ("", "") == (quiet.out, quiet.err)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_export_writes_a_model_that_a_run_starts_from(rlflow, tmp_path):
     words = (*SMALL, "--set", "group_size=4", "--iterations", 1, "-q")

@@ -54,6 +54,7 @@ def test_a_profile_is_kept_and_nothing_else_is_left(rlflow: Call, store: Path) -
     assert str(store) not in planned.out
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_run_is_written_back_and_the_next_plan_says_so(rlflow: Call, store: Path) -> None:
     run = ("run", GRPO, *FEW, "-q", "--iterations", "4")

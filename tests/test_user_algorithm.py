@@ -68,6 +68,7 @@ def test_an_algorithm_of_forty_lines_checks_and_runs(rlflow, tmp_path, monkeypat
     assert "advantages" in ops
 
 
+@pytest.mark.slow
 def test_its_option_changes_its_numbers(rlflow, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "best.py").write_text(FILE.replace("MODEL", str(TINY)))

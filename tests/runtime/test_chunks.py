@@ -70,7 +70,7 @@ def test_chunks_do_not_change_a_bit(train, ordered):
     "what",
     [
         GRPO.said(*sets("prompts_per_iteration=8", "kl_coef=0.05")),
-        PPO.said(*sets("prompts_per_iteration=32")),
+        pytest.param(PPO.said(*sets("prompts_per_iteration=32")), marks=pytest.mark.slow),
     ],
     ids=["grpo", "ppo"],
 )

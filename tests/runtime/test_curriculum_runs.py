@@ -27,6 +27,7 @@ def numbers(run: Path, start: str):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("placement", "lag"), [("together", 1), ("late", 2)])
 def test_prompts_read_the_version_that_is_declared(train, placement, lag):
     """What is measured in iteration i is read in iteration i + 1 + k, checkpoints or not."""

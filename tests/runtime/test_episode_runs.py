@@ -9,6 +9,7 @@ from tests.runtime.whole_runs import AGAIN, numbers, sets, tensors
 pytestmark = pytest.mark.torch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cut", "whole"), [("streamed", "apart"), ("streamed_paused", "apart_paused")]
 )

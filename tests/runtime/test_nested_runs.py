@@ -99,6 +99,7 @@ def test_what_did_not_run_leaves_nothing_behind(what):
     leaves_nothing(what, "apart", "turns/trips" if what is TURNS else "enough/trips")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [TURNS, DRAWN, TWICE], ids=["turns", "drawn", "twice"])
 def test_a_report_and_pictures_show_one_trip_of_each_loop(rlflow, train, what, tmp_path):
     run = shutil.copytree(train(what, "apart"), tmp_path / "run")

@@ -89,6 +89,7 @@ def test_the_option_of_the_command_is_that_of_the_placement(train):
     assert state(train(PAUSED, "whole2", "--pause-at", AT)) == state(train(PAUSED, "apart2"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["together1", "apart1"])
 def test_chunks_of_a_paused_rollout_make_the_same_tokens_and_losses(train, placement):
     one, four = (
@@ -101,6 +102,7 @@ def test_chunks_of_a_paused_rollout_make_the_same_tokens_and_losses(train, place
         assert pytest.approx(whole, rel=1e-4, abs=1e-5) == chunks
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_another_pause(train, tmp_path):
     run = tmp_path / "run"
     assert 0 == train.begun(run, PAUSED, "apart1", "--iterations", 1).code

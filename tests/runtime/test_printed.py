@@ -152,7 +152,10 @@ def loud(cfg: rf.Config):
 @pytest.mark.torch
 @pytest.mark.parametrize(
     "backend",
-    ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow, pytest.mark.extra])],
+    [
+        pytest.param("local", marks=pytest.mark.slow),
+        pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow, pytest.mark.extra]),
+    ],
 )
 def test_a_run_prints_its_result_alone(tmp_path, backend):
     model = Path(__file__).resolve().parents[2] / "pipelines/assets/arith-tiny"

@@ -103,6 +103,7 @@ def test_a_run_that_breaks_twice_continues_to_the_same_bits(rlflow, broken, whol
     assert state(whole) == state(run)
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_to_more_iterations(rlflow, tmp_path, monkeypatch, whole):
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "run"

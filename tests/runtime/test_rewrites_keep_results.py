@@ -123,6 +123,7 @@ def assert_same_bits(first, second):
         assert {name: one[name] for name in shared} == {name: other[name] for name in shared}
 
 
+@pytest.mark.slow
 def test_equal_nodes(train):
     on, off = train("on", "again=true"), train("off", "again=true", off=["equal nodes"])
     apart = train("apart", "again=true", off=["equal nodes", "one forward"])
@@ -141,6 +142,7 @@ def test_a_shared_forward(train):
     assert_same_bits(on, off)
 
 
+@pytest.mark.slow
 def test_nodes_and_models_that_nobody_needs(train):
     on, never = train("on", "kl_coef=0"), train("never", "kl_coef=0", "ref=false")
 
@@ -168,6 +170,7 @@ def test_a_reference_served_by_the_base_weights(placement, words, train):
     assert any(row["actor.update/kl"] > 0 for row in logged(on))
 
 
+@pytest.mark.slow
 def test_the_current_policy_for_the_old_one(train):
     """The dropped forward is one without gradient, of the same weights: rounding apart."""
     import torch

@@ -35,6 +35,7 @@ def test_every_token_is_of_the_version_declared(train, placement, staleness):
         assert "actor.update/staleness/mean" not in lines[0]
 
 
+@pytest.mark.slow
 def test_weights_are_1_but_for_rounding_while_samples_are_of_the_weights_that_learn(train):
     means = [line["actor.update/importance_mean"] for line in numbers(train(WEIGHTS, "together2"))]
     assert pytest.approx(1, abs=1e-5) == means[0]

@@ -210,7 +210,7 @@ def test_a_compiled_plan_has_the_lag_that_was_asked_for_and_no_other(placement, 
     assert largest_lag(ordered) == largest_lag(compiled.plan)
 
 
-@settings(max_examples=examples(10))
+@settings(max_examples=examples(6))
 @given(case=cases())
 def test_every_node_of_a_random_plan_reads_what_its_graph_declares(case: Case) -> None:
     try:

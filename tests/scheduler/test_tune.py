@@ -277,6 +277,7 @@ def test_refused_staleness_is_tried_once(monkeypatch):
     assert tuned.refused["staleness"] == sum(stale > 0 for stale in asked) <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRAPHS)
 def test_rows_are_ranked_verified_and_of_different_kinds(name):
     tuned = tune(GRAPHS[name](), {"apart": APART} if name == "ppo" else {}, cpu_cluster(3))
@@ -329,6 +330,7 @@ def test_kinds_of_devices_are_not_mixed_in_a_pool():
             assert 1 == len({where.kind_of(device).name for device in devices})
 
 
+@pytest.mark.slow
 @settings(
     max_examples=examples(6),
     phases=(Phase.explicit, Phase.generate),
