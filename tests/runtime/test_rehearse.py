@@ -80,12 +80,14 @@ def test_a_rank_of_several_holds_its_shards_alone(placement: str, devices: str) 
 def test_a_plan_that_counts_otherwise_is_refused() -> None:
     """Too little and too much alike."""
     _, (found,) = rehearsed("grpo_arithmetic.py", devices="h100:1", settings=SMALL)
-    action = found.actions[-1]
+    action = replace(found.actions[-1], found=4 << 30)
     for planned in (int(action.found / 1.06), int(action.found * 1.06)):
         wrong = replace(found, actions=(replace(action, planned=planned),))
         with pytest.raises(PlanError, match=r"E407.*actor\.update"):
             require_agreement([wrong])
-    require_agreement([replace(found, actions=(replace(action, planned=action.found),))])
+    for planned in (action.found, int(action.found * 1.04)):
+        require_agreement([replace(found, actions=(replace(action, planned=planned),))])
+    require_agreement([found])
 
 
 def test_a_model_of_experts_is_refused(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def require_agreement(found: list[Rehearsal]) -> None:
             code="E407",
             what=f"action {action.action!r} takes other memory than planned",
             got=f"{amount(action.found)}, {action.difference:+.1%}",
-            expected=f"{amount(action.planned)}, within 5 %",
+            expected=f"{amount(action.planned)}, within 5 % or 64 MiB",
         )
         for each in found
         for action in each.actions
