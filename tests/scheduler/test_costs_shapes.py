@@ -148,3 +148,16 @@ def test_a_note_says_what_stands_for_what_in_which_dtype() -> None:
     assert [
         "actor and ref taken as qwen2.5-7b, 7.62 billion parameters, in bfloat16 as declared"
     ] == stand_ins(models)
+
+
+@pytest.mark.parametrize(("name", "beside"), [("qwen2.5-7b", 152064 * 3584), ("qwen2.5-0.5b", 0)])
+def test_a_value_model_has_no_head_over_the_vocabulary(name: str, beside: int) -> None:
+    """One that is tied to the embedding stays, for it is the embedding."""
+    whole = model_shape(Model("actor", f"shape:{name}"))
+    body = model_shape(Model("critic", f"shape:{name}", head="value"))
+    assert whole is not None
+    assert body is not None
+    assert (beside, beside) == (
+        whole.parameters - body.parameters,
+        whole.embedding - body.embedding,
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlflow.graph.model import Model
@@ -152,12 +152,28 @@ def count_parameters(directory: Path, *, tied: bool = False) -> int | None:
 def model_shape(model: Model, near: Path | None = None) -> Shape | None:
     """The shape of a declared model, or None where its files are not on this machine.
 
-    A path such as `shape:qwen2.5-7b` names a public model by its shape alone.
+    A path such as `shape:qwen2.5-7b` names a public model by its shape alone. With a value head
+    there is none over the vocabulary.
     """
     if model.path.startswith(PREFIX):
-        return known_shape(model.path.removeprefix(PREFIX))
+        shape = known_shape(model.path.removeprefix(PREFIX))
+        return _of_a_body(shape, counted=True) if model.head == "value" else shape
     directory = model_directory(model.path, near)
-    return None if directory is None else read_shape(directory)
+    if directory is None:
+        return None
+    shape = read_shape(directory)
+    if model.head != "value":
+        return shape
+    stored = tensor_shapes(directory)
+    return _of_a_body(shape, counted=not stored or "lm_head.weight" in stored)
+
+
+def _of_a_body(shape: Shape, *, counted: bool) -> Shape:
+    """The shape without a head that is not tied to the embedding, where its weights are counted."""
+    one = shape.vocab * shape.hidden
+    beside = max(shape.embedding - one, 0)
+    gone = beside if counted else 0
+    return replace(shape, parameters=shape.parameters - gone, embedding=shape.embedding - beside)
 
 
 def known_shape(name: str) -> Shape:

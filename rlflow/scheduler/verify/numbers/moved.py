@@ -19,6 +19,7 @@ from rlflow.scheduler.verify.numbers.parameters import (
     ParameterCounts,
     Span,
     counts_of,
+    which_weights,
 )
 from rlflow.scheduler.verify.weights import cells_held
 
@@ -88,7 +89,7 @@ def _lacking(
     along neither, and nobody says how many are which. Adapters are cut by neither.
     """
     model = counts.model(source)
-    whole = counts.adapters_of(source) if model.lora else counts.wholes.get(model.path)
+    whole = counts.adapters_of(source) if model.lora else counts.wholes.get(which_weights(model))
     if whole is None or whole[0] > whole[1]:
         return 0, UNKNOWN
     least = most = Fraction(0)

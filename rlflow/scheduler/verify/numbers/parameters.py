@@ -113,7 +113,7 @@ class ParameterCounts:
 
     @cached_property
     def evidence(self) -> list[tuple[str, str, Span]]:
-        """For weights that one model fills: its path, the part, and the count of its parameters.
+        """For weights that one model fills: which they are, the part, and the parameters' count.
 
         Without adapters. Layers that come and go say nothing but that there are as many.
         """
@@ -128,12 +128,12 @@ class ParameterCounts:
             weight = self.trained(i).weight if self.model(i).lora is None else number
             beside = [each * self.trained(i).weight for each in share_of(adapters, i.fsdp)]
             base = (lent(part) - beside[1]) // weight, -(-(lent(part) - beside[0]) // weight)
-            found.append((self.model(i).path, part.name, whole_of(base, i.fsdp * i.tp)))
+            found.append((which_weights(self.model(i)), part.name, whole_of(base, i.fsdp * i.tp)))
         return found
 
     @cached_property
     def wholes(self) -> dict[str, Span]:
-        """Parameters of the models by path, as far as weights tell; they may be no count at all."""
+        """Parameters by `which_weights`, as far as weights tell; they may be no count at all."""
         found: dict[str, Span] = {}
         for path, _, (least, most) in self.evidence:
             known = found.get(path, (least, most))
@@ -148,7 +148,10 @@ class ParameterCounts:
 
     def on_rank(self, instance: Instance, ranks: int) -> Span | None:
         """Bytes of an instance's model on each of so many ranks; None where it is not known."""
-        whole, adapters = self.wholes.get(self.model(instance).path), self.adapters_of(instance)
+        whole, adapters = (
+            self.wholes.get(which_weights(self.model(instance))),
+            self.adapters_of(instance),
+        )
         if whole is None or adapters is None:
             return None
         return self.bytes_of(self.model(instance), whole, ranks, adapters)
@@ -159,6 +162,11 @@ class ParameterCounts:
             for other, known, its in self.evidence[:at]:
                 if other == path and (span[1] < its[0] or its[1] < span[0]):
                     yield f"{name} and {known} are of {path}, and not of as many parameters"
+
+
+def which_weights(model: Model) -> str:
+    """Which weights a model has: those of its path, with a head over the vocabulary or without."""
+    return f"{model.path} with a value head" if model.head == "value" else model.path
 
 
 def counts_of(facts: Facts) -> ParameterCounts:
