@@ -49,8 +49,14 @@ def test_bytes_are_counted_while_their_storage_lives() -> None:
         assert kept.shape == (100,)
 
 
-def test_parts_are_found_as_they_are_planned() -> None:
-    """Weights, moments and gradients of the real objects are those of the plan to the block."""
+def test_parts_are_found_as_they_are_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, moments and gradients of the real objects are those of the plan to the block.
+
+    In another folder than the model's, which is found beside the pipeline.
+    """
+    monkeypatch.chdir(tmp_path)
     plan, (found,) = rehearsed("grpo_arithmetic.py", devices="h100:1", settings=SMALL)
     by_name = {action.action: action for action in found.actions}
     update = by_name["actor.update"]
@@ -88,6 +94,14 @@ def test_a_plan_that_counts_otherwise_is_refused() -> None:
     for planned in (action.found, int(action.found * 1.04)):
         require_agreement([replace(found, actions=(replace(action, planned=planned),))])
     require_agreement([found])
+
+
+def test_what_cannot_be_rehearsed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"E256.*sizes of actor and ref are not known"):
+        rehearsed("grpo_gsm8k.py", placement="colocate", devices="h100:8")
+    with pytest.raises(UsageError, match=r"E256.*CPU devices"):
+        rehearsed("grpo_arithmetic.py", devices="cpu:1")
 
 
 def test_a_model_of_experts_is_refused(tmp_path: Path) -> None:

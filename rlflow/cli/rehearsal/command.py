@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,11 @@ from rlflow.cli.commands import Target, compile_target
 from rlflow.cli.options import model_shape_option, schedule_options, target_options
 from rlflow.errors import Finding, PlanError, UsageError
 from rlflow.graph.rules.steps import mini_batches
+from rlflow.modelfiles.directories import model_directory
 from rlflow.scheduler.costs.estimate import Costs
-from rlflow.scheduler.devices.cluster import amount
+from rlflow.scheduler.devices.cluster import Cluster, amount
 from rlflow.scheduler.models.known_shapes import PREFIX, known_widths
-from rlflow.scheduler.models.shapes import model_shape
+from rlflow.scheduler.models.shapes import Shape, model_shape
 from rlflow.scheduler.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -50,17 +52,19 @@ def rehearse(as_json: bool, **options: Any) -> None:
 def rehearse_target(target: Target) -> tuple[Plan, list[Rehearsal]]:
     """Compile a placement and rehearse it on a device of each pool.
 
-    Raises UsageError for a model without files whose shape is not given, or of experts.
+    Raises UsageError for CPU devices, for a model without files whose shape is not given, or of
+    experts.
     """
     planned = compile_target(target)
-    plan = planned.compiled.plan
-    shapes = {model.name: model_shape(model) for model in plan.graph.models}
+    plan, near = planned.compiled.plan, planned.declared.pipeline.path
+    shapes = {model.name: model_shape(model, near) for model in plan.graph.models}
+    require_rehearsable(planned.cluster, shapes)
     costs = Costs(graph=plan.graph, cluster=planned.cluster, shapes=shapes, backend=plan.backend)
     from rlflow.runtime.rehearse.rehearse import rehearse_on
 
     with tempfile.TemporaryDirectory(prefix="rlflow-rehearse-") as folder:
         models = tuple(
-            model.model_copy(update={"path": model_path(model.path, Path(folder))})
+            model.model_copy(update={"path": model_path(model.path, Path(folder), near)})
             for model in plan.graph.models
         )
         sizes = row_sizes(plan, costs)
@@ -70,10 +74,35 @@ def rehearse_target(target: Target) -> tuple[Plan, list[Rehearsal]]:
         return plan, [rehearse_on(plan, own, sizes, vocabulary) for own in owns]
 
 
-def model_path(path: str, folder: Path) -> str:
+def require_rehearsable(cluster: Cluster, shapes: Mapping[str, Shape | None]) -> None:
+    """Raise UsageError for CPU devices, which compute in ways of their own, and unknown shapes."""
+    if cluster.is_cpu:
+        raise UsageError(
+            Finding(
+                code="E256",
+                what="CPU devices cannot be rehearsed: accelerators compute in other ways",
+                got=cluster.describe(),
+                fix="--devices h100:1",
+            )
+        )
+    unknown = [name for name, shape in shapes.items() if shape is None]
+    if unknown:
+        raise UsageError(
+            Finding(
+                code="E256",
+                what=f"the sizes of {' and '.join(unknown)} are not known",
+                got="their files are not on this machine",
+                expected="a directory with a config.json, or a public model's shape",
+                fix="--model-shape qwen2.5-7b",
+            )
+        )
+
+
+def model_path(path: str, folder: Path, near: Path | None = None) -> str:
     """The path of a model; of one that is known by its shape, of files that are made for it."""
     if not path.startswith(PREFIX):
-        return path
+        directory = model_directory(path, near)
+        return path if directory is None else str(directory.resolve())
     name = path.removeprefix(PREFIX)
     widths, where = known_widths(name), folder / name
     kind = next((k for start, k in FAMILIES.items() if name.startswith(start)), None)
