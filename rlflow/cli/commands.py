@@ -359,9 +359,9 @@ def explain_action(plan: Plan, name: str) -> str:
     return explain(plan, action, overlapping(plan, action))
 
 
-def check_deadline(seconds: float) -> None:
+def check_deadline(seconds: float | None) -> None:
     """Raise UsageError for a longest wait that is no time at all, or never ends."""
-    if not 0 < seconds < math.inf:
+    if seconds is not None and not 0 < seconds < math.inf:
         raise UsageError(
             Finding(
                 code="E209",

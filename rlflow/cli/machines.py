@@ -31,7 +31,7 @@ def machine_of(planned: Planned, options: Mapping[str, Any]) -> Iterator[Any]:
         keep_freed_memory()
         device, proven = local_device(planned.cluster.kind.chip), options["check_sync"]
         worker = Worker(plan, seed=seed, near=near, device=device, check_sync=proven)
-        machine = LocalMachine(plan, worker, threads=threads)
+        machine = LocalMachine(plan, worker, threads=threads, deadline=options["deadline"])
     else:
         from rlflow.runtime.ray.machine import Options, RayMachine
 

@@ -139,10 +139,8 @@ def run_options(function: F) -> F:
         click.option(
             "--deadline",
             type=float,
-            default=600.0,
-            show_default=True,
             metavar="SECONDS",
-            help="The longest wait for one action.",
+            help="The longest wait for one action; by default from its estimate and progress.",
         ),
         click.option(
             "--check-sync", is_flag=True, help="After every reshard, compare hashes of both ends."

@@ -3,20 +3,27 @@
 The reference for every other backend: no serialisation, tensors stay where they are
 made. A CPU device is a slot of threads; PyTorch's intra-op threads are shared out to it. An
 accelerator is this process's first one. Copies to and from the host have a thread of their own,
-so that they run beside what computes.
+so that they run beside what computes. One more thread looks after what is silent for too long: a
+thread cannot be ended, so its lane is left behind, and the run ends with an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from rlflow.runtime.execute.executor import Completion
+from rlflow.contract.progress import Progress, following
+from rlflow.errors import RunError
+from rlflow.runtime.execute.deadlines import Allowance, Deadlines
+from rlflow.runtime.execute.executor import TICK, Completion
 from rlflow.runtime.execute.stats import logged
 from rlflow.runtime.record.checkpoint import Found
 from rlflow.runtime.record.devices.meter import DeviceMeter
@@ -47,7 +54,10 @@ class Runs(Protocol):
 class LocalMachine:
     """One process with all instances of a plan: what a run starts, saves and restores."""
 
-    def __init__(self, plan: Plan, worker: Worker, *, threads: int) -> None:
+    def __init__(
+        self, plan: Plan, worker: Worker, *, threads: int, deadline: float | None = None
+    ) -> None:
+        self._deadline = deadline
         self._plan = plan
         self._worker = worker
         self._threads = threads
@@ -58,7 +68,14 @@ class LocalMachine:
         there = torch.cuda.is_available() and not self._plan.cluster.startswith("cpu")
         meter = DeviceMeter("cuda:0" if there else "cpu")
         counted = _Counted(self._worker, meter)
-        return LocalBackend(self._plan, counted, threads=self._threads, now=now, meter=meter)
+        return LocalBackend(
+            self._plan,
+            counted,
+            threads=self._threads,
+            now=now,
+            meter=meter,
+            deadlines=Deadlines(self._plan, self._deadline),
+        )
 
     def components(self) -> tuple[dict[str, Component], dict[str, dict[str, int]]]:
         """What a checkpoint holds by component, and the optimizers' counters by model."""
@@ -123,10 +140,32 @@ class _Counted:
         self._worker.skip(action, iteration)
 
 
+@dataclass(slots=True, eq=False)
+class Watched:
+    """An action instance that a thread runs: when it began, and how far it was when looked at."""
+
+    job: Job
+    jobs: queue.SimpleQueue[Job | None]
+    allowed: Allowance
+    since: float
+    progress: Progress = field(default_factory=Progress)
+    moved: float = 0.0
+    moves: int = 0
+    left: bool = False
+
+    def late(self) -> bool:
+        """Whether it has been silent for longer than allowed, as far as anybody has looked."""
+        clock, moves = time.monotonic(), self.progress.moves
+        if moves != self.moves and not self.allowed.whole:
+            self.moves, self.moved = moves, clock
+        return not self.left and clock - max(self.since, self.moved) > self.allowed.seconds
+
+
 class LocalBackend:
     """Threads that run the actions of their lane, in the order they are submitted.
 
-    A `meter` says what the device did while each ran.
+    A `meter` says what the device did while each ran. One that is silent for longer than its
+    `deadlines` allow fails, and so does all that is submitted after it.
     """
 
     def __init__(
@@ -137,7 +176,13 @@ class LocalBackend:
         threads: int,
         now: Callable[[], float],
         meter: DeviceMeter | None = None,
+        deadlines: Deadlines | None = None,
     ) -> None:
+        self._deadlines = deadlines or Deadlines(plan)
+        self._watched: dict[threading.Thread, Watched] = {}
+        self._lock = threading.Lock()
+        self._broken: RunError | None = None
+        self._closed = threading.Event()
         self._worker = worker
         self._meter = meter
         self._now = now
@@ -153,10 +198,15 @@ class LocalBackend:
             )
             thread.start()
             self._threads.append(thread)
+        threading.Thread(target=self._watch, name="deadlines", daemon=True).start()
 
     def submit(self, action: Action, iteration: int, done: Callable[[Completion], None]) -> None:
         """Queue an action instance on its first device; the plan keeps its others free."""
-        self._queues[action.devices[0], action.lane].put((action, iteration, done))
+        with self._lock:
+            if self._broken is None:
+                self._queues[action.devices[0], action.lane].put((action, iteration, done))
+                return
+        done(self._failed(action, iteration, self._broken, self._now()))
 
     def drop_surplus(self) -> None:
         """Forget what loops have left over."""
@@ -168,31 +218,27 @@ class LocalBackend:
 
     def close(self, *, wait: bool = True) -> None:
         """End the threads once what they run has ended, and wait for that unless told not to."""
+        self._closed.set()
         for jobs in self._queues.values():
             jobs.put(None)
+        left = {thread for thread, each in self._watched.items() if each.left}
         for thread in self._threads if wait else ():
-            thread.join()
+            if thread not in left:
+                thread.join()
 
     def _work(self, jobs: queue.SimpleQueue[Job | None], threads: int) -> None:
         torch.set_num_threads(threads)
         while (job := jobs.get()) is not None:
             action, iteration, done = job
             start = self._now()
+            watched = self._begin(job, jobs)
             try:
-                metrics, figures = self._run(action, iteration)
+                with following(watched.progress):
+                    metrics, figures = self._run(action, iteration)
             except BaseException as error:  # handed to the executor, which raises it
-                done(
-                    Completion(
-                        action=action.id,
-                        iteration=iteration,
-                        start=start,
-                        end=self._now(),
-                        error=error,
-                    )
-                )
-                continue
-            done(
-                Completion(
+                made = self._failed(action, iteration, error, start)
+            else:
+                made = Completion(
                     action=action.id,
                     iteration=iteration,
                     start=start,
@@ -200,7 +246,58 @@ class LocalBackend:
                     metrics=metrics,
                     devices={action.devices[0]: figures} if figures else {},
                 )
+            if not self._end(action):
+                return
+            done(made)
+
+    def _begin(self, job: Job, jobs: queue.SimpleQueue[Job | None]) -> Watched:
+        """Have an action instance watched that this thread begins."""
+        watched = Watched(job, jobs, self._deadlines.of(job[0]), time.monotonic())
+        with self._lock:
+            self._watched[threading.current_thread()] = watched
+        return watched
+
+    def _end(self, action: Action) -> bool:
+        """Stop watching this thread; False where it was left behind, and its action has failed."""
+        with self._lock:
+            watched = self._watched[threading.current_thread()]
+            if watched.left:
+                return False
+            del self._watched[threading.current_thread()]
+            self._deadlines.took(action.id, time.monotonic() - watched.since)
+        return True
+
+    def _watch(self) -> None:
+        """Leave lanes behind whose action is silent for too long, until the backend is closed."""
+        while not self._closed.wait(TICK):
+            with self._lock:
+                late = [each for each in self._watched.values() if each.late()]
+            for watched in late:
+                self._leave(watched)
+
+    def _leave(self, watched: Watched) -> None:
+        """Fail an action instance that hangs, and those that wait behind it."""
+        action, iteration, done = watched.job
+        last = str(watched.progress)
+        with self._lock:
+            if watched not in self._watched.values():  # it has ended in this moment
+                return
+            watched.left = True
+            error = self._deadlines.late(
+                action, iteration, watched.allowed, who=["this process"], last=last
             )
+            self._broken = self._broken or error
+        done(self._failed(action, iteration, error, self._now()))
+        with contextlib.suppress(queue.Empty):
+            while (job := watched.jobs.get_nowait()) is not None:
+                job[2](self._failed(job[0], job[1], error, self._now()))
+
+    def _failed(
+        self, action: Action, iteration: int, error: BaseException, start: float
+    ) -> Completion:
+        return Completion(
+            action=action.id, iteration=iteration, start=start, end=self._now(), error=error
+        )
 
     def _run(
         self, action: Action, iteration: int

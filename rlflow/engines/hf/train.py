@@ -28,6 +28,7 @@ from rlflow.batch import (
     to_device,
 )
 from rlflow.contract.engines import OptimizerSpec
+from rlflow.contract.progress import advance
 from rlflow.contract.values import LossFunction, StepResult, Temperature
 from rlflow.engines.hf.forward.attention import PackedAttention
 from rlflow.engines.hf.forward.head import Predictor
@@ -87,7 +88,10 @@ class TrainEngine:
         """
         parts = list(self.micro_batches(batch))
         passes = self.passes(len(parts))
-        computed = [self.compute(micro, outputs, temperature, top_k) for _, micro in parts]
+        computed = []
+        for _, micro in parts:
+            computed.append(self.compute(micro, outputs, temperature, top_k))
+            advance(1, "micro-batches")
         for _ in range(len(parts), passes):
             self.compute(one_token(batch), outputs, temperature, top_k)
         return in_batch_order(batch, [rows for rows, _ in parts], computed)
@@ -123,6 +127,7 @@ class TrainEngine:
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.accumulate()
             add_metrics(total, {"loss": loss, **metrics})
+            advance(1, "micro-batches")
         return self.finish(numbers_of(total), max_grad_norm)
 
     def finish(self, metrics: dict[str, float], max_grad_norm: float | None) -> StepResult:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlflow.contract.progress import advance
 from rlflow.contract.values import Shard
 from rlflow.engines.reshard.boxes import Entry, whole_box
 from rlflow.engines.reshard.bucket_layout import Row, WeightBucket, slot_bytes, weight_buckets
@@ -192,6 +193,7 @@ class BucketStream:
             for wait in loads:
                 wait()
             keeping.settle()
+            advance(bucket.bytes, "bytes")
             if not beside:
                 all_gather_values(self.group, None)
             if following and not beside:

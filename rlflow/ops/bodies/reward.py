@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import is_ragged, split_rows, strings, text
+from rlflow.contract.progress import advance
 from rlflow.contract.values import Stat
 from rlflow.errors import Finding, RewardError
 from rlflow.ops.bodies.common import inputs_of, num_rows, row_numbers
@@ -101,6 +102,12 @@ def failures(call: Call) -> Output:
 
 
 CAUSES = ("raised", "timeout", "not a number", "lost")
+
+
+def _counted(value: Any) -> float:
+    """A reward as a float, counted as done."""
+    advance(1, "rewards")
+    return number(value)
 
 
 def _told(failure: Failure) -> str:
@@ -206,10 +213,11 @@ class _Scorer:
         samples = [{name: column[place] for name, column in used.items()} for place in places]
 
         def failed(place: int, failure: Failure) -> None:
+            advance(1, "failures")
             self._failed(function, places[place], samples[place], failure)
 
         keywords = [{**sample, **options} for sample in samples]
-        judged = judge(function, keywords, bounds=self.policy.bounds, failed=failed)
+        judged = judge(function, keywords, bounds=self.policy.bounds, check=_counted, failed=failed)
         return judged.values, judged.retried
 
     def _whole(

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from rlflow.errors import Finding, RlflowError, RunError
+from rlflow.runtime.execute.deadlines import Allowance, Deadlines
 from rlflow.runtime.execute.executor import Completion
 from rlflow.runtime.execute.stats import logged
 from rlflow.runtime.ray.cluster.alive import require_cluster
@@ -29,19 +30,30 @@ from rlflow.scheduler.plan.plan import Action, Plan
 
 GRACE = 3.0
 TICK = 0.5
+# Ranks are asked how far they are after this share of what they are allowed.
+ASK_AFTER = 0.5
+NOTHING = (0, "")
 
 Done = Callable[[Completion], None]
 
 
 @dataclass(slots=True)
 class Flight:
-    """An action instance under way: who has answered what, and when it was submitted."""
+    """An action instance under way: who has answered what, and when it was submitted.
+
+    It last `moved` when a rank was heard to have: `moves` are what each has counted, and who is
+    `asking` has not answered how far it is.
+    """
 
     action: Action
     iteration: int
     done: Done
     asked: tuple[int, ...]
     since: float
+    allowed: Allowance
+    moved: float = 0.0
+    moves: dict[int, tuple[int, str]] = field(default_factory=dict)
+    asking: set[int] = field(default_factory=set)
     made: dict[int, Made] = field(default_factory=dict)
     errors: dict[int, RlflowError] = field(default_factory=dict)
     failed_at: float | None = None
@@ -69,14 +81,14 @@ class Refusal:
 class RayBackend:
     """Carries out action instances on the ranks of their devices.
 
-    `deadline` is seconds that one action instance may take before the run is given up.
+    The run is given up when one is silent for longer than its `deadlines` allow.
     """
 
     def __init__(
-        self, plan: Plan, ranks: Ranks, *, deadline: float, now: Callable[[], float]
+        self, plan: Plan, ranks: Ranks, *, deadlines: Deadlines, now: Callable[[], float]
     ) -> None:
         self._ranks = ranks
-        self._deadline = deadline
+        self._deadlines = deadlines
         self._now = now
         self._offset = now() - time.time()
         self._lying = RowLedger(plan)
@@ -93,7 +105,8 @@ class RayBackend:
             done(self._failure(action, iteration, self._broken))
             return
         asked = self._lying.asked(action)
-        flight = Flight(action, iteration, done, asked, time.monotonic())
+        clock, allowed = time.monotonic(), self._deadlines.of(action)
+        flight = Flight(action, iteration, done, asked, clock, allowed, moved=clock)
         with self._lock:
             self._under_way[id(flight)] = flight
         if action.kind == "transfer":
@@ -201,6 +214,7 @@ class RayBackend:
         except RlflowError as error:
             flight.done(self._failure(action, iteration, error))
             return
+        self._deadlines.took(action.id, time.monotonic() - flight.since)
         moved = [made.moved for made in flight.made.values() if made.moved is not None]
         flight.done(
             Completion(
@@ -215,7 +229,7 @@ class RayBackend:
         )
 
     def _watch(self) -> None:
-        """Give up what failed a moment ago, and what takes longer than the deadline."""
+        """Give up what failed a moment ago, and what is silent for longer than allowed."""
         clock = time.monotonic()
         with self._lock:
             flights = list(self._under_way.values())
@@ -227,8 +241,26 @@ class RayBackend:
         for flight in flights:
             if flight.failed_at is not None and clock - flight.failed_at > GRACE:
                 self._give_up(flight)
-            elif clock - flight.since > self._deadline:
+            elif clock - flight.moved > flight.allowed.seconds:
                 self._give_up(flight, self._late(flight))
+            elif clock - flight.moved > ASK_AFTER * flight.allowed.seconds:
+                self._ask(flight)
+
+    def _ask(self, flight: Flight) -> None:
+        """Ask those that have not answered how far they are; who hangs does not say."""
+        if flight.allowed.whole or flight.action.kind == "transfer":
+            return
+        for device in set(flight.waiting) - flight.asking:
+            flight.asking.add(device)
+            asked = self._ranks.actor(device).progress.remote(flight.action.id, flight.iteration)
+            asked._on_completed(partial(self._heard, flight, device))
+
+    def _heard(self, flight: Flight, device: int, told: Any) -> None:
+        """Take how far a rank is, in the thread of Ray that brings it."""
+        flight.asking.discard(device)
+        if isinstance(told, tuple) and told != flight.moves.get(device, NOTHING):
+            flight.moves[device] = told
+            flight.moved = time.monotonic()
 
     def _give_up(self, flight: Flight, error: RlflowError | None = None) -> None:
         """End the run: stop every process, and fail all that is under way with one error."""
@@ -269,16 +301,10 @@ class RayBackend:
         return lost
 
     def _late(self, flight: Flight) -> RlflowError:
-        missing = ", ".join(self._ranks.name(device) for device in flight.waiting)
-        return RunError(
-            Finding(
-                code="E763",
-                what=f"{flight.action.id} in iteration {flight.iteration} took longer than "
-                f"{self._deadline:g} s",
-                got=f"no answer from {missing}",
-                expected="an answer of every rank within --deadline",
-                fix=f"--deadline {2 * self._deadline:g}",
-            )
+        missing = [self._ranks.name(device) for device in flight.waiting]
+        last = sorted({said for _, said in flight.moves.values() if said})
+        return self._deadlines.late(
+            flight.action, flight.iteration, flight.allowed, who=missing, last="; ".join(last)
         )
 
 

@@ -16,6 +16,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlflow.errors import RlflowError
+from rlflow.runtime.execute.deadlines import Deadlines
 from rlflow.runtime.ray.backend import RayBackend
 from rlflow.runtime.ray.cluster.deadline import wait
 from rlflow.runtime.ray.cluster.session import Session
@@ -27,7 +28,7 @@ from rlflow.runtime.ray.pools import (
     reserve,
     stable_order,
 )
-from rlflow.runtime.ray.rank import Rank
+from rlflow.runtime.ray.rank import STARTING, Rank
 from rlflow.runtime.ray.ranks import Ranks, Start
 from rlflow.runtime.ray.shipping import shipped
 from rlflow.runtime.record.checkpoint import Found
@@ -43,18 +44,22 @@ if TYPE_CHECKING:
 
 START_SECONDS = 120.0
 CLOSE_SECONDS = 15.0
-RANK: Any = ray.remote(concurrency_groups={"rows": 1, "copies": 1})(Rank)
+PROGRESS_SECONDS = 5.0
+RANK: Any = ray.remote(concurrency_groups={"rows": 1, "copies": 1, "progress": 1})(Rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the processes of a plan are started with; `deadline` in seconds an action."""
+    """What the processes of a plan are started with.
+
+    `deadline` is seconds for each action and answer; None for what `Deadlines` allows.
+    """
 
     kind: str
     threads: int
     seed: int
     near: Path | None
-    deadline: float
+    deadline: float | None = None
     check_sync: bool = False
     address: str | None = None
 
@@ -65,11 +70,12 @@ class RayMachine:
     def __init__(self, plan: Plan, options: Options) -> None:
         self.plan = plan
         self.options = options
+        self.deadlines = Deadlines(plan, options.deadline)
         devices = sorted({d for i in plan.pools.values() for d in i})
         cpus = len(devices) * options.threads if options.kind == "cpu" else len(devices)
         gpus = 0 if options.kind == "cpu" else num_gpus()
         self._session = Session.start(
-            address=options.address, cpus=cpus, gpus=gpus, deadline=options.deadline
+            address=options.address, cpus=cpus, gpus=gpus, deadline=self.deadlines.answering
         )
         self._reservation: Reservation | None = None
         self._ranks: Ranks | None = None
@@ -80,7 +86,7 @@ class RayMachine:
                 len(devices),
                 kind=options.kind,
                 threads=options.threads,
-                deadline=options.deadline,
+                deadline=self.deadlines.answering,
             )
             self._ranks = self._placed(devices, self._reservation)
             self._start()
@@ -101,7 +107,7 @@ class RayMachine:
 
     def backend(self, now: Callable[[], float]) -> RayBackend:
         """Start taking actions; seconds are those of `now`."""
-        return RayBackend(self.plan, self.ranks, deadline=self.options.deadline, now=now)
+        return RayBackend(self.plan, self.ranks, deadlines=self.deadlines, now=now)
 
     def components(self) -> tuple[dict[str, Component], dict[str, dict[str, int]]]:
         """What a checkpoint holds by component, and the optimizers' counters by model."""
@@ -116,8 +122,8 @@ class RayMachine:
             }
         for node, device in self._remembering().items():
             asked = {device: self.ranks.actor(device).memory_size.remote(node)}
-            size = self.answers(asked, f"asking what {node} keeps", self.options.deadline)[device]
-            components[component(node)] = RemoteRows(self, node, device, size)
+            found = self.answers(asked, f"asking what {node} keeps", self.deadlines.answering)
+            components[component(node)] = RemoteRows(self, node, device, found[device])
         return components, counters
 
     def _remembering(self) -> dict[str, int]:
@@ -128,27 +134,30 @@ class RayMachine:
     def node_states(self) -> States:
         """What nodes keep from call to call."""
         asked = {d: self.ranks.actor(d).states.remote() for d in self.ranks.everybody()}
-        found = self.answers(asked, "reading what nodes keep", self.options.deadline)
+        found = self.answers(asked, "reading what nodes keep", self.deadlines.answering)
         return to_save(self._loaded_states, found.values())
 
     def restore(self, found: Found, counters: Mapping[str, Mapping[str, int]]) -> None:
         """Have every rank read its shards of a checkpoint, and take the nodes' states."""
         self._loaded_states = states = saved_states(found.state)
         asked = {d: self.ranks.actor(d).remember.remote(states) for d in self.ranks.everybody()}
-        self.answers(asked, "giving back what nodes keep", self.options.deadline)
+        self.answers(asked, "giving back what nodes keep", self.deadlines.answering)
         files = {name: str(path.resolve()) for name, path in found.files.items()}
+        size = sum(path.stat().st_size for path in found.files.values())
         for device in sorted(set(self._remembering().values())):
             again = {device: self.ranks.actor(device).recall.remote(files)}
-            self.answers(again, "giving back the rows that nodes keep", self.options.deadline)
+            self.answers(
+                again, "giving back the rows that nodes keep", self.deadlines.for_files(size)
+            )
         for instance in self._trained():
             meta = dict(counters[instance.model])
             version = self.plan.graph.written(instance.model, found.iteration)
-            self._everywhere(instance, "restore", instance.name, files, meta, version)
+            self._everywhere(instance, "restore", instance.name, files, meta, version, size=size)
 
     def held(self) -> dict[int, int]:
         """Entries in the shard store of every process, by device."""
         asked = {d: self.ranks.actor(d).held.remote() for d in self.ranks.everybody()}
-        return self.answers(asked, "counting what is held", self.options.deadline)
+        return self.answers(asked, "counting what is held", self.deadlines.answering)
 
     def close(self) -> None:
         """Stop the processes, and the cluster if it was started here."""
@@ -214,7 +223,7 @@ class RayMachine:
             seed=options.seed,
             near=options.near.resolve() if options.near else None,
             check_sync=options.check_sync,
-            timeout=options.deadline,
+            timeout=self.deadlines.meeting,
         )
         plan = ray.put(shipped(self.plan, options.near))
         asked = {
@@ -224,22 +233,46 @@ class RayMachine:
             for device in self.ranks.everybody()
         }
         engines = [each.engine_plan.settings.start_seconds for each in self.plan.engines]
-        seconds = START_SECONDS + options.deadline + sum(engines)
+        seconds = START_SECONDS + self.deadlines.loading + sum(engines)
         with stage(loading(*self.plan.instances)):
-            self.answers(asked, "loading the models", seconds)
+            self.answers(asked, "loading the models", seconds, moving=self._loading_goes_on({}))
 
-    def _everywhere(self, instance: Instance, verb: str, *words: Any) -> dict[int, Any]:
-        """Ask every rank of an instance at once; their answers by device."""
+    def _loading_goes_on(self, seen: dict[int, int]) -> Callable[[], bool]:
+        """Says whether any rank has read more of its models than at the last question."""
+
+        def moving() -> bool:
+            if self.deadlines.fixed is not None:
+                return False
+            actors = {device: self.ranks.actor(device) for device in self.ranks.devices()}
+            asked = {actor.progress.remote(*STARTING): d for d, actor in actors.items()}
+            ready, _ = ray.wait([*asked], num_returns=len(asked), timeout=PROGRESS_SECONDS)
+            before = dict(seen)
+            with contextlib.suppress(Exception):  # who is lost is told by what was asked before
+                seen.update({asked[ref]: ray.get(ref)[0] for ref in ready})
+            return seen != before and any(seen.values())
+
+        return moving
+
+    def _everywhere(
+        self, instance: Instance, verb: str, *words: Any, size: int = 0
+    ) -> dict[int, Any]:
+        """Ask every rank of an instance at once, for `size` bytes of files; answers by device."""
         asked = {
             device: getattr(self.ranks.actor(device), verb).remote(*words)
             for device in instance.devices
         }
-        return self.answers(asked, f"{verb} of {instance.name}", self.options.deadline)
+        return self.answers(asked, f"{verb} of {instance.name}", self.deadlines.for_files(size))
 
-    def answers(self, asked: Mapping[int, Any], doing: str, seconds: float) -> dict[int, Any]:
-        """What ranks answer within so many seconds, by device; raises the first error."""
+    def answers(
+        self,
+        asked: Mapping[int, Any],
+        doing: str,
+        seconds: float,
+        moving: Callable[[], bool] = lambda: False,
+    ) -> dict[int, Any]:
+        """What ranks answer in so many seconds, while none is `moving`; raises the first error."""
         who = {place: self.ranks.name(device) for place, device in enumerate(asked)}
-        found = wait(list(asked.values()), seconds, doing=doing, who=who, told=failure)
+        found = wait([*asked.values()], seconds, doing=doing, who=who, told=failure, moving=moving)
         return dict(zip(asked, found, strict=True))
 
 
@@ -262,7 +295,8 @@ class _Remote:
             )
             for device in self.instance.devices
         }
-        found = self.machine.answers(asked, f"saving {self.name}", self.machine.options.deadline)
+        seconds = self.machine.deadlines.for_files(self.size)
+        found = self.machine.answers(asked, f"saving {self.name}", seconds)
         record: FileRecord = found[first]
         return record
 
@@ -281,7 +315,7 @@ class RemoteRows:
         actor = self.machine.ranks.actor(self.device)
         asked = {self.device: actor.save_memory.remote(self.node, str(path.resolve()))}
         found = self.machine.answers(
-            asked, f"saving the rows of {self.node}", self.machine.options.deadline
+            asked, f"saving the rows of {self.node}", self.machine.deadlines.for_files(self.size)
         )
         record: FileRecord = found[self.device]
         return record

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from rlflow.contract.progress import Progress, following
 from rlflow.errors import Finding, RunError
 from rlflow.runtime.ray.cluster.process_lifetime import die_with_parent
 from rlflow.runtime.ray.exchange import RowPiece
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 Rows = NDArray[np.int64]
 FAULT_RANK = "RLFLOW_FAULT_RANK"
+# What `progress` knows the loading of the models by.
+STARTING = ("", 0)
 
 register_faults("rank:run", "rank:reshard", "rank:sleep", "rank:wake", "rank:send", "rank:receive")
 
@@ -46,7 +49,7 @@ class Rank:
     """One process of the plan; the controller calls its methods one at a time.
 
     `send` and `receive` run in the concurrency group `rows`, and `move` in `copies`, beside what
-    the device does.
+    the device does; `progress` in a group of its own, beside them all.
     """
 
     def __init__(self) -> None:
@@ -54,6 +57,7 @@ class Rank:
         collect()
         self._worker: Worker | None = None
         self._own = HOST
+        self._progress: dict[tuple[str, int], Progress] = {}
 
     def report(self) -> Report:
         """Where this process is."""
@@ -67,13 +71,13 @@ class Rank:
 
     def start(self, plan: bytes, start: Start) -> Made | Failed:
         """Join the other ranks and load the models of this device."""
-        return timed(lambda: self._start(plan, start))
+        return timed(lambda: self._follow(STARTING, lambda: self._start(plan, start)))
 
     def run(self, packed: PackedOrder, keep: Rows | None = None) -> list[Any] | Failed:
         """Carry out this rank's part of an `Order`, packed; a `Made`, packed."""
         order = Order.unpacked(packed)
         action = self._actions[order.action]
-        return packed_made(timed(lambda: self._run(action, order.iteration, keep)))
+        return packed_made(self._timed(action, order.iteration, keep))
 
     def drop_surplus(self) -> None:
         """Forget what loops have left over."""
@@ -84,12 +88,18 @@ class Rank:
         order = Order.unpacked(packed)
         self._ready().skip(self._actions[order.action], order.iteration)
 
+    @ray.method(concurrency_group="progress")
+    def progress(self, action: str, iteration: int) -> tuple[int, str]:
+        """How often an action instance has advanced here, and what it has done in words."""
+        found = self._progress.get((action, iteration))
+        return (0, "") if found is None else (found.moves, str(found))
+
     @ray.method(concurrency_group="copies")
     def move(self, packed: PackedOrder) -> list[Any] | Failed:
         """Carry out this rank's part of a sleep or wake; the order says what becomes of it."""
         order = Order.unpacked(packed)
         action = replace(self._actions[order.action], mode=order.mode)
-        return packed_made(timed(lambda: self._run(action, order.iteration, None)))
+        return packed_made(self._timed(action, order.iteration, None))
 
     @ray.method(concurrency_group="rows")
     def send(
@@ -237,6 +247,19 @@ class Rank:
             found, seed=start.seed, near=start.near, world=world, check_sync=start.check_sync
         )
         return Made(start=began, end=time.time())
+
+    def _timed(self, entry: Action, iteration: int, keep: Rows | None) -> Made | Failed:
+        """Carry out an action instance, of which `progress` tells how far it is."""
+        key = (entry.id, iteration)
+        return timed(lambda: self._follow(key, lambda: self._run(entry, iteration, keep)))
+
+    def _follow(self, key: tuple[str, int], call: Callable[[], Made]) -> Made:
+        progress = self._progress[key] = Progress()
+        try:
+            with following(progress):
+                return call()
+        finally:
+            del self._progress[key]
 
     def _run(self, entry: Action, iteration: int, keep: Rows | None) -> Made:
         import torch

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import ragged
+from rlflow.contract.progress import advance
 from rlflow.contract.values import Generation, Reach, SampleKey, Sampling
 from rlflow.engines.hf.forward.attention import DecodeAttention, PackedAttention
 from rlflow.engines.hf.forward.packed import PackedLayout, pack_prompts
@@ -139,7 +140,7 @@ class Decoding(ABC):
     def run(self) -> None:
         """Go on until every row has ended or is at its limit."""
         while self.step():
-            pass
+            advance(1, "turns of tokens")
 
     def piece(self, number: int, pieces: int) -> Tensor:
         """Go on until the rows of a piece have ended; which they are, int64, ascending.
@@ -149,7 +150,7 @@ class Decoding(ABC):
         rows = len(self.responses.sizes)
         first, last = (ended_rows(rows, done, pieces) for done in (number, number + 1))
         while self.settled() < last and self.step():
-            pass
+            advance(1, "turns of tokens")
         return self.responses.ended()[first:last].sort().values
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rlflow.contract.progress import advance
 from rlflow.contract.values import Head, Shard
 from rlflow.engines.hf.heads import stored_names
 from rlflow.engines.hf.loading import Init, auto, build
@@ -178,6 +179,7 @@ def fill_from_safetensors(
             for name in inside:
                 key = name if names is None else names[name]
                 fill(shards[name], tensors.get_slice(key), f"{key!r} in {file}", dtype)
+                advance(shards[name].tensor.nbytes, "bytes read")
 
 
 def fill(shard: Shard, stored: Any, place: str, dtype: torch.dtype | None) -> None:

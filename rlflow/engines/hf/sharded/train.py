@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import Batch, lengths
+from rlflow.contract.progress import advance
 from rlflow.contract.values import LossFunction, StepResult, Temperature
 from rlflow.engines.hf.sharded.model import ShardedModel
 from rlflow.engines.hf.sharded.optim import ShardedAdamW
@@ -57,6 +58,7 @@ class ShardedTrainEngine(TrainEngine):
                 add_metrics(total, self.backward(micros[number], loss_fn, outputs, temperature))
             else:
                 self.backward(one_token(batch), None, outputs, temperature)
+            advance(1, "micro-batches")
         return self.finish(self.metrics(total), max_grad_norm)
 
     def backward(

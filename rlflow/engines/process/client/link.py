@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rlflow.contract.progress import advance
+
 
 class LostError(Exception):
     """The engine process is gone, or was ended since nothing moved; the text says which."""
@@ -51,6 +53,7 @@ class PendingRequest:
                 raise LostError(self._link.reason)
             if "error" in message:
                 raise RefusedError(message["error"])
+            advance(1, "messages of the engine")
             return message
 
     def result(self) -> Any:

@@ -32,13 +32,15 @@ def wait(
     doing: str,
     who: Names | None = None,
     told: Callable[[Any], BaseException | None] = lambda _: None,
+    moving: Callable[[], bool] = lambda: False,
 ) -> list[Any]:
     """What the references hold, in their order, all of them within so many seconds.
 
     `who` names those asked, by place in `refs` or by a reference's hexadecimal id. The first
     error ends the wait, but one that may be the mere echo of a death, such as a broken
     connection, waits a moment for the death to be known; so does one that is `told` by an answer
-    instead of raised. Raises what a worker raised or told, and RunError where one died or did not
+    instead of raised. The time begins anew where `moving` says, when it is over, that work has
+    gone on since. Raises what a worker raised or told, and RunError where one died or did not
     answer or the cluster is gone.
     """
     answers: dict[Any, Any] = {}
@@ -53,7 +55,9 @@ def wait(
         if errors:
             end = min(end, time.monotonic() + GRACE)
         if pending and time.monotonic() >= end:
-            break
+            if errors or not moving():
+                break
+            end = time.monotonic() + seconds
         if pending:
             require_cluster()
         look = min(LOOK, 2 * look)
