@@ -1,7 +1,11 @@
 """GRPO on GSM8K with a hub model: where a GPU user starts from.
 
     rlflow plan pipelines/grpo_gsm8k.py --placement colocate --devices h100:8
+    rlflow plan pipelines/grpo_gsm8k.py --placement sglang_colocate --devices h100:8
     rlflow run  pipelines/grpo_gsm8k.py --set model=DIR --set data=FILE.jsonl --placement one
+
+`one`, `colocate` and `split` generate with rlflow's own engine; those of `sglang` with SGLang: on
+GPUs of its own, on all of them in turn with the training (`_colocate`), or on the only one.
 
 The model and the data set are named as on the hub; a local directory and a local JSONL
 or Parquet file of the same columns (`question`, `answer` ending in `#### 42`) do as well;
@@ -50,6 +54,22 @@ def questions(name: str, split: str) -> rf.data.DataSource:
 everything = {"*": rf.on("all")}
 
 
+def in_turns(devices: int, tp: int, share: float | None = None) -> rf.Placement:
+    """Training and SGLang on the same devices in turn, the layers of the backward computed again.
+
+    The engine's pool of keys and values has what a `share` of a device's memory leaves beside its
+    weights; without one what the rollouts need.
+    """
+    return rf.Placement(
+        pools={"all": devices},
+        assign={
+            **everything,
+            "actor.train": rf.on("all", recompute=True),
+            "actor.rollout": rf.on("all", tp=tp, engine=rf.SGLang(mem_fraction_static=share)),
+        },
+    )
+
+
 @rf.pipeline(
     placements={
         "one": rf.Placement(pools={"all": 1}, assign=everything),
@@ -62,9 +82,12 @@ everything = {"*": rf.on("all")}
             pools={"train": 4, "gen": 4},
             assign={
                 "*": rf.on("train"),
+                "actor.train": rf.on("train", recompute=True),
                 "actor.rollout": rf.on("gen", engine="sglang"),
             },
         ),
+        "sglang_colocate": in_turns(8, tp=2),
+        "sglang_one": in_turns(1, tp=1, share=0.5),
     }
 )
 def grpo_gsm8k(cfg: Config) -> None:

@@ -40,6 +40,23 @@ def placed(train: int, gen: int) -> rf.Placement:
     return rf.Placement(pools={"train": train, "gen": gen}, assign=assign)
 
 
+def in_turns(devices: int, tp: int, share: float | None = None) -> rf.Placement:
+    """Training and SGLang on the same devices in turn, the layers of the backward computed again.
+
+    The engine's pool of keys and values has what a `share` of a device's memory leaves beside its
+    weights; without one what the rollouts need.
+    """
+    return rf.Placement(
+        pools={"all": devices},
+        assign={
+            "*": rf.on("all"),
+            "actor.train": rf.on("all", recompute=True),
+            "critic": rf.on("all", recompute=True),
+            "actor.rollout": rf.on("all", tp=tp, engine=rf.SGLang(mem_fraction_static=share)),
+        },
+    )
+
+
 @rf.pipeline(
     placements={
         "one": rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")}),
@@ -47,8 +64,15 @@ def placed(train: int, gen: int) -> rf.Placement:
         "split": placed(4, 4),
         "sglang": rf.Placement(
             pools={"train": 4, "gen": 4},
-            assign={"*": rf.on("train"), "actor.rollout": rf.on("gen", engine="sglang")},
+            assign={
+                "*": rf.on("train"),
+                "actor.train": rf.on("train", recompute=True),
+                "critic": rf.on("train", recompute=True),
+                "actor.rollout": rf.on("gen", engine="sglang"),
+            },
         ),
+        "sglang_colocate": in_turns(8, tp=2),
+        "sglang_one": in_turns(1, tp=1, share=0.5),
         "rack": rf.Placement(pools={"all": 64}, assign={"*": rf.on("all")}),
         "rack_split": placed(32, 32),
     }

@@ -10,13 +10,17 @@ import json
 import pytest
 from safetensors.torch import load_file
 
+from rlflow.cli.commands import Target, compile_target
 from rlflow.runtime.record.metrics import read_metrics
 from tests.conftest import PIPELINES, QUICK, SMALL, TINY
 
 PLACEMENTS = {
     "grpo_arithmetic.py": ["async", "colocate", "fsdp", "fsdp_tp", "sglang", "split"],
-    "grpo_gsm8k.py": ["one", "colocate", "split", "sglang"],
-    "ppo_gsm8k.py": ["one", "colocate", "split", "rack", "rack_split", "sglang"],
+    "grpo_gsm8k.py": ["one", "colocate", "split", "sglang", "sglang_colocate", "sglang_one"],
+    "ppo_gsm8k.py": [
+        *("one", "colocate", "split", "rack", "rack_split"),
+        *("sglang", "sglang_colocate", "sglang_one"),
+    ],
     "ppo_arithmetic.py": ["colocate", "split"],
     "sft_arithmetic.py": ["colocate"],
 }
@@ -42,6 +46,48 @@ def test_every_pipeline_checks_under_every_placement(rlflow, tmp_path, monkeypat
 def test_no_pipeline_has_a_default_that_the_checks_refuse(rlflow, name):
     result = rlflow("check", PIPELINES / name)
     assert 0 == result.code, result.err
+
+
+def on_gpus(name, placement, devices, shape):
+    target = Target(
+        pipeline=str(PIPELINES / name), placement=placement, devices=devices, model_shape=shape
+    )
+    return compile_target(target).compiled.plan
+
+
+SLOW = [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("pipeline", ["grpo_gsm8k.py", pytest.param("ppo_gsm8k.py", marks=SLOW)])
+@pytest.mark.parametrize(
+    ("placement", "devices", "shape", "ranks"),
+    [
+        ("sglang_one", "h100:1@73.6GB", "qwen2.5-0.5b", 1),
+        pytest.param("sglang_one", "h100:1@73.6GB", "qwen2.5-1.5b", 1, marks=SLOW),
+        ("sglang_colocate", "h100:8@73.6GB", "qwen2.5-7b", 2),
+        pytest.param("sglang", "h100:8@73.6GB", "qwen2.5-7b", 1, marks=SLOW),
+    ],
+)
+def test_sglang_fits_on_gpus_that_keep_a_twelfth_back(pipeline, placement, devices, shape, ranks):
+    plan = on_gpus(pipeline, placement, devices, shape)
+
+    (engine,) = plan.engines
+    assert ("sglang", ranks) == (engine.engine_plan.settings.engine, engine.tp)
+    trained = next(i for i in plan.instances if i.model == "actor" and i.trained)
+    assert trained.recompute
+    together = set(engine.devices) == set(trained.devices)
+    assert together == (placement != "sglang")
+    used = {device: peak for device, peak in plan.peaks.items() if device >= 0}
+    assert len(used) == int(devices.partition(":")[2].partition("@")[0])
+    assert all(0 < peak <= plan.budget(device) == 73_600_000_000 for device, peak in used.items())
+
+
+def test_the_pool_of_the_only_gpu_has_its_share():
+    plan = on_gpus("grpo_gsm8k.py", "sglang_one", "h100:1", "qwen2.5-0.5b")
+
+    (engine,) = plan.engines
+    held = {part.kind: part.size for part in plan.parts if part.instance == engine.name}
+    assert 40 * 2**30 == pytest.approx(held["weights"] + held["pool"], rel=0.01), "of 80 GiB"
 
 
 @pytest.mark.torch
