@@ -8,7 +8,7 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.op import Op
-from rlflow.scheduler.plan.plan import Action, Cost, Dep, Instance, Part, Plan, Reason
+from rlflow.scheduler.plan.plan import Action, Cost, Dep, Instance, Part, Plan, Reason, Spread
 from tests.scheduler.strategies import exact, graph_of
 
 REASON = Reason(rule="test", text="a test")
@@ -103,8 +103,9 @@ def lagging(lag: int) -> Plan:
         action("reshard", (0, 1), ("actor.update", 0), ("actor.rollout", 0), seconds=0.5, **brings),
     ]
     actions.insert(0 if lag else 3, advantage)
+    rows = (replace(a, takes=Spread(parts=(a.devices,))) if a.kind == "run" else a for a in actions)
     return plan_of(
-        *actions,
+        *rows,
         graph=replace(graph_of(_declare), staleness=lag),
         pools={"train": train, "gen": gen},
         instances=instances(),

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from rlflow.runtime.execute.executor import Completion, Executor
-from rlflow.runtime.execute.monitor import Monitor, givers
+from rlflow.runtime.execute.monitor import Monitor
+from rlflow.runtime.execute.monitor_rows import givers
 from rlflow.runtime.fake import FakeBackend, FakeError, random_seconds
 from rlflow.scheduler.plan.plan import Chunk, Cost
 from rlflow.scheduler.simulate.play import play

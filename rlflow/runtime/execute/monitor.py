@@ -12,11 +12,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from rlflow.runtime.execute.executor import Completion
-from rlflow.runtime.execute.flow import Flow
+from rlflow.runtime.execute.monitor_rows import RowBooks
 from rlflow.runtime.execute.monitor_trips import Instance, Trips
 from rlflow.runtime.execute.segments import AHEAD
 from rlflow.runtime.execute.stats import logged_as
-from rlflow.scheduler.plan.plan import HOST, Action, Chunk, Part, Plan
+from rlflow.scheduler.plan.plan import HOST, Action, Part, Plan
 
 
 class Monitor:
@@ -24,31 +24,24 @@ class Monitor:
 
     `log` has (action, iteration, versions read) of each instance, in the order of their ends;
     `reported` is how many iterations are done. What is trained begins with version `start`,
-    all other instances with version 0 as their files have it.
+    all other instances with version 0 as their files have it. No instance is more than `ahead`
+    iterations, and what the plan has it ahead of its turn, in front of those that are done.
     """
 
-    def __init__(self, plan: Plan, *, start: int, end: int, barrier: int) -> None:
+    def __init__(
+        self, plan: Plan, *, start: int, end: int, barrier: int, ahead: int = AHEAD
+    ) -> None:
         self.plan, self.start, self.end, self.barrier = plan, start, end, barrier
         self.reported = start
         self.log: list[tuple[str, int, tuple[int | None, ...]]] = []
         self.books = Books(plan, start)
         self.running: dict[str, int] = {}
         self.lanes: dict[tuple[int, str], str] = {}
-        self.done: set[Instance] = set()
-        flow = Flow(plan)
-        self._sources = {action.id: flow.sources(action.id) for action in plan.actions}
-        self._readers: dict[str, list[Action]] = {action.id: [] for action in plan.actions}
-        for action in plan.actions:
-            for source in self._sources[action.id]:
-                self._readers[source].append(action)
-        self._left: dict[Instance, int] = {}
-        self._begun: dict[Instance, int | None] = {}
-        self._pieces: dict[Instance, int] = {}
-        self._givers = {a.id: givers(plan, a) for a in plan.actions if a.kind == "run"}
         self.trips = Trips(plan)
-        self._outside = {action.id: flow.outside(action.id) for action in plan.actions}
-        self._unread: Counter[Instance] = Counter()
-        self._most = max((action.ahead for action in plan.actions), default=0) + AHEAD
+        self.rows = RowBooks(plan, self.trips)
+        self._sampled: dict[Instance, int | None] = {}
+        self._open: dict[Instance, tuple[int, int | None, int]] = {}
+        self._most = max((action.ahead for action in plan.actions), default=0) + ahead
         self._segment = self._next_segment(start)
 
     def _next_segment(self, start: int) -> tuple[int, int]:
@@ -70,7 +63,7 @@ class Monitor:
         assert action.id not in self.running, f"{name} starts while {action.id} runs"
         self.running[action.id] = iteration
         self.trips.start(action, iteration, name)
-        self._rows_are_there(action, iteration, name)
+        self.rows.start(action, iteration, name)
         self.books.start(action, name)
         self._versions(action, iteration, name)
         self._goes_on(action, iteration, name)
@@ -83,22 +76,9 @@ class Monitor:
         ahead = iteration - self.reported
         assert ahead <= self._most, f"{name} is {ahead} iterations ahead of what is done"
         if action.kind not in ("reshard", "sleep", "wake"):
-            assert (action.id, iteration) not in self.done, f"{name} starts twice"
+            assert (action.id, iteration) not in self.rows.done, f"{name} starts twice"
             due = action.closing if first >= self.end else action.due(iteration)
             assert due, f"{name} is not due"
-
-    def _rows_are_there(self, action: Action, iteration: int, name: str) -> None:
-        """All that it reads was made in this iteration, and is still kept."""
-        for source in self._givers.get(action.id, ()):
-            if self.trips.left_out(source, iteration):
-                continue
-            there = (source, iteration) in self.done
-            assert there, f"{name} starts before {source}@{iteration} has made its rows"
-        for source in self._sources[action.id]:
-            if self.trips.left_out(source, iteration):
-                continue
-            kept = (source, iteration) in self._left
-            assert kept, f"{name} reads the rows of {source}@{iteration}, which are not kept"
 
     def _versions(self, action: Action, iteration: int, name: str) -> None:
         """It reads the version that it declares, and no version before its segment's first."""
@@ -118,17 +98,35 @@ class Monitor:
             return
         held = self.books.version[str(action.instance)]
         if action.ends_first:
-            assert action.chunk is not None
-            done = self._pieces.get((node.name, iteration), 0)
-            assert done == action.chunk.index, f"{name} starts when {done} pieces are over"
-            before = self._begun.setdefault((node.name, iteration), held)
-            assert before == held, f"{name} goes on with version {held} after {before}"
+            self._next_piece(action, iteration, name)
         if node.resumes is not None:
-            before = self._begun[node.resumes, iteration]
-            newer = len(self.books.updates[str(node.model)])
+            before = self._sampled.get((node.resumes, iteration))
             assert before is not None, f"{name} goes on with what nobody knows"
-            assert held in (before, before + newer), f"{name} goes on with {held} after {before}"
-        self._begun[node.name, iteration] = held
+            wanted = before + self._newer(action, iteration)
+            assert held == wanted, f"{name} goes on with {held} after {before}, not {wanted}"
+        self._sampled[node.name, iteration] = held
+
+    def _next_piece(self, action: Action, iteration: int, name: str) -> None:
+        """Pieces come in order; the cache is kept between them, and weights are as they were."""
+        assert action.chunk is not None
+        instance = str(action.instance)
+        held, lost = self.books.version[instance], self.books.lost[instance]
+        done, before, kept = self._open.setdefault((str(action.node), iteration), (0, held, lost))
+        assert done == action.chunk.index, f"{name} starts when {done} pieces are over"
+        assert before == held, f"{name} goes on with version {held} after {before}"
+        assert kept == lost, f"{name} goes on, and the cache of {instance} was given away"
+
+    def _newer(self, action: Action, iteration: int) -> int:
+        """How many more updates a resumed rollout has than the paused one: those of an iteration.
+
+        None where `staleness` reaches back before the segment. None in later trips of a loop
+        either, which are paused and resumed over the same weights.
+        """
+        last = iteration - self.plan.staleness
+        later = action.trip is not None and any(trip.index for trip in action.trip.levels)
+        if last < self._segment[0] or later:
+            return 0
+        return self.books.updates_in(self.books.models[str(action.instance)], last)
 
     def _piece_over(self, action: Action, iteration: int) -> None:
         """Count a piece of a rollout that is not over yet; after the last one nothing is open."""
@@ -136,9 +134,10 @@ class Monitor:
             return
         assert action.chunk is not None
         place = (str(action.node), iteration)
-        self._pieces[place] = action.chunk.index + 1
-        if action.chunk.index + 1 == action.chunk.count:
-            del self._pieces[place]
+        done, before, kept = self._open[place]
+        self._open[place] = done + 1, before, kept
+        if done + 1 == action.chunk.count:
+            del self._open[place]
 
     def finished(self, action: Action, completion: Completion) -> None:
         """Check that nothing has changed under an instance that ends, and book what it did."""
@@ -151,28 +150,9 @@ class Monitor:
         versions = tuple(self.books.version[instance] for instance, _ in action.reads)
         self.log.append((action.id, iteration, versions))
         self.books.finish(action, iteration, name)
-        self.done.add((action.id, iteration))
+        self.rows.finish(action, iteration)
         self._piece_over(action, iteration)
-        for source in self._sources[action.id]:
-            if not self.trips.left_out(source, iteration):
-                self._read(source, iteration)
-        readers = sum(reader.due(iteration) for reader in self._readers[action.id])
-        readers -= self._unread.pop((action.id, iteration), 0)
-        if readers:
-            self._left[action.id, iteration] = readers
-        for left_out in self.trips.finish(action, completion):
-            for source in self._outside[left_out]:
-                self._read(source, iteration)
-
-    def _read(self, source: str, iteration: int) -> None:
-        """Count one reader less of what a source has made, or will."""
-        key = (source, iteration)
-        if key not in self._left:
-            self._unread[key] += 1
-            return
-        self._left[key] -= 1
-        if self._left[key] == 0:
-            del self._left[key]
+        self.rows.leave_out(self.trips.finish(action, completion), iteration)
 
     def iteration_done(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Check that iterations are reported in order, whole, with the numbers of all actions."""
@@ -183,10 +163,10 @@ class Monitor:
         for action in self.plan.actions:
             due = action.closing if closing else action.due(iteration)
             if self.trips.left_out(action.id, iteration):
-                over = (action.id, iteration) in self.done
+                over = (action.id, iteration) in self.rows.done
                 assert not over, f"{action.id} of {iteration} ran, though its loop was over"
             elif action.part is None and due and not (closing and action.kind == "reshard"):
-                over = (action.id, iteration) in self.done
+                over = (action.id, iteration) in self.rows.done
                 assert over, f"iteration {iteration} is told before {action.id} is over"
                 key = f"{logged_as(action)}/n"
                 gate = action.trip is not None and action.trip.gate
@@ -197,19 +177,18 @@ class Monitor:
     def _drained(self, name: str) -> None:
         """Between two segments nothing runs and no rows are kept; then the next one begins."""
         assert not self.running, f"{name} starts while {self.running} of a segment before run"
-        assert not self._left, f"rows are kept that nobody will read: {sorted(self._left)}"
-        assert not self._pieces, f"rollouts are left in pieces: {sorted(self._pieces)}"
+        self.rows.check_drained()
+        assert not self._open, f"rollouts are left in pieces: {sorted(self._open)}"
         self._segment = self._next_segment(self.reported)
-        self.done.clear()
-        self._begun.clear()
+        self.rows.clear()
+        self._sampled.clear()
         self.trips.reached.clear()
-        self._unread.clear()
 
     def finish(self) -> None:
         """Check what has to hold after the run: all of it is over, and nothing is kept."""
         assert not self.running, f"the run is over while {self.running} run"
-        assert not self._left, f"rows are kept that nobody will read: {sorted(self._left)}"
-        assert not self._pieces, f"rollouts are left in pieces: {sorted(self._pieces)}"
+        self.rows.check_drained()
+        assert not self._open, f"rollouts are left in pieces: {sorted(self._open)}"
         assert self.reported >= self.end, f"{self.reported} of {self.end} iterations are done"
 
 
@@ -217,22 +196,28 @@ class Books:
     """Weights, versions and bytes of the machine.
 
     A version counts the updates of the model's nodes, piece by piece: iteration i begins with as
-    many as were due before it; None is weights that were discarded.
+    many as the graph has due before it; None is weights that were discarded. `lost` counts how
+    often the cache of keys and values of each instance was given away.
     """
 
     def __init__(self, plan: Plan, start: int) -> None:
         self.plan = plan
-        self._actions = {action.id: action for action in plan.actions}
+        nodes = {node.name: node for node in plan.graph.nodes}
+        self._nodes = {a.id: nodes[a.node] for a in plan.actions if a.node in nodes}
         self.parts: dict[str, Part] = {part.name: part for part in plan.parts}
         self.models = {instance.name: instance.model for instance in plan.instances}
         self.adapters = {m.name for m in plan.graph.models if m.lora is not None}
         self.updates = {m.name: _writers(plan, m.name) for m in plan.graph.models}
+        self._counts = {model: [0] for model in self.updates}
         self.version: dict[str, int | None] = dict.fromkeys(self.models, 0)
         for instance in plan.instances:
             if instance.trained:
                 self.version[instance.name] = self._updates_before(instance.model, start)
         self.awake = set(plan.awake_at_start)
         self.in_use: Counter[str] = Counter()
+        self.lost: Counter[str] = Counter()
+        self._moving: dict[str, int | None] = {}
+        self._on_host: set[str] = set()
         self.held: dict[int, int] = defaultdict(int)
         self.hosts: dict[int, int] = defaultdict(int)
         discarded = {action.part for action in plan.actions if action.mode == "discard"}
@@ -241,7 +226,7 @@ class Books:
                 self.held[device] += part.size or 0
             self._hold(part, (part.size or 0) if part.name in self.awake else part.residual)
             if part.name not in self.awake and part.name not in discarded:
-                self._hold_on_host(part, 1)
+                self._copy_on_host(part.name)
         for kept in plan.kept:
             for host in plan.hosts_keeping(kept):
                 self.hosts[host] += kept.size
@@ -250,9 +235,18 @@ class Books:
         for device in part.leaves:
             self.held[device] += size
 
-    def _hold_on_host(self, part: Part, sign: int) -> None:
-        for device in part.leaves:
-            self.hosts[self.plan.host_of(device)] += sign * (part.size or 0)
+    def _copy_on_host(self, name: str) -> None:
+        """Book the copy of a part that sleeps, once."""
+        if name not in self._on_host:
+            self._on_host.add(name)
+            for device in self.parts[name].leaves:
+                self.hosts[self.plan.host_of(device)] += self.parts[name].size or 0
+
+    def _drop_on_host(self, name: str) -> None:
+        if name in self._on_host:
+            self._on_host.remove(name)
+            for device in self.parts[name].leaves:
+                self.hosts[self.plan.host_of(device)] -= self.parts[name].size or 0
 
     def wanted(self, action: Action, instance: str, version: int) -> int:
         """What `version` an action counts as, by what its model's updates have done by then."""
@@ -261,13 +255,19 @@ class Books:
         for name in self.updates[model] if action.id in self.updates[model] else ():
             if name == action.id:
                 break
-            before += self._actions[name].due(version)
+            before += self._nodes[name].due(version)
         return before
 
     def _updates_before(self, model: str, iteration: int) -> int:
         """How many runs that write a model are due before an iteration."""
-        runs = [self._actions[name] for name in self.updates[model]]
-        return sum(run.due(i) for run in runs for i in range(iteration))
+        counts = self._counts[model]
+        while len(counts) <= iteration:
+            counts.append(counts[-1] + self.updates_in(model, len(counts) - 1))
+        return counts[iteration]
+
+    def updates_in(self, model: str, iteration: int) -> int:
+        """How many runs that write a model are due in an iteration."""
+        return sum(self._nodes[name].due(iteration) for name in self.updates[model])
 
     def start(self, action: Action, name: str) -> None:
         """Book what an instance takes; check that it fits and finds its weights awake."""
@@ -281,6 +281,8 @@ class Books:
             assert not users, f"{name} puts {action.part} to sleep while it is used"
             self.awake.discard(str(action.part))
             self._leave(action)
+        elif action.kind == "reshard":
+            self._moving[action.id] = self.version[str(action.instance)]
         for need in action.needs:
             assert need in self.awake, f"{name} needs {need}, which sleeps"
             self.in_use[need] += 1
@@ -290,8 +292,9 @@ class Books:
 
     def _leave(self, action: Action) -> None:
         part = self.parts[str(action.part)]
+        self.lost[part.instance] += part.kind == "pool"
         if action.mode == "offload":
-            self._hold_on_host(part, 1)
+            self._copy_on_host(part.name)
         elif part.kind == "weights":
             self.version[part.instance] = None
 
@@ -304,10 +307,8 @@ class Books:
             assert held <= budget, f"{name} makes {held} bytes on device {device} of {budget}"
             peak = self.plan.peaks.get(device, held)
             assert held <= peak, f"{name} makes {held} bytes on device {device}, the peak is {peak}"
-        if action.kind == "sleep":
-            most = max(self.hosts.values(), default=0)
-            budget = self.plan.budget(HOST)
-            assert most <= budget, f"{name} makes {most} bytes on a host of {budget}"
+        most, budget = max(self.hosts.values(), default=0), self.plan.budget(HOST)
+        assert most <= budget, f"{name} makes {most} bytes on a host of {budget}"
 
     def finish(self, action: Action, iteration: int, name: str) -> None:
         """Book what an instance leaves behind."""
@@ -318,14 +319,14 @@ class Books:
             self.in_use[need] -= 1
         if action.kind == "wake":
             self.awake.add(str(action.part))
-            if action.mode == "offload":
-                self._hold_on_host(self.parts[str(action.part)], -1)
+            self._drop_on_host(str(action.part))
         elif action.kind == "sleep":
             part = self.parts[str(action.part)]
             self._hold(part, part.residual - (part.size or 0))
         elif action.kind == "reshard":
+            moved = self._moving.pop(action.id)
             for target in action.targets:
-                self._fill(target, self.version[str(action.instance)])
+                self._fill(target, moved)
         elif action.writes:
             instance = str(action.instance)
             self.version[instance] = self.wanted(action, instance, iteration) + 1
@@ -341,23 +342,3 @@ def _writers(plan: Plan, model: str) -> list[str]:
     runs = [action for action in plan.actions if action.kind == "run"]
     runs.sort(key=lambda action: action.chunk.index if action.chunk else 0)
     return [a.id for node in plan.graph.updates(model) for a in runs if a.node == node.name]
-
-
-def givers(plan: Plan, action: Action) -> tuple[str, ...]:
-    """The runs whose rows an action reads: those of each source's chunks that it overlaps."""
-    if not plan.graph.has_node(str(action.node)):
-        return ()
-    sources = plan.graph.node(str(action.node)).sources
-    return tuple(
-        other.id
-        for other in plan.actions
-        if other.kind == "run" and other.node in sources and _overlap(other.chunk, action.chunk)
-    )
-
-
-def _overlap(one: Chunk | None, other: Chunk | None) -> bool:
-    """Whether two pieces of a batch have rows in common; None is all of it."""
-    if one is None or other is None or one.by != other.by:
-        return True
-    before = one.index * other.count < (other.index + 1) * one.count
-    return before and other.index * one.count < (one.index + 1) * other.count
