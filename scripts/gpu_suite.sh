@@ -15,7 +15,7 @@ export RLFLOW_TEST_DEVICE=${RLFLOW_TEST_DEVICE:-cuda:0} HF_HUB_OFFLINE=1 OMP_NUM
 export RLFLOW_GPU_RESULTS=${RLFLOW_GPU_RESULTS:-$PWD/build/gpu-results.json}
 mkdir -p "$(dirname "$RLFLOW_GPU_RESULTS")"
 failed=()
-for part in ${PARTS:-compute attention memory weights sharded runs throughput}; do
+for part in ${PARTS:-compute attention decoding memory weights sharded runs throughput}; do
     echo "== $part"
     timeout --kill-after=10 "${SECONDS_A_PART:-590}" \
         "$python" -m pytest -p no:cacheprovider -rs "tests/gpu/test_$part.py" || failed+=("$part")

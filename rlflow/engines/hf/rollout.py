@@ -15,6 +15,8 @@ from torch import Tensor
 from rlflow.batch import lengths
 from rlflow.contract.values import Generation, Reach, SampleKey, Sampling, SleepMode
 from rlflow.engines.hf.generate.decoding import Decoding, PlainDecoding, Responses
+from rlflow.engines.hf.generate.graphs import cuda_graphs
+from rlflow.engines.hf.generate.paged_decoding import PagedDecoding
 from rlflow.engines.hf.generate.speculative import Draft, SpeculativeDecoding, require_drafter
 from rlflow.engines.hf.models import TorchModel
 from rlflow.errors import Finding, RunError
@@ -23,10 +25,16 @@ EVERYTHING = Reach()
 
 
 class TorchRollout:
-    """Generates with `model`, which may be the one being trained."""
+    """Generates with `model`, which may be the one being trained.
 
-    def __init__(self, model: TorchModel) -> None:
+    `paged` says whether keys and values lie in a pool of blocks and the host looks at its rows
+    every few tokens, as it does on CUDA devices where nothing is said; there steps are replayed
+    from graphs. Otherwise each row has its columns and the host looks at every token.
+    """
+
+    def __init__(self, model: TorchModel, *, paged: bool | None = None) -> None:
         self.model = model
+        self.paged = model.device.type == "cuda" if paged is None else paged
         self._abort = threading.Event()
         names = ("prompt_tokens", "new_tokens", "decode_passes", "drafted", "accepted")
         self._stats = dict.fromkeys(names, 0.0)
@@ -93,9 +101,17 @@ class TorchRollout:
             require_drafter(draft.model, self.model, sizes, sampling, reach)
         self._stats["prompt_tokens"] += float(sizes.sum())
         responses = self.responses(sampling, key, sample_ids, reach)
+        if draft is None and self.paged:
+            return self.paged_decoding(prompts, sizes, responses)
         if draft is None:
             return PlainDecoding(self.model, prompts, sizes, responses, self.stopped)
         return SpeculativeDecoding(self.model, draft, prompts, sizes, responses, self.stopped)
+
+    def paged_decoding(self, prompts: Tensor, sizes: Tensor, responses: Responses) -> PagedDecoding:
+        """A generation on a pool of blocks, replayed from graphs where a device has them."""
+        graphs = self.model.device.type == "cuda" and self.model.layers is None
+        record = cuda_graphs() if graphs else None
+        return PagedDecoding(self.model, prompts, sizes, responses, self.stopped, record)
 
     def responses(
         self, sampling: Sampling, key: SampleKey, sample_ids: Tensor, reach: Reach

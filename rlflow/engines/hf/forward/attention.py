@@ -55,6 +55,13 @@ class AttentionState(Protocol):
         """The attention output `[tokens, heads, size]`."""
 
 
+class PromptCache(Protocol):
+    """What keeps keys and values of prompts."""
+
+    def fill(self, layer: int, k: Tensor, v: Tensor, layout: PackedLayout) -> None:
+        """Keep a layer's, of all flat tokens."""
+
+
 _current: ContextVar[AttentionState | None] = ContextVar("rlflow_attention", default=None)
 
 
@@ -127,7 +134,7 @@ def _attention_forward(
 class PackedAttention:
     """Attention of whole rows in a layout; fills `cache` with the keys and values, if given."""
 
-    def __init__(self, layout: PackedLayout, cache: KeyValueCache | None = None) -> None:
+    def __init__(self, layout: PackedLayout, cache: PromptCache | None = None) -> None:
         self.layout = layout
         self.cache = cache
         self.biases: dict[tuple[int, torch.dtype, int], Tensor] = {}
@@ -322,7 +329,7 @@ class DecodeAttention:
         scores = score_traits(scores, traits).view(rows, kv_heads, -1, seen)
         scores = scores + self.cache.bias(scores.dtype, traits.window, seen)[:, None, None]
         probs = probabilities(scores.view(rows, heads, 1, seen), traits)
-        output = _mix(probs.reshape(rows * kv_heads, -1, seen), values.flatten(0, 1))
+        output = mix_values(probs.reshape(rows * kv_heads, -1, seen), values.flatten(0, 1))
         return output.view(rows, heads, head_size)
 
 
@@ -340,7 +347,7 @@ class RaggedAttention:
         return block_attention(queries, keys, values, mask, traits).flatten(0, 1)
 
 
-def _mix(probs: Tensor, values: Tensor) -> Tensor:
+def mix_values(probs: Tensor, values: Tensor) -> Tensor:
     """`probs [batch, repeats, seen] @ values [batch, seen, size]`.
 
     Whatever `seen` is, a CPU adds in one order, so that what has probability 0 changes nothing.

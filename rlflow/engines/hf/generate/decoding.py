@@ -17,7 +17,7 @@ from torch import Tensor
 from rlflow.batch import ragged
 from rlflow.contract.progress import advance
 from rlflow.contract.values import Generation, Reach, SampleKey, Sampling
-from rlflow.engines.hf.forward.attention import DecodeAttention, PackedAttention
+from rlflow.engines.hf.forward.attention import DecodeAttention, PackedAttention, PromptCache
 from rlflow.engines.hf.forward.packed import PackedLayout, pack_prompts
 from rlflow.engines.hf.generate.cache import KeyValueCache
 from rlflow.engines.hf.generate.rng import uniforms
@@ -232,7 +232,7 @@ class PlainDecoding(Decoding):
         return len(self.responses.sizes) - len(self.responses.live)
 
 
-def prefill(model: TorchModel, cache: KeyValueCache, layout: PackedLayout, keep: Tensor) -> Tensor:
+def prefill(model: TorchModel, cache: PromptCache, layout: PackedLayout, keep: Tensor) -> Tensor:
     """Read the prompts into a cache; logits of the flat tokens that int64 `keep` names."""
     state = PackedAttention(layout, cache)
     return model.logits(layout.tokens, layout.positions, state, keep)

@@ -48,7 +48,7 @@ class ShardedRollout(TorchRollout):
     """
 
     def __init__(self, model: ShardedModel) -> None:
-        super().__init__(model)
+        super().__init__(model, paged=False)
         self.model: ShardedModel = model
         self.ended = False
 
