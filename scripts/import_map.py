@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import networkx as nx
@@ -36,16 +37,22 @@ def named(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, ...]]:
         yield from (tuple(f"{node.module}.{alias.name}".split(".")) for alias in node.names)
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """A file's syntax tree."""
+    return ast.parse(path.read_text())
+
+
 def imported(path: Path) -> Iterator[tuple[str, ...]]:
     """What a file imports, at its top or within a function."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, IMPORTS):
             yield from named(node)
 
 
 def needs_torch(path: Path) -> bool:
     """Whether importing a file imports torch, and not one of its functions."""
-    top = (node for node in ast.parse(path.read_text()).body if isinstance(node, IMPORTS))
+    top = (node for node in parsed(path).body if isinstance(node, IMPORTS))
     return any(name[0] == "torch" for node in top for name in named(node))
 
 

@@ -29,10 +29,9 @@ from rlflow.scheduler.compile import PASSES, compile_plan
 from rlflow.scheduler.devices import cluster
 from rlflow.scheduler.passes.rewrite import REWRITES
 from rlflow.scheduler.verify.verify import MEANING, SHAPE
+from tests.sources import FILES, PACKAGE, ROOT, nodes
 
-ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PACKAGE = ROOT / "rlflow"
 PAGES = sorted(DOCS.rglob("*.md"))
 BLOCK = re.compile(r"^```(?P<info>[^\n]*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"\bE[1-9]\d\d\b")
@@ -107,28 +106,24 @@ def headings() -> list[str]:
 def codes_in_the_code() -> dict[str, set[str]]:
     """Every code in a string of the package, docstrings aside, and the packages it is in."""
     found: dict[str, set[str]] = defaultdict(set)
-    for path in PACKAGE.rglob("*.py"):
+    for path in FILES:
         place = path.relative_to(PACKAGE).parts[0]
-        tree = ast.parse(path.read_text())
         prose = {
             id(node.value)
-            for node in ast.walk(tree)
+            for node in nodes(path)
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         }
-        for node in ast.walk(tree):
+        for node in nodes(path):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 for code in CODE.findall(node.value) if id(node) not in prose else ():
                     found[code].add(place)
     return found
 
 
-def test_every_code_has_one_heading_and_every_heading_a_code():
-    assert sorted(codes_in_the_code()) == headings()
-
-
-def test_a_code_has_one_meaning_so_one_package_raises_it():
-    several = {code: places for code, places in codes_in_the_code().items() if len(places) > 1}
-    assert several == SHARED
+def test_a_code_has_one_heading_and_one_meaning_so_one_package_raises_it():
+    found = codes_in_the_code()
+    assert sorted(found) == headings()
+    assert {code: places for code, places in found.items() if len(places) > 1} == SHARED
 
 
 def test_the_message_shown_is_a_real_one(tmp_path, monkeypatch):

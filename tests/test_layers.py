@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
 
 import networkx as nx
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "rlflow"
+from tests.sources import PACKAGE, ROOT, imported, nodes, tree
 
 # From the ground up. A file imports files of its own part and of parts on lower floors: none of
 # another part on its own floor, and none above. Every import counts, also those in functions and
@@ -107,22 +102,6 @@ def files():
 FILES = files()
 
 
-@cache
-def trees():
-    """Every file parsed; asked by tests alone, since every run of pytest imports this file."""
-    return {name: ast.parse(path.read_text()) for name, path in FILES.items()}
-
-
-def imported(tree):
-    """The dotted names that a piece of a file imports, wherever in it; `.x` of its own folder."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (f"{node.module}." if node.module else "")
-            yield from (f"{base}{alias.name}" for alias in node.names)
-
-
 def file_of(name, importer):
     """The file that a dotted name is of, itself or a name in it; None for other packages."""
     folder = ".".join(FILES[importer].parent.relative_to(ROOT).parts)
@@ -136,8 +115,8 @@ def file_of(name, importer):
 
 def arrows():
     """Every file with every other that it imports."""
-    for name, tree in trees().items():
-        yield from {(name, file_of(n, name)) for n in imported(tree)} - {(name, None)}
+    for name, path in FILES.items():
+        yield from {(name, file_of(n, name)) for n in imported(nodes(path))} - {(name, None)}
 
 
 def below(name):
@@ -205,8 +184,8 @@ def test_no_file_imports_itself_through_others():
 
 def test_private_names_stay_in_their_folder():
     wrong = []
-    for importer, tree in trees().items():
-        for name in imported(tree):
+    for importer, path in FILES.items():
+        for name in imported(nodes(path)):
             found = file_of(name, importer)
             words = (name if found is None else f"{found}.{name.rpartition('.')[2]}").split(".")
             private = [word for word in words if word.startswith("_") and word != "__future__"]
@@ -220,29 +199,28 @@ def test_private_names_stay_in_their_folder():
 def test_inner_imports_of_rlflow_are_at_the_doors():
     inner = {
         below(name)
-        for name, tree in trees().items()
+        for name, path in FILES.items()
         if name.startswith("rlflow")
-        for node in ast.walk(tree)
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        for other in imported(node)
+        for other in imported(ast.walk(node))
         if other.startswith("rlflow")
     }
 
     assert inner == set(DOORS)
 
 
-def top_imports(tree):
+def top_imports(path):
     """The packages that a file imports as it is loaded."""
-    loaded = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    return {name.split(".")[0] for node in loaded for name in imported(node)}
+    return {name.split(".")[0] for name in imported(tree(path).body)}
 
 
 def test_torch_stays_in_bodies_engines_and_runtime():
     early = {
         name: found
-        for name, tree in trees().items()
+        for name, path in FILES.items()
         if name.startswith("rlflow") and within(below(name), TORCH) is None
-        if (found := top_imports(tree) & {"torch", "ray", "numpy"})
+        if (found := top_imports(path) & {"torch", "ray", "numpy"})
     }
 
     assert {} == early
@@ -251,30 +229,9 @@ def test_torch_stays_in_bodies_engines_and_runtime():
 def test_ray_stays_in_its_package():
     outside = {
         name
-        for name, tree in trees().items()
+        for name, path in FILES.items()
         if name.startswith("rlflow") and within(name, {"rlflow.runtime.ray"}) is None
-        if "ray" in {other.split(".")[0] for other in imported(tree)}
+        if "ray" in {other.split(".")[0] for other in imported(nodes(path))}
     }
 
     assert set() == outside
-
-
-def test_declaring_commands_import_neither_torch_nor_ray():
-    program = (
-        "import sys; from click.testing import CliRunner; from rlflow.cli.main import cli\n"
-        "for words in (['check', P], ['viz', P], ['plan', P], ['diff', P], ['doctor'],\n"
-        "              ['simulate', P], ['viz', P, '--level', 'plan', '--format', 'mermaid']):\n"
-        "    result = CliRunner().invoke(cli, words)\n"
-        "    assert result.exit_code == 0, (words, result.output, result.exception)\n"
-        "print([m for m in ('torch', 'ray', 'transformers', 'numpy') if m in sys.modules])\n"
-    )
-    pipeline = str(ROOT / "pipelines" / "grpo_arithmetic.py")
-    done = subprocess.run(
-        [sys.executable, "-c", f"P = {pipeline!r}\n{program}"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
-
-    assert "[]" == done.stdout.strip(), done.stderr

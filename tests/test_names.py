@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "rlflow"
+from tests.sources import FILES, PACKAGE, tree
 
 # Names that several files may define, each with its reason.
 ALLOWED = {
@@ -25,10 +24,10 @@ def module(path):
 def definitions():
     """The modules that define each public function and class at their top."""
     found = defaultdict(set)
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in FILES:
         if "cpu_shims" in path.parts:
             continue
-        for node in ast.parse(path.read_text()).body:
+        for node in tree(path).body:
             kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
             if isinstance(node, kinds) and not node.name.startswith("_"):
                 found[node.name].add(module(path))

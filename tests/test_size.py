@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 import statistics
 from collections import Counter
-from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "rlflow"
-FILES = sorted(PACKAGE.rglob("*.py"))
+from tests.sources import FILES, PACKAGE, nodes, tree
+
 # Files of more than 400 lines, each with its reason. A file is as long as its subject: one that is
 # cut in two to fit, with half of a class in each, is harder to read than a long one.
 LONG = {
@@ -19,11 +18,8 @@ BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try)
 
 
 def functions(path):
-    return [
-        node
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return [node for node in nodes(path) if isinstance(node, kinds)]
 
 
 def lines(node):
@@ -66,4 +62,4 @@ def test_nesting_is_shallow():
 
 
 def test_every_file_opens_with_a_docstring():
-    assert [] == [str(f) for f in FILES if not ast.get_docstring(ast.parse(f.read_text()))]
+    assert [] == [str(f) for f in FILES if not ast.get_docstring(tree(f))]

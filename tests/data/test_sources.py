@@ -159,15 +159,3 @@ def test_sources_are_values():
     assert data.arithmetic() == data.arithmetic()
     assert data.arithmetic() != data.arithmetic(split="test")
     assert 1 == len({data.jsonl("a.jsonl", limit=3), data.jsonl("a.jsonl", limit=3)})
-
-
-def test_declaring_imports_nothing_heavy():
-    script = (
-        "import sys, rlflow.data as d\n"
-        "d.arithmetic(); d.jsonl('a'); d.parquet('a'); d.huggingface('a', columns=['prompt'])\n"
-        "heavy = {'torch', 'numpy', 'pyarrow', 'datasets', 'tensordict', 'ray'}\n"
-        "print(*heavy & set(sys.modules))\n"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-
-    assert ("\n", "") == (run.stdout, run.stderr)

@@ -31,6 +31,11 @@ def in_group(rank, ranks, function, *arguments):
     return function(GROUPS[ranks], *arguments) if rank < ranks else None
 
 
+def wait_no_longer_than(rank, ranks, seconds):
+    """Set how long the group of the first ranks waits for what a peer sends."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), GROUPS[ranks])
+
+
 def values(tables, seed):
     """Whole parameters of all tables, the same in every process; bits of all kinds."""
     generator = torch.Generator().manual_seed(seed)

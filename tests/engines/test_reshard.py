@@ -290,6 +290,8 @@ def test_a_lost_rank_is_an_error_and_not_a_hang(transport):
     try:
         words = (reshard_ranks.in_group, 3, reshard_ranks.make, transport, source, target)
         world.run(*words)
+        # Who waits for another who waits for the lost one hears of it when the time is up.
+        world.run(reshard_ranks.wait_no_longer_than, 3, 1)
         world.processes[2].kill()
         world.processes[2].join()
         for rank in (0, 1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
+from collections.abc import Iterable
 
 import pytest
 
@@ -13,8 +13,8 @@ from rlflow.graph.roles import Learning, LoopEnd, Paused
 from tests.scheduler.examples import exact, grpo
 from tests.scheduler.looping import counting
 from tests.scheduler.strategies import graph_of
+from tests.sources import PACKAGE, nodes
 
-ROOT = Path(rf.__file__).parent
 # The verifier shares nothing with the passes, not even what a role is. A call of a body has all
 # options, and prompts are measured by one.
 OWN_WORDS = ("scheduler/verify/", "runtime/worker/worker.py", "runtime/preflight.py")
@@ -78,28 +78,31 @@ def test_a_role_takes_the_place_of_the_one_before():
         rollout.as_a(LoopEnd)
 
 
-def looks_up(tree: ast.AST) -> list[int]:
+def looks_up(found: Iterable[ast.AST]) -> list[int]:
     """Lines that look an option up by its name: `dict(node.params)`, `node.param("x")`."""
-    found = []
-    for node in ast.walk(tree):
+    lines = []
+    for node in found:
         if not isinstance(node, ast.Call):
             continue
         given = node.args[0] if node.args else None
         made = isinstance(node.func, ast.Name) and node.func.id == "dict"
         asked = isinstance(node.func, ast.Attribute) and node.func.attr == "param"
         if asked or (made and isinstance(given, ast.Attribute) and given.attr == "params"):
-            found.append(node.lineno)
-    return sorted(found)
+            lines.append(node.lineno)
+    return sorted(lines)
 
 
 def test_nobody_asks_an_option_what_a_node_is():
-    assert looks_up(ast.parse("dict(node.params).get('until')\nnode.param('n')")) == [1, 2]
+    assert looks_up(ast.walk(ast.parse("dict(node.params).get('until')\nnode.param('n')"))) == [
+        1,
+        2,
+    ]
     folders = ("graph", "scheduler", "runtime", "engines", "report", "cli")
-    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    files = [file for folder in folders for file in sorted((PACKAGE / folder).rglob("*.py"))]
     found = {
-        f"{file.relative_to(ROOT)}:{line}"
+        f"{file.relative_to(PACKAGE)}:{line}"
         for file in files
-        if not str(file.relative_to(ROOT)).startswith(OWN_WORDS)
-        for line in looks_up(ast.parse(file.read_text()))
+        if not str(file.relative_to(PACKAGE)).startswith(OWN_WORDS)
+        for line in looks_up(nodes(file))
     }
     assert {place.partition(":")[0] for place in found} <= {"graph/graph.py"}

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
+from collections.abc import Iterable
 
 import pytest
 
-import rlflow as rf
 from rlflow.graph.user.engine_options import known_engines
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.plan.instance import engines_of
 from tests.scheduler.test_instance import DRAFTER, ENGINE, MESH
+from tests.sources import FILES, PACKAGE, nodes
 
-ROOT = Path(rf.__file__).parent
 # Engines say themselves what they are; so do the classes of their options, which users write. The
 # verifier shares nothing with the passes, not even the words for this.
 THEMSELVES = ("engines/", "graph/user/", "scheduler/verify/")
@@ -21,10 +20,10 @@ ENGINES = {"options", "inside", "engine"}
 DRAFTS = {"drafter", "speculative", "draft_tokens"}
 
 
-def asked_of(tree: ast.AST, names: set[str]) -> list[int]:
+def asked_of(within: Iterable[ast.AST], names: set[str]) -> list[int]:
     """Lines that compare one of the attributes with None, or anything with an engine's name."""
     found = []
-    for node in ast.walk(tree):
+    for node in within:
         if not isinstance(node, ast.Compare):
             continue
         sides = [node.left, *node.comparators]
@@ -38,18 +37,18 @@ def asked_of(tree: ast.AST, names: set[str]) -> list[int]:
 
 
 def askers(names: set[str]) -> set[str]:
-    files = {str(file.relative_to(ROOT)): file for file in ROOT.rglob("*.py")}
+    files = {str(file.relative_to(PACKAGE)): file for file in FILES}
     return {
         name
         for name, file in files.items()
-        if not name.startswith(THEMSELVES) and asked_of(ast.parse(file.read_text()), names)
+        if not name.startswith(THEMSELVES) and asked_of(nodes(file), names)
     }
 
 
 def test_a_question_is_found_where_it_is_asked():
     text = "i.options is None\nx != 'sglang'\nEMBEDDED == y\na.b is None\nc.drafter is not None"
-    assert asked_of(ast.parse(text), ENGINES) == [1, 2, 3]
-    assert asked_of(ast.parse(text), DRAFTS) == [5]
+    assert asked_of(ast.walk(ast.parse(text)), ENGINES) == [1, 2, 3]
+    assert asked_of(ast.walk(ast.parse(text)), DRAFTS) == [5]
 
 
 def test_one_file_asks_whether_what_generates_is_an_engine():

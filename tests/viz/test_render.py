@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -82,20 +80,3 @@ def test_a_plan_picture_without_a_plan_is_refused():
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path):
     with pytest.raises(UsageError, match="cannot write"):
         render(small_graph(), None, level="graph", output=tmp_path / "no" / "x.dot")
-
-
-def test_rendering_imports_neither_torch_nor_anything_heavy():
-    program = (
-        "import sys, rlflow.report.render as r\n"
-        "from tests.viz.examples import small_graph\n"
-        "for form in ('text', 'mermaid', 'dot', 'json'):\n"
-        "    r.render(small_graph(), None, level='graph', format=form)\n"
-        "import rlflow.report.report\n"
-        "heavy = {'torch', 'ray', 'numpy', 'matplotlib', 'pyarrow', 'pygraphviz'}\n"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=False, capture_output=True, text=True
-    )
-    assert "" == done.stderr
-    assert "[]\n" == done.stdout
