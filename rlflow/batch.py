@@ -55,9 +55,10 @@ def ragged_like(values: Tensor, like: Tensor) -> Tensor:
 
 def ragged_rows(rows: Sequence[Sequence[int] | Tensor], dtype: torch.dtype) -> Tensor:
     """Make a jagged field of one sequence per row (lists or 1-d tensors)."""
-    parts = [torch.as_tensor(row, dtype=dtype) for row in rows]
-    lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
-    return ragged(torch.cat(parts) if parts else torch.empty(0, dtype=dtype), lengths)
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    if any(isinstance(row, Tensor) for row in rows):
+        return ragged(torch.cat([torch.as_tensor(row, dtype=dtype) for row in rows]), lengths)
+    return ragged(torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=dtype), lengths)
 
 
 def flat(field: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
+from hypothesis import reject
 
 import rlflow as rf
 from rlflow import ops
@@ -319,13 +320,6 @@ class Case(NamedTuple):
         kind = replace(self.devices.kind, memory=memory)
         return self._replace(devices=replace(self.devices, kind=kind))
 
-    def compiles(self) -> bool:
-        try:
-            self.compile()
-        except PlanError:
-            return False
-        return True
-
 
 @st.composite
 def cases(draw: Draw) -> Case:
@@ -347,5 +341,13 @@ def cases(draw: Draw) -> Case:
 
 @st.composite
 def compiled(draw: Draw) -> Compiled:
-    """A case that compiles."""
-    return draw(cases().filter(Case.compiles)).compile()
+    """A case that compiles, as compiled."""
+    return compiled_or_rejected(draw(cases()))
+
+
+def compiled_or_rejected(case: Case) -> Compiled:
+    """What is compiled of a drawn case; another one is drawn where it is refused."""
+    try:
+        return case.compile()
+    except PlanError:
+        reject()

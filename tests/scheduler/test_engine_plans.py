@@ -9,7 +9,7 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 
 import rlflow as rf
 from rlflow import ops
@@ -37,6 +37,7 @@ from tests.scheduler.strategies import (
     PLENTY,
     Case,
     cluster,
+    compiled_or_rejected,
     engines_on,
     exact,
     graph_of,
@@ -134,11 +135,9 @@ def engine_plans(draw: Callable[[st.SearchStrategy], object]) -> Plan:
     placement = placement.model_copy(update={"assign": assign})
     kind = draw(st.sampled_from(["cpu", "cpu", "h100"]))
     roomy = Case(graph, placement, cluster(kind, placement.num_devices(), PLENTY))
-    assume(roomy.compiles())
-    peak = max(roomy.compile().plan.peaks.values())
+    peak = max(compiled_or_rejected(roomy).plan.peaks.values())
     case = roomy.with_memory(int(peak * draw(st.sampled_from([2.0, 0.9, 0.8, 0.7, 0.6]))))
-    assume(case.compiles())
-    return case.compile().plan
+    return compiled_or_rejected(case).plan
 
 
 @settings(max_examples=examples(12))

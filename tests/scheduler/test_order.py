@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
 
 from rlflow.errors import PlanError, UsageError
 from rlflow.scheduler.passes.order import (
     chain,
     order,
-    periodic_problem,
     resources_of,
     seconds_of,
     timing,
 )
-from rlflow.scheduler.periodic.problem import Kernel
 from rlflow.scheduler.plan.plan import HOST, Action, Cost, Dep, Plan, Reason
 from rlflow.scheduler.plan.text import device_name
-from tests.budget import examples
-from tests.scheduler.periodic import growth
-from tests.scheduler.strategies import Case, cases
 
 WITHOUT = SimpleNamespace(optimize=0.0, rough=False)
 
@@ -175,37 +167,3 @@ def test_devices_are_printed_by_their_pools() -> None:
     assert ["host", "gen[1]", "train[2]", "device[7]"] == [
         device_name(plan, device) for device in (HOST, 1, 2, 7)
     ]
-
-
-@settings(max_examples=examples(30))
-@given(case=cases())
-def test_the_kernel_is_consistent_and_the_period_what_is_measured(case: Case) -> None:
-    try:
-        plan = case.compile().plan
-    except PlanError:
-        return
-    place = {a.id: index for index, a in enumerate(plan.actions)}
-    for one in plan.actions:
-        for dep in one.after:
-            assert dep.distance > 0 or (dep.distance == 0 and place[dep.action] < place[one.id])
-    lanes: dict[tuple[int, str], list[str]] = {}
-    for one in plan.actions:
-        for device in one.devices:
-            lanes.setdefault((device, one.lane), []).append(one.id)
-    for queue in lanes.values():
-        for before, after in itertools.pairwise(queue):
-            assert any(d.action == before and d.distance == 0 for d in plan.action(after).after)
-        assert any(d.action == queue[-1] and d.distance <= 1 for d in plan.action(queue[0]).after)
-    if plan.timing is None:
-        return
-    problem = periodic_problem(plan, ("data", "weights", "order", "device"))
-    turns = Kernel(order=tuple(range(len(place))), ahead=(0,) * len(place))
-    found = plan.timing
-    assert found.period == pytest.approx(growth(problem, turns), rel=2e-3, abs=1e-9)
-    assert max(found.resource_bound, found.recurrence_bound) <= found.period * (1 + 1e-9)
-    assert tuple(place) == tuple(name for name, _ in found.slack)
-    slack = dict(found.slack)
-    assert all(0 <= room < math.inf for room in slack.values())
-    assert all(slack[name] <= 1e-6 * found.period for name in found.critical)
-    longest = max(seconds_of(one) for one in plan.actions if one.part is None)
-    assert found.latency >= longest * (1 - 1e-9)

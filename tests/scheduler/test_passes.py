@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
-from hypothesis import given
 
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Binding, Edge, Graph, Node
-from rlflow.scheduler.compile import PASSES, compile_plan
+from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.plan.plan import Action, Dep, Instance, Part, Plan, Reason
 from rlflow.scheduler.verify.happens_before import Facts
-from rlflow.scheduler.verify.verify import verify
 from tests.scheduler.examples import (
     APART,
     COLOCATE,
@@ -25,7 +23,7 @@ from tests.scheduler.examples import (
     grpo,
     ppo,
 )
-from tests.scheduler.strategies import PLENTY, Case, cases, cluster, exact, graph_of
+from tests.scheduler.strategies import PLENTY, cluster, exact, graph_of
 
 
 def ordered(plan: Plan, first: str, second: str) -> bool:
@@ -36,63 +34,6 @@ def ordered(plan: Plan, first: str, second: str) -> bool:
 
 def kinds(plan: Plan, kind: str) -> list[Action]:
     return [action for action in plan.actions if action.kind == kind]
-
-
-@given(case=cases())
-def test_a_plan_verifies_after_every_pass_or_is_refused(case: Case) -> None:
-    try:
-        found = case.compile()
-    except PlanError as refused:
-        found = None
-        findings = refused.findings
-    if found is None:
-        assert findings
-        return
-    assert [name for name, _ in PASSES] == [name for name, _ in found.stages]
-    for stage, plan in found.stages:
-        assert [] == verify(plan, stage)
-
-
-@given(case=cases())
-def test_memory_is_refused_only_where_one_action_alone_does_not_fit(case: Case) -> None:
-    try:
-        case.compile()
-    except PlanError as refused:
-        codes = {finding.code for finding in refused.findings}
-        assert "E401" not in codes or largest_need(case) > case.devices.kind.memory
-
-
-def largest_need(case: Case) -> int:
-    """The most bytes that one action needs on a device, asked of a plan with plenty.
-
-    Of what it does not need there is what stays although it sleeps: all of an engine, where that
-    goes on from piece to piece of a rollout.
-    """
-    plan = case.with_memory(PLENTY).compile().plan
-    return max(
-        (a.cost.transient or 0)
-        + sum(
-            (part.size or 0) if part.name in a.needs else part.residual
-            for part in plan.parts
-            if device in part.devices
-        )
-        for a in plan.actions
-        for device in a.devices
-    )
-
-
-@given(case=cases())
-def test_nothing_with_an_effect_is_dropped(case: Case) -> None:
-    try:
-        plan = case.compile().plan
-    except PlanError:
-        return
-    graph = case.graph
-    kept = {node.name for node in plan.graph.nodes}
-    assert {node.name for node in graph.nodes if node.op.effect == "effectful"} <= kept
-    gone = [node.name for node in graph.nodes if node.name not in kept]
-    noted = " ".join(note.text for note in plan.notes)
-    assert all(name in noted for name in gone)
 
 
 def test_colocated_models_take_turns() -> None:

@@ -14,18 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
 
 import rlflow as rf
-from rlflow.errors import PlanError
 from rlflow.scheduler.compile import dump_plan
 from rlflow.scheduler.plan.explain import explain
 from rlflow.scheduler.plan.plan import Cost, Plan, Timing
 from rlflow.scheduler.plan.text import cycle_text, duration, numbers, plan_text
-from tests.budget import examples
 from tests.runtime.kernels import lagging, sleeping
 from tests.scheduler.examples import EXAMPLES, SPLIT, compiled_with, grpo
-from tests.scheduler.strategies import Case, cases
 
 GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).parents[2]
@@ -42,17 +38,6 @@ def test_plans_print_as_the_golden_files_have_them(name: str) -> None:
     if "RLFLOW_GOLDEN" in os.environ:
         file.write_text(text)
     assert file.read_text() == text
-
-
-@settings(max_examples=examples(40))
-@given(case=cases())
-def test_compiling_twice_gives_the_same_bytes(case: Case) -> None:
-    try:
-        first, second = (case.compile().plan for _ in range(2))
-    except PlanError:
-        return
-    assert plan_text(first) == plan_text(second)
-    assert dump_plan(first) == dump_plan(second)
 
 
 SCRIPT = """

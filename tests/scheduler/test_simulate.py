@@ -6,19 +6,16 @@ import json
 from dataclasses import replace
 from random import Random
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
 
 from rlflow.errors import PlanError
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.simulate.play import play
 from rlflow.scheduler.simulate.simulate import hyperperiod, simulate
 from rlflow.scheduler.simulate.text import simulation_text, typical_turn
-from tests.budget import examples
 from tests.runtime.kernels import action, lagging, plan_of, sleeping
 from tests.scheduler.examples import EXAMPLES, SPLIT, compiled_with, grpo
-from tests.scheduler.strategies import Case, cases
+from tests.scheduler.strategies import Case
 
 MOVING = ("run", "transfer")
 TWO = {"train": (0,), "gen": (1,)}
@@ -181,48 +178,6 @@ def test_few_iterations_are_added_up_too(iterations):
     assert iterations == len([s for s in found.spans if s.action.id == "actor.update"])
     assert 0 < found.period <= found.makespan
     assert simulation_text(found)
-
-
-@settings(max_examples=examples(25))
-@given(case=cases())
-def test_plans_have_the_period_that_they_state(case: Case):
-    """Actions that are due every n-th time count an nth in what a plan states: a lower bound."""
-    plan = planned(case)
-    if plan is None:
-        return
-    found = simulate(plan)
-    waited = [use.busy + sum(share for _, share in use.waits) for use in found.uses]
-    assert waited == pytest.approx([1.0] * len(waited), abs=1e-6) or not found.window[1]
-    if plan.timing is None:
-        return
-    least = plan.timing.period * (1 - 1e-6)
-    assert found.period >= least or not found.exact
-    if all(action.every == 1 for action in plan.actions) and found.exact:
-        assert plan.timing.period == pytest.approx(found.period, rel=1e-6)
-
-
-@settings(max_examples=examples(25))
-@given(case=cases(), seed=st.integers(0, 99))
-def test_every_dependency_and_every_lane_is_honoured(case: Case, seed: int):
-    plan, random = planned(case), Random(seed)
-    if plan is None:
-        return
-    spans = play(plan, 5, seconds=lambda action, i: random.choice([0.0, 0.5, 1.0, 3.0]), barrier=3)
-    taken: dict[tuple[int, str], float] = {}
-    for span in spans:
-        for device in span.action.devices:
-            assert taken.get((device, span.action.lane), 0.0) <= span.start
-            taken[device, span.action.lane] = span.end
-    for segment in (range(3), range(3, 5)):
-        own = [s for s in spans if s.action.kind in MOVING and s.iteration in segment]
-        ends = {(s.action.id, s.turn): s.end for s in own}
-        for span in own:
-            for dep in span.action.after:
-                assert ends.get((dep.action, span.turn - dep.distance), 0.0) <= span.start
-        assert max((s.end for s in own), default=0.0) <= min(
-            (s.start for s in spans if s.action.kind in MOVING and s.iteration >= segment.stop),
-            default=float("inf"),
-        )
 
 
 @pytest.mark.parametrize("name", ["grpo_split", "ray_mesh", "grpo_gpus"])

@@ -11,17 +11,15 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given
 
 import rlflow as rf
 from rlflow import ops
-from rlflow.errors import PlanError
 from rlflow.scheduler.passes.staleness import note_turns
 from rlflow.scheduler.plan.lags import largest_lag
 from rlflow.scheduler.plan.plan import Action, Chunk, Dep, Instance, Plan, Reason
-from tests.budget import examples
 from tests.scheduler.examples import COLOCATE, OWN, SPLIT, compiled_with, grpo
-from tests.scheduler.strategies import Case, cases, exact, graph_of
+from tests.scheduler.strategies import exact, graph_of
 
 NOTHING: Any = None
 REASON = Reason(rule="made", text="for a test")
@@ -208,24 +206,6 @@ def test_a_compiled_plan_has_the_lag_that_was_asked_for_and_no_other(placement, 
     assert {"actor.rollout": staleness, "eval": 0} == largest_lag(compiled.plan)
     ordered = dict(compiled.stages)["transfer"]
     assert largest_lag(ordered) == largest_lag(compiled.plan)
-
-
-@settings(max_examples=examples(6))
-@given(case=cases())
-def test_every_node_of_a_random_plan_reads_what_its_graph_declares(case: Case) -> None:
-    try:
-        plan = case.compile().plan
-    except PlanError:
-        assume(False)
-        return
-    graph = plan.graph
-    readers = [node for model in graph.models for node in graph.readers(model.name)]
-    learning = [node for node in readers if graph.updates(str(node.model))]
-    found = largest_lag(plan)
-    assert {node.name: graph.lag(node) for node in learning} == found
-    for node in learning:
-        if node.resumes is not None:
-            assert found[node.resumes] - 1 == found[node.name]
 
 
 @pytest.mark.parametrize(

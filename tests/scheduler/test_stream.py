@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 import rlflow as rf
 from rlflow import ops
@@ -14,17 +12,11 @@ from rlflow.errors import PlanError
 from rlflow.graph.graph import Graph, Node
 from rlflow.scheduler.passes.stream import choose_chunks, crossing_chains
 from rlflow.scheduler.plan.plan import Action, Chunk, Plan, Timing
-from tests.budget import examples
 from tests.scheduler.examples import APART, MESH, SPLIT, compiled_with, grpo, ppo
 from tests.scheduler.strategies import (
-    PLENTY,
-    Case,
-    cluster,
     exact,
     graph_of,
-    graphs,
     judged,
-    placements,
 )
 
 THREE = rf.Placement(
@@ -364,53 +356,6 @@ def test_the_choice_is_noted_and_is_no_slower():
     whole, best = cut(ppo(), APART, 1), cut(ppo(), APART, "auto")
     assert best.timing.period <= whole.timing.period
     assert "an iteration" in notes(best)
-
-
-@st.composite
-def streams(draw: st.DrawFn) -> Case:
-    """A case whose placement cuts, with chunks that may not divide."""
-    graph = draw(graphs())
-    placement = streamed(draw(placements(graph)), draw(st.sampled_from([2, 2, 4, 3])))
-    devices = cluster("cpu", placement.num_devices(), PLENTY)
-    return Case(graph, placement, devices, draw(st.sampled_from([None, "ray"])))
-
-
-@settings(max_examples=examples(60))
-@given(streams())
-def test_every_plan_in_chunks_verifies(case):
-    """`compile` verifies after each pass; here the rules of cutting are asked once more."""
-    try:
-        plan = case.compile().plan
-    except PlanError:
-        assume(False)
-    count = case.placement.stream
-    for node in plan.graph.nodes:
-        found = runs(plan, node.name)
-        if found[0].chunk is None:
-            assert 1 == len(found)
-            continue
-        if "background" in dict(node.params):
-            assert dict(node.params)["mini_batches"] == len(found)
-            continue
-        by = found[0].chunk.by
-        assert [Chunk(index=i, count=count, by=by) for i in range(count)] == sorted(
-            (a.chunk for a in found), key=lambda chunk: chunk.index
-        )
-        assert node.op.per == "row" or by == "prompts"
-        if found[0].begins:
-            own_rule = found[0].takes.rule == "long_first"
-            steps = any(dict(n.params).get("shuffle") is False for n in learning(plan))
-            assert steps or (by == "prompts") is (own_rule or "ignore_eos" in dict(node.params))
-        assert 1 == node.every
-        if node.op.use == "train":
-            said = dict(node.params)
-            assert (1, False) == (said["epochs"], said["shuffle"])
-            assert said["mini_batches"] % count == 0
-            continue
-        assert node.op.per != "batch"
-        assert "pure" == node.op.effect
-        cut_sources = [runs(plan, source)[0].chunk is not None for source in node.sources]
-        assert all(cut_sources) or node.op.rows == "expand"
 
 
 def test_steps_in_the_order_of_the_rows_follow_the_rollout():
