@@ -44,6 +44,8 @@ ON_RAY = {
     "reward_model",
     "self_play",
 }
+# Of the others what is cut is as in one of these: turns, trips, two players, pairs, values.
+CUT = {"dapo", "grpo_arithmetic", "multi_turn", "ppo_arithmetic", "self_play"}
 LONGEST_FILE = 60
 HELD_OUT = 32
 LONGER = {
@@ -152,7 +154,14 @@ def test_a_placement_for_gpus_is_planned_on_them(rlflow, name, placement):
     assert f"on {devices}" in result.out.splitlines()[0]
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if "split" in pipeline(n).placements])
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n in CUT else pytest.param(n, marks=pytest.mark.slow)
+        for n in NAMES
+        if "split" in pipeline(n).placements
+    ],
+)
 def test_it_is_planned_in_as_many_chunks_as_are_worth_it(name):
     plan = planned(name, "split", stream="auto")
     assert "stream" in {note.rule for note in plan.notes}
@@ -182,26 +191,15 @@ def test_three_iterations_run_and_are_reported_and_exported(rlflow, tmp_path, mo
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_headlines_a_run_is_what_its_policies_learn_from(name):
+def test_its_plans_have_their_headline_are_drawn_and_are_read_back(name):
+    """What headlines a run is what its policies learn from."""
     for placement in for_laptops(name):
-        found = headline(planned(name, placement).graph)
+        plan = planned(name, placement)
+        found = headline(plan.graph)
         assert HEADLINES.get(name, USUAL) == (found.training, found.held_out)
-
-
-@pytest.mark.parametrize("form", ["dot", "mermaid", "text", "json"])
-@pytest.mark.parametrize("name", NAMES)
-def test_its_graph_and_its_plans_are_drawn(name, form):
-    assert render(graph(name), None, level="graph", format=form)
-    for placement in for_laptops(name):
-        plan = planned(name, placement)
-        assert render(plan.graph, None, level="graph", format=form)
-        assert render(plan.graph, plan, level="plan", format=form)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_its_plans_are_read_back_as_they_were_saved(name):
-    for placement in for_laptops(name):
-        plan = planned(name, placement)
+        for form in ("dot", "mermaid", "text", "json"):
+            assert render(plan.graph, None, level="graph", format=form)
+            assert render(plan.graph, plan, level="plan", format=form)
         saved = dump_plan(plan)
         assert saved == dump_plan(plan_from_json(json.loads(saved)))
 
@@ -328,17 +326,13 @@ def test_the_page_explains_nothing_that_is_not_there():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pictures_show_the_graphs(name):
+def test_pictures_show_the_graph_and_the_curve_that_was_measured(name):
     path = IMAGES / f"graph_{name}.svg"
     if os.environ.get("RLFLOW_WRITE_DOCS"):
         render(graph(name), None, level="graph", output=path)
     titles = set(re.findall(r"<title>([^<]+)</title>", path.read_text()))
     assert {node.name for node in graph(name).nodes} <= titles
     assert f"{len(graph(name).nodes)} nodes" in path.read_text().replace("&#160;", " ")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_curves_that_were_measured_are_on_the_page(name):
     shown = f"![Curve of {name}](images/curve_{name}.svg)"
     graph_shown = f"![Graph of {name}](images/graph_{name}.svg)\n"
     measured = (IMAGES / f"curve_{name}.svg").is_file()

@@ -42,12 +42,6 @@ def test_every_pipeline_checks_under_every_placement(rlflow, tmp_path, monkeypat
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_no_pipeline_has_a_default_that_the_checks_refuse(rlflow, name):
-    result = rlflow("check", PIPELINES / name)
-    assert 0 == result.code, result.err
-
-
 def on_gpus(name, placement, devices, shape):
     target = Target(
         pipeline=str(PIPELINES / name), placement=placement, devices=devices, model_shape=shape
@@ -91,23 +85,14 @@ def test_the_pool_of_the_only_gpu_has_its_share():
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(
-    ("name", "words", "numbers"),
-    [
-        ("grpo_arithmetic.py", (*SMALL, "--set", "group_size=4"), ["eval/reward", "reward/mean"]),
-        ("ppo_arithmetic.py", SMALL, ["critic.update/loss", "advantage/kl", "eval/reward"]),
-        ("sft_arithmetic.py", ("--set", "batch=4"), ["student.update/loss", "sampled/reward"]),
-    ],
-)
-def test_two_iterations(rlflow, tmp_path, monkeypatch, name, words, numbers):
+def test_supervised_learning_evaluates_on_both_kinds_of_samples(rlflow, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = ("--iterations", 2, "--run-dir", "out", "-q")
-    result = rlflow("run", PIPELINES / name, *words, *QUICK, *options)
+    options = ("--set", "batch=4", "--iterations", 2, "--run-dir", "out", "-q")
+    result = rlflow("run", PIPELINES / "sft_arithmetic.py", *QUICK, *options)
     assert 0 == result.code, result.err
     lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
     assert [0, 1, 2] == [line.iteration for line in lines]
-    for number in numbers:
-        assert number in lines[0].metrics
+    assert {"student.update/loss", "sampled/reward"} <= set(lines[0].metrics)
 
 
 def local(name, folder):

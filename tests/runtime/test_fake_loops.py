@@ -29,7 +29,7 @@ from tests.scheduler.looping import nested_loops as nests
 from tests.scheduler.mutants import with_action
 from tests.scheduler.strategies import PLENTY, cluster
 
-SEEDS = int(os.environ.get("RLFLOW_SEEDS", "300"))
+SEEDS = int(os.environ.get("RLFLOW_SEEDS", "160"))
 GRAPHS = {
     "plain": lambda: dapo(at_most=3),
     "kept": lambda: dapo(at_most=3, surplus="keep", every=3),

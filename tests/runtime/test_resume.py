@@ -17,6 +17,7 @@ from rlflow.runtime.record.checkpoint import list_checkpoints
 from rlflow.runtime.record.manifest import read_manifest
 from rlflow.runtime.record.metrics import read_metrics
 from tests.conftest import PIPELINES, QUICK, SMALL, TINY, ended, process
+from tests.runtime.whole_runs import Declared
 
 pytestmark = pytest.mark.torch
 
@@ -41,13 +42,10 @@ def state(run: Path):
     return last.name, (run / "metrics.jsonl").read_bytes(), tensors
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The run directory of seven iterations without an accident, made once."""
-    run = tmp_path_factory.mktemp("whole") / "run"
-    code, _, err = ended(process(*command(run), cwd=run.parent))
-    assert 0 == code, err
-    return run
+@pytest.fixture
+def whole(train):
+    """The run directory of seven iterations without an accident, made once and only read."""
+    return train(Declared(str(GRPO), (*WORDS, *EVERY, "--iterations", 7)), "split")
 
 
 @pytest.fixture

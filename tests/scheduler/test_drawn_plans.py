@@ -36,7 +36,7 @@ from tests.scheduler.strategies import PLENTY, Case, cases, compiled
 MOVING = ("run", "transfer")
 
 
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(80))
 @given(case=cases(), seed=st.integers(0, 999))
 def test_a_case_is_refused_or_its_plan_holds_every_promise(case: Case, seed: int) -> None:
     try:
