@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from rlflow.modelfiles.hub import on_the_hub
 from rlflow.scheduler.compile import Compiled, compile_plan
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.devices.cluster import Cluster, parse_cluster
+from rlflow.scheduler.models.flops import product_sizes
 from rlflow.scheduler.models.known_shapes import PREFIX, parse_model_shape
 from rlflow.scheduler.models.shapes import model_shape
 from rlflow.scheduler.plan.diff import PlanDiff, compare
@@ -183,14 +184,19 @@ def costs_of(planned: Planned) -> Costs:
 
 
 def peaks_of(planned: Planned) -> dict[str, Any]:
-    """What a report compares a run with: peak flop/s of an accelerator, parameters a token passes.
+    """What a report compares a run with: peak flop/s of an accelerator, the products of models.
 
     A CPU's rates are measured, and no peaks.
     """
     kind, shapes = planned.cluster.kind, costs_of(planned).shapes
-    active = {name: shape.active for name, shape in shapes.items() if shape is not None}
+    heads = {model.name: model.head for model in planned.declared.graph.models}
+    products = {
+        name: asdict(product_sizes(shape, predicts=heads[name] != "value"))
+        for name, shape in shapes.items()
+        if shape is not None
+    }
     dtypes = {model.name: model.dtype for model in planned.declared.graph.models}
-    found: dict[str, Any] = {"kind": kind.name, "parameters": active, "dtypes": dtypes}
+    found: dict[str, Any] = {"kind": kind.name, "products": products, "dtypes": dtypes}
     rates = {} if planned.cluster.is_cpu else {"flops": kind.flops, "flops32": kind.flops32}
     return found | rates
 

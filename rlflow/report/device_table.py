@@ -1,8 +1,8 @@
 """The table of what devices did: seconds, memory, tokens and MFU of each action.
 
 Of a run's files alone; a column in which nothing is known is left out. MFU is the part of the
-device's peak that the parameters' products take, 2 flop a parameter and token forward and 4
-backward: attention and what is computed again are not counted (PaLM, appendix B).
+device's peak that a model's products take by `scheduler/models/flops.py`: those of parameters, of
+the head for predictions, and of causal attention by the lengths of the rows, forward and backward.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from rlflow.report.tables import UNKNOWN, Rows
 from rlflow.runtime.record.devices.log import DEVICE_LOG, DeviceLine, read_device_lines
 from rlflow.runtime.record.rundir import PEAKS_FILE
 from rlflow.scheduler.devices.cluster import amount
+from rlflow.scheduler.models.flops import TRAINED_FORWARDS, sizes_from_json
 from rlflow.scheduler.plan.text import duration
 
-FORWARD, TRAINED = 2, 6
+WORK = ("tokens", "passed", "predicted", "pairs")
 LOW = ("bfloat16", "float16")
 
 
@@ -51,7 +52,7 @@ def device_rows(files: RunFiles) -> list[DeviceRow]:
     for line in lines:
         by_action[line.action].append(line)
     made = {
-        action["node"]: _tokens(by_action[action["id"]])
+        action["node"]: _work(by_action[action["id"]])
         for action in files.plan["actions"]
         if action["kind"] == "run" and by_action[action["id"]]
     }
@@ -67,22 +68,22 @@ def _row(
     files: RunFiles,
     action: Mapping[str, Any],
     lines: list[DeviceLine],
-    made: Mapping[str, float | None],
+    made: Mapping[str, Mapping[str, float]],
     peaks: Mapping[str, Any],
 ) -> DeviceRow:
     """One action: what its devices took and held, and what its tokens cost."""
     node = next((n for n in _nodes(files) if n["name"] == action["node"]), None)
-    tokens, passes = (None, 0) if node is None else _passed(node, made)
+    work, forwards = ({}, 0) if node is None else _passed(node, made)
     names = {name for line in lines for name in line.figures}
     seconds = median(line.figures.get("device_seconds", line.seconds) for line in lines)
-    parameters = peaks.get("parameters", {}).get(node["model"] if node else None)
-    known = tokens is not None and parameters is not None
+    products = peaks.get("products", {}).get(node["model"] if node else None)
+    epochs = forwards // TRAINED_FORWARDS or 1
     return DeviceRow(
         action=action["id"],
         devices=len({line.device for line in lines}),
         seconds=max(seconds, 1e-9),
-        tokens=tokens,
-        flops=passes * parameters * tokens if known and tokens and parameters else None,
+        tokens=work["tokens"] * epochs if work else None,
+        flops=_flops(products, work, forwards),
         figures={
             name: median(line.figures[name] for line in lines if name in line.figures)
             for name in names
@@ -94,32 +95,44 @@ def _nodes(files: RunFiles) -> list[Mapping[str, Any]]:
     return [] if files.graph is None else files.graph["nodes"]
 
 
-def _passed(node: Mapping[str, Any], made: Mapping[str, float | None]) -> tuple[float | None, int]:
-    """Tokens that a node's model passes an iteration, and flop a parameter and token.
+def _passed(
+    node: Mapping[str, Any], made: Mapping[str, Mapping[str, float]]
+) -> tuple[Mapping[str, float], int]:
+    """What a node's model reads an iteration, and what that takes in forwards over it.
 
-    A rollout's are those of the rows that it makes, prompts with responses; of what scores or
-    trains on rows those that whoever made the rows has noted.
+    A rollout's are the rows that it makes, prompts with responses; of what scores or trains on
+    rows those that whoever made the rows has noted.
     """
     if node["model"] is None:
-        return None, 0
-    if made.get(node["name"]) is not None:
-        return made[node["name"]], FORWARD
+        return {}, 0
+    if made.get(node["name"]):
+        return made[node["name"]], 1
     source = node["inputs"].get("response_tokens", "").rpartition(".")[0]
-    tokens = made.get(source)
-    if tokens is None:
-        return None, 0
+    work = made.get(source)
+    if not work:
+        return {}, 0
     if node["use"] != "train":
-        return tokens, FORWARD
-    return tokens * int(node["params"].get("epochs", 1)), TRAINED
+        return work, 1
+    return work, TRAINED_FORWARDS * int(node["params"].get("epochs", 1))
 
 
-def _tokens(lines: list[DeviceLine]) -> float | None:
-    """Tokens of an iteration, over its devices, in the median over iterations."""
-    sums: dict[int, float] = defaultdict(float)
+def _flops(
+    products: Mapping[str, int] | None, work: Mapping[str, float], forwards: int
+) -> float | None:
+    """Operations of an iteration; None where the model's widths or the rows' are not known."""
+    if products is None or not work or set(WORK) - set(work):
+        return None
+    once = sizes_from_json(products).forward(work["passed"], work["predicted"], work["pairs"])
+    return forwards * once
+
+
+def _work(lines: list[DeviceLine]) -> dict[str, float]:
+    """Figures of the rows of an iteration, over devices, in the medians over iterations."""
+    sums: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for line in lines:
-        if "tokens" in line.figures:
-            sums[line.iteration] += line.figures["tokens"]
-    return median(sums.values()) if sums else None
+        for name in set(WORK) & set(line.figures):
+            sums[name][line.iteration] += line.figures[name]
+    return {name: median(found.values()) for name, found in sums.items()}
 
 
 def _peaks(files: RunFiles) -> Mapping[str, Any]:

@@ -153,7 +153,7 @@ def _devices(files: RunFiles) -> list[str]:
     headings, rows = device_table(files)
     if not rows:
         return []
-    remark = "Medians over the run. MFU counts the products of parameters alone, against the peak."
+    remark = "Medians over the run. MFU counts the products of parameters and of causal attention."
     drawn = html_table(headings, rows, numbers=range(1, len(headings)))
     return [drawn, f'<p class="note">{remark}</p>']
 

@@ -118,7 +118,7 @@ class LocalMachine:
 
 
 class _Counted:
-    """A worker whose meter is told the tokens of the rows that it makes."""
+    """A worker whose meter is told what the rows that it makes cost."""
 
     def __init__(self, worker: Worker, meter: DeviceMeter) -> None:
         self._worker = worker
@@ -127,8 +127,7 @@ class _Counted:
     def run(self, action: Action, iteration: int) -> Mapping[str, float | Stat]:
         """Carry out one action instance; returns the numbers it logs."""
         result = self._worker.perform(action, iteration)
-        if result.tokens is not None:
-            self._meter.note_tokens(int(result.tokens.sum()))
+        self._meter.note(result.work)
         return logged(action, [result.metrics])
 
     def drop_surplus(self) -> None:

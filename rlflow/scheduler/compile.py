@@ -18,6 +18,7 @@ from rlflow.graph.placement import Placement
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.devices.cluster import Cluster, mixed_pools
+from rlflow.scheduler.devices.hardware import TAKEN_FOR_GRANTED
 from rlflow.scheduler.models.heads import head_findings, head_notes
 from rlflow.scheduler.models.shapes import Shape, model_shape, stand_ins
 from rlflow.scheduler.models.tokenizers import missing_tokenizers, tokenizer_findings
@@ -118,6 +119,9 @@ def compile_plan(
         host_starts=cluster.host_starts,
     )
     plan = _noting_devices(plan, placement, cluster, chosen=backend is None)
+    for kind, _ in cluster.kinds:
+        if kind.chip in TAKEN_FOR_GRANTED:
+            plan = plan.noting("taken for granted", TAKEN_FOR_GRANTED[kind.chip])
     for text in head_notes(graph, near):
         plan = plan.noting("value head", text)
     for text in memory_notes(graph):

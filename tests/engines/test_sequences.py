@@ -220,6 +220,14 @@ def test_torchs_kernel_takes_queries_keys_and_bounds(dtype, window):
     assert not flash_fits(torch.empty(4, 2, 8, dtype=torch.bfloat16), k, own)
 
 
+def test_with_rocm_the_kernel_is_not_used(monkeypatch):
+    with FakeTensorMode():
+        q = torch.empty(12, HEADS, SIZE, dtype=torch.bfloat16, device="cuda")
+        assert flash_fits(q, q, Visible(scale=0.5, causal=True))
+        monkeypatch.setattr(torch.version, "hip", "6.4")
+        assert not flash_fits(q, q, Visible(scale=0.5, causal=True))
+
+
 def test_the_kernel_is_told_what_its_version_knows():
     """By its parameters: later ones say causal by the window, and ask for grouped heads by name."""
     own, rows_in_prompt = Visible(scale=0.5, causal=True), Visible(scale=0.5, causal=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -113,7 +114,7 @@ def test_a_cpu_says_what_it_has() -> None:
     meter = DeviceMeter("cpu")
 
     def call() -> str:
-        meter.note_tokens(12)
+        meter.note({"tokens": 12.0})
         return "made"
 
     made, figures = meter.around(call)
@@ -226,18 +227,28 @@ def test_a_run_on_a_cpu_shows_tokens_and_memory_and_no_more(run_dir) -> None:
 
 @pytest.mark.slow
 def test_mfu_is_of_the_peak_that_the_run_has_noted(run_dir, tmp_path) -> None:
-    """The same run as if on a device of 1 Tflop/s, with a parameter for each of 1000."""
+    """The same run as if on a device of 1 Tflop/s, with widths that are easy to count."""
     there = shutil.copytree(run_dir, tmp_path / "gpu")
     peaks = json.loads((there / "peaks.json").read_text())
     assert "flops" not in peaks
-    names = peaks["parameters"]
-    peaks |= {"flops": 4e12, "flops32": 1e12, "parameters": dict.fromkeys(names, 1000)}
+    widths = {"body": 1000, "head": 50, "layers": 2, "heads": 3, "head_dim": 4}
+    peaks |= {"flops": 4e12, "flops32": 1e12}
+    peaks["products"] = dict.fromkeys(peaks["products"], widths)
+    peaks["products"]["critic"] = widths | {"head": 0}
     (there / "peaks.json").write_text(json.dumps(peaks))
     rows = {row.action: row for row in device_rows(read_run_files(there))}
     update, forward = rows["actor.update"], rows["critic.values"]
 
-    assert 6 * 1000 * update.tokens == update.flops
-    assert 2 * 1000 * forward.tokens == forward.flops
+    noted = [line.figures for line in read_device_lines(there / DEVICE_LOG)]
+    rollouts = [found for found in noted if "passed" in found]
+    passed, predicted, pairs = (
+        statistics.median(found[name] for found in rollouts)
+        for name in ("passed", "predicted", "pairs")
+    )
+    once = 2 * 1000 * passed + 4 * 2 * 3 * 4 * pairs
+    assert passed <= update.tokens / 2
+    assert 2 * 3 * (once + 2 * 50 * predicted) == update.flops, "two epochs of three forwards each"
+    assert once == forward.flops
     headings, shown = device_table(read_run_files(there))
     cell = next(row for row in shown if row[0] == "actor.update")[headings.index("MFU")]
     assert f"{update.flops / update.seconds / 1e12:.1%}" == cell

@@ -142,6 +142,29 @@ def test_the_table_has_what_the_makers_print() -> None:
     assert KINDS["rtx4090"].flops == 2 * KINDS["rtx4090"].flops32
 
 
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"cpu"}))
+def test_a_plan_says_what_it_takes_for_granted_of_its_devices(kind) -> None:
+    placement = rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")})
+    from rlflow.scheduler.compile import compile_plan
+    from tests.scheduler.examples import grpo
+
+    plan = compile_plan(grpo(), placement, parse_cluster(f"{kind}:1", 1)).plan
+
+    told = [note.text for note in plan.notes if note.rule == "taken for granted"]
+    assert (kind == "mi300x") == bool(told)
+    assert all("rlflow was not run on it" in text for text in told)
+
+
+def test_the_rates_of_the_mi300x_are_its_units_times_their_operations_a_cycle() -> None:
+    """304 compute units at 2.1 GHz (AMD CDNA 3 white paper)."""
+    cycles = 304 * 2.1e9
+    kind = KINDS["mi300x"]
+    assert 2048 * cycles == pytest.approx(kind.flops, rel=1e-3)
+    assert 1024 * cycles == pytest.approx(kind.flops_tf32, rel=1e-3)
+    assert 256 * cycles == pytest.approx(kind.flops32, rel=1e-3)
+    assert kind.flops32 == kind.flops64
+
+
 def test_the_documentation_has_the_table() -> None:
     text = (ROOT / "docs" / "placements.md").read_text(encoding="utf-8")
     for kind in KINDS.values():

@@ -33,6 +33,8 @@ TICK = 0.5
 # Ranks are asked how far they are after this share of what they are allowed.
 ASK_AFTER = 0.5
 NOTHING = (0, "")
+# Figures of the rows that an action makes.
+WORK = ("tokens", "passed", "predicted", "pairs")
 
 Done = Callable[[Completion], None]
 
@@ -327,11 +329,11 @@ def _most_telling(errors: Mapping[int, RlflowError]) -> RlflowError:
 
 
 def _figures(flight: Flight, answering: Collection[int]) -> dict[int, Mapping[str, float]]:
-    """What each device did; tokens of rows that several ranks have are counted once."""
+    """What each device did; rows that several ranks have are counted once."""
     return {
         device: made.figures
         if device in answering
-        else {name: value for name, value in made.figures.items() if name != "tokens"}
+        else {name: value for name, value in made.figures.items() if name not in WORK}
         for device, made in flight.made.items()
         if made.figures
     }

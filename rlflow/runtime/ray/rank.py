@@ -270,8 +270,7 @@ class Rank:
         kept = None if keep is None else torch.from_numpy(keep)
         perform = partial(self._ready().perform, entry, iteration, kept)
         result, figures = self._meter.around(perform, beside=entry.lane == "copy")
-        if result.tokens is not None:
-            figures["tokens"] = float(result.tokens.sum())
+        figures |= result.work
         return Made(
             start=began,
             end=time.time(),

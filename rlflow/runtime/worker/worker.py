@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlflow.batch import lengths, select_field
+from rlflow.batch import select_field
 from rlflow.contract.values import SampleKey, Stat
 from rlflow.engines.hf.generate.rng import permutation
 from rlflow.engines.hf.loading import load_tokenizer
@@ -27,6 +27,7 @@ from rlflow.ops.body import Alone, Call, Output
 from rlflow.runtime.execute.flow import Flow
 from rlflow.runtime.execute.stats import logged
 from rlflow.runtime.execute.versions import require_averages, require_same, require_versions
+from rlflow.runtime.record.devices.rows import row_tokens, row_work
 from rlflow.runtime.record.printed import printed_by
 from rlflow.runtime.record.stages import stage
 from rlflow.runtime.worker.allocator import give_back_freed_memory
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
     from rlflow.engines.reshard.streaming import BucketStream
     from rlflow.runtime.worker.world import World
 
-SIZED_BY = ("prompt_tokens", "response_tokens")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
@@ -64,7 +63,7 @@ class Result:
     `tokens` int64 `[rows]` are the lengths of prompt and response together, where the rows have
     them. `groups` int64 `[rows]` are the groups of rows that were gathered. `numbers` int64
     `[rows]` are the numbers of the rows, where the action alone knows them. `moved` is the number
-    of bytes that other processes sent.
+    of bytes that other processes sent. `work` is what the rows cost a model that reads them.
     """
 
     metrics: Mapping[str, float | Stat] = field(default_factory=dict)
@@ -74,6 +73,7 @@ class Result:
     groups: Tensor | None = None
     numbers: Tensor | None = None
     moved: int | None = None
+    work: Mapping[str, float] = field(default_factory=dict)
 
 
 class Worker:
@@ -210,11 +210,13 @@ class Worker:
         if made is not None:
             self.store.put(action.id, iteration, made, self.flow.readers(action.id, iteration))
         self.release(action, iteration)
+        sized = made if made and node.op.rows in ("expand", "gather") else None
         return Result(
             metrics={**output.metrics, **(loaded.figures() if loaded is not None else {})},
             rows=output.rows,
             total=made.total if made else 0,
-            tokens=_tokens(made) if made and node.op.rows in ("expand", "gather") else None,
+            tokens=None if sized is None else row_tokens(sized.fields),
+            work={} if sized is None else row_work(sized.fields),
             groups=made.fields.get("group") if made and node.op.rows == "gather" else None,
             numbers=None if output.kept is None or made is None else made.rows,
         )
@@ -377,12 +379,6 @@ def _piece(action: Action) -> tuple[int, int]:
     """
     chunk = action.chunk
     return (chunk.index, chunk.count) if chunk is not None and action.ends_first else (0, 1)
-
-
-def _tokens(made: Stored) -> Tensor | None:
-    """Tokens of each row, where the rows have prompts or responses."""
-    found = [lengths(made.fields[name]) for name in SIZED_BY if name in made.fields]
-    return sum(found[1:], start=found[0]) if found else None
 
 
 def _permutation(

@@ -16,6 +16,7 @@ from rlflow.scheduler.costs.lengths import Lengths, after, assumed, stages
 from rlflow.scheduler.costs.serving import Serving
 from rlflow.scheduler.devices.collectives import ALONE, Group
 from rlflow.scheduler.devices.hardware import Kind
+from rlflow.scheduler.models.flops import product_sizes
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.plan import MICRO_TOKENS
 
@@ -124,16 +125,9 @@ class Roofline:
         return self.kernels * self.kind.launch
 
     def computed(self, tokens: float, predictions: float, pairs: float) -> float:
-        """Seconds of the products of a forward: 2 flop a parameter and token, 4 a pair and width.
-
-        The embedding is looked up; the head computes for predictions alone, experts for the
-        tokens that choose them.
-        """
-        shape = self.shape
-        body = max(shape.active - shape.embedding, 0)
-        head = shape.vocab * shape.hidden if self.predicts else 0
-        attention = 4 * pairs * shape.layers * shape.heads * shape.head_dim
-        flops = 2 * body * tokens + 2 * head * predictions + attention
+        """Seconds of the products of a forward; see `models/flops.py` for what is counted."""
+        sizes = product_sizes(self.shape, predicts=self.predicts)
+        flops = sizes.forward(tokens, predictions, pairs)
         return flops / (self.kind.rate(self.size) * self.kind.sustained * self.tp.ranks)
 
     def read(self, size: float) -> float:

@@ -315,6 +315,14 @@ KINDS = {
 }
 
 
+# What plans for a kind take for granted, beside its figures; they say so.
+TAKEN_FOR_GRANTED = {
+    "mi300x": "mi300x is planned as NVIDIA's GPUs are: that ROCm's kernels, its collectives and "
+    "its handles of device memory do what theirs do. rlflow was not run on it, and attends by "
+    "blocks there, so that passes over long rows are slower than estimated"
+}
+
+
 def accelerator(name: str, source: str) -> Kind:
     """A kind with what accelerators have in common; all that tells them apart is one byte or flop.
 

@@ -176,9 +176,12 @@ def flash_window(seen: Visible) -> tuple[int, int]:
 def flash_fits(q: Tensor, v: Tensor, seen: Visible) -> bool:
     """Whether torch's kernel takes such queries and values, and can be told what they see.
 
-    Where there is no CUDA at all a CUDA tensor is one that stands for another machine's.
+    Where there is no CUDA at all a CUDA tensor is one that stands for another machine's. With ROCm
+    the kernel gives its log-sums padded, `[sequences, heads, longest]`, and is not used.
     """
     size = q.shape[-1]
+    if torch.version.hip is not None:
+        return False
     if q.device.type != "cuda" or q.dtype not in FLASH_DTYPES or seen.softcap is not None:
         return False
     wanted = {"scale"} if seen.window is None else {"scale", "window_size"}

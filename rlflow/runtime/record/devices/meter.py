@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -33,20 +33,20 @@ class DeviceMeter:
             self._gpu = NvmlGpu.found(f"GPU-{uuid}")
         self._noted = threading.local()
 
-    def note_tokens(self, tokens: int) -> None:
-        """Tokens of the rows that the action of this thread has made, prompts with responses."""
-        self._noted.tokens = tokens
+    def note(self, work: Mapping[str, float]) -> None:
+        """Figures of the rows that the action of this thread has made."""
+        self._noted.work = work
 
     def around(self, call: Callable[[], T], *, beside: bool = False) -> tuple[T, dict[str, float]]:
         """What a call returns, and the figures of the device while it ran.
 
         `beside` others, as copies run, it leaves the peak of the allocator to them.
         """
-        self._noted.tokens = None
+        self._noted.work = {}
         if self._device.type != "cuda":
             made = call()
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
-            return made, {"peak_rss": float(peak), **self._tokens()}
+            return made, {"peak_rss": float(peak), **self._noted.work}
         before = torch.cuda.memory_allocated(self._device)
         if not beside:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -66,8 +66,4 @@ class DeviceMeter:
         if not beside:
             figures["peak"] = float(torch.cuda.max_memory_allocated(self._device))
         driver = {} if self._gpu is None else self._gpu.figures()
-        return made, {**figures, **driver, **self._tokens()}
-
-    def _tokens(self) -> dict[str, float]:
-        tokens = self._noted.tokens
-        return {} if tokens is None else {"tokens": float(tokens)}
+        return made, {**figures, **driver, **self._noted.work}
