@@ -119,9 +119,6 @@ def compile_plan(
         host_starts=cluster.host_starts,
     )
     plan = _noting_devices(plan, placement, cluster, chosen=backend is None)
-    for kind, _ in cluster.kinds:
-        if kind.chip in TAKEN_FOR_GRANTED:
-            plan = plan.noting("taken for granted", TAKEN_FOR_GRANTED[kind.chip])
     for text in head_notes(graph, near):
         plan = plan.noting("value head", text)
     for text in memory_notes(graph):
@@ -207,6 +204,9 @@ def _noting_devices(plan: Plan, placement: Placement, cluster: Cluster, *, chose
     if cluster.cores:
         text = f"{cluster.count} CPU devices share {cluster.cores} cores"
         plan = plan.noting("shared cores", text)
+    for kind, _ in cluster.kinds:
+        if kind.chip in TAKEN_FOR_GRANTED:
+            plan = plan.noting("taken for granted", TAKEN_FOR_GRANTED[kind.chip])
     for text in stand_ins(plan.graph.models):
         plan = plan.noting("model shape", text)
     return plan
