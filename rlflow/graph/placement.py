@@ -20,6 +20,7 @@ from rlflow.graph.rules.nesting import OF_TRIP
 from rlflow.graph.strict_model import Strict
 from rlflow.graph.user.engine_options import EngineOptions, engine_named, options_of
 
+Offload = Literal["layers", "optimizer"]
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -30,7 +31,10 @@ class On(Strict):
     leaves over hold replicas of that layout (hybrid sharding where `fsdp` > 1). `weights="own"`
     gives a rollout a copy of the weights where it could share the trained ones. `recompute`
     keeps only the inputs of each layer for the backward pass (Chen et al. 2016).
-    `offload="layers"` keeps a frozen model on the host and copies it in layer by layer.
+    `offload="layers"` keeps a frozen model on the host and copies it in layer by layer;
+    `offload="optimizer"` keeps the moments of a trained one there, and master weights beside lower
+    ones, and brings them piece by piece while a step uses them. A plan does so by itself where an
+    update does not fit otherwise.
 
     `engine` generates for a rollout. `torch` is embedded in the worker. `sglang`, `vllm` and
     registered engines run in a process of their own for each replica; their options are a value,
@@ -43,7 +47,7 @@ class On(Strict):
     engine: str | EngineOptions | None = None
     weights: Literal["shared", "own"] | None = None
     recompute: bool | None = None
-    offload: Literal["layers"] | None = None
+    offload: Offload | None = None
 
     @field_validator("engine", mode="before")
     @classmethod

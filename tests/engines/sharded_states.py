@@ -12,10 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlflow.batch import flat, select_rows
+from rlflow.engines.hf import host_states
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.sharded import forwards as sharded_forwards
 from rlflow.engines.hf.sharded.build import load_sharded
 from rlflow.engines.hf.sharded.loading import fill_from_safetensors
+from rlflow.engines.hf.sharded.optim import ShardedAdamW
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.errors import RlflowError, RunError
@@ -321,3 +323,19 @@ def bytes_held(rank, path, shape, dtype):
     moments = sum(b.numel() * b.element_size() for b in optimizer.state_buffers())
     assert left + moments == optimizer.num_bytes()
     return engine.model.num_bytes(), optimizer.num_bytes()
+
+
+def visiting_state_steps_alike(rank, path, shape, numbers):
+    """Steps with moments on the host are those with moments beside the weights, to the bit."""
+    resident, visiting = trained(path, shape), trained(path, shape)
+    visiting.optimizer = ShardedAdamW(visiting.model, Spec(), visiting=True)
+    batch = part_of(resident, rows())
+    before = host_states.PIECE_NUMBERS
+    host_states.PIECE_NUMBERS = numbers
+    try:
+        for _ in range(3):
+            assert one_step(resident, batch) == one_step(visiting, batch)
+    finally:
+        host_states.PIECE_NUMBERS = before
+    assert not visiting.optimizer.state_buffers()
+    return same(contents(resident), contents(visiting))

@@ -13,6 +13,7 @@ from rlflow.graph.graph import Graph
 from rlflow.scheduler.costs import estimate as module
 from rlflow.scheduler.costs import measurement_keys as keys
 from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.gradients import BEYOND
 from rlflow.scheduler.costs.pieces import Piece
 from rlflow.scheduler.costs.roofline import SUMMED
 from rlflow.scheduler.devices import collectives
@@ -234,7 +235,26 @@ def test_epochs_repeat_an_update_and_mini_batches_cut_it() -> None:
     assert two.seconds == pytest.approx(2 * one.seconds)
     assert two.holds == one.holds
     assert four.seconds == pytest.approx(one.seconds, rel=0.1)
-    assert dict(four.holds)["activations"] < 0.6 * dict(one.holds)["activations"]
+    assert dict(four.holds)[BEYOND] < 0.6 * dict(one.holds)["activations"]
+
+
+def test_gradients_of_one_pass_are_not_beside_all_of_its_activations() -> None:
+    """Ranks that share a model get gradients as activations go; a second pass finds the first's."""
+    instance = on(ALL, trained=True, fsdp=8)
+    graph = with_option(big(), "actor.update", mini_batches=8)
+    costs = costs_for(graph)
+    several = replace(instance, micro_tokens=2048)
+    one = dict(run(costs, "actor.update", instance).holds)
+    assert "activations" in dict(run(costs, "actor.update", several).holds)
+    load = costs.load(graph.node("actor.update"), 8)
+    roof = costs.roofline(instance, costs.shapes["actor"])
+    plain = dict(roof.holds("train", load, recompute=False))
+    gradients = costs.gradients(instance)
+    assert one[BEYOND] == plain["activations"] - gradients
+    # With layers recomputed there is less to go than comes: gradients and a layer's are the most.
+    again = dict(run(costs, "actor.update", replace(instance, recompute=True)).holds)
+    plain = dict(roof.holds("train", load, recompute=True))
+    assert plain["activations"] - gradients < again[BEYOND] == int(roof.kept * load.most_tokens)
 
 
 def test_a_mesh_is_row_major_and_tp_is_next_to_each_other() -> None:

@@ -8,6 +8,7 @@ float32 copy, and their gradients are summed in float32. This file knows no loss
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -16,11 +17,13 @@ from torch.optim.adamw import adamw
 from rlflow.contract.engines import OptimizerSpec
 from rlflow.contract.values import Shard
 from rlflow.engines.hf.flat import free, restore, to_host, whole_shards
+from rlflow.engines.hf.host_states import HostStates, Range, pieces_of
 from rlflow.engines.hf.models import TorchModel
 from rlflow.errors import Finding, RunError, UsageError, near_names
 
 SCHEDULES = ("constant", "linear", "cosine")
 FULL = {torch.float32, torch.float64}
+MOMENTS = ("exp_avg", "exp_avg_sq")
 # Numbers that are added at a time: a CPU makes a float32 copy of lower ones that it adds, of all of
 # them at once as large as the sum itself.
 AT_ONCE = 1 << 22
@@ -58,9 +61,11 @@ class AdamWState:
     """The optimizer of one model: gradients, moments and the count of steps.
 
     While it lives, every parameter's `grad` is a slice of one buffer; backward passes add to it.
+    A `visiting` state stays in host memory, and a step has pieces of it on the device: results are
+    the same to the bit.
     """
 
-    def __init__(self, model: TorchModel, spec: OptimizerSpec) -> None:
+    def __init__(self, model: TorchModel, spec: OptimizerSpec, *, visiting: bool = False) -> None:
         if model.layers is not None:
             what = f"model {model.name!r} is trained, so its layers cannot live on the host"
             raise UsageError(Finding(code="E517", what=what, fix="leave out offload="))
@@ -70,14 +75,38 @@ class AdamWState:
         self.steps = 0
         self.asleep = False
         self._host: list[Tensor] = []
-        self.masters = {
-            dtype: buffer if dtype in FULL else buffer.float()
-            for dtype, buffer in self.flat.buffers.items()
-        }
-        self.exp_avg = {dtype: torch.zeros_like(master) for dtype, master in self.masters.items()}
-        self.exp_avg_sq = {dtype: torch.zeros_like(m) for dtype, m in self.masters.items()}
+        self.visiting: dict[torch.dtype, HostStates] = {}
+        if visiting:
+            self._stay_on_host()
+        else:
+            self.masters = {
+                dtype: buffer if dtype in FULL else buffer.float()
+                for dtype, buffer in self.flat.buffers.items()
+            }
+            self.exp_avg = {dtype: torch.zeros_like(m) for dtype, m in self.masters.items()}
+            self.exp_avg_sq = {dtype: torch.zeros_like(m) for dtype, m in self.masters.items()}
         self.grads: dict[torch.dtype, Tensor] = {}
         self.sums: dict[torch.dtype, Tensor] = {}
+
+    def _stay_on_host(self) -> None:
+        """Make the state in host memory, master weights of lower ones a piece at a time."""
+        for dtype, buffer in self.flat.buffers.items():
+            full = dtype in FULL
+            kinds = MOMENTS if full else (*MOMENTS, "master")
+            wide = dtype if full else torch.float32
+            self.visiting[dtype] = HostStates(kinds, len(buffer), wide, buffer.device)
+        held = {dtype: states.buffers for dtype, states in self.visiting.items()}
+        self.exp_avg, self.exp_avg_sq = (
+            {dtype: buffers[kind] for dtype, buffers in held.items()} for kind in MOMENTS
+        )
+        self.masters = {
+            dtype: buffers.get("master", self.flat.buffers[dtype])
+            for dtype, buffers in held.items()
+        }
+        for dtype, buffer in self.flat.buffers.items():
+            if dtype not in FULL:
+                for start, stop in pieces_of(0, len(buffer)):
+                    self.masters[dtype][start:stop].copy_(buffer[start:stop].float())
 
     def zero_grad(self) -> None:
         """Make every gradient zero, and the buffers that hold them if there are none."""
@@ -122,34 +151,60 @@ class AdamWState:
 
     def step(self, scale: float) -> None:
         """Update the weights with `scale` times the gradients."""
-        spec, rate = self.spec, learning_rate(self.spec, self.steps)
-        for dtype, master in self.masters.items():
-            total, cut = self.sums[dtype], self.flat.matrices[dtype]
+        for dtype in self.masters:
+            total, weights = self.sums[dtype], self.flat.buffers[dtype]
             if scale != 1:
                 total *= scale
-            for part, decay in ((slice(0, cut), spec.weight_decay), (slice(cut, None), 0.0)):
-                if not len(master[part]):
-                    continue
-                adamw(
-                    [master[part]],
-                    [total[part]],
-                    [self.exp_avg[dtype][part]],
-                    [self.exp_avg_sq[dtype][part]],
-                    [],
-                    [torch.tensor(float(self.steps), device=master.device)],
-                    fused=True,
-                    amsgrad=False,
-                    beta1=spec.betas[0],
-                    beta2=spec.betas[1],
-                    lr=rate,
-                    weight_decay=decay,
-                    eps=spec.eps,
-                    maximize=False,
-                )
-            weights = self.flat.buffers[dtype]
-            if weights is not master:
-                weights.copy_(master)
+            for (start, stop), held in self._held(dtype):
+                master, decay = held["master"], start < self.flat.matrices[dtype]
+                states = [held[kind] for kind in MOMENTS]
+                self.update([master], [total[start:stop]], *([s] for s in states), decay=decay)
+                if weights is not self.masters[dtype]:
+                    weights[start:stop].copy_(master)
         self.steps += 1
+
+    def _held(self, dtype: torch.dtype) -> Iterator[tuple[Range, dict[str, Tensor]]]:
+        """Ranges of a buffer, and its state there on the device; matrices and vectors apart."""
+        master, cut = self.masters[dtype], self.flat.matrices[dtype]
+        halves = [(a, b) for a, b in ((0, cut), (cut, len(master))) if a < b]
+        if dtype not in self.visiting:
+            moments = dict(zip(MOMENTS, (self.exp_avg[dtype], self.exp_avg_sq[dtype]), strict=True))
+            for start, stop in halves:
+                state = {kind: buffer[start:stop] for kind, buffer in moments.items()}
+                yield (start, stop), {"master": master[start:stop], **state}
+            return
+        ranges = [piece for half in halves for piece in pieces_of(*half)]
+        for (start, stop), held in self.visiting[dtype].visits(ranges):
+            yield (start, stop), {"master": master[start:stop], **held}
+
+    def update(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        averages: list[Tensor],
+        squares: list[Tensor],
+        *,
+        decay: bool,
+    ) -> None:
+        """Update tensors on the device and their moments in place, by the rate of this step."""
+        spec = self.spec
+        device = weights[0].device
+        adamw(
+            weights,
+            gradients,
+            averages,
+            squares,
+            [],
+            [torch.full((), float(self.steps), device=device) for _ in weights],
+            fused=True,
+            amsgrad=False,
+            beta1=spec.betas[0],
+            beta2=spec.betas[1],
+            lr=learning_rate(spec, self.steps),
+            weight_decay=spec.weight_decay if decay else 0.0,
+            eps=spec.eps,
+            maximize=False,
+        )
 
     def kinds(self) -> dict[str, dict[torch.dtype, Tensor]]:
         """The buffers a checkpoint holds, by the first part of their tensors' names."""
@@ -194,7 +249,9 @@ class AdamWState:
             self._host, self.asleep = [], False
 
     def state_buffers(self) -> list[Tensor]:
-        """Every buffer of the state, the model's own weights not among them."""
+        """Every buffer of the state that is on the device, but for the model's own weights."""
+        if self.visiting:
+            return []
         return [buffer for buffers in self.kinds().values() for buffer in buffers.values()]
 
     def require_awake(self) -> None:
@@ -204,7 +261,7 @@ class AdamWState:
             raise RunError(Finding(code="E506", what=what, fix="wake it first"))
 
     def num_bytes(self) -> int:
-        """Bytes of the state when awake, and of the gradients during a step."""
+        """Bytes of the state on the device when awake, and of the gradients during a step."""
         state = sum(buffer.numel() * buffer.element_size() for buffer in self.state_buffers())
         return state + sum(
             buffer.numel() * (buffer.element_size() if dtype in FULL else 6)

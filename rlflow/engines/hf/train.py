@@ -50,7 +50,8 @@ class TrainEngine:
     `micro_tokens` bounds the tokens of one forward pass; a single row may exceed it. None
     takes every batch in one pass. Distributions are made in chunks of tokens that hold at most
     `chunk_bytes`; None makes them all at once on a CPU, and in chunks of `CHUNK_BYTES` on an
-    accelerator. A model without a `predictor` makes them all at once anywhere.
+    accelerator. A model without a `predictor` makes them all at once anywhere. The state of a
+    `visiting` optimizer stays on the host.
     """
 
     steps_with: type[AdamWState] = AdamWState
@@ -62,11 +63,14 @@ class TrainEngine:
         *,
         micro_tokens: int | None,
         chunk_bytes: int | None = None,
+        visiting: bool = False,
     ) -> None:
         self.model = model
         on_cpu = model.device.type == "cpu"
         self.chunk_bytes = CHUNK_BYTES if chunk_bytes is None and not on_cpu else chunk_bytes
-        self.optimizer = None if optimizer is None else self.steps_with(model, optimizer)
+        self.optimizer = None
+        if optimizer is not None:
+            self.optimizer = self.steps_with(model, optimizer, visiting=visiting)
         self.micro_tokens = micro_tokens
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ zero, and what ranks send each other is what they have themselves. This file kno
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
-from rlflow.engines.hf import loading
+from rlflow.engines.hf import host_states, loading
 from rlflow.engines.hf.forward import spans
 from rlflow.engines.hf.forward.sequences import FLASH_DTYPES, FLASH_LARGEST, FLASH_STEP
 from rlflow.engines.hf.models import TorchModel
@@ -34,6 +34,8 @@ from rlflow.runtime.rehearse.live import ELSEWHERE, KindOf, LiveStorages
 DEVICE = "meta"
 # What collectives leave in their first argument.
 SENT = {"_allgather_base_": "gathered weights", "_reduce_scatter_base_": "gradients"}
+# Operators by which a copy on the host begins.
+LIKE = {"empty_like", "zeros_like"}
 # Operators whose indices may lie on the CPU beside a device's tensor.
 INDEXED = {"index", "index_put", "index_put_", "index_select"}
 
@@ -58,7 +60,9 @@ class NoData(LiveStorages):  # type: ignore[no-untyped-call]
             more = {key: kwargs[key] for key in ("dtype",) if kwargs.get(key) is not None}
             return torch.zeros(args[0].shape, **{"dtype": args[0].dtype, **more})
         if name == "copy_" and args[0].device.type == "cpu" and args[1].device.type == DEVICE:
-            return args[0].zero_()
+            return args[0] if is_one_number(args[0]) else args[0].zero_()
+        if name in LIKE and leaves_device(args[0], kwargs):
+            return on_host(args[0].shape, kwargs.get("dtype") or args[0].dtype)
         if name in INDEXED and any(without_values(arg) for arg in (args, kwargs)):
             args, kwargs = tree_map_only(Tensor, indexed, (args, kwargs))
         return func(*args, **kwargs)
@@ -77,6 +81,16 @@ def leaves_device(tensor: Tensor, kwargs: dict[str, Any]) -> bool:
     """Whether a copy is made on the CPU of a tensor without data."""
     to = kwargs.get("device")
     return tensor.device.type == DEVICE and to is not None and torch.device(to).type == "cpu"
+
+
+def on_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What goes to the host and comes back, which nobody reads: zero in the place of all of it."""
+    return torch.zeros((), dtype=dtype).expand(shape)
+
+
+def is_one_number(tensor: Tensor) -> bool:
+    """Whether a tensor has one number in the place of all."""
+    return not any(tensor.stride()) and tensor.numel() > 1
 
 
 def indexed(tensor: Tensor) -> Tensor:
@@ -107,6 +121,7 @@ def without_data(live: LiveStorages, ranks: int) -> Iterator[None]:
         group = _fsdp_param_group.FSDPParamGroup
         replace(group, "_validate_no_meta_params", lambda _: None)
         replace(loading, "build", empty_module)
+        replace(host_states, "host_zeros", lambda count, dtype, _: on_host((count,), dtype))
         replace(spans, "flash_fits", taken_by_flash)
         for owner, name, kind in (
             (loading, "build", ELSEWHERE),

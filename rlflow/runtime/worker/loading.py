@@ -6,7 +6,7 @@ Knows engines and one instance; neither the plan's order nor other instances.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 
@@ -106,9 +106,11 @@ def load_instance(
 
 def _whole(instance: Instance, optimizer: AdamW | None, path: str, common: Common) -> Parts:
     """Model, training and rollout of an instance that lies in one process."""
-    model = load_model(path, **common, offload=instance.offload)
+    layers: Literal["layers"] | None = "layers" if instance.offload == "layers" else None
+    model = load_model(path, **common, offload=layers)
     model.name = instance.name
-    train = TrainEngine(model, optimizer, micro_tokens=instance.micro_tokens)
+    micro, visiting = instance.micro_tokens, instance.offload == "optimizer"
+    train = TrainEngine(model, optimizer, micro_tokens=micro, visiting=visiting)
     return model, train, TorchRollout(model)
 
 
@@ -121,7 +123,8 @@ def _sharded(
     from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 
     model = load_sharded(path, mesh=mesh, trained=instance.trained, name=instance.name, **common)
-    train = ShardedTrainEngine(model, optimizer, micro_tokens=instance.micro_tokens)
+    micro, visiting = instance.micro_tokens, instance.offload == "optimizer"
+    train = ShardedTrainEngine(model, optimizer, micro_tokens=micro, visiting=visiting)
     return model, train, ShardedRollout(model)
 
 

@@ -21,6 +21,7 @@ from rlflow.scheduler.costs.distributions import (
     likeliest_seconds,
     with_drafts,
 )
+from rlflow.scheduler.costs.gradients import at_least, beside_gradients
 from rlflow.scheduler.costs.lengths import (
     Lengths,
     assumed,
@@ -145,7 +146,9 @@ class Costs(Sizes):
             batches = mini_batches(node) * piece.share
             trained = self._trained_per_rank(instance) or 0
             sent = trained * max(roof.size, FULL_BYTES)
-            one = roof.update(load, sent, recompute=instance.recompute) + roof.step(trained)
+            moved = self.hosted(instance) or 0
+            step = roof.step(trained, moved)
+            one = roof.update(load, sent, recompute=instance.recompute) + step
             first = getattr(learning and learning.loss, "forwards", 0) * roof.forward(load)
             seconds = epochs * batches * (first + one + likeliest_seconds(node, roof, load))
         found = () if keeps_workspace(roof) else self._holds(node, instance, roof, load)
@@ -168,6 +171,10 @@ class Costs(Sizes):
 
     def _holds(self, node: Node, instance: Instance, roof: Roofline, load: Load) -> Holds:
         found = holds(node, roof, load, recompute=instance.recompute)
+        if node.op.use == "train":
+            size = self.gradients(instance) or 0
+            found = beside_gradients(found, instance, roof, load, size)
+            found = at_least(found, self.visiting(instance))
         drafter, name = None, instance.engine_plan.drafter_of(node)
         if name is not None and (shape := self.shapes[name]) is not None:
             drafter = self.roofline(replace(instance, model=name), shape)
@@ -223,7 +230,7 @@ class Costs(Sizes):
             size=size,
             predicts=model.head != "value",
             gathers=instance.fsdp > 1 or (instance.sharded and low),
-            streamed=bool(instance.offload),
+            streamed=instance.offload == "layers",
             micro_tokens=instance.micro_tokens,
             trains_vocabulary=instance.trained and model.lora is None,
             tp=group_of(self.cluster, devices[: instance.tp]),

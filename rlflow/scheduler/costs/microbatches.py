@@ -21,14 +21,19 @@ def in_micro_batches(
 ) -> Instance:
     """The instance with micro-batches as large as fit `room` bytes; as it is where none do.
 
-    They are halved from `MICRO_TOKENS` down, and no smaller than needed.
+    They are halved from `MICRO_TOKENS` down, and no smaller than needed. Where none fits, an
+    optimizer's state stays on the host, unless that is where the devices have their memory.
     """
-    tokens = MICRO_TOKENS
-    while tokens >= LEAST_TOKENS:
-        tried = replace(instance, micro_tokens=tokens)
-        if all(needed(node, tried, costs) <= room for node in nodes):
-            return tried
-        tokens //= 2
+    ways = [instance]
+    if instance.trained and instance.offload is None and not costs.cluster.is_cpu:
+        ways.append(replace(instance, offload="optimizer"))
+    for way in ways:
+        tokens = MICRO_TOKENS
+        while tokens >= LEAST_TOKENS:
+            tried = replace(way, micro_tokens=tokens)
+            if all(needed(node, tried, costs) <= room for node in nodes):
+                return tried
+            tokens //= 2
     return instance
 
 

@@ -20,15 +20,13 @@ from rlflow.scheduler.models.flops import product_sizes
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.plan import MICRO_TOKENS
 
-KERNELS_PER_LAYER = 12
-BESIDE_LAYERS = 2
-GRADIENT_COPIES = 4
-LAYERS_GATHERED = 2
+KERNELS_PER_LAYER, BESIDE_LAYERS = 12, 2
+GRADIENT_COPIES, LAYERS_GATHERED = 4, 2
 SCORE_BYTES = 8
 # Tokens of prompts that an engine reads in one pass.
 PREFILL = 8192
 
-CACHE = "KV cache"
+CACHE, ACTIVATIONS = "KV cache", "activations"
 EMBEDDED = "gradient of the embedding"
 SUMMED = "sum of the head's gradient"
 Holds = tuple[tuple[str, int], ...]
@@ -214,13 +212,15 @@ class Roofline:
         """
         return self.read(GRADIENT_COPIES * trained) if self.kind.weights else 0.0
 
-    def step(self, trained: float) -> float:
-        """Seconds of AdamW on `trained` parameters: each read and written, with its moments.
+    def step(self, trained: float, hosted: float = 0) -> float:
+        """Seconds of AdamW on `trained` parameters, of which `hosted` bytes come and go meanwhile.
 
         Weights and two moments are read and written, the gradient is read, as float32 or wider;
         the gradient is read once more for its norm.
         """
-        return self.read(8 * max(self.size, WIDE_BYTES) * trained)
+        read = self.read(8 * max(self.size, WIDE_BYTES) * trained)
+        copied = hosted / (self.kind.host_link * self.kind.reached)
+        return read + 2 * copied if self.kind.name == "cpu" else max(read, copied)
 
     def holds(self, use: Use | None, load: Load, *, recompute: bool) -> Holds:
         """What a use holds beside the model, by name, in bytes."""
@@ -342,7 +342,7 @@ class Roofline:
         if self.in_chunks and not train:  # Layers are done before the head begins.
             activations, logits = max((activations, 0), (0, logits), key=sum)
         return _largest_first(
-            ("activations", int(activations)),
+            (ACTIVATIONS, int(activations)),
             ("logits", logits),
             ("gathered weights", whole + (left if train else 0)),
             (EMBEDDED, self.embedded() if train else 0),
@@ -378,7 +378,7 @@ class Roofline:
         activations = self.passing * tokens
         return _largest_first(
             (CACHE, cache),
-            ("activations", int(activations)),
+            (ACTIVATIONS, int(activations)),
             ("logits", self.scores(rows)),
             ("gathered weights", int(self.weights) if self.gathers else 0),
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from rlflow.graph.graph import Graph
+from rlflow.modelfiles.visits import visiting_bytes
 from rlflow.scheduler.costs.layouts import (
     CUTS,
     Cut,
@@ -57,7 +58,7 @@ class Sizes:
             return None
         count, size = held_parameters(instance, shape), dtype_bytes(model)
         trained = state_bytes(instance, size)["weights"]
-        if instance.offload:
+        if instance.offload == "layers":
             layers = min(shape.layers, LAYERS_AT_ONCE)
             count = min(count, shape.embedding + layers * shape.layer)
         if model.lora is not None:
@@ -72,8 +73,25 @@ class Sizes:
         return self._state(instance, "gradients", "gradient sums")
 
     def moments(self, instance: Instance) -> int | None:
-        """Bytes of AdamW's moments on each device, and of master weights beside lower ones."""
-        return self._state(instance, "moments", "master")
+        """Bytes of AdamW's moments on each device, and of master weights beside lower ones.
+
+        None of them where they stay on the host.
+        """
+        size = self._state(instance, "moments", "master")
+        return 0 if size and instance.offload == "optimizer" else size
+
+    def hosted(self, instance: Instance) -> int | None:
+        """Bytes of the same in host memory for each device, where they stay there."""
+        visiting = instance.offload == "optimizer"
+        return self._state(instance, "moments", "master") if visiting else 0
+
+    def visiting(self, instance: Instance) -> int:
+        """Bytes of what is of them on each device during a step; 0 where all are, or none known."""
+        count, size = self._trained_per_rank(instance), self._dtype_bytes(instance)
+        if count is None or instance.offload != "optimizer":
+            return 0
+        each = state_bytes(instance, size)
+        return visiting_bytes(count, each["moments"] + each.get("master", 0))
 
     def _state(self, instance: Instance, *kinds: Allocation) -> int | None:
         """Bytes of some allocations for what is trained of an instance."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from rlflow.graph.op import Use
+from rlflow.graph.placement import Offload
 from rlflow.graph.user.engine_options import EngineOptions
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 
@@ -63,10 +64,12 @@ class Instance:
 
     Its ranks are a mesh (replicas, fsdp, tp), row-major over `devices`: the last `tp` of
     them share each layer, and so the rows. One pass sees at most `micro_tokens` tokens, or one
-    row. With `options` it is an engine in a process of its own for each replica, which the
-    replica's first device owns: there lie the rows, and there weights arrive whole. In such an
-    engine the model `drafter` may propose `draft_tokens` tokens at a time; it is an instance of
-    its own `inside` that of the engine, whose weights it sleeps and wakes with.
+    row. The layers of a frozen model, or the optimizer's state of a trained one, may be what it
+    has to `offload`: they stay in host memory, and visit the devices. With `options` it is an
+    engine in a process of its own for each replica, which the replica's first device owns: there
+    lie the rows, and there weights arrive whole. In such an engine the model `drafter` may propose
+    `draft_tokens` tokens at a time; it is an instance of its own `inside` that of the engine,
+    whose weights it sleeps and wakes with.
     """
 
     name: str
@@ -78,7 +81,7 @@ class Instance:
     fsdp: int = 1
     tp: int = 1
     recompute: bool = False
-    offload: Literal["layers"] | None = None
+    offload: Offload | None = None
     micro_tokens: int = MICRO_TOKENS
     options: EngineOptions | None = None
     drafter: str | None = None

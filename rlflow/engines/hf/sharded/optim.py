@@ -9,12 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
 
 from rlflow.contract.engines import OptimizerSpec
 from rlflow.contract.values import Shard
-from rlflow.engines.hf.optim import FULL, AdamWState, learning_rate
+from rlflow.engines.hf.flat import ALIGNMENT
+from rlflow.engines.hf.host_states import HostStates, Range, pieces_of
+from rlflow.engines.hf.optim import FULL, MOMENTS, AdamWState
 from rlflow.engines.hf.sharded.model import ShardedModel, local
+
+# Numbers after which a shard begins among others; in any dtype on 64 bytes or more.
+STEP = ALIGNMENT // 4
 
 
 class ShardedAdamW(AdamWState):
@@ -24,7 +28,7 @@ class ShardedAdamW(AdamWState):
     update that uses them.
     """
 
-    def __init__(self, model: ShardedModel, spec: OptimizerSpec) -> None:
+    def __init__(self, model: ShardedModel, spec: OptimizerSpec, *, visiting: bool = False) -> None:
         self.model: ShardedModel = model
         self.spec = spec
         self.steps = 0
@@ -33,8 +37,28 @@ class ShardedAdamW(AdamWState):
         names = model.trained_names()
         self.parameters = {n: p for n, p in model.parameters.items() if n in names}
         held = {name: local(parameter) for name, parameter in self.parameters.items()}
-        self.averages = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
-        self.squares = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
+        self.visiting = {}
+        if visiting:
+            self._lay_out(held)
+        else:
+            self.averages = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
+            self.squares = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
+
+    def _lay_out(self, held: dict[str, Tensor]) -> None:
+        """Make the moments of all shards in one buffer on the host, decayed ones first."""
+        named = sorted(held.items(), key=lambda item: self.parameters[item[0]].ndim < 2)
+        self.places: dict[str, Range] = {}
+        end = 0
+        for name, tensor in named:
+            self.places[name] = end, end + tensor.numel()
+            end = -(-(end + tensor.numel()) // STEP) * STEP
+        dtype = named[0][1].dtype
+        states = HostStates(MOMENTS, end, dtype, self.model.device)
+        self.visiting = {dtype: states}
+        self.averages, self.squares = (
+            {name: flat[slice(*self.places[name])].view(t.shape) for name, t in named}
+            for flat in states.buffers.values()
+        )
 
     def zero_grad(self) -> None:
         """Start from no gradients."""
@@ -74,7 +98,6 @@ class ShardedAdamW(AdamWState):
 
     def step(self, scale: float) -> None:
         """Update the weights with `scale` times the gradients, and drop those."""
-        spec, rate = self.spec, learning_rate(self.spec, self.steps)
         gradients = self.gradients()
         for decayed in (True, False):
             names = [n for n, p in self.parameters.items() if (p.ndim >= 2) is decayed]
@@ -83,24 +106,36 @@ class ShardedAdamW(AdamWState):
                 continue
             if scale != 1:
                 torch._foreach_mul_(held, scale)
-            adamw(
-                [local(self.parameters[name]) for name in names],
-                held,
-                [self.averages[name] for name in names],
-                [self.squares[name] for name in names],
-                [],
-                [torch.tensor(float(self.steps), device=held[0].device) for _ in names],
-                fused=True,
-                amsgrad=False,
-                beta1=spec.betas[0],
-                beta2=spec.betas[1],
-                lr=rate,
-                weight_decay=spec.weight_decay if decayed else 0.0,
-                eps=spec.eps,
-                maximize=False,
-            )
+            if self.visiting:
+                self._visit({name: gradients[name] for name in names}, decayed)
+                continue
+            weights = [local(self.parameters[name]) for name in names]
+            moments = ([kind[name] for name in names] for kind in (self.averages, self.squares))
+            self.update(weights, held, *moments, decay=decayed)
         self.steps += 1
         self.release_gradients()
+
+    def _visit(self, gradients: dict[str, Tensor], decayed: bool) -> None:
+        """Update parameters that lie next to each other on the host, as pieces of them come."""
+        (states,) = self.visiting.values()
+        flat = {
+            name: (local(self.parameters[name]).view(-1), gradient.reshape(-1))
+            for name, gradient in gradients.items()
+        }
+        places = {name: self.places[name] for name in gradients}
+        bounds = min(a for a, _ in places.values()), max(b for _, b in places.values())
+        for (start, stop), held in states.visits(pieces_of(*bounds)):
+            lists: tuple[list[Tensor], ...] = ([], [], [], [])
+            for name, (first, last) in places.items():
+                begin, end = max(first, start), min(last, stop)
+                if begin >= end:
+                    continue
+                own, there = slice(begin - first, end - first), slice(begin - start, end - start)
+                parts = (*(each[own] for each in flat[name]), *(held[k][there] for k in MOMENTS))
+                for found, part in zip(lists, parts, strict=True):
+                    found.append(part)
+            if lists[0]:
+                self.update(*lists, decay=decayed)
 
     def tensors(self) -> dict[str, Tensor]:
         """Moments, and what lower weights are copies of, as `kind.weight`; views of this rank's."""
@@ -132,10 +167,12 @@ class ShardedAdamW(AdamWState):
         return frozenset(f"{kind}.{n}" for kind, part in self.by_kind().items() for n in part)
 
     def state_buffers(self) -> list[Tensor]:
-        """The moments, which sleep; the weights do so by themselves."""
+        """The moments on the device, which sleep; the weights do so by themselves."""
+        if self.visiting:
+            return []
         return [*self.averages.values(), *self.squares.values()]
 
     def num_bytes(self) -> int:
-        """Bytes of the moments when awake, and of the gradients during a step."""
+        """Bytes of the moments on the device when awake, and of the gradients during a step."""
         sizes = [tensor.numel() * tensor.element_size() for tensor in self.averages.values()]
-        return 3 * sum(sizes)
+        return (1 if self.visiting else 3) * sum(sizes)

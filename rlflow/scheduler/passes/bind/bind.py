@@ -32,6 +32,7 @@ from rlflow.scheduler.passes.bind.instances import (
     layout_findings,
     make_instances,
     memory_parts,
+    noting_offloads,
     serving_instance,
     trained_twice,
 )
@@ -92,7 +93,7 @@ def bind(plan: Plan, context: Context) -> Plan:
     _refuse(findings)
     costs = context.costs
     parts = tuple(part for i in instances for part in memory_parts(i, served[i.name], costs))
-    bound = replace(plan, instances=instances, parts=parts)
+    bound = noting_offloads(replace(plan, instances=instances, parts=parts), made.instances)
     bound = with_kept_rows(noting_engines(bound, served, context.costs), context.costs)
     places = {n.name: _place(n, chosen.get(n.name), bound) for n in plan.graph.nodes}
     _refuse(state_findings(bound.graph, places))

@@ -13,14 +13,16 @@ from rlflow.errors import Finding, PlanError
 from rlflow.graph.graph import Node
 from rlflow.graph.model import Model
 from rlflow.graph.op import Use
-from rlflow.graph.placement import On
+from rlflow.graph.placement import Offload, On
 from rlflow.modelfiles.families import cutting_finding, packing_finding, sharding_finding
 from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.devices.cluster import amount
 from rlflow.scheduler.engines.engines import engine_parts
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.plan.plan import Instance, Part, Plan
 
+OFFLOADS: tuple[Offload, ...] = ("layers", "optimizer")
 USES: tuple[Use, ...] = ("train", "forward", "rollout")
 
 
@@ -50,7 +52,6 @@ def make_instances(plan: Plan, chosen: dict[str, On]) -> tuple[Instance, ...]:
 
 def _as_said(instance: Instance, said: list[tuple[Node, On]]) -> Instance:
     """The instance with what its uses say of recomputing and offloading; they have to agree."""
-    offload = next((where.offload for _, where in said if where.offload), None)
     spoken = [(node, where.recompute) for node, where in said if where.recompute is not None]
     for node, wanted in spoken:
         if wanted != spoken[0][1]:
@@ -58,13 +59,15 @@ def _as_said(instance: Instance, said: list[tuple[Node, On]]) -> Instance:
             raise PlanError(_two_layouts(node, instance, *texts))
     learns = any(node.op.use == "train" and node.averages is None for node, _ in said)
     recompute = learns and bool(spoken) and bool(spoken[0][1])
+    asked = {where.offload for _, where in said if learns or where.offload != "optimizer"}
+    offload = next((each for each in OFFLOADS if each in asked), None)
     return replace(instance, recompute=recompute, offload=offload)
 
 
 def layout_of(where: On, use: Use, pools: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
     """How many ranks share the parameters of a use and each layer: `fsdp` and `tp`."""
     tp = where.tp or 1
-    alone = use == "rollout" or where.offload is not None
+    alone = use == "rollout" or where.offload == "layers"
     return where.fsdp or (1 if alone else max(1, len(pools[where.pool]) // tp)), tp
 
 
@@ -144,7 +147,7 @@ def layout_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Findin
                 got=f"{count} % {ranks} = {count % ranks}",
             )
         ]
-    findings = _offload_findings(instance, plan) if instance.offload else []
+    findings = _offload_findings(instance, plan) if instance.offload == "layers" else []
     shape = costs.shapes[instance.model]
     if shape is None:
         return findings
@@ -227,9 +230,24 @@ def memory_parts(instance: Instance, nodes: Sequence[Node], costs: Costs) -> lis
         weights, name=instance.gradients, kind="gradients", size=costs.gradients(instance)
     )
     optimizer = replace(
-        weights, name=instance.optimizer, kind="optimizer", size=costs.moments(instance)
+        weights,
+        name=instance.optimizer,
+        kind="optimizer",
+        size=costs.moments(instance),
+        on_host=costs.hosted(instance) or 0,
     )
     return [weights, gradients, optimizer]
+
+
+def noting_offloads(plan: Plan, declared: Sequence[Instance]) -> Plan:
+    """The plan with a note for every optimizer's state that stays on the host of itself."""
+    said = {instance.name for instance in declared if instance.offload == "optimizer"}
+    for part in plan.parts:
+        if part.kind == "optimizer" and part.on_host and part.instance not in said:
+            text = f"{part.name}, {amount(part.on_host)} for each device, stays on the host"
+            text += " and visits the device in a step: the update does not fit otherwise"
+            plan = plan.noting("offload", text)
+    return plan
 
 
 def serving_instance(plan: Plan, node: Node, where: On) -> Instance:

@@ -122,7 +122,7 @@ class ParameterCounts:
             adapters = self.adapters_of(i)
             engine = i.options is not None
             more = engine and (i.drafter or getattr(i.options, "speculative", None) is not None)
-            if i.offload or more or i.inside is not None or adapters is None:
+            if i.offload == "layers" or more or i.inside is not None or adapters is None:
                 continue
             number = NUMBER[self.model(i).dtype]
             weight = self.trained(i).weight if self.model(i).lora is None else number

@@ -35,11 +35,16 @@ def sizes_agree(facts: Facts) -> Iterator[str]:
             yield f"{part.name} is of {lent(part)} bytes, no whole number of parameters"
         if i.trained and {i.gradients, i.optimizer} <= facts.parts.keys():
             yield from _is_trained(facts, counts, i, lent(part))
-        if i.offload:
+        if i.offload == "layers":
             yield from _comes_and_goes(counts, i, part)
         if i.options is not None:
             yield from _lies_in_engine(facts, counts, i, lent(part))
     yield from counts.contradictions()
+
+
+def _visits(i: Instance, part: Part) -> bool:
+    """Whether a part is an optimizer's state that stays on the host, and on no device."""
+    return part.kind == "optimizer" and i.offload == "optimizer"
 
 
 def _has_files(i: Instance) -> bool:
@@ -56,6 +61,7 @@ def _are_known_together(facts: Facts) -> Iterator[str]:
         model = graph.model(i.model)
         share = i.options is not None and getattr(i.options, "mem_fraction_static", None)
         may_be_none = i.inside is not None or (part.kind == "pool" and share is not None)
+        may_be_none |= _visits(i, part)
         if part.size is not None and part.size < int(not may_be_none):
             yield f"{part.name} takes {part.size} bytes"
         if any(size < 0 for _, size in part.holds):
@@ -76,9 +82,11 @@ def _is_trained(facts: Facts, counts: ParameterCounts, i: Instance, held: int) -
     number = counts.trained(i)
     each, beside = number.gradient, number.moments
     trained, rest = divmod(gradients.size or 0, each)
-    if rest or moments.size != trained * beside:
+    stays = _visits(i, moments)
+    kept, none = (moments.on_host, moments.size) if stays else (moments.size, moments.on_host)
+    if rest or kept != trained * beside or none:
         yield (
-            f"{moments.name} is of {moments.size} bytes and {gradients.name} of {gradients.size}: "
+            f"{moments.name} is of {kept} bytes and {gradients.name} of {gradients.size}: "
             f"of one parameter they are {beside} and {each}"
         )
     own = trained * number.weight
@@ -144,7 +152,7 @@ def leftovers_are_right(facts: Facts) -> Iterator[str]:
         if known and part.residual not in ({kept, size} if stays else {kept}):
             yield f"{part.name} leaves {part.residual} bytes asleep, its process keeps {kept}"
         sent = part.kind == "weights" and (i.options is not None or i.inside is not None)
-        if not sent and (part.on_host or part.more_on_host):
+        if not sent and not _visits(i, part) and (part.on_host or part.more_on_host):
             yield f"{part.name} has {part.on_host} bytes on its host, and nothing is sent there"
         if sent:
             yield from _is_staged(facts, i, part)

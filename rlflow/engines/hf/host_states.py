@@ -1,0 +1,169 @@
+"""Numbers of an optimizer that stay in host memory, and visit the device while a step uses them.
+
+ZeRO-Offload (Ren et al., arXiv:2101.06840) keeps moments on the host and updates there; here they
+are brought to the device a piece at a time, updated by its kernel, and taken back. On CUDA three
+pieces are under way: one comes, one is computed with, one leaves. This file knows no formula.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import Finding, RunError
+from rlflow.modelfiles.visits import PIECE_NUMBERS, SLOTS
+
+Range = tuple[int, int]
+
+
+def pieces_of(start: int, stop: int) -> list[Range]:
+    """Neighbouring ranges of at most `PIECE_NUMBERS` numbers, from start to stop."""
+    most = PIECE_NUMBERS
+    return [(first, min(first + most, stop)) for first in range(start, stop, most)]
+
+
+def host_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in host memory; beside a CUDA device in pages that stay where they are.
+
+    Registered by size: torch's own pinned memory is rounded up to a power of two. Raises RunError
+    where the pages cannot be kept in place.
+    """
+    made = torch.zeros(count, dtype=dtype)
+    if device.type == "cuda" and count:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        place = made.data_ptr()
+        code = int(runtime.cudaHostRegister(place, made.nbytes, 0))
+        if code:
+            raise RunError(
+                Finding(
+                    code="E518",
+                    what="host memory for an optimizer's states cannot be pinned",
+                    got=f"CUDA error {code} for {made.nbytes} bytes",
+                    fix="a higher limit of locked memory: ulimit -l",
+                )
+            )
+        weakref.finalize(made.untyped_storage(), runtime.cudaHostUnregister, place)
+    return made
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One piece on the device, by kind; what has to be over before it is used, or filled anew."""
+
+    tensors: dict[str, Tensor]
+    arrived: Any = None
+    left: Any = None
+
+
+class HostStates:
+    """Flat buffers of `count` numbers each in host memory, one a kind, zero at first."""
+
+    def __init__(
+        self, kinds: Collection[str], count: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.device = device
+        self.buffers = {kind: host_zeros(count, dtype, device) for kind in kinds}
+
+    def visits(self, ranges: Sequence[Range]) -> Iterator[tuple[Range, dict[str, Tensor]]]:
+        """Each range with its numbers of every kind on the device, where they may be changed.
+
+        They are back on the host when the iterator ends. Ranges do not overlap.
+        """
+        if not ranges:
+            return
+        most = max(stop - start for start, stop in ranges)
+        slots = [self._slot(most) for _ in range(min(SLOTS, len(ranges)))]
+        lanes = _Lanes(self.device)
+        try:
+            self._bring(lanes, slots[0], ranges[0])
+            for number, where in enumerate(ranges):
+                slot = slots[number % len(slots)]
+                if number + 1 < len(ranges):
+                    following = slots[(number + 1) % len(slots)]
+                    self._bring(lanes, following, ranges[number + 1])
+                lanes.await_arrival(slot)
+                size = where[1] - where[0]
+                yield where, {kind: held[:size] for kind, held in slot.tensors.items()}
+                self._take(lanes, slot, where)
+        finally:
+            lanes.settle()
+
+    def _slot(self, most: int) -> _Slot:
+        made = {k: torch.empty(most, dtype=b.dtype, device=self.device) for k, b in self._items()}
+        return _Slot(tensors=made)
+
+    def _items(self) -> list[tuple[str, Tensor]]:
+        return list(self.buffers.items())
+
+    def _bring(self, lanes: _Lanes, slot: _Slot, where: Range) -> None:
+        """Copy a range to the device, once what was in its slot has left."""
+        start, stop = where
+        with lanes.coming(slot):
+            for kind, buffer in self._items():
+                slot.tensors[kind][: stop - start].copy_(buffer[start:stop], non_blocking=True)
+
+    def _take(self, lanes: _Lanes, slot: _Slot, where: Range) -> None:
+        """Copy a range back, once what is queued on it has been computed."""
+        start, stop = where
+        with lanes.leaving(slot):
+            for kind, buffer in self._items():
+                buffer[start:stop].copy_(slot.tensors[kind][: stop - start], non_blocking=True)
+
+
+class _Lanes:
+    """Copies beside the compute of a CUDA device, a stream for each way; elsewhere in turn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.on_cuda = device.type == "cuda"
+        if self.on_cuda:
+            self.inward, self.outward = streams(device)
+            # Slots are made of memory that queued work may still use.
+            self.inward.wait_stream(torch.cuda.current_stream(device))
+
+    @contextmanager
+    def coming(self, slot: _Slot) -> Iterator[None]:
+        """Copies to the device in the block; they begin when the slot is free."""
+        if not self.on_cuda:
+            yield
+            return
+        if slot.left is not None:
+            self.inward.wait_event(slot.left)
+        with torch.cuda.stream(self.inward):
+            yield
+        slot.arrived = self.inward.record_event()
+
+    @contextmanager
+    def leaving(self, slot: _Slot) -> Iterator[None]:
+        """Copies to the host in the block; they begin after what is queued so far."""
+        if not self.on_cuda:
+            yield
+            return
+        self.outward.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.outward):
+            yield
+        slot.left = self.outward.record_event()
+
+    def await_arrival(self, slot: _Slot) -> None:
+        """What is queued from now on begins when the slot is filled."""
+        if self.on_cuda:
+            torch.cuda.current_stream(self.device).wait_event(slot.arrived)
+
+    def settle(self) -> None:
+        """No copy is under way: memory may be read on the host, and given back on the device."""
+        if self.on_cuda:
+            self.inward.synchronize()
+            self.outward.synchronize()
+
+
+@functools.cache
+def streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """The streams of a CUDA device on which pieces come, and leave."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
