@@ -12,8 +12,8 @@ from rlflow import ops
 from rlflow.graph.graph import Graph
 from rlflow.scheduler.costs import estimate as module
 from rlflow.scheduler.costs import measurement_keys as keys
+from rlflow.scheduler.costs.distributions import BEYOND
 from rlflow.scheduler.costs.estimate import Costs
-from rlflow.scheduler.costs.gradients import BEYOND
 from rlflow.scheduler.costs.pieces import Piece
 from rlflow.scheduler.costs.roofline import SUMMED
 from rlflow.scheduler.devices import collectives

@@ -11,7 +11,7 @@ from rlflow import ops
 from rlflow.graph.graph import Graph
 from rlflow.modelfiles.visits import visiting_bytes
 from rlflow.scheduler.compile import compile_plan
-from rlflow.scheduler.costs.gradients import VISITING, at_least
+from rlflow.scheduler.costs.distributions import VISITING, at_least
 from rlflow.scheduler.devices.cluster import parse_cluster
 from rlflow.scheduler.devices.hardware import KINDS
 from rlflow.scheduler.plan.plan import Part, Plan

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from rlflow.engines.hf import host_states, loading
 from rlflow.engines.hf.forward import spans
-from rlflow.engines.hf.forward.sequences import FLASH_DTYPES, FLASH_LARGEST, FLASH_STEP
+from rlflow.engines.hf.forward.sequences import FLASH_DTYPES, FLASH_LARGEST, FLASH_STEP, Visible
 from rlflow.engines.hf.models import TorchModel
 from rlflow.engines.hf.optim import AdamWState
 from rlflow.engines.hf.sharded import build
@@ -62,7 +62,7 @@ class NoData(LiveStorages):  # type: ignore[no-untyped-call]
         if name == "copy_" and args[0].device.type == "cpu" and args[1].device.type == DEVICE:
             return args[0] if is_one_number(args[0]) else args[0].zero_()
         if name in LIKE and leaves_device(args[0], kwargs):
-            return on_host(args[0].shape, kwargs.get("dtype") or args[0].dtype)
+            return one_zero(args[0].shape, kwargs.get("dtype") or args[0].dtype)
         if name in INDEXED and any(without_values(arg) for arg in (args, kwargs)):
             args, kwargs = tree_map_only(Tensor, indexed, (args, kwargs))
         return func(*args, **kwargs)
@@ -83,7 +83,7 @@ def leaves_device(tensor: Tensor, kwargs: dict[str, Any]) -> bool:
     return tensor.device.type == DEVICE and to is not None and torch.device(to).type == "cpu"
 
 
-def on_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def one_zero(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """What goes to the host and comes back, which nobody reads: zero in the place of all of it."""
     return torch.zeros((), dtype=dtype).expand(shape)
 
@@ -121,7 +121,7 @@ def without_data(live: LiveStorages, ranks: int) -> Iterator[None]:
         group = _fsdp_param_group.FSDPParamGroup
         replace(group, "_validate_no_meta_params", lambda _: None)
         replace(loading, "build", empty_module)
-        replace(host_states, "host_zeros", lambda count, dtype, _: on_host((count,), dtype))
+        replace(host_states, "host_zeros", lambda count, dtype, _: one_zero((count,), dtype))
         replace(spans, "flash_fits", taken_by_flash)
         for owner, name, kind in (
             (loading, "build", ELSEWHERE),
@@ -163,10 +163,10 @@ def counted_as(live: LiveStorages, method: Any, kind: str) -> Any:
     return call
 
 
-def taken_by_flash(q: Tensor, v: Tensor, softcap: float | None) -> bool:
+def taken_by_flash(q: Tensor, v: Tensor, seen: Visible) -> bool:
     """Whether torch's kernel would take such queries and values on a CUDA device."""
     size = q.shape[-1]
-    fits = q.dtype in FLASH_DTYPES and softcap is None and v.shape[-1] == size
+    fits = q.dtype in FLASH_DTYPES and seen.softcap is None and v.shape[-1] == size
     return fits and not size % FLASH_STEP and size <= FLASH_LARGEST
 
 

@@ -1,24 +1,28 @@
 """What the likeliest tokens of whole distributions cost: time to find them, bytes that hold them.
 
 A model that makes fields with a width, or is trained on such, works on its logits once more,
-with several numbers of each place. Knows fields and rooflines; neither plans nor measurements.
+with several numbers of each place. And what an update holds beside its gradients. Knows fields and
+rooflines; neither plans nor measurements.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from rlflow.graph.fields import Field
 from rlflow.graph.graph import Node
 from rlflow.graph.roles import Drafted
 from rlflow.graph.rules.steps import mini_batches
-from rlflow.scheduler.costs.roofline import Holds, Load, Roofline
+from rlflow.scheduler.costs.roofline import ACTIVATIONS, Holds, Load, Roofline
 from rlflow.scheduler.plan.plan import Cost, Instance, Spread
 
 VALUE_BYTES = {"int64": 8, "float32": 4, "bool": 1, "text": 4}
 FULL_BYTES = 4
 WIDE = "likeliest tokens"
 DRAFTS = "drafts"
+VISITING = "states from the host"
+BEYOND = "activations beyond the gradients that follow them"
 
 # Numbers that are read and written for each logit, all in float32. To find the likeliest: scores,
 # two sums of exponentials, the search itself, and a copy without what was found. To compare with
@@ -82,6 +86,34 @@ def holds(node: Node, roof: Roofline, load: Load, *, recompute: bool) -> Holds:
         several = on_host and roof.passes(load) > 1
         size = load.rows * wide_bytes(node.op.outputs, longest) * (JOINED if several else 1)
     return tuple(sorted((*known, (WIDE, int(size))), key=lambda part: -part[1]))
+
+
+def beside_gradients(
+    found: Holds, instance: Instance, roof: Roofline, load: Load, size: int
+) -> Holds:
+    """What an update holds beside `size` bytes of gradients, the largest first.
+
+    Ranks that share a model have no gradients until a backward makes them, layer by layer from the
+    last, and each layer's activations are gone by then. A second micro-batch finds the gradients
+    of the first. Where there is one alone, the most is held as its backward begins, without
+    gradients, or as it ends, with those and one layer.
+    """
+    tokens = math.ceil(load.prompts) * load.prompt + math.ceil(load.rows) * load.lengths.longest
+    if not instance.sharded or tokens > max(roof.micro_tokens, load.longest_row):
+        return found
+    held = dict(found)
+    activations = held.pop(ACTIVATIONS, 0)
+    one = min(int(roof.kept * tokens), activations)
+    held[BEYOND] = max(activations - size, one)
+    return tuple(sorted(held.items(), key=lambda part: -part[1]))
+
+
+def at_least(found: Holds, visiting: int) -> Holds:
+    """What an update holds, or if they are more the states that visit during its step.
+
+    By then nothing is left of a backward but the gradients.
+    """
+    return ((VISITING, visiting),) if visiting > sum(size for _, size in found) else found
 
 
 def with_drafts(

@@ -16,12 +16,13 @@ from rlflow.graph.rules.steps import mini_batches
 from rlflow.scheduler.costs import measurement_keys as keys
 from rlflow.scheduler.costs.distributions import (
     DRAFTS,
+    at_least,
+    beside_gradients,
     field_bytes,
     holds,
     likeliest_seconds,
     with_drafts,
 )
-from rlflow.scheduler.costs.gradients import at_least, beside_gradients
 from rlflow.scheduler.costs.lengths import (
     Lengths,
     assumed,
