@@ -130,7 +130,8 @@ def test_gsm8k_on_local_files_of_the_same_form(rlflow, tmp_path, monkeypatch):
     assert [0, 1, 2] == [line.iteration for line in lines]
     assert 0 <= lines[0].metrics["eval/reward"] <= 1
     (last,) = (tmp_path / "out" / "checkpoints").glob("iteration-000002")
-    assert {"torch.bfloat16"} == {
+    # What bfloat16 weights are trained on, and the one form in which they are saved.
+    assert {"torch.float32"} == {
         str(tensor.dtype) for tensor in load_file(last / "actor.safetensors").values()
     }
 

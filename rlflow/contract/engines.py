@@ -196,8 +196,21 @@ class Optimizer(Protocol):
     def asleep(self) -> bool:
         """Whether its state is on the host."""
 
+    @property
+    def rests(self) -> bool:
+        """Whether its state lies on the host, where nothing changes it until it is woken."""
+
     def shards(self) -> dict[str, Shard]:
-        """Its state by name, as pieces that a checkpoint holds."""
+        """Its state by name, awake: moments, and `master.` copies of lower weights."""
+
+    def saved_moments(self) -> dict[str, Shard]:
+        """The moments where they are, on the device or asleep on the host; not to be written."""
+
+    def saved_masters(self) -> dict[str, Shard]:
+        """The same of float32 copies that it keeps of lower weights, by the weights' names."""
+
+    def round_masters(self) -> None:
+        """Make lower weights those that their float32 copies say."""
 
 
 class Trainer(Protocol):
@@ -230,6 +243,12 @@ class Trainer(Protocol):
         max_grad_norm: float | None,
     ) -> StepResult:
         """Make one optimizer step, or none at all if a number is not finite."""
+
+    def saved_weights(self) -> dict[str, Shard]:
+        """What a checkpoint holds of the weights, where it is; not to be written.
+
+        Of lower weights that are trained on float32 copies those copies alone.
+        """
 
     def adapters_off(self) -> AbstractContextManager[None]:
         """Score as the model that adapters were added to, within the block."""

@@ -27,12 +27,14 @@ from rlflow.runtime.execute.executor import TICK, Completion
 from rlflow.runtime.execute.stats import logged
 from rlflow.runtime.record.checkpoint import Found
 from rlflow.runtime.record.devices.meter import DeviceMeter
+from rlflow.runtime.record.shards.places import assign_writers
 from rlflow.runtime.worker.node_states import States, saved_states, to_save
+from rlflow.runtime.worker.saving import Saver, restore_components
 from rlflow.scheduler.plan.plan import Action, Lane, Plan
 
 if TYPE_CHECKING:
     from rlflow.contract.values import Stat
-    from rlflow.runtime.record.checkpoint import Component
+    from rlflow.runtime.record.checkpoint import Snapshots
     from rlflow.runtime.worker.worker import Worker
 
 Job = tuple[Action, int, Callable[[Completion], None]]
@@ -61,6 +63,7 @@ class LocalMachine:
         self._plan = plan
         self._worker = worker
         self._threads = threads
+        self._saver = Saver(worker)
 
     def backend(self, now: Callable[[], float]) -> LocalBackend:
         """Start taking actions; seconds are those of `now`."""
@@ -77,18 +80,11 @@ class LocalMachine:
             deadlines=Deadlines(self._plan, self._deadline),
         )
 
-    def components(self) -> tuple[dict[str, Component], dict[str, dict[str, int]]]:
-        """What a checkpoint holds by component, and the optimizers' counters by model."""
-        from rlflow.runtime.worker.memories import component, tensors_of
-
-        components: dict[str, Component] = {}
-        counters = {}
-        for loaded in self._worker.trained():
-            components |= loaded.snapshot()
-            counters[loaded.instance.model] = loaded.trainer.optimizer_meta()
-        for node, kept in self._worker.store.memory.items():
-            components[component(node)] = tensors_of(kept)
-        return components, counters
+    def snapshot(self) -> tuple[Snapshots, dict[str, dict[str, int]]]:
+        """What a checkpoint holds as it is now, and the optimizers' counters by model."""
+        orders = assign_writers({0: self._saver.held()})
+        self._saver.take(orders[0])
+        return self._saver, self._saver.counters()
 
     def node_states(self) -> States:
         """What nodes keep from call to call."""
@@ -98,7 +94,6 @@ class LocalMachine:
     def restore(self, found: Found, counters: Mapping[str, Mapping[str, int]]) -> None:
         """Take the weights, optimizer states and node states of a checkpoint."""
         from rlflow.runtime.worker.memories import restored
-        from rlflow.runtime.worker.saving import restore_components
 
         self._worker.states.load(saved_states(found.state))
         self._worker.store.memory = restored(self._plan.graph, found.files)

@@ -19,7 +19,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlflow.errors import (
-    CheckpointError,
     Finding,
     Interrupted,
     RlflowError,
@@ -32,24 +31,30 @@ from rlflow.runtime.record.changes import identity_of
 from rlflow.runtime.record.checkpoint import (
     Found,
     find_checkpoint,
-    list_checkpoints,
+    list_iterations,
     save_checkpoint,
 )
 from rlflow.runtime.record.devices.log import DEVICE_LOG, DeviceLine, DeviceLog
-from rlflow.runtime.record.durable import fault, register_faults
+from rlflow.runtime.record.durable import JSON, fault, register_faults
 from rlflow.runtime.record.health import Health
 from rlflow.runtime.record.metrics import MetricsLog, TensorBoardLog, read_metrics
-from rlflow.runtime.record.resuming import FRESH, changes_since, require_more, without_changed
+from rlflow.runtime.record.resuming import (
+    FRESH,
+    changes_since,
+    require_models,
+    require_more,
+    without_changed,
+)
 from rlflow.runtime.record.rundir import RunDir
 from rlflow.runtime.record.saves import LEAST, SaveRule, best_of
+from rlflow.runtime.record.shards.background import Background
 from rlflow.runtime.record.spans import Span, SpanLog
 from rlflow.runtime.record.stages import stage
 from rlflow.runtime.worker.node_states import SAVED, States
 from rlflow.scheduler.plan.plan import Action, Plan
 
 if TYPE_CHECKING:
-    from rlflow.graph.model import Model
-    from rlflow.runtime.record.checkpoint import Component
+    from rlflow.runtime.record.checkpoint import Snapshots
 
 register_faults("run:iteration", "run:save", "run:saved")
 
@@ -84,8 +89,11 @@ class Machine(Protocol):
     def backend(self, now: Callable[[], float]) -> Backend:
         """Start taking actions; seconds are those of `now`."""
 
-    def components(self) -> tuple[dict[str, Component], dict[str, dict[str, int]]]:
-        """What a checkpoint holds by component, and the optimizers' counters by model."""
+    def snapshot(self) -> tuple[Snapshots, dict[str, dict[str, int]]]:
+        """What a checkpoint holds as it is now, and the optimizers' counters by model.
+
+        Good until the next one; what runs meanwhile does not change it.
+        """
 
     def node_states(self) -> States:
         """What nodes keep from call to call."""
@@ -112,6 +120,7 @@ class Run:
         self.start = self._restore()
         self.saved = self.start
         self._saved_at = time.monotonic()
+        self._saving = Background()
         self._metrics = MetricsLog(directory.metrics)
         self._metrics.truncate_after(self.start - 1)
         self._health = self._healthy_so_far()
@@ -145,10 +154,13 @@ class Run:
             with shown, self._stop_on_interrupt(executor):
                 done = executor.run()
             self._save(done)
+            self._saving.join()
         except Exception as error:
+            self._finish_saving()
             raise self._with_log(error) from error.__cause__
         except KeyboardInterrupt:
             wait = False
+            self._saving.abandon()
             raise
         finally:
             backend.close(wait=wait)
@@ -175,7 +187,8 @@ class Run:
         return text
 
     def started(self, action: Action, iteration: int) -> None:
-        """Show that an action instance has begun."""
+        """Show that an action instance has begun; raises the error of a save that has failed."""
+        self._saving.check()
         self.display.started(action, iteration)
 
     def finished(self, action: Action, completion: Completion) -> None:
@@ -234,28 +247,48 @@ class Run:
         return health
 
     def _save(self, done: int) -> None:
-        """Save what the run needs to continue after `done` iterations, if it is not saved."""
+        """Save what the run needs to continue after `done` iterations, if it is not saved.
+
+        Waits for the save before and for a snapshot; the rest goes on beside what follows.
+        """
         if done <= self.saved:
             return
-        components, counters = self.machine.components()
-        states = self.machine.node_states()
+        self._saving.join()
+        taken, counters = self.machine.snapshot()
+        state: dict[str, JSON] = {
+            "optimizers": dict(counters),
+            SAVED: dict(self.machine.node_states()),
+        }
         self._metrics.sync()
-        root, metric = self.directory.checkpoints, self.settings.best
-        numbers = [int(path.name.rpartition("-")[2]) for path in list_checkpoints(root)]
-        best = best_of(numbers, self._curve, metric) if metric else None
+        metric, saved = self.settings.best, list_iterations(self.directory.checkpoints)
+        best = best_of(saved, self._curve, metric) if metric else None
         fault("run:save")
+        self._saving.start(lambda: self._commit(done, taken, state, best), taken.give_up)
+        self.saved = done
+        self._saved_at = time.monotonic()
+
+    def _commit(
+        self, done: int, taken: Snapshots, state: Mapping[str, JSON], best: int | None
+    ) -> None:
+        """Write what was taken after `done` iterations, beside the iterations that follow."""
         save_checkpoint(
             self.directory.checkpoints,
             done,
-            components,
-            {"optimizers": dict(counters), SAVED: dict(states)},
+            taken,
+            state,
             identity(self.plan, self.settings),
             keep=self.settings.keep,
             spare=() if best is None else (best,),
         )
-        self.saved = done
-        self._saved_at = time.monotonic()
         fault("run:saved")
+
+    def _finish_saving(self) -> None:
+        """Let a save of a run that has failed end, for it is where the run continues."""
+        try:
+            self._saving.join()
+        except Exception as error:
+            what = error.findings[0].what if isinstance(error, RlflowError) else error
+            self.display.warn(f"the newest checkpoint was not saved: {what}")
 
     def _known_curve(self) -> dict[int, float]:
         """The metric that chooses the best checkpoint, by iteration, as far as it is written."""
@@ -282,7 +315,7 @@ class Run:
         for change in changes:
             self.display.say(f"from here on {change.line()}")
         counters: Any = found.state["optimizers"]
-        self._require_models(found)
+        require_models(found, self.plan)
         with stage("reading the checkpoint"):
             self.machine.restore(without_changed(found, changes), counters)
         return found.iteration
@@ -292,16 +325,11 @@ class Run:
         weights = self.settings.weights
         if weights is None:
             return
-        self._require_models(weights)
+        require_models(weights, self.plan)
         self.display.say(f"starting from the weights of {weights.path}")
         trained = [instance.model for instance in self.plan.instances if instance.trained]
         with stage("reading the checkpoint"):
             self.machine.restore(weights, {name: {"steps": 0, FRESH: 1} for name in trained})
-
-    def _require_models(self, found: Found) -> None:
-        for instance in self.plan.instances:
-            if instance.trained:
-                _require_model(found, self.plan.graph.model(instance.model))
 
     @contextmanager
     def _stop_on_interrupt(self, executor: Executor) -> Iterator[None]:
@@ -345,19 +373,6 @@ def identity(plan: Plan, settings: Settings) -> dict[str, str]:
         save_every=settings.save_every,
         torch=version("torch"),
     )
-
-
-def _require_model(found: Found, model: Model) -> None:
-    """Raise CheckpointError where a checkpoint lacks a model that the plan trains or averages."""
-    name = model.name
-    if not {name, *(() if model.averaged else (f"{name}.optimizer",))} <= set(found.files):
-        raise CheckpointError(
-            Finding(
-                code="E753",
-                what=f"checkpoint {found.path} has no model {name!r}",
-                got=", ".join(sorted(found.files)),
-            )
-        )
 
 
 def _span(action: Action, completion: Completion) -> Span:

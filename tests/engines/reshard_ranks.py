@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from rlflow.contract.values import Shard
-from rlflow.engines.reshard.gather import stream_whole
 from rlflow.engines.reshard.hashing import hash_box
 from rlflow.engines.reshard.resharder import Resharder
 from rlflow.errors import RunError
@@ -175,20 +174,6 @@ def peak_of_a_run(group, transport, source, target):
 def resident(kind):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(kind))
-
-
-def gathered(group, source, to):
-    """Names and values that a stream of whole parameters gives here."""
-    rank = dist.get_rank(group)
-    whole = values(source, 0)
-    found = []
-    for name, tensor in stream_whole(shards_of(source[rank], whole), group, to=to):
-        found.append(name)
-        assert (tensor is None) == (rank != to)
-        if tensor is not None:
-            assert whole[name].shape == tensor.shape
-            assert same_bits(whole[name], tensor)
-    return found
 
 
 def make(group, transport, source, target):

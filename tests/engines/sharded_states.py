@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +23,11 @@ from rlflow.engines.hf.sharded.optim import ShardedAdamW
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.errors import RlflowError, RunError
+from rlflow.runtime.record.checkpoint import stored_files
+from rlflow.runtime.record.manifest import Manifest
+from rlflow.runtime.record.shards.places import assign_writers
+from rlflow.runtime.worker.loaded import Loaded
+from rlflow.runtime.worker.saving import Saver, restore_components, shards_of
 from tests.engines.examples import Spec, one_step, rows
 from tests.engines.sharded_checks import differ, gradients, mesh, own_rows, pair
 
@@ -339,3 +346,82 @@ def visiting_state_steps_alike(rank, path, shape, numbers):
         host_states.PIECE_NUMBERS = before
     assert not visiting.optimizer.state_buffers()
     return same(contents(resident), contents(visiting))
+
+
+def held_by(engine, name="actor"):
+    """An engine as a worker holds it, and the worker as far as a save asks it."""
+    instance = SimpleNamespace(model=name, name=f"{name}@all", trained=True)
+    loaded = Loaded(
+        instance=instance,
+        model=engine.model,
+        train=engine,
+        rollout=None,
+        tokenizer=None,
+        stop_tokens=(),
+    )
+    memory = SimpleNamespace(memory={})
+    return loaded, Saver(SimpleNamespace(trained=lambda: [loaded], store=memory))
+
+
+def saved_by_all(engine, rank, folder, gather):
+    """What all ranks of an engine have written of it, by component, nothing woken for it."""
+    folder.mkdir(exist_ok=True)
+    loaded, saver = held_by(engine)
+    loaded.sleep("optimizer", "offload")
+    loaded.sleep("weights", "offload")
+    held = dict(enumerate(gather(saver.held())))
+    orders = assign_writers(held)
+    size = saver.take(orders[rank])
+    assert not saver._buffers._memory, "what sleeps is not copied"
+    assert engine.optimizer.asleep
+    assert "offloaded" == engine.model.state
+    records = saver.write(folder)
+    assert size == sum(record.size for record in records.values())
+    gather(None)
+    shards = shards_of(orders, held)
+    manifest = Manifest(
+        iteration=1,
+        parent=None,
+        files={o.file: None for each in orders.values() for o in each.values()},
+        state={},
+        identity={},
+        shards=shards,
+    )
+    loaded.wake("weights")
+    loaded.wake("optimizer")
+    return stored_files(folder, manifest)
+
+
+def a_checkpoint_goes_round(rank, path, folder, dtype):
+    """Two ranks' shards, read whole, written whole, read by two others: the same bits."""
+    options = {"dtype": getattr(torch, dtype), "spec": Spec(eps=1e-3)}
+    one, fsdp = pair(path, (1, 2, 1), **options)
+    _, tp = pair(path, (1, 1, 2), **options)
+    batch = rows()
+    for _ in range(2):
+        one_step(fsdp, part_of(fsdp, batch))
+    ranks = fsdp.model.ranks
+    own = Path(folder)
+
+    first = saved_by_all(fsdp, rank, own / "fsdp2", lambda mine: ranks.gather(mine, ("fsdp",)))
+    assert all(len(files) == 2 for files in first.values())
+    numel = sum(math.prod(shard.shape) for shard in fsdp.model.shards().values())
+    written = sum(file.path.stat().st_size for files in first.values() for file in files)
+    assert 12 * numel <= written < 12 * numel + 40_000, "weights and two moments, float32, once"
+
+    meta = {"steps": 2}
+    loaded, _ = held_by(one)
+    restore_components(loaded, first, meta, 2)
+    whole = {**one.model.named_tensors(), **one.optimizer.tensors()}
+    second = saved_by_all(one, 0, own / f"whole{rank}", lambda mine: [mine])
+    restore_components(held_by(tp)[0], second, meta, 2)
+
+    for engine in (fsdp, tp):
+        shards = {**engine.model.shards(), **engine.optimizer.shards()}
+        expected = {name: whole[name] for name in shards}
+        for name in engine.model.shards():
+            expected[name] = whole.get(f"master.{name}", whole[name])
+        wrong = differ(expected, {n: s.tensor for n, s in shards.items()}, shards, 0.0)
+        assert not wrong, wrong
+    assert 2 == tp.optimizer.steps == tp.model.version
+    return True

@@ -192,15 +192,6 @@ def test_the_check_names_what_differs_on_every_rank(call, where, wanted):
             assert expected == first
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "tp rows", "fsdp x tp", "hsdp", "whole"])
-def test_whole_parameters_arrive_one_by_one_on_one_rank(call, layout):
-    source = tables(PARAMS, layout, [0, 1, 2, 3], "bfloat16")
-
-    found = call(4, reshard_ranks.gathered, source, 2)
-
-    assert [list(PARAMS)] * 4 == found
-
-
 def test_segments_have_no_name_in_the_file_system(call):
     source, target = tables(PARAMS, "fsdp", [0, 1]), tables(PARAMS, "whole", [0, 1])
 

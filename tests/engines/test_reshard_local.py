@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlflow.contract.values import Shard
-from rlflow.engines.reshard.gather import stream_whole
 from rlflow.engines.reshard.hashing import MODULUS, hash_box
 from rlflow.engines.reshard.resharder import Resharder
 from rlflow.engines.reshard.segments import SharedSegment, opened
@@ -172,20 +171,3 @@ def test_a_large_parameter_is_hashed_in_chunks_of_the_same_sum():
     assert sum(rows) % MODULUS == hash_box(
         tensor, whole_box((3, 200_000)), (3, 200_000), torch.float32
     )
-
-
-def test_one_process_streams_its_own_storage():
-    table = tables({"a": (3, 4), "b": ()}, "whole", [0])
-    shards = shards_of(table[0], values(table, 0))
-
-    found = dict(stream_whole(shards, None, to=0))
-
-    assert ["a", "b"] == list(found)
-    assert shards["a"].tensor.data_ptr() == found["a"].data_ptr()
-
-
-def test_pieces_that_nobody_holds_cannot_be_streamed():
-    shard = Shard(shape=(6,), box=((2, 6),), tensor=torch.arange(2.0, 6.0))
-
-    with pytest.raises(RunError, match="4 of 6 elements"):
-        list(stream_whole({"w": shard}, None, to=0))

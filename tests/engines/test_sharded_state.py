@@ -86,6 +86,15 @@ def test_several_ranks_continue_what_one_saved(dtype, world, model_dir, tmp_path
     assert all(in_all(world, states.another_layout_continues, *args))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_goes_from_fsdp_to_one_rank_to_tp_with_the_same_bits(
+    dtype, world, model_dir, tmp_path
+):
+    args = (model_dir("qwen2"), str(tmp_path), dtype)
+
+    assert all(world(2).run(states.a_checkpoint_goes_round, *args))
+
+
 def test_merged_adapters_are_those_of_one_rank(world, model_dir):
     lora = rf.LoRA(rank=3, alpha=6, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
     args = (model_dir("qwen3"), (1, 2, 2), lora)

@@ -144,8 +144,8 @@ def test_file_in_place_of_a_checkpoint(root):
 def test_manifest_resealed_for_another_format_is_refused(root):
     file = newest(root) / "manifest.json"
     body = json.loads(file.read_text())
-    file.write_text(exact_json({**body, "format": 2}))
-    assert_falls_back(root, "not of format 1")
+    file.write_text(exact_json({**body, "format": 3}))
+    assert_falls_back(root, "not of format 2")
 
 
 @pytest.mark.parametrize(

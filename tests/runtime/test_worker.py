@@ -112,26 +112,33 @@ def test_only_the_trained_instance_is_saved():
     assert ["actor@train"] == [loaded.instance.name for loaded in worker.trained()]
 
 
-def test_a_snapshot_is_the_same_asleep_and_awake():
+def test_a_snapshot_is_the_same_asleep_and_awake_and_stays_while_training_goes_on(tmp_path):
     plan, worker = worker_of(TOGETHER)
     run(plan, worker, 0)
     (loaded,) = worker.trained()
-    awake = loaded.snapshot()
-    copied = {name: {k: t.clone() for k, t in part.items()} for name, part in awake.items()}
-    assert {"actor", "actor.optimizer"} == set(copied)
+    machine = LocalMachine(plan, worker, threads=1)
+    (tmp_path / "awake").mkdir()
+    (tmp_path / "asleep").mkdir()
+    awake = machine.snapshot()[0].write(tmp_path / "awake")
+    assert {"actor.safetensors", "actor.optimizer.safetensors"} == set(awake)
+    assert not loaded.resting()
     loaded.train.sleep_optimizer()
     loaded.model.sleep("offload")
-    asleep = loaded.snapshot()
+    asleep, _ = machine.snapshot()
     assert "offloaded" == loaded.model.state
-    for name, part in copied.items():
-        assert same(part, dict(asleep[name]))
+    assert loaded.optimizer.asleep
+    assert len(loaded.resting()) == sum(map(len, loaded.saved().values()))
+    loaded.wake("weights")
+    loaded.wake("optimizer")
+    run(plan, worker, 1)
+    assert awake == asleep.write(tmp_path / "asleep")
 
 
 def test_restore_brings_back_weights_optimizer_and_version(tmp_path):
     plan, worker = worker_of(TOGETHER)
     run(plan, worker, 0)
-    components, counters = LocalMachine(plan, worker, threads=1).components()
-    save_checkpoint(tmp_path, 1, components, {}, {})
+    taken, counters = LocalMachine(plan, worker, threads=1).snapshot()
+    save_checkpoint(tmp_path, 1, taken, {}, {})
     _, fresh = worker_of(TOGETHER)
 
     LocalMachine(plan, fresh, threads=1).restore(find_checkpoint(tmp_path), counters)
@@ -146,9 +153,13 @@ def test_restore_brings_back_weights_optimizer_and_version(tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     plan, worker = worker_of(TOGETHER)
-    components, counters = LocalMachine(plan, worker, threads=1).components()
-    for tensors_of in components.values():
-        tensors_of["surplus"] = torch.zeros(1)
+    _, counters = LocalMachine(plan, worker, threads=1).snapshot()
+    (loaded,) = worker.trained()
+    components = {
+        component: {name: shard.tensor for name, shard in shards.items()}
+        | {"surplus": torch.zeros(1)}
+        for component, shards in loaded.saved().items()
+    }
     save_checkpoint(tmp_path, 1, components, {}, {})
 
     with pytest.raises(CheckpointError) as caught:

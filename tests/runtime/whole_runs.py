@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from safetensors.torch import load_file
 
 from rlflow.cli.commands import Target, compile_target
 from rlflow.runtime.execute.executor import Executor
 from rlflow.runtime.record import durable
 from rlflow.runtime.record.metrics import read_metrics
 from tests.conftest import PIPELINES, QUICK, SMALL
+from tests.runtime.whole_checkpoints import joined
 from tests.test_catalogue import small
 
 HERE = Path(__file__).with_name("pipelines")
@@ -135,11 +135,7 @@ def last_checkpoint(run: Path) -> Path:
 
 def weights(run: Path) -> dict[str, Any]:
     """The tensors of the last checkpoint by component and name."""
-    return {
-        f"{file.stem}/{name}": tensor
-        for file in sorted(last_checkpoint(run).glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
+    return joined(last_checkpoint(run))
 
 
 def tensors(run: Path) -> dict[str, bytes]:

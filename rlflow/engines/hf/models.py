@@ -6,7 +6,7 @@ knows neither optimizers nor sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -213,6 +213,34 @@ class TorchModel(Resident):
             return self.adapters.names
         hosted = frozenset() if self.layers is None else self.layers.names()
         return hosted.union(self.trained.slots)
+
+    def resting(self, names: Collection[str]) -> dict[str, Shard]:
+        """Some weights where they are, on the device or asleep on the host; not to be written.
+
+        A copy on the host never changes: a sleep makes it, and the wake after it reads it and
+        lets it go. Raises RunError for weights that were discarded.
+        """
+        if not names:
+            return {}
+        if self.state == "offloaded":
+            return self.laid_out(self.asleep_tensors(), names)
+        self.require_ready()
+        return self.laid_out(self.all_tensors(), names)
+
+    def laid_out(self, tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Shard]:
+        """Some of tensors that lie as the weights of the same names do."""
+        return whole_shards({name: tensor for name, tensor in tensors.items() if name in names})
+
+    def asleep_tensors(self) -> dict[str, Tensor]:
+        """The weights by name as they lie on the host while the model is asleep there."""
+        copies = dict(zip(map(id, self.buffers()), self._host, strict=True))
+        # Layers on the host are written there by whoever averages: no copies that rest.
+        hosted = {} if self.layers is None else self.layers.tensors()
+        return {name: tensor.clone() for name, tensor in hosted.items()} | {
+            name: flat.view(name, copies[id(flat.buffers[slot.dtype])])
+            for flat in (self.frozen, self.trained)
+            for name, slot in flat.slots.items()
+        }
 
     def loaded(self, version: int) -> None:
         """Take note that every shard was written, with the weights of `version`.

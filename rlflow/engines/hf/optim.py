@@ -225,6 +225,37 @@ class AdamWState:
         """The state by the names of `tensors()`, each whole."""
         return whole_shards(self.tensors())
 
+    def saved_moments(self) -> dict[str, Shard]:
+        """The moments as `kind.weight` where they are, as `TorchModel.resting` gives weights."""
+        return whole_shards(self.resting("exp_avg") | self.resting("exp_avg_sq"))
+
+    def saved_masters(self) -> dict[str, Shard]:
+        """The float32 copies of lower weights where they are, by the weights' own names."""
+        found = self.resting("master")
+        return whole_shards({n.removeprefix("master."): tensor for n, tensor in found.items()})
+
+    @property
+    def rests(self) -> bool:
+        """Whether the state lies on the host where nothing changes it until it is woken."""
+        return self.asleep and not self.visiting
+
+    def resting(self, kind: str) -> dict[str, Tensor]:
+        """One kind of the state by name, on the device or as it lies on the host while asleep."""
+        own = self.kinds()[kind]
+        if self.rests:
+            copies = dict(zip(map(id, self.state_buffers()), self._host, strict=True))
+            own = {dtype: copies[id(buffer)] for dtype, buffer in own.items()}
+        return {
+            f"{kind}.{name}": self.flat.view(name, own[slot.dtype])
+            for name, slot in self.flat.slots.items()
+            if slot.dtype in own
+        }
+
+    def round_masters(self) -> None:
+        """Make lower weights those that their float32 copies say."""
+        for dtype, master in self.kinds()["master"].items():
+            self.flat.buffers[dtype].copy_(master)
+
     def trained_names(self) -> frozenset[str]:
         """The names of the state that training changes: all of them."""
         return frozenset(

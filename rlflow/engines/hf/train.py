@@ -29,7 +29,7 @@ from rlflow.batch import (
 )
 from rlflow.contract.engines import OptimizerSpec
 from rlflow.contract.progress import advance
-from rlflow.contract.values import LossFunction, StepResult, Temperature
+from rlflow.contract.values import LossFunction, Shard, StepResult, Temperature
 from rlflow.engines.hf.forward.attention import PackedAttention
 from rlflow.engines.hf.forward.head import Predictor
 from rlflow.engines.hf.forward.packed import PackedLayout, pack, prompt_groups
@@ -258,6 +258,11 @@ class TrainEngine:
     def adapters_off(self) -> AbstractContextManager[None]:
         """Score as the model that adapters were added to, within the block."""
         return self.model.adapters_off()
+
+    def saved_weights(self) -> dict[str, Shard]:
+        """What training changes, where it is: of lower weights their float32 copies alone."""
+        masters = {} if self.optimizer is None else self.optimizer.saved_masters()
+        return self.model.resting(self.model.trained_names() - masters.keys()) | masters
 
     def optimizer_meta(self) -> dict[str, int]:
         """What belongs to that state and is no tensor; plain JSON."""

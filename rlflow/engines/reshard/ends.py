@@ -141,3 +141,8 @@ def losses(waiting_for: str) -> Iterator[None]:
         what = f"a rank was lost while this one waited for {waiting_for}"
         fix = "the error of that rank comes first; this one follows from it"
         raise RunError(Finding(code="E544", what=what, got=str(error), fix=fix)) from error
+
+
+def home(shards: Mapping[str, Shard]) -> torch.device:
+    """Where a rank's shards live; the host for a rank that has none."""
+    return next((shard.tensor.device for shard in shards.values()), torch.device("cpu"))

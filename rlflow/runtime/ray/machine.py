@@ -28,24 +28,26 @@ from rlflow.runtime.ray.pools import (
     reserve,
     stable_order,
 )
-from rlflow.runtime.ray.rank import STARTING, Rank
+from rlflow.runtime.ray.rank import STARTING, Rank, Taken
 from rlflow.runtime.ray.ranks import Ranks, Start
 from rlflow.runtime.ray.shipping import shipped
 from rlflow.runtime.record.checkpoint import Found
 from rlflow.runtime.record.durable import FileRecord
+from rlflow.runtime.record.shards.places import ShardOf, ToWrite, assign_writers
 from rlflow.runtime.record.stages import stage
 from rlflow.runtime.worker.loading import loading
-from rlflow.runtime.worker.memories import component
 from rlflow.runtime.worker.node_states import States, saved_states, to_save
+from rlflow.runtime.worker.saving import shards_of
 from rlflow.scheduler.plan.plan import HOST, Instance, Plan
 
 if TYPE_CHECKING:
-    from rlflow.runtime.record.checkpoint import Component
+    from rlflow.runtime.record.checkpoint import Snapshots
 
 START_SECONDS = 120.0
 CLOSE_SECONDS = 15.0
 PROGRESS_SECONDS = 5.0
-RANK: Any = ray.remote(concurrency_groups={"rows": 1, "copies": 1, "progress": 1})(Rank)
+GROUPS = {"rows": 1, "copies": 1, "saving": 1, "progress": 1}
+RANK: Any = ray.remote(concurrency_groups=GROUPS)(Rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,8 @@ class RayMachine:
         self._reservation: Reservation | None = None
         self._ranks: Ranks | None = None
         self._loaded_states: States = {}
+        self._orders: dict[int, dict[str, ToWrite]] | None = None
+        self._shards: dict[str, ShardOf] = {}
         try:
             self._reservation = reserve(
                 self._session,
@@ -109,22 +113,24 @@ class RayMachine:
         """Start taking actions; seconds are those of `now`."""
         return RayBackend(self.plan, self.ranks, deadlines=self.deadlines, now=now)
 
-    def components(self) -> tuple[dict[str, Component], dict[str, dict[str, int]]]:
-        """What a checkpoint holds by component, and the optimizers' counters by model."""
-        components: dict[str, Component] = {}
-        counters = {}
-        for instance in self._trained():
-            asked = self._everywhere(instance, "sizes", instance.name)
-            sizes, meta = asked[instance.devices[0]]
-            counters[instance.model] = dict(meta)
-            components |= {
-                name: _Remote(self, instance, name, size) for name, size in sizes.items()
-            }
-        for node, device in self._remembering().items():
-            asked = {device: self.ranks.actor(device).memory_size.remote(node)}
-            found = self.answers(asked, f"asking what {node} keeps", self.deadlines.answering)
-            components[component(node)] = RemoteRows(self, node, device, found[device])
-        return components, counters
+    def snapshot(self) -> tuple[Snapshots, dict[str, dict[str, int]]]:
+        """What a checkpoint holds as it is now, and the optimizers' counters by model.
+
+        Which rank writes what is decided once: pieces stay where they are as long as a run lasts.
+        """
+        if self._orders is None:
+            holders = sorted({d for i in self._trained() for d in i.devices})
+            asked = {d: self.ranks.actor(d).pieces.remote() for d in holders}
+            held = self.answers(asked, "asking where weights lie", self.deadlines.answering)
+            self._orders = assign_writers(held)
+            self._shards = shards_of(self._orders, held)
+        writers = sorted({*self._orders, *self._remembering().values()})
+        asked = {d: self.ranks.actor(d).snapshot.remote(self._orders.get(d, {})) for d in writers}
+        taken: dict[int, Taken]
+        taken = self.answers(asked, "taking a snapshot", self.deadlines.answering)
+        counters = {model: dict(c) for t in taken.values() for model, c in t.counters.items()}
+        size = sum(each.size for each in taken.values())
+        return RankSnapshots(self, tuple(writers), size, self._shards), counters
 
     def _remembering(self) -> dict[str, int]:
         """The nodes that keep rows for later iterations, each with the device that has them."""
@@ -142,8 +148,11 @@ class RayMachine:
         self._loaded_states = states = saved_states(found.state)
         asked = {d: self.ranks.actor(d).remember.remote(states) for d in self.ranks.everybody()}
         self.answers(asked, "giving back what nodes keep", self.deadlines.answering)
-        files = {name: str(path.resolve()) for name, path in found.files.items()}
-        size = sum(path.stat().st_size for path in found.files.values())
+        files = {
+            name: tuple(replace(file, path=file.path.resolve()) for file in parts)
+            for name, parts in found.files.items()
+        }
+        size = sum(file.path.stat().st_size for parts in files.values() for file in parts)
         for device in sorted(set(self._remembering().values())):
             again = {device: self.ranks.actor(device).recall.remote(files)}
             self.answers(
@@ -277,48 +286,24 @@ class RayMachine:
 
 
 @dataclass(frozen=True, slots=True)
-class _Remote:
-    """A component that the ranks of an instance write."""
+class RankSnapshots:
+    """Snapshots that ranks hold: each writes its own files, all at once, none through another."""
 
     machine: RayMachine
-    instance: Instance
-    name: str
+    writers: tuple[int, ...]
     size: int
+    shards: Mapping[str, ShardOf]
 
-    def write(self, path: Path) -> FileRecord:
-        """Have the ranks write the file; its first device holds the pen."""
-        first = self.instance.devices[0]
-        ranks = self.machine.ranks
-        asked = {
-            device: ranks.actor(device).save.remote(
-                self.instance.name, self.name, str(path.resolve()) if device == first else None
-            )
-            for device in self.instance.devices
-        }
+    def write(self, directory: Path) -> dict[str, FileRecord]:
+        """Have every rank write its files; returns when all have reported."""
+        where, ranks = str(directory.resolve()), self.machine.ranks
+        asked = {device: ranks.actor(device).save.remote(where) for device in self.writers}
         seconds = self.machine.deadlines.for_files(self.size)
-        found = self.machine.answers(asked, f"saving {self.name}", seconds)
-        record: FileRecord = found[first]
-        return record
+        found = self.machine.answers(asked, "saving a checkpoint", seconds)
+        return {name: record for files in found.values() for name, record in files.items()}
 
-
-@dataclass(frozen=True, slots=True)
-class RemoteRows:
-    """A component with the rows that a node keeps, which the process that has them writes."""
-
-    machine: RayMachine
-    node: str
-    device: int
-    size: int
-
-    def write(self, path: Path) -> FileRecord:
-        """Have the process write the file."""
-        actor = self.machine.ranks.actor(self.device)
-        asked = {self.device: actor.save_memory.remote(self.node, str(path.resolve()))}
-        found = self.machine.answers(
-            asked, f"saving the rows of {self.node}", self.machine.deadlines.for_files(self.size)
-        )
-        record: FileRecord = found[self.device]
-        return record
+    def give_up(self) -> None:
+        """Nothing: ranks end with the machine."""
 
 
 def failure(answer: Any) -> RlflowError | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,10 +31,12 @@ from rlflow.runtime.ray.orders import Packed as PackedOrder
 from rlflow.runtime.ray.pools import Report, report
 from rlflow.runtime.ray.ranks import Start
 from rlflow.runtime.record.durable import FileRecord, fault, register_faults
+from rlflow.runtime.record.shards.places import SavedPiece, StoredFile, ToWrite
 from rlflow.scheduler.plan.plan import HOST, Action, Plan
 
 if TYPE_CHECKING:
     from rlflow.runtime.ray.packing import Packed
+    from rlflow.runtime.worker.saving import Saver
     from rlflow.runtime.worker.worker import Worker
 
 Rows = NDArray[np.int64]
@@ -43,19 +45,29 @@ FAULT_RANK = "RLFLOW_FAULT_RANK"
 STARTING = ("", 0)
 
 register_faults("rank:run", "rank:reshard", "rank:sleep", "rank:wake", "rank:send", "rank:receive")
+register_faults("rank:snapshot", "rank:saved")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What a rank has taken for a checkpoint: bytes of its files, optimizers' counters by model."""
+
+    size: int
+    counters: Mapping[str, Mapping[str, int]]
 
 
 class Rank:
     """One process of the plan; the controller calls its methods one at a time.
 
-    `send` and `receive` run in the concurrency group `rows`, and `move` in `copies`, beside what
-    the device does; `progress` in a group of its own, beside them all.
+    `send` and `receive` run in the concurrency group `rows`, `move` in `copies` and `save` in
+    `saving`, beside what the device does; `progress` in a group of its own, beside them all.
     """
 
     def __init__(self) -> None:
         die_with_parent()
         collect()
         self._worker: Worker | None = None
+        self._saver: Saver | None = None
         self._own = HOST
         self._progress: dict[tuple[str, int], Progress] = {}
 
@@ -147,33 +159,41 @@ class Rank:
             timed(lambda: self._receive(transfer, iteration, rows, total, pieces, by_sender))
         )
 
-    def save(self, instance: str, component: str, path: str | None) -> FileRecord | Failed | None:
-        """Write a component of a checkpoint, with the other ranks; the record on the writer."""
-        from rlflow.runtime.worker.saving import save_component
+    def pieces(self) -> dict[str, dict[str, SavedPiece]]:
+        """The places of what is trained here, by component and tensor."""
+        return self._saving().held()
 
+    def snapshot(self, orders: Mapping[str, ToWrite]) -> Taken | Failed:
+        """Take a snapshot of what this rank is to write of a checkpoint."""
         try:
-            loaded = self._ready().loaded[instance]
-            world = self._ready().world
-            return save_component(loaded, component, None if path is None else Path(path), world)
+            self._fault("rank:snapshot")
+            size = self._saving().take(orders)
+            return Taken(size=size, counters=self._saving().counters())
+        except Exception as error:
+            return failed(error)
+
+    @ray.method(concurrency_group="saving")
+    def save(self, directory: str) -> dict[str, FileRecord] | Failed:
+        """Write the snapshot's files, beside what runs; each one's size and digest."""
+        try:
+            found = self._saving().write(Path(directory))
+            self._fault("rank:saved")
+            return found
         except Exception as error:
             return failed(error)
 
     def restore(
-        self, instance: str, files: Mapping[str, str], meta: Mapping[str, int], version: int
+        self,
+        instance: str,
+        files: Mapping[str, Sequence[StoredFile]],
+        meta: Mapping[str, int],
+        version: int,
     ) -> Made | Failed:
         """Read this rank's shards of a checkpoint's components."""
         from rlflow.runtime.worker.saving import restore_components
 
-        paths = {name: Path(path) for name, path in files.items()}
         loaded = self._ready().loaded[instance]
-        return timed(lambda: restore_components(loaded, paths, meta, version))
-
-    def sizes(self, instance: str) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes of each component as a file has them, and the optimizer's counters."""
-        from rlflow.runtime.worker.saving import component_sizes
-
-        loaded = self._ready().loaded[instance]
-        return component_sizes(loaded), loaded.trainer.optimizer_meta()
+        return timed(lambda: restore_components(loaded, files, meta, version))
 
     def states(self) -> dict[str, dict[str, float]]:
         """What the nodes that this process runs keep from call to call."""
@@ -183,22 +203,7 @@ class Rank:
         """Take what nodes had kept."""
         self._ready().states.load(states)
 
-    def memory_size(self, node: str) -> int:
-        """Bytes of the file with the rows that a node keeps here."""
-        from rlflow.runtime.worker.memories import size_of
-
-        return size_of(node, self._ready().store.memory[node])
-
-    def save_memory(self, node: str, path: str) -> FileRecord | Failed:
-        """Write the rows that a node keeps here."""
-        from rlflow.runtime.worker.memories import save_rows
-
-        try:
-            return save_rows(node, self._ready().store.memory[node], Path(path))
-        except Exception as error:
-            return failed(error)
-
-    def recall(self, files: Mapping[str, str]) -> Made | Failed:
+    def recall(self, files: Mapping[str, Sequence[StoredFile]]) -> Made | Failed:
         """Take the rows that nodes had kept, of those that run here."""
         from rlflow.runtime.worker.memories import restored
 
@@ -224,6 +229,13 @@ class Rank:
         if self._worker is None:
             raise RunError(Finding(code="E756", what="a rank is used before its plan arrived"))
         return self._worker
+
+    def _saving(self) -> Saver:
+        from rlflow.runtime.worker.saving import Saver
+
+        if self._saver is None:
+            self._saver = Saver(self._ready())
+        return self._saver
 
     def _start(self, plan: bytes, start: Start) -> Made:
         began = time.time()

@@ -3,9 +3,10 @@
     checkpoints/
       LATEST                              "iteration-000040"
       iteration-000040/
-        actor.safetensors                 one file per component
-        actor.optimizer.safetensors
-        manifest.json                     sizes, sha256, state, identity, parent, own seal
+        actor.safetensors                 a component that one process holds
+        critic-00001-of-00002.safetensors     one of several: each writes what it holds, the
+        critic-00002-of-00002.safetensors     places of the pieces are in the manifest
+        manifest.json       sizes, sha256, places, state, identity, parent, own seal
       iteration-000060.tmp-4f1c.../       a save that died; the next save removes it
 
 Saving: every file written and fsynced in a `.tmp-` directory, the manifest last; the
@@ -24,7 +25,7 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 from rlflow.errors import CheckpointError, Finding
 from rlflow.runtime.record.durable import (
@@ -51,17 +52,13 @@ from rlflow.runtime.record.manifest import (
     read_manifest,
     verify_checkpoint,
 )
-from rlflow.runtime.record.tensorfile import file_parts, header_of, load_tensors
+from rlflow.runtime.record.shards.places import SUFFIX, ShardOf, StoredFile
+from rlflow.runtime.record.tensorfile import file_parts, header_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from rlflow.runtime.record.tensorfile import AnyTensor
 
-    Component: TypeAlias = "Mapping[str, AnyTensor] | Elsewhere"
-
 LATEST = "LATEST"
-SUFFIX = ".safetensors"
 NAME_FORM = re.compile(r"iteration-(\d{6,})", re.ASCII)
 SPACE_MARGIN = 1 << 20
 
@@ -71,6 +68,7 @@ LATEST_POINTS = register_atomic_faults("ckpt:latest")
 register_faults(
     "ckpt:sweep",
     "ckpt:mkdir",
+    "ckpt:reported",
     "ckpt:dirsync",
     "ckpt:aside",
     "ckpt:rename",
@@ -80,15 +78,22 @@ register_faults(
 )
 
 
-class Elsewhere(Protocol):
-    """A component that other processes write; `size` bytes of a safetensors file."""
+class Snapshots(Protocol):
+    """Components as they were at one moment, held by the processes that are to write them."""
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Bytes of all files."""
 
-    def write(self, path: Path) -> FileRecord:
-        """Write and sync the file; its size and digest."""
+    @property
+    def shards(self) -> Mapping[str, ShardOf]:
+        """What files will hold that are a part of a component, by their names."""
+
+    def write(self, directory: Path) -> Mapping[str, FileRecord]:
+        """Write and sync all files; each one's size and digest. Returns when every one is there."""
+
+    def give_up(self) -> None:
+        """Have a write that runs in another thread end soon."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +106,13 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A checkpoint of which every byte was verified: its files by component, and the state.
+    """A checkpoint of which every byte was verified: the files of components, and the state.
 
     `rejected` lists what was tried before it, newest first; the caller warns about them.
     """
 
     iteration: int
-    files: Mapping[str, Path]
+    files: Mapping[str, tuple[StoredFile, ...]]
     state: Mapping[str, JSON]
     identity: Mapping[str, str]
     path: Path
@@ -125,10 +130,15 @@ def list_checkpoints(root: Path) -> tuple[Path, ...]:
     return tuple(root / name for _, name in sorted(found))
 
 
+def list_iterations(root: Path) -> list[int]:
+    """The iterations of those, in their order."""
+    return [int(path.name.rpartition("-")[2]) for path in list_checkpoints(root)]
+
+
 def save_checkpoint(
     root: Path,
     iteration: int,
-    components: Mapping[str, Component],
+    components: Mapping[str, Mapping[str, AnyTensor]] | Snapshots,
     state: Mapping[str, JSON],
     identity: Mapping[str, str],
     keep: int = 2,
@@ -136,8 +146,8 @@ def save_checkpoint(
 ) -> Path:
     """Write one complete, durable checkpoint and return its directory.
 
-    Tensors may be torch (any device, one at a time is copied to the host) or numpy, or be
-    written by somebody else;
+    Components are tensors by name, torch or numpy, which nobody changes meanwhile, or those that
+    processes have snapshots of; the checkpoint is committed when every one has written its own.
     `state` is JSON whose floats come back bit for bit; `identity` holds the hashes a resumed
     run must share. The newest `keep` (at least 1) complete checkpoints stay, and those after the
     iterations of `spare`. A damaged
@@ -145,15 +155,11 @@ def save_checkpoint(
     with the previous checkpoints as they were and nothing half-written.
     """
     assert keep >= 1
-    writers: dict[str, Elsewhere] = {
-        name: _Here(name, found) if isinstance(found, Mapping) else found
-        for name, found in components.items()
-    }
-    needed = sum(writer.size for writer in writers.values()) + SPACE_MARGIN
+    taken = _Here(components) if isinstance(components, Mapping) else components
     with disk_errors(CheckpointError, f"save iteration {iteration} in {root}", root):
         root.mkdir(parents=True, exist_ok=True)
         _sweep(root)
-        check_space(root, needed, CheckpointError)
+        check_space(root, taken.size + SPACE_MARGIN, CheckpointError)
         final = root / checkpoint_name(iteration)
         aside = _refuse_complete(final)
         older = [path.name for path in list_checkpoints(root) if path != final]
@@ -161,16 +167,15 @@ def save_checkpoint(
         try:
             temporary.mkdir()
             fault("ckpt:mkdir")
-            files = {
-                name + SUFFIX: writer.write(temporary / (name + SUFFIX))
-                for name, writer in writers.items()
-            }
+            files = taken.write(temporary)
+            fault("ckpt:reported")
             manifest = Manifest(
                 iteration=iteration,
                 parent=older[-1] if older else None,
                 files=files,
                 state=state,
                 identity=identity,
+                shards=taken.shards,
             )
             write_file(temporary / MANIFEST, [manifest_text(manifest).encode()], MANIFEST_POINTS)
             fsync_dir(temporary)
@@ -212,14 +217,24 @@ def _refuse_complete(final: Path) -> bool:
 
 
 class _Here:
-    """A component whose tensors are in this process."""
+    """Components whose tensors are in this process, each a file."""
 
-    def __init__(self, name: str, tensors: Mapping[str, AnyTensor]) -> None:
-        self._tensors = tensors
-        self._header, self.size = header_of(name, tensors)
+    def __init__(self, components: Mapping[str, Mapping[str, AnyTensor]]) -> None:
+        self.shards: Mapping[str, ShardOf] = {}
+        made = {name: header_of(name, tensors) for name, tensors in components.items()}
+        self._files = {name: (header, components[name]) for name, (header, _) in made.items()}
+        self.size = sum(size for _, size in made.values())
 
-    def write(self, path: Path) -> FileRecord:
-        return write_file(path, file_parts(self._header, self._tensors), COMPONENT_POINTS)
+    def write(self, directory: Path) -> dict[str, FileRecord]:
+        return {
+            name + SUFFIX: write_file(
+                directory / (name + SUFFIX), file_parts(header, tensors), COMPONENT_POINTS
+            )
+            for name, (header, tensors) in self._files.items()
+        }
+
+    def give_up(self) -> None:
+        """Nothing: the tensors are written by who has called for it."""
 
 
 def _publish(temporary: Path, final: Path, aside: bool) -> None:
@@ -260,12 +275,6 @@ def _retire(root: Path, keep: int, spared: Collection[str]) -> None:
     _sweep(root)
 
 
-def load_component(found: Found, name: str) -> Mapping[str, Tensor]:
-    """One component's torch tensors. Raises `CheckpointError` where its file cannot be read."""
-    with disk_errors(CheckpointError, f"load {found.path}", found.path):
-        return load_tensors(found.files[name])
-
-
 def find_checkpoint(root: Path, *, identity: Mapping[str, str] | None = None) -> Found | None:
     """The newest checkpoint of `root` that verifies, its tensors not loaded.
 
@@ -288,13 +297,24 @@ def find_checkpoint(root: Path, *, identity: Mapping[str, str] | None = None) ->
             _check_identity(path, manifest.identity, identity)
         return Found(
             iteration=manifest.iteration,
-            files={name.removesuffix(SUFFIX): path / name for name in manifest.files},
+            files=stored_files(path, manifest),
             state=manifest.state,
             identity=manifest.identity,
             path=path,
             rejected=tuple(rejected),
         )
     raise _nothing_usable(root, rejected)
+
+
+def stored_files(path: Path, manifest: Manifest) -> dict[str, tuple[StoredFile, ...]]:
+    """The files of a checkpoint by the component that they are, or are a part of."""
+    found: dict[str, tuple[StoredFile, ...]] = {}
+    for name in manifest.files:
+        shard = manifest.shards.get(name)
+        component = name.removesuffix(SUFFIX) if shard is None else shard.component
+        file = StoredFile(path=path / name, pieces={} if shard is None else shard.pieces)
+        found[component] = (*found.get(component, ()), file)
+    return found
 
 
 def _doubt_latest(root: Path, found: Sequence[Path]) -> list[Rejected]:

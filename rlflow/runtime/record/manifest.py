@@ -9,26 +9,33 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from rlflow.errors import CheckpointError, Finding
 from rlflow.runtime.record.durable import JSON, FileRecord, exact_json, exact_value, read_record
+from rlflow.runtime.record.shards.places import ShardOf, parse_piece
 
-FORMAT = 1
+# In format 1 every component is one file, and what is trained in float32 may be there twice.
+FORMAT = 2
+FORMATS = (1, FORMAT)
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a complete checkpoint says about itself; `files` by file name."""
+    """What a complete checkpoint says about itself; `files` by file name.
+
+    `shards` says what those files hold that are a part of a component only.
+    """
 
     iteration: int
     parent: str | None
     files: Mapping[str, FileRecord]
     state: Mapping[str, JSON]
     identity: Mapping[str, str]
+    shards: Mapping[str, ShardOf] = field(default_factory=dict)
 
 
 def checkpoint_name(iteration: int) -> str:
@@ -48,11 +55,18 @@ def manifest_text(manifest: Manifest) -> str:
             name: {"size": record.size, "sha256": record.sha256}
             for name, record in manifest.files.items()
         },
+        "shards": {
+            name: {
+                "component": shard.component,
+                "pieces": {key: place.text() for key, place in shard.pieces.items()},
+            }
+            for name, shard in manifest.shards.items()
+        },
         "state": manifest.state,
         "identity": dict(manifest.identity),
     }
     try:
-        return _sealed(body)
+        return _sealed(body, FORMAT)
     except TypeError as error:
         raise CheckpointError(
             Finding(
@@ -63,8 +77,8 @@ def manifest_text(manifest: Manifest) -> str:
         ) from error
 
 
-def _sealed(content: Mapping[str, JSON]) -> str:
-    body: dict[str, JSON] = {**content, "format": FORMAT}
+def _sealed(content: Mapping[str, JSON], form: int) -> str:
+    body: dict[str, JSON] = {**content, "format": form}
     seal = hashlib.sha256(exact_json(body).encode()).hexdigest()
     return exact_json({**body, "seal": seal})
 
@@ -81,11 +95,13 @@ def read_manifest(path: Path) -> Manifest:
             raise _damaged(path, f"no {MANIFEST}")
         text = file.read_bytes().decode()
         body = exact_value(json.loads(text))
-        if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
+        form = body.pop("format", None) if isinstance(body, dict) else None
+        if not isinstance(body, dict) or form not in FORMATS:
             raise _damaged(path, f"{MANIFEST} is not of format {FORMAT}")
         body.pop("seal", None)
-        if _sealed(body) != text:
+        if _sealed(body, cast("int", form)) != text:
             raise _damaged(path, f"{MANIFEST} is not the text that was written")
+        shards = _shards(cast("dict[str, Any]", body.get("shards", {})))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise _damaged(path, f"{MANIFEST} cannot be read ({error})") from error
     found = cast("dict[str, Any]", body)
@@ -97,7 +113,19 @@ def read_manifest(path: Path) -> Manifest:
         files={name: FileRecord(**record) for name, record in found["files"].items()},
         state=found["state"],
         identity=found["identity"],
+        shards=shards,
     )
+
+
+def _shards(found: Mapping[str, Any]) -> dict[str, ShardOf]:
+    """What files hold that are a part of a component."""
+    return {
+        name: ShardOf(
+            component=shard["component"],
+            pieces={key: parse_piece(text) for key, text in shard["pieces"].items()},
+        )
+        for name, shard in found.items()
+    }
 
 
 def check_files(path: Path, manifest: Manifest, *, sizes_only: bool) -> None:

@@ -15,13 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import CheckpointError, Finding, RunDirError
 from rlflow.runtime.record.changes import Change, changes_of, require_allowed
-from rlflow.runtime.record.checkpoint import SUFFIX, Found, find_checkpoint, list_checkpoints
+from rlflow.runtime.record.checkpoint import (
+    Found,
+    find_checkpoint,
+    list_checkpoints,
+    stored_files,
+)
 from rlflow.runtime.record.manifest import MANIFEST, Manifest, read_manifest, verify_checkpoint
 from rlflow.runtime.record.rundir import RUN_FILE, RunDir
 from rlflow.runtime.worker.node_states import SAVED
 
 if TYPE_CHECKING:
     from rlflow.graph.graph import Graph
+    from rlflow.graph.model import Model
+    from rlflow.scheduler.plan.plan import Plan
 
 # In the counters of an optimizer: its moments are not those of the file, they begin at zero.
 FRESH = "fresh"
@@ -75,6 +82,26 @@ def require_more(directory: RunDir, done: int, iterations: int) -> None:
         )
 
 
+def require_models(found: Found, plan: Plan) -> None:
+    """Raise CheckpointError E753 where a checkpoint lacks a model that a plan trains."""
+    for instance in plan.instances:
+        if instance.trained:
+            _require_model(found, plan.graph.model(instance.model))
+
+
+def _require_model(found: Found, model: Model) -> None:
+    """Raise CheckpointError where a checkpoint lacks a model that the plan trains or averages."""
+    name = model.name
+    if not {name, *(() if model.averaged else (f"{name}.optimizer",))} <= set(found.files):
+        raise CheckpointError(
+            Finding(
+                code="E753",
+                what=f"checkpoint {found.path} has no model {name!r}",
+                got=", ".join(sorted(found.files)),
+            )
+        )
+
+
 def without_changed(found: Found, changes: Sequence[Change]) -> Found:
     """A checkpoint without what nodes keep whose values have changed: they begin anew."""
     states = found.state.get(SAVED, {})
@@ -96,7 +123,7 @@ def weights_of(text: str) -> Found:
     path = Path(text)
     if (path / MANIFEST).is_file():
         manifest = verify_checkpoint(path)
-        files = {name.removesuffix(SUFFIX): path / name for name in manifest.files}
+        files = stored_files(path, manifest)
         return Found(iteration=0, files=files, state={}, identity={}, path=path, rejected=())
     found = find_checkpoint(path / "checkpoints") if (path / RUN_FILE).is_file() else None
     if found is None:

@@ -1,7 +1,7 @@
 """Tensors as a safetensors file, one at a time and without a second copy of all of them.
 
-Holds the header, the bytes in order, and the door to the library that reads them back; the
-library's own writer wants every tensor on the host at once and a second pass for a digest.
+Holds the header and the bytes in order; the library's own writer wants every tensor on the host at
+once and a second pass for a digest.
 This file does not know what a checkpoint is. torch and numpy are imported inside functions.
 """
 
@@ -11,7 +11,6 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rlflow.errors import CheckpointError, Finding
@@ -111,10 +110,3 @@ def raw_bytes(tensor: AnyTensor) -> memoryview:
     # A copy, for storage that numpy has seen can never be resized, and so never put to sleep.
     host = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)
     return host.view(torch.uint8).numpy().data
-
-
-def load_tensors(path: Path) -> Mapping[str, Tensor]:
-    """The torch tensors of a file by name, on the CPU."""
-    from safetensors.torch import load_file
-
-    return load_file(path)

@@ -72,30 +72,29 @@ class Loaded:
         names = self.model.trained_names()
         return {name: shard for name, shard in self.model.shards().items() if name in names}
 
-    def components(self) -> dict[str, dict[str, Shard]]:
-        """What a checkpoint holds of it, by component; read it inside `awake`.
+    def saved(self) -> dict[str, dict[str, Shard]]:
+        """What a checkpoint holds of it by component, where it is; not to be written.
 
-        An average has no optimizer state.
+        Nothing is woken for it. An average has no optimizer state.
         """
-        found = {self.instance.model: self.trained_shards()}
+        found = {self.instance.model: self.trainer.saved_weights()}
         if self.optimizer is not None:
-            found[f"{self.instance.model}.optimizer"] = self.optimizer.shards()
+            found[f"{self.instance.model}.optimizer"] = self.optimizer.saved_moments()
         return found
 
-    def snapshot(self) -> dict[str, Mapping[str, Tensor]]:
-        """Weights and optimizer state by component; copies where they sleep on the host."""
-        asleep = self._asleep()
-        with self.awake():
-            found = {
-                name: {key: shard.tensor for key, shard in shards.items()}
-                for name, shards in self.components().items()
-            }
-            if not asleep:
-                return dict(found)
-            return {
-                name: {key: tensor.clone() for key, tensor in part.items()}
-                for name, part in found.items()
-            }
+    def resting(self) -> frozenset[tuple[str, str]]:
+        """Of what is `saved`, by component and name, what lies on the host, asleep."""
+        masters: Collection[str] = ()
+        slept = self.optimizer is not None and self.optimizer.rests
+        if self.optimizer is not None:
+            masters = self.optimizer.saved_masters().keys()
+        weights = self.model.state == "offloaded"
+        return frozenset(
+            (component, name)
+            for component, shards in self.saved().items()
+            for name in shards
+            if (slept if name in masters or component != self.instance.model else weights)
+        )
 
     def restored(self, meta: Mapping[str, int], version: int) -> None:
         """Take note that the shards hold a checkpoint: its counters, and the version it is."""

@@ -6,21 +6,18 @@ what is kept nor when a checkpoint is due.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rlflow.batch import Batch, flat, is_ragged, lengths, make_batch, ragged
 from rlflow.errors import CheckpointError, Finding
-from rlflow.runtime.record.checkpoint import COMPONENT_POINTS
-from rlflow.runtime.record.durable import disk_errors, write_file
-from rlflow.runtime.record.tensorfile import file_parts, header_of, load_tensors
+from rlflow.runtime.record.shards.reading import open_component
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlflow.graph.graph import Graph
-    from rlflow.runtime.record.durable import FileRecord
+    from rlflow.runtime.record.shards.places import StoredFile
 
 VALUES, LENGTHS = " values", " lengths"  # no name of a field has a blank
 ROWS = "rows"
@@ -54,26 +51,13 @@ def rows_of_tensors(tensors: Mapping[str, Tensor]) -> Batch:
     return make_batch(fields, min(map(len, fields.values()), default=0))
 
 
-def size_of(node: str, kept: Batch) -> int:
-    """Bytes of the component's file."""
-    return header_of(component(node), tensors_of(kept))[1]
-
-
-def save_rows(node: str, kept: Batch, path: Path) -> FileRecord:
-    """Write what a node keeps."""
-    tensors = tensors_of(kept)
-    header, _ = header_of(component(node), tensors)
-    with disk_errors(CheckpointError, f"save {path.name}", path.parent):
-        return write_file(path, file_parts(header, tensors), COMPONENT_POINTS)
-
-
-def restored(graph: Graph, files: Mapping[str, str] | Mapping[str, Path]) -> dict[str, Batch]:
+def restored(graph: Graph, files: Mapping[str, Sequence[StoredFile]]) -> dict[str, Batch]:
     """What nodes had kept, of a checkpoint's files; raises CheckpointError where it is missing."""
     found = {}
     for node in (node.name for node in graph.nodes if node.op.recalls):
-        path = files.get(component(node))
-        if path is None:
+        if component(node) not in files:
             finding = Finding(code="E792", what=f"the checkpoint lacks the rows {node!r} had kept")
             raise CheckpointError(finding)
-        found[node] = rows_of_tensors(load_tensors(Path(path)))
+        with open_component(files[component(node)]) as stored:
+            found[node] = rows_of_tensors({name: tensor[...] for name, tensor in stored.items()})
     return found

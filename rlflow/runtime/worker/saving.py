@@ -1,133 +1,189 @@
-"""What a checkpoint holds of a model instance, written and read where its shards are.
+"""What a checkpoint holds of this process: snapshots of it, the files they become, and back.
 
-Parameters are joined one at a time, so that no process ever holds the model, and a file does
-not depend on the layout that wrote it. This file knows neither when a checkpoint is due nor
-what completes it.
+Every process writes what it is told to of what it holds, and reads of a checkpoint the parts
+that its shards need, in whatever layout it was saved. This file knows neither when a checkpoint
+is due nor what completes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlflow.errors import CheckpointError, Finding
-from rlflow.runtime.record.checkpoint import COMPONENT_POINTS
-from rlflow.runtime.record.durable import FileRecord, disk_errors, write_file
+from rlflow.runtime.record.durable import FileRecord, fault, register_faults
 from rlflow.runtime.record.resuming import FRESH
-from rlflow.runtime.record.tensorfile import header_of, ordered, raw_bytes
+from rlflow.runtime.record.shards.places import SUFFIX, SavedPiece, ShardOf, StoredFile, ToWrite
+from rlflow.runtime.record.shards.reading import open_component
+from rlflow.runtime.record.shards.snapshot import HostBuffers, Keep, Snapshot, take_snapshot
+from rlflow.runtime.worker.memories import component as rows_of
+from rlflow.runtime.worker.memories import tensors_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from rlflow.contract.values import Shard
     from rlflow.runtime.worker.loaded import Loaded
-    from rlflow.runtime.worker.world import World
+    from rlflow.runtime.worker.worker import Worker
+
+MASTER = "master."
+register_faults("save:snapshot", "save:written")
 
 
-def component_sizes(loaded: Loaded) -> dict[str, int]:
-    """Bytes of each component's file."""
-    with loaded.awake():
+class Saver:
+    """Takes snapshots of what a worker holds, one at a time, and writes them."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._buffers = HostBuffers()
+        self._snapshot: Snapshot | None = None
+        self._size = 0
+
+    def held(self) -> dict[str, dict[str, SavedPiece]]:
+        """The places of what is trained here, by component and tensor."""
         return {
-            name: header_of(name, _whole(shards))[1] for name, shards in loaded.components().items()
+            component: {name: SavedPiece(shard.shape, shard.box) for name, shard in shards.items()}
+            for loaded in self._worker.trained()
+            for component, shards in loaded.saved().items()
         }
 
+    def counters(self) -> dict[str, dict[str, int]]:
+        """What belongs to optimizers and is no tensor, by model."""
+        trained = self._worker.trained()
+        return {each.instance.model: each.trainer.optimizer_meta() for each in trained}
 
-def save_component(
-    loaded: Loaded, component: str, path: Path | None, world: World | None
-) -> FileRecord | None:
-    """Write a component with the instance's other ranks; those without a `path` only send.
+    @property
+    def size(self) -> int:
+        """Bytes of the files of the snapshot that was taken last."""
+        return self._size
 
-    Every rank of the instance calls it; the one with a path is the first of its devices.
-    """
-    with loaded.awake():
-        shards = loaded.components()[component]
-        whole = _whole(shards)
-        parts = _streamed({name: shards[name] for name, _ in ordered(whole)}, loaded, world)
-        if path is None:
-            for _ in parts:
-                pass
-            return None
-        header, _ = header_of(component, whole)
-        with disk_errors(CheckpointError, f"save {path.name}", path.parent):
-            return write_file(path, _bytes(header, parts), COMPONENT_POINTS)
+    @property
+    def shards(self) -> dict[str, ShardOf]:
+        """None: where one process holds a model, its files are whole components."""
+        return {}
+
+    def take(self, orders: Mapping[str, ToWrite]) -> int:
+        """Take a snapshot of what this process is to write; bytes of its files.
+
+        `orders` are by component; rows that nodes keep here are files of their own.
+        """
+        files: dict[str, tuple[str, dict[str, Keep]]] = {}
+        for loaded in self._worker.trained():
+            resting = loaded.resting()
+            for component, shards in loaded.saved().items():
+                if component in orders:
+                    order = orders[component]
+                    files[order.file] = (
+                        component,
+                        {
+                            name: Keep(
+                                tensor=shards[name].tensor, resting=(component, name) in resting
+                            )
+                            for name in order.names
+                        },
+                    )
+        for node, kept in self._worker.store.memory.items():
+            part = {n: Keep(tensor=t, resting=False) for n, t in tensors_of(kept).items()}
+            files[rows_of(node) + SUFFIX] = rows_of(node), part
+        self._snapshot = take_snapshot(files, self._buffers)
+        self._size = self._snapshot.size
+        fault("save:snapshot")
+        return self._size
+
+    def write(self, directory: Path) -> dict[str, FileRecord]:
+        """Write the snapshot's files and let go of it; each one's size and digest."""
+        assert self._snapshot is not None, "nothing was taken"
+        try:
+            found = self._snapshot.write(directory)
+        finally:
+            self._snapshot = None
+        fault("save:written")
+        return found
+
+    def give_up(self) -> None:
+        """Have a write that runs in another thread end soon."""
+        snapshot = self._snapshot
+        if snapshot is not None:
+            snapshot.give_up()
+
+
+def shards_of(
+    orders: Mapping[int, Mapping[str, ToWrite]],
+    held: Mapping[int, Mapping[str, Mapping[str, SavedPiece]]],
+) -> dict[str, ShardOf]:
+    """What the files are to hold that are a part of a component, by their names."""
+    writers: dict[str, int] = {}
+    for parts in orders.values():
+        for component in parts:
+            writers[component] = writers.get(component, 0) + 1
+    return {
+        order.file: ShardOf(
+            component=component,
+            pieces={name: held[device][component][name] for name in order.names},
+        )
+        for device, parts in orders.items()
+        for component, order in parts.items()
+        if writers[component] > 1
+    }
 
 
 def restore_components(
-    loaded: Loaded, files: Mapping[str, Path], meta: Mapping[str, int], version: int
+    loaded: Loaded,
+    files: Mapping[str, Sequence[StoredFile]],
+    meta: Mapping[str, int],
+    version: int,
 ) -> None:
     """Fill this process's shards from the components' files; raises CheckpointError for others.
 
-    Where the counters say so, moments begin at zero: of an optimizer's file the float32 copies
-    of lower weights are read alone.
+    Of weights that are trained on float32 copies the copies are read, and the weights are those
+    rounded. Where the counters say so, moments begin at zero.
     """
-    from rlflow.engines.hf.sharded.loading import fill_from_safetensors
-
+    model, optimizer = loaded.instance.model, loaded.optimizer
     with loaded.awake():
-        for component, held in loaded.components().items():
-            shards: Mapping[str, Shard] = held
-            copies = bool(meta.get(FRESH)) and component.endswith(".optimizer")
-            if copies:
-                shards = {name: s for name, s in held.items() if name.startswith("master.")}
-            if not shards:
-                continue
-            file = files[component]
-            _require_fitting(component, shards, file, part=copies)
-            fill_from_safetensors(shards, dict.fromkeys(shards, file))
+        weights = loaded.trained_shards()
+        moments: dict[str, Shard] = {}
+        if optimizer is not None:
+            weights |= optimizer.saved_masters()
+            moments = optimizer.saved_moments()
+        kept = files.get(f"{model}.optimizer", ())
+        with open_component(files[model]) as stored, open_component(kept) as beside:
+            # A checkpoint of format 1 has float32 copies beside the moments.
+            copies = {n.removeprefix(MASTER): t for n, t in beside.items() if n.startswith(MASTER)}
+            _fill(model, weights, stored, copies)
+            if not meta.get(FRESH):
+                own = {n: t for n, t in beside.items() if not n.startswith(MASTER)}
+                _fill(f"{model}.optimizer", moments, own, {})
+        if optimizer is not None:
+            with torch.no_grad():
+                optimizer.round_masters()
         loaded.restored(meta, version)
 
 
-def _require_fitting(
-    component: str, shards: Mapping[str, Shard], file: Path, *, part: bool
+def _fill(
+    component: str,
+    shards: Mapping[str, Shard],
+    stored: Mapping[str, Any],
+    better: Mapping[str, Any],
 ) -> None:
-    """Raise CheckpointError unless a file holds these tensors; and no others, but of a `part`."""
-    from safetensors import safe_open
+    """Read shards from what is stored, of some names from something `better`."""
+    from rlflow.engines.hf.sharded.loading import fill
 
-    with safe_open(file, framework="pt") as tensors:
-        names = set(tensors.keys())
-        wrong = set(shards) - names if part else names ^ set(shards)
-        names &= set(shards)
-        wrong |= {
-            name
-            for name in names - wrong
-            if tuple(tensors.get_slice(name).get_shape()) != shards[name].shape
-        }
+    wrong = stored.keys() ^ shards.keys()
+    wrong |= {
+        name
+        for name in stored.keys() & shards.keys()
+        if tuple(stored[name].get_shape()) != shards[name].shape
+    }
     if wrong:
         raise CheckpointError(
             Finding(
                 code="E760",
-                what=f"{file} is not {component} of this pipeline",
+                what=f"the checkpoint's {component} is not that of this pipeline",
                 got=f"{len(wrong)} tensors missing, unknown or of another shape",
-                expected=f"{len(shards)} tensors; {sorted(wrong)[0]!r} differs",
+                expected=f"{len(shards)} tensors; {min(wrong)!r} differs",
             )
         )
-
-
-def _whole(shards: Mapping[str, Shard]) -> dict[str, Tensor]:
-    """Each parameter's whole shape and dtype, without memory."""
-    return {
-        name: torch.empty(shard.shape, dtype=shard.tensor.dtype, device="meta")
-        for name, shard in shards.items()
-    }
-
-
-def _streamed(
-    shards: Mapping[str, Shard], loaded: Loaded, world: World | None
-) -> Iterator[Tensor | None]:
-    """Whole parameters in order; None on the ranks that only send."""
-    group = None if world is None else world.group(loaded.instance)
-    if group is None:
-        yield from (shard.tensor for shard in shards.values())
-        return
-    from rlflow.engines.reshard.gather import stream_whole
-
-    yield from (tensor for _, tensor in stream_whole(shards, group, to=0))
-
-
-def _bytes(header: bytes, parts: Iterator[Tensor | None]) -> Iterator[bytes | memoryview]:
-    yield header
-    for tensor in parts:
-        assert tensor is not None
-        yield raw_bytes(tensor)
+    with torch.no_grad():
+        for name, shard in shards.items():
+            fill(shard, better.get(name, stored[name]), name, None)

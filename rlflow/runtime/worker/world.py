@@ -276,7 +276,7 @@ def _stream(
 ) -> BucketStream:
     """What brings weights to engines in buckets, by the ranks beside theirs."""
     from rlflow.engines.process.client.model import EngineModel
-    from rlflow.engines.reshard.gather import home
+    from rlflow.engines.reshard.ends import home
     from rlflow.engines.reshard.streaming import BucketStream, Lending
 
     here = {target.instance.name: target.model for target in targets}

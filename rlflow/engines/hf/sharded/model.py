@@ -120,6 +120,18 @@ class ShardedModel(TorchModel):
         """One of them."""
         return _local_piece(self.parameters[name], tensor, self.cuts.get(name), self.ranks)
 
+    def laid_out(self, tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Shard]:
+        """See `TorchModel.laid_out`."""
+        return self.pieces({name: tensor for name, tensor in tensors.items() if name in names})
+
+    def asleep_tensors(self) -> dict[str, Tensor]:
+        """See `TorchModel.asleep_tensors`."""
+        copies = dict(zip(map(id, self.buffers()), self._host, strict=True))
+        return {
+            name: in_storage(copies[id(self._storages[name])], tensor)
+            for name, tensor in self.all_tensors().items()
+        }
+
     def all_tensors(self) -> dict[str, Tensor]:
         """The pieces that this rank has by name, whatever the state."""
         return {name: local(parameter) for name, parameter in self.parameters.items()}
@@ -201,6 +213,12 @@ def storage_of(tensor: Tensor) -> Tensor:
     """All of a tensor's storage as bytes, `[bytes]`."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def in_storage(storage: Tensor, like: Tensor) -> Tensor:
+    """The tensor that lies in a copy of a storage, bytes, as `like` does in the storage."""
+    size, stride = like.size(), like.stride()
+    return storage.view(like.dtype).as_strided(size, stride, int(like.storage_offset()))
 
 
 def _local_piece(parameter: Tensor, tensor: Tensor, cut: Cut | None, ranks: MeshRanks) -> Shard:

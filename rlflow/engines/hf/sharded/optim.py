@@ -162,6 +162,23 @@ class ShardedAdamW(AdamWState):
             for name, shard in self.model.pieces(tensors).items()
         }
 
+    def saved_moments(self) -> dict[str, Shard]:
+        """See `AdamWState.saved_moments`."""
+        kinds = {"exp_avg": self.averages, "exp_avg_sq": self.squares}
+        copies = iter(self._host)
+        return {
+            f"{kind}.{name}": self.model.piece(name, next(copies) if self.rests else tensor)
+            for kind, tensors in kinds.items()
+            for name, tensor in tensors.items()
+        }
+
+    def saved_masters(self) -> dict[str, Shard]:
+        """None: the weights that the model keeps are those in float32."""
+        return {}
+
+    def round_masters(self) -> None:
+        """Nothing: lower weights are made of what is trained in each pass."""
+
     def trained_names(self) -> frozenset[str]:
         """The names of the state that training changes: all of them."""
         return frozenset(f"{kind}.{n}" for kind, part in self.by_kind().items() for n in part)
