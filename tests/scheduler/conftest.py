@@ -23,15 +23,21 @@ settings.register_profile(
 settings.load_profile("rlflow")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A working directory with `models/NAME/config.json`; the hub cache is empty."""
+@pytest.fixture(scope="session")
+def models_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `models/NAME/config.json`, which nobody changes."""
     home = tmp_path_factory.mktemp("scheduler")
     write_models(home)
+    return home
+
+
+@pytest.fixture(autouse=True, scope="module")
+def models(models_home: Path) -> Iterator[Path]:
+    """The working directory is that of the models; the hub cache is empty."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(home)
-        patch.setenv("HF_HUB_CACHE", str(home / "hub"))
-        yield home
+        patch.chdir(models_home)
+        patch.setenv("HF_HUB_CACHE", str(models_home / "hub"))
+        yield models_home
 
 
 def write_models(home: Path) -> None:

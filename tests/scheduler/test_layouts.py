@@ -307,8 +307,9 @@ def test_layers_come_in_whole_and_are_never_written(assign: dict[str, rf.On]) ->
 def test_tp_has_to_divide_the_feed_forward_width_too(monkeypatch: pytest.MonkeyPatch) -> None:
     odd = replace(shape(), ffn=1023)
     monkeypatch.setattr("rlflow.scheduler.compile.model_shape", lambda *_: odd)
+    placement = rf.Placement(pools={"all": 2}, assign={"*": rf.on("all", tp=2)})
     with pytest.raises(PlanError, match="does not divide the feed-forward width") as found:
-        compiled_with(grpo(), rf.Placement(pools={"all": 2}, assign={"*": rf.on("all", tp=2)}))
+        compiled_with(grpo(), placement, name="of another width")
 
     assert {"E213"} == {finding.code for finding in found.value.findings}
 

@@ -407,8 +407,3 @@ def test_chains_that_cross_are_found():
         (chain,) = crossing_chains(bound(ppo(ignore_eos=ignore_eos), APART), 2)
         assert ("actor.rollout", 8, 8) == (chain.root.name, chain.prompts, chain.rows)
         assert by == chain.by
-
-
-def test_equal_input_gives_equal_plans():
-    one, two = (cut(ppo(), APART, "auto", backend="ray") for _ in range(2))
-    assert one.hash == two.hash
