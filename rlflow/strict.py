@@ -55,7 +55,9 @@ def _kinds_of_text(annotation: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def problem(value: Any, kinds: Iterable[str], *, infinite: bool = False, text: bool = False) -> str:
+def problem(
+    value: object, kinds: Iterable[str], *, infinite: bool = False, text: bool = False
+) -> str:
     """What an option should have been, or nothing where it is of its kinds.
 
     `infinite` options may be infinity; of those that come as `text`, texts are left to others.
@@ -76,7 +78,7 @@ def problem(value: Any, kinds: Iterable[str], *, infinite: bool = False, text: b
     return ""
 
 
-def _leaves(value: Any) -> Iterable[Any]:
+def _leaves(value: object) -> Iterable[Any]:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple | set | frozenset):
@@ -134,14 +136,14 @@ def require(options: object) -> None:
         raise GraphError(*findings)
 
 
-def _expected(parameter: inspect.Parameter, value: Any, infinite: bool) -> str:
+def _expected(parameter: inspect.Parameter, value: object, infinite: bool) -> str:
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     if parameter.kind in variable or parameter.annotation is inspect.Parameter.empty:
         return ""
     return problem(value, kinds_of(parameter.annotation), infinite=infinite)
 
 
-def _wrong(function: str, name: str, value: Any, expected: str, where: Source | None) -> Finding:
+def _wrong(function: str, name: str, value: object, expected: str, where: Source | None) -> Finding:
     own = function.removesuffix(".__init__")
     return Finding(
         code="E655",

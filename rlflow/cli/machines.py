@@ -12,17 +12,18 @@ from rlflow.scheduler.devices.machine import Gpu
 
 if TYPE_CHECKING:
     from rlflow.cli.commands import Planned
+    from rlflow.runtime.run import Machine
 
 
 @contextmanager
-def machine_of(planned: Planned, options: Mapping[str, Any]) -> Iterator[Any]:
+def machine_of(planned: Planned, options: Mapping[str, Any]) -> Iterator[Machine]:
     """Where the plan runs, with its models loaded; closed whatever happens."""
     from rlflow.runtime.record.durable import check_armed
     from rlflow.runtime.worker.allocator import keep_freed_memory
 
     plan, near = planned.compiled.plan, planned.declared.pipeline.path
     seed, threads = planned.declared.config.seed, planned.cluster.threads
-    machine: Any
+    machine: Machine
     if plan.backend == "local":
         from rlflow.runtime.local import LocalMachine
         from rlflow.runtime.worker.worker import Worker

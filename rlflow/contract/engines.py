@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from rlflow.contract.values import (
     Generation,
@@ -38,12 +38,35 @@ class TextConfig(Protocol):
     def vocab_size(self) -> int:
         """How many tokens it has scores for."""
 
+    @property
+    def model_type(self) -> str:
+        """The family, as transformers calls it."""
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of hidden states."""
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """How many layers it has."""
+
+    @property
+    def num_attention_heads(self) -> int:
+        """How many heads queries have in each layer."""
+
 
 class ModelConfig(Protocol):
-    """A configuration as Hugging Face has it."""
+    """A configuration as Hugging Face has it: what all families have. Ask for more by `getattr`."""
 
     def get_text_config(self) -> TextConfig:
         """The part of the language model."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, as config.json has it."""
+
+    @classmethod
+    def from_dict(cls, said: dict[str, Any]) -> Self:
+        """A configuration that says so; the inverse of `to_dict`."""
 
 
 class LoadedModel(Protocol):
@@ -74,7 +97,7 @@ class LoadedModel(Protocol):
     def loaded(self, version: int) -> None:
         """Take note that every shard was written, with the weights of `version`."""
 
-    def check(self) -> Mapping[str, tuple[object, object]]:
+    def check(self) -> Mapping[str, tuple[int | str, int | str]]:
         """The weights that differ from their shards, by name: (shard's, engine's)."""
 
     def require_ready(self) -> None:

@@ -83,7 +83,7 @@ def messages_of(prompt: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": prompt}]
 
 
-def message_problem(message: Any) -> str:
+def message_problem(message: object) -> str:
     """What is wrong with a message, "" if nothing: its role, its content, its calls of tools."""
     if not isinstance(message, Mapping):
         return f"is {message!r}"

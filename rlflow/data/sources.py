@@ -27,7 +27,7 @@ CHECKED_ROWS = 10_000
 ROUNDS = 4
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """A column's value as text: strings as they are, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 

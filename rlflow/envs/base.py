@@ -58,7 +58,7 @@ class Environment(ABC):
         return type(self).__qualname__
 
 
-def checked_step(step: Any) -> Step:
+def checked_step(step: object) -> Step:
     """A step as it is, if it can be what follows; raises ValueError with what is wrong with it."""
     if not isinstance(step, Step):
         raise ValueError(f"returned {step!r:.60}, not an rf.Step")
@@ -73,7 +73,7 @@ def checked_step(step: Any) -> Step:
     return step
 
 
-def state_text(state: Any) -> str:
+def state_text(state: object) -> str:
     """A state as JSON text; raises ValueError where JSON does not know it."""
     if not isinstance(state, Mapping):
         raise ValueError(f"state is {state!r:.60}, not a dict")

@@ -40,7 +40,7 @@ class AdamW(Strict):
     total_steps: int = Field(default=0, ge=0)
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
 
-    def model_post_init(self, context: Any, /) -> None:
+    def model_post_init(self, context: object, /) -> None:
         """Refuse a schedule without an end, and an end that nothing reads."""
         if self.schedule != "constant" and not self.total_steps:
             raise ValueError(f"schedule={self.schedule!r} needs total_steps=")
@@ -113,7 +113,7 @@ class Model(Strict):
     def __init__(self, name: str, path: str, **options: Any) -> None:
         super().__init__(**{"name": name, "path": path, **options})
 
-    def model_post_init(self, context: Any, /) -> None:
+    def model_post_init(self, context: object, /) -> None:
         """Refuse adapters that nothing trains; note where the model was declared."""
         if self.lora is not None and self.optimizer is None:
             raise ValueError("lora= says what is trained, so it needs optimizer=")

@@ -121,7 +121,7 @@ def providers(field_name: str) -> list[str]:
     return sorted(op.name for op in REGISTRY.values() if op.output(field_name) is not None)
 
 
-def param_text(value: Any) -> str:
+def param_text(value: object) -> str:
     """An option's value as it is printed: by its own `describe`, by name, or plainly."""
     if hasattr(value, "describe"):
         described: str = value.describe()

@@ -278,7 +278,7 @@ def add_node(
     return Handle(node=node_name, rows=None if op.rows == "none" else rows, offers=made)
 
 
-def require_handles(op: str, given: Sequence[Any]) -> None:
+def require_handles(op: str, given: Sequence[object]) -> None:
     """Raise GraphError for a list of handles, or handles of another pipeline."""
     where, trace = declared_at(), _current()
     listed = [one for one in given if isinstance(one, list | tuple | set | dict)]

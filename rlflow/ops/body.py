@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rlflow.contract.tokenizers import Tokenizer
 from rlflow.contract.values import Generation, LossFunction, Stat, StepResult
 from rlflow.errors import Source
 from rlflow.graph.op import Op
@@ -25,7 +26,7 @@ class ModelInUse(Protocol):
     """The model of a node, as far as bodies may use it."""
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         """The model's Hugging Face tokenizer."""
 
     @property
@@ -158,7 +159,7 @@ class Call:
     params: Mapping[str, Any]
     wanted: frozenset[str]
     permutation: Callable[..., Any]
-    tokenizer: Callable[[str], Any]
+    tokenizer: Callable[[str], Tokenizer]
     inputs: Batch | None = None
     others: tuple[Batch, ...] = ()
     rows: Tensor | None = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from rlflow.data import Mix
-from rlflow.errors import Finding, near_names
+from rlflow.errors import Finding, Source, near_names
 from rlflow.graph.fields import row
 from rlflow.graph.op import Input, Op, register
 from rlflow.graph.roles import Calling, Drawn
@@ -182,7 +182,7 @@ def as_function(
     return dispatch, (*read.values(), *(() if by in read else (column,))), False
 
 
-def unknown_set(name: str, known: Mapping[str, Any], column: str, where: Any) -> Finding:
+def unknown_set(name: str, known: Mapping[str, Any], column: str, where: Source | None) -> Finding:
     """The finding for a value of the column that has no reward function."""
     near = near_names(name, known)
     return Finding(

@@ -27,7 +27,7 @@ LISTS = ("os.listdir", "os.scandir", "os.chdir", "glob.glob")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+def refuse(event: str, arguments: tuple[object, ...]) -> None:
     """Raise PermissionError for what the program may not do."""
     if event == "ctypes.dlopen" and arguments[0] is None:
         return

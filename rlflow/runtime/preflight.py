@@ -101,7 +101,7 @@ def _check_node(
     try:
         if alike not in read:
             directory = model_directory(model.path, near)
-            tokenizer: Any = load_tokenizer(str(directory or model.path))
+            tokenizer = load_tokenizer(str(directory or model.path))
             texts = [as_text(row["prompt"]) for row in source.rows()[:MOST_PROMPTS]]
             read[alike] = token_rows(call, tokenizer, texts, sampling.chat is not None), texts
         tokens, texts = read[alike]

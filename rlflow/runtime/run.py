@@ -101,6 +101,9 @@ class Machine(Protocol):
     def restore(self, found: Found, counters: Mapping[str, Mapping[str, int]]) -> None:
         """Take the weights, optimizer states and node states of a checkpoint."""
 
+    def device_map(self) -> list[str]:
+        """Where each device of the plan is, a line each."""
+
     def close(self) -> None:
         """Give back everything it holds."""
 

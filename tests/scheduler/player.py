@@ -32,7 +32,8 @@ def _drive(plan: Plan, monitor: Monitor, random: Random, end: int) -> None:
     known = refilled(plan), False, {}, serving(plan)
     segment = Segment(0, end, first, frozenset(), *known)
     pending = [(action, turn) for turn in range(first, end) for action in plan.actions]
-    eager, running, over = random.choice([0.3, 0.6, 0.95]), [], set()
+    eager, ends = random.choice([0.3, 0.6, 0.95]), random.choice([0.0, 0.0, 0.5])
+    running, over = [], set()
     while pending or running:
         allowed = [
             (action, turn)
@@ -55,7 +56,7 @@ def _drive(plan: Plan, monitor: Monitor, random: Random, end: int) -> None:
         else:
             assert running, "stuck"
             action, turn, i = running.pop(random.randrange(len(running)))
-            reached = action.trip.goal * (random.random() < 0.2) if action.trip else 0.0
+            reached = action.trip.goal * (random.random() < ends) if action.trip else 0.0
             made = {"reached": reached}
             ended = Completion(action=action.id, iteration=i, start=0.0, end=0.0, metrics=made)
             monitor.finished(action, ended)

@@ -6,13 +6,13 @@ A few rows of fixed tokens, packed, decoded, and through the head alone. This fi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlflow.batch import lengths as batch_lengths
 from rlflow.batch import ragged_rows
+from rlflow.contract.engines import ModelConfig
 from rlflow.contract.values import Head
 from rlflow.engines.hf.forward import attention
 from rlflow.engines.hf.forward.attention import DecodeAttention, PackedAttention
@@ -39,7 +39,7 @@ def check_rows(vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def plain_outputs(module: nn.Module, config: Any, head: Head) -> Tensor:
+def plain_outputs(module: nn.Module, config: ModelConfig, head: Head) -> Tensor:
     """What the unmodified module predicts for the checked rows, one row at a time.
 
     Logits `[tokens, vocabulary]` of a language model, hidden states `[tokens, size]` of a body.

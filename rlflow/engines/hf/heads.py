@@ -6,18 +6,18 @@ Which forms there are is in `rlflow.modelfiles.heads`; a body is read elsewhere.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
+from rlflow.contract.engines import ModelConfig
 from rlflow.engines.hf.models import ValueModel
 from rlflow.errors import UsageError
 from rlflow.modelfiles.headers import INDEX, SINGLE, indexed_names, tensor_shapes, weight_files
 from rlflow.modelfiles.heads import Head, find_head
 
 
-def find_stored_head(path: str, config: Any, *, fresh: bool) -> Head | None:
+def find_stored_head(path: str, config: ModelConfig, *, fresh: bool) -> Head | None:
     """The head in the files of a directory or hub model, None for one that may start fresh.
 
     Raises UsageError (E524, E525) where it is missing and may not be `fresh`, or of a form
@@ -74,7 +74,7 @@ def read_head(module: ValueModel, head: Head, path: str) -> None:
             parameters[name].copy_(tensors.get_tensor(key))
 
 
-def draw_head(module: ValueModel, config: Any) -> None:
+def draw_head(module: ValueModel, config: ModelConfig) -> None:
     """Random weights for a head that nothing trains, as wide as the body's."""
     spread = float(getattr(config.get_text_config(), "initializer_range", 0.02))
     for layer in module.value_head.modules():

@@ -11,11 +11,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
+from rlflow.contract.engines import ModelConfig
+from rlflow.contract.tokenizers import Tokenizer
 from rlflow.contract.values import Head
 from rlflow.engines.hf.checking import (
     check_outputs,
@@ -33,6 +35,8 @@ from rlflow.engines.hf.models import TorchModel, ValueModel
 from rlflow.engines.hf.recompute import recompute_layers
 from rlflow.errors import Finding, UsageError, near_names
 from rlflow.modelfiles.families import cannot_be_packed, family_of, packing_finding
+
+Read = TypeVar("Read")
 
 Init = Literal["weights", "random"]
 Offload = Literal["layers"]
@@ -123,7 +127,7 @@ def quiet_transformers() -> Iterator[None]:
                 logging.enable_progress_bar()
 
 
-def read(path: str, action: Callable[[], Any]) -> Any:
+def read(path: str, action: Callable[[], Read]) -> Read:
     """Run what reads the model's files, and name the path where that fails."""
     from safetensors import SafetensorError
 
@@ -169,7 +173,7 @@ def check_path(path: str, init: Init) -> None:
         )
 
 
-def check_layers(path: str, config: Any) -> None:
+def check_layers(path: str, config: ModelConfig) -> None:
     """Refuse layers through which packed rows would see each other, and others not computed."""
     finding = packing_finding(path, family_of(config.to_dict()))
     if finding is not None:
@@ -178,7 +182,7 @@ def check_layers(path: str, config: Any) -> None:
 
 def build(
     path: str,
-    config: Any,
+    config: ModelConfig,
     head: Head,
     dtype: torch.dtype,
     seed: int,
@@ -200,7 +204,7 @@ def build(
     return module
 
 
-def _drawn(config: Any, head: Head, dtype: torch.dtype, fresh_head: bool) -> nn.Module:
+def _drawn(config: ModelConfig, head: Head, dtype: torch.dtype, fresh_head: bool) -> nn.Module:
     """The module with random weights; a head is zero where it is to be trained."""
     maker = auto("AutoModelForCausalLM" if head == "lm" else "AutoModel")
     module: nn.Module = maker.from_config(config, dtype=dtype, attn_implementation="eager")
@@ -213,7 +217,7 @@ def _drawn(config: Any, head: Head, dtype: torch.dtype, fresh_head: bool) -> nn.
     return valued
 
 
-def pretrained(path: str, config: Any, head: Head, dtype: torch.dtype) -> nn.Module:
+def pretrained(path: str, config: ModelConfig, head: Head, dtype: torch.dtype) -> nn.Module:
     """A language model, or a body, with the weights of its files."""
     maker = auto("AutoModelForCausalLM" if head == "lm" else "AutoModel")
     module, info = maker.from_pretrained(
@@ -242,12 +246,12 @@ def use_packed_attention(module: nn.Module, path: str) -> None:
         raise UsageError(cannot_be_packed(path, what, type(body).__name__))
 
 
-def load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str) -> Tokenizer:
     """The tokenizer beside a model; UsageError where it is missing or has no EOS token."""
     check_path(path, "random")
     with quiet_transformers():
-        tokenizer = read(path, lambda: auto("AutoTokenizer").from_pretrained(path))
-    if tokenizer.eos_token_id is None:
+        found = read(path, lambda: auto("AutoTokenizer").from_pretrained(path))
+    if found.eos_token_id is None:
         raise UsageError(
             Finding(
                 code="E502",
@@ -256,4 +260,5 @@ def load_tokenizer(path: str) -> Any:
                 fix='"eos_token": "<eos>"',
             )
         )
+    tokenizer: Tokenizer = found
     return tokenizer

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from rlflow.contract.engines import Resident
+from rlflow.contract.engines import ModelConfig, Resident
 from rlflow.contract.values import Head, Shard, SleepMode
 from rlflow.engines.hf.flat import FlatParameters, free, restore, to_host, whole_shards
 from rlflow.engines.hf.forward.attention import AttentionState, attending
@@ -23,6 +23,8 @@ from rlflow.engines.hf.layers import HostLayers
 from rlflow.engines.hf.lora import Adapters
 from rlflow.errors import Finding, RunError, known_names, near_names
 from rlflow.modelfiles.heads import Head as StoredHead
+
+Made = TypeVar("Made")
 
 State = Literal["ready", "offloaded", "discarded", "empty"]
 
@@ -76,7 +78,7 @@ class TorchModel(Resident):
     def __init__(
         self,
         module: nn.Module,
-        config: Any,
+        config: ModelConfig,
         *,
         head: Head,
         name: str,
@@ -141,8 +143,8 @@ class TorchModel(Resident):
         positions: Tensor,
         attention: AttentionState,
         keep: Tensor | None,
-        compute: Callable[[Predictor, Tensor], Any],
-    ) -> Any:
+        compute: Callable[[Predictor, Tensor], Made],
+    ) -> Made:
         """What `compute` makes of the hidden states `[kept, size]` that `logits` predicts from.
 
         It is called while the head's weights are whole. Only for a model with a `predictor`.

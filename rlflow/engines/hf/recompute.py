@@ -7,9 +7,10 @@ nor how they are sharded or trained.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rlflow.engines.hf.forward.attention import attending, current_state
 from rlflow.errors import Finding, UsageError
+
+Left = TypeVar("Left")
 
 
 def decoder_layers(module: nn.Module) -> dict[str, nn.Module]:
@@ -54,7 +57,7 @@ def recompute_layers(module: nn.Module) -> None:
         layer.forward = partial(recomputed, layer.forward)
 
 
-def recomputed(plain: Any, *args: Any, **kwargs: Any) -> Any:
+def recomputed(plain: Callable[..., Left], *args: Any, **kwargs: Any) -> Left:
     """Call a layer's own forward; the backward pass calls it again, to the same attention.
 
     Backward may run in another thread, where no attention state is set.
@@ -66,7 +69,7 @@ def recomputed(plain: Any, *args: Any, **kwargs: Any) -> Any:
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), attending(state)
 
-    return checkpoint(
+    left: Left = checkpoint(
         plain,
         *args,
         use_reentrant=False,
@@ -74,3 +77,4 @@ def recomputed(plain: Any, *args: Any, **kwargs: Any) -> Any:
         preserve_rng_state=False,
         **kwargs,
     )
+    return left

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlflow.contract.engines import ModelConfig
 from rlflow.engines.hf.loading import auto, quiet_transformers
 from rlflow.engines.hf.lora import ADDED_HEAD, is_adapter
 from rlflow.engines.hf.models import TorchModel, ValueModel
@@ -87,9 +88,9 @@ def inner(outer: Any, name: str) -> bool:
     return name.startswith(f"{outer.base_model_prefix}.")
 
 
-def labelled(maker: str, config: Any) -> Any:
+def labelled(maker: str, config: ModelConfig) -> Any:
     """A classifier of one label on the meta device, None where the architecture has none."""
-    one: Any = type(config).from_dict({**config.to_dict(), "num_labels": 1})
+    one = type(config).from_dict({**config.to_dict(), "num_labels": 1})
     try:
         with quiet_transformers(), torch.device("meta"):
             return auto(maker).from_config(one)

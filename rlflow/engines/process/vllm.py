@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlflow.contract.engines import ModelConfig
 from rlflow.engines.process.client.load import SERVER, EngineKind, start_engine
 from rlflow.engines.process.client.model import EngineModel, token_cache_bytes
 from rlflow.engines.process.client.rollout import SGLangRollout
@@ -55,7 +56,7 @@ def vllm_arguments(
     ranks: int,
     seed: int,
     context: int | None,
-    config: Any,
+    config: ModelConfig,
 ) -> dict[str, Any]:
     """Arguments of `AsyncEngineArgs`; what is None is left to vLLM."""
     on_cpu = device.type == "cpu"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from rlflow.contract.values import Box, Shard
 from rlflow.engines.reshard.boxes import Entry, sizes
 from rlflow.engines.reshard.slices import Move
 from rlflow.errors import Finding, RunError
+
+Said = TypeVar("Said")
 
 Group = dist.ProcessGroup | None
 
@@ -119,7 +121,7 @@ def rank_in(group: Group) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-def all_gather_values(group: Group, value: Any) -> list[Any]:
+def all_gather_values(group: Group, value: Said) -> list[Said]:
     """The plain values of all ranks, by rank; collective.
 
     Raises RunError (E544) where a rank is lost.

@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -62,7 +61,7 @@ class Described:
     kinds: frozenset[str]
     source: dict[str, Entry]
     targets: tuple[dict[str, Entry], ...]
-    options: tuple[Any, ...] = ()
+    options: tuple[object, ...] = ()
     only: Names = None
 
 
@@ -190,7 +189,7 @@ def regions(move: Move) -> list[Region]:
 
 
 def described(
-    ends: Ends, group: Group, options: tuple[Any, ...] = (), only: Names = None
+    ends: Ends, group: Group, options: tuple[object, ...] = (), only: Names = None
 ) -> list[Described]:
     """What every rank has, by rank. Collective.
 
@@ -206,10 +205,11 @@ def described(
         mine = Described(host, kinds, tables[0], tuple(tables[1:]), options, only)
     except RunError as error:
         mine = error.findings[0]
-    found = all_gather_values(group, mine)
-    for each in found:
+    found = []
+    for each in all_gather_values(group, mine):
         if isinstance(each, Finding):
             raise RunError(each)
+        found.append(each)
     require_one("the number of targets", [len(each.targets) for each in found])
     require_one("the options", [each.options for each in found])
     return found
@@ -225,7 +225,7 @@ def _limited(ranks: Sequence[Described]) -> Names:
     return said[0] if said else None
 
 
-def require_one(what: str, said: Sequence[Any]) -> None:
+def require_one(what: str, said: Sequence[object]) -> None:
     """Raise RunError (E541) unless all say the same."""
     for other in said:
         if other != said[0]:

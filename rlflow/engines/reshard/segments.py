@@ -172,12 +172,12 @@ class SharedMemory:
         address = None if self.segment is None else self.segment.address
         addresses = all_gather_values(self.group, address)
         try:
-            self.peers = {rank: opened(addresses[rank]) for rank in senders if addresses[rank]}
+            sent = ((rank, addresses[rank]) for rank in senders)
+            self.peers = {rank: opened(where) for rank, where in sent if where is not None}
         except RunError as error:
             fault = error.findings[0]
-        found = next(
-            (each for each in all_gather_values(self.group, fault) if each is not None), None
-        )
+        faults = all_gather_values(self.group, fault)
+        found = next((each for each in faults if each is not None), None)
         if found is not None:
             self.close()
             raise RunError(found)

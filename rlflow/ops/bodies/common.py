@@ -6,12 +6,12 @@ This file knows no operator.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlflow.batch import Batch, flat, is_ragged, lengths, pad, ragged_rows
+from rlflow.contract.tokenizers import Tokenizer
 from rlflow.data import Chat
 from rlflow.errors import Finding, RunError
 from rlflow.ops.body import Call, ModelInUse
@@ -58,7 +58,7 @@ def padded_fields(batch: Batch, names: tuple[str, ...]) -> dict[str, Tensor]:
     return found
 
 
-def token_rows(call: Call, tokenizer: Any, texts: list[str], chat: bool) -> Tensor:
+def token_rows(call: Call, tokenizer: Tokenizer, texts: list[str], chat: bool) -> Tensor:
     """Prompts as ragged int64 tokens, through the chat template where asked.
 
     Raises RunError with the prompt where the tokenizer has no template or makes no token.
@@ -88,7 +88,7 @@ def token_rows(call: Call, tokenizer: Any, texts: list[str], chat: bool) -> Tens
     return ragged_rows(rows, torch.int64)
 
 
-def _chat_tokens(call: Call, tokenizer: Any, text: str) -> list[int]:
+def _chat_tokens(call: Call, tokenizer: Tokenizer, text: str) -> list[int]:
     option = call.params.get("chat", True)
     chat = option if isinstance(option, Chat) else Chat(declared=call.where)
     if not (chat.template or tokenizer.chat_template):
@@ -117,8 +117,7 @@ def _chat_tokens(call: Call, tokenizer: Any, text: str) -> list[int]:
                 got=f"{type(error).__name__}: {error}\n{text!r:.160}",
             )
         ) from error
-    tokens: list[int] = encoded["input_ids"]
-    return tokens
+    return encoded["input_ids"]
 
 
 def too_long(

@@ -19,6 +19,7 @@ from rlflow.batch import (
     strings,
     text,
 )
+from rlflow.contract.tokenizers import Tokenizer
 from rlflow.contract.values import Generation, Stat
 from rlflow.data.sources import as_text
 from rlflow.ops.bodies.common import (
@@ -173,12 +174,11 @@ def _sampled(call: Call, made: Generation) -> dict[str, Stat]:
     }
 
 
-def as_texts(tokenizer: Any, tokens: Tensor) -> list[str]:
+def as_texts(tokenizer: Tokenizer, tokens: Tensor) -> list[str]:
     """Ragged tokens as text, special ones left out."""
     rows = [row.tolist() for row in split_rows(tokens)]
     # Of no rows the tokenizer makes one empty text.
-    decoded: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=True) if rows else []
-    return decoded
+    return tokenizer.batch_decode(rows, skip_special_tokens=True) if rows else []
 
 
 def evaluate(call: Call) -> Output:

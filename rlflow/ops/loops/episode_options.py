@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import get_args
 
 from rlflow.envs import Environment
 from rlflow.errors import Finding, near_names
@@ -18,7 +18,7 @@ def _checked(rules: tuple[tuple[bool, str, str], ...]) -> list[Finding]:
     return [_wrong(what, expected) for holds, what, expected in rules if not holds]
 
 
-def no_environment(environment: Any) -> list[Finding]:
+def no_environment(environment: object) -> list[Finding]:
     """A finding for what is no environment."""
     if isinstance(environment, Environment):
         return []
@@ -37,7 +37,7 @@ def no_environment(environment: Any) -> list[Finding]:
     ]
 
 
-def no_choice(option: str, given: str, choices: Any) -> list[Finding]:
+def no_choice(option: str, given: str, choices: object) -> list[Finding]:
     """A finding for a word that is not among the choices, a `Literal`."""
     known = get_args(choices)
     if given in known:

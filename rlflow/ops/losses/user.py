@@ -221,7 +221,7 @@ def _made(values: Mapping[str, Any]) -> FunctionLoss:
         raise GraphError(*validation_findings(error, "E162", where=declared_at())) from None
 
 
-def no_loss(given: Any) -> Finding:
+def no_loss(given: object) -> Finding:
     """What to say of something that was given as a loss and is none."""
     name = getattr(given, "__name__", type(given).__name__)
     fix = 'loss=rf.PolicyLoss("ppo_clip")'

@@ -6,7 +6,6 @@ Compares the plan's versions with those of the instances in this process; moves 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from rlflow.engines.hf.average import difference
 from rlflow.errors import Finding, RunError, UsageError
@@ -44,7 +43,7 @@ def require_versions(
             )
 
 
-def require_same(action: Action, different: Mapping[str, tuple[Any, Any]]) -> None:
+def require_same(action: Action, different: Mapping[str, tuple[int | str, int | str]]) -> None:
     """Raise RunError where the two ends of a reshard do not hold the same bits.
 
     `different` has what was sent and what is held, by name: hashes as numbers or as text.

@@ -306,6 +306,6 @@ class RankSnapshots:
         """Nothing: ranks end with the machine."""
 
 
-def failure(answer: Any) -> RlflowError | None:
+def failure(answer: object) -> RlflowError | None:
     """The error that a rank has returned, None where it is an answer."""
     return answer.raised() if isinstance(answer, Failed) else None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
+from rlflow.contract.engines import ModelConfig
 from rlflow.engines.hf import host_states, loading
 from rlflow.engines.hf.forward import spans
 from rlflow.engines.hf.forward.sequences import FLASH_DTYPES, FLASH_LARGEST, FLASH_STEP, Visible
@@ -68,7 +69,7 @@ class NoData(LiveStorages):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def without_values(value: Any) -> bool:
+def without_values(value: object) -> bool:
     """Whether a tensor, or one among values, is on the device without data."""
     if isinstance(value, Tensor):
         return value.device.type == DEVICE
@@ -112,7 +113,7 @@ def without_data(live: LiveStorages, ranks: int) -> Iterator[None]:
     place = torch.device(DEVICE)
     with ExitStack() as stack:
 
-        def replace(target: Any, name: str, value: Any) -> None:
+        def replace(target: Any, name: str, value: object) -> None:
             stack.enter_context(patch.object(target, name, value, create=name == DEVICE))
 
         replace(torch, DEVICE, handle)
@@ -148,7 +149,9 @@ def without_data(live: LiveStorages, ranks: int) -> Iterator[None]:
         yield
 
 
-def empty_module(path: str, config: Any, head: Any, dtype: torch.dtype, *_: Any) -> nn.Module:
+def empty_module(
+    path: str, config: ModelConfig, head: Any, dtype: torch.dtype, *_: Any
+) -> nn.Module:
     """A module of which no parameter has data."""
     return skeleton(path, config, head, dtype)
 

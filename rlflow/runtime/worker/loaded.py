@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlflow.contract.engines import LoadedModel, Measured, Optimizer, RolloutEngine, Trainer
+from rlflow.contract.tokenizers import Tokenizer
 from rlflow.contract.values import (
     Generation,
     LossFunction,
@@ -52,7 +53,7 @@ class Loaded:
     model: LoadedModel
     train: Trainer | None
     rollout: RolloutEngine | None
-    tokenizer: Any
+    tokenizer: Tokenizer
     stop_tokens: tuple[int, ...]
     version: int | None = 0
 

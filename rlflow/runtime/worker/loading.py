@@ -6,10 +6,11 @@ Knows engines and one instance; neither the plan's order nor other instances.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import torch
 
+from rlflow.contract.tokenizers import Tokenizer
 from rlflow.contract.values import Drafting, Head
 from rlflow.engines.hf.loading import Init, load_model, load_tokenizer
 from rlflow.engines.hf.rollout import TorchRollout
@@ -146,7 +147,7 @@ def _init(spec: Model) -> Init:
     return "random" if spec.init == "random" else "weights"
 
 
-def _stop_tokens(model: contract.LoadedModel, tokenizer: Any) -> tuple[int, ...]:
+def _stop_tokens(model: contract.LoadedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Every token that ends a response: the tokenizer's EOS and those of the model's config.
 
     Raises UsageError where the model cannot make the tokenizer's EOS.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlflow.batch import select_field
+from rlflow.contract.tokenizers import Tokenizer
 from rlflow.contract.values import SampleKey, Stat
 from rlflow.engines.hf.generate.rng import permutation
 from rlflow.engines.hf.loading import load_tokenizer
@@ -362,7 +363,7 @@ class Worker:
         directory = model_directory(path, self.near)
         return path if directory is None else str(directory)
 
-    def _load_tokenizer(self, path: str) -> Any:
+    def _load_tokenizer(self, path: str) -> Tokenizer:
         return load_tokenizer(self._path(path))
 
 

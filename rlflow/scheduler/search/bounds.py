@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.roles import Drafted
@@ -33,27 +33,28 @@ class KnownCosts(Costs):
     Equal nodes have equal costs: each plan makes the trips of its loops anew.
     """
 
-    memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    _runs: dict[object, Cost] = field(default_factory=dict, compare=False, repr=False)
+    _lengths: dict[object, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
+    _sizes: dict[object, int | None] = field(default_factory=dict, compare=False, repr=False)
+    _nodes: dict[str, list[Node]] = field(default_factory=dict, compare=False, repr=False)
 
     def run(self, node: Node, instance: Instance | None, parts: int, piece: Piece = WHOLE) -> Cost:
         """The cost of running a node once."""
-        key = "run", *self._place(node), instance, parts, piece, self.backend, self.staleness
-        if key not in self.memo:
-            self.memo[key] = Costs.run(self, node, instance, parts, piece)
-        found: Cost = self.memo[key]
-        return found
+        key = *self._place(node), instance, parts, piece, self.backend, self.staleness
+        if key not in self._runs:
+            self._runs[key] = Costs.run(self, node, instance, parts, piece)
+        return self._runs[key]
 
     def tokens(self, node: Node) -> tuple[int, int]:
         """Prompt and response tokens of a row, at their longest."""
-        key = "tokens", *self._place(node)
-        if key not in self.memo:
-            self.memo[key] = Costs.tokens(self, node)
-        found: tuple[int, int] = self.memo[key]
-        return found
+        key = self._place(node)
+        if key not in self._lengths:
+            self._lengths[key] = Costs.tokens(self, node)
+        return self._lengths[key]
 
     def _place(self, node: Node) -> tuple[str, int]:
         """What an equal node has been asked under: its name, and which of those of that name."""
-        known: list[Node] = self.memo.setdefault(("nodes", node.name), [])
+        known = self._nodes.setdefault(node.name, [])
         for place, other in enumerate(known):
             if other is node or other == node:
                 return node.name, place
@@ -74,18 +75,16 @@ class KnownCosts(Costs):
 
     def _known(self, what: str, instance: Instance) -> int | None:
         key = what, instance
-        if key not in self.memo:
-            self.memo[key] = getattr(Costs, what)(self, instance)
-        size: int | None = self.memo[key]
-        return size
+        if key not in self._sizes:
+            self._sizes[key] = getattr(Costs, what)(self, instance)
+        return self._sizes[key]
 
     def resharded(self, source: Instance, target: Instance, *, in_place: bool) -> int | None:
         """Bytes that a reshard moves."""
         key = "resharded", source, target, in_place
-        if key not in self.memo:
-            self.memo[key] = Costs.resharded(self, source, target, in_place=in_place)
-        size: int | None = self.memo[key]
-        return size
+        if key not in self._sizes:
+            self._sizes[key] = Costs.resharded(self, source, target, in_place=in_place)
+        return self._sizes[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,15 +12,22 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
 from rlflow.batch import to_device
+from rlflow.contract.engines import ModelConfig
 from rlflow.engines.hf.forward.chunks import ChunkedScores, logits_of
 from rlflow.engines.hf.forward.kernels import product
 from rlflow.engines.hf.forward.shares import Projection, WantedNumbers
 from rlflow.engines.hf.forward.vocabulary import CHOSEN, SUMS, TOP, require_ids, require_k
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+Found = TypeVar("Found")
+
 
 # Families that multiply logits by a number of their config, and those that divide by one.
 FACTORS = {
@@ -105,7 +112,7 @@ _current: ContextVar[_Call | None] = ContextVar("rlflow_head", default=None)
 
 
 @contextmanager
-def in_place_of_head(compute: Callable[[Predictor, Tensor], Any]) -> Iterator[list[Any]]:
+def in_place_of_head(compute: Callable[[Predictor, Tensor], Found]) -> Iterator[list[Found]]:
     """Within, in this thread, heads call `compute(predictor, hidden [tokens, in])`.
 
     What it returns is appended to the list.
@@ -128,7 +135,12 @@ def called(predictor: Predictor, plain: Callable[[Tensor], Tensor], hidden: Tens
 
 
 def take_head_apart(
-    module: nn.Module, config: Any, *, start: int = 0, group: Any = None, size: int | None = None
+    module: nn.Module,
+    config: ModelConfig,
+    *,
+    start: int = 0,
+    group: dist.ProcessGroup | None = None,
+    size: int | None = None,
 ) -> Predictor | None:
     """The head of a language model; None where it is no plain linear layer, as with an adapter.
 
@@ -147,7 +159,7 @@ def take_head_apart(
     return Predictor(layer, form)
 
 
-def logit_scale(config: Any) -> float:
+def logit_scale(config: ModelConfig) -> float:
     """What a family multiplies its logits by."""
     text = config.get_text_config()
     kind: str = text.model_type

@@ -31,7 +31,7 @@ class Projection:
 
     size: int
     start: int = 0
-    group: Any = None
+    group: dist.ProcessGroup | None = None
     scale: float = 1.0
     cap: float | None = None
 

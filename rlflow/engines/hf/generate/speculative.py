@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from rlflow.contract.engines import ModelConfig
 from rlflow.contract.values import Reach, Sampling
 from rlflow.engines.hf.forward.attention import RaggedAttention
 from rlflow.engines.hf.forward.packed import pack_prompts
@@ -222,7 +223,7 @@ class Reads(Protocol):
     """A model that reads tokens: its config has its vocabulary."""
 
     name: str
-    config: Any
+    config: ModelConfig
 
     @property
     def context(self) -> int | None:

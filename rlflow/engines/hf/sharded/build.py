@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from rlflow.contract.engines import ModelConfig
 from rlflow.contract.values import Head
 from rlflow.engines.hf.checking import (
     check_outputs,
@@ -114,7 +115,7 @@ def load_sharded(
     return model
 
 
-def check_family(path: str, config: Any, *, cut: bool) -> None:
+def check_family(path: str, config: ModelConfig, *, cut: bool) -> None:
     """Refuse a family of models that several ranks cannot hold, or that cannot be `cut`."""
     family, kind = family_of(config.to_dict()), config.get_text_config().model_type
     found = cutting_finding(path, family, kind) if cut else sharding_finding(path, family)
@@ -235,7 +236,7 @@ def _head_of_all(model: ShardedModel, plain: Tensor, split: Split | None) -> Pre
     return predictor if not model.ranks.most(mine is None) else None
 
 
-def cut_head(module: nn.Module, config: Any, split: Split | None) -> Predictor | None:
+def cut_head(module: nn.Module, config: ModelConfig, split: Split | None) -> Predictor | None:
     """The head, of which this rank may have a part."""
     layer: Any = getattr(module, "get_output_embeddings", lambda: None)()
     cut = None if split is None else split.weights.get(layer)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rlflow.contract.engines import ModelConfig
 from rlflow.contract.progress import advance
 from rlflow.contract.values import Head, Shard
 from rlflow.engines.hf.heads import stored_names
@@ -32,7 +33,7 @@ VOCABULARY = {"lm_head.weight": "embed_out.weight"}
 
 
 def skeleton(
-    path: str, config: Any, head: Head, dtype: torch.dtype, stored: StoredHead | None = None
+    path: str, config: ModelConfig, head: Head, dtype: torch.dtype, stored: StoredHead | None = None
 ) -> nn.Module:
     """The module with its parameters on the meta device and its buffers in place, on the CPU.
 

@@ -9,12 +9,14 @@ knows neither models nor batches.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+Value = TypeVar("Value")
 
 Axis = Literal["replicate", "fsdp", "tp"]
 
@@ -52,7 +54,7 @@ class MeshRanks:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.groups[axis])
         return int(largest)
 
-    def gather(self, value: Any, axes: Collection[Axis] = ROWS) -> list[Any]:
+    def gather(self, value: Value, axes: Collection[Axis] = ROWS) -> list[Value]:
         """Everybody's values, in an order that is the same for all."""
         found = [value]
         for axis in axes:

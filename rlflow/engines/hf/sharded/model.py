@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from rlflow.contract.engines import ModelConfig
 from rlflow.contract.values import Head, Shard, SleepMode
 from rlflow.engines.hf.flat import free, to_host
 from rlflow.engines.hf.forward.attention import AttentionState
@@ -36,7 +36,7 @@ class ShardedModel(TorchModel):
     def __init__(
         self,
         module: nn.Module,
-        config: Any,
+        config: ModelConfig,
         *,
         head: Head,
         name: str,

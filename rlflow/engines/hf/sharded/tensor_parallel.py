@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from rlflow.contract.engines import ModelConfig
 from rlflow.engines.hf.forward.kernels import linear, low_rank
 from rlflow.engines.hf.lora import AdaptedLinear
 from rlflow.engines.hf.sharded.mesh import chunk
@@ -55,7 +56,7 @@ class Copied(torch.autograd.Function):
     """The same values on every rank; the gradient is the sum of the ranks'."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         """`x` itself."""
         ctx.group = group
         return x.view_as(x)
@@ -72,7 +73,7 @@ class Summed(torch.autograd.Function):
     """The sum of the ranks' values; every rank has its gradient already."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Add up `x` over the ranks."""
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
@@ -88,7 +89,7 @@ class Gathered(torch.autograd.Function):
     """The ranks' values side by side along the last dimension, `size` in all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, size: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
         """`x [..., own part]`; ranks with a shorter part send it filled up."""
         ranks = dist.get_world_size(group)
         longest = chunk(size, ranks, 0)[1]
@@ -253,7 +254,7 @@ class Split:
         return output
 
 
-def parallelize(module: nn.Module, config: Any, mesh: DeviceMesh, name: str) -> Split:
+def parallelize(module: nn.Module, config: ModelConfig, mesh: DeviceMesh, name: str) -> Split:
     """Cut a model on the meta device over the ranks of `mesh`, by its own plan or the family's.
 
     Raises UsageError, naming the model, where there is no plan, where the plan has a way of
@@ -271,7 +272,7 @@ def parallelize(module: nn.Module, config: Any, mesh: DeviceMesh, name: str) -> 
     return split
 
 
-def layer_roles(module: nn.Module, config: Any, name: str) -> dict[str, Role]:
+def layer_roles(module: nn.Module, config: ModelConfig, name: str) -> dict[str, Role]:
     """How each layer that is cut is cut, by its name in `module`."""
     inner: Any = getattr(module, "body", module)
     base = inner.base_model
@@ -320,7 +321,7 @@ def no_plan(name: str, kind: str, got: str) -> Finding:
     return uncut(name, kind, got, "a plan made of " + ", ".join(sorted(ROLES)))
 
 
-def undivided_heads(config: Any, ranks: int, name: str) -> list[Finding]:
+def undivided_heads(config: ModelConfig, ranks: int, name: str) -> list[Finding]:
     """Numbers of heads that `ranks` does not divide."""
     text = config.get_text_config()
     counts = {

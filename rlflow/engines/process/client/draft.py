@@ -8,12 +8,11 @@ and in every new engine. This file knows neither rows nor how processes start.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlflow.contract.engines import Resident
+from rlflow.contract.engines import ModelConfig, Resident
 from rlflow.contract.values import Drafting, Shard, SleepMode
 from rlflow.engines.hf.flat import whole_shards
 from rlflow.engines.process.client.shared_weights import SharedWeights
@@ -30,7 +29,7 @@ class EngineDraft(Resident):
     # It sleeps and wakes with the engine.
     state = "ready"
 
-    def __init__(self, said: Drafting, staging: SharedWeights, config: Any) -> None:
+    def __init__(self, said: Drafting, staging: SharedWeights, config: ModelConfig) -> None:
         self.name = said.name
         self.tokens = said.tokens
         self.config = config
@@ -82,7 +81,7 @@ class EngineDraft(Resident):
         return self.compare()
 
 
-def context_of(config: Any) -> int | None:
+def context_of(config: ModelConfig) -> int | None:
     """The context of a model, as its config says."""
     found: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return found

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from rlflow.contract.engines import ModelConfig
 from rlflow.contract.values import Drafting
 from rlflow.engines.hf.loading import Init, auto, build, check_path, quiet_transformers, read
 from rlflow.engines.hf.lora import adapt, is_adapter
@@ -175,7 +176,7 @@ def staged(
     device: torch.device,
     lora: LoRA | None,
     held: bool,
-) -> tuple[list[Any], list[SharedWeights], frozenset[str] | None]:
+) -> tuple[list[ModelConfig], list[SharedWeights], frozenset[str] | None]:
     """Models written to a directory as an engine reads them: their configs, and their weights.
 
     `wanted` are their paths by their names in the directory, and which weights they have. With
@@ -193,7 +194,7 @@ def staged(
     return [config for config, _ in found], stagings, adapters
 
 
-def loaded(path: str, init: Init, dtype: torch.dtype, seed: int) -> tuple[Any, nn.Module]:
+def loaded(path: str, init: Init, dtype: torch.dtype, seed: int) -> tuple[ModelConfig, nn.Module]:
     """The config of a path, and a model with its weights or random ones."""
     check_path(path, init)
     with quiet_transformers():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlflow.contract.engines import ModelConfig
 from rlflow.contract.values import Shard, SleepMode
 from rlflow.engines.hf.flat import whole_shards
 from rlflow.engines.hf.models import State, misfits
@@ -42,7 +43,7 @@ class EngineModel:
         self,
         launch: Launch,
         staging: SharedWeights,
-        config: Any,
+        config: ModelConfig,
         *,
         context: int | None,
         dtype: torch.dtype,
@@ -350,7 +351,7 @@ class EngineModel:
             link.ask("sleep", {"tags": [POOL]}).result()
 
 
-def token_cache_bytes(config: Any, dtype: torch.dtype) -> int:
+def token_cache_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of the keys and values of one token, over all layers and ranks."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlflow.contract.engines import ModelConfig
 from rlflow.graph.user import speculative
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def sglang_arguments(
     ranks: int,
     seed: int,
     context: int | None,
-    config: Any = None,
+    config: ModelConfig | None = None,
     lora: LoRA | None = None,
 ) -> dict[str, Any]:
     """Arguments of `sglang.Engine`; what is None is left to it. The model's config says nothing."""

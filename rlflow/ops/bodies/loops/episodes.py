@@ -21,6 +21,7 @@ from rlflow.batch import (
     strings,
     text,
 )
+from rlflow.contract.tokenizers import Tokenizer
 from rlflow.contract.values import Stat
 from rlflow.data import Chat
 from rlflow.errors import Finding, RunError
@@ -95,7 +96,7 @@ def _as_last(values: Tensor, like: Tensor) -> Tensor:
     return ragged_like(last.repeat_interleave(lengths(like)), like)
 
 
-def told_tokens(call: Call, tokenizer: Any, inputs: Batch) -> Tensor:
+def told_tokens(call: Call, tokenizer: Tokenizer, inputs: Batch) -> Tensor:
     """What each episode that is not over is told, ragged int64; no token for the others.
 
     As a message of a chat it is what the template puts between the end of the response and the
@@ -122,20 +123,22 @@ def _last_tokens(tokens: Tensor) -> list[int]:
     return [int(row[-1]) if len(row) else -1 for row in tokens.unbind()]
 
 
-def _between(call: Call, tokenizer: Any, option: Any) -> Any:
+def _between(call: Call, tokenizer: Tokenizer, option: Any) -> Any:
     """A function from an observation to the text that a template puts between two responses."""
     chat = option if isinstance(option, Chat) else Chat(declared=call.where)
     begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    shared = {"chat_template": chat.template, "tools": list(chat.tools) or None, "tokenize": False}
 
     def rendered(messages: Sequence[dict[str, str]], *, more: bool) -> str:
         try:
-            made: str = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=more, **shared
+            return tokenizer.apply_chat_template(
+                messages,
+                tools=list(chat.tools) or None,
+                chat_template=chat.template,
+                add_generation_prompt=more,
+                tokenize=False,
             )
         except Exception as error:
             raise _untold(call, f"{type(error).__name__}: {error}") from error
-        return made
 
     before, end = rendered(begun, more=False), tokenizer.eos_token or ""
     said, found, tail = before.rpartition(end) if end else ("", "", "")
