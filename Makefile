@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 # Compiled files are kept: hundreds of processes that tests start would compile rlflow again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-slow test-long test-sglang test-vllm test-gpu test-lowest check bench bench-learning docs setup clean
+.PHONY: demo test test-fast test-slow test-long test-sglang test-vllm test-gpu bench-gpu test-lowest check bench bench-learning docs setup clean
 
 setup: $(STAMP)
 
@@ -55,6 +55,10 @@ test-vllm: $(STAMP)  ## the real vLLM engine on this CPU, in an environment of i
 test-gpu:  ## what a GPU computes, holds and learns, part by part; PARTS="compute memory" for some
 	@test -d .wheels || $(MAKE) setup
 	scripts/gpu_suite.sh
+
+bench-gpu:  ## a GPU's update, rollouts, weight updates and iterations beside others', in turns; PARTS="vs_torch" for some
+	@test -d .wheels || $(MAKE) setup
+	scripts/gpu_bench.sh
 
 LOWEST       := .venv-lowest
 TORCH_LOWEST ?= $(patsubst torch==%,%,$(filter torch==%,$(shell cat constraints-lowest.txt)))

@@ -108,6 +108,16 @@ def endless_directory(base: Path) -> Path:
     return path
 
 
+def longer_directory(base: Path, context: int) -> Path:
+    """The same model for rows of so many tokens; `base` is left as it is."""
+    path = base.with_name(f"{base.name}-{context}")
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(base, path)
+    config = read(path / "config.json")
+    write(path / "config.json", {**config, "max_position_embeddings": context})
+    return path
+
+
 def read(path: Path) -> dict[str, Any]:
     """A JSON file."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -115,6 +115,8 @@ def grpo_spec(
         "lr": lr,
         "seed": seed,
         "fixed": False,
+        "device": "cpu",
+        "dtype": "float32",
         "eval_every": 0,
         "held_out": [],
     }

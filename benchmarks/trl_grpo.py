@@ -56,6 +56,7 @@ class Clock(TrainerCallback):  # type: ignore[misc]
             return
         rows = self.spec["held_out"]
         inputs = self.tokenizer([row["prompt"] for row in rows], padding=True, return_tensors="pt")
+        inputs = inputs.to(model.device)
         config = GenerationConfig(
             do_sample=False,
             max_new_tokens=self.spec["new_tokens"],
@@ -73,7 +74,8 @@ class Clock(TrainerCallback):  # type: ignore[misc]
 def main() -> None:
     """Train as the specification says, and write the result."""
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    torch.set_num_threads(1)
+    if spec["device"] == "cpu":
+        torch.set_num_threads(1)
     set_seed(spec["seed"])
     tokenizer = AutoTokenizer.from_pretrained(spec["model"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
@@ -108,7 +110,7 @@ def main() -> None:
 
 
 def arguments(spec: dict[str, Any]) -> GRPOConfig:
-    """One batch of all samples an iteration, no logging, no saving, float32."""
+    """One batch of all samples an iteration, no logging, no saving, weights in float32."""
     return GRPOConfig(
         output_dir=spec["output_dir"],
         seed=spec["seed"],
@@ -126,8 +128,8 @@ def arguments(spec: dict[str, Any]) -> GRPOConfig:
         max_grad_norm=1.0,
         shuffle_dataset=False,
         gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
+        bf16=spec["dtype"] == "bfloat16",
+        use_cpu=spec["device"] == "cpu",
         logging_strategy="no",
         save_strategy="no",
         eval_strategy="no",

@@ -6,6 +6,10 @@ engine has seen, with log-probs, every response of the same length; both sides h
 same tokens. An update brings all weights from this side's memory into the engine.
 
 RLFLOW_SGLANG_PYTHON=.venv-sglang/bin/python python benchmarks/vs_sglang.py
+RLFLOW_SGLANG_PYTHON=sglang-env/bin/python python benchmarks/vs_sglang.py --device cuda:0
+
+On a GPU the weights are those of a trainer there, in bfloat16, and reach rlflow's engine in buckets
+that it opens by handles; the bare engine's lie in its own process on the same GPU.
 """
 
 from __future__ import annotations
@@ -138,22 +142,26 @@ class Bare:
 class Ours:
     """An engine that rlflow has started, with random weights of its own."""
 
-    def __init__(self, path: str, python: str, tokens: int) -> None:
+    def __init__(self, path: str, python: str, tokens: int, device: str = "cpu") -> None:
         import torch
 
         from rlflow.engines.process.client.load import load_sglang
         from rlflow.graph.user.engines import SGLang
 
         torch.set_num_threads(1)
+        gpu = torch.device(device).type == "cuda"
+        way: dict[str, Any] = {"updates": "device"} if gpu else {}
         self.model, self.rollout = load_sglang(
             path,
             name="bench",
-            options=SGLang(python=python, max_total_tokens=tokens),
-            dtype=torch.float32,
-            device="cpu",
+            options=SGLang(python=python, max_total_tokens=tokens, **way),
+            dtype=torch.bfloat16 if gpu else torch.float32,
+            device=device,
             init="random",
         )
-        self.weights = {k: v.clone() for k, v in self.model.staging.tensors.items()}
+        held = self.model.staging.tensors.items()
+        self.weights = {k: v.to(device, copy=True) for k, v in held}
+        self.stream = self._stream(device) if gpu else None
         self.launch = self.model.replica.launch
         assert self.model.replica._process is not None
         self.group = self.model.replica._process.pid
@@ -175,10 +183,31 @@ class Ours:
         text = json.dumps(found).encode()
         return {"seconds": seconds, "tokens": sum(map(len, found)), "checksum": zlib.crc32(text)}
 
+    def _stream(self, device: str) -> Any:
+        """What brings weights of a GPU to the engine there, as a reshard of one process does."""
+        import torch
+
+        from rlflow.contract.values import Shard
+        from rlflow.engines.reshard.streaming import BucketStream, Lending
+        from rlflow.scheduler.plan.plan import UPDATE_BUCKET
+
+        source = {
+            name: Shard(shape=tuple(t.shape), box=tuple((0, n) for n in t.shape), tensor=t)
+            for name, t in self.weights.items()
+        }
+        lent = [Lending((0,), self.model.taker())]
+        return BucketStream(
+            source, lent, None, device=torch.device(device), limit=UPDATE_BUCKET, check=False
+        )
+
     def update(self) -> dict[str, Any]:
         """All weights from tensors of this process to the engine."""
         began = time.perf_counter()
-        self.rollout.update_weights(self.weights, self.model.version + 1)
+        if self.stream is None:
+            self.rollout.update_weights(self.weights, self.model.version + 1)
+        else:
+            self.stream.run()
+            self.model.loaded(self.model.version + 1)
         return {"seconds": time.perf_counter() - began}
 
 
@@ -186,23 +215,30 @@ def main() -> None:
     """Start both sides, take turns, print the table and write it."""
     options = parsed()
     python = os.environ.get("RLFLOW_SGLANG_PYTHON") or str(ROOT / ".venv-sglang/bin/python")
+    require_sglang(python)
     facts = machine()
     (CACHE / "logs").mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="rlflow-bench-") as path:
-        write_config(path, options.layers, options.hidden)
+    with tempfile.TemporaryDirectory(prefix="rlflow-bench-") as folder:
+        path = configured(options) if options.device != "cpu" else folder
+        if options.device == "cpu":
+            write_config(path, options.layers, options.hidden)
         say("starting both engines")
         tokens = 2 * options.requests * (options.prompt_tokens + options.new_tokens)
-        ours = Ours(path, python, tokens)
+        ours = Ours(path, python, tokens, options.device)
         try:
             message = ours.launch.message(False)
-            bare = Bare(python, ours.launch.command.environment, message["arguments"])
+            given = {**message["arguments"], "bench_device": options.device}
+            bare = Bare(python, ours.launch.command.environment, given)
             try:
                 cases, size = measured(ours, bare, options)
             finally:
                 bare.close()
         finally:
             ours.model.close()
-    told = f"SGLang {bare.facts['sglang']}, {options.layers} layers x {options.hidden}, {size}."
+    model = f"{options.layers} layers x {options.hidden}"
+    if options.device != "cpu":
+        model = f"a Qwen2 of {options.size} on {options.device}"
+    told = f"SGLang {bare.facts['sglang']}, {model}, {size}."
     rows = [case.row() for case in cases]
     print(text_table(HEADER, rows))
     page = markdown_report(
@@ -212,7 +248,28 @@ def main() -> None:
         NOTES,
     )
     data = {"machine": facts, "options": vars(options), "cases": [c.as_json() for c in cases]}
-    write_results(CACHE / "quick" if options.quick else RESULTS, "vs_sglang", data, page)
+    name = "vs_sglang" if options.device == "cpu" else "vs_sglang_gpu"
+    write_results(CACHE / "quick" if options.quick else RESULTS, name, data, page)
+
+
+def require_sglang(python: str) -> None:
+    """Leave the comparison out, and end well, where an interpreter has no SGLang."""
+    command = [python, "-c", "import importlib.util as u, sys; sys.exit(not u.find_spec('sglang'))"]
+    try:
+        found = subprocess.run(command, check=False, capture_output=True).returncode == 0
+    except OSError:
+        found = False
+    if not found:
+        say(f"left out: {python} has no SGLang (RLFLOW_SGLANG_PYTHON names another interpreter)")
+        raise SystemExit(0)
+
+
+def configured(options: argparse.Namespace) -> str:
+    """The directory of the config of a size for GPUs."""
+    from turns import MODEL_SIZES, model_directory
+
+    context = options.prompt_tokens + options.new_tokens + 8
+    return str(model_directory(MODEL_SIZES[options.size], context))
 
 
 def parsed() -> argparse.Namespace:
@@ -222,6 +279,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda:0")
+    parser.add_argument("--size", default="1.5b", help="of a model on a GPU: 0.5b or 1.5b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument(
@@ -283,7 +342,10 @@ def measured(ours: Ours, bare: Bare, options: argparse.Namespace) -> tuple[list[
                 asked = {"do": "generate", "prompts": given, "sampling": sampling}
                 found[side] = bare.ask(asked)
                 changed[side] = bare.ask({"do": "update"})
-        if found["ours"]["checksum"] != found["bare"]["checksum"]:
+        same = found["ours"]["checksum"] == found["bare"]["checksum"]
+        if not same and options.device != "cpu":
+            say(f"turn {turn}: a GPU in bfloat16 made other tokens on the two sides")
+        elif not same:
             raise SystemExit(f"the sides made different tokens in turn {turn}")
         size = changed["bare"]["bytes"]
         if turn:

@@ -51,14 +51,14 @@ def update(engine: Any, weights: list[tuple[str, Any]]) -> dict[str, Any]:
     return {"seconds": seconds, "bytes": sum(tensor.nbytes for _, tensor in weights)}
 
 
-def held(path: str) -> list[tuple[str, Any]]:
-    """The weights of a model's directory."""
+def held(path: str, device: str) -> list[tuple[str, Any]]:
+    """The weights of a model's directory, on the engine's device."""
     from pathlib import Path
 
     from safetensors.torch import load_file
 
     files = sorted(Path(path).glob("*.safetensors"))
-    return [item for file in files for item in load_file(str(file)).items()]
+    return [item for file in files for item in load_file(str(file), device=device).items()]
 
 
 def main() -> None:
@@ -68,8 +68,9 @@ def main() -> None:
     import sglang
 
     start = json.loads(sys.stdin.readline())
+    device = start["arguments"].pop("bench_device", "cpu")
     engine = sglang.Engine(**start["arguments"])
-    weights = held(start["arguments"]["model_path"])
+    weights = held(start["arguments"]["model_path"], device)
     results.write(json.dumps({"sglang": sglang.__version__}) + "\n")
     for line in sys.stdin:
         asked = json.loads(line)

@@ -20,6 +20,7 @@ class Config(rf.Config):
     lr: float = 1e-6
     model: str = "pipelines/assets/arith-tiny"
     fixed: bool = False
+    dtype: str = "float32"
 
 
 def exact_match(response: str, answer: str) -> float:
@@ -32,8 +33,8 @@ def starts_right(response: str, answer: str) -> float:
 
 @rf.pipeline()
 def grpo_speed(cfg: Config) -> None:
-    actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=cfg.lr))
-    ref = rf.Model("ref", cfg.model)
+    actor = rf.Model("actor", cfg.model, dtype=cfg.dtype, optimizer=rf.AdamW(lr=cfg.lr))
+    ref = rf.Model("ref", cfg.model, dtype=cfg.dtype)
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=cfg.prompts_per_iteration)
     samples = ops.rollout(
         actor, prompts, n=cfg.group_size, max_new_tokens=cfg.new_tokens, ignore_eos=cfg.fixed

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# The comparisons of a GPU, part by part; each is a process of its own, so that its memory is.
+# With .wheels/ (scripts/gpu_bundle.sh) they run by the python3 that is there, else by .venv.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+if [ -d .wheels ]; then
+    python=${PYTHON:-python3}
+    site=$(mktemp -d)
+    "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" .wheels/*.whl || exit
+    export PYTHONPATH="$site:$PWD"
+else
+    python=.venv/bin/python
+    export PYTHONPATH="$PWD"
+fi
+device=${DEVICE:-cuda:0}
+export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# The others take what they are given on a CPU: `make bench` has them.
+parts="vs_torch vs_generate"
+[ "$device" = cpu ] || parts="$parts vs_sglang vs_trl"
+failed=()
+for part in ${PARTS:-$parts}; do
+    echo "== $part"
+    # Words after it, as --quick, are for all of them.
+    timeout --kill-after=10 "${SECONDS_A_PART:-590}" \
+        "$python" "benchmarks/$part.py" --device "$device" "$@" || failed+=("$part")
+done
+[ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}"; exit 1; }
