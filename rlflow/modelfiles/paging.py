@@ -25,6 +25,11 @@ those, t tokens old, 1 - t are left. Where more do not end, the last ones wait i
 """
 
 
+def bucket(count: int) -> int:
+    """The power of two that is no less: sizes of steps, so that there are few."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
 def blocks_for(tokens: int) -> int:
     """Blocks that so many tokens take."""
     return -(-tokens // BLOCK)

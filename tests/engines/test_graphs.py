@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 from rlflow.batch import flat, lengths, ragged_rows
 from rlflow.contract.values import Reach, SampleKey, Sampling
 from rlflow.engines.hf.generate.decoding import Responses
-from rlflow.engines.hf.generate.graphs import Replays, bucket
+from rlflow.engines.hf.generate.graphs import Replays
 from rlflow.engines.hf.generate.paged_decoding import PagedDecoding
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.rollout import TorchRollout
-from rlflow.modelfiles.paging import LOOK
+from rlflow.modelfiles.paging import LOOK, bucket
 
 pytestmark = pytest.mark.torch
 

@@ -5,6 +5,8 @@ The reference keeps every row in columns of its own and looks at every token.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -19,6 +21,11 @@ from rlflow.engines.hf.generate.waits import HostWaits
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.modelfiles.paging import BLOCK, LOOK, blocks_for, pool_blocks
+from rlflow.scheduler.costs.lengths import Lengths
+from rlflow.scheduler.costs.loads import Load
+from rlflow.scheduler.costs.roofline import Roofline
+from rlflow.scheduler.devices.hardware import KINDS
+from rlflow.scheduler.models.shapes import read_shape
 from tests.engines.conftest import make_config
 
 pytestmark = pytest.mark.torch
@@ -239,6 +246,18 @@ def test_the_pools_bytes_are_what_the_rule_says(long_dir):
     with torch.inference_mode():
         made.run()
     assert 0 == made.cache.num_bytes()
+
+
+@pytest.mark.parametrize(("prompt", "n", "new"), [(5, 4, 20), (300, 2, 140), (128, 1, 1)])
+def test_a_plan_counts_the_pool_to_the_byte(prompt, n, new, long_dir):
+    shape = read_shape(Path(long_dir))
+    plan = Roofline(kind=KINDS["h100"], shape=shape, size=4, paged=True)
+    rows = Load(rows=3 * n, prompts=3, prompt=prompt, lengths=Lengths(new, new / 2))
+    made = decoding(load(long_dir), [LONG[0][:prompt]] * 3, Sampling(max_new_tokens=new, n=n))
+    with torch.inference_mode():
+        made.step()
+    assert dict(plan.rollout_holds(rows))["KV cache"] == made.cache.num_bytes()
+    assert rows.in_blocks.slots == len(made.state.row)
 
 
 def test_whole_blocks_of_a_prompt_are_there_once():

@@ -8,7 +8,8 @@ import pytest
 
 from rlflow.modelfiles.chunks import CHUNK_BYTES, chunk_tokens
 from rlflow.scheduler.costs.lengths import Lengths, full_lengths
-from rlflow.scheduler.costs.roofline import MICRO_TOKENS, SUMMED, Load, Roofline
+from rlflow.scheduler.costs.loads import Load
+from rlflow.scheduler.costs.roofline import MICRO_TOKENS, SUMMED, Roofline
 from rlflow.scheduler.devices.cluster import Cluster, cpu_cluster
 from rlflow.scheduler.devices.collectives import group_of
 from rlflow.scheduler.devices.hardware import KINDS, cpu_kind
@@ -109,6 +110,46 @@ def test_the_cache_is_held_at_the_longest_whatever_the_mean() -> None:
     assert 57_344 * 128 * (256 + 2048) == holds["KV cache"]
     short = replace(BATCH, lengths=Lengths(2048, 10.0, 0.2))
     assert holds == dict(SEVEN_B.rollout_holds(short))
+
+
+PAGED = replace(SEVEN_B, paged=True)
+
+
+def test_a_paged_rollout_holds_a_pool_its_steps_and_their_graphs() -> None:
+    """64 prompts of 2 blocks, 2 rows each of up to 16 blocks, half of those at once; 128 slots.
+
+    A step's logits are there twice, recorded and not, and what it makes of a layer.
+    """
+    load = replace(BATCH, rows=128, prompts=64)
+    holds = dict(PAGED.rollout_holds(load))
+    logits = 128 * 152_064 * (2 + 8)
+
+    assert (1 + 64 * 2 + 64 * 16) * 128 * 57_344 == holds["KV cache"]
+    assert logits == holds["logits"]
+    assert logits + 128 * PAGED.passing == holds["graphs"]
+    assert "graphs" not in dict(replace(PAGED, streamed=True).rollout_holds(load))
+    assert holds["KV cache"] < 0.51 * dict(SEVEN_B.rollout_holds(load))["KV cache"]
+
+
+def test_rows_of_a_paged_rollout_wait_beyond_five_hundred() -> None:
+    load = replace(BATCH, rows=2048, prompts=256)
+
+    assert 512 == PAGED.at_once(load)
+    assert 2048 == SEVEN_B.at_once(load)
+    assert 512 * 152_064 * 10 == dict(PAGED.rollout_holds(load))["logits"]
+    assert PAGED.rollout(load) > 2 * PAGED.rollout(replace(load, rows=512, prompts=64))
+
+
+def test_a_replayed_step_takes_the_replays_of_its_kernels_at_least() -> None:
+    """A few rows of a small model: launches decide without graphs, reading the weights with."""
+    small = replace(SEVEN_B, shape=known_shape("qwen2.5-0.5b"))
+    paged = replace(small, paged=True)
+    read = small.read(small.shape.touched(4) * 2 + 4 * 300 * small.cache_bytes)
+
+    assert small.overhead == small.decode(4, 300)
+    assert max(read, 4e-6 + small.kernels * 1e-6) == paged.decode(4, 300)
+    assert paged.decode(4, 300) < 0.5 * small.decode(4, 300)
+    assert small.overhead == replace(paged, streamed=True).launched(0.0)
 
 
 def test_what_a_pass_holds_by_hand() -> None:

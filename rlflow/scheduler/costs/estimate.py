@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rlflow.graph.graph import Node
-from rlflow.graph.roles import Averaged, Drawn, Learning, Paused, Resumed, SamplingOptions
+from rlflow.graph.roles import Averaged, Drafted, Drawn, Learning, Paused, Resumed, SamplingOptions
 from rlflow.graph.rules.check import longest_response, most_rows, num_prompts, row_counts
 from rlflow.graph.rules.steps import mini_batches
+from rlflow.graph.user.engine_options import EMBEDDED
 from rlflow.scheduler.costs import measurement_keys as keys
 from rlflow.scheduler.costs.distributions import (
     DRAFTS,
@@ -32,9 +33,10 @@ from rlflow.scheduler.costs.lengths import (
     full_lengths,
     joined_lengths,
 )
+from rlflow.scheduler.costs.loads import Load
 from rlflow.scheduler.costs.origins import Prompts, origins, response_tokens
 from rlflow.scheduler.costs.pieces import WHOLE, Piece, as_measured
-from rlflow.scheduler.costs.roofline import CACHE, Holds, Load, Roofline, keeps_workspace
+from rlflow.scheduler.costs.roofline import CACHE, Holds, Roofline
 from rlflow.scheduler.costs.serving import serving_of
 from rlflow.scheduler.costs.sizes import Sizes
 from rlflow.scheduler.devices.collectives import copy_bandwidth, group_of, staging
@@ -130,7 +132,7 @@ class Costs(Sizes):
         shape = self.shapes[node.model]
         if shape is None:
             return Cost(seconds=None, transient=None, source=NOT_HERE)
-        roof = self.roofline(instance, shape)
+        roof = self.roofline_of(node, instance, shape)
         if (averaged := node.role(Averaged)) is not None:
             of = dtype_bytes(self.graph.model(averaged.source))
             trained = self._trained_per_rank(instance) or 0
@@ -166,9 +168,8 @@ class Costs(Sizes):
         shape = self.shapes[instance.model]
         if shape is None:
             return ()
-        return self._holds(
-            node, instance, self.roofline(instance, shape), self.load(node, parts, WHOLE)
-        )
+        roof = self.roofline_of(node, instance, shape)
+        return self._holds(node, instance, roof, self.load(node, parts, WHOLE))
 
     def _holds(self, node: Node, instance: Instance, roof: Roofline, load: Load) -> Holds:
         found = holds(node, roof, load, recompute=instance.recompute)
@@ -219,6 +220,11 @@ class Costs(Sizes):
             peers=parts,
         )
 
+    def roofline_of(self, node: Node, instance: Instance, shape: Shape) -> Roofline:
+        """A model as a node uses it: rows of a drafted rollout have columns, not blocks."""
+        roof = self.roofline(instance, shape)
+        return replace(roof, paged=False) if node.role(Drafted) is not None else roof
+
     def roofline(self, instance: Instance, shape: Shape) -> Roofline:
         """A model on an instance's ranks: a mesh (replicas, fsdp, tp), row-major."""
         model, devices = self.graph.model(instance.model), instance.devices
@@ -238,6 +244,7 @@ class Costs(Sizes):
             fsdp=group_of(self.cluster, devices[: across : instance.tp]),
             replicas=group_of(self.cluster, devices[::across] if instance.trained else ()),
             serving=serving_of(instance, self),
+            paged=paged_there(instance, self.cluster.kind_of(devices[0]).name),
         )
 
     def copy(
@@ -346,3 +353,13 @@ def averaging(roof: Roofline, trained: int, of: int, *, period: int, source: str
         holds=(("converted weight", whole),) if whole else (),
         source=source,
     )
+
+
+def keeps_workspace(roof: Roofline) -> bool:
+    """Whether what it computes in is an engine's process's own, which keeps it between passes."""
+    return roof.serving is not None and roof.kind.name != "cpu"
+
+
+def paged_there(instance: Instance, kind: str) -> bool:
+    """Whether rollouts of an instance have a pool of blocks: those of one process on a device."""
+    return kind != "cpu" and instance.engine == EMBEDDED and not instance.sharded

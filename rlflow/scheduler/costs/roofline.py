@@ -7,12 +7,13 @@ of the kernels, and beside it what ranks send each other. Knows no graph and no 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rlflow.graph.op import Use
 from rlflow.graph.rules.completion_order import ended_share
 from rlflow.modelfiles.chunks import WIDE_BYTES, chunk_bytes
-from rlflow.scheduler.costs.lengths import Lengths, after, assumed, stages
+from rlflow.scheduler.costs.lengths import stages
+from rlflow.scheduler.costs.loads import Load
 from rlflow.scheduler.costs.serving import Serving
 from rlflow.scheduler.devices.collectives import ALONE, Group
 from rlflow.scheduler.devices.hardware import Kind
@@ -26,61 +27,10 @@ SCORE_BYTES = 8
 # Tokens of prompts that an engine reads in one pass.
 PREFILL = 8192
 
-CACHE, ACTIVATIONS = "KV cache", "activations"
+CACHE, ACTIVATIONS, GRAPHS = "KV cache", "activations", "graphs"
 EMBEDDED = "gradient of the embedding"
 SUMMED = "sum of the head's gradient"
 Holds = tuple[tuple[str, int], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """Rows of one part: `rows` of `prompts` prompts of `prompt` tokens, responses as `lengths`.
-
-    `peers` parts end together. Rows of a prompt share it. `most` are the rows that there may be,
-    where `rows` is how many there are in expectation.
-    """
-
-    rows: float
-    prompts: float
-    prompt: int
-    lengths: Lengths
-    peers: int = 1
-    most: float | None = None
-
-    @property
-    def tokens(self) -> float:
-        """Tokens that a forward sees, in expectation."""
-        return self.prompts * self.prompt + self.rows * self.lengths.mean
-
-    @property
-    def most_tokens(self) -> float:
-        """Tokens that a forward sees at the most."""
-        return self.prompts * self.prompt + self.rows * self.lengths.longest
-
-    @property
-    def longest_row(self) -> int:
-        """Tokens of the longest row."""
-        return self.prompt + self.lengths.longest
-
-    @property
-    def pairs(self) -> float:
-        """Pairs of a token and one that it attends to, in expectation."""
-        mean = self.lengths.mean
-        of_responses = self.rows * mean * (self.prompt + mean / 2)
-        return self.prompts * self.prompt**2 / 2 + of_responses
-
-    def going_on(self, first: int) -> Load:
-        """The rows that have not ended after `first` tokens: prompts that are as much longer."""
-        rest, share = after(self.lengths, first)
-        rows = max(self.rows * share, 1.0)
-        longer = replace(self, prompt=self.prompt + first, lengths=rest)
-        return replace(longer, rows=rows, prompts=rows, most=max(self.rows, rows))
-
-    def later_turn(self, new: int) -> Load:
-        """The rows of a later turn of so many tokens: what is there so far are their prompts."""
-        before = max(self.lengths.longest - new, 0)
-        longer = replace(self, prompts=self.rows, prompt=self.prompt + before)
-        return replace(longer, lengths=assumed(new))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +41,8 @@ class Roofline:
     `gathers` whether parameters have to be made whole before a layer computes; `streamed`
     whether layers come from the host. With `serving` keys and values lie in a pool of its own,
     prompts are read some at a time, and rows wait for room. A pass sees at most `micro_tokens`
-    tokens, or one row. With `trains_vocabulary` a backward has a gradient of the embedding.
+    tokens, or one row. With `trains_vocabulary` a backward has a gradient of the embedding. A
+    `paged` rollout has a pool of blocks, and graphs unless layers are `streamed`.
     """
 
     kind: Kind
@@ -103,6 +54,7 @@ class Roofline:
     serving: Serving | None = None
     micro_tokens: int = MICRO_TOKENS
     trains_vocabulary: bool = False
+    paged: bool = False
     tp: Group = ALONE
     fsdp: Group = ALONE
     replicas: Group = ALONE
@@ -258,7 +210,7 @@ class Roofline:
     def at_once(self, load: Load) -> float:
         """Rows that are computed at once: each has its response and its share of its prompt."""
         if self.serving is None:
-            return load.rows
+            return min(load.rows, load.in_blocks.at_once) if self.paged else load.rows
         tokens = load.lengths.mean + load.prompts * load.prompt / load.rows
         return self.serving.at_once(load.rows, tokens)
 
@@ -273,11 +225,16 @@ class Roofline:
         else:
             read = max(computed, self.read(weights + cache))
         seconds = max(read, self.brought())
-        if self.serving is not None and rows <= self.serving.captured:
+        if self.replays or (self.serving is not None and rows <= self.serving.captured):
             seconds = max(seconds, self.kind.launch + self.kernels * self.kind.replayed)
         else:
             seconds = self.launched(seconds)
         return seconds + self.agreed(rows)
+
+    @property
+    def replays(self) -> bool:
+        """Whether the embedded engine replays its steps from graphs."""
+        return self.paged and not self.streamed
 
     @property
     def cache_bytes(self) -> float:
@@ -368,18 +325,27 @@ class Roofline:
         return (2 if tied else 1) * one * self.size // self.tp.ranks
 
     def rollout_holds(self, load: Load) -> Holds:
-        """What a rollout holds with every row at its longest."""
+        """What a rollout holds with every row at its longest.
+
+        What a recorded step makes stays its own, beside that of steps that are not.
+        """
         rows = load.most or load.rows
         prompts = rows if load.most else load.prompts
         tokens = max(prompts * load.prompt, rows)
         cache = int(rows * load.longest_row * self.cache_bytes)
         if self.serving is not None:
             tokens, cache, rows = min(tokens, PREFILL), 0, self.serving.rows(rows)
+        graphs = 0
+        if self.paged:
+            blocks = load.in_blocks
+            cache, rows = int(blocks.pool * self.cache_bytes), blocks.slots
+            graphs = int(self.scores(rows) + self.passing * rows) if self.replays else 0
         activations = self.passing * tokens
         return _largest_first(
             (CACHE, cache),
             (ACTIVATIONS, int(activations)),
             ("logits", self.scores(rows)),
+            (GRAPHS, graphs),
             ("gathered weights", int(self.weights) if self.gathers else 0),
         )
 
@@ -387,8 +353,3 @@ class Roofline:
 def _largest_first(*parts: tuple[str, int]) -> Holds:
     """The parts that hold anything, the largest first."""
     return tuple(sorted((part for part in parts if part[1]), key=lambda part: -part[1]))
-
-
-def keeps_workspace(roof: Roofline) -> bool:
-    """Whether what it computes in is an engine's process's own, which keeps it between passes."""
-    return roof.serving is not None and roof.kind.name != "cpu"

@@ -17,11 +17,6 @@ Step = Callable[[], None]
 Record = Callable[[Step], Step]
 
 
-def bucket(count: int) -> int:
-    """The power of two that is no less: sizes of steps, so that there are few."""
-    return 1 << max(count - 1, 0).bit_length()
-
-
 class Replays:
     """Runs a step a number of times, from a recording where there is one of its shape.
 

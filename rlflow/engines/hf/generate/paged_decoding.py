@@ -19,7 +19,7 @@ from torch import Tensor
 from rlflow.batch import select_field, to_device
 from rlflow.engines.hf.forward.packed import pack_prompts
 from rlflow.engines.hf.generate.decoding import Decoding, Responses, prefill
-from rlflow.engines.hf.generate.graphs import Record, Replays, bucket
+from rlflow.engines.hf.generate.graphs import Record, Replays
 from rlflow.engines.hf.generate.paged import PagedCache, RowBlocks
 from rlflow.engines.hf.generate.rng import uniforms
 from rlflow.engines.hf.generate.stepped import Look, Numbers, Places, SteppedRows
@@ -28,6 +28,7 @@ from rlflow.modelfiles.paging import (
     BLOCK,
     LOOK,
     blocks_for,
+    bucket,
     first_blocks,
     own_blocks,
     pool_blocks,
