@@ -21,8 +21,7 @@ from rlflow.engines.hf.generate.waits import HostWaits
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.modelfiles.paging import BLOCK, LOOK, blocks_for, pool_blocks
-from rlflow.scheduler.costs.lengths import Lengths
-from rlflow.scheduler.costs.loads import Load
+from rlflow.scheduler.costs.lengths import Lengths, Load
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.devices.hardware import KINDS
 from rlflow.scheduler.models.shapes import read_shape

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlflow.modelfiles.chunks import CHUNK_BYTES, chunk_tokens
-from rlflow.scheduler.costs.lengths import Lengths, full_lengths
-from rlflow.scheduler.costs.loads import Load
+from rlflow.scheduler.costs.lengths import Lengths, Load, full_lengths
 from rlflow.scheduler.costs.roofline import MICRO_TOKENS, SUMMED, Roofline
 from rlflow.scheduler.devices.cluster import Cluster, cpu_cluster
 from rlflow.scheduler.devices.collectives import group_of

@@ -10,8 +10,7 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.graph.rules.check import longest_response
 from rlflow.scheduler.compile import compile_plan
-from rlflow.scheduler.costs.lengths import assumed
-from rlflow.scheduler.costs.loads import Load
+from rlflow.scheduler.costs.lengths import Load, assumed
 from rlflow.scheduler.devices.cluster import cpu_cluster
 from rlflow.scheduler.passes.staleness import stale_rollouts
 from rlflow.scheduler.plan.lags import largest_lag

@@ -14,8 +14,15 @@ from rlflow.graph.graph import Graph, Node
 from rlflow.graph.rules.completion_order import ended_rows
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.costs.estimate import Costs
-from rlflow.scheduler.costs.lengths import Lengths, after, assumed, before, between, full_lengths
-from rlflow.scheduler.costs.loads import Load
+from rlflow.scheduler.costs.lengths import (
+    Lengths,
+    Load,
+    after,
+    assumed,
+    before,
+    between,
+    full_lengths,
+)
 from rlflow.scheduler.costs.pieces import WHOLE, Piece, chunk_piece, piece_done
 from rlflow.scheduler.costs.roofline import CACHE
 from rlflow.scheduler.models.shapes import model_shape

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 import rlflow as rf
 from rlflow.scheduler.costs import serving
 from rlflow.scheduler.costs.estimate import Costs
-from rlflow.scheduler.costs.lengths import Lengths, assumed, full_lengths, stages
-from rlflow.scheduler.costs.loads import Load
+from rlflow.scheduler.costs.lengths import Lengths, Load, assumed, full_lengths, stages
 from rlflow.scheduler.costs.measurement_keys import timed_options
 from rlflow.scheduler.costs.roofline import PREFILL, Roofline
 from rlflow.scheduler.costs.serving import Serving, pool_size, serving_of

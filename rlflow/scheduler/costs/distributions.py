@@ -14,7 +14,7 @@ from rlflow.graph.fields import Field
 from rlflow.graph.graph import Node
 from rlflow.graph.roles import Drafted
 from rlflow.graph.rules.steps import mini_batches
-from rlflow.scheduler.costs.loads import Load
+from rlflow.scheduler.costs.lengths import Load
 from rlflow.scheduler.costs.roofline import ACTIVATIONS, Holds, Roofline
 from rlflow.scheduler.plan.plan import Cost, Instance, Spread
 

@@ -26,6 +26,7 @@ from rlflow.scheduler.costs.distributions import (
 )
 from rlflow.scheduler.costs.lengths import (
     Lengths,
+    Load,
     assumed,
     before,
     between,
@@ -33,7 +34,6 @@ from rlflow.scheduler.costs.lengths import (
     full_lengths,
     joined_lengths,
 )
-from rlflow.scheduler.costs.loads import Load
 from rlflow.scheduler.costs.origins import Prompts, origins, response_tokens
 from rlflow.scheduler.costs.pieces import WHOLE, Piece, as_measured
 from rlflow.scheduler.costs.roofline import CACHE, Holds, Roofline

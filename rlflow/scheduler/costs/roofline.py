@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from rlflow.graph.op import Use
 from rlflow.graph.rules.completion_order import ended_share
 from rlflow.modelfiles.chunks import WIDE_BYTES, chunk_bytes
-from rlflow.scheduler.costs.lengths import stages
-from rlflow.scheduler.costs.loads import Load
+from rlflow.scheduler.costs.lengths import Load, stages
 from rlflow.scheduler.costs.serving import Serving
 from rlflow.scheduler.devices.collectives import ALONE, Group
 from rlflow.scheduler.devices.hardware import Kind
