@@ -12,8 +12,13 @@ import torch
 
 from rlflow.cli.commands import Target
 from rlflow.cli.rehearsal.command import model_path, rehearse_target, require_agreement
+from rlflow.engines.hf.flat import free, restore, to_host
+from rlflow.engines.hf.forward import spans
+from rlflow.engines.hf.forward.sequences import Visible
 from rlflow.errors import PlanError, UsageError
+from rlflow.runtime.rehearse.device import NoData, without_data
 from rlflow.runtime.rehearse.live import BLOCK, LiveStorages
+from rlflow.runtime.rehearse.rows import RowSizes
 
 pytestmark = pytest.mark.torch
 
@@ -109,15 +114,96 @@ def test_a_model_of_experts_is_refused(tmp_path: Path) -> None:
         model_path("shape:mixtral-8x7b", tmp_path)
 
 
+def placed(folder: Path, devices: int, **on: object) -> str:
+    """A file with a placement of everything on so many devices."""
+    path = folder / "placed.py"
+    path.write_text(
+        "import rlflow as rf\n"
+        f"where = {{'*': rf.on('all', **{on!r})}}\n"
+        f"placement = rf.Placement(pools={{'all': {devices}}}, assign=where)\n"
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_state_on_the_host_takes_nothing_of_the_device(tmp_path: Path, ranks: int) -> None:
+    """The part has no bytes in plan and rehearsal, asleep or awake; its copies on the host none."""
+    plan, (found,) = rehearsed(
+        "grpo_arithmetic.py",
+        placement=placed(tmp_path, ranks, offload="optimizer"),
+        devices=f"h100:{ranks}",
+        settings=SMALL,
+    )
+    assert plan.trained_instance("actor").offload == "optimizer"
+    update = next(action for action in found.actions if action.action == "actor.update")
+    assert dict(update.planned_of).get("optimizer", 0) == 0
+    assert dict(update.found_of).get("optimizer", 0) == 0
+    assert dict(update.found_of)["weights"]
+
+
+def test_what_goes_to_the_host_takes_no_memory_of_a_rehearsal() -> None:
+    with NoData():
+        state = torch.empty(1 << 40, device="meta")
+        (copy,) = to_host([state])
+        assert copy.shape == state.shape
+        assert copy.untyped_storage().nbytes() == 4
+        free([state])
+        restore([state], [copy])
+        assert state.untyped_storage().nbytes() == 4 << 40
+
+
+def test_the_kernel_of_an_accelerator_attends_in_a_rehearsal() -> None:
+    q, v = (torch.empty(5, 4, size, dtype=torch.bfloat16) for size in (64, 64))
+    seen = Visible(scale=1.0, causal=True, window=None, softcap=None)
+    with without_data(NoData(), 1):
+        assert spans.flash_fits(q, v, seen)
+        assert not spans.flash_fits(q.float(), v.float(), seen)
+        assert not spans.flash_fits(q, v, replace(seen, softcap=30.0))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "micro", "steps", "expected"),
+    [
+        # 128 + 3 x 512 leaves 384 of 2048: of 480 four fit.
+        ((64, 8, 128, 512), 2048, 1, 480),
+        # All of a step fit: as long as they are.
+        ((64, 8, 128, 512), 32768, 16, 512),
+        # A row alone is beyond a micro-batch.
+        ((4, 4, 128, 4096), 2048, 1, 4096),
+        # Nothing is left over.
+        ((64, 8, 0, 512), 2048, 1, 512),
+    ],
+)
+def test_rows_fill_micro_batches(sizes: Any, micro: int, steps: int, expected: int) -> None:
+    rows, prompts, prompt, response = sizes
+    size = RowSizes(rows=rows, prompts=prompts, prompt=prompt, response=response)
+    assert size.filling(micro, steps=steps).response == expected
+
+
 @pytest.mark.slow
 @pytest.mark.extra
 @pytest.mark.parametrize(
-    ("placement", "devices", "shape"),
-    [("one", "h100:1", "qwen2.5-1.5b"), ("colocate", "h100:8", "qwen2.5-7b")],
+    ("pipeline", "placement", "devices", "shape"),
+    [
+        ("grpo_gsm8k.py", "one", "h100:1", "qwen2.5-1.5b"),
+        ("grpo_gsm8k.py", "colocate", "h100:8", "qwen2.5-7b"),
+        ("grpo_gsm8k.py", "sglang_colocate", "h100:8", "qwen2.5-7b"),
+        ("grpo_gsm8k.py", "split", "h100:8", "qwen2.5-7b"),
+        ("grpo_gsm8k.py", {}, "h100:2", "qwen2.5-7b"),
+        ("grpo_gsm8k.py", {"offload": "optimizer"}, "h100:2", "qwen2.5-7b"),
+        ("grpo_gsm8k.py", {}, "h100:64", "qwen2.5-32b"),
+        ("ppo_gsm8k.py", "colocate", "h100:8", "qwen2.5-7b"),
+        ("ppo_gsm8k.py", "rack", "h100:64", "qwen2.5-32b"),
+    ],
+    ids=lambda value: str(value).removeprefix("qwen2.5-"),
 )
 def test_plans_of_real_shapes_are_within_five_percent(
-    placement: str, devices: str, shape: str
+    pipeline: str, placement: Any, devices: str, shape: str, tmp_path: Path
 ) -> None:
-    _, found = rehearsed("grpo_gsm8k.py", placement=placement, devices=devices, model_shape=shape)
+    if isinstance(placement, dict):
+        placement = placed(tmp_path, int(devices.split(":")[1]), **placement)
+    _, found = rehearsed(pipeline, placement=placement, devices=devices, model_shape=shape)
     require_agreement(found)
-    assert {a.action for each in found for a in each.actions} == {"ref.log_probs", "actor.update"}
+    models = {"actor.update", "ref.log_probs"}
+    models |= {"critic.update", "critic.values"} if pipeline.startswith("ppo") else set()
+    assert {a.action for each in found for a in each.actions} == models

@@ -149,9 +149,11 @@ def _write_tokenizer(where: Path) -> None:
 
 
 def row_sizes(plan: Plan, costs: Costs) -> dict[str, RowSizes]:
-    """The rows of every run of a model as its plan counts with them, each at its longest.
+    """The rows of every run of a model as its plan counts with them, at their longest.
 
-    No more than a few passes of them: an update still makes all of its steps.
+    No more than a few passes of them: an update still makes all of its steps. Where whole rows at
+    their longest leave room in a micro-batch, rows are of a length that leaves least: a plan counts
+    with micro-batches that are full, as rows of several lengths make them.
     """
     from rlflow.runtime.rehearse.rows import RowSizes
 
@@ -169,12 +171,13 @@ def row_sizes(plan: Plan, costs: Costs) -> dict[str, RowSizes]:
         enough = math.ceil(PASSES * max(instance.micro_tokens, load.longest_row) / longest)
         steps = mini_batches(node) if node.op.use == "train" else 1
         prompts = max(1, min(math.ceil(load.prompts / chunks), enough)) * int(max(steps, 1))
-        found[action.id] = RowSizes(
+        sizes = RowSizes(
             rows=prompts * group,
             prompts=prompts,
             prompt=load.prompt,
             response=load.lengths.longest,
         )
+        found[action.id] = sizes.filling(instance.micro_tokens, steps=int(max(steps, 1)))
     return found
 
 

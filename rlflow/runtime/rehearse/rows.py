@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ DTYPES: dict[DType, torch.dtype] = {
     "bool": torch.bool,
 }
 SEED = 0
+# Lengths of responses that are tried for those that fill a micro-batch, at the most.
+LENGTHS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,31 @@ class RowSizes:
     def group(self) -> int:
         """Rows of one prompt."""
         return math.ceil(self.rows / self.prompts)
+
+    def filling(self, micro_tokens: int, *, steps: int = 1) -> RowSizes:
+        """The same with responses of which a micro-batch has most tokens, no longer than they are.
+
+        Rows of one of so many steps that fit in one are as they are, and so is a row beyond it.
+        """
+        rows, prompts = self.rows // steps, self.prompts // steps
+        whole = prompts * self.prompt + rows * self.response
+        if whole <= micro_tokens or self.prompt + self.response > micro_tokens:
+            return self
+        lengths = range(self.response, self.response // 2, -max(1, self.response // LENGTHS))
+        best = max(lengths, key=lambda length: self._fullest(rows, length, micro_tokens))
+        return replace(self, response=best)
+
+    def _fullest(self, rows: int, response: int, micro_tokens: int) -> int:
+        """The most tokens of a micro-batch, where responses are so long; groups stand together."""
+        most = tokens = 0
+        for row in range(rows):
+            first = row % self.group == 0
+            added = response + (self.prompt if first else 0)
+            if tokens + added > micro_tokens:
+                tokens, added = 0, response + self.prompt
+            tokens += added
+            most = max(most, tokens)
+        return most
 
 
 class RowsAtLongest:
