@@ -24,8 +24,7 @@ def in_all(world, function, path, shape, *args):
     return world(shape[0] * shape[1] * shape[2]).run(function, path, shape, *args)
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 1)])
-@pytest.mark.parametrize("tiny", [True, False])
+@pytest.mark.parametrize(("shape", "tiny"), [((1, 2, 2), True), ((2, 2, 1), False)])
 def test_pieces_of_all_ranks_are_the_whole_model(shape, tiny, world, model_dir):
     path = str(TINY) if tiny else model_dir("llama")
 

@@ -103,7 +103,6 @@ def test_the_share_of_tests_that_pass():
         "import atexit, os\natexit.register(lambda: os._exit(0))",
         "import builtins\nbuiltins.AssertionError = Exception",
         "import sys\nprint(sys.stdin.read())",
-        "while True: pass",
         "def double(x): return",
         "this is no Python",
         "",

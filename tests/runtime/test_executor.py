@@ -162,77 +162,53 @@ def over(plan, log, low, high, end):
     return is_over
 
 
-@settings(max_examples=examples(80), deadline=None)
-@given(plans(), st.integers(0, 2**32), st.integers(0, 3), st.integers(1, 6), st.integers(1, 4))
-def test_every_dependency_is_honoured_and_everything_due_runs_once(
-    plan, seed, start, count, barrier
-):
+@settings(max_examples=examples(100), deadline=None)
+@given(plans(), st.integers(0, 2**32), st.integers(0, 3), st.integers(1, 8), st.integers(1, 9))
+def test_a_run_honours_its_plan_its_window_and_its_barriers(plan, seed, start, count, barrier):
     end = start + count
     done, machine = execute(plan, seed, start=start, end=end, barrier=barrier)
-    expected = {
+    assert end == done
+    expected = [
         (item.id, iteration)
         for item in plan.actions
         for iteration in range(start, end + 1)
         if due(item, iteration, end)
-    }
-    assert end == done
+    ]
     assert Counter(expected) == Counter(machine.starts())
-    for place, entry in enumerate(machine.log):
+    every_dependency_is_over(plan, machine.log, start, end, barrier)
+    nothing_is_ahead_of_the_window_or_a_barrier(plan, machine.log, start, end, barrier)
+    closing = any(item.closing for item in plan.actions)
+    told = [
+        (i, {f"{item.node}/n": float(i) for item in plan.actions if due(item, i, end)})
+        for i in range(start, end + closing)
+    ]
+    assert told == machine.reported
+
+
+def every_dependency_is_over(plan, log, start, end, barrier):
+    for place, entry in enumerate(log):
         if entry[0] == "start":
             _, name, iteration = entry
             low, high = bounds(iteration, start, end, barrier)
-            is_over = over(plan, machine.log[:place], low, high, end)
+            is_over = over(plan, log[:place], low, high, end)
             turn = iteration - plan.action(name).ahead
             for dep in plan.action(name).after:
                 assert is_over(dep.action, turn - dep.distance), (entry, dep)
 
 
-@settings(max_examples=examples(60), deadline=None)
-@given(plans(), st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 7))
-def test_a_barrier_holds_until_its_listener_has_returned(plan, seed, barrier, end):
-    _, machine = execute(plan, seed, end=end, barrier=barrier)
-    whole, running = 0, 0
-    for entry in machine.log:
+def nothing_is_ahead_of_the_window_or_a_barrier(plan, log, start, end, barrier):
+    """A barrier holds until its listener has returned."""
+    most = max(item.ahead for item in plan.actions)
+    whole, running = start, 0
+    for entry in log:
         running += {"start": 1, "end": -1}.get(entry[0], 0)
         if entry[0] == "done":
             whole = entry[1] + 1
             assert not running or (whole % barrier and whole < end)
         if entry[0] == "start":
+            assert entry[2] < whole + AHEAD + most
             assert entry[2] < (whole // barrier + 1) * barrier or whole >= end
             assert entry[2] < end or whole >= end
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(plans(), st.integers(0, 2**32), st.integers(0, 2), st.integers(1, 8))
-def test_nothing_runs_ahead_by_more_than_the_window(plan, seed, start, count):
-    _, machine = execute(plan, seed, start=start, end=start + count)
-    most = max(item.ahead for item in plan.actions)
-    whole = start
-    for entry in machine.log:
-        if entry[0] == "done":
-            whole = entry[1] + 1
-        if entry[0] == "start":
-            assert entry[2] < whole + AHEAD + most
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(plans(), st.integers(0, 2**32), st.integers(0, 2), st.integers(1, 6))
-def test_metrics_come_whole_and_in_order(plan, seed, start, count):
-    end = start + count
-    _, machine = execute(plan, seed, start=start, end=end)
-    closing = any(item.closing for item in plan.actions)
-    expected = [
-        (
-            iteration,
-            {
-                f"{item.node}/n": float(iteration)
-                for item in plan.actions
-                if due(item, iteration, end)
-            },
-        )
-        for iteration in range(start, end + closing)
-    ]
-    assert expected == machine.reported
 
 
 @settings(max_examples=examples(80), deadline=None)

@@ -68,22 +68,18 @@ def broken(rlflow, tmp_path, monkeypatch):
     return call
 
 
-def rarely(fault):
-    """A failpoint that the long tests try, because each costs two runs."""
-    return pytest.param(fault, marks=pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [
         "run:iteration=raise@5",
-        rarely("run:save=raise@2"),
-        rarely("ckpt:latest:rename=raise@2"),
-        rarely("run:iteration=raise@1"),
-        rarely("run:iteration=raise@8"),
-        rarely("run:saved=raise@3"),
-        rarely("ckpt:component:write=raise@5"),
-        rarely("metrics:write=raise@6"),
+        "run:save=raise@2",
+        "ckpt:latest:rename=raise@2",
+        "run:iteration=raise@1",
+        "run:iteration=raise@8",
+        "run:saved=raise@3",
+        "ckpt:component:write=raise@5",
+        "metrics:write=raise@6",
     ],
 )
 def test_a_run_that_broke_continues_to_the_same_bits(rlflow, broken, whole, fault):

@@ -153,7 +153,7 @@ def test_nodes_and_models_that_nobody_needs(train):
 @pytest.mark.parametrize(
     ("placement", "words"),
     [
-        ("colocate", ()),
+        pytest.param("colocate", (), marks=pytest.mark.slow),
         ("colocate", ("cold=true",)),
         ("ahead", ("against=rollout",)),
         pytest.param("sharded", (), marks=[pytest.mark.ray, pytest.mark.slow, pytest.mark.extra]),

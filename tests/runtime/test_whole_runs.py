@@ -93,7 +93,7 @@ TABLE = {
     "grpo": Feature(GRPO, same=BOTH),
     "kl": Feature(
         GRPO.said("--set", "kl_coef=0.05"),
-        same=BOTH,
+        same=BOTH_SLOW,
         ray=(*placed("colocate", marks=SLOW + EXTRA), At("split")),
     ),
     "ppo": Feature(PPO, same=BOTH),
@@ -117,7 +117,7 @@ TABLE = {
         STALE,
         same=placed("together2", "apart2", marks=SLOW),
         resumed=(
-            At("apart2", first=4, saved=4),
+            At("apart2", first=4, saved=4, marks=SLOW),
             At("apart2", fault="run:saved=raise@1", saved=4, marks=SLOW),
         ),
         ray=placed("apart2", marks=SLOW + EXTRA),
