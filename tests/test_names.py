@@ -12,9 +12,10 @@ ALLOWED = {
     "main": "what a file does that is started as a program",
 }
 # An operator has one name: where it is declared, where it runs, and its formula. So has what an
-# operator chooses by name, its loss or its estimator. A command is called as it is typed.
+# operator chooses by name, its loss or its estimator. A command is called as it is typed, and
+# two of them as what they run.
 OPERATOR = {"rlflow.ops": "declaration", "rlflow.ops.bodies": "body", "rlflow.ops.math": "formula"}
-COMMANDS = "rlflow.cli.main"
+COMMANDS = {"rlflow.cli.main": ("simulate", "tune")}
 
 
 def module(path):
@@ -42,7 +43,7 @@ def side(name):
 
 def is_one_thing(name, modules):
     """Whether definitions of a name are sides of one operator, or a command's and another."""
-    others = [other for other in modules if other != COMMANDS]
+    others = [other for other in modules if name not in COMMANDS.get(other, ())]
     sides = [side(other) for other in others]
     of_one = len(sides) == len(set(sides)) and set(sides) <= set(OPERATOR.values())
     return name in ALLOWED or len(others) < 2 or of_one

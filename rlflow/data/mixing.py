@@ -118,10 +118,10 @@ class Mix(DataSource):
         starts = self._starts()
         seeds = [_seed(seed, name) for name in self.names]
         first = iteration * size
-        drawn = turns(self.weights, first)
+        drawn = rows_by_source(self.weights, first)
         found = []
         for position in range(first, first + size):
-            after = turns(self.weights, position + 1)
+            after = rows_by_source(self.weights, position + 1)
             which = next(k for k, (a, b) in enumerate(zip(drawn, after, strict=True)) if a != b)
             rows = self.sources[which].rows()
             index = row_at(drawn[which], len(rows), seeds[which])
@@ -201,7 +201,7 @@ class Mix(DataSource):
         return [finding]
 
 
-def turns(weights: Sequence[int], position: int) -> list[int]:
+def rows_by_source(weights: Sequence[int], position: int) -> list[int]:
     """How many of the first `position` rows come from each source.
 
     The first source gets its share rounded to the nearest, of what is left the next one, and

@@ -23,7 +23,7 @@ from rlflow.graph.source import declared_at
 from rlflow.graph.trace import Handle, add_node, report_finding
 from rlflow.ops.estimator_options import checked_options
 from rlflow.ops.estimators import REFERENCE, find_estimator, granularity, needed_inputs
-from rlflow.ops.loops.curriculum import PassRates, weighted
+from rlflow.ops.loops.curriculum import PassRates, drawn_by_pass_rates
 from rlflow.ops.missing_reward import on_valid_rows
 
 PROMPTS = register(
@@ -122,7 +122,7 @@ def prompts(
     op = replace(PROMPTS, outputs=(*PROMPTS.outputs, *extra))
     params: dict[str, Any] = {"data": data, "batch": batch}
     if weights is not None:
-        op, more = weighted(op, data, weights)
+        op, more = drawn_by_pass_rates(op, data, weights)
         params |= more
     return add_node(op, (), params=params, name=name)
 

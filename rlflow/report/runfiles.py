@@ -146,7 +146,7 @@ def num_iterations(files: RunFiles) -> int:
     return sum(not all(key.startswith(closing) for key in values) for _, values in files.metrics)
 
 
-def ends(points: Sequence[Point]) -> tuple[float, float, int]:
+def first_and_last(points: Sequence[Point]) -> tuple[float, float, int]:
     """The mean of the first and of the last n points, and n: at most 10 and half of them."""
     count = max(1, min(ENDS, len(points) // 2))
     values = [value for _, value in points]

@@ -7,7 +7,7 @@ from pathlib import Path
 from rlflow.report.runfiles import (
     RunFiles,
     continue_line,
-    ends,
+    first_and_last,
     headline_of,
     health_lines,
     iteration_seconds,
@@ -45,7 +45,7 @@ def progress_figures(files: RunFiles) -> list[tuple[str, str]]:
     facts = []
     shown = headline_of(files)
     for key in shown.training:
-        first, last, count = ends(files.curve(key))
+        first, last, count = first_and_last(files.curve(key))
         facts.append((f"{first:.3f} → {last:.3f}", f"{key}, means of the first and last {count}"))
     for key in shown.held_out:
         (began, first), *_, (ended, last) = [*files.curve(key)[:1], *files.curve(key)]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rlflow.data as data
-from rlflow.data.mixing import turns
+from rlflow.data.mixing import rows_by_source
 from rlflow.errors import UsageError
 
 WEIGHTS = st.lists(st.integers(1, 50), min_size=1, max_size=6)
@@ -37,27 +37,29 @@ def drawn(source, count, size=4, seed=0):
 
 @given(WEIGHTS, st.integers(0, 10**9))
 def test_every_position_is_one_sources_turn(weights, position):
-    now, then = turns(weights, position), turns(weights, position + 1)
+    now, then = rows_by_source(weights, position), rows_by_source(weights, position + 1)
     assert position == sum(now)
     assert [1] == [b - a for a, b in zip(now, then, strict=True) if a != b]
 
 
 @given(WEIGHTS, st.integers(0, 10**9))
 def test_counts_stay_near_their_shares(weights, position):
-    for place, (count, weight) in enumerate(zip(turns(weights, position), weights, strict=True)):
+    for place, (count, weight) in enumerate(
+        zip(rows_by_source(weights, position), weights, strict=True)
+    ):
         share = position * weight / sum(weights)
         assert abs(count - share) <= (place + 1) / 2 + 1e-6
 
 
 @given(WEIGHTS)
 def test_a_whole_round_is_exact(weights):
-    assert weights == turns(weights, sum(weights))
+    assert weights == rows_by_source(weights, sum(weights))
 
 
 def test_turns_by_hand():
     whose = []
     for position in range(8):
-        now, then = turns([3, 1], position), turns([3, 1], position + 1)
+        now, then = rows_by_source([3, 1], position), rows_by_source([3, 1], position + 1)
         whose.append("ab"[[a != b for a, b in zip(now, then, strict=True)].index(True)])
     # Shares of a are 0.75, 1.5, 2.25, 3: rounded 1, 2, 2, 3.
     assert ["a", "a", "b", "a"] * 2 == whose

@@ -18,9 +18,9 @@ from rlflow.scheduler.costs.layouts import (
     area,
     held_in_place,
     lacking,
-    overlap,
     parameters_per_rank,
     piece,
+    shared_fraction,
     shares,
 )
 from rlflow.scheduler.devices.cluster import KINDS, Cluster, cpu_cluster
@@ -76,7 +76,7 @@ def test_pieces_and_overlaps_are_those_of_matrices_counted_by_element(
             mine, theirs = cells(one, device, how), cells(other, device, how)
             boxes = piece(one, device, how), piece(other, device, how)
             assert Fraction(len(mine), SIDE**2) == area(boxes[0])
-            assert Fraction(len(mine & theirs), SIDE**2) == overlap(*boxes)
+            assert Fraction(len(mine & theirs), SIDE**2) == shared_fraction(*boxes)
 
 
 @given(source=instances(), target=instances())

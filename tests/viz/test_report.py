@@ -12,7 +12,7 @@ import pytest
 from rlflow.errors import RunDirError, UsageError
 from rlflow.report.charts.curves import smooth, window_for
 from rlflow.report.report import summary_text, write_report
-from rlflow.report.runfiles import continue_line, ends, read_run_files
+from rlflow.report.runfiles import continue_line, first_and_last, read_run_files
 from rlflow.report.tables import plan_rows, ratio_text
 from rlflow.scheduler.plan.plan import Plan
 from tests.viz.examples import write_run
@@ -185,9 +185,9 @@ def test_a_pipeline_without_rewards_draws_its_loss(run_dir: Path):
 
 
 def test_ends_are_means_of_at_most_ten_and_half():
-    assert (0.5, 98.5, 2) == ends([(0, 0.0), (1, 1.0), (2, 98.0), (3, 99.0)])
-    assert (4.5, 94.5, 10) == ends([(i, float(i)) for i in range(100)])
-    assert (7.0, 7.0, 1) == ends([(0, 7.0)])
+    assert (0.5, 98.5, 2) == first_and_last([(0, 0.0), (1, 1.0), (2, 98.0), (3, 99.0)])
+    assert (4.5, 94.5, 10) == first_and_last([(i, float(i)) for i in range(100)])
+    assert (7.0, 7.0, 1) == first_and_last([(0, 7.0)])
 
 
 def test_smoothing_keeps_length_and_constants():

@@ -129,13 +129,13 @@ def all_gather_values(group: Group, value: Said) -> list[Said]:
     if group is None:
         return [value]
     found: list[Any] = [None] * dist.get_world_size(group)
-    with losses("the tables of all ranks"):
+    with naming_lost_ranks("the tables of all ranks"):
         dist.all_gather_object(found, value, group=group)
     return found
 
 
 @contextmanager
-def losses(waiting_for: str) -> Iterator[None]:
+def naming_lost_ranks(waiting_for: str) -> Iterator[None]:
     """Turn what `torch.distributed` raises for a lost peer into RunError (E544)."""
     try:
         yield

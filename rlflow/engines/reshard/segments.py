@@ -26,7 +26,7 @@ from rlflow.engines.reshard.ends import (
     Group,
     all_gather_values,
     dtype_of,
-    losses,
+    naming_lost_ranks,
     own,
 )
 from rlflow.engines.reshard.slices import Move
@@ -266,12 +266,12 @@ class _Words:
     def send(self, rank: int, word: int) -> None:
         """Start to send a word."""
         memory = torch.zeros(1, dtype=torch.uint8)
-        with losses(f"rank {rank}"):
+        with naming_lost_ranks(f"rank {rank}"):
             work = dist.isend(memory, group=self.group, group_dst=rank, tag=word)
         self.sent.append((rank, work))
 
     def receive(self, rank: int, word: int) -> dist.Work | None:
         """Start to receive a word."""
         memory = torch.zeros(1, dtype=torch.uint8)
-        with losses(f"rank {rank}"):
+        with naming_lost_ranks(f"rank {rank}"):
             return dist.irecv(memory, group=self.group, group_src=rank, tag=word)

@@ -29,7 +29,7 @@ from rlflow.engines.reshard.ends import (
     all_gather_values,
     dtype_name,
     dtype_of,
-    losses,
+    naming_lost_ranks,
     rank_in,
     view,
 )
@@ -209,7 +209,7 @@ class BucketStream:
         with lane.work():
             Collective(moves, ends, self.group, PIECES, self.device).run()
             if self.group is not None:
-                with losses(f"rank {bucket.source}"):
+                with naming_lost_ranks(f"rank {bucket.source}"):
                     dist.broadcast(into, group=self.group, group_src=bucket.source)
         if not here:
             return bucket.bytes

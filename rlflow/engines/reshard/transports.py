@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlflow.engines.reshard.buckets import aligned, paired_rounds
-from rlflow.engines.reshard.ends import Carried, Ends, Group, dtype_of, losses, own, raw
+from rlflow.engines.reshard.ends import Carried, Ends, Group, dtype_of, naming_lost_ranks, own, raw
 from rlflow.engines.reshard.slices import ITEMSIZE, Move
 from rlflow.errors import Finding, RunError
 
@@ -204,7 +204,7 @@ class Collective:
         if message.offset is None:
             return raw(self.ends.read(message.moves[0]))
         memory = out[message.offset : message.offset + message.bytes]
-        for move, lane in lanes(message, memory):
+        for move, lane in message_pieces(message, memory):
             found = self.ends.read(move)
             lane.view(found.shape).copy_(found)
         return memory
@@ -213,7 +213,7 @@ class Collective:
         """Put the pieces of an arrived message into their places."""
         if message.offset is not None:
             memory = into[message.offset : message.offset + message.bytes]
-            for move, lane in lanes(message, memory):
+            for move, lane in message_pieces(message, memory):
                 self.ends.fill(move, lane)
             return
         first, *others = self.ends.written(message.moves[0])
@@ -272,7 +272,7 @@ def end_of(messages: Sequence[Message]) -> int:
     return max(ends, default=0)
 
 
-def lanes(message: Message, memory: Tensor) -> Iterator[tuple[Move, Tensor]]:
+def message_pieces(message: Message, memory: Tensor) -> Iterator[tuple[Move, Tensor]]:
     """Every piece of a message with its part of the memory, flat, in the dtype it travels in."""
     start = 0
     for move in message.moves:
@@ -288,7 +288,7 @@ def _start(operations: list[dist.P2POp]) -> Works:
     """
     if not operations:
         return []
-    with losses("its peers"):
+    with naming_lost_ranks("its peers"):
         return list(dist.batch_isend_irecv(operations))
 
 
@@ -298,5 +298,5 @@ def finish(work: dist.Work | None, peer: int | None) -> None:
     Raises RunError (E544) where the peer is lost.
     """
     if work is not None:
-        with losses("its peers" if peer is None else f"rank {peer}"):
+        with naming_lost_ranks("its peers" if peer is None else f"rank {peer}"):
             work.wait()

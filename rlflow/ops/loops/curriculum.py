@@ -93,7 +93,7 @@ def track(passes: PassRates, *handles: Handle) -> Handle:
     return add_node(op, handles, params=params, name=f"{passes.name}_2" if again else passes.name)
 
 
-def weighted(op: Op, data: DataSource, weights: PassRates) -> tuple[Op, dict[str, Any]]:
+def drawn_by_pass_rates(op: Op, data: DataSource, weights: PassRates) -> tuple[Op, dict[str, Any]]:
     """The op that draws prompts by pass rates, and its options.
 
     Reports a column that the data lacks.

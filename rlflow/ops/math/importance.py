@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlflow.ops.math.losses.clipped import LOG_RATIO_LIMIT, log_ratio
-from rlflow.ops.math.masked import held, select
+from rlflow.ops.math.masked import clamped, select
 
 SMALLEST_MEAN = 1e-8
 
@@ -34,7 +34,7 @@ def importance_ratio(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, level
     if level == "token":
         return log_ratio(proximal, behaviour, mask).exp()
     total = select(proximal - behaviour, mask).sum(-1, keepdim=True, dtype=torch.float64)
-    log_weight = held(total, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).to(proximal.dtype)
+    log_weight = clamped(total, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).to(proximal.dtype)
     return select(log_weight.expand_as(proximal), mask).exp()
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rlflow.ops.math.losses.clipped import LOG_RATIO_LIMIT
-from rlflow.ops.math.masked import held, select
+from rlflow.ops.math.masked import clamped, select
 
 K3_LIMIT = 10.0
 
@@ -45,8 +45,8 @@ def k2(difference: Tensor) -> Tensor:
 
 def k3(difference: Tensor) -> Tensor:
     """`e^-x + x - 1`: unbiased and never negative; held within its limits."""
-    negative = held(-difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return held(negative.expm1() - negative, -K3_LIMIT, K3_LIMIT)
+    negative = clamped(-difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return clamped(negative.expm1() - negative, -K3_LIMIT, K3_LIMIT)
 
 
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -24,7 +24,7 @@ def select(x: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
     return torch.where(mask, x, fill)
 
 
-def held(x: Tensor, low: float, high: float) -> Tensor:
+def clamped(x: Tensor, low: float, high: float) -> Tensor:
     """`x` within `[low, high]`, with gradient 0 beyond; NaN where `x` is not finite.
 
     A bound alone would make a number of an infinity, and nobody would see that it was one.

@@ -113,7 +113,7 @@ def rooms(session: Session, *, kind: str, threads: int) -> tuple[int, ...]:
     return tuple(_room(node.free, need) for node in _of_kind(session.nodes(), kind))
 
 
-def report() -> Report:
+def own_report() -> Report:
     """Where this worker process is."""
     ids = ray.get_runtime_context().get_accelerator_ids()
     return Report(

@@ -28,7 +28,7 @@ from rlflow.runtime.ray.exchange import RowPiece
 from rlflow.runtime.ray.made import Failed, Made, collect, failed, packed_made, timed
 from rlflow.runtime.ray.orders import Order
 from rlflow.runtime.ray.orders import Packed as PackedOrder
-from rlflow.runtime.ray.pools import Report, report
+from rlflow.runtime.ray.pools import Report, own_report
 from rlflow.runtime.ray.ranks import Start
 from rlflow.runtime.record.durable import FileRecord, fault, register_faults
 from rlflow.runtime.record.shards.places import SavedPiece, StoredFile, ToWrite
@@ -73,7 +73,7 @@ class Rank:
 
     def report(self) -> Report:
         """Where this process is."""
-        return report()
+        return own_report()
 
     def hold_port(self, address: str) -> int:
         """A port of this node, kept for the ranks to meet at."""

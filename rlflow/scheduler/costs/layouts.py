@@ -81,7 +81,7 @@ def area(box: Box) -> Fraction:
     return (bottom - top) * (right - left)
 
 
-def overlap(one: Box, other: Box) -> Fraction:
+def shared_fraction(one: Box, other: Box) -> Fraction:
     """The part of a parameter that two boxes have in common."""
     sides = [
         max(Fraction(0), min(a[1], b[1]) - max(a[0], b[0])) for a, b in zip(one, other, strict=True)
@@ -103,7 +103,7 @@ def _lacks(source: Instance, target: Instance, device: int, how: Cut) -> Fractio
     need = piece(target, device, how)
     if device not in source.devices:
         return area(need)
-    return area(need) - overlap(need, piece(source, device, how))
+    return area(need) - shared_fraction(need, piece(source, device, how))
 
 
 def held_in_place(source: Instance, target: Instance) -> bool:

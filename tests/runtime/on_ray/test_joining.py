@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from rlflow.errors import RunError, UsageError
-from rlflow.runtime.ray.cluster.joining import answers, host_and_port, require_head
+from rlflow.runtime.ray.cluster.joining import host_and_port, listens, require_head
 
 HTTP = b"HTTP/1.1 400 Bad Request\r\n\r\n"
 SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -81,7 +81,7 @@ def refusal(address, seconds=5.0):
 
 def test_nothing_listens(nobody):
     assert "refused" in refusal(nobody)
-    assert not answers(nobody, 1.0)
+    assert not listens(nobody, 1.0)
 
 
 def test_a_name_that_nobody_knows():
@@ -107,4 +107,4 @@ def test_what_speaks_http2_may_be_a_head_node():
     with server(SETTINGS) as address:
         require_head(address, 5.0)
 
-        assert answers(address, 5.0)
+        assert listens(address, 5.0)

@@ -18,7 +18,7 @@ from rlflow.runtime.ray.cluster.deadline import wait
 from rlflow.runtime.ray.pools import (
     Report,
     device_map,
-    report,
+    own_report,
     reserve,
     stable_order,
 )
@@ -30,7 +30,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot im
 @ray.remote
 class Rank:
     def report(self):
-        return report()
+        return own_report()
 
     def visible(self):
         return os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -12,7 +12,7 @@ from ray import cloudpickle
 
 from rlflow.errors import PlanError, RunError
 from rlflow.runtime.ray.cluster.deadline import wait
-from rlflow.runtime.ray.pools import report, reserve, stable_order
+from rlflow.runtime.ray.pools import own_report, reserve, stable_order
 
 pytestmark = pytest.mark.ray
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import it
@@ -21,7 +21,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot im
 @ray.remote
 class Rank:
     def report(self):
-        return report()
+        return own_report()
 
     def sleep(self):
         time.sleep(300)

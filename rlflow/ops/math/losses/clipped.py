@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlflow.ops.math.masked import held, per_token, select
+from rlflow.ops.math.masked import clamped, per_token, select
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -24,7 +24,7 @@ def log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
     the subtraction: that is linear, so the NaN of a masked position does not reach the gradient.
     """
     difference = select(log_probs - old_log_probs.detach(), mask)
-    return held(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return clamped(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def ppo_clip(

@@ -18,7 +18,7 @@ from rlflow.ops.math.aggregate import Totals, token_mean
 from rlflow.ops.math.kl import token_kl
 from rlflow.ops.math.losses.objective import policy_objective
 from rlflow.ops.math.losses.regularise import Fields, Metrics, aggregated
-from rlflow.ops.math.masked import held, per_token, select
+from rlflow.ops.math.masked import clamped, per_token, select
 
 LOWEST = -1e30
 
@@ -100,7 +100,7 @@ def teacher_kl(
     Others: verl 0.9.1 holds it at 10 (`loss_max_clamp`), slime does not.
     """
     value = token_kl(log_probs, teacher_log_probs, mask, kind=kind)
-    return value if limit is None else held(value, -limit, limit)
+    return value if limit is None else clamped(value, -limit, limit)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlflow.ops.math.losses.clipped import LOG_RATIO_LIMIT, surrogate
-from rlflow.ops.math.masked import held, per_token, select
+from rlflow.ops.math.masked import clamped, per_token, select
 
 SMALLEST_SEQUENCE_RATIO = 1e-8
 
@@ -34,7 +34,7 @@ def mean_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor
     mean = row_mean(log_probs.detach() - old_log_probs.detach(), mask)
     current = select(log_probs, mask & (mean.abs() <= LOG_RATIO_LIMIT))
     ratio = (current - current.detach()).exp()
-    ratio = ratio * held(mean, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio = ratio * clamped(mean, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return select(ratio, mask, 1.0)
 
 
@@ -93,7 +93,7 @@ def sequence_clip(
     """
     difference = select(log_probs - old_log_probs.detach(), mask)
     total = difference.sum(-1, keepdim=True, dtype=torch.float64)
-    ratio = held(total, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().to(log_probs.dtype)
+    ratio = clamped(total, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().to(log_probs.dtype)
     ratio = select(ratio.expand_as(difference), mask, 1.0)
     loss, _ = surrogate(ratio, advantages, mask, clip=clip, dual_clip=dual_clip)
     return loss / mask.sum(-1, keepdim=True).clamp(min=1), ratio
@@ -122,10 +122,10 @@ def gmpo(
     low, high = clip
     gain = select(per_token(advantages.detach()), mask)
     difference = select(log_probs - old_log_probs.detach(), mask)
-    above, below = held(difference, -math.inf, high), held(difference, -low, math.inf)
+    above, below = clamped(difference, -math.inf, high), clamped(difference, -low, math.inf)
     within = torch.where(gain > 0, above, below)
     mean = row_mean(select(within, gain != 0), mask)
-    mean = held(mean, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    mean = clamped(mean, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = mean.exp()
     loss = select((-row_mean(gain, mask) * ratio).expand_as(difference), mask)
     return loss, select(ratio.expand_as(difference), mask, 1.0)
@@ -170,9 +170,9 @@ def vespo(
     """
     with torch.no_grad():
         difference = select(log_probs - old_log_probs, mask)
-        by_token = held(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        by_token = clamped(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         total = by_token.sum(-1, keepdim=True, dtype=torch.float64)
-        log_ratio = held(total, math.log(SMALLEST_SEQUENCE_RATIO), LOG_RATIO_LIMIT)
+        log_ratio = clamped(total, math.log(SMALLEST_SEQUENCE_RATIO), LOG_RATIO_LIMIT)
         gain = select(per_token(advantages), mask)
         power, rate = (
             torch.where(gain >= 0, total.new_tensor(positive), total.new_tensor(negative))

@@ -49,7 +49,7 @@ def require_head(address: str, seconds: float = PATIENCE) -> None:
         _refuse(address, f"{error.strerror or error}".lower())
 
 
-def answers(address: str, seconds: float) -> bool:
+def listens(address: str, seconds: float) -> bool:
     """Whether anything listens at the address."""
     try:
         with socket.create_connection(host_and_port(address), timeout=seconds):

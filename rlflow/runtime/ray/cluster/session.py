@@ -26,7 +26,7 @@ from rlflow.errors import Finding, RunError
 from rlflow.runtime.ray.cluster import alive, clusters
 from rlflow.runtime.ray.cluster.causes import cause_of
 from rlflow.runtime.ray.cluster.environment import ray_settings, variables
-from rlflow.runtime.ray.cluster.joining import answers, require_head
+from rlflow.runtime.ray.cluster.joining import listens, require_head
 from rlflow.runtime.ray.cluster.process_lifetime import Reaper
 from rlflow.runtime.ray.places import address_key
 from rlflow.runtime.record.stages import stage
@@ -147,7 +147,7 @@ class Session:
         if self.address is None:
             return _dead_parts()
         for attempt in range(PROBES):
-            if answers(self.address, ASK_SECONDS / PROBES):
+            if listens(self.address, ASK_SECONDS / PROBES):
                 return ""
             time.sleep(0.5 * (attempt < PROBES - 1))
         return f"nothing answers at {self.address} any more"
