@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
 
 import pytest
 
+from rlflow.cli.commands import Target, compile_target
 from rlflow.contract.progress import Progress, advance, following
+from rlflow.engines.process.client.load import PATIENCE
 from rlflow.errors import RunError
 from rlflow.runtime.execute import deadlines
 from rlflow.runtime.execute.deadlines import FIRST, FLOOR, SLOWEST, UNKNOWN, Deadlines
 from rlflow.runtime.execute.executor import Executor
 from rlflow.runtime.local import LocalBackend
 from rlflow.scheduler.plan.plan import HOST, Cost
+from tests.conftest import PIPELINES, ROOT
 from tests.runtime.test_local import Calls, action, plan_of
 
 pytestmark = pytest.mark.torch
@@ -51,6 +57,26 @@ def test_a_tiny_action_fails_sooner_than_in_ten_minutes():
 def test_what_no_table_times_has_the_floor_of_the_unknown():
     assert UNKNOWN == allowed(costing(None), 0.1).seconds
     assert UNKNOWN == allowed(costing(0.1, devices=(HOST,)), 0.1).seconds
+
+
+def test_an_action_of_an_engine_waits_for_one_that_replaces_it():
+    """An engine may say nothing for its own patience, and then take its `start_seconds`."""
+    target = Target(
+        pipeline=str(PIPELINES / "grpo_gsm8k.py"),
+        placement="sglang",
+        devices="h100:8",
+        model_shape="qwen2.5-0.5b",
+    )
+    plan = compile_target(target).compiled.plan
+    known = Deadlines(plan)
+    rollout, update = plan.action("actor.rollout"), plan.action("actor.update")
+    (reshard,) = (a for a in plan.actions if a.kind == "reshard")
+    for entry in (rollout, update, reshard):
+        known.took(entry.id, 0.1)
+
+    assert [UNKNOWN + 300] * 2 == [known.of(entry).seconds for entry in (rollout, reshard)]
+    assert FLOOR <= known.of(update).seconds < UNKNOWN
+    assert UNKNOWN + 300 > PATIENCE + 300
 
 
 def test_the_first_call_also_reads_its_bytes_from_a_slow_disk():
@@ -173,3 +199,34 @@ def test_what_waits_behind_it_and_what_comes_later_fails_too(soon):
     assert all("first in iteration 0" in str(each.error) for each in found)
     with pytest.raises(queue.Empty):
         heard.get(timeout=0.2)
+
+
+@pytest.mark.slow
+def test_a_reward_that_hangs_ends_the_run_and_its_process(tmp_path):
+    """Without Ray: the thread that hangs is left behind, and the process ends all the same."""
+    text = (PIPELINES / "grpo.py").read_text()
+    held = text.replace(
+        "    return float(response == answer)", "    time.sleep(600)\n    return 0.0"
+    )
+    assert held != text
+    file = tmp_path / "hangs.py"
+    file.write_text(held.replace("import rlflow as rf", "import time\n\nimport rlflow as rf"))
+    words = ["--set", f"model={PIPELINES / 'assets' / 'arith-tiny'}", "--set", "group_size=2"]
+    words += ["--set", "prompts_per_iteration=2", "--set", "eval_every=100", "--threads", "1"]
+    words += ["--deadline", "4", "--run-dir", "run"]
+    run = [sys.executable, "-c", "from rlflow.cli.main import main; main()", "run", str(file)]
+
+    done = subprocess.run(
+        [*run, *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert 1 == done.returncode, done.stderr
+    assert "error[E763]" in done.stderr
+    assert "took longer than 4 s" in done.stderr
+    assert "continue with: rlflow run" in done.stderr

@@ -55,7 +55,7 @@ class Deadlines:
             return Allowance(self.fixed, "--deadline", whole=True)
         longest, planned = self._longest[action.id], action.cost.seconds
         expected = max(longest, planned or 0.0)
-        least = UNKNOWN if planned is None or action.on_host else FLOOR
+        least = self._least(action)
         parts = [f"{FACTOR:g} times {_expectation(longest, planned)}, at least {least:g} s"]
         seconds = max(least, FACTOR * expected)
         if not longest:
@@ -66,6 +66,17 @@ class Deadlines:
                 seconds += reading
                 parts.append(f"{reading:.0f} s for {action.cost.moved or 0:,} bytes")
         return Allowance(seconds, "; ".join(parts))
+
+    def _least(self, action: Action) -> float:
+        """Seconds of silence that are never too long for an action.
+
+        An engine that is lost meanwhile is started again, and says nothing until it is there.
+        """
+        used = {action.instance, *action.targets}
+        starts = [e.engine_plan.settings.start_seconds for e in self.plan.engines if e.name in used]
+        if starts:
+            return UNKNOWN + max(starts)
+        return UNKNOWN if action.cost.seconds is None or action.on_host else FLOOR
 
     def for_files(self, size: int) -> float:
         """Seconds for so many bytes to and from files, or for an answer that reads none."""

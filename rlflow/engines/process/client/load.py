@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from rlflow.graph.user.engine_options import EngineOptions
 
 PATIENCE = 120.0
+# Bytes of weights a second that an engine loads at the least, while it says nothing.
+SLOWEST_LOAD = 200e6
 SERVER = Path(__file__).parents[1] / "server"
 LEFT_OUT = {"config.json", "generation_config.json"}
 LOOPBACK = "127.0.0.1"
@@ -104,7 +106,8 @@ def start_engine(
     With `lora` it has adapters beside them, and updates bring only these.
     `devices` are the numbers of the devices (of the cores on a CPU) of its tensor-parallel
     ranks, by default the one of `device`. A `draft` lies in the engine beside its model. Nothing
-    of the engine may stand still for longer than `patience` seconds while it is asked something.
+    of the engine may stand still for longer than `patience` seconds, and the time that its weights
+    take at a slow rate, while it is asked something.
     Of an engine on several `nodes` this is the part of one host; only the first answers and has a
     staging. Raises UsageError for a path that cannot be read or an interpreter without the
     engine, RunError where the engine does not start.
@@ -135,7 +138,7 @@ def start_engine(
             directory=directory,
             cuda=place.type == "cuda",
             options=options,
-            patience=patience,
+            patience=patience + sum(each.size for each in stagings) / SLOWEST_LOAD,
             ranks=len(ranks),
             replaced=nodes is None,
         )
