@@ -24,8 +24,15 @@ def sampled(line: dict[str, float]) -> dict[str, float]:
     return {name: line[name] for name in (*names, "seen/stopped", "seen/ended")}
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
-@pytest.mark.parametrize("placement", ["together", "apart"])
+@pytest.mark.parametrize(
+    ("placement", "staleness"),
+    [
+        ("together", 1),
+        ("apart", 1),
+        pytest.param("together", 2, marks=pytest.mark.slow),
+        ("apart", 2),
+    ],
+)
 def test_tokens_after_the_pause_are_one_update_newer(train, placement, staleness):
     lines = numbers(train(PAUSED, f"{placement}{staleness}"))
     older, newer = versions(staleness), versions(staleness - 1)

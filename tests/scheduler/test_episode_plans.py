@@ -84,7 +84,7 @@ def test_later_turns_are_as_old_as_the_first_ones_last_token(options, lag, oldes
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"stream": 2}, marks=pytest.mark.slow),
         pytest.param({"stream": "auto"}, marks=pytest.mark.slow),
         {"staleness": 1},

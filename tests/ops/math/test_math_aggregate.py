@@ -62,15 +62,6 @@ def test_an_empty_step_is_zero_with_zero_gradient(mode, shape):
     assert not x.grad.any()
 
 
-@MODES
-def test_padding_and_empty_rows_change_nothing(mode):
-    totals = Totals(tokens=4, rows=7)
-    plain = aggregate(values(), MASK, totals, mode=mode, constant=5.0)
-    wide = torch.nn.functional.pad(values(), (2, 4, 1, 3), value=math.nan)
-    wide_mask = torch.nn.functional.pad(MASK, (2, 4, 1, 3))
-    assert plain.item() == aggregate(wide, wide_mask, totals, mode=mode, constant=5.0).item()
-
-
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="seq-mean"):
         aggregate(values(), MASK, count(MASK), mode="seq-mean")
