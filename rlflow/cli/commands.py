@@ -48,6 +48,7 @@ class Target:
     devices: str | None = None
     threads: int | None = None
     host_memory: str | None = None
+    reserve: str | None = None
     backend: Backend | None = None
     model_shape: str | None = None
     staleness: int | None = None
@@ -164,7 +165,8 @@ def _cluster(target: Target, placement: Placement) -> Cluster:
 
 def cluster_of(target: Target, needed: int) -> Cluster:
     """The devices that a command is told, or as many of this machine's as are needed."""
-    return parse_cluster(target.devices, needed, target.threads, target.host_memory)
+    said = target.devices, needed, target.threads, target.host_memory, target.reserve
+    return parse_cluster(*said)
 
 
 def costs_of(planned: Planned) -> Costs:

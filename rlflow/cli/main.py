@@ -23,6 +23,7 @@ from rlflow.cli.options import (
     host_memory_option,
     model_shape_option,
     repeated,
+    reserve_option,
     run_options,
     schedule_options,
     target_options,
@@ -291,6 +292,7 @@ def tune(
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE")
 @click.option("--devices", metavar="KIND:COUNT")
 @host_memory_option
+@reserve_option
 @click.option("--threads", type=click.IntRange(1))
 @click.option("--backend", type=click.Choice(["local", "ray"]))
 @schedule_options

@@ -21,6 +21,12 @@ host_memory_option = click.option(
     help="Memory of each host for what sleeps there: 512GB; this machine's, or the server's.",
 )
 
+reserve_option = click.option(
+    "--reserve",
+    metavar="SHARE",
+    help="Share of each GPU's memory that plans leave alone, 8% if left out; see placements.",
+)
+
 engine_option = click.option(
     "--engine",
     metavar="NAME",
@@ -38,6 +44,7 @@ def target_options(function: F) -> F:
         ),
         click.option("--threads", type=click.IntRange(1), help="Threads of each CPU device."),
         host_memory_option,
+        reserve_option,
         click.option(
             "--devices",
             metavar="KIND:COUNT",

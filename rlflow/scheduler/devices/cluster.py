@@ -19,6 +19,7 @@ from rlflow.scheduler.devices.declared import (
     is_device_file,
     measured_cpu,
     parse_bytes,
+    parse_share,
     read_devices,
 )
 from rlflow.scheduler.devices.hardware import GB, KINDS, Kind, cpu_kind
@@ -141,20 +142,30 @@ class Cluster:
 
     def budgets(self) -> dict[int, int]:
         """Bytes of memory of every device, and under -1 those of one host for what sleeps there."""
-        devices = {device: int(self.kind_of(device).memory) for device in range(self.count)}
+        kinds = map(self.kind_of, range(self.count))
+        devices = {device: int(kind.usable_memory) for device, kind in enumerate(kinds)}
         return {HOST: int(self.host_memory), **devices}
+
+    def with_kinds(self, **figures: float) -> Cluster:
+        """The cluster with figures of all its kinds said anew."""
+        groups = tuple((replace(kind, **figures), count) for kind, count in self.groups)
+        return replace(self, kind=replace(self.kind, **figures), groups=groups)
 
     def describe(self) -> str:
         """The printed form: kinds, counts, memory each, threads each."""
         threads = f", {self.threads} thread{'s' if self.threads > 1 else ''}" if self.is_cpu else ""
         hosts = f", {self.hosts} hosts" if self.hosts > 1 else ""
         if not self.groups:
-            return (
-                f"{self.kind.name}:{self.count} ({amount(self.kind.memory)}{threads} each{hosts})"
-            )
+            return f"{self.kind.name}:{self.count} ({_memory(self.kind)}{threads} each{hosts})"
         named = ",".join(f"{kind.name}:{count}" for kind, count in self.groups)
-        each = ", ".join(f"{amount(kind.memory)} {kind.name}" for kind, _ in self.groups)
+        each = ", ".join(f"{_memory(kind)} {kind.name}" for kind, _ in self.groups)
         return f"{named} ({each}{hosts})"
+
+
+def _memory(kind: Kind) -> str:
+    """What plans may use of a device's memory, and of how much where that is less."""
+    used, there = amount(kind.usable_memory), amount(kind.memory)
+    return used if not kind.reserve else f"{used} of {there}"
 
 
 def _hosts(kind: Kind, count: int) -> int:
@@ -206,6 +217,7 @@ def parse_cluster(
     needed: int,
     threads: int | None = None,
     host_memory: str | None = None,
+    reserve: str | None = None,
 ) -> Cluster:
     """The cluster that `--devices` names; without it, devices of this machine, as many as needed.
 
@@ -215,7 +227,9 @@ def parse_cluster(
     Kinds are separated by commas, devices numbered in the order written. More CPU devices than
     there are cores share the cores, one thread each. Accelerators are as many to a host as in the
     server of their kind. A host's memory is what `host_memory` or the file says, this machine's
-    where its GPUs are of the kind, else that of the server. Comes with what earlier runs
+    where its GPUs are of the kind, else that of the server. `reserve` is the share of every
+    accelerator's memory that plans leave, that of its kind if left out, nothing of a memory that
+    is written after @. Comes with what earlier runs
     measured. Raises UsageError for a spelling, kind or file that is not understood.
     """
     said = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
@@ -237,6 +251,8 @@ def parse_cluster(
     cores = _cores(declared)
     if found.is_cpu and found.count > cores:
         found = replace(found, cores=cores)
+    if reserve is not None and not found.is_cpu:
+        found = found.with_kinds(reserve=parse_share(reserve, "--reserve"))
     return replace(_with_host_memory(found, said), measured=load_measured())
 
 
@@ -249,8 +265,7 @@ def _with_host_memory(cluster: Cluster, said: float | None) -> Cluster:
             said = HOST_MEMORY_SHARE * machine_memory()
     if said is None:
         return cluster
-    groups = tuple((replace(kind, host_memory=said), count) for kind, count in cluster.groups)
-    return replace(cluster, kind=replace(cluster.kind, host_memory=said), groups=groups)
+    return cluster.with_kinds(host_memory=said)
 
 
 def _joined(
@@ -301,7 +316,7 @@ def _kind(name: str, memory: float | None, kinds: Mapping[str, Kind]) -> Kind:
         kind = own[0]
     else:
         kind = kinds[name]
-    return kind if memory is None else replace(kind, memory=memory)
+    return kind if memory is None else replace(kind, memory=memory, reserve=0.0)
 
 
 def _parsed(part: str, text: str, kinds: Mapping[str, Kind]) -> tuple[str, int, float | None]:

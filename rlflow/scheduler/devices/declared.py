@@ -50,6 +50,7 @@ CPU_FIGURES = (
     "weights",
 )
 PER_THREAD = ("flops", "flops32", "weights")
+SHARE = re.compile(r"(\d+(?:\.\d+)?)(%)?")
 BYTES = re.compile(r"(\d+(?:\.\d+)?)(?:([MGT])B)?")
 SCALES = {None: 1.0, "M": 1e6, "G": 1e9, "T": 1e12}
 
@@ -90,6 +91,7 @@ class DeclaredKind(Strict):
     engine: float | None = Field(None, ge=0)
     per_host: int | None = Field(None, ge=1)
     linked: int | None = Field(None, ge=0)
+    reserve: float | None = Field(None, ge=0, lt=1)
     measured: tuple[MeasuredFigure, ...] = ()
 
     def figures(self) -> dict[str, Any]:
@@ -187,6 +189,22 @@ def parse_bytes(text: str, option: str) -> float:
             )
         )
     return float(match[1]) * SCALES[match[2]]
+
+
+def parse_share(text: str, option: str) -> float:
+    """A share as `8%` or `0.08` says it. Raises UsageError E202 for another, and from 1 on."""
+    match = SHARE.fullmatch(text)
+    share = float(match[1]) / (100 if match[2] else 1) if match is not None else 1.0
+    if share >= 1:
+        raise UsageError(
+            Finding(
+                code="E202",
+                what=f"{option} {text} is no share of a device's memory",
+                expected="a percentage, or a number below 1",
+                fix=f"{option} 8%",
+            )
+        )
+    return share
 
 
 def measured_cpu(kind: Kind, said: DeclaredKind, threads: int) -> Kind:

@@ -5,9 +5,10 @@ CPU device is made of this machine's figures elsewhere. Knows no models and no p
 
 Four traps of data sheets. Rates of tensor cores are printed with sparsity, which is twice the
 dense ones that are here. NVLink, Infinity Fabric and NVLink-C2C are printed as the sum of both
-directions, of which one is here. A GB is 1e9 bytes, as printed: the driver says a few percent
-more, which a plan leaves alone. A GeForce multiplies float16 twice as fast when it adds in
-float16, which PyTorch does not ask for: the rate with float32 sums is here.
+directions, of which one is here. Memory is printed in GB that are neither 1e9 bytes nor GiB:
+here is the driver's total, of which a plan leaves a share alone. A GeForce multiplies float16
+twice as fast when it adds in float16, which PyTorch does not ask for: the rate with float32 sums
+is here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 GB = 1e9
+MIB = 2**20
+# Of an accelerator's memory, for what no plan counts: CUDA context, NCCL, segments not filled.
+RESERVE = 0.08
 GPUS_PER_HOST = 8
 CPU_FLOPS_PER_THREAD = 98e9
 CPU_BANDWIDTH = 20e9
@@ -42,7 +46,8 @@ CPU_SOURCE = (
 class Kind:
     """A kind of device; bandwidths in B/s in one direction, rates in flop/s, times in seconds.
 
-    `memory` in bytes; `flops` of dense bf16 products, `flops32` of float32 ones without TF32,
+    `memory` in bytes, as the driver says them, of which plans use all but the share `reserve`;
+    `flops` of dense bf16 products, `flops32` of float32 ones without TF32,
     as PyTorch computes them, `flops_tf32` of those with it, `flops64` of float64 ones;
     `bandwidth` of its memory. `link` joins two devices of a host, `bus` is what collectives get
     of all links; `nic` is its share of the host's network and `host_link` its way to the host's
@@ -89,6 +94,12 @@ class Kind:
     per_host: int = GPUS_PER_HOST
     linked: int = 0
     family: str = ""
+    reserve: float = 0.0
+
+    @property
+    def usable_memory(self) -> float:
+        """Bytes of its memory that a plan may use."""
+        return self.memory * (1 - self.reserve)
 
     @property
     def chip(self) -> str:
@@ -105,7 +116,7 @@ class Kind:
 def _gpu(
     name: str,
     *,
-    memory: float,
+    mib: float,
     flops: float,
     flops32: float,
     flops_tf32: float,
@@ -120,7 +131,7 @@ def _gpu(
     per_host: int = GPUS_PER_HOST,
     linked: int = 0,
 ) -> Kind:
-    """An accelerator; `memory` in GB, rates in Tflop/s, bandwidths in GB/s.
+    """An accelerator; `mib` of memory by its driver, rates in Tflop/s, bandwidths in GB/s.
 
     Its host is the maker's server with eight of them and 2 TB unless said. A kernel follows
     another after 4 us, in a captured graph after 1 us (assumed); a small all-reduce of eight
@@ -128,7 +139,8 @@ def _gpu(
     """
     return Kind(
         name=name,
-        memory=memory * GB,
+        memory=mib * MIB,
+        reserve=RESERVE,
         flops=flops * 1e12,
         flops32=flops32 * 1e12,
         flops_tf32=flops_tf32 * 1e12,
@@ -158,7 +170,7 @@ KINDS = {
     for kind in (
         _gpu(
             "a100",
-            memory=80,
+            mib=81920,
             flops=312,
             flops32=19.5,
             flops_tf32=156,
@@ -171,7 +183,7 @@ KINDS = {
         ),
         _gpu(
             "a800",
-            memory=80,
+            mib=81920,
             flops=312,
             flops32=19.5,
             flops_tf32=156,
@@ -184,7 +196,7 @@ KINDS = {
         ),
         _gpu(
             "h100",
-            memory=80,
+            mib=81559,
             flops=989,
             flops32=67,
             flops_tf32=494,
@@ -197,7 +209,7 @@ KINDS = {
         ),
         _gpu(
             "h800",
-            memory=80,
+            mib=81559,
             flops=989,
             flops32=67,
             flops_tf32=494,
@@ -210,7 +222,7 @@ KINDS = {
         ),
         _gpu(
             "h20",
-            memory=96,
+            mib=97871,
             flops=148,
             flops32=44,
             flops_tf32=74,
@@ -223,7 +235,7 @@ KINDS = {
         ),
         _gpu(
             "h200",
-            memory=141,
+            mib=143771,
             flops=989,
             flops32=67,
             flops_tf32=494,
@@ -236,7 +248,7 @@ KINDS = {
         ),
         _gpu(
             "b200",
-            memory=180,
+            mib=183359,
             flops=2250,
             flops32=75,
             flops_tf32=1125,
@@ -251,7 +263,7 @@ KINDS = {
         # NVLink-C2C of 450 GB/s in one direction. NVLink joins all trays of a rack.
         _gpu(
             "gb200",
-            memory=186,
+            mib=177_383,
             flops=2500,
             flops32=80,
             flops_tf32=1250,
@@ -268,7 +280,7 @@ KINDS = {
         # Of PCIe alone: 200 Gb/s for two devices and 128 GB a device, as in the maker's servers.
         _gpu(
             "l40s",
-            memory=48,
+            mib=46068,
             flops=362,
             flops32=91.6,
             flops_tf32=183,
@@ -284,7 +296,7 @@ KINDS = {
         # (assumed). NIC and host memory are no data sheet's: 25 Gb/s and 64 GB a device (assumed).
         _gpu(
             "rtx4090",
-            memory=24,
+            mib=24564,
             flops=165.2,
             flops32=82.6,
             flops_tf32=82.6,
@@ -299,7 +311,7 @@ KINDS = {
         # Seven Infinity Fabric links of 64 GB/s in one direction: one of them between two devices.
         _gpu(
             "mi300x",
-            memory=192,
+            mib=196592,
             flops=1307.4,
             flops32=163.4,
             flops_tf32=653.7,
@@ -332,7 +344,7 @@ def accelerator(name: str, source: str) -> Kind:
     return replace(
         _gpu(
             name,
-            memory=one,
+            mib=1,
             flops=1,
             flops32=1,
             flops_tf32=0,

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlflow.scheduler.devices.hardware import KINDS, Kind
+from rlflow.scheduler.devices.hardware import GB, KINDS, RESERVE, Kind
 
 SECONDS = 10.0
 MIB = 2**20
@@ -112,8 +112,9 @@ def chosen_text(gpus: tuple[Gpu, ...]) -> str:
     if found is not None:
         return f"{len(gpus)} x {gpus[0].name}: taken as {found[0].name}:{found[1]}"
     if gpus:
+        left = gpus[0].memory * (1 - RESERVE) / GB
         return (
             f"{len(gpus)} x {gpus[0].name}, of no known kind: CPU devices are taken; "
-            f"--devices a100:1@{gpus[0].memory / 1e9:.0f}GB takes it with the figures of another"
+            f"--devices a100:1@{left:.0f}GB takes it with the figures of another"
         )
     return "none on this machine: CPU devices are taken"
