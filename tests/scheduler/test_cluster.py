@@ -49,7 +49,7 @@ def test_cpu_devices_share_cores_where_there_are_fewer(
 
 
 def test_several_hosts_are_printed() -> None:
-    assert "h100:16 (80.0 GB each, 2 hosts)" == parse_cluster("h100:16", 1).describe()
+    assert "h100:16 (78.7 GB of 85.5 GB each, 2 hosts)" == parse_cluster("h100:16", 1).describe()
 
 
 def test_devices_of_several_kinds_are_numbered_as_written() -> None:
@@ -61,7 +61,7 @@ def test_devices_of_several_kinds_are_numbered_as_written() -> None:
     assert [0] * 8 + [1] * 4 + [2] * 2 == [found.host_of(device) for device in range(14)]
     assert "h100" == found.kind.name
     assert (
-        "h100:8,a100:4,h200:2 (80.0 GB h100, 80.0 GB a100, 100.0 GB h200, 3 hosts)"
+        "h100:8,a100:4,h200:2 (78.7 GB of 85.5 GB h100, 79.0 GB of 85.9 GB a100, 100.0 GB h200, 3 hosts)"
         == found.describe()
     )
 
@@ -76,7 +76,22 @@ def test_a_kind_may_fill_several_hosts() -> None:
 def test_each_device_has_the_memory_of_its_kind() -> None:
     budgets = parse_cluster("b200:1,a100:1@40GB", 1).budgets()
 
-    assert {HOST: 2 * 10**12, 0: 180 * 10**9, 1: 40 * 10**9} == budgets
+    assert {HOST: 2 * 10**12, 0: int(0.92 * 183359 * 2**20), 1: 40 * 10**9} == budgets
+
+
+@pytest.mark.parametrize(("said", "left"), [("12%", 0.88), ("0.25", 0.75), ("0", 1.0), ("0%", 1.0)])
+def test_a_share_of_memory_is_left_as_said(said: str, left: float) -> None:
+    for text in ("h100:8", "h100:8@80GB", "h100:2,a100:2"):
+        found = parse_cluster(text, 1, reserve=said)
+        for device in (0, found.count - 1):
+            assert int(left * found.kind_of(device).memory) == found.budgets()[device]
+    assert parse_cluster("cpu:2", 1, reserve=said) == parse_cluster("cpu:2", 1)
+
+
+@pytest.mark.parametrize("said", ["8 %", "100%", "1", "1.5", "-2%", "a lot", ""])
+def test_what_is_no_share_is_refused(said: str) -> None:
+    with pytest.raises(UsageError, match=r"E202.*--reserve"):
+        parse_cluster("h100:8", 1, reserve=said)
 
 
 def test_a_device_that_is_not_there_is_an_error() -> None:
@@ -171,12 +186,14 @@ def test_the_documentation_has_the_table() -> None:
         rates = (kind.flops, kind.flops_tf32, kind.flops32)
         ways = (kind.bandwidth, kind.link, kind.nic, kind.host_link)
         figures = [
-            kind.memory / 1e9,
             *(each / 1e12 for each in rates),
             *(each / 1e9 for each in ways),
             kind.per_host,
         ]
-        row = " | ".join([f"`{kind.name}`", *(f"{each:g}" for each in figures), kind.source])
+        memory = f"{kind.memory / 1e9:.1f}"
+        row = " | ".join(
+            [f"`{kind.name}`", memory, *(f"{each:g}" for each in figures), kind.source]
+        )
         assert f"| {row} |" in text
 
 

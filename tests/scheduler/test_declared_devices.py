@@ -193,7 +193,7 @@ def test_every_command_takes_a_file_and_the_memory_of_a_host(rlflow, declared) -
     told = ["--devices", file, "--host-memory", "300GB"]
     made = json.loads(rlflow("plan", pipeline, *told, "--placement", "split", "--json").out)
 
-    assert made["cluster"].startswith("fast:2 (141.0 GB each)")
+    assert made["cluster"].startswith("fast:2 (138.7 GB of 150.8 GB each)")
     assert (
         3e11
         == cluster_of(Target(pipeline=pipeline, devices=file, host_memory="300GB"), 1).host_memory

@@ -118,7 +118,7 @@ def test_every_lie_is_refused_but_about_what_is_told_once(name: str) -> None:
         ("sizes_agree", "adapters", "actor@all/optimizer x 2"),
         ("sizes_agree", "drafter", "actor@gen/sglang/weights x 2"),
         ("leftovers_are_right", "engine", "actor@all/sglang/pool leaves 16384000"),
-        ("leftovers_are_right", "mesh", "actor@all/optimizer has "),
+        ("leftovers_are_right", "big", "actor@all/weights has "),
         ("sleeps_copy_their_parts", "pressure", "sleep:actor@all/optimizer moves 0"),
         ("sleeps_copy_their_parts", "engine", "sleep:ref@all/weights moves 1048576"),
         (

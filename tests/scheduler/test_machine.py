@@ -50,14 +50,14 @@ def machine(monkeypatch):
 @pytest.mark.parametrize(
     ("gpus", "needed", "described"),
     [
-        ([(H100, 80)] * 8, 1, "h100:1 (80.0 GB each)"),
-        ([(H100, 80)] * 4, 8, "h100:4 (80.0 GB each)"),
-        ([(A100, 40)] * 2, 2, "a100:2 (42.9 GB each)"),
-        ([("NVIDIA H200", 141), (L4, 23)], 2, "h200:1 (141.0 GB each)"),
-        ([("NVIDIA GeForce RTX 4090", 24)] * 2, 2, "rtx4090:2 (24.0 GB each)"),
-        ([("NVIDIA A800-SXM4-80GB", 80)], 1, "a800:1 (80.0 GB each)"),
-        ([("NVIDIA H20", 95)], 1, "h20:1 (96.0 GB each)"),
-        ([("NVIDIA GB200", 185)] * 4, 8, "gb200:4 (186.0 GB each)"),
+        ([(H100, 80)] * 8, 1, "h100:1 (78.7 GB of 85.5 GB each)"),
+        ([(H100, 80)] * 4, 8, "h100:4 (78.7 GB of 85.5 GB each)"),
+        ([(A100, 40)] * 2, 2, "a100:2 (39.5 GB of 42.9 GB each)"),
+        ([("NVIDIA H200", 141), (L4, 23)], 2, "h200:1 (138.7 GB of 150.8 GB each)"),
+        ([("NVIDIA GeForce RTX 4090", 24)] * 2, 2, "rtx4090:2 (23.7 GB of 25.8 GB each)"),
+        ([("NVIDIA A800-SXM4-80GB", 80)], 1, "a800:1 (79.0 GB of 85.9 GB each)"),
+        ([("NVIDIA H20", 95)], 1, "h20:1 (93.8 GB of 102.0 GB each)"),
+        ([("NVIDIA GB200", 185)] * 4, 8, "gb200:4 (171.1 GB of 186.0 GB each)"),
     ],
 )
 def test_without_devices_those_of_the_machine_are_taken(machine, gpus, needed, described):
@@ -67,7 +67,7 @@ def test_without_devices_those_of_the_machine_are_taken(machine, gpus, needed, d
 
 def test_gpu_is_the_kind_of_the_machine(machine):
     machine((H100, 80))
-    assert "h100:8 (80.0 GB each)" == parse_cluster("gpu:8", 1).describe()
+    assert "h100:8 (78.7 GB of 85.5 GB each)" == parse_cluster("gpu:8", 1).describe()
     assert "h100:2 (60.0 GB each)" == parse_cluster("gpu:2@60GB", 1).describe()
     assert "h100:1" in next(row.found for row in examine() if "gpu" == row.name)
 
