@@ -134,11 +134,8 @@ def changed(graph: Graph, placement: Placement, target: Target) -> Placement:
     """The placement as the command line changes it: staleness, pause, chunks, and the engine."""
     if target.engine is not None:
         placement = made_by(graph, placement, target.engine)
-    said: dict[str, Any] = {}
-    if target.staleness is not None:
-        said["staleness"] = target.staleness
-    if target.pause_at is not None:
-        said["pause_at"] = target.pause_at
+    asked = {"staleness": target.staleness, "pause_at": target.pause_at}
+    said: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     if target.stream is not None:
         if target.stream != "auto" and not (target.stream.isdigit() and int(target.stream)):
             raise UsageError(
@@ -165,8 +162,8 @@ def _cluster(target: Target, placement: Placement) -> Cluster:
 
 def cluster_of(target: Target, needed: int) -> Cluster:
     """The devices that a command is told, or as many of this machine's as are needed."""
-    said = target.devices, needed, target.threads, target.host_memory, target.reserve
-    return parse_cluster(*said)
+    memory = target.host_memory, target.reserve
+    return parse_cluster(target.devices, needed, target.threads, *memory)
 
 
 def costs_of(planned: Planned) -> Costs:

@@ -20,10 +20,9 @@ import click
 from rlflow.cli.commands import Target, compile_target, declare
 from rlflow.cli.options import (
     engine_option,
-    host_memory_option,
+    memory_options,
     model_shape_option,
     repeated,
-    reserve_option,
     run_options,
     schedule_options,
     target_options,
@@ -291,8 +290,7 @@ def tune(
 @click.option("--placement", "placements", multiple=True, metavar="NAME", help="Given twice.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE")
 @click.option("--devices", metavar="KIND:COUNT")
-@host_memory_option
-@reserve_option
+@memory_options
 @click.option("--threads", type=click.IntRange(1))
 @click.option("--backend", type=click.Choice(["local", "ray"]))
 @schedule_options

@@ -15,23 +15,30 @@ import click
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-host_memory_option = click.option(
-    "--host-memory",
-    metavar="SIZE",
-    help="Memory of each host for what sleeps there: 512GB; this machine's, or the server's.",
-)
-
-reserve_option = click.option(
-    "--reserve",
-    metavar="SHARE",
-    help="Share of each GPU's memory that plans leave alone, 8% if left out; see placements.",
-)
-
 engine_option = click.option(
     "--engine",
     metavar="NAME",
     help="What makes rollouts: torch, sglang, vllm; left out, torch or what a placement names.",
 )
+
+
+def memory_options(function: F) -> F:
+    """The options that say how much of the machine's memory plans may count on."""
+    for option in (
+        click.option(
+            "--reserve",
+            metavar="SHARE",
+            help="Share of each GPU's memory that plans leave alone, 8% if left out.",
+        ),
+        click.option(
+            "--host-memory",
+            metavar="SIZE",
+            help="Memory of each host for what sleeps there: 512GB; "
+            "this machine's, or the server's.",
+        ),
+    ):
+        function = option(function)
+    return function
 
 
 def target_options(function: F) -> F:
@@ -43,8 +50,7 @@ def target_options(function: F) -> F:
             help="local is this process, ray one process a device; by the pools if left out.",
         ),
         click.option("--threads", type=click.IntRange(1), help="Threads of each CPU device."),
-        host_memory_option,
-        reserve_option,
+        memory_options,
         click.option(
             "--devices",
             metavar="KIND:COUNT",
