@@ -108,7 +108,7 @@ def test_the_program_of_the_driver_answers_without_the_library(machine, monkeypa
     program.write_text(f"#!/bin/sh\necho '{H100}, 81559'\necho '{H100}, 81559'\n")
     program.chmod(0o755)
     monkeypatch.setattr("shutil.which", lambda name: str(program))
-    assert "h100:2 (80.0 GB each)" == parse_cluster(None, 2).describe()
+    assert "h100:2 (78.7 GB of 85.5 GB each)" == parse_cluster(None, 2).describe()
 
 
 @pytest.mark.torch
