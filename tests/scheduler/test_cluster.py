@@ -60,10 +60,8 @@ def test_devices_of_several_kinds_are_numbered_as_written() -> None:
     assert ["h100"] * 8 + ["a100"] * 4 + ["h200"] * 2 == kinds
     assert [0] * 8 + [1] * 4 + [2] * 2 == [found.host_of(device) for device in range(14)]
     assert "h100" == found.kind.name
-    assert (
-        "h100:8,a100:4,h200:2 (78.7 GB of 85.5 GB h100, 79.0 GB of 85.9 GB a100, 100.0 GB h200, 3 hosts)"
-        == found.describe()
-    )
+    memory = "78.7 GB of 85.5 GB h100, 79.0 GB of 85.9 GB a100, 100.0 GB h200"
+    assert f"h100:8,a100:4,h200:2 ({memory}, 3 hosts)" == found.describe()
 
 
 def test_a_kind_may_fill_several_hosts() -> None:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rlflow.errors import Finding, UsageError, near_names
 from rlflow.scheduler.devices.declared import (
@@ -146,7 +147,7 @@ class Cluster:
         devices = {device: int(kind.usable_memory) for device, kind in enumerate(kinds)}
         return {HOST: int(self.host_memory), **devices}
 
-    def with_kinds(self, **figures: float) -> Cluster:
+    def with_kinds(self, **figures: Any) -> Cluster:
         """The cluster with figures of all its kinds said anew."""
         groups = tuple((replace(kind, **figures), count) for kind, count in self.groups)
         return replace(self, kind=replace(self.kind, **figures), groups=groups)
