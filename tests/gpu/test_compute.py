@@ -201,3 +201,33 @@ def test_a_flat_buffer_beyond_32_bits(gpu: Any) -> None:
     restore([buffer], kept)
     assert 3.0 == float(module.high[-1, -1])
     assert 0.0 == float(module.low.sum())
+
+
+def test_micro_batches_wait_for_nothing(model_of: Any, gpu: Any) -> None:
+    """From the second on; rows come by a stream of their own, packed by a thread beside."""
+    model = load_model(model_of(TINY), dtype=torch.bfloat16, device=gpu, init="random", seed=3)
+    engine = TrainEngine(model, None, micro_tokens=64)
+    assert engine.packing.stream is not None
+    batch = batch_of(TINY.vocabulary, groups=4, n=4, prompt=8, response=12)
+    passes = 0
+    try:
+        for _, micro in engine.packing.over(engine.micro_batches(batch)):
+            found = engine.compute(micro, OUTPUTS, 0.8)
+            found["log_probs"].sum().backward()
+            torch.cuda.set_sync_debug_mode("error")
+            passes += 1
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert passes > 2
+
+
+def test_rows_packed_ahead_give_the_same_gradients(model_of: Any, device: Any) -> None:
+    batch = batch_of(TINY.vocabulary, groups=4, n=4, prompt=8, response=12)
+    found = []
+    for ahead in (False, True):
+        model = load_model(
+            model_of(TINY), dtype=torch.float32, device=device, init="random", seed=3
+        )
+        engine = TrainEngine(model, Spec(), micro_tokens=64, ahead=ahead)
+        found.append(gradients(engine, batch))
+    assert all(torch.allclose(found[0][name], found[1][name]) for name in found[0])

@@ -25,14 +25,14 @@ from rlflow.batch import (
     ragged_like,
     ragged_rows,
     select_rows,
-    to_device,
 )
 from rlflow.contract.engines import OptimizerSpec
 from rlflow.contract.progress import advance
 from rlflow.contract.values import LossFunction, Shard, StepResult, Temperature
+from rlflow.engines.hf.forward.ahead import PackedRows, PackingAhead
 from rlflow.engines.hf.forward.attention import PackedAttention
 from rlflow.engines.hf.forward.head import Predictor
-from rlflow.engines.hf.forward.packed import PackedLayout, pack, prompt_groups
+from rlflow.engines.hf.forward.packed import prompt_groups
 from rlflow.engines.hf.forward.token_scores import token_scores, widen
 from rlflow.engines.hf.forward.vocabulary import CHOSEN, IDS, SUMS, TOP, distributions
 from rlflow.engines.hf.models import TorchModel
@@ -51,7 +51,8 @@ class TrainEngine:
     takes every batch in one pass. Distributions are made in chunks of tokens that hold at most
     `chunk_bytes`; None makes them all at once on a CPU, and in chunks of `CHUNK_BYTES` on an
     accelerator. A model without a `predictor` makes them all at once anywhere. The state of a
-    `visiting` optimizer stays on the host.
+    `visiting` optimizer stays on the host. Micro-batches are packed `ahead` by a thread beside, on
+    CUDA where nothing is said.
     """
 
     steps_with: type[AdamWState] = AdamWState
@@ -64,9 +65,11 @@ class TrainEngine:
         micro_tokens: int | None,
         chunk_bytes: int | None = None,
         visiting: bool = False,
+        ahead: bool | None = None,
     ) -> None:
         self.model = model
         on_cpu = model.device.type == "cpu"
+        self.packing = PackingAhead(model.device, beside=ahead)
         self.chunk_bytes = CHUNK_BYTES if chunk_bytes is None and not on_cpu else chunk_bytes
         self.optimizer = None
         if optimizer is not None:
@@ -93,7 +96,7 @@ class TrainEngine:
         parts = list(self.micro_batches(batch))
         passes = self.passes(len(parts))
         computed = []
-        for _, micro in parts:
+        for _, micro in self.packing.over(parts):
             computed.append(self.compute(micro, outputs, temperature, top_k))
             advance(1, "micro-batches")
         for _ in range(len(parts), passes):
@@ -124,7 +127,7 @@ class TrainEngine:
         optimizer = self.require_optimizer()
         optimizer.zero_grad()
         total: dict[str, Tensor] = {}
-        for _, micro in self.micro_batches(batch):
+        for _, micro in self.packing.over(self.micro_batches(batch)):
             with torch.enable_grad():
                 loss, metrics = loss_fn(self.compute(micro, outputs, temperature), micro)
             if loss.requires_grad:
@@ -151,13 +154,13 @@ class TrainEngine:
         """One forward pass; with gradient where that is enabled."""
         self.require_outputs(outputs)
         self.model.require_ready()
-        responses = batch["response_tokens"]
-        layout = pack(batch["prompt_tokens"], responses, self.model.device)
+        packed = self.packing.rows(batch)
+        layout = packed.layout
         self.require_context(layout.longest)
         if not layout.predictions:
             return nothing(batch, outputs, temperature, top_k, self.model.device)
         if self.chunk_bytes is not None and self.model.predictor is not None:
-            return self.in_chunks(layout, batch, outputs, temperature, top_k)
+            return self.in_chunks(packed, batch, outputs, temperature, top_k)
         attention = PackedAttention(layout)
         logits = self.model.logits(layout.tokens, layout.positions, attention, layout.targets)
         if len(logits) > layout.predictions:
@@ -165,7 +168,7 @@ class TrainEngine:
         if self.model.head == "value":
             return {"values": widen(logits[:, 0])}
         found: dict[str, Tensor] = {}
-        tokens, with_entropy = flat(responses).to(logits.device), "entropy" in outputs
+        tokens, with_entropy = packed.responses, "entropy" in outputs
         if isinstance(temperature, tuple):
             scores = [token_scores(logits, tokens, t, with_entropy) for t in temperature]
             return {name: torch.stack([one[name] for one in scores], -1) for name in outputs}
@@ -176,21 +179,20 @@ class TrainEngine:
 
     def in_chunks(
         self,
-        layout: PackedLayout,
+        packed: PackedRows,
         batch: Batch,
         outputs: Collection[str],
         temperature: Temperature,
         top_k: int,
     ) -> dict[str, Tensor]:
         """The same, of a language model's head on a few tokens at a time."""
-        limit, several = self.chunk_bytes, isinstance(temperature, tuple)
+        limit, several, layout = self.chunk_bytes, isinstance(temperature, tuple), packed.layout
         assert limit is not None
         given = temperature if isinstance(temperature, tuple) else (temperature,)
 
         def compute(predictor: Predictor, hidden: Tensor) -> dict[str, Tensor]:
-            tokens = to_device(flat(batch["response_tokens"]), hidden.device)
             hidden = hidden[: layout.predictions]
-            ids = chosen_ids(batch)
+            ids, tokens = chosen_ids(batch), packed.responses
             return predictor.scores(hidden, tokens, ids, outputs, given, top_k, limit)
 
         found: dict[str, Tensor] = self.model.predicted(

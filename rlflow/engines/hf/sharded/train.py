@@ -49,13 +49,15 @@ class ShardedTrainEngine(TrainEngine):
         equal on every rank.
         """
         self.require_optimizer().zero_grad()
-        micros = [micro for _, micro in self.micro_batches(batch) if len(micro)]
-        passes = max(1, self.passes(len(micros)))
+        parts = [part for part in self.micro_batches(batch) if len(part[1])]
+        micros = self.packing.over(parts)
+        passes = max(1, self.passes(len(parts)))
         total: dict[str, Tensor] = {}
         for number in range(passes):
             self.model.reduce_over_replicas(number + 1 == passes)
-            if number < len(micros):
-                add_metrics(total, self.backward(micros[number], loss_fn, outputs, temperature))
+            if number < len(parts):
+                _, micro = next(micros)
+                add_metrics(total, self.backward(micro, loss_fn, outputs, temperature))
             else:
                 self.backward(one_token(batch), None, outputs, temperature)
             advance(1, "micro-batches")
