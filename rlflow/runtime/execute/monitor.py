@@ -231,6 +231,10 @@ class Books:
             for host in plan.hosts_keeping(kept):
                 self.hosts[host] += kept.size
 
+        for each in plan.saved:
+            for device in plan.instance(each.instance).devices:
+                self.hosts[plan.host_of(device)] += each.size
+
     def _hold(self, part: Part, size: int) -> None:
         for device in part.leaves:
             self.held[device] += size

@@ -21,7 +21,7 @@ from rlflow.scheduler.costs.layouts import (
     piece,
     shares,
 )
-from rlflow.scheduler.costs.state import Allocation, state_bytes
+from rlflow.scheduler.costs.state import Allocation, saved_bytes, state_bytes
 from rlflow.scheduler.devices.cluster import Cluster
 from rlflow.scheduler.devices.measured import Setting
 from rlflow.scheduler.models.shapes import Shape, dtype_bytes, trained_parameters
@@ -84,6 +84,17 @@ class Sizes:
         """Bytes of the same in host memory for each device, where they stay there."""
         visiting = instance.offload == "optimizer"
         return self._state(instance, "moments", "master") if visiting else 0
+
+    def saved(self, instance: Instance) -> int | None:
+        """Bytes that each device's process writes of a checkpoint, and copies to its host first.
+
+        What is trained in its widest form and the moments, once; replicas write a part each.
+        """
+        count, size = self._trained_per_rank(instance), self._dtype_bytes(instance)
+        averaged = self.graph.model(instance.model).averaged
+        replicas = len(instance.devices) // (instance.fsdp * instance.tp)
+        each = size if averaged else saved_bytes(size)
+        return None if count is None else -(-count * each // replicas)
 
     def visiting(self, instance: Instance) -> int:
         """Bytes of what is of them on each device during a step; 0 where all are, or none known."""

@@ -42,3 +42,11 @@ def state_bytes(instance: Instance, size: int) -> Mapping[Allocation, int]:
         "gradients": size,
         "gradient sums": FULL_BYTES,
     }
+
+
+def saved_bytes(size: int) -> int:
+    """Bytes of a checkpoint for one trained number of a model of `size` bytes a number.
+
+    AdamW's moments, and the weight as it is trained: of lower ones the float32 copy alone.
+    """
+    return (1 + ADAM_MOMENTS) * max(size, FULL_BYTES)

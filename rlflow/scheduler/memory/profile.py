@@ -258,13 +258,13 @@ class Instants:
         """The most bytes in one host's memory, the move at which, and what they are of.
 
         What is offloaded is in host memory from when its sleep may start until its wake is over,
-        what has a copy there all the time, and the rows that nodes keep.
+        what has a copy there all the time, the rows that nodes keep, and what saves copy.
         """
         best: tuple[int, str, tuple[tuple[int, str], ...]] = (0, "", ())
         never = self._never_awake()
         out = [move for move in self._moves if (move.kind, move.mode) == ("sleep", "offload")]
         always = [part for part in self.plan.parts if part.on_host]
-        keeping = [(self.plan.hosts_keeping(kept), kept) for kept in self.plan.kept]
+        keeping = self._staying
         still = len(never) + len(always) + len(keeping)
         for move in [action.id for action in out] or [""][:still]:
             parts = always + [part for part in never if not part.on_host]
@@ -274,20 +274,33 @@ class Instants:
                 sizes[_copied(part)] += part.on_host or bytes_freed(part)
             near = {_copied(part): self._hosts[part.name] for part in parts}
             hosts = {host for hosts in near.values() for host in hosts}
-            for host in sorted(hosts.union(*(where for where, _ in keeping))):
+            for host in sorted(hosts.union(keeping)):
                 total = sum(size * near[own].get(host, 0) for own, size in sizes.items())
                 total += sum(self._more(part, host) for part in always)
-                rows = [(kept.size, kept.node) for where, kept in keeping if host in where]
-                total += sum(size for size, _ in rows)
+                total += sum(size for size, _ in keeping.get(host, ()))
                 if total > best[0]:
                     near_of = ((p, self._hosts[p.name].get(host, 0)) for p in parts)
                     held = [
                         ((p.on_host or bytes_freed(p)) * n + self._more(p, host), p.name)
                         for p, n in near_of
                     ]
-                    held += [(size, f"rows that {node} keeps") for size, node in rows]
+                    held += keeping.get(host, ())
                     best = (total, move, tuple(sorted((h for h in held if h[0]), reverse=True)))
         return best
+
+    @cached_property
+    def _staying(self) -> dict[int, list[tuple[int, str]]]:
+        """What every host holds of no part from turn to turn: (bytes, name)."""
+        found: dict[int, list[tuple[int, str]]] = {}
+        for kept in self.plan.kept:
+            for host in self.plan.hosts_keeping(kept):
+                found.setdefault(host, []).append((kept.size, f"rows that {kept.node} keeps"))
+        for each in self.plan.saved:
+            devices = self.plan.instance(each.instance).devices
+            for host, count in Counter(map(self.plan.host_of, devices)).items():
+                size = each.size * count
+                found.setdefault(host, []).append((size, f"copies of {each.instance} to be saved"))
+        return found
 
     def _more(self, part: Part, host: int) -> int:
         """What a part has in a host's memory for some devices beyond what it has for each."""

@@ -263,6 +263,17 @@ class KeptRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """What a save copies of an instance: `size` bytes of each of its devices, to their hosts.
+
+    At most: what sleeps is on its host already. The memory for it stays from save to save.
+    """
+
+    instance: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """Something a pass did or found that is not an action: a node dropped, a size unknown."""
 
@@ -295,8 +306,8 @@ class Plan:
     """A compiled pipeline: the graph that is left, and the actions in their cyclic order.
 
     `budgets` are bytes of memory of every device, and under HOST those of one host for what
-    sleeps or is `kept` there; `peaks` has the same keys. `hosts` share the devices evenly, in
-    their order, unless `host_starts` has the first device of each.
+    sleeps, is `kept` there or `saved`; `peaks` has the same keys. `hosts` share the devices evenly,
+    in their order, unless `host_starts` has the first device of each.
     """
 
     graph: Graph
@@ -311,6 +322,7 @@ class Plan:
     instances: tuple[Instance, ...] = ()
     parts: tuple[Part, ...] = ()
     kept: tuple[KeptRows, ...] = ()
+    saved: tuple[SavedState, ...] = ()
     actions: tuple[Action, ...] = ()
     awake_at_start: tuple[str, ...] = ()
     peaks: Mapping[int, int] = field(default_factory=dict)
@@ -376,14 +388,18 @@ class Plan:
         """The plan as plain data, stable to the byte when dumped with sorted keys.
 
         How much memory hosts have is no part of a plan that takes none of it. Nor is what nodes
-        keep, where none does.
+        keep, where none does, or what saves copy.
         """
         on_host = any(action.mode == "offload" for action in self.actions)
-        on_host = on_host or any(part.on_host for part in self.parts) or bool(self.kept)
+        on_host = (
+            on_host or any(part.on_host for part in self.parts) or bool(self.kept or self.saved)
+        )
         budgets = {d: size for d, size in sorted(self.budgets.items()) if on_host or d != HOST}
         kept = {"kept": [asdict(each) for each in self.kept]} if self.kept else {}
+        saved = {"saved": [asdict(each) for each in self.saved]} if self.saved else {}
         return {
             **kept,
+            **saved,
             "pipeline": self.graph.name,
             "graph": self.graph.hash,
             "placement": self.placement,

@@ -25,7 +25,16 @@ from rlflow.graph.roles import ALL
 from rlflow.graph.rules.counts import Counts
 from rlflow.graph.schedule import ALWAYS, Window
 from rlflow.graph.user.engine_options import EngineOptions, options_from_json
-from rlflow.scheduler.plan.plan import Action, Instance, KeptRows, Note, Part, Plan, Timing
+from rlflow.scheduler.plan.plan import (
+    Action,
+    Instance,
+    KeptRows,
+    Note,
+    Part,
+    Plan,
+    SavedState,
+    Timing,
+)
 
 T = TypeVar("T")
 UNITED = (typing.Union, types.UnionType)
@@ -81,6 +90,7 @@ def plan_from_json(document: Mapping[str, Any]) -> Plan:
         instances=_built(tuple[Instance, ...], document["instances"]),
         parts=_built(tuple[Part, ...], document["parts"]),
         kept=_built(tuple[KeptRows, ...], document.get("kept", ())),
+        saved=_built(tuple[SavedState, ...], document.get("saved", ())),
         actions=_built(tuple[Action, ...], document["actions"]),
         awake_at_start=tuple(document["awake_at_start"]),
         peaks={int(device): peak for device, peak in document["peaks"].items()},

@@ -111,7 +111,8 @@ class Memory:
         """The most bytes that one host may hold of parts that sleep and are not discarded.
 
         More comes there only when a sleep starts, so a look at every sleep is enough. Always there
-        is what parts keep on the host, what is never awake, and the rows that nodes keep.
+        is what parts keep on the host, what is never awake, the rows that nodes keep and the copies
+        of saves.
         """
         plan = self.facts.plan
         always = self._always_on_hosts()
@@ -140,6 +141,8 @@ class Memory:
             kept = part.name in self.never_awake and part.kind not in ("gradients", "pool")
             if kept and not part.on_host:
                 self._add(found, leaving(part), given_back(part))
+        for each in plan.saved:
+            self._add(found, self.facts.instances[each.instance].devices, each.size)
         for rows in plan.kept:
             for run in self.facts.runs.get(rows.node, ()):
                 places = (HOST,) if run.takes is None else run.takes.devices

@@ -89,9 +89,18 @@ def _is_trained(facts: Facts, counts: ParameterCounts, i: Instance, held: int) -
             f"{moments.name} is of {kept} bytes and {gradients.name} of {gradients.size}: "
             f"of one parameter they are {beside} and {each}"
         )
+    most = 3 * max(4, number.weight) * trained
+    for saved in facts.plan.saved:
+        if saved.instance == i.name and saved.size * _replicas(i) - most not in range(_replicas(i)):
+            yield f"a save of {i.name} copies {saved.size} bytes of {trained} parameters"
     own = trained * number.weight
     if own != held if model.lora is None else own >= held:
         yield f"{gradients.name} is of {trained} parameters, {i.weights} has {held} bytes"
+
+
+def _replicas(i: Instance) -> int:
+    """How often all of an instance is there; each writes a part of it."""
+    return len(i.devices) // (i.fsdp * i.tp)
 
 
 def _comes_and_goes(counts: ParameterCounts, i: Instance, part: Part) -> Iterator[str]:
