@@ -1,8 +1,7 @@
 """Part G: tokens a second of an update, and the part of the device's peak that it reaches.
 
-Written to `RLFLOW_GPU_RESULTS`, not judged. Flop: 6 a parameter and token of what is trained, 4 of
-what is frozen below adapters, and attention's 12 a layer, width and pair of tokens that see each
-other (Kaplan et al. 2020, section 2.1; PaLM, Chowdhery et al. 2022, appendix B).
+Written to `RLFLOW_GPU_RESULTS`, not judged. Flop by `scheduler/models/flops.py`: three forwards of
+what is trained, two of what is frozen below adapters, with causal attention.
 """
 
 from __future__ import annotations
@@ -21,23 +20,33 @@ import torch
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.graph.model import LoRA
+from rlflow.runtime.record.devices.rows import SIZED_BY, row_work
 from rlflow.scheduler.devices.machine import machine_gpus
+from rlflow.scheduler.models.flops import TRAINED_FORWARDS, ProductSizes
 from tests.engines.examples import Spec
 from tests.gpu.conftest import ONE_AND_A_HALF, SEVEN, TINY, Size
 from tests.gpu.test_compute import batch_of
 
 pytestmark = pytest.mark.torch
 
+# A backward through frozen weights has gradients of what it reads alone.
+FROZEN_FORWARDS = 2
 ADAPTERS = LoRA(targets=("q_proj", "k_proj", "v_proj", "o_proj"), rank=32)
 CASES = {"1.5B": (ONE_AND_A_HALF, None), "7B adapters": (SEVEN, ADAPTERS)}
 
 
-def parameters(size: Size) -> int:
-    """Parameters that multiply: layers and the head."""
+def products(size: Size) -> ProductSizes:
+    """What multiplies: layers and the head."""
     head = size.hidden // size.heads
     attention = size.hidden * head * (2 * size.heads + 2 * size.kv_heads)
     layer = attention + 3 * size.hidden * size.intermediate
-    return size.layers * layer + size.vocabulary * size.hidden
+    return ProductSizes(
+        body=size.layers * layer,
+        head=size.vocabulary * size.hidden,
+        layers=size.layers,
+        heads=size.heads,
+        head_dim=head,
+    )
 
 
 def record(name: str, found: dict[str, Any]) -> None:
@@ -83,16 +92,10 @@ def test_an_update(case: str, model_of: Any, device: Any, big: bool) -> None:
         seconds.append(time.perf_counter() - began)
         assert done.applied
     took = statistics.median(seconds[1:])
-    prompts, responses = (
-        [len(row) for row in batch[name].unbind()] for name in ("prompt_tokens", "response_tokens")
-    )
-    shared = sum(prompts[::8])
-    tokens = shared + sum(responses)
-    pairs = sum(p * p / 2 for p in prompts[::8]) + sum(
-        r * (p + r / 2) for p, r in zip(prompts, responses, strict=True)
-    )
-    each = 6 if adapters is None else 4
-    flop = each * parameters(size) * tokens + 2 * each * pairs * size.layers * size.hidden
+    work = row_work({name: batch[name] for name in SIZED_BY})
+    tokens = round(work["passed"])
+    forwards = TRAINED_FORWARDS if adapters is None else FROZEN_FORWARDS
+    flop = forwards * products(size).forward(work["passed"], work["predicted"], work["pairs"])
     found = {"seconds": round(took, 4), "tokens/s": round(tokens / took), "tokens": tokens}
     gpus = machine_gpus() if big else ()
     if gpus and gpus[0].kind is not None:
