@@ -24,7 +24,8 @@ def classifier(path, family, kind="score", labels=1):
     """A model saved by transformers, and itself."""
     torch.manual_seed(3)
     maker = getattr(transformers, f"AutoModelFor{KIND[kind]}")
-    made = maker.from_config(one_label(family, labels)).eval()
+    # Later versions choose this by themselves for a model with a soft cap.
+    made = maker.from_config(one_label(family, labels), attn_implementation="eager").eval()
     for parameter in (made.score if hasattr(made, "score") else made.classifier).parameters():
         nn.init.normal_(parameter)
     made.save_pretrained(path)

@@ -43,7 +43,7 @@ def test_a_forward_on_packed_tokens_makes_no_mask(family, model_dir, monkeypatch
 
 def test_gate_and_up_are_one_product_whose_gradients_are_those_of_two(model_dir, monkeypatch):
     layer = load(model_dir("qwen2")).module.model.layers[0].mlp
-    x = torch.randn(7, layer.gate_proj.in_features)
+    x = torch.randn(17, layer.gate_proj.in_features)
     weights = (layer.gate_proj.weight, layer.up_proj.weight, layer.down_proj.weight)
     gate, up = (torch.nn.functional.linear(x, weight) for weight in weights[:2])
     plain = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, weights[2])

@@ -120,7 +120,7 @@ def test_adding_lower_gradients_takes_little_memory():
     total, grads = torch.ones(count), torch.ones(count, dtype=torch.bfloat16)
     held = SimpleNamespace(sums={grads.dtype: total}, grads={grads.dtype: grads})
 
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         AdamWState.accumulate(held)
 
     events = profile.profiler.kineto_results.events()

@@ -1,9 +1,10 @@
 """A device whose tensors hold no data: torch's `meta`, with what it lacks to take a worker's code.
 
 Autograd asks a CUDA device for its context as soon as a tensor requires a gradient, also where the
-tensor is fake; without one torch ends the process. Tensors on `meta` have shapes, strides and
-storages of a size, and go through autograd, FSDP and optimizers. What is read off such a tensor is
-zero, and what ranks send each other is what they have themselves. This file knows no plan.
+tensor is fake; without a GPU torch for CPUs then ends the process, and torch 2.11 for CUDA refuses
+the backward pass. Tensors on `meta` have shapes, strides and storages of a size, and go through
+autograd, FSDP and optimizers. What is read off such a tensor is zero, and what ranks send each
+other is what they have themselves. This file knows no plan.
 """
 
 from __future__ import annotations

@@ -140,7 +140,8 @@ class JointModel:
         if user == other:
             return UNITS
         apart = self.base.apart[user, other]
-        return self.starts[other] - self.starts[user] - UNITS * apart
+        # A sum: OR-Tools 9.12 takes a number from an expression of one variable, and no expression.
+        return self.starts[other] - self.starts[user] + apart * -UNITS
 
     def _nap(self, number: int, user: int) -> Absence:
         """Out after a use, back before the next one."""

@@ -195,8 +195,9 @@ def test_a_worker_stopped_by_us_and_one_that_never_was(mortal):
     ray.kill(mortal[0])
     with pytest.raises(RunError, match="stopped by this run"):
         wait([hanging], 30, doing="asking")
+    unborn = Unborn.remote()
     with pytest.raises(RunError, match="could not be created: ValueError: no such device"):
-        wait([Unborn.remote().pid.remote()], 30, doing="asking")
+        wait([unborn.pid.remote()], 30, doing="asking")
 
 
 def test_a_call_that_hangs_is_given_up():

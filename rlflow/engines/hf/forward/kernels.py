@@ -17,10 +17,17 @@ from torch import Tensor, nn
 Library = Literal["mkl", "onednn", "torch"]
 
 _multiply = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+# With fewer rows a library adds in another order. Such a product is filled up with zeros, so that
+# a row's numbers do not depend on how many rows stand beside it.
+LEAST_ROWS: dict[Library, int] = {"mkl": 16, "onednn": 2, "torch": 1}
 
 
 def onednn_works() -> bool:
-    """Whether this build has the oneDNN product and it gives the right numbers."""
+    """Whether this build has the oneDNN product, it is right, and a row of it is that row's alone.
+
+    That of torch 2.11 (oneDNN 3.10.2 on an EPYC) adds in another order below 16 rows, and in wide
+    products for every number of rows.
+    """
     available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if _multiply is None or not available:
         return False
@@ -30,7 +37,20 @@ def onednn_works() -> bool:
         product = _multiply(left, right, None, "none", [], "")
     except RuntimeError:
         return False
-    return bool((product == left @ right.t()).all())
+    return bool((product == left @ right.t()).all()) and rows_are_alone()
+
+
+def rows_are_alone() -> bool:
+    """Whether oneDNN's products of some rows are those of all of them, bit for bit."""
+    for wide in (32, 1024):
+        x = torch.arange(64 * wide, dtype=torch.float32).view(64, wide).sin()
+        weight = torch.arange(48 * wide, dtype=torch.float32).view(48, wide).cos()
+        whole = _multiply(x, weight, None, "none", [], "")  # type: ignore[misc]
+        for rows in (LEAST_ROWS["onednn"], 15, 48):
+            some = _multiply(x[-rows:].clone(), weight, None, "none", [], "")  # type: ignore[misc]
+            if not torch.equal(whole[-rows:], some):
+                return False
+    return True
 
 
 def cpu_maker() -> str:
@@ -45,18 +65,17 @@ def chosen_library() -> Library:
     """The library of float32 products: MKL on the processors that it is made for, else oneDNN.
 
     `benchmarks/products.py` measures both: on a Xeon MKL is the faster one, on an EPYC oneDNN.
-    "torch" is what torch itself calls without either.
+    MKL also stands in for a oneDNN that does not work; "torch" is what torch calls without either.
     """
     has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     if has_mkl and cpu_maker() == "GenuineIntel":
         return "mkl"
-    return "onednn" if onednn_works() else "torch"
+    if onednn_works():
+        return "onednn"
+    return "mkl" if has_mkl else "torch"
 
 
 LIBRARY = chosen_library()
-# With fewer rows a library adds in another order. Such a product is filled up with zeros, so that
-# a row's numbers do not depend on how many rows stand beside it.
-LEAST_ROWS: dict[Library, int] = {"mkl": 16, "onednn": 2, "torch": 1}
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

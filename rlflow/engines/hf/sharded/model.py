@@ -76,8 +76,17 @@ class ShardedModel(TorchModel):
 
     def settle(self) -> None:
         """Free the whole parameters that a forward without backward leaves behind."""
-        if isinstance(self.module, FSDPModule) and not self._gathered:
-            getattr(self.module, "reset_iter_state", self.module.reshard)()
+        if not isinstance(self.module, FSDPModule) or self._gathered:
+            return
+        if hasattr(self.module, "reset_iter_state"):
+            self.module.reset_iter_state()
+            return
+        for part in self._parts():  # torch 2.11, where each part is asked by itself
+            part.reshard()
+
+    def _parts(self) -> list[FSDPModule]:
+        """The modules that gather their parameters by themselves, the whole one first."""
+        return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -86,7 +95,7 @@ class ShardedModel(TorchModel):
         Takes the memory of the whole model, divided along `tp` only. All ranks along `fsdp`
         take part at the start; within, they need not keep step.
         """
-        parts = [part for part in self.module.modules() if isinstance(part, FSDPModule)]
+        parts = self._parts()
         for part in parts:
             part.unshard()
             part.set_reshard_after_forward(False, recurse=False)
@@ -94,8 +103,8 @@ class ShardedModel(TorchModel):
         try:
             yield
         finally:
-            for part in parts:
-                part.set_reshard_after_forward(part is not self.module, recurse=False)
+            for place, part in enumerate(parts):
+                part.set_reshard_after_forward(place > 0, recurse=False)
             self._gathered = False
             self.settle()
 
