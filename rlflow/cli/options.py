@@ -49,7 +49,7 @@ def target_options(function: F) -> F:
             type=click.Choice(["local", "ray"]),
             help="local is this process, ray one process a device; by the pools if left out.",
         ),
-        click.option("--threads", type=click.IntRange(1), help="Threads of each CPU device."),
+        click.option("--threads", type=click.IntRange(1), help="Host threads of each device."),
         memory_options,
         click.option(
             "--devices",

@@ -224,3 +224,18 @@ def test_a_plan_knows_the_hosts_of_an_uneven_cluster() -> None:
     devices = range(cluster.count)
     assert [0] * 4 + [1] * 8 + [2] * 4 == [plan.host_of(device) for device in devices]
     assert [cluster.host_of(d) for d in devices] == [plan.host_of(d) for d in devices]
+
+
+@pytest.mark.parametrize(
+    ("devices", "end"),
+    [
+        ("h100:2", ", 4 threads each)"),
+        ("h100:8,a100:8", " a100, 4 threads each, 2 hosts)"),
+    ],
+)
+def test_accelerators_have_the_threads_that_are_said(devices: str, end: str) -> None:
+    found, plain = parse_cluster(devices, 2, 4), parse_cluster(devices, 2)
+    assert 4 == found.threads
+    assert found.describe().endswith(end)
+    assert 1 == plain.threads
+    assert "thread" not in plain.describe()

@@ -74,7 +74,7 @@ class RayMachine:
         self.options = options
         self.deadlines = Deadlines(plan, options.deadline)
         devices = sorted({d for i in plan.pools.values() for d in i})
-        cpus = len(devices) * options.threads if options.kind == "cpu" else len(devices)
+        cpus = len(devices) * options.threads
         gpus = 0 if options.kind == "cpu" else num_gpus()
         self._session = Session.start(
             address=options.address, cpus=cpus, gpus=gpus, deadline=self.deadlines.answering

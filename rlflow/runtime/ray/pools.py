@@ -79,6 +79,8 @@ def reserve(
 ) -> Reservation:
     """Reserve `count` devices of a kind: slots of `threads` cores for `cpu`, else accelerators.
 
+    An accelerator comes with as many cores.
+
     Devices that are taken are waited for, for `deadline` seconds, then RunError names who
     holds them. Raises PlanError at once where the cluster has too few, or none of that kind.
     """
@@ -152,7 +154,8 @@ def device_map(reports: Sequence[Report], order: Sequence[int]) -> list[str]:
 
 def _need(kind: str, threads: int) -> Need:
     """What one device takes of its node."""
-    return {"CPU": float(threads)} if kind == "cpu" else {"GPU": 1.0, "CPU": 1.0}
+    cores = {"CPU": float(threads)}
+    return cores if kind == "cpu" else {"GPU": 1.0, **cores}
 
 
 def _room(resources: Mapping[str, float], need: Need) -> int:

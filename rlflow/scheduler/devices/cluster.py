@@ -72,7 +72,7 @@ def distinct_amounts(one: float, other: float) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`count` devices, numbered from 0; `threads` per device where the kind is `cpu`.
+    """`count` devices, numbered from 0, with `threads` of the host each.
 
     All are of `kind`, unless `groups` has the kinds in the order of the devices and how many
     there are of each; then `kind` is that of device 0. `cores` is how many cores CPU devices
@@ -154,13 +154,15 @@ class Cluster:
 
     def describe(self) -> str:
         """The printed form: kinds, counts, memory each, threads each."""
-        threads = f", {self.threads} thread{'s' if self.threads > 1 else ''}" if self.is_cpu else ""
+        threads = f", {self.threads} thread{'s' if self.threads > 1 else ''}"
+        if not self.is_cpu and self.threads == 1:
+            threads = ""
         hosts = f", {self.hosts} hosts" if self.hosts > 1 else ""
         if not self.groups:
             return f"{self.kind.name}:{self.count} ({_memory(self.kind)}{threads} each{hosts})"
         named = ",".join(f"{kind.name}:{count}" for kind, count in self.groups)
         each = ", ".join(f"{_memory(kind)} {kind.name}" for kind, _ in self.groups)
-        return f"{named} ({each}{hosts})"
+        return f"{named} ({each}{threads and f'{threads} each'}{hosts})"
 
 
 def _memory(kind: Kind) -> str:
@@ -242,7 +244,7 @@ def parse_cluster(
     if own is not None:
         kind, there = own
         count = min(needed, there)
-        found = Cluster(kind=kind, count=count, hosts=_hosts(kind, count))
+        found = Cluster(kind=kind, count=count, hosts=_hosts(kind, count), threads=threads or 1)
     elif text is None:
         found = cpu_cluster(needed, threads)
     else:
@@ -282,7 +284,7 @@ def _joined(
         if name == "cpu":
             return cpu_cluster(count, threads, memory, declared)
         kind = _kind(name, memory, kinds)
-        return Cluster(kind=kind, count=count, hosts=_hosts(kind, count))
+        return Cluster(kind=kind, count=count, hosts=_hosts(kind, count), threads=threads or 1)
     if any(name == "cpu" for name, _, _ in parts):
         raise UsageError(
             Finding(
@@ -297,6 +299,7 @@ def _joined(
         kind=groups[0][0],
         count=sum(count for _, count in groups),
         hosts=sum(_hosts(kind, count) for kind, count in groups),
+        threads=threads or 1,
         groups=groups,
     )
 

@@ -88,6 +88,12 @@ def test_accelerators_come_one_a_process_and_are_numbered_by_their_id(take):
     assert ["0", "1"] == [reports[place].device for place in order]
 
 
+def test_an_accelerator_comes_with_the_cores_of_its_threads(take):
+    reservation = take(2, kind="h100", threads=2)
+
+    assert [(2.0, 1.0)] * 2 == [(slot.cpus, slot.gpus) for slot in reservation.slots]
+
+
 def test_released_devices_can_be_taken_again(take):
     for _ in range(3):
         reservation = take(4)
