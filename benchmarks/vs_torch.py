@@ -10,6 +10,7 @@ groups of 8 rlflow computes each prompt once.
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ def reached(size: Any, work: dict[str, float], seconds: Any, *, gpu: bool) -> di
     flops = TRAINED_FORWARDS * products.forward(work["passed"], work["predicted"], work["pairs"])
     gpus = machine_gpus() if gpu else ()
     peak = gpus[0].kind.flops if gpus and gpus[0].kind is not None else None
-    rates = [flops / sorted(taken)[len(taken) // 2] for taken in seconds]
+    rates = [flops / statistics.median(taken) for taken in seconds]
     if peak is None:
         return {"Gflop/s": " and ".join(f"{rate / 1e9:.2f}" for rate in rates)}
     return {"MFU": " and ".join(f"{rate / peak:.1%}" for rate in rates)}

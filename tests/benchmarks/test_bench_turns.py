@@ -89,6 +89,19 @@ def plain_scores(model, row):
     return there(row[None]).logits[0].log_softmax(-1)
 
 
+def test_what_is_reached_is_the_work_over_the_median_turn():
+    size = MODEL_SIZES["tiny"]
+    work = {"passed": 10.0, "predicted": 4.0, "pairs": 55.0}
+    layer = 64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 128
+    forward = 2 * 2 * layer * 10 + 2 * 96 * 64 * 4 + 4 * 55 * 2 * 4 * 16
+    seconds = ((1e-6, 9.0, 2e-6), (4e-6, 4e-6, 4e-6))
+    rates = [3 * forward / each / 1e9 for each in (2e-6, 4e-6)]
+
+    found = vs_torch.reached(size, work, seconds, gpu=False)
+
+    assert {"Gflop/s": f"{rates[0]:.2f} and {rates[1]:.2f}"} == found
+
+
 def test_what_is_not_installed_is_left_out_and_ends_well(capsys):
     with pytest.raises(SystemExit) as ended:
         vs_sglang.require_sglang("/nowhere/bin/python")
