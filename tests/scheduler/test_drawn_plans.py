@@ -216,6 +216,7 @@ def honours_every_dependency_and_lane_on_a_clock(plan: Plan, random: Random) -> 
     )
     taken: dict[tuple[int, str], float] = {}
     for span in spans:
+        assert span.end - span.start == span.seconds
         for device in span.action.devices:
             assert taken.get((device, span.action.lane), 0.0) <= span.start
             taken[device, span.action.lane] = span.end
