@@ -30,7 +30,7 @@ MEETING = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """Seconds that an action may be silent, or take where `whole`; `why` is the reason."""
+    """How many seconds an action may be silent, or take in all where `whole`, and `why`."""
 
     seconds: float
     why: str
@@ -46,11 +46,11 @@ class Deadlines:
         self._longest: dict[str, float] = defaultdict(float)
 
     def took(self, action: str, seconds: float) -> None:
-        """Note what an instance of an action has taken."""
+        """Record how many seconds an instance of an action took."""
         self._longest[action] = max(self._longest[action], seconds)
 
     def of(self, action: Action) -> Allowance:
-        """What the next instance of an action is allowed."""
+        """The allowance of an action's next instance."""
         if self.fixed is not None:
             return Allowance(self.fixed, "--deadline", whole=True)
         longest, planned = self._longest[action.id], action.cost.seconds
@@ -79,17 +79,17 @@ class Deadlines:
         return UNKNOWN if action.cost.seconds is None or action.on_host else FLOOR
 
     def for_files(self, size: int) -> float:
-        """Seconds for so many bytes to and from files, or for an answer that reads none."""
+        """Seconds allowed to read or write so many bytes of files; at least those of an answer."""
         return self.fixed if self.fixed is not None else max(UNKNOWN, FACTOR * size / SLOWEST)
 
     @property
     def answering(self) -> float:
-        """Seconds for an answer that takes no work worth naming."""
+        """Seconds allowed for an answer that takes next to no work."""
         return self.for_files(0)
 
     @property
     def loading(self) -> float:
-        """Seconds for a start: of a host the bytes of all weights, at the rate of a slow disk."""
+        """Seconds allowed for a start: to read all weights of a host from a slow disk."""
         sizes: dict[int, int] = defaultdict(int)
         for part in self.plan.parts:
             for device in part.devices if part.kind == "weights" else ():
@@ -122,7 +122,7 @@ class Deadlines:
 
 
 def _expectation(longest: float, planned: float | None) -> str:
-    """Where the longest time that is expected comes from."""
+    """Where the expected time comes from, in words."""
     if planned is None and not longest:
         return "a time that nothing tells"
     if planned is None or longest > planned:

@@ -1,12 +1,13 @@
 """The executor: one event loop for every mode of every plan.
 
-A run goes from checkpoint to checkpoint in segments, and within one turn by turn: in turn t
-an action runs iteration t + its `ahead`. An instance starts when what it comes after has
-finished; one whose iteration is none of the segment's, or is not due, is over when what it
-comes after is over. Each action runs its turns in order, so what is finished is one number an
-action. No action is more than `AHEAD` turns in front of the first unfinished one: what a
-free-running action (the prompts, say) makes early would only wait in memory. Nothing here
-knows of algorithms, placements or asynchrony; a backend does the work.
+A run is a sequence of segments, each from one checkpoint to the next. Within a segment it goes
+turn by turn: in turn t an action runs iteration t + its `ahead`. An instance, an action in one
+turn, starts when its dependencies have finished. An instance that is not due, or whose iteration
+is outside of the segment, is over as soon as its dependencies are. Each action runs its turns in
+order, so one number an action says what is finished. No action is more than `AHEAD` turns in
+front of the first unfinished turn: what a free-running action such as the prompts makes early
+would only wait in memory. Nothing here knows of algorithms, placements or asynchrony; a backend
+does the work.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from rlflow.scheduler.plan.turns import refilled, serving
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """An action instance that has ended: seconds on the backend's clock, numbers, or an error.
+    """The end of an action instance: seconds on the backend's clock, and its metrics or an error.
 
-    `moved` is bytes that went from one process to another, None where nobody counts them;
-    `devices` what each device did meanwhile, by names of figures.
+    `moved` is the bytes sent between processes; None where the backend does not count them.
+    `devices` has figures of each device meanwhile, by name.
     """
 
     action: str
@@ -72,10 +73,10 @@ class Backend(Protocol):
         """Start an action instance; `done` is called from any thread when it has ended."""
 
     def skip(self, action: Action, iteration: int) -> None:
-        """An action instance of a loop will not run: that is over in this iteration."""
+        """Leave out an action instance: its loop is over in this iteration."""
 
     def drop_surplus(self) -> None:
-        """Nothing that loops have left over may be used any more."""
+        """Drop the surplus rows of loops, so that no later iteration uses them."""
 
     def close(self, *, wait: bool = True) -> None:
         """Release the devices, after what runs has ended unless told not to wait."""
@@ -97,10 +98,11 @@ class Listener(Protocol):
 class Executor:
     """Runs iterations `start` to `end` of a plan, then the closing actions on the last weights.
 
-    After every multiple of `barrier` iterations (0: of none) everything is over before more
-    begins, and after what has begun when a listener calls `pause`: a listener that hears of the
-    iteration before `edge` may save a checkpoint. `events` is where a backend's completions come
-    in. Weights `brought` are not those that models start with: reshards bring them everywhere.
+    After every multiple of `barrier` iterations (0: never) everything finishes before more begins.
+    The same holds for the iterations that have begun when a listener calls `pause`. A listener
+    that hears of iteration `edge` - 1 may therefore save a checkpoint. A backend puts completions
+    into `events`. With `brought` the trained weights are not those of the models' files, so the
+    first segment begins with reshards that bring them to all other instances.
     """
 
     def __init__(
@@ -157,7 +159,7 @@ class Executor:
         self._interrupted = True
 
     def pause(self) -> None:
-        """Let what has begun be over before more begins; for a listener, in its thread."""
+        """Finish what has begun before more begins; for a listener, in its thread."""
         self._pausing = True
 
     def run(self) -> int:
@@ -188,7 +190,7 @@ class Executor:
     def _opening(self, start: int, closing: bool) -> frozenset[str]:
         """The reshards whose targets lack the weights that a segment begins with.
 
-        A resumed run has loaded what is trained; what closing actions read may be older.
+        A resumed run has loaded trained instances only. Targets of closing actions may be older.
         """
         resumed = start == self.start and self._brought
         found = []
@@ -202,7 +204,7 @@ class Executor:
         return frozenset(found)
 
     def _read_before_due(self, reshard: Action, start: int) -> bool:
-        """Whether somebody reads what a reshard fills before it is due from `start` on."""
+        """Whether, from `start` on, a reshard's targets are read before the reshard is due."""
         fills = set(reshard.targets)
         readers = [a for a in self.actions.values() if fills.intersection(dict(a.reads))]
         for iteration in range(start, self.end):
@@ -246,7 +248,7 @@ class Executor:
         raise KeyboardInterrupt
 
     def _pause(self, segment: Segment) -> None:
-        """Let the segment end after the iterations that have begun, and one that is not over."""
+        """End the segment after the iterations that have begun, one unfinished one at least."""
         self._pausing = False
         if not segment.closing:
             begun = max(self._begun, self._reported)
@@ -272,7 +274,7 @@ class Executor:
                 candidates += self._complete(segment, action, {})
 
     def _pass(self, trip: Trip, event: Completion) -> None:
-        """Add up what a trip has reached of its loop's goal; it is the last one if that is all."""
+        """Add up what trips have reached of their loop's goal; the trip that reaches it is last."""
         found = event.metrics["reached"]
         value = found.value if isinstance(found, Stat) else found
         key = (trip.loop, event.iteration)
@@ -329,7 +331,7 @@ class Executor:
 
 
 def _of_one_trip(metrics: Mapping[str, float | Stat]) -> dict[str, float | Stat]:
-    """Numbers to be joined with those of other trips: of plain ones the mean."""
+    """Metrics that can be joined with those of other trips; plain numbers are averaged."""
     return {
         name: value if isinstance(value, Stat) else Stat(kind="mean", total=value, count=1.0)
         for name, value in metrics.items()

@@ -43,7 +43,7 @@ class Flow:
         }
 
     def origins(self, action: str, node: str) -> tuple[str, ...]:
-        """The actions that bring a node's rows to where `action` reads them, chunk by chunk."""
+        """The actions that deliver a node's rows to `action`, chunk by chunk."""
         return self._origins[action][node]
 
     def sources(self, action: str) -> tuple[str, ...]:
@@ -52,15 +52,15 @@ class Flow:
         return tuple(dict.fromkeys(source for sources in found for source in sources))
 
     def outside(self, action: str) -> tuple[str, ...]:
-        """Those of its sources that may have run where the trip that an action is of does not."""
+        """The sources of an action that may run though the action's trip is left out."""
         return self._outside[action]
 
     def readers(self, action: str, iteration: int) -> int:
-        """How many actions read in an iteration what `action` left."""
+        """How many actions read the results of `action` in an iteration."""
         return sum(reader.due(iteration) for reader in self._readers[action])
 
 
 def _covers(one: Trip | None, other: Trip) -> bool:
-    """Whether something is left out wherever a trip is: of each of its loops it is as late."""
+    """Whether actions of trip `one` are left out wherever those of `other` are."""
     own = {level.loop: level.index for level in one.levels} if one else {}
     return all(own.get(level.loop, -1) >= level.index for level in other.levels)

@@ -23,9 +23,9 @@ class Monitor:
     """Watches iterations `start` to `end` with a barrier after every `barrier` of them.
 
     `log` has (action, iteration, versions read) of each instance, in the order of their ends;
-    `reported` is how many iterations are done. What is trained begins with version `start`,
-    all other instances with version 0 as their files have it. No instance is more than `ahead`
-    iterations, and what the plan has it ahead of its turn, in front of those that are done.
+    `reported` is how many iterations are done. Trained instances begin with version `start`, all
+    others with version 0, that of their files. No instance starts more than `ahead` iterations, and
+    the largest `ahead` of the plan's actions, in front of the iterations that are done.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Monitor:
             assert held == wanted, f"{name} reads version {held} of {instance}, not {wanted}"
 
     def _goes_on(self, action: Action, iteration: int, name: str) -> None:
-        """Pieces of a rollout follow one another over the same weights; who resumes has newer."""
+        """Pieces of a rollout run on the same weights; a resumed rollout has newer ones."""
         if action.kind != "run" or not self.plan.graph.has_node(str(action.node)):
             return
         node = self.plan.graph.node(str(action.node))
@@ -107,7 +107,7 @@ class Monitor:
         self._sampled[node.name, iteration] = held
 
     def _next_piece(self, action: Action, iteration: int, name: str) -> None:
-        """Pieces come in order; the cache is kept between them, and weights are as they were."""
+        """Pieces run in order, on the same weights, and the cache is kept between them."""
         assert action.chunk is not None
         instance = str(action.instance)
         held, lost = self.books.version[instance], self.books.lost[instance]
@@ -253,7 +253,7 @@ class Books:
                 self.hosts[self.plan.host_of(device)] -= self.parts[name].size or 0
 
     def wanted(self, action: Action, instance: str, version: int) -> int:
-        """What `version` an action counts as, by what its model's updates have done by then."""
+        """How many updates the weights have seen that an action knows as `version`."""
         model = self.models[instance]
         before = self._updates_before(model, version)
         for name in self.updates[model] if action.id in self.updates[model] else ():

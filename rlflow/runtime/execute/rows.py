@@ -41,7 +41,7 @@ class RowSlice:
 
 
 def chunk_rows(total: int, chunk: Chunk | None) -> tuple[int, int]:
-    """Of so many rows those that a chunk works on: the first, and the one after the last.
+    """The rows of a chunk, of so many in all: the first, and the one after the last.
 
     Rows follow their prompts, and chunks are equally many whole prompts.
     """

@@ -18,11 +18,11 @@ AHEAD = 2
 class Segment:
     """Iterations `start` to `end` between two checkpoints, and how far its turns have come.
 
-    `first` is its first turn and `turns[action]` the next one of each action. `opening` are
-    the reshards that bring version `start` to where nothing brought it before, `refilled` those
-    whose targets are emptied in every turn, so that they have to be filled in every turn too. In a
-    `closing` segment no other runs are due than the closing ones. `serving` says by how much the
-    iteration that a sleep or wake works for is past its turn.
+    `first` is its first turn, and `turns[action]` the next turn of each action. `opening` are the
+    reshards that bring version `start` to instances that lack it. `refilled` are the reshards whose
+    targets are discarded in every turn, so that they run in every turn. In a `closing` segment only
+    closing runs are due. `serving` has the iteration that each sleep or wake serves, relative to
+    its turn.
     """
 
     start: int
@@ -39,7 +39,7 @@ class Segment:
     def due(self, action: Action) -> bool:
         """Whether the next turn of an action does something; sleeps and wakes do in every one.
 
-        The first turn of a segment with an opening has nothing else: it is before all others.
+        The first turn of a segment with an opening has the opening only; it precedes all others.
         """
         if action.part is not None:
             return True
@@ -57,9 +57,9 @@ class Segment:
     def done_for(self, action: Action) -> int:
         """The iteration that the next turn of an action is done for, where it is due.
 
-        A sleep or wake is done for the runs around it, or for the nearest iteration of the
-        segment where those do nothing. A reshard beyond the segment brings the version with which
-        that begins, or ends.
+        A sleep or wake serves the runs around it, or the nearest iteration of the segment where
+        those do nothing. A reshard outside of the segment brings the version with which the segment
+        begins or ends.
         """
         iteration = self.turns[action.id] + action.ahead
         if action.part is not None:
@@ -71,7 +71,7 @@ class Segment:
         return iteration
 
     def ready(self, action: Action) -> bool:
-        """Whether all that the next turn of an action comes after is over."""
+        """Whether all dependencies of an action's next turn are over."""
         turn = self.turns[action.id]
         if turn >= self.end or turn >= self.whole + AHEAD:
             return False
@@ -81,7 +81,7 @@ class Segment:
         )
 
     def finish(self, name: str) -> bool:
-        """Count a turn of an action as over; whether that ends a turn of all."""
+        """Count a turn of an action as over; true if every action has now finished a turn."""
         turn = self.turns[name]
         self.turns[name] = turn + 1
         self.left[turn] = self.left.get(turn, len(self.turns)) - 1

@@ -1,6 +1,6 @@
-"""The numbers of a whole batch from those of its parts.
+"""The metrics of a whole batch from those of its parts.
 
-This file knows neither how rows were shared out nor what a number is about.
+This file knows neither how rows were shared out nor what a metric means.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def logged(
 
 
 def logged_as(action: Action) -> str:
-    """The name that an action's numbers have: those of all trips through a loop are joined."""
+    """The node that an action's metrics are logged under; trips of a loop share one name."""
     name = action.node or action.id
     return name if action.trip is None else declared_name(name)
 
@@ -80,7 +80,7 @@ def _agree(one: float, two: float) -> bool:
 
 
 def _together(one: Stat, two: Stat) -> Stat:
-    """One number over the values of both; of parts without a value the other one stands.
+    """One statistic over the values of both; a part without values leaves the other as it is.
 
     Squared deviations are joined by Chan, Golub and LeVeque 1979, equation 2.1.
     """

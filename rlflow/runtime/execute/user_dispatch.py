@@ -1,4 +1,4 @@
-"""A registered pair of functions asked to spread rows, and what it returns checked.
+"""Registered dispatch functions of a user: asked to spread rows, and their results checked.
 
 The functions are a user's: whatever they return, the answer is a partition or one error that
 names them. This file knows no rule of rlflow's own.

@@ -16,11 +16,12 @@ from rlflow.scheduler.plan.plan import Action, Plan
 def require_versions(
     plan: Plan, action: Action, iteration: int, loaded: Mapping[str, Loaded]
 ) -> None:
-    """Refuse weights of another version than declared; fresher ones where a lag is allowed.
+    """Refuse weights older than the version declared, or newer than the iteration may read.
 
-    An update that is not due in an iteration writes no version. A lag is not reached in the first
-    iterations after a checkpoint, where the newest are read. Who writes weights may find what
-    others that write that version have written. Looks at the instances that are loaded here.
+    An update that is not due in an iteration writes no version. In the first iterations after a
+    checkpoint no weights are old enough for a lag, and the newest are read. An action that writes
+    a version may find what other writers of that version have written. Only instances that are
+    loaded in this process are looked at.
     """
     for name, lag in action.reads:
         held = loaded.get(name)

@@ -17,10 +17,10 @@ from rlflow.graph.user.speculative import Speculative
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """An engine by its `options`: a process of its own for each replica; without, embedded.
+    """An engine: with `options` a process of its own for each replica, else the embedded one.
 
-    In an engine the model `drafter` may propose `draft_tokens` tokens at a time: an instance of its
-    own that lies `inside` that of the engine, whose process holds both.
+    In a process of its own the model `drafter` may propose `draft_tokens` tokens at a time. The
+    drafter is an instance of its own `inside` that of the engine, and one process holds both.
     """
 
     options: EngineOptions | None = None
@@ -50,7 +50,7 @@ class EnginePlan:
 
     @property
     def in_process(self) -> bool:
-        """Whether the process of an engine holds it: it is the engine, or drafts in it."""
+        """Whether an engine's process holds it: it is the engine itself, or a drafter in one."""
         return self.own_process or self.lies_inside
 
     @property
@@ -66,17 +66,17 @@ class EnginePlan:
 
     @property
     def suffix(self) -> str:
-        """What tells its instance from others of the model on the pool."""
+        """The suffix that tells its instance from others of the same model on the pool."""
         return f"/{self.name}" if self.own_process else ""
 
     @property
     def sglang(self) -> SGLang | None:
-        """The options of SGLang, which says by which way weights come; None of any other."""
+        """SGLang's options, which say how weights arrive; None for any other engine."""
         return self.options if isinstance(self.options, SGLang) else None
 
     @property
     def speculative(self) -> Speculative | None:
-        """What it drafts with by its options alone, a model that stays as it is or none at all."""
+        """What its options alone draft with: a model that is never updated, or no model."""
         said: Speculative | None = getattr(self.options, "speculative", None)
         return said
 
@@ -97,13 +97,13 @@ class EnginePlan:
 
     @property
     def verified(self) -> int:
-        """Tokens of each row that it verifies in a pass beside the row's own."""
+        """How many drafted tokens of each row it verifies in one pass."""
         said = self.speculative
         return self.draft_tokens if said is None else said.verified - 1
 
     @property
     def beams(self) -> int:
-        """Tokens of each row that what it drafts with by its options makes logits of at once."""
+        """For how many tokens of a row the draft model of its options computes logits at once."""
         said = self.speculative
         return 0 if said is None or said.algorithm == "NGRAM" else said.topk
 
@@ -114,16 +114,16 @@ class EnginePlan:
 
     @property
     def share_decides(self) -> bool:
-        """Whether a share of the memory alone decides how many tokens its pool has room for."""
+        """Whether a share of the memory is all that says how many tokens its pool holds."""
         said = self.options
         return bool(said and said.mem_fraction_static is not None and said.max_total_tokens is None)
 
     def drafter_of(self, node: Node) -> str | None:
-        """The model that drafts for a node's rows: an engine has one for all that it generates."""
+        """The model that drafts for a node's rows; an engine has one for all its rollouts."""
         return self.drafter if self.own_process else node.drafter
 
     def told(self) -> tuple[str, ...]:
-        """What a printed layout says of it."""
+        """Its words in a printed layout."""
         found: tuple[str, ...] = (self.name,) if self.own_process else ()
         found += (f"drafts={self.draft_tokens}",) if self.has_drafter else ()
         return found + ((f"in {self.inside}",) if self.lies_inside else ())

@@ -18,19 +18,19 @@ HostOf = Callable[[int], Hashable]
 
 
 def host_parts(instance: Instance, host_of: HostOf) -> list[list[Devices]]:
-    """For every replica its parts, one for each run of neighbours that are on one host."""
+    """The parts of every replica: each is a run of neighbouring devices on one host."""
     return [
         [tuple(part) for _, part in groupby(replica, key=host_of)] for replica in instance.tp_groups
     ]
 
 
 def num_hosts(parts: Iterable[Devices], host_of: HostOf) -> int:
-    """On how many hosts the parts of a replica are: on fewer than parts where some come again."""
+    """On how many hosts a replica lies: fewer than it has parts, where two are on one host."""
     return len({host_of(part[0]) for part in parts})
 
 
 def host_findings(instance: Instance, model: Model, host_of: HostOf) -> list[Finding]:
-    """What keeps an engine's replicas from lying on their hosts, or what it is sent from them.
+    """Findings on replicas over several hosts, and on what reaches an engine there.
 
     The findings of its options, E674 for uneven shares and E676.
     """
@@ -44,7 +44,7 @@ def host_findings(instance: Instance, model: Model, host_of: HostOf) -> list[Fin
 
 
 def uneven(name: str, replicas: Iterable[tuple[int, ...]]) -> list[Finding]:
-    """A finding where hosts have unequal shares of a replica's ranks."""
+    """A finding (E674) where the hosts of a replica have unequal numbers of its ranks."""
     for each in replicas:
         if len(set(each)) > 1:
             return [
@@ -104,12 +104,12 @@ def _hosts(instance: Instance, cluster: Cluster) -> list[int]:
 
 
 def num_hosts_of(instance: Instance, cluster: Cluster) -> int:
-    """On how many hosts the replica is that is on the most."""
+    """On how many hosts the replica lies that spans the most."""
     return max(_hosts(instance, cluster))
 
 
 def hosts_of_devices(instance: Instance, cluster: Cluster) -> dict[int, int]:
-    """For each device on how many hosts its replica is."""
+    """On how many hosts the replica of each device lies, by device."""
     replicas = zip(instance.tp_groups, _hosts(instance, cluster), strict=True)
     return {device: count for replica, count in replicas for device in replica}
 

@@ -25,15 +25,15 @@ PartKind = Literal["weights", "gradients", "optimizer", "cache", "pool"]
 class Part:
     """A piece of memory that can sleep: an instance's weights, gradients or optimizer state.
 
-    `size` is bytes on each of `devices`; None where the model's files are not here. `residual`
-    of them stay on the device while it sleeps. Gradients never outlive an update, so they are
-    only ever discarded. The `cache` that a rollout in pieces keeps from one to the next stays.
-    An engine in a process of its own keeps keys and values in a `pool`: of no use between two
-    rollouts, so it is only ever discarded too. For an engine's weights `on_host` bytes of each
-    device's host are taken all the time: by a copy, which is what an offload leaves, and on a
-    CPU by the engine's process; of some devices so many `more_on_host`. On the devices where
-    everything fits it `stays`. `holds` says what `size` is of, where that is several things, each
-    with its bytes.
+    `size` is bytes on each of `devices`; None where the model's files are not on this machine.
+    `residual` bytes stay on the device while the part sleeps; on the devices in `stays` it never
+    sleeps, since everything fits there. Gradients are only ever discarded, since no update needs
+    those of another. The `cache` of a rollout in pieces stays from one piece to the next. The
+    `pool` of an engine in a process of its own has keys and values; it is of no use between two
+    rollouts, and is only ever discarded. The weights of such an engine take `on_host` bytes on the
+    host of each device at all times: for the copy that an offload leaves, and on a CPU for the
+    engine's process. `more_on_host` adds to that for single devices. `holds` lists what `size` is
+    made of where that is several things, each with its bytes.
     """
 
     name: str
@@ -53,23 +53,23 @@ class Part:
         return tuple(device for device in self.devices if device not in self.stays)
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data; without `on_host` and what follows it where they are nothing."""
+        """As plain data; `on_host`, `more_on_host`, `stays` and `holds` only where they are set."""
         rare = {"on_host", "more_on_host", "stays", "holds"}
         return {k: v for k, v in asdict(self).items() if v or k not in rare}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """A model loaded on a pool: its layout and the uses it serves; one of them is trained.
+    """A model loaded on a pool: its layout and its uses. One instance of a model may be trained.
 
-    Its ranks are a mesh (replicas, fsdp, tp), row-major over `devices`: the last `tp` of
-    them share each layer, and so the rows. One pass sees at most `micro_tokens` tokens, or one
-    row. The layers of a frozen model, or the optimizer's state of a trained one, may be what it
-    has to `offload`: they stay in host memory, and visit the devices. With `options` it is an
-    engine in a process of its own for each replica, which the replica's first device owns: there
-    lie the rows, and there weights arrive whole. In such an engine the model `drafter` may propose
-    `draft_tokens` tokens at a time; it is an instance of its own `inside` that of the engine,
-    whose weights it sleeps and wakes with.
+    Its ranks are a mesh (replicas, fsdp, tp), row-major over `devices`. Ranks along `tp` share each
+    layer, and therefore the rows. A forward pass sees at most `micro_tokens` tokens, or one row.
+    `offload` names what stays in host memory and visits the devices: the layers of a frozen model,
+    or the optimizer's state of a trained one. With `options` every replica is an engine in a
+    process of its own. The first device of a replica owns that process: rows lie there, and weights
+    arrive there whole. In such an engine the model `drafter` may propose `draft_tokens` tokens at a
+    time. The drafter is an instance of its own, `inside` that of the engine, and sleeps and wakes
+    with the engine's weights.
     """
 
     name: str
@@ -101,16 +101,16 @@ class Instance:
 
     @property
     def tp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of each tensor-parallel group: those that share each layer, and the rows.
+        """The devices of each tensor-parallel group, which share each layer and the rows.
 
-        Of an engine in processes of its own a replica each.
+        A group of an engine in processes of its own is a replica.
         """
         starts = range(0, len(self.devices), self.tp)
         return tuple(self.devices[start : start + self.tp] for start in starts)
 
     @property
     def processes(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of each process that computes with it: of an engine's a replica's."""
+        """The devices of each process that computes with it; an engine has one for each replica."""
         return (
             self.tp_groups
             if self.engine_plan.in_process
@@ -124,7 +124,7 @@ class Instance:
 
     @property
     def row_parts(self) -> int:
-        """Ranks that see different rows: all but those that share each layer."""
+        """How many ranks see different rows; those that share each layer see the same."""
         return len(self.devices) // self.tp
 
     @property
@@ -178,7 +178,7 @@ class Instance:
         return " ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data; without keys for an engine or a drafter where it has none."""
+        """As plain data; keys for an engine or a drafter only where it has one."""
         found = asdict(self)
         for name in ("drafter", "draft_tokens", "inside"):
             if not found[name]:
@@ -190,7 +190,7 @@ class Instance:
 
 
 def engines_of(instances: Iterable[Instance]) -> tuple[Instance, ...]:
-    """Of some instances those that are engines in processes of their own."""
+    """Those of some instances that are engines in processes of their own."""
     return tuple(each for each in instances if each.engine_plan.own_process)
 
 

@@ -46,10 +46,10 @@ def _writers(plan: Plan, instance: str, trained: str) -> Iterator[Action]:
 
 
 def _behind(reader: Action, writer: Action, gap: int, updates: Sequence[Scheduled]) -> int:
-    """How many updates behind version i is what the reader of iteration i finds at most.
+    """The most updates by which the weights that iteration i reads can be behind version i.
 
-    Over are the writer's instances of iteration i - `gap` and before; that of j brings j + 1. Of
-    the iterations since, those count in which one of the model's `updates` is due.
+    Before the reader starts, the writer is over for iteration i - `gap`, which brought version
+    i - `gap` + 1. Of the iterations since, those count in which one of `updates` is due.
     """
     ends = [n for each in (reader, writer, *updates) for n in each.within if n]
     period = lcm(*(each.every for each in (reader, writer, *updates)))

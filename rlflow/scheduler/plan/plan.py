@@ -1,11 +1,11 @@
 """The plan: what the compiler emits, one action a line, frozen and hashed.
 
-The actions are the kernel of a cyclic schedule: turn after turn, each once a turn. In turn t
-an action runs iteration t + `ahead`; rollouts that run ahead of the updates are those with an
-`ahead` above theirs. An instance may start when all that it comes `after` has finished, each
-that many turns earlier; nothing else orders it. An instance that `every` skips, or whose
-iteration is none of the run's, is over when what it comes after is over. The plan knows
-devices by number and bodies not at all.
+The actions are the kernel of a cyclic schedule: every turn runs each of them once. In turn t an
+action runs iteration t + `ahead`; a rollout with a larger `ahead` than the update runs ahead of
+it. An instance is an action in one turn. It may start when every dependency in `after` has
+finished, that many turns earlier, and nothing else orders it. An instance does nothing where
+`every` skips its iteration, or where the run has no such iteration: it is over as soon as its
+dependencies are. The plan knows devices by number, and no op's body.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ UPDATE_BUCKET = 512 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """Why an action is there: the rule that put it there, and that rule on this graph."""
+    """Why an action is there: the rule that inserted it, and what the rule found on this graph."""
 
     rule: str
     text: str
@@ -77,10 +77,11 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dep:
-    """`action`, `distance` turns earlier, has to have finished.
+    """A dependency: `action` has to have finished its instance of `distance` turns earlier.
 
-    Until pass `order` has given every action its `ahead`, a turn is an iteration, and a distance
-    may be below 0: the rollout k iterations later is over before these weights are overwritten.
+    Before pass `order` gives every action its `ahead`, a turn is an iteration. Until then a
+    distance may be negative: the rollout k iterations later ends before its weights are
+    overwritten.
     """
 
     action: str
@@ -92,8 +93,8 @@ class Dep:
 class Cost:
     """Estimated seconds, bytes moved, and device memory used only while it runs (bytes).
 
-    None stands for a size that nothing on this machine tells. `holds` says what `transient` is
-    made of, largest first: (`KV cache`, bytes), ... `source` says where the seconds come from.
+    A size that no file on this machine tells is None. `holds` lists what `transient` is made of,
+    largest first: (`KV cache`, bytes), ... `source` says where the seconds come from.
     """
 
     seconds: float | None = None
@@ -105,11 +106,11 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How the rows of a batch lie over devices: `parts[i]` are the devices that hold part i.
+    """The layout of a batch's rows over devices: `parts[i]` are the devices that hold part i.
 
-    `rule` says which rows a part has: `whole` (there is one part, with all of them),
-    `balanced` (groups whole, tokens evened out), `generated` (as their parents were spread), or
-    the name of a registered dispatch function.
+    `rule` says which rows a part has. `whole`: there is one part, with all rows. `balanced`: parts
+    have about equally many tokens, and groups stay together. `generated`: rows lie where the rows
+    that they were made of lay. Any other name is a registered dispatch function.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -127,10 +128,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Piece `index` of the `count` equal pieces in which an iteration's rows are worked on.
+    """Chunk `index` of the `count` equal chunks in which an iteration's rows are processed.
 
-    By `prompts` a piece is the rows of equally many whole prompts, in order; by `finish` equally
-    many rows as a rollout ends them: which, it says when it has.
+    Cut by `prompts`, chunks are the rows of equally many whole prompts, in order. Cut by `finish`,
+    they are equally many rows in order of completion: which rows, the rollout says at run time.
     """
 
     index: int
@@ -143,10 +144,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trip:
-    """Trip `index` of at most `of` through a loop, by the name of the node that ends it.
+    """Trip `index` of at most `of` through a loop; `loop` is the node that ends the loop.
 
-    A `gate` ends each: what it has reached is added up, and from `goal` on no trip follows.
-    `within` is the trip of the loop around it, if there is one.
+    Every trip ends with a `gate`, which counts what the trip has reached. The counts add up, and
+    once they reach `goal` no further trip runs. `within` is the trip of the enclosing loop, if any.
     """
 
     loop: str
@@ -158,31 +159,30 @@ class Trip:
 
     @property
     def levels(self) -> tuple[Trip, ...]:
-        """The trips that it is of, of the outermost loop first, itself last."""
+        """The trips that contain it, of the outermost loop first, and itself last."""
         return (*(self.within.levels if self.within else ()), self)
 
     def is_over(self, last: Mapping[str, int]) -> bool:
-        """Whether it is left out, where loops end with the `last` trips, by their names."""
+        """Whether it is left out, given the `last` trip of every loop that has ended, by name."""
         return any(last.get(trip.loop, trip.index) < trip.index for trip in self.levels)
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data; without what is around it where nothing is."""
+        """As plain data; without `within` where no loop encloses it."""
         around = {} if self.within is None else {"within": self.within.as_json()}
         return {k: v for k, v in asdict(self).items() if k != "within"} | around
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One entry of the plan. It is due where the iteration modulo `every` is `phase`, `within`.
+    """One entry of the plan, due in iterations i `within` a window with i % `every` == `phase`.
 
-    `reads` and `writes` are (instance, lag): the version of the weights, relative to
-    the iteration, that it reads or writes: lag 1 is one update old, -1 is what an update of this
-    iteration makes. A reshard fills its `targets`, all in one pass
-    over the source, which is its `instance`. `takes` is how its input rows lie, `makes` how
-    those it leaves behind do; a transfer brings rows from one to the other. A node that is
-    worked on in chunks has a run for each `chunk`; `begins` says that they are cut there, of rows
-    that are not. One of a `trip` is left out where its loop is over, and so runs with a `chance`.
-    A `closing` action runs once more at the end.
+    `reads` and `writes` are pairs (instance, lag). A lag is the version of the weights relative to
+    the iteration: 1 is one update old, -1 is what an update of this iteration makes. A reshard
+    reads its `instance` once and fills all `targets`. `takes` is the layout of its input rows,
+    `makes` that of its results; a transfer brings rows from one layout to the other. A node
+    processed in chunks has a run for each `chunk`, and `begins` marks the runs that cut a whole
+    batch into them. A run of a `trip` is left out once its loop is over, so it runs with
+    probability `chance`. A `closing` action runs once more after the last iteration.
     """
 
     id: str
@@ -217,17 +217,17 @@ class Action:
 
     @property
     def lane(self) -> Lane:
-        """What it occupies of its devices: compute, or copies to and from the host."""
+        """The lane of its devices that it occupies: compute, or copies to and from the host."""
         return "copy" if self.kind in ("sleep", "wake") else "compute"
 
     @property
     def ends_first(self) -> bool:
-        """Whether it is a piece of a rollout whose rows go on as they end."""
+        """Whether it is one piece of a rollout that hands its rows on in order of completion."""
         return self.begins and self.chunk is not None and self.chunk.by == "finish"
 
     @property
     def piece_read(self) -> Chunk | None:
-        """Of which piece the rows are that it reads; by `finish` a cut begins with all of them."""
+        """The chunk of the rows that it reads; None for all, as where a cut by `finish` begins."""
         return None if self.ends_first else self.chunk
 
     def due(self, iteration: int) -> bool:
@@ -246,15 +246,15 @@ class Action:
 
     @property
     def on_host(self) -> bool:
-        """Whether it runs beside the devices, in the controller's process."""
+        """Whether it runs in the controller's process, on no device."""
         return self.devices == (HOST,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRows:
-    """The most that a node keeps of earlier iterations' rows: `size` bytes of host memory in all.
+    """The most `rows` of earlier iterations that a node keeps, in `size` bytes of host memory.
 
-    They lie where the node's run takes its rows, from one iteration to the next.
+    From one iteration to the next they lie where the node's run takes its rows.
     """
 
     node: str
@@ -264,9 +264,9 @@ class KeptRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """What a save copies of an instance: `size` bytes of each of its devices, to their hosts.
+    """The most that a save copies of an instance: `size` bytes of each device to its host.
 
-    At most: what sleeps is on its host already. The memory for it stays from save to save.
+    What sleeps is on its host already and is not copied. The host memory stays from save to save.
     """
 
     instance: str
@@ -285,10 +285,9 @@ class Note:
 class Timing:
     """Seconds an iteration: bounds from below, and the period that the order achieves.
 
-    `critical` are the actions of a slowest cycle, in its order: nothing shortens the period but
-    what shortens one of them. `slack` is how many seconds later an action may end without
-    lengthening the period, by id. `latency` is from the start of an iteration's first run on
-    a device to the end of its last one.
+    `critical` are the actions of a slowest cycle, in its order: the period is shorter only if one
+    of them is. `slack` has by action how many seconds later it may end at the same period.
+    `latency` is from the start of an iteration's first run on a device to the end of its last one.
     """
 
     resource_bound: float

@@ -1,4 +1,4 @@
-"""How the rows of every run lie over devices, as its op's dispatch and its instance allow.
+"""The layout of every run's rows over devices, as its op's dispatch and its instance allow.
 
 Compile-time part of dispatch: which rows a part has is computed where the plan runs, and
 what cannot lie so is refused elsewhere.
@@ -28,7 +28,7 @@ class Place:
     def row_parts(self) -> tuple[tuple[int, ...], ...]:
         """The devices of each row part: those that share every layer share the rows.
 
-        Of an engine's devices the one that owns its process has them.
+        An engine's rows are on the devices that own its processes.
         """
         if self.instance is None:
             return tuple((device,) for device in self.devices)
@@ -42,7 +42,7 @@ class Place:
         return self.instance is not None and self.instance.sharded
 
     def remembers(self, origin: Place) -> bool:
-        """Whether what generates here is an engine that has in its cache what `origin` has made."""
+        """Whether it is an engine whose cache has what `origin` made: the same instance."""
         engine = self.instance is not None and self.instance.engine_plan.own_process
         return engine and self.instance == origin.instance
 
@@ -60,12 +60,11 @@ class Place:
 def takes(
     node: Node, place: Place, made: Mapping[str, Spread], grown: Spread | None = None
 ) -> Spread | None:
-    """How a node's input rows lie; `made` has what its sources left. None for no inputs.
+    """The layout of a node's input rows; `made` has the layouts of its sources. None for no inputs.
 
-    Rows that are `grown` in parts, where an engine still has them in its cache, stay there.
-
-    With one row part all rows are wherever the instance's devices are, however dispatched. A
-    collective op without a model is not split: only the ranks of an instance reach each other.
+    `grown` is the layout in which an engine has the rows in its cache; they stay there. With one
+    row part every device of the instance has all rows, whatever the dispatch. A collective op
+    without a model is not split, since only the ranks of an instance can reach each other.
     """
     if not node.inputs:
         return None
@@ -83,7 +82,7 @@ def takes(
 
 
 def makes(node: Node, place: Place, taken: Spread | None) -> Spread | None:
-    """How the rows that a node leaves lie; None where it makes none.
+    """The layout of the rows that a node makes; None where it makes none.
 
     Rows that come from no other rows are made whole: on every rank of a model, on the first
     device of a pool otherwise.
@@ -99,10 +98,10 @@ def makes(node: Node, place: Place, taken: Spread | None) -> Spread | None:
 
 
 def agree(left: Spread | None, wanted: Spread) -> bool:
-    """Whether rows need not be carried: they lie where they are read.
+    """Whether rows lie as they are read, so that no transfer is needed.
 
-    A rule of a user's own is asked anew by every op, as it may repeat rows for one that it keeps
-    once for the next, and tear groups that the next one needs whole.
+    A user's own rule is asked anew for every op: it may repeat rows for one op and not for the
+    next, and may split groups that the next op needs whole.
     """
     return left == wanted and wanted.rule in RULES
 
@@ -114,9 +113,9 @@ def sources_of(makers: Sequence[Action], chunk: Chunk | None) -> tuple[Action, .
 
 
 def in_place(source: Action, target: Action, wanted: Spread) -> bool:
-    """Whether an action reads rows just where one of its sources has left them.
+    """Whether an action reads the rows of a source where the source left them.
 
-    Parts that were evened out chunk by chunk are not those of the whole batch, nor the other way.
+    Parts balanced within each chunk differ from parts balanced over the whole batch.
     """
     alike = (
         source.chunk == target.piece_read or len(wanted.parts) == 1 or wanted.rule == "generated"
@@ -125,7 +124,7 @@ def in_place(source: Action, target: Action, wanted: Spread) -> bool:
 
 
 def num_parts(node: Node, place: Place, taken: Spread | None, made: Spread | None) -> int:
-    """In how many parts a node's work is done; ranks may share work that no rows bring along."""
+    """How many parts share a node's work; ranks may share work on no rows at all."""
     spread = taken or made
     if spread is not None:
         return len(spread.parts)

@@ -54,7 +54,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def _said(error: Exception) -> str:
-    """What an error says, in words of a file rather than of a program."""
+    """An error's text, in words of the file rather than of Python."""
     if isinstance(error, OSError):
         return str(error.strerror)
     return f"no {error} in it" if isinstance(error, KeyError) else str(error)

@@ -38,14 +38,14 @@ def duration(seconds: float | None) -> str:
 
 
 def action_kind(action: Action) -> str:
-    """The kind of an action, and what becomes of the memory it moves."""
+    """The kind of an action, with the mode of a sleep or wake: what becomes of its memory."""
     if action.kind == "sleep":
         return f"sleep ({action.mode})"
     return "wake (empty)" if action.kind == "wake" and action.mode == "discard" else action.kind
 
 
 def action_what(action: Action) -> str:
-    """What an action does, without its kind, and by how much it runs ahead of the others."""
+    """What an action works on, and how many iterations it runs ahead of the others."""
     ahead = f"  ({action.ahead} ahead)" if action.ahead else ""
     if action.kind == "run":
         return action.id + ahead
@@ -235,9 +235,9 @@ def idle_share(plan: Plan) -> float | None:
 
 
 def samples_text(plan: Plan) -> str:
-    """How old the weights may be that make the samples which are trained on; empty without any.
+    """How many updates old the weights of trained samples may be; empty without such samples.
 
-    Until the passes have ordered them nothing is proven, and nothing said.
+    Before the passes have ordered the actions nothing is proven, and nothing is said.
     """
     if not plan.peaks:
         return ""
@@ -259,7 +259,7 @@ def samples_text(plan: Plan) -> str:
 
 
 def sampling(plan: Plan) -> list[Node]:
-    """The nodes that make samples with a model that is trained."""
+    """The nodes that sample from a trained model."""
     trained = {instance.model for instance in plan.instances if instance.trained}
     return [
         node

@@ -1,4 +1,4 @@
-"""What a turn of a plan is to whoever plays it: the executor, the simulator, the fake backend."""
+"""What the executor, the simulator and the fake backend need to know of a plan's turns."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ UNKNOWN_SECONDS = 1.0
 
 
 def estimated(action: Action, iteration: int) -> float:
-    """The plan's own estimate of an instance, seconds; one second where there is none."""
+    """Estimated seconds of an instance, weighted by its chance to run; 1 where none is known."""
     seconds = UNKNOWN_SECONDS if action.cost.seconds is None else action.cost.seconds
     return seconds * action.chance
 
 
 def serving(plan: Plan) -> dict[str, int]:
-    """By how much the iteration that each sleep and wake works for is past its turn.
+    """The iteration that each sleep and wake serves, relative to its turn.
 
-    A wake works for the first run that waits for it and needs what it brings, a sleep for the last
-    run before it that needed that: runs that are ahead of their turn are of a later iteration.
+    A wake serves the first run that waits for it and needs its part. A sleep serves the last run
+    before it that needed the part. Runs ahead of their turn are of a later iteration.
     """
     moves = {action.id: action for action in plan.actions if action.part is not None}
     users = {action.id: action for action in plan.actions if action.part is None}
@@ -40,6 +40,6 @@ def serving(plan: Plan) -> dict[str, int]:
 
 
 def refilled(plan: Plan) -> frozenset[str]:
-    """The reshards into weights that are discarded in every turn."""
+    """The reshards whose targets are discarded in every turn, so that they run in every turn."""
     emptied = {action.instance for action in plan.actions if action.mode == "discard"}
     return frozenset(a.id for a in plan.actions if emptied.intersection(a.targets))
