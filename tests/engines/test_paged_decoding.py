@@ -5,15 +5,19 @@ The reference keeps every row in columns of its own and looks at every token.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rlflow.batch import flat, lengths, ragged_rows
 from rlflow.contract.values import Reach, SampleKey, Sampling
 from rlflow.engines.hf.forward.attention import Traits
 from rlflow.engines.hf.forward.fused import replace_forwards, restore_forwards
+from rlflow.engines.hf.generate import paged_decoding
 from rlflow.engines.hf.generate.decoding import Responses
 from rlflow.engines.hf.generate.paged import PagedAttention, PagedCache, RowBlocks
 from rlflow.engines.hf.generate.paged_decoding import PagedDecoding
@@ -109,6 +113,16 @@ def test_prompts_of_whole_blocks_and_rows_of_several(long_dir):
     sampling = Sampling(max_new_tokens=2 * BLOCK + 3, n=2, stop_tokens=(0,))
     expected = generated(TorchRollout(model), sampling, LONG)
     assert lengths(expected.response_tokens).max() > BLOCK
+    require_same(expected, generated(TorchRollout(model, paged=True), sampling, LONG))
+
+
+def test_prompts_are_read_without_masks_as_on_a_device(long_dir, monkeypatch):
+    """As spans, which is how an accelerator packs: whole blocks, parts of them, and both."""
+    model = load(long_dir)
+    sampling = Sampling(max_new_tokens=12, n=2, temperature=0.8)
+    expected = generated(TorchRollout(model), sampling, LONG)
+    packed = partial(paged_decoding.pack_prompts, dense=False)
+    monkeypatch.setattr(paged_decoding, "pack_prompts", packed)
     require_same(expected, generated(TorchRollout(model, paged=True), sampling, LONG))
 
 
@@ -305,10 +319,28 @@ def test_the_host_waits_for_nothing_within_a_window(family, more, model_dir):
     assert waits.count >= 2 * LOOK - 1
 
 
+class Devices(TorchDispatchMode):
+    """The types of devices of all tensors that operators read and make."""
+
+    def __init__(self):
+        super().__init__()
+        self.types = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if torch.is_tensor(x)]
+        self.types |= {tensor.device.type for tensor in tensors}
+        return result
+
+
 @pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
+@torch.no_grad()
 def test_a_step_has_no_values_to_ask_for(family, kernel, model_dir, monkeypatch):
-    """On the meta device whoever reads a number fails."""
+    """On the meta device whoever reads a number fails. Nothing comes from the host either.
+
+    Not even a number of no dimension, which would be copied, and waited for, to be recorded.
+    """
     monkeypatch.setattr("rlflow.engines.hf.generate.paged.flash_fits", lambda *_: kernel)
     model = load(model_dir(family))
     made = decoding(model, PROMPTS, Sampling(max_new_tokens=24, n=2, top_p=0.9, stop_tokens=(0,)))
@@ -327,8 +359,9 @@ def test_a_step_has_no_values_to_ask_for(family, kernel, model_dir, monkeypatch)
     restore_forwards(model.module)
     model.module.to("meta")
     replace_forwards(model.module)
-    with torch.inference_mode():
+    with Devices() as seen:
         state.step(8, 1)
+    assert {"meta"} == seen.types
     assert "meta" == state.last.device.type
 
 

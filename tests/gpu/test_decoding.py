@@ -112,6 +112,27 @@ def test_replays_read_weights_that_were_written_in_place(model_of: Any, device: 
     assert found[0] == found[1]
 
 
+def test_steps_are_recorded_anew_where_weights_have_moved(model_of: Any, device: Any) -> None:
+    """A sleep in the middle of a generation, and weights that come back elsewhere."""
+    found = []
+    for moved in (False, True):
+        model = load(model_of, TINY, device, torch.float32)
+        made = begun(model, Sampling(max_new_tokens=8 * LOOK), recorded=True)
+        with torch.inference_mode():
+            for _ in range(4):
+                made.step()
+            before = made.addresses()
+            if moved:
+                model.sleep("offload")
+                between = [torch.empty_like(x) for x in model.buffers() for _ in range(4)]
+                model.wake()
+                assert device.type == "cpu" or before != made.addresses()
+                del between
+            made.run()
+        found.append(tokens_of(made.responses.result()))
+    assert found[0] == found[1]
+
+
 def test_generations_after_a_sleep_and_new_weights(model_of: Any, device: Any) -> None:
     model = load(model_of, TINY, device, torch.float32)
     engine = TorchRollout(model, paged=True)
