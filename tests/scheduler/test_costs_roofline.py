@@ -321,3 +321,8 @@ def test_a_backward_holds_the_gradients_of_what_is_whole() -> None:
     assert whole == gathered(SHARDED, BATCH, train=True)
     assert 1.9 * whole < gathered(SHARDED, few, train=True) < 2 * whole
     assert 2 * whole == gathered(on_cpu, BATCH, train=True)
+    # A forward of few tokens holds most as it begins, with what came for embedding and head.
+    begun = whole + 2 * SHARDED.shape.embedding
+    holds = dict(SHARDED.pass_holds(few, train=False, recompute=False))
+    assert sum(holds.values()) == begun
+    assert gathered(on_cpu, few, train=False) == whole

@@ -278,12 +278,17 @@ class Roofline:
             return 0
         return int(predictions * self.shape.vocab * (self.size + SCORE_BYTES))
 
-    def held_whole(self) -> int:
-        """Bytes of parameters made whole for a pass: embedding, head, and two layers."""
+    def held_whole(self, *, twice: bool = False) -> int:
+        """Bytes of parameters made whole for a pass: embedding, head, and two layers.
+
+        As a forward begins, embedding and head are there `twice`: as they came, and as they are
+        used.
+        """
         if not self.gathers:
             return 0
         count = self.shape.embedding + LAYERS_GATHERED * self.shape.layer
-        return int(min(count, self.shape.parameters) * self.size / self.tp.ranks)
+        count = min(count, self.shape.parameters) + twice * self.shape.embedding
+        return int(count * self.size / self.tp.ranks)
 
     def pass_holds(self, load: Load, *, train: bool, recompute: bool) -> Holds:
         """What a forward, or a forward and a backward, of one micro-batch holds at the most."""
@@ -297,6 +302,8 @@ class Roofline:
         left = max(whole - int(activations), 0) if self.in_chunks else whole
         if self.in_chunks and not train:  # Layers are done before the head begins.
             activations, logits = max((activations, 0), (0, logits), key=sum)
+        if self.kind.name != "cpu" and not train:
+            whole = max(whole, self.held_whole(twice=True) - int(activations) - logits)
         return _largest_first(
             (ACTIVATIONS, int(activations)),
             ("logits", logits),
