@@ -190,6 +190,10 @@ class OptimizerSpec(Protocol):
         """Decoupled decay, of matrices only."""
 
     @property
+    def moments(self) -> str:
+        """`bfloat16`, or `float32` for as wide as what is updated, at least so wide."""
+
+    @property
     def schedule(self) -> str:
         """`constant`, `linear` or `cosine`."""
 

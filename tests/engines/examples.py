@@ -19,6 +19,7 @@ class Spec:
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-8
     weight_decay: float = 0.1
+    moments: str = "float32"
     schedule: str = "constant"
     warmup_steps: int = 0
     total_steps: int = 0

@@ -332,16 +332,23 @@ def bytes_held(rank, path, shape, dtype):
     return engine.model.num_bytes(), optimizer.num_bytes()
 
 
-def visiting_state_steps_alike(rank, path, shape, numbers):
+def visiting_state_steps_alike(rank, path, shape, numbers, moments):
     """Steps with moments on the host are those with moments beside the weights, to the bit."""
-    resident, visiting = trained(path, shape), trained(path, shape)
-    visiting.optimizer = ShardedAdamW(visiting.model, Spec(), visiting=True)
+    spec = Spec(moments=moments)
+    resident, visiting = trained(path, shape, spec=spec), trained(path, shape, spec=spec)
+    visiting.optimizer = ShardedAdamW(visiting.model, spec, visiting=True)
     batch = part_of(resident, rows())
     before = host_states.PIECE_NUMBERS
     host_states.PIECE_NUMBERS = numbers
     try:
         for _ in range(3):
             assert one_step(resident, batch) == one_step(visiting, batch)
+            for each in (resident, visiting):
+                awake = {n: s.tensor.clone() for n, s in each.optimizer.saved_moments().items()}
+                each.sleep_optimizer()
+                found = {n: s.tensor for n, s in each.optimizer.saved_moments().items()}
+                assert same(awake, found)
+                each.wake_optimizer()
     finally:
         host_states.PIECE_NUMBERS = before
     assert not visiting.optimizer.state_buffers()

@@ -32,13 +32,16 @@ class Planned:
     state: int
 
 
-def planned(dtype: torch.dtype, shape: tuple[int, int, int], lora: Any = None) -> Planned:
+def planned(
+    dtype: torch.dtype, shape: tuple[int, int, int], lora: Any = None, moments: Any = "float32"
+) -> Planned:
     """What a plan says of a trained actor, its state being gradients and optimizer."""
     count = shape[0] * shape[1] * shape[2]
     name: Any = str(dtype).removeprefix("torch.")
 
     def pipeline(cfg: rf.Config) -> None:
-        actor = rf.Model("actor", str(TINY), dtype=name, optimizer=rf.AdamW(lr=1e-3), lora=lora)
+        adam = rf.AdamW(lr=1e-3, moments=moments)
+        actor = rf.Model("actor", str(TINY), dtype=name, optimizer=adam, lora=lora)
         prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=4)
         samples = ops.rollout(actor, prompts, n=2, max_new_tokens=4)
         reward = ops.reward(judge, samples)
@@ -73,6 +76,15 @@ def test_one_process_holds_what_is_planned(dtype: torch.dtype, lora: Any) -> Non
     made = [*engine.optimizer.state_buffers(), *engine.optimizer.grads.values()]
     made += [s for s in engine.optimizer.sums.values() if all(s is not m for m in made)]
     assert expected.state == sum(buffer.untyped_storage().nbytes() for buffer in made)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_low_moments_are_what_is_planned(dtype: torch.dtype) -> None:
+    model = load_model(str(TINY), dtype=dtype, device="cpu")
+    engine = TrainEngine(model, Spec(moments="bfloat16"), micro_tokens=None)
+    assert engine.optimizer is not None
+    expected = planned(dtype, (1, 1, 1), moments="bfloat16")
+    assert expected == Planned(weights=model.num_bytes(), state=engine.optimizer.num_bytes())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

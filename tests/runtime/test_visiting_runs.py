@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import PIPELINES, QUICK, SMALL
+from tests.conftest import PIPELINES, QUICK, SMALL, TINY
 from tests.runtime import whole_runs
 from tests.runtime.whole_runs import Declared
 
@@ -36,9 +36,15 @@ def visiting(tmp_path: Path) -> Path:
     return path
 
 
-def run(rlflow: Any, where: tuple[object, ...], placement: object, iterations: int) -> None:
+def run(
+    rlflow: Any,
+    where: tuple[object, ...],
+    placement: object,
+    iterations: int,
+    pipeline: Path = GRPO,
+) -> None:
     words = (*WORDS, "--placement", placement, "--iterations", iterations)
-    result = rlflow("run", GRPO, *words, *where)
+    result = rlflow("run", pipeline, *words, *where)
     assert result.code == 0, result.err
 
 
@@ -54,3 +60,17 @@ def test_a_run_goes_on_with_its_state_elsewhere(
     run(rlflow, ("--resume", where), ended, 4)
     assert whole_runs.tensors(whole) == whole_runs.tensors(where)
     assert whole_runs.numbers(whole) == whole_runs.numbers(where)
+
+
+@pytest.mark.slow
+def test_low_moments_resume_to_the_same_bits(rlflow: Any, visiting: Path, tmp_path: Path) -> None:
+    """Which hash rounds them is the step's; half of the run has them on the host."""
+    text = GRPO.read_text().replace("rf.AdamW(", 'rf.AdamW(moments="bfloat16", ')
+    pipeline = tmp_path / "low.py"
+    pipeline.write_text(text.replace("pipelines/assets/arith-tiny", str(TINY)))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(rlflow, ("--run-dir", whole), "split", 4, pipeline)
+    run(rlflow, ("--run-dir", parts), visiting, 2, pipeline)
+    run(rlflow, ("--resume", parts), "split", 4, pipeline)
+    assert whole_runs.tensors(whole) == whole_runs.tensors(parts)
+    assert whole_runs.numbers(whole) == whole_runs.numbers(parts)

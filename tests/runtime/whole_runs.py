@@ -140,8 +140,10 @@ def weights(run: Path) -> dict[str, Any]:
 
 def tensors(run: Path) -> dict[str, bytes]:
     """The bytes of every tensor of the last checkpoint."""
+    import torch
+
     return {
-        name: tensor.contiguous().view(-1).numpy().tobytes()
+        name: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         for name, tensor in weights(run).items()
     }
 

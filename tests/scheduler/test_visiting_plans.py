@@ -9,21 +9,24 @@ import pytest
 import rlflow as rf
 from rlflow import ops
 from rlflow.graph.graph import Graph
-from rlflow.modelfiles.visits import visiting_bytes
+from rlflow.modelfiles.visits import visiting_bytes, widened_bytes
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.costs.distributions import VISITING, at_least
+from rlflow.scheduler.costs.roofline import ROUNDED
 from rlflow.scheduler.devices.cluster import parse_cluster
 from rlflow.scheduler.devices.hardware import KINDS
 from rlflow.scheduler.plan.plan import Part, Plan
 from rlflow.scheduler.verify.verify import verify
 from tests.scheduler.strategies import exact, graph_of
 
+HOSTED = {"offload": "optimizer"}
 PARAMETERS = 7_615_616_512
 
 
-def of_7b(longest: int, *, dtype: str = "bfloat16") -> Graph:
+def of_7b(longest: int, *, dtype: str = "bfloat16", moments: str = "float32") -> Graph:
     def declare() -> None:
-        actor = rf.Model("actor", "shape:qwen2.5-7b", dtype=dtype, optimizer=rf.AdamW(lr=1e-6))
+        adam = rf.AdamW(lr=1e-6, moments=moments)
+        actor = rf.Model("actor", "shape:qwen2.5-7b", dtype=dtype, optimizer=adam)
         ref = rf.Model("ref", "shape:qwen2.5-7b", dtype=dtype)
         prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
         samples = ops.rollout(actor, prompts, n=2, max_new_tokens=longest)
@@ -35,11 +38,11 @@ def of_7b(longest: int, *, dtype: str = "bfloat16") -> Graph:
     return graph_of(declare)
 
 
-def planned(longest: int, devices: int = 2, **on: object) -> Plan:
+def planned(longest: int, devices: int = 2, moments: str = "float32", **on: object) -> Plan:
     where = rf.on("all", **on)
     placement = rf.Placement(pools={"all": devices}, assign={"*": where})
     cluster = parse_cluster(f"h100:{devices}", 1)
-    return compile_plan(of_7b(longest), placement, cluster, name="p").plan
+    return compile_plan(of_7b(longest, moments=moments), placement, cluster, name="p").plan
 
 
 def optimizer_of(plan: Plan) -> Part:
@@ -110,3 +113,34 @@ def test_another_size_is_refused(change: dict[str, int]) -> None:
     part = optimizer_of(plan)
     parts = tuple(replace(p, **change) if p.name == part.name else p for p in plan.parts)
     assert any(part.name in found for found in verify(replace(plan, parts=parts), "notes"))
+
+
+def test_low_moments_take_half_wherever_they_are() -> None:
+    """Of a state of one process its float32 weights stay as they are."""
+    resident, visiting = (planned(512, moments="bfloat16", **on) for on in ({}, HOSTED))
+    assert optimizer_of(resident).size == PARAMETERS // 2 * 4
+    assert (optimizer_of(visiting).size, optimizer_of(visiting).on_host) == (0, PARAMETERS // 2 * 4)
+    for plan in (resident, visiting):
+        assert not verify(plan, "notes")
+        assert [saved.size for saved in plan.saved] == [PARAMETERS // 2 * 8]
+    wide = planned(512)
+    update, kind = resident.action("actor.update"), KINDS["h100"]
+    micros = {plan.trained_instance("actor").micro_tokens for plan in (resident, wide)}
+    assert min(micros) == wide.trained_instance("actor").micro_tokens
+    alone = planned(64, devices=1, moments="bfloat16", recompute=True, **HOSTED)
+    assert optimizer_of(alone).on_host == PARAMETERS * 8
+    rounding = PARAMETERS // 4 * ROUNDED / (kind.bandwidth * kind.reached)
+    four = [
+        planned(64, devices=4, moments=m).action("actor.update") for m in ("float32", "bfloat16")
+    ]
+    assert four[1].cost.seconds - four[0].cost.seconds == pytest.approx(rounding, rel=1e-3)
+    assert update.cost.transient >= widened_bytes(PARAMETERS // 2, 2)
+
+
+def test_wide_moments_are_not_said_in_a_graph() -> None:
+    """So plans and runs from before the option stay what they are."""
+    assert "moments" not in rf.AdamW(lr=1e-6).model_dump(mode="json")
+    low = rf.AdamW(lr=1e-6, moments="bfloat16")
+    assert low.model_dump(mode="json")["moments"] == "bfloat16"
+    assert "moments=bfloat16" in low.describe()
+    assert rf.AdamW.model_validate(low.model_dump(mode="json")) == low

@@ -17,13 +17,13 @@ from torch.optim.adamw import adamw
 from rlflow.contract.engines import OptimizerSpec
 from rlflow.contract.values import Shard
 from rlflow.engines.hf.flat import free, restore, to_host, whole_shards
-from rlflow.engines.hf.host_states import HostStates, Range, pieces_of
+from rlflow.engines.hf.host_states import KeptStates, Range, pieces_of
 from rlflow.engines.hf.models import TorchModel
 from rlflow.errors import Finding, RunError, UsageError, near_names
 
 SCHEDULES = ("constant", "linear", "cosine")
 FULL = {torch.float32, torch.float64}
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS, LOW = ("exp_avg", "exp_avg_sq"), "bfloat16"
 # Numbers that are added at a time: a CPU makes a float32 copy of lower ones that it adds, of all of
 # them at once as large as the sum itself.
 AT_ONCE = 1 << 22
@@ -75,9 +75,10 @@ class AdamWState:
         self.steps = 0
         self.asleep = False
         self._host: list[Tensor] = []
-        self.visiting: dict[torch.dtype, HostStates] = {}
-        if visiting:
-            self._stay_on_host()
+        self.visiting = visiting
+        self.kept: dict[torch.dtype, KeptStates] = {}
+        if visiting or spec.moments == LOW:
+            self._keep()
         else:
             self.masters = {
                 dtype: buffer if dtype in FULL else buffer.float()
@@ -88,25 +89,24 @@ class AdamWState:
         self.grads: dict[torch.dtype, Tensor] = {}
         self.sums: dict[torch.dtype, Tensor] = {}
 
-    def _stay_on_host(self) -> None:
-        """Make the state in host memory, master weights of lower ones a piece at a time."""
+    def moment_dtype(self, wide: torch.dtype) -> torch.dtype:
+        """The dtype that moments are kept in, of weights that are updated in another."""
+        return torch.bfloat16 if self.spec.moments == LOW else wide
+
+    def _keep(self) -> None:
+        """Make a state that is not computed with as it is kept; masters a piece at a time."""
+        self.masters, self.exp_avg, self.exp_avg_sq = {}, {}, {}
         for dtype, buffer in self.flat.buffers.items():
-            full = dtype in FULL
-            kinds = MOMENTS if full else (*MOMENTS, "master")
-            wide = dtype if full else torch.float32
-            self.visiting[dtype] = HostStates(kinds, len(buffer), wide, buffer.device)
-        held = {dtype: states.buffers for dtype, states in self.visiting.items()}
-        self.exp_avg, self.exp_avg_sq = (
-            {dtype: buffers[kind] for dtype, buffers in held.items()} for kind in MOMENTS
-        )
-        self.masters = {
-            dtype: buffers.get("master", self.flat.buffers[dtype])
-            for dtype, buffers in held.items()
-        }
-        for dtype, buffer in self.flat.buffers.items():
+            wide = dtype if dtype in FULL else torch.float32
+            kinds = dict.fromkeys(MOMENTS, self.moment_dtype(wide))
             if dtype not in FULL:
-                for start, stop in pieces_of(0, len(buffer)):
-                    self.masters[dtype][start:stop].copy_(buffer[start:stop].float())
+                kinds["master"] = wide
+            kept = KeptStates(kinds, len(buffer), buffer.device, on_host=self.visiting)
+            self.kept[dtype] = kept
+            self.exp_avg[dtype], self.exp_avg_sq[dtype] = (kept.buffers[k] for k in MOMENTS)
+            self.masters[dtype] = kept.buffers.get("master", buffer)
+            for start, stop in pieces_of(0, len(buffer)) if dtype not in FULL else ():
+                self.masters[dtype][start:stop].copy_(buffer[start:stop].float())
 
     def zero_grad(self) -> None:
         """Make every gradient zero, and the buffers that hold them if there are none."""
@@ -167,14 +167,15 @@ class AdamWState:
         """Ranges of a buffer, and its state there on the device; matrices and vectors apart."""
         master, cut = self.masters[dtype], self.flat.matrices[dtype]
         halves = [(a, b) for a, b in ((0, cut), (cut, len(master))) if a < b]
-        if dtype not in self.visiting:
+        if dtype not in self.kept:
             moments = dict(zip(MOMENTS, (self.exp_avg[dtype], self.exp_avg_sq[dtype]), strict=True))
             for start, stop in halves:
                 state = {kind: buffer[start:stop] for kind, buffer in moments.items()}
                 yield (start, stop), {"master": master[start:stop], **state}
             return
         ranges = [piece for half in halves for piece in pieces_of(*half)]
-        for (start, stop), held in self.visiting[dtype].visits(ranges):
+        visits = self.kept[dtype].visits(ranges, master.dtype, self.steps)
+        for (start, stop), held in visits:
             yield (start, stop), {"master": master[start:stop], **held}
 
     def update(

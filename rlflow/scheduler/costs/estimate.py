@@ -150,7 +150,7 @@ class Costs(Sizes):
             trained = self._trained_per_rank(instance) or 0
             sent = trained * max(roof.size, FULL_BYTES)
             moved = self.hosted(instance) or 0
-            step = roof.step(trained, moved)
+            step = roof.step(trained, moved, rounded=self.low_moments(instance))
             one = roof.update(load, sent, recompute=instance.recompute) + step
             first = getattr(learning and learning.loss, "forwards", 0) * roof.forward(load)
             seconds = epochs * batches * (first + one + likeliest_seconds(node, roof, load))

@@ -22,6 +22,8 @@ from rlflow.scheduler.plan.plan import MICRO_TOKENS
 
 KERNELS_PER_LAYER, BESIDE_LAYERS = 12, 2
 GRADIENT_COPIES, LAYERS_GATHERED = 4, 2
+# Bytes that are read and written to make two moments wide and round them: 36 numbers for each.
+ROUNDED = 2 * 36 * 4
 SCORE_BYTES = 8
 # Tokens of prompts that an engine reads in one pass.
 PREFILL = 8192
@@ -163,13 +165,15 @@ class Roofline:
         """
         return self.read(GRADIENT_COPIES * trained) if self.kind.weights else 0.0
 
-    def step(self, trained: float, hosted: float = 0) -> float:
+    def step(self, trained: float, hosted: float = 0, *, rounded: bool = False) -> float:
         """Seconds of AdamW on `trained` parameters, of which `hosted` bytes come and go meanwhile.
 
         Weights and two moments are read and written, the gradient is read, as float32 or wider;
-        the gradient is read once more for its norm.
+        the gradient is read once more for its norm. Moments that are `rounded` are made wide first,
+        and hashed.
         """
-        read = self.read(8 * max(self.size, WIDE_BYTES) * trained)
+        each = 8 * max(self.size, WIDE_BYTES) + (ROUNDED if rounded else 0)
+        read = self.read(each * trained)
         copied = hosted / (self.kind.host_link * self.kind.reached)
         return read + 2 * copied if self.kind.name == "cpu" else max(read, copied)
 

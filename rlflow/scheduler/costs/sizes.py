@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from rlflow.graph.graph import Graph
-from rlflow.modelfiles.visits import visiting_bytes
+from rlflow.graph.model import AdamW
+from rlflow.modelfiles.visits import visiting_bytes, widened_bytes
 from rlflow.scheduler.costs.layouts import (
     CUTS,
     Cut,
@@ -21,13 +22,14 @@ from rlflow.scheduler.costs.layouts import (
     piece,
     shares,
 )
-from rlflow.scheduler.costs.state import Allocation, saved_bytes, state_bytes
+from rlflow.scheduler.costs.state import ADAM_MOMENTS, Allocation, saved_bytes, state_bytes
 from rlflow.scheduler.devices.cluster import Cluster
 from rlflow.scheduler.devices.measured import Setting
 from rlflow.scheduler.models.shapes import Shape, dtype_bytes, trained_parameters
 from rlflow.scheduler.plan.plan import Backend, Instance
 
 LAYERS_AT_ONCE = 2
+LOW_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,21 +95,35 @@ class Sizes:
         count, size = self._trained_per_rank(instance), self._dtype_bytes(instance)
         averaged = self.graph.model(instance.model).averaged
         replicas = len(instance.devices) // (instance.fsdp * instance.tp)
-        each = size if averaged else saved_bytes(size)
+        each = size if averaged else saved_bytes(size, self._moment(instance))
         return None if count is None else -(-count * each // replicas)
 
     def visiting(self, instance: Instance) -> int:
-        """Bytes of what is of them on each device during a step; 0 where all are, or none known."""
-        count, size = self._trained_per_rank(instance), self._dtype_bytes(instance)
-        if count is None or instance.offload != "optimizer":
+        """Bytes that a step makes on each device of a state which is not computed with as kept."""
+        count, each = self._trained_per_rank(instance), self._state_bytes(instance)
+        if count is None:
             return 0
-        each = state_bytes(instance, size)
-        return visiting_bytes(count, each["moments"] + each.get("master", 0))
+        held = each["moments"] + each.get("master", 0)
+        found = visiting_bytes(count, held) if instance.offload == "optimizer" else 0
+        return found + (widened_bytes(count, ADAM_MOMENTS) if self.low_moments(instance) else 0)
+
+    def low_moments(self, instance: Instance) -> bool:
+        """Whether moments are kept in fewer bits than they are updated in."""
+        optimizer = self.graph.model(instance.model).optimizer
+        return isinstance(optimizer, AdamW) and optimizer.moments == "bfloat16"
+
+    def _state_bytes(self, instance: Instance) -> Mapping[Allocation, int]:
+        """Bytes of each allocation for one trained number."""
+        return state_bytes(instance, self._dtype_bytes(instance), self._moment(instance))
+
+    def _moment(self, instance: Instance) -> int | None:
+        """Bytes of a moment, where that is kept in fewer than what it is updated in."""
+        return LOW_BYTES if self.low_moments(instance) else None
 
     def _state(self, instance: Instance, *kinds: Allocation) -> int | None:
         """Bytes of some allocations for what is trained of an instance."""
         count = self._trained_per_rank(instance)
-        each = state_bytes(instance, self._dtype_bytes(instance))
+        each = self._state_bytes(instance)
         return None if count is None else count * sum(each.get(kind, 0) for kind in kinds)
 
     def _dtype_bytes(self, instance: Instance) -> int:

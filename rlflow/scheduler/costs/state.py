@@ -26,27 +26,32 @@ def kept_full(instance: Instance, size: int) -> bool:
     return instance.trained and instance.sharded and size < FULL_BYTES
 
 
-def state_bytes(instance: Instance, size: int) -> Mapping[Allocation, int]:
+def state_bytes(
+    instance: Instance, size: int, moment: int | None = None
+) -> Mapping[Allocation, int]:
     """Bytes of each allocation for one trained number of a model of `size` bytes a number.
 
     In one process weights below float32 have master weights beside, and gradients of their dtype
-    are added to sums in float32. In ranks that share a model what is kept is float32 as a whole.
+    are added to sums in float32. In ranks that share a model what is kept is float32 as a whole. A
+    `moment` is as wide as what is updated, if nothing is said.
     """
     wide = max(size, FULL_BYTES)
     if size >= FULL_BYTES or kept_full(instance, size):
-        return {"weights": wide, "moments": ADAM_MOMENTS * wide, "gradients": wide}
+        return {"weights": wide, "moments": ADAM_MOMENTS * (moment or wide), "gradients": wide}
     return {
         "weights": size,
         "master": FULL_BYTES,
-        "moments": ADAM_MOMENTS * FULL_BYTES,
+        "moments": ADAM_MOMENTS * (moment or FULL_BYTES),
         "gradients": size,
         "gradient sums": FULL_BYTES,
     }
 
 
-def saved_bytes(size: int) -> int:
+def saved_bytes(size: int, moment: int | None = None) -> int:
     """Bytes of a checkpoint for one trained number of a model of `size` bytes a number.
 
-    AdamW's moments, and the weight as it is trained: of lower ones the float32 copy alone.
+    AdamW's moments, of so many bytes a `moment` if it is said, and the weight as it is trained: of
+    lower ones the float32 copy alone.
     """
-    return (1 + ADAM_MOMENTS) * max(size, FULL_BYTES)
+    wide = max(size, FULL_BYTES)
+    return wide + ADAM_MOMENTS * (moment or wide)

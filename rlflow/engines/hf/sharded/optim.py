@@ -6,6 +6,8 @@ shared out. This file knows no loss, and of the ranks only how a norm adds up ov
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -13,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from rlflow.contract.engines import OptimizerSpec
 from rlflow.contract.values import Shard
 from rlflow.engines.hf.flat import ALIGNMENT
-from rlflow.engines.hf.host_states import HostStates, Range, pieces_of
-from rlflow.engines.hf.optim import FULL, MOMENTS, AdamWState
+from rlflow.engines.hf.host_states import KeptStates, Range, pieces_of
+from rlflow.engines.hf.optim import FULL, LOW, MOMENTS, AdamWState
 from rlflow.engines.hf.sharded.model import ShardedModel, local
 
 # Numbers after which a shard begins among others; in any dtype on 64 bytes or more.
@@ -37,15 +39,16 @@ class ShardedAdamW(AdamWState):
         names = model.trained_names()
         self.parameters = {n: p for n, p in model.parameters.items() if n in names}
         held = {name: local(parameter) for name, parameter in self.parameters.items()}
-        self.visiting = {}
-        if visiting:
+        self.visiting = visiting
+        self.kept: dict[torch.dtype, KeptStates] = {}
+        if visiting or spec.moments == LOW:
             self._lay_out(held)
         else:
             self.averages = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
             self.squares = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
 
     def _lay_out(self, held: dict[str, Tensor]) -> None:
-        """Make the moments of all shards in one buffer on the host, decayed ones first."""
+        """Make the moments of all shards in one buffer a kind, decayed ones first."""
         named = sorted(held.items(), key=lambda item: self.parameters[item[0]].ndim < 2)
         self.places: dict[str, Range] = {}
         end = 0
@@ -53,12 +56,18 @@ class ShardedAdamW(AdamWState):
             self.places[name] = end, end + tensor.numel()
             end = -(-(end + tensor.numel()) // STEP) * STEP
         dtype = named[0][1].dtype
-        states = HostStates(MOMENTS, end, dtype, self.model.device)
-        self.visiting = {dtype: states}
-        self.averages, self.squares = (
-            {name: flat[slice(*self.places[name])].view(t.shape) for name, t in named}
-            for flat in states.buffers.values()
-        )
+        kinds = dict.fromkeys(MOMENTS, self.moment_dtype(dtype))
+        states = KeptStates(kinds, end, self.model.device, on_host=self.visiting)
+        self.kept = {dtype: states}
+        self.averages, self.squares = self._views(states.buffers.values())
+
+    def _views(self, buffers: Iterable[Tensor]) -> list[dict[str, Tensor]]:
+        """Of flat buffers each parameter's shard, by name."""
+        shapes = {name: local(self.parameters[name]).shape for name in self.places}
+        return [
+            {name: flat[slice(*self.places[name])].view(shape) for name, shape in shapes.items()}
+            for flat in buffers
+        ]
 
     def zero_grad(self) -> None:
         """Start from no gradients."""
@@ -106,7 +115,7 @@ class ShardedAdamW(AdamWState):
                 continue
             if scale != 1:
                 torch._foreach_mul_(held, scale)
-            if self.visiting:
+            if self.kept:
                 self._visit({name: gradients[name] for name in names}, decayed)
                 continue
             weights = [local(self.parameters[name]) for name in names]
@@ -116,15 +125,15 @@ class ShardedAdamW(AdamWState):
         self.release_gradients()
 
     def _visit(self, gradients: dict[str, Tensor], decayed: bool) -> None:
-        """Update parameters that lie next to each other on the host, as pieces of them come."""
-        (states,) = self.visiting.values()
+        """Update parameters whose moments lie next to each other, a piece of them at a time."""
+        ((dtype, states),) = self.kept.items()
         flat = {
             name: (local(self.parameters[name]).view(-1), gradient.reshape(-1))
             for name, gradient in gradients.items()
         }
         places = {name: self.places[name] for name in gradients}
         bounds = min(a for a, _ in places.values()), max(b for _, b in places.values())
-        for (start, stop), held in states.visits(pieces_of(*bounds)):
+        for (start, stop), held in states.visits(pieces_of(*bounds), dtype, self.steps):
             lists: tuple[list[Tensor], ...] = ([], [], [], [])
             for name, (first, last) in places.items():
                 begin, end = max(first, start), min(last, stop)
@@ -164,11 +173,15 @@ class ShardedAdamW(AdamWState):
 
     def saved_moments(self) -> dict[str, Shard]:
         """See `AdamWState.saved_moments`."""
-        kinds = {"exp_avg": self.averages, "exp_avg_sq": self.squares}
-        copies = iter(self._host)
+        kinds = [self.averages, self.squares]
+        if self.rests and self.kept:
+            kinds = self._views(self._host)
+        elif self.rests:
+            copies = iter(self._host)
+            kinds = [{name: next(copies) for name in tensors} for tensors in kinds]
         return {
-            f"{kind}.{name}": self.model.piece(name, next(copies) if self.rests else tensor)
-            for kind, tensors in kinds.items()
+            f"{kind}.{name}": self.model.piece(name, tensor)
+            for kind, tensors in zip(MOMENTS, kinds, strict=True)
             for name, tensor in tensors.items()
         }
 
@@ -187,9 +200,14 @@ class ShardedAdamW(AdamWState):
         """The moments on the device, which sleep; the weights do so by themselves."""
         if self.visiting:
             return []
+        if self.kept:
+            return [buffer for states in self.kept.values() for buffer in states.buffers.values()]
         return [*self.averages.values(), *self.squares.values()]
 
     def num_bytes(self) -> int:
         """Bytes of the moments on the device when awake, and of the gradients during a step."""
-        sizes = [tensor.numel() * tensor.element_size() for tensor in self.averages.values()]
-        return (1 if self.visiting else 3) * sum(sizes)
+        gradients = sum(local(p).nbytes for p in self.parameters.values())
+        if self.visiting:
+            return gradients
+        moments = (*self.averages.values(), *self.squares.values())
+        return gradients + sum(tensor.nbytes for tensor in moments)

@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import cached_property
 from math import ceil
 
-from rlflow.graph.model import Model
+from rlflow.graph.model import AdamW, Model
 from rlflow.scheduler.plan.plan import Instance, Part
 from rlflow.scheduler.verify.happens_before import Facts
 
@@ -39,14 +39,16 @@ class TrainedBytes:
     moments: int
 
     @classmethod
-    def of(cls, instance: Instance, dtype: str) -> TrainedBytes:
-        """Those of an instance whose model is of a dtype; as it is where nothing trains it."""
-        size = NUMBER[dtype]
+    def of(cls, instance: Instance, model: Model) -> TrainedBytes:
+        """Those of an instance of a model; as it is where nothing trains it."""
+        size = NUMBER[model.dtype]
+        low = isinstance(model.optimizer, AdamW) and model.optimizer.moments == "bfloat16"
+        both = 2 * (NUMBER["bfloat16"] if low else max(size, FULL))
         if not instance.trained or size >= FULL:
-            return cls(weight=size, gradient=size, moments=2 * size)
+            return cls(weight=size, gradient=size, moments=both if instance.trained else 2 * size)
         if instance.sharded:
-            return cls(weight=FULL, gradient=FULL, moments=2 * FULL)
-        return cls(weight=size, gradient=size + FULL, moments=3 * FULL)
+            return cls(weight=FULL, gradient=FULL, moments=both)
+        return cls(weight=size, gradient=size + FULL, moments=both + FULL)
 
 
 def lent(part: Part) -> int:
@@ -82,7 +84,7 @@ class ParameterCounts:
 
     def trained(self, instance: Instance) -> TrainedBytes:
         """Bytes of a trained number of an instance."""
-        return TrainedBytes.of(instance, self.model(instance).dtype)
+        return TrainedBytes.of(instance, self.model(instance))
 
     @cached_property
     def known(self) -> dict[str, tuple[Part, Instance]]:

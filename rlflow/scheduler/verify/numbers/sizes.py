@@ -89,7 +89,8 @@ def _is_trained(facts: Facts, counts: ParameterCounts, i: Instance, held: int) -
             f"{moments.name} is of {kept} bytes and {gradients.name} of {gradients.size}: "
             f"of one parameter they are {beside} and {each}"
         )
-    most = 3 * max(4, number.weight) * trained
+    lower = number.weight < NUMBER["float32"]  # Those have float32 copies among the moments.
+    most = (beside if lower else number.weight + beside) * trained
     for saved in facts.plan.saved:
         if saved.instance == i.name and saved.size * _replicas(i) - most not in range(_replicas(i)):
             yield f"a save of {i.name} copies {saved.size} bytes of {trained} parameters"
