@@ -79,13 +79,17 @@ def _kept_files(source: Path, *, valued: bool) -> list[Path]:
 def _write(source: Path, spec: dict[str, Any], checkpoint: Found, output: Path) -> None:
     """Write config and weights; torch is imported here and no sooner."""
     from rlflow.engines.hf.writing import save_model
+    from rlflow.runtime.record.shards.exporting import stream_model
     from rlflow.runtime.record.shards.reading import open_component
 
-    with open_component(checkpoint.files[str(spec["name"])]) as stored:
+    files = checkpoint.files[str(spec["name"])]
+    output.mkdir(parents=True, exist_ok=True)
+    if stream_model(str(source), spec, files, output):
+        return
+    with open_component(files) as stored:
         weights = {name: tensor[...] for name, tensor in stored.items()}
     model = _model(source, spec, int(checkpoint.identity["seed"]))
     model.load_tensors(weights, checkpoint.iteration)
-    output.mkdir(parents=True, exist_ok=True)
     save_model(model, str(output))
 
 

@@ -50,7 +50,7 @@ def places(shape, layout: str, rank: int) -> SavedPiece:
     cut, whole = (0, 1) if layout == "rows" else (1, 0)
     half = shape[cut] // 2
     box = [(0, 0), (0, 0)]
-    box[cut], box[whole] = (half * rank, half * (rank + 1)), (0, shape[whole])
+    box[cut], box[whole] = ((0, half), (half, shape[cut]))[rank], (0, shape[whole])
     return SavedPiece(tuple(shape), tuple(box))
 
 

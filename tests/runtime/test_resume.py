@@ -90,6 +90,42 @@ def test_a_run_that_broke_continues_to_the_same_bits(rlflow, broken, whole, faul
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fault", ["ckpt:component:write=enospc@3", "ckpt:reported=enospc@2"])
+def test_a_disk_that_is_full_beside_the_run_is_its_error_and_it_continues(
+    rlflow, tmp_path, monkeypatch, whole, fault
+):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    monkeypatch.setenv(durable.FAULT_VARIABLE, fault)
+    durable.arm_from_environment()
+    result = rlflow(*command(run))
+    monkeypatch.delenv(durable.FAULT_VARIABLE)
+    durable.arm_from_environment()
+    assert (1, 1) == (result.code, result.err.count("error[")), result.err
+    assert "error[E701]" in result.err
+    assert "continue with: rlflow run" in result.err
+    assert 0 == rlflow(*command(run, resume=True)).code
+    assert state(whole) == state(run)
+
+
+@pytest.mark.slow
+def test_a_save_waits_for_the_one_before_and_changes_no_bit(rlflow, tmp_path, monkeypatch, whole):
+    """The writer is held up in the first of many saves; each is there in the end, in its turn."""
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    monkeypatch.setenv(durable.FAULT_VARIABLE, "ckpt:component:write=sleep:1.5")
+    durable.arm_from_environment()
+    words = [word for word in command(run) if word not in EVERY]
+    result = rlflow(*words, "--save-every", "0.001s", "--keep", 9)
+    monkeypatch.delenv(durable.FAULT_VARIABLE)
+    durable.arm_from_environment()
+    assert 0 == result.code, result.err
+    kept = [int(path.name[-6:]) for path in list_checkpoints(run / "checkpoints")]
+    assert [1, 2, 3, 4, 5, 6, 7] == kept
+    assert state(whole) == state(run)
+
+
+@pytest.mark.slow
 def test_a_run_that_breaks_twice_continues_to_the_same_bits(rlflow, broken, whole):
     run = broken("run:iteration=raise@4")
     broken("run:iteration=raise@2", run=run)
@@ -288,7 +324,8 @@ def test_an_unknown_failpoint_is_refused(rlflow, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fault", ["run:iteration=kill9@5", "run:save=kill9@2", "run:saved=kill9@2"]
+    "fault",
+    ["run:iteration=kill9@5", "run:save=kill9@2", "run:saved=kill9@2", "ckpt:reported=kill9@2"],
 )
 def test_kill_9_continues_to_the_same_bits(rlflow, tmp_path, monkeypatch, whole, fault):
     monkeypatch.chdir(tmp_path)

@@ -54,6 +54,39 @@ def plain_state(module: nn.Module, tensors: Tensors) -> Tensors:
     }
 
 
+def names_in_files(module: Any) -> dict[str, str] | None:
+    """The module's own name of every tensor of its files; None where files have other tensors.
+
+    For some architectures transformers joins tensors of the files, and takes them apart again.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    ignored = set(module._keys_to_ignore_on_save or ())
+    kept = dict(module.named_parameters())
+    tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - kept.keys()
+    held = {n: t for n, t in module.state_dict().items() if n not in ignored | tied}
+    empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in held.items()}
+    own = {id(tensor): name for name, tensor in empty.items()}
+    try:
+        stored = revert_weight_conversion(module, dict(empty))
+    except (RuntimeError, NotImplementedError):
+        return None
+    if {id(tensor) for tensor in stored.values()} != own.keys():
+        return None
+    return {name: own[id(tensor)] for name, tensor in stored.items()}
+
+
+def files_of(shapes: Tensors) -> dict[str, list[str]]:
+    """How the tensors of those shapes are shared out among files, as transformers does it."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    split = split_torch_state_dict_into_shards(
+        shapes, filename_pattern="model{suffix}.safetensors", max_shard_size="50GB"
+    )
+    found: dict[str, list[str]] = split.filename_to_tensors
+    return found
+
+
 def write(module: Any, path: str, state: Tensors) -> None:
     """Write a module's config and some tensors, as transformers does."""
     with quiet_transformers():

@@ -119,16 +119,24 @@ def test_what_a_killed_run_left_continues_on_another_number_of_ranks(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "rank"),
+    [("ckpt:component:fsync=kill9@3", None), ("rank:saved=kill9@2", 1)],
+    ids=["between its shards", "before its report"],
+)
+def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path, fault, rank):
+    """Saving or acting, whichever is noticed first: it is told once, and nothing half is left."""
     run = tmp_path / "run"
-    began = start(run, *SPLIT, RLFLOW_FAULT="ckpt:component:fsync=kill9@3")
+    words = SPLIT if rank is None else ("--placement", "fsdp", "--devices", "cpu:2")
+    chosen = {} if rank is None else {"RLFLOW_FAULT_RANK": str(rank)}
+    began = start(run, *words, RLFLOW_FAULT=fault, **chosen)
 
     code, _, err = ended(began, timeout=240)
 
     assert 1 == code, err
-    assert "E776" in err
-    assert "saving actor" in err
-    assert "rank of device 0" in err
+    assert 1 == err.count("error["), err
+    assert "E776" in err or "E759" in err, err
+    assert f"rank of device {rank or 0}" in err
     left = [path.name for path in (run / "checkpoints").iterdir()]
     assert ["LATEST", "iteration-000002"] == sorted(left)
     assert {} == all_gone(tmp_path.name)

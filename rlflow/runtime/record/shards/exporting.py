@@ -1,0 +1,129 @@
+"""A language model's directory made of a checkpoint's shards, one tensor at a time.
+
+The module is a skeleton without memory; of every tensor that its files hold the pieces are read,
+joined, rounded and written before the next one is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from rlflow.engines.hf.heads import stored_names
+from rlflow.engines.hf.loading import auto, quiet_transformers
+from rlflow.engines.hf.lora import DOWN, UP
+from rlflow.engines.hf.sharded.loading import names_in_file, skeleton, tied_names
+from rlflow.engines.hf.writing import files_of, names_in_files, write
+from rlflow.errors import UsageError
+from rlflow.runtime.record.durable import register_file_faults, write_file
+from rlflow.runtime.record.shards.reading import open_component
+from rlflow.runtime.record.tensorfile import header_of, ordered
+
+if TYPE_CHECKING:
+    from rlflow.runtime.record.shards.places import StoredFile
+
+EXPORT_POINTS = register_file_faults("export:weights")
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def stream_model(
+    source: str, spec: Mapping[str, Any], files: Sequence[StoredFile], output: Path
+) -> bool:
+    """Write config and weights of a trained language model; False for one that is not so written.
+
+    `source` is the directory that the run began with: with adapters its weights are read from
+    there. Not so written are models with a value head, architectures whose files have other
+    tensors than the module, and adapters on weights that were drawn.
+    """
+    drawn = spec.get("lora") and spec["init"] != "pretrained"
+    if spec["head"] == "value" or drawn:
+        return False
+    module = _skeleton(source, getattr(torch, spec["dtype"]))
+    names = None if module is None else names_in_files(module)
+    if module is None or names is None:
+        return False
+    held = module.state_dict()
+    shapes = {name: torch.empty_like(held[own], device="meta") for name, own in names.items()}
+    write(module, str(output), {})
+    with open_component(files) as stored:
+        read = _reader(module, source, spec, stored)
+        shared = files_of(shapes)
+        for file, inside in shared.items():
+            part = {name: shapes[name] for name in inside}
+            (output / file).unlink(missing_ok=True)
+            write_file(output / file, _parts(part, names, read), EXPORT_POINTS)
+    if len(shared) > 1:
+        _write_index(output, shared, shapes)
+    return True
+
+
+def _skeleton(source: str, dtype: torch.dtype) -> Any:
+    """The module without memory; None where it has buffers that only loading it makes."""
+    with quiet_transformers():
+        config = auto("AutoConfig").from_pretrained(source)
+        try:
+            return skeleton(source, config, "lm", dtype)
+        except UsageError:
+            return None
+
+
+def _reader(
+    module: Any, source: str, spec: Mapping[str, Any], stored: Mapping[str, Any]
+) -> Callable[[str], Tensor]:
+    """What reads one tensor by the module's name, in its dtype."""
+    dtype, lora = getattr(torch, spec["dtype"]), spec.get("lora")
+    scale = lora["alpha"] / lora["rank"] if lora else 0.0
+    files = stored_names(source) if lora else {}
+    tied, held = tied_names(module), module.state_dict()
+
+    def base(name: str) -> Tensor:
+        key = next(key for key in names_in_file(tied[name], module) if key in files)
+        with safe_open(files[key], framework="pt") as opened:
+            found: Tensor = opened.get_tensor(key)
+        return found.to(dtype)
+
+    def read(name: str) -> Tensor:
+        if name in stored:
+            found: Tensor = stored[name][...]
+            return found.to(dtype)
+        if name not in tied:
+            buffer: Tensor = held[name]
+            return buffer
+        weight = base(name)
+        layer, _, kind = name.rpartition(".")
+        if kind != "weight" or layer + DOWN not in stored:
+            return weight
+        wide = torch.promote_types(dtype, torch.float32)
+        down, up = (stored[layer + part][...].to(dtype).to(wide) for part in (DOWN, UP))
+        merged: Tensor = (weight.to(wide) + scale * (up @ down)).to(dtype)
+        return merged
+
+    return read
+
+
+def _parts(
+    shapes: Mapping[str, Tensor], names: Mapping[str, str], read: Callable[[str], Tensor]
+) -> Iterator[bytes | memoryview]:
+    """The bytes of one file, a tensor at a time."""
+    header, _ = header_of("model", shapes)
+    yield header
+    for name, shape in ordered(shapes):
+        tensor = read(names[name])
+        assert (tensor.shape, tensor.dtype) == (shape.shape, shape.dtype), name
+        yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        del tensor
+
+
+def _write_index(
+    output: Path, shared: Mapping[str, Sequence[str]], shapes: Mapping[str, Tensor]
+) -> None:
+    size = sum(tensor.numel() * tensor.element_size() for tensor in shapes.values())
+    where = {name: file for file, names in shared.items() for name in names}
+    text = json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2)
+    (output / INDEX_FILE).write_text(text + "\n")
