@@ -71,10 +71,10 @@ def test_a_file_that_is_not_python_is_refused_before_the_search(rlflow, tmp_path
 
 
 def test_nothing_fits(rlflow):
-    result = rlflow("tune", PPO, "--devices", "h100:1", "--model-shape", "qwen2.5-7b")
+    result = rlflow("tune", PPO, "--devices", "h100:1@20GB", "--model-shape", "qwen2.5-7b")
 
     assert 4 == result.code
-    assert "error[E240]: no placement of 'ppo' fits h100:1" in result.err
+    assert "error[E240]: no placement of 'ppo' fits h100:1 (20.0 GB each)" in result.err
     assert "the nearest is actor.update on 1 device, fsdp=1 tp=1 recompute" in result.err
 
 

@@ -209,7 +209,7 @@ def test_where_nothing_fits_it_says_what_comes_nearest():
 
     finding = caught.value.findings[0]
     assert "E240" == finding.code
-    assert "the nearest is actor.update on 2 devices, fsdp=1 tp=2 recompute" in finding.got
+    assert "the nearest is actor.update on 2 devices, fsdp=1 tp=2" in finding.got
     assert "more than there is" in finding.got
     assert "memory" in finding.got.splitlines()[1]
 

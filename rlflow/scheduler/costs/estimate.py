@@ -13,7 +13,6 @@ from rlflow.graph.graph import Node
 from rlflow.graph.roles import Averaged, Drafted, Drawn, Learning, Paused, Resumed, SamplingOptions
 from rlflow.graph.rules.check import longest_response, most_rows, num_prompts, row_counts
 from rlflow.graph.rules.steps import mini_batches
-from rlflow.graph.user.engine_options import EMBEDDED
 from rlflow.scheduler.costs import measurement_keys as keys
 from rlflow.scheduler.costs.distributions import (
     DRAFTS,
@@ -362,4 +361,4 @@ def keeps_workspace(roof: Roofline) -> bool:
 
 def paged_there(instance: Instance, kind: str) -> bool:
     """Whether rollouts of an instance have a pool of blocks: those of one process on a device."""
-    return kind != "cpu" and instance.engine == EMBEDDED and not instance.sharded
+    return kind != "cpu" and not instance.engine_plan.own_process and not instance.sharded
