@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Wheels for a machine with a GPU, torch and transformers, and without internet: .wheels/, some 20 MB.
+# Wheels for a machine with a GPU, torch and transformers, and without internet: .wheels/, some 50 MB.
 # `make test-gpu` there finds them. PYTHON_VERSION is that machine's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,12 +10,13 @@ platforms=()
 for minor in 5 12 14 17 24 26 27 28 31 34; do
     platforms+=(--platform "manylinux_2_${minor}_x86_64")
 done
-pinned() { sed -n "s/^\($1==.*\)/\1/Ip" constraints.txt | head -1; }
+# A name's - is a _ in some of the lines.
+pinned() { grep -ixE "${1//-/[-_]}==[^ ]+" constraints.txt || { echo "constraints.txt names no version of $1" >&2; exit 2; }; }
 for name in pydantic pydantic-core annotated-types typing-inspection tensordict pyvers graphviz pygraphviz ray; do
     wanted=$(pinned "$name")
     "${PYTHON:-python3}" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
         --python-version "$version" --implementation cp "${platforms[@]}" \
-        --platform manylinux2014_x86_64 -d .wheels "${wanted:-$name}"
+        --platform manylinux2014_x86_64 -d .wheels "$wanted"
 done
 # Ray without what a run never loads: half of it.
 "${PYTHON:-python3}" - <<'PY'
