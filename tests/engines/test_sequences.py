@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlflow.engines.hf import checking, train
-from rlflow.engines.hf.forward import packed, sequences
+from rlflow.engines.hf import checking
+from rlflow.engines.hf.forward import ahead, packed, sequences
 from rlflow.engines.hf.forward.attention import PackedAttention, Traits
 from rlflow.engines.hf.forward.packed import pack, pack_prompts
 from rlflow.engines.hf.forward.sequences import (
@@ -135,7 +135,7 @@ def test_bfloat16_agrees_with_float64_to_its_precision():
 @pytest.fixture
 def without_masks(monkeypatch):
     """Models on this CPU are computed as they are on an accelerator."""
-    for module in (train, checking):
+    for module in (ahead, checking):
         monkeypatch.setattr(module, "pack", partial(pack, dense=False))
     monkeypatch.setattr(checking, "pack_prompts", partial(pack_prompts, dense=False))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,7 +93,7 @@ class PackingAhead:
                 tensor.record_stream(stream)
 
 
-def tensors_within(value: Any) -> Iterator[Tensor]:
+def tensors_within(value: object) -> Iterator[Tensor]:
     """All tensors of a value of dataclasses, tuples and dicts."""
     if isinstance(value, Tensor):
         yield value
