@@ -333,6 +333,37 @@ class Devices(TorchDispatchMode):
         return result
 
 
+def moved_to_meta(made, kernel):
+    """The rows of a generation that has begun, all tensors on the meta device."""
+    state, cache = made.state, made.cache
+    for name, value in vars(state).items():
+        if isinstance(value, torch.Tensor):
+            setattr(state, name, value.to("meta"))
+    cache.takes_runs = kernel
+    cache.table = cache.table.to("meta")
+    cache.pools = {
+        layer: tuple(part.to("meta") for part in pair) for layer, pair in cache.pools.items()
+    }
+    restore_forwards(made.model.module)
+    made.model.module.to("meta")
+    replace_forwards(made.model.module)
+    return state
+
+
+def test_a_plan_counts_the_kernels_of_a_step(long_dir, monkeypatch):
+    """Versions of torch and transformers differ by a few."""
+    monkeypatch.setattr("rlflow.engines.hf.generate.paged.flash_fits", lambda *_: True)
+    model = load_model(long_dir, dtype=torch.bfloat16, device="cpu")
+    made = decoding(model, PROMPTS, Sampling(max_new_tokens=24, n=2, stop_tokens=(0,)))
+    plan = Roofline(kind=KINDS["h100"], shape=read_shape(Path(long_dir)), size=2, paged=True)
+    with torch.inference_mode():
+        made.step()
+        state = moved_to_meta(made, kernel=True)
+        with HostWaits() as counted:
+            state.step(8, 1)
+    assert abs(counted.operations - plan.step_kernels) < 0.1 * plan.step_kernels
+
+
 @pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
 @torch.no_grad()
@@ -346,19 +377,7 @@ def test_a_step_has_no_values_to_ask_for(family, kernel, model_dir, monkeypatch)
     made = decoding(model, PROMPTS, Sampling(max_new_tokens=24, n=2, top_p=0.9, stop_tokens=(0,)))
     with torch.inference_mode():
         made.step()
-    state, pools = made.state, made.cache.pools
-    for name, value in vars(state).items():
-        if isinstance(value, torch.Tensor):
-            setattr(state, name, value.to("meta"))
-    state.stops = state.stops.to("meta")
-    made.cache.takes_runs = kernel
-    made.cache.table = made.cache.table.to("meta")
-    made.cache.pools = {
-        layer: tuple(part.to("meta") for part in pair) for layer, pair in pools.items()
-    }
-    restore_forwards(model.module)
-    model.module.to("meta")
-    replace_forwards(model.module)
+    state = moved_to_meta(made, kernel)
     with Devices() as seen:
         state.step(8, 1)
     assert {"meta"} == seen.types

@@ -20,6 +20,8 @@ from rlflow.scheduler.models.flops import product_sizes
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.plan import MICRO_TOKENS
 
+# Operators of a decoding step of the embedded engine: a Qwen2 in bfloat16 on the meta device.
+STEP_KERNELS_PER_LAYER, STEP_KERNELS_BESIDE = 48, 101
 KERNELS_PER_LAYER, BESIDE_LAYERS = 12, 2
 GRADIENT_COPIES, LAYERS_GATHERED = 4, 2
 # Bytes that are read and written to make two moments wide and round them: 36 numbers for each.
@@ -228,11 +230,18 @@ class Roofline:
         else:
             read = max(computed, self.read(weights + cache))
         seconds = max(read, self.brought())
-        if self.replays or (self.serving is not None and rows <= self.serving.captured):
+        if self.replays:
+            seconds = max(seconds, self.kind.launch + self.step_kernels * self.kind.replayed)
+        elif self.serving is not None and rows <= self.serving.captured:
             seconds = max(seconds, self.kind.launch + self.kernels * self.kind.replayed)
         else:
             seconds = self.launched(seconds)
         return seconds + self.agreed(rows)
+
+    @property
+    def step_kernels(self) -> int:
+        """Kernels of a decoding step of the embedded engine, as it was counted of one."""
+        return self.shape.layers * STEP_KERNELS_PER_LAYER + STEP_KERNELS_BESIDE
 
     @property
     def replays(self) -> bool:
