@@ -18,6 +18,7 @@ from rlflow.engines.hf.forward.sequences import Visible
 from rlflow.errors import PlanError, UsageError
 from rlflow.runtime.rehearse.device import NoData, without_data
 from rlflow.runtime.rehearse.live import BLOCK, LiveStorages
+from rlflow.runtime.rehearse.rehearse import SAVE
 from rlflow.runtime.rehearse.rows import RowSizes
 
 pytestmark = pytest.mark.torch
@@ -68,6 +69,8 @@ def test_parts_are_found_as_they_are_planned(
     planned, seen = dict(update.planned_of), dict(update.found_of)
     for kind in ("weights", "optimizer", "gradients"):
         assert 0 <= seen[kind] - planned[kind] <= 16 * BLOCK, kind
+    save = by_name.pop(SAVE)
+    assert (plan.saved[0].size, save.planned) == (save.planned, save.found)
     assert update.found > sum(planned[kind] for kind in ("weights", "optimizer", "gradients"))
     assert "actor.rollout" in dict(found.left_out)
     runs = {a.id for a in plan.actions if a.kind == "run" and a.instance is not None}
@@ -91,7 +94,7 @@ def test_a_rank_of_several_holds_its_shards_alone(placement: str, devices: str) 
 def test_a_plan_that_counts_otherwise_is_refused() -> None:
     """Too little and too much alike."""
     _, (found,) = rehearsed("grpo_arithmetic.py", devices="h100:1", settings=SMALL)
-    action = replace(found.actions[-1], found=4 << 30)
+    action = replace(found.actions[0], found=4 << 30)
     for planned in (int(action.found / 1.06), int(action.found * 1.06)):
         wrong = replace(found, actions=(replace(action, planned=planned),))
         with pytest.raises(PlanError, match=r"E407.*actor\.update"):
@@ -208,6 +211,6 @@ def test_plans_of_real_shapes_are_within_five_percent(
         pipeline, placement=placement, devices=devices, model_shape=shape, settings=rows
     )
     require_agreement(found)
-    models = {"actor.update", "ref.log_probs"}
+    models = {"actor.update", "ref.log_probs", SAVE}
     models |= {"critic.update", "critic.values"} if pipeline.startswith("ppo") else set()
     assert {a.action for each in found for a in each.actions} == models

@@ -26,6 +26,7 @@ TOLERANCE = 0.05
 LEAST = 64 << 20
 # The first iteration makes what the others find there.
 ITERATIONS = 2
+SAVE = "copies of a save, on the host"
 
 Kinds = tuple[tuple[str, int], ...]
 
@@ -112,6 +113,7 @@ def rehearse_on(plan: Plan, own: int, sizes: Mapping[str, RowSizes], vocabulary:
         found: list[RehearsedAction] = []
         for iteration in range(ITERATIONS):
             found = list(_turn(plan, worker, live, iteration))
+        found += _save(plan, worker, own)
         worker.close()
     return Rehearsal(device=own, actions=tuple(found), left_out=tuple(left_out(plan, own)))
 
@@ -142,6 +144,24 @@ def _turn(plan: Plan, worker: Worker, live: NoData, iteration: int) -> Iterator[
                 planned_of=tuple(planned.items()),
                 found_of=tuple(sorted(live.at_most.items(), key=lambda kind: -kind[1])),
             )
+
+
+def _save(plan: Plan, worker: Worker, own: int) -> Iterator[RehearsedAction]:
+    """What a save copies of the device to its host, beside what the plan counts there for it."""
+    planned = {s.instance: s.size for s in plan.saved if own in plan.instance(s.instance).devices}
+    found: dict[str, int] = {}
+    for loaded in worker.trained():
+        parts = (shard.tensor for part in loaded.saved().values() for shard in part.values())
+        size = sum(tensor.numel() * tensor.element_size() for tensor in parts)
+        found[loaded.instance.name] = size // loaded.instance.replicas
+    if planned:
+        yield RehearsedAction(
+            action=SAVE,
+            planned=sum(planned.values()),
+            found=sum(found.values()),
+            planned_of=tuple(planned.items()),
+            found_of=tuple(found.items()),
+        )
 
 
 def awake_at_end(plan: Plan) -> set[str]:
