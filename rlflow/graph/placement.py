@@ -30,7 +30,9 @@ class On(Strict):
     `fsdp` ranks share every parameter, `tp` ranks share every layer. Devices that `fsdp` x `tp`
     leaves over hold replicas of that layout (hybrid sharding where `fsdp` > 1). `weights="own"`
     gives a rollout a copy of the weights where it could share the trained ones. `recompute`
-    keeps only the inputs of each layer for the backward pass (Chen et al. 2016).
+    keeps only the inputs of each layer for the backward pass (Chen et al. 2016). With
+    `reshard_after_forward=False` layers that `fsdp` ranks share stay whole from an update's forward
+    to its backward (stage 2 of ZeRO for weights, stage 3 for the rest).
     `offload="layers"` keeps a frozen model on the host and copies it in layer by layer;
     `offload="optimizer"` keeps the moments of a trained one there, and master weights beside lower
     ones, and brings them piece by piece while a step uses them. A plan does so by itself where an
@@ -47,6 +49,7 @@ class On(Strict):
     engine: str | EngineOptions | None = None
     weights: Literal["shared", "own"] | None = None
     recompute: bool | None = None
+    reshard_after_forward: bool | None = None
     offload: Offload | None = None
 
     @field_validator("engine", mode="before")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -432,3 +433,22 @@ def a_checkpoint_goes_round(rank, path, folder, dtype):
         assert not wrong, wrong
     assert 2 == tp.optimizer.steps == tp.model.version
     return True
+
+
+def layers_kept_whole_step_alike(rank, path, shape):
+    """Layers that stay whole until the backward give the bits of those that are gathered again.
+
+    Also of passes after those that keep them for more than a pass.
+    """
+    again, kept = trained(path, shape), trained(path, shape, kept_whole=True)
+    batch = part_of(again, rows())
+    outputs = {"outputs": ("log_probs",), "temperature": 1.0}
+    for _ in range(2):
+        assert one_step(again, batch) == one_step(kept, batch)
+        one, other = (each.forward(batch, **outputs)["log_probs"] for each in (again, kept))
+        assert torch.equal(one, other)
+        with kept.model.gathered():
+            pass
+        for part in kept.model._parts():
+            assert all(isinstance(p, DTensor) for p in part.parameters())
+    return same(contents(again), contents(kept))

@@ -126,3 +126,8 @@ def test_weights_that_are_missing_are_named(world, model_dir, tmp_path):
     found = in_all(world, states.refusal, str(tmp_path), (1, 2, 1), {"trained": True})
 
     assert all("E507" in text and "layers.1.mlp.up_proj" in text for text in found)
+
+
+@pytest.mark.slow
+def test_layers_kept_whole_step_alike(world):
+    assert all(in_all(world, states.layers_kept_whole_step_alike, str(TINY), (1, 2, 1)))

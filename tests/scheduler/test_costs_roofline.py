@@ -326,3 +326,19 @@ def test_a_backward_holds_the_gradients_of_what_is_whole() -> None:
     holds = dict(SHARDED.pass_holds(few, train=False, recompute=False))
     assert sum(holds.values()) == begun
     assert gathered(on_cpu, few, train=False) == whole
+
+
+def test_layers_that_stay_whole_are_gathered_once_and_held() -> None:
+    """Not again for the backward; all weights, and the last layer as it came."""
+    on_cpu = replace(SHARDED, kind=cpu_cluster(1).kind)
+    kept = replace(on_cpu, kept_whole=True)
+    saved = on_cpu.update(BATCH, 1e9, recompute=False) - kept.update(BATCH, 1e9, recompute=False)
+    assert saved == pytest.approx(on_cpu.passes(BATCH) * on_cpu.gathered())
+    held, again = (
+        dict(roof.pass_holds(BATCH, train=True, recompute=False))["gathered weights"]
+        for roof in (replace(SHARDED, kept_whole=True), SHARDED)
+    )
+    shape = SHARDED.shape
+    assert held == (shape.parameters + shape.layer) * 2
+    assert again == (shape.embedding + 2 * shape.layer) * 2
+    assert SHARDED.forward(BATCH) == replace(SHARDED, kept_whole=True).forward(BATCH)

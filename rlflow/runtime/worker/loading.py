@@ -123,7 +123,14 @@ def _sharded(
     from rlflow.engines.hf.sharded.rollout import ShardedRollout
     from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 
-    model = load_sharded(path, mesh=mesh, trained=instance.trained, name=instance.name, **common)
+    model = load_sharded(
+        path,
+        mesh=mesh,
+        trained=instance.trained,
+        name=instance.name,
+        kept_whole=instance.kept_whole,
+        **common,
+    )
     micro, visiting = instance.micro_tokens, instance.offload == "optimizer"
     train = ShardedTrainEngine(model, optimizer, micro_tokens=micro, visiting=visiting)
     return model, train, ShardedRollout(model)

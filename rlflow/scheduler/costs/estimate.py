@@ -237,6 +237,7 @@ class Costs(Sizes):
             predicts=model.head != "value",
             gathers=instance.fsdp > 1 or (instance.sharded and low),
             streamed=instance.offload == "layers",
+            kept_whole=instance.kept_whole,
             micro_tokens=instance.micro_tokens,
             trains_vocabulary=instance.trained and model.lora is None,
             tp=group_of(self.cluster, devices[: instance.tp]),

@@ -54,6 +54,7 @@ class Roofline:
     predicts: bool = True
     gathers: bool = False
     streamed: bool = False
+    kept_whole: bool = False
     serving: Serving | None = None
     micro_tokens: int = MICRO_TOKENS
     trains_vocabulary: bool = False
@@ -153,7 +154,7 @@ class Roofline:
         one = self.launched(self.multiplied(computed, times * self.weights), times)
         layers = self.shape.layers + 1
         summed = layers * self.fsdp.reduce_scatter(trained / layers)
-        sent = 2 * self.gathered() + summed
+        sent = (1 if self.kept_whole else 2) * self.gathered() + summed
         agreed = (times - 1) * self.agreed(load.tokens)
         one = self.beside(one, sent) + self.added(trained)
         learned = self.over_vocabulary(predictions, self.kind.learned)
@@ -313,6 +314,8 @@ class Roofline:
             activations += self.shape.layers * self.shape.hidden * self.size * tokens
         whole, logits = self.held_whole(), self.predicted(predictions)
         left = max(whole - int(activations), 0) if self.in_chunks else whole
+        if train and self.kept_whole:  # And the last layer as it came.
+            whole = int(self.weights + self.shape.layer * self.size / self.tp.ranks)
         if self.in_chunks and not train:  # Layers are done before the head begins.
             activations, logits = max((activations, 0), (0, logits), key=sum)
         if self.kind.name != "cpu" and not train:

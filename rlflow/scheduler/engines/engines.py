@@ -84,6 +84,7 @@ def option_findings(node: Node, where: On, costs: Costs) -> list[Finding]:
         "fsdp": where.fsdp if where.fsdp not in (None, 1) else None,
         "recompute": where.recompute or None,
         "offload": where.offload,
+        "reshard_after_forward": where.reshard_after_forward,
         "weights": where.weights if where.weights == "shared" else None,
     }
     wrong = [f"{name}={value}" for name, value in said.items() if value is not None]

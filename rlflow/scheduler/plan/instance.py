@@ -64,6 +64,7 @@ class Instance:
 
     Its ranks are a mesh (replicas, fsdp, tp), row-major over `devices`. Ranks along `tp` share each
     layer, and therefore the rows. A forward pass sees at most `micro_tokens` tokens, or one row.
+    Layers gathered for an update's forward are `kept_whole` until its backward, or gathered again.
     `offload` names what stays in host memory and visits the devices: the layers of a frozen model,
     or the optimizer's state of a trained one. With `options` every replica is an engine in a
     process of its own. The first device of a replica owns that process: rows lie there, and weights
@@ -81,6 +82,7 @@ class Instance:
     fsdp: int = 1
     tp: int = 1
     recompute: bool = False
+    kept_whole: bool = False
     offload: Offload | None = None
     micro_tokens: int = MICRO_TOKENS
     options: EngineOptions | None = None
@@ -173,6 +175,7 @@ class Instance:
         parts = parts or ["whole"]
         parts += self.engine_plan.told()
         parts += ["recompute"] if self.recompute else []
+        parts += ["reshard_after_forward=False"] if self.kept_whole else []
         parts += [f"offload={self.offload}"] if self.offload else []
         parts += [f"micro={self.micro_tokens}"] if self.micro_tokens != MICRO_TOKENS else []
         return " ".join(parts)
@@ -180,7 +183,7 @@ class Instance:
     def as_json(self) -> dict[str, Any]:
         """As plain data; keys for an engine or a drafter only where it has one."""
         found = asdict(self)
-        for name in ("drafter", "draft_tokens", "inside"):
+        for name in ("drafter", "draft_tokens", "inside", "kept_whole"):
             if not found[name]:
                 del found[name]
         del found["engine_plan"], found["options"]

@@ -64,6 +64,7 @@ def load_sharded(
     init: Init = "weights",
     trained: bool,
     recompute: bool = False,
+    kept_whole: bool = False,
     name: str = "",
     lora: AdapterSpec | None = None,
     fresh_head: bool = True,
@@ -91,12 +92,12 @@ def load_sharded(
         module.requires_grad_(False)
     split = parallelize(module, config, mesh["tp"], path) if ranks.sizes["tp"] > 1 else None
     cuts = named_cuts(module, split)
-    share_out(module, ranks, dtype, trained)
+    share_out(module, ranks, dtype, trained, kept_whole=kept_whole)
     materialize(module, ranks.device)
     module.eval()
     model = ShardedModel(
         module, config, head=head, name=name or path, ranks=ranks, dtype=dtype, cuts=cuts,
-        adapters=adapters,
+        adapters=adapters, kept_whole=kept_whole,
     )  # fmt: skip
     with quiet_transformers():
         read(
@@ -129,8 +130,17 @@ def named_cuts(module: nn.Module, split: Split | None) -> dict[str, Cut]:
     return {name: known[id(p)] for name, p in module.named_parameters() if id(p) in known}
 
 
-def share_out(module: nn.Module, ranks: MeshRanks, dtype: torch.dtype, trained: bool) -> None:
+def share_out(
+    module: nn.Module,
+    ranks: MeshRanks,
+    dtype: torch.dtype,
+    trained: bool,
+    *,
+    kept_whole: bool = False,
+) -> None:
     """Shard the parameters of a module on the meta device along `fsdp`, layer by layer.
+
+    Layers are gathered again for a backward, or `kept_whole` from its forward, as the rest is.
 
     Replicas of a frozen model need nothing of each other, nor does one rank in float32.
     """
@@ -151,7 +161,7 @@ def share_out(module: nn.Module, ranks: MeshRanks, dtype: torch.dtype, trained: 
     }
     parts = [*decoder_layers(module).values(), module]
     for part in parts:
-        fully_shard(part, **options)
+        fully_shard(part, **options, reshard_after_forward=False if kept_whole else None)
     for part in parts:
         assert isinstance(part, FSDPModule)
         part.set_gradient_divide_factor(1.0)

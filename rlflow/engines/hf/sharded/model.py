@@ -30,7 +30,8 @@ class ShardedModel(TorchModel):
 
     Every rank of the mesh calls `logits` equally often, those of one row part with the same
     tokens. Weights computed with in `dtype` may be kept in float32. `cuts` says which part of
-    a parameter, by name, this rank's layers have.
+    a parameter, by name, this rank's layers have. Layers are `kept_whole` from a forward to its
+    backward, or gathered again.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class ShardedModel(TorchModel):
         dtype: torch.dtype,
         cuts: Mapping[str, Cut],
         adapters: Adapters | None = None,
+        kept_whole: bool = False,
     ) -> None:
         self.module = module
+        self.kept_whole = kept_whole
         self.config = config
         self.head = head
         self.name = name
@@ -104,7 +107,7 @@ class ShardedModel(TorchModel):
             yield
         finally:
             for place, part in enumerate(parts):
-                part.set_reshard_after_forward(place > 0, recurse=False)
+                part.set_reshard_after_forward(place > 0 and not self.kept_whole, recurse=False)
             self._gathered = False
             self.settle()
 

@@ -61,7 +61,9 @@ def _as_said(instance: Instance, said: list[tuple[Node, On]]) -> Instance:
     recompute = learns and bool(spoken) and bool(spoken[0][1])
     asked = {where.offload for _, where in said if learns or where.offload != "optimizer"}
     offload = next((each for each in OFFLOADS if each in asked), None)
-    return replace(instance, recompute=recompute, offload=offload)
+    kept = learns and any(where.reshard_after_forward is False for _, where in said)
+    kept = kept and instance.fsdp > 1
+    return replace(instance, recompute=recompute, offload=offload, kept_whole=kept)
 
 
 def layout_of(where: On, use: Use, pools: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:

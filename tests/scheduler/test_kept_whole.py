@@ -1,0 +1,61 @@
+"""Layers that stay whole from an update's forward to its backward: what placements say of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import rlflow as rf
+from rlflow.errors import PlanError
+from rlflow.scheduler.compile import compile_plan, dump_plan
+from rlflow.scheduler.devices.cluster import parse_cluster
+from rlflow.scheduler.plan.plan import Plan
+from rlflow.scheduler.plan.saved import read_plan
+from tests.scheduler.test_visiting_plans import PARAMETERS, of_7b
+
+KEPT = {"reshard_after_forward": False}
+
+
+def planned(**train: object) -> Plan:
+    assign = {"*": rf.on("all"), "actor.train": rf.on("all", **train)}
+    placement = rf.Placement(pools={"all": 8}, assign=assign)
+    return compile_plan(of_7b(512), placement, parse_cluster("h100:8", 1), name="p").plan
+
+
+def test_a_placement_says_it_of_updates_alone() -> None:
+    plan, plain = planned(**KEPT), planned()
+    actor, ref = plan.trained_instance("actor"), plan.instance("ref@all")
+    assert actor.kept_whole
+    assert not ref.kept_whole
+    assert "fsdp=8 reshard_after_forward=False" in actor.layout()
+    gathered = [
+        dict(p.action("actor.update").cost.holds)["gathered weights"] for p in (plan, plain)
+    ]
+    assert PARAMETERS * 2 < gathered[0] < PARAMETERS * 2.1
+    assert gathered[1] < PARAMETERS * 0.5
+    costs = [p.action("ref.log_probs").cost for p in (plan, plain)]
+    assert costs[0] == costs[1]
+
+
+def test_a_plan_without_it_says_nothing_of_it_and_one_with_it_is_read_back(tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    saved.write_text(dump_plan(planned(**KEPT)))
+    assert "kept_whole" not in planned().trained_instance("actor").as_json()
+    assert read_plan(saved).trained_instance("actor").kept_whole
+    assert planned(reshard_after_forward=True).hash == planned().hash
+
+
+def test_where_nothing_is_shared_it_is_of_no_use() -> None:
+    assign = {"*": rf.on("all"), "actor.train": rf.on("all", fsdp=1, recompute=True, **KEPT)}
+    placement = rf.Placement(pools={"all": 8}, assign=assign)
+    cluster = parse_cluster("h200:8", 1)
+    plan = compile_plan(of_7b(64), placement, cluster, name="p").plan
+    assert not plan.trained_instance("actor").kept_whole
+
+
+def test_an_engine_has_none() -> None:
+    assign = {"*": rf.on("all"), "actor.rollout": rf.on("all", engine="sglang", **KEPT)}
+    placement = rf.Placement(pools={"all": 8}, assign=assign)
+    with pytest.raises(PlanError, match=r"E248.*reshard_after_forward"):
+        compile_plan(of_7b(512), placement, parse_cluster("h100:8", 1), name="p")
