@@ -194,6 +194,7 @@ def test_rows_fill_micro_batches(sizes: Any, micro: int, steps: int, expected: i
         ("grpo_gsm8k.py", "split", "h100:8", "qwen2.5-7b"),
         ("grpo_gsm8k.py", {}, "h100:2", "qwen2.5-7b"),
         ("grpo_gsm8k.py", {"offload": "optimizer"}, "h100:2", "qwen2.5-7b"),
+        ("grpo_gsm8k.py", {"reshard_after_forward": False}, "h100:8", "qwen2.5-7b"),
         ("grpo_gsm8k.py", {}, "h100:64", "qwen2.5-32b"),
         ("ppo_gsm8k.py", "split", "h100:8", "qwen2.5-7b"),
         ("ppo_gsm8k.py", "colocate", "h100:8", "qwen2.5-7b"),
