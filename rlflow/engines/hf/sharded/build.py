@@ -99,13 +99,9 @@ def load_sharded(
         module, config, head=head, name=name or path, ranks=ranks, dtype=dtype, cuts=cuts,
         adapters=adapters, kept_whole=kept_whole,
     )  # fmt: skip
+    how: Any = {"seed": seed, "init": init, "fresh_head": fresh_head}
     with quiet_transformers():
-        read(
-            path,
-            lambda: fill_all(
-                model.shards(), model, path, seed=seed, init=init, fresh_head=fresh_head
-            ),
-        )
+        read(path, lambda: fill_all(model.shards(), model, path, **how))
     plain = plain_outputs(HiddenStates(module), config, head)
     model.settle()
     with quiet_transformers():
