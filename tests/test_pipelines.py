@@ -80,8 +80,8 @@ def test_the_pool_of_the_only_gpu_has_its_share():
     plan = on_gpus("grpo_gsm8k.py", "sglang_one", "h100:1", "qwen2.5-0.5b")
 
     (engine,) = plan.engines
-    held = {part.kind: part.size for part in plan.parts if part.instance == engine.name}
-    assert 40 * 2**30 == pytest.approx(held["weights"] + held["pool"], rel=0.01), "of 80 GiB"
+    held = dict(each for part in plan.parts if part.instance == engine.name for each in part.holds)
+    assert 81559 * 2**19 == held["weights"] + held["keys and values"], "half of a GPU"
 
 
 @pytest.mark.torch
