@@ -90,3 +90,36 @@ def test_a_device_holds_one_copy_of_the_weights_while_it_loads(model_of: Any, gp
     )
     peak = torch.cuda.max_memory_allocated(gpu) - start
     assert peak < 1.5 * model.num_bytes()
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_a_state_on_the_host_steps_alike_and_leaves_the_device_to_others(
+    moments: str, model_of: Any, device: Any, big: bool
+) -> None:
+    """On a GPU copies run on streams of their own: weights and states are the same to the bit.
+
+    Gradients are drawn: those of a backward pass add up in any order there.
+    """
+    size = HALF_BILLION if big else TINY
+    found, taken = [], []
+    for visiting in (False, True):
+        model = load_model(
+            model_of(size), dtype=torch.bfloat16, device=device, init="random", seed=3
+        )
+        engine = TrainEngine(model, Spec(moments=moments), micro_tokens=None, visiting=visiting)
+        assert engine.optimizer is not None
+        drawn = torch.Generator().manual_seed(5)
+        for _ in range(3):
+            engine.optimizer.zero_grad()
+            for total in engine.optimizer.sums.values():
+                total.copy_(torch.randn(len(total), generator=drawn))
+            engine.optimizer.step(0.5)
+        tensors = {**model.named_tensors(), **engine.optimizer.tensors()}
+        found.append({name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()})
+        taken.append(alive(engine))
+        state = sum(b.nbytes for b in engine.optimizer.state_buffers())
+        assert bool(state) is not visiting
+        taken[-1] -= state
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert taken[0] == taken[1]
