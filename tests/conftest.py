@@ -32,11 +32,26 @@ os.environ["RLFLOW_GPUS"] = "off"
 # Threads of OpenMP sleep while they wait: spinning ones of two processes cost both a factor of 40.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Tests that wait for processes of their own more than they compute.
+WAITING = ("ray", "sglang", "vllm")
+
 ROOT = Path(__file__).resolve().parent.parent
 PIPELINES = ROOT / "pipelines"
 TINY = PIPELINES / "assets" / "arith-tiny"
 SMALL = ("--set", "prompts_per_iteration=4")
 QUICK = ("--set", "eval_every=5", "--threads", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Files go to the workers of pytest-xdist in the order below, not those of most tests first."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start Ray or an engine of its own come first: nobody waits for them at the end."""
+    waiting = {item.path for item in items for mark in WAITING if item.get_closest_marker(mark)}
+    items.sort(key=lambda item: item.path not in waiting)
 
 
 @pytest.fixture(autouse=True)
