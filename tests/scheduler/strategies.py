@@ -302,7 +302,7 @@ def cluster(kind: str, count: int, memory: float) -> Cluster:
     if kind == "cpu":
         made = cpu_cluster(count, threads=1, memory=memory)
         return replace(made, kind=replace(made.kind, host_memory=PLENTY))
-    return Cluster(kind=replace(KINDS[kind], memory=memory), count=count)
+    return Cluster(kind=replace(KINDS[kind], memory=memory, reserve=0.0), count=count)
 
 
 class Case(NamedTuple):

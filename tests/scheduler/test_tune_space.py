@@ -402,7 +402,7 @@ def test_remembered_costs_are_the_costs(data):
     choices = figures.fitting(number, data.draw(st.sampled_from([(0, 4), (0, 2), (1, 3)])))
     figure = figures.of(number, data.draw(st.sampled_from(choices)))
     known = figures.costs
-    for kind, *key in list(known.memo):
+    for kind, *key in list(known._sizes):
         if kind in ("weights", "gradients", "moments"):
             assert getattr(plain, kind)(*key) == getattr(known, kind)(*key)
     assert figure.need <= figure.room
