@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import TINY
+from tests.runtime.whole_checkpoints import joined
 from tests.runtime.whole_runs import AVERAGED, numbers, plan_of, tensors
 
 pytestmark = pytest.mark.torch
@@ -33,10 +34,8 @@ class Saved:
         self.run = run
 
     def __call__(self, iteration: int, name: str) -> dict[str, Any]:
-        from safetensors.torch import load_file
-
-        folder = self.run / "checkpoints" / f"iteration-{iteration:06}"
-        return load_file(folder / f"{name}.safetensors")
+        found = joined(self.run / "checkpoints" / f"iteration-{iteration:06}")
+        return {key.removeprefix(f"{name}/"): found[key] for key in found if f"{name}/" in key}
 
 
 def same(one, other) -> bool:
