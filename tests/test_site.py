@@ -88,6 +88,7 @@ def names_of(node: ast.AST) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAPS)
 def test_the_map_is_drawn_from_the_imports(name):
     spec = importlib.util.spec_from_file_location("import_map", ROOT / "scripts" / "import_map.py")

@@ -111,7 +111,7 @@ def kill_at_every_pass(tmp_path: Path, scenario: str, point: str) -> int:
     raise AssertionError(f"{point} passed {PASSES_AT_MOST} times")
 
 
-SLOW_SCENARIOS = set(SCENARIOS) - {"everything", "first"}
+SLOW_SCENARIOS = set(SCENARIOS) - {"everything"}
 
 
 @pytest.mark.parametrize(

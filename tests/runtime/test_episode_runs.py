@@ -59,6 +59,7 @@ def test_what_is_told_carries_no_gradient(train):
     assert "nan" not in (spoiled / "metrics.jsonl").read_text().lower()
 
 
+@pytest.mark.slow
 def test_without_the_mask_it_would(train):
     everything = train(AGAIN, "together", *sets("everything=true"))
     assert tensors(everything) != tensors(train(AGAIN, "together"))

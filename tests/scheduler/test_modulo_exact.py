@@ -164,6 +164,7 @@ def test_lists_slots_and_halving_make_kernels_of_crowded_problems(count: int, se
     assert valid(problem, search(problem).timed, base.period)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(8))
 @given(count=st.integers(20, 60), seed=st.integers(0, 2**32))
 def test_what_fits_is_a_kernel_of_crowded_problems(count: int, seed: int) -> None:

@@ -249,6 +249,7 @@ def len_of_prompt(prompt: str) -> float:
     return float(len(prompt))
 
 
+@pytest.mark.slow
 def test_staleness_is_used_where_allowed_only():
     where = cluster("h100", 8, 80e9)
     graph = large_batch("grpo")

@@ -133,7 +133,11 @@ def local(compiled):
 
 
 @pytest.mark.parametrize(
-    "placement", ["two", pytest.param("three", marks=[pytest.mark.slow, pytest.mark.extra])]
+    "placement",
+    [
+        pytest.param("two", marks=pytest.mark.slow),
+        pytest.param("three", marks=[pytest.mark.slow, pytest.mark.extra]),
+    ],
 )
 def test_every_rule_gives_each_row_its_own_result(compiled, local, placement):
     from rlflow.runtime.ray.machine import Options, RayMachine

@@ -30,7 +30,7 @@ def assert_close(one: Path, many: Path, iterations: int) -> None:
 @pytest.mark.parametrize(
     "placement",
     [
-        "fsdp2",
+        pytest.param("fsdp2", marks=pytest.mark.slow),
         pytest.param("fsdp2tp2", marks=pytest.mark.slow),
         *(
             pytest.param(name, marks=[pytest.mark.slow, pytest.mark.extra])

@@ -14,7 +14,8 @@ def cut(count, placement="split", *, ordered, backend="local"):
     return compiled(CHUNKS, placement, *settings, stream=str(count), backend=backend)
 
 
-@pytest.mark.parametrize("ordered", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("ordered", [False, True])
 def test_chunks_between_processes_have_the_bits_of_one_process_and_one_piece(ordered):
     from rlflow.runtime.local import LocalMachine
     from rlflow.runtime.worker.worker import Worker
