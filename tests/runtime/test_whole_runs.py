@@ -151,19 +151,22 @@ TABLE = {
         ray=(*placed("stale", marks=SLOW + EXTRA), *placed("stream", marks=SLOW)),
     ),
     "loop with rows left over": Feature(
-        KEPT, same=TWO, resumed=(broken("together", 6, 3),), ray=placed("apart", marks=SLOW + EXTRA)
+        KEPT,
+        same=TWO_SLOW,
+        resumed=(broken("together", 6, 3),),
+        ray=placed("apart", marks=SLOW + EXTRA),
     ),
-    "loop with a state": Feature(COUNTING, same=TWO, ray=placed("apart", marks=SLOW + EXTRA)),
+    "loop with a state": Feature(COUNTING, same=TWO_SLOW, ray=placed("apart", marks=SLOW + EXTRA)),
     "loop after a loop": Feature(SEQUENTIAL, resumed=(At("one", first=2, saved=2, marks=SLOW),)),
     "turns of tries": Feature(
         TURNS,
-        same=TWO,
+        same=TWO_SLOW,
         resumed=(At("apart", first=2, saved=2),),
         ray=placed("apart", marks=SLOW + EXTRA),
     ),
     "drawn episodes": Feature(
         DRAWN,
-        same=TWO,
+        same=TWO_SLOW,
         resumed=(At("stale", first=2, saved=2, marks=SLOW),),
         ray=placed("apart", marks=SLOW),
     ),
