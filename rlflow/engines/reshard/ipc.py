@@ -9,6 +9,7 @@ file knows no weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.multiprocessing import reductions
 Handle = tuple[str, tuple[Any, ...]]
 # Where the device is among the arguments of `reductions.rebuild_cuda_tensor`.
 DEVICE = 6
+ASKED = 30
 
 
 def lend(memory: Tensor, count: int) -> Handle:
@@ -32,7 +34,7 @@ def lend(memory: Tensor, count: int) -> Handle:
         arguments[DEVICE] = str(torch.cuda.get_device_properties(memory.device).uuid)
         return "cuda", tuple(arguments)
     storage: Any = memory.untyped_storage()
-    manager, name, size = storage._share_filename_cpu_()
+    manager, name, size = _answered(storage._share_filename_cpu_)
     storage._shared_incref()
     return "cpu", (manager, name, size, count)
 
@@ -46,8 +48,22 @@ def borrow(handle: Handle) -> Tensor:
         opened: Tensor = reductions.rebuild_cuda_tensor(*told)  # type: ignore[no-untyped-call]
         return opened
     *where, count = arguments
-    storage = reductions.rebuild_storage_filename(torch.UntypedStorage, *where)  # type: ignore[no-untyped-call]
+    storage = _answered(lambda: reductions.rebuild_storage_filename(torch.UntypedStorage, *where))  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=torch.uint8).set_(storage)[:count]
+
+
+def _answered(share: Callable[[], Any]) -> Any:
+    """What torch's manager of shared memory answers, asked again where it is late.
+
+    Torch waits a second for it, which a machine with more processes than cores can take.
+    """
+    for _ in range(ASKED):
+        try:
+            return share()
+        except RuntimeError as error:
+            if "timed out" not in str(error):
+                raise
+    return share()
 
 
 def _number(uuid: str) -> int:
