@@ -1,17 +1,8 @@
 #!/usr/bin/env bash
 # The comparisons of a GPU, part by part; each is a process of its own, so that its memory is.
-# With .wheels/ (scripts/gpu_bundle.sh) they run by the python3 that is there, else by .venv.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-if [ -d .wheels ]; then
-    python=${PYTHON:-python3}
-    site=$(mktemp -d)
-    "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" .wheels/*.whl || exit
-    export PYTHONPATH="$site:$PWD"
-else
-    python=.venv/bin/python
-    export PYTHONPATH="$PWD"
-fi
+. scripts/gpu_python.sh
 device=${DEVICE:-cuda:0}
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # The others take what they are given on a CPU: `make bench` has them.

@@ -1,16 +1,8 @@
 #!/usr/bin/env bash
 # The tests of a GPU, part by part; each part is a process of its own, so that its memory is.
-# With .wheels/ (scripts/gpu_bundle.sh) they run by the python3 that is there, else by .venv.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-if [ -d .wheels ]; then
-    python=${PYTHON:-python3}
-    site=$(mktemp -d)
-    "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" .wheels/*.whl || exit
-    export PYTHONPATH="$site:$PWD"
-else
-    python=.venv/bin/python
-fi
+. scripts/gpu_python.sh
 export RLFLOW_TEST_DEVICE=${RLFLOW_TEST_DEVICE:-cuda:0} HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 export RLFLOW_GPU_RESULTS=${RLFLOW_GPU_RESULTS:-$PWD/build/gpu-results.json}
 mkdir -p "$(dirname "$RLFLOW_GPU_RESULTS")"

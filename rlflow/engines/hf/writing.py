@@ -45,13 +45,18 @@ def save_model(model: TorchModel, path: str) -> None:
 
 def plain_state(module: nn.Module, tensors: Tensors) -> Tensors:
     """The tensors that a module's files hold, by name; of tied ones the first, and buffers."""
-    kept = dict(module.named_parameters())
-    tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - kept.keys()
+    tied = repeated_parameters(module)
     return {
         name: tensors.get(name, tensor).detach().clone()
         for name, tensor in module.state_dict().items()
         if name not in tied and not is_adapter(name)
     }
+
+
+def repeated_parameters(module: nn.Module) -> set[str]:
+    """The names of parameters that are another one's: all but the first of each."""
+    kept = dict(module.named_parameters())
+    return {name for name, _ in module.named_parameters(remove_duplicate=False)} - kept.keys()
 
 
 def names_in_files(module: Any) -> dict[str, str] | None:
@@ -61,15 +66,13 @@ def names_in_files(module: Any) -> dict[str, str] | None:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    ignored = set(module._keys_to_ignore_on_save or ())
-    kept = dict(module.named_parameters())
-    tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - kept.keys()
-    held = {n: t for n, t in module.state_dict().items() if n not in ignored | tied}
+    left_out = set(module._keys_to_ignore_on_save or ()) | repeated_parameters(module)
+    held = {n: t for n, t in module.state_dict().items() if n not in left_out}
     empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in held.items()}
     own = {id(tensor): name for name, tensor in empty.items()}
     try:
         stored = revert_weight_conversion(module, dict(empty))
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:  # taking tensors apart asks for numbers, which these have not
         return None
     if {id(tensor) for tensor in stored.values()} != own.keys():
         return None

@@ -20,6 +20,7 @@ from torch.multiprocessing import reductions
 Handle = tuple[str, tuple[Any, ...]]
 # Where the device is among the arguments of `reductions.rebuild_cuda_tensor`.
 DEVICE = 6
+# Times that torch's manager of shared memory is asked before its silence is an error.
 ASKED = 30
 
 

@@ -8,6 +8,7 @@ This file knows neither models nor sampling.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import cache
 
@@ -281,7 +282,7 @@ def kernel_takes_runs(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch's kernel gives on a device what products of matrices do, for runs out of order.
 
     It is compared once, on a few rows; where it takes no such runs, or reads them otherwise, blocks
-    are gathered.
+    are gathered, and a warning says so.
     """
     if device.type != "cuda" or not torch.cuda.is_available() or dtype not in FLASH_DTYPES:
         return False
@@ -301,6 +302,11 @@ def kernel_takes_runs(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     try:
         found = state.attend_runs(q, *trial.pools[0], trait)
-    except RuntimeError:
-        return False
-    return bool(((found - expected).abs() < CLOSE).all())
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+    else:
+        if bool(((found - expected).abs() < CLOSE).all()):
+            return True
+        why = "its results differ from products of matrices"
+    warnings.warn(f"decoding gathers blocks, which is slower: torch's kernel: {why}", stacklevel=2)
+    return False
