@@ -19,6 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "python3 -m venv does not work here. On Debian and Ubuntu: apt install python3-venv"; exit 2; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m compileall -q -j 0 rlflow
 	@touch $(STAMP)
 
 demo: $(STAMP)  ## train GRPO on this CPU until the reward climbs; leaves runs/demo/report.html

@@ -37,6 +37,9 @@ class ModelSize:
 
 MODEL_SIZES = {
     "tiny": ModelSize(layers=2, hidden=64, intermediate=128, heads=4, kv_heads=2, vocabulary=96),
+    "100m": ModelSize(
+        layers=12, hidden=768, intermediate=2048, heads=12, kv_heads=4, vocabulary=32000
+    ),
     "0.5b": ModelSize(
         layers=24, hidden=896, intermediate=4864, heads=14, kv_heads=2, vocabulary=151936
     ),

@@ -8,7 +8,7 @@ from rlflow import data, ops, rewards
 from rlflow.data import Chat
 from rlflow.envs import Environment, Step, ToolEnvironment
 from rlflow.graph.fields import Row, Token
-from rlflow.graph.model import AdamW, Average, LoRA, Model
+from rlflow.graph.model import AdamW, Average, LoRA, Model, Muon
 from rlflow.graph.pipeline import Config, Pipeline, pipeline
 from rlflow.graph.placement import On, Placement, on
 from rlflow.graph.trace import Handle
@@ -46,6 +46,7 @@ __all__ = [
     "Iterations",
     "LoRA",
     "Model",
+    "Muon",
     "On",
     "PassRates",
     "Pipeline",

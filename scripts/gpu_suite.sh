@@ -6,8 +6,14 @@ cd "$(dirname "$0")/.."
 export RLFLOW_TEST_DEVICE=${RLFLOW_TEST_DEVICE:-cuda:0} HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 export RLFLOW_GPU_RESULTS=${RLFLOW_GPU_RESULTS:-$PWD/build/gpu-results.json}
 mkdir -p "$(dirname "$RLFLOW_GPU_RESULTS")"
+parts="compute attention decoding memory weights sharded runs throughput"
+# A bundle has Ray or SGLang; what is installed may have both.
+[ -z "${RLFLOW_TEST_ENGINE:-}" ] || parts=""
+if [ -n "${RLFLOW_SGLANG_PYTHON:-}" ] || "$python" -c "import importlib.util as u, sys; sys.exit(not u.find_spec('sglang'))"; then
+    parts="$parts sglang"
+fi
 failed=()
-for part in ${PARTS:-compute attention decoding memory weights sharded runs throughput}; do
+for part in ${PARTS:-$parts}; do
     echo "== $part"
     timeout --kill-after=10 "${SECONDS_A_PART:-590}" \
         "$python" -m pytest -p no:cacheprovider -rs "tests/gpu/test_$part.py" || failed+=("$part")

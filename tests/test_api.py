@@ -20,6 +20,7 @@ PUBLIC = [
     "Iterations",
     "LoRA",
     "Model",
+    "Muon",
     "On",
     "PassRates",
     "Pipeline",

@@ -32,7 +32,17 @@ from tests.test_pipelines import local
 NAMES = sorted(path.stem for path in PIPELINES.glob("*.py"))
 # What `make test` runs whole; the others wait for the slow tests.
 SHORT = ("grpo_arithmetic", "ppo_arithmetic")
-# Of the same operators and uses as another one: another advantage, loss, or size.
+# Runs of these are compared bit by bit in `runtime/test_whole_runs.py`.
+COMPARED = {
+    "beat_reference",
+    "delayed_ppo",
+    "kept_samples",
+    "mixed_demonstrations",
+    "pods",
+    "reference_baseline",
+    "replayed_grpo",
+    "topr",
+}
 # On Ray each of these sends what the others do not: turns, kept rows, two players, adapters, a
 # teacher's distributions, values, pairs.
 ON_RAY = {
@@ -169,7 +179,13 @@ def test_it_is_planned_in_as_many_chunks_as_are_worth_it(name):
 
 @pytest.mark.torch
 @pytest.mark.parametrize(
-    "name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
+    "name",
+    [
+        n
+        if n in SHORT
+        else pytest.param(n, marks=[pytest.mark.slow, *[pytest.mark.extra] * (n in COMPARED)])
+        for n in NAMES
+    ],
 )
 def test_three_iterations_run_and_are_reported_and_exported(rlflow, tmp_path, monkeypatch, name):
     lines = three_iterations(rlflow, tmp_path, monkeypatch, name, "--threads", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -304,12 +305,20 @@ def test_export_writes_a_model_that_a_run_starts_from(rlflow, tmp_path):
 
 
 @pytest.mark.torch
-def test_export_of_a_run_without_a_checkpoint(rlflow, tmp_path):
-    words = (*SMALL, "--set", "group_size=4", "--iterations", 1, "-q")
+def test_export_says_which_checkpoints_are_damaged_and_that_there_is_none(rlflow, tmp_path):
+    words = (*SMALL, "--set", "group_size=4", "--iterations", 2, "--save-every", 1, "-q")
     assert 0 == rlflow("run", GRPO, *words, "--run-dir", "out").code
-    for file in sorted((tmp_path / "out" / "checkpoints").rglob("*"), reverse=True):
-        file.unlink() if file.is_file() else file.rmdir()
+    checkpoints = tmp_path / "out" / "checkpoints"
+    newest = max(checkpoints.iterdir())
+    max(newest.rglob("*.safetensors")).write_bytes(b"cut")
     result = rlflow("export", "out", "-o", "model")
+    assert 0 == result.code, result.err
+    assert f"warning: checkpoint {newest.name} cannot be used: " in result.err
+    words = (*words, "--iterations", 1, "--run-dir", "next", "--from-weights", "out")
+    assert f"checkpoint {newest.name} cannot be used: " in rlflow("run", GRPO, *words).err
+    shutil.rmtree(checkpoints)
+    checkpoints.mkdir()
+    result = rlflow("export", "out", "-o", "other")
     assert 1 == result.code
     assert "error[E754]: out has no checkpoint yet" in result.err
     assert 2 == rlflow("export", "nothing", "-o", "model").code

@@ -105,7 +105,7 @@ def test_products_and_copies_are_timed_by_size(monkeypatch) -> None:
 
     monkeypatch.setattr(measuring, "COPIES", {"cpu": (1 << 20,)})
     device, before = torch.device("cpu"), torch.get_float32_matmul_precision()
-    (low, full) = measuring.square_products(device, 64)
+    (low, full) = measuring.square_products(device, 64, set())
     (copy,) = measuring.copies(device)
 
     assert ["product bfloat16", "product float32"] == [low.what, full.what]
@@ -114,6 +114,18 @@ def test_products_and_copies_are_timed_by_size(monkeypatch) -> None:
     assert before == torch.get_float32_matmul_precision()
     (launch,) = measuring.launches(device)
     assert 0 < launch.seconds < 1e-3, "seconds of one of the thousand"
+
+
+def test_products_that_take_too_long_are_not_tried_in_larger_sizes(monkeypatch) -> None:
+    import torch
+
+    from rlflow.runtime import measuring
+
+    monkeypatch.setattr(measuring, "TOO_LONG", 0.0)
+    late: set[str] = set()
+    device = torch.device("cpu")
+    assert 2 == len(list(measuring.square_products(device, 8, late)))
+    assert [] == list(measuring.square_products(device, 16, late))
 
 
 def test_gpus_that_torch_has_are_measured_whoever_made_them(monkeypatch) -> None:

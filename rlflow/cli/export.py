@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ def export_run(run: Path, output: Path, name: str | None) -> tuple[Path, int]:
     checkpoint = find_checkpoint(directory.checkpoints)
     if checkpoint is None:
         raise CheckpointError(Finding(code="E754", what=f"{run} has no checkpoint yet"))
+    for text in checkpoint.warnings():
+        sys.stderr.write(f"warning: {text}\n")
     chosen = _chosen(run, name, [key for key in checkpoint.files if not key.endswith(".optimizer")])
     models: list[dict[str, Any]] = json.loads((run / "graph.json").read_text())["models"]
     spec = next(model for model in models if model["name"] == chosen)

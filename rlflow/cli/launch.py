@@ -40,6 +40,7 @@ from rlflow.errors import Finding, Interrupted, UsageError
 from rlflow.graph.graph import Graph
 from rlflow.graph.headline import headline
 from rlflow.runtime.record.changes import drains
+from rlflow.runtime.record.resuming import has_begun
 from rlflow.runtime.record.rundir import RunDir
 from rlflow.runtime.record.saves import SaveRule, parse_rule
 from rlflow.runtime.record.stages import stage, telling
@@ -230,17 +231,16 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
     from rlflow.runtime.record.printed import FILE, PrintedLog, printing
 
     with stage("importing torch"):
-        from rlflow.runtime.record.resuming import weights_of
         from rlflow.runtime.run import Run
     plan, config = planned.compiled.plan, planned.declared.config
     shown = headline(plan.graph)
     display = Display(console, quiet=asked.quiet, headline=shown.names)
-    weights = weights_of(given) if (given := asked.options["from_weights"]) else None
     with (
         _directory(planned, asked) as directory,
         _interrupted(asked, directory),
         printing(PrintedLog(directory.logs / FILE, display.say).keep),
     ):
+        weights = _weights(asked, directory)
         begun = goes_on(
             planned,
             directory,
@@ -277,6 +277,24 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
         text="" if asked.quiet else summary_text(directory.path),
         planned=planned,
     )
+
+
+def _weights(asked: _Asked, directory: RunDir) -> Found | None:
+    """Another run's weights that this one starts on: as asked, or as before where none are saved.
+
+    Raises CheckpointError E314 where they are not there.
+    """
+    from rlflow.runtime.record.checkpoint import list_checkpoints
+    from rlflow.runtime.record.resuming import weights_of
+
+    asked_for = asked.options["from_weights"]
+    if asked_for:
+        found = weights_of(asked_for)
+        directory.note(weights=str(found.path.resolve()))
+        return found
+    noted = directory.read_run().get("weights")
+    again = asked.existing and noted and not list_checkpoints(directory.checkpoints)
+    return weights_of(str(noted)) if again else None
 
 
 def _settings(
@@ -343,13 +361,8 @@ def _directory(planned: Planned, asked: _Asked) -> Iterator[RunDir]:
         try:
             yield directory
         finally:
-            if not _began(directory):
+            if not has_begun(directory):
                 directory.remove()
-
-
-def _began(directory: RunDir) -> bool:
-    """Whether a run has begun in a directory, so that there is something to continue."""
-    return (directory.path / "plan.json").exists()
 
 
 @contextmanager
@@ -359,6 +372,6 @@ def _interrupted(asked: _Asked, directory: RunDir) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         left = f"continue with: {asked.resume_line(directory.path)}"
-        if not _began(directory):
+        if not has_begun(directory):
             left = f"no iteration had begun, so {directory.path} was removed"
         raise Interrupted(summary=f"stopped at once; {left}") from None

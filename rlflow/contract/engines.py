@@ -171,7 +171,7 @@ class RolloutEngine(Protocol):
 
 
 class OptimizerSpec(Protocol):
-    """What an optimizer is built from (AdamW with a schedule of the learning rate)."""
+    """What an optimizer is built from: AdamW or Muon, with a schedule of the learning rate."""
 
     @property
     def lr(self) -> float:
@@ -191,7 +191,11 @@ class OptimizerSpec(Protocol):
 
     @property
     def moments(self) -> str:
-        """`bfloat16`, or `float32` for as wide as what is updated, at least so wide."""
+        """`int8`, `bfloat16`, or `float32` for as wide as what is updated, at least so wide."""
+
+    @property
+    def momentum(self) -> float | None:
+        """Decay of the one moment that Muon keeps of matrices; None for AdamW everywhere."""
 
     @property
     def schedule(self) -> str:
@@ -235,6 +239,9 @@ class Optimizer(Protocol):
 
     def saved_masters(self) -> dict[str, Shard]:
         """The same of float32 copies that it keeps of lower weights, by the weights' names."""
+
+    def fitted(self, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Moments on disk, by the names of `saved_moments()`, as this layout keeps them."""
 
     def round_masters(self) -> None:
         """Make lower weights those that their float32 copies say."""

@@ -24,22 +24,13 @@ from rlflow.graph.strict_model import Strict
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
-class AdamW(Strict):
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2) with a learning-rate schedule.
-
-    `lr` is reached after `warmup_steps` optimizer steps and follows `schedule` down to
-    `min_lr_ratio * lr` at `total_steps`; `constant` needs no total.
-
-    Both `moments` of a parameter are kept in float32 (float64 for weights of such), or in bfloat16:
-    half the memory, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.3). They are updated in
-    float32 and rounded up or down by chance, by a hash that is the same in every repetition.
-    """
+class OptimizerOptions(Strict):
+    """What every optimizer has: AdamW's options, and a learning rate with its schedule."""
 
     lr: float = Field(gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
-    moments: Literal["float32", "bfloat16"] = "float32"
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
     total_steps: int = Field(default=0, ge=0)
@@ -52,16 +43,55 @@ class AdamW(Strict):
         if self.schedule == "constant" and self.total_steps:
             raise ValueError("total_steps does nothing with schedule='constant'")
 
+    def describe(self) -> str:
+        """The printed form: the learning rate, then what differs from the defaults."""
+        rest = self.model_dump(exclude_defaults=True, exclude={"lr"})
+        parts = [f"lr={self.lr:g}", *(f"{key}={value}" for key, value in sorted(rest.items()))]
+        return f"{type(self).__name__.lower()}({', '.join(parts)})"
+
+
+class AdamW(OptimizerOptions):
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) with a learning-rate schedule.
+
+    `lr` is reached after `warmup_steps` optimizer steps and follows `schedule` down to
+    `min_lr_ratio * lr` at `total_steps`; `constant` needs no total.
+
+    Both `moments` of a parameter are kept in float32 (float64 for weights of such), or in bfloat16:
+    half the memory, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.3). They are updated in
+    float32 and rounded up or down by chance, by a hash that is the same in every repetition. In
+    `int8` those of matrices of 4096 numbers or more are codes of 8 bits with a float32 scale for
+    256 numbers (Dettmers et al. 2022, arXiv:2110.02861), those of others stay float32.
+    """
+
+    moments: Literal["float32", "bfloat16", "int8"] = "float32"
+
+    @property
+    def momentum(self) -> None:
+        """None: every parameter has two moments."""
+        return None
+
     @model_serializer(mode="wrap")
     def _without_wide_moments(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """As data; without `moments` where they are as ever."""
         return {k: v for k, v in plain(self).items() if (k, v) != ("moments", "float32")}
 
-    def describe(self) -> str:
-        """The printed form: the learning rate, then what differs from the defaults."""
-        rest = self.model_dump(exclude_defaults=True, exclude={"lr"})
-        parts = [f"lr={self.lr:g}", *(f"{key}={value}" for key, value in sorted(rest.items()))]
-        return f"adamw({', '.join(parts)})"
+
+class Muon(OptimizerOptions):
+    """Muon (Jordan et al. 2024) for the matrices of layers, AdamW for everything else.
+
+    A matrix moves along its Nesterov momentum with all singular values made about 1, by five steps
+    of a Newton-Schulz iteration, times 0.2 * sqrt(max(rows, columns)): so much that an update is as
+    large as AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2), and one `lr` serves both.
+    Embeddings, heads, norms and biases have AdamW with `betas` and `eps`. `weight_decay` is of all
+    matrices, the schedule as `AdamW` has it. States are float32 (float64 for weights of such).
+    """
+
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+
+    @property
+    def moments(self) -> Literal["float32"]:
+        """What states are kept in."""
+        return "float32"
 
 
 class Average(Strict):
@@ -114,7 +144,7 @@ class Model(Strict):
     name: str
     path: str
     head: Literal["lm", "value"] = "lm"
-    optimizer: AdamW | Average | None = None
+    optimizer: AdamW | Muon | Average | None = None
     lora: LoRA | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     init: Literal["pretrained", "random"] = "pretrained"
@@ -127,6 +157,16 @@ class Model(Strict):
         """Refuse adapters that nothing trains; note where the model was declared."""
         if self.lora is not None and self.optimizer is None:
             raise ValueError("lora= says what is trained, so it needs optimizer=")
+        if self.lora is not None and isinstance(self.optimizer, Muon):
+            raise ValueError(
+                "Muon makes whole matrices orthogonal, and lora= trains two factors of each: "
+                "orthogonal factors say nothing of their product; optimizer=rf.AdamW(lr=...)"
+            )
+        if self.lora is not None and getattr(self.optimizer, "moments", None) == "int8":
+            raise ValueError(
+                "rows of adapters are too short for moments in blocks of 256, and all of them take "
+                'little: leave out moments="int8"'
+            )
         if self.averaged and self.dtype == "bfloat16":
             raise ValueError("an average moves by less than bfloat16 can tell: dtype='float32'")
         self._where = declared_at()

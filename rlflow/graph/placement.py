@@ -6,7 +6,7 @@ Nothing here knows how many devices there really are.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     Field,
@@ -20,8 +20,11 @@ from rlflow.graph.rules.nesting import OF_TRIP
 from rlflow.graph.strict_model import Strict
 from rlflow.graph.user.engine_options import EngineOptions, engine_named, options_of
 
-Offload = Literal["layers", "optimizer"]
+Offload = Literal["layers", "optimizer", "activations"]
+OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 Count = Annotated[int, Field(ge=1)]
+# False for none, True for all layers, or how many of the first.
+Recompute = bool | Literal["selective"] | Count
 
 
 class On(Strict):
@@ -29,14 +32,18 @@ class On(Strict):
 
     `fsdp` ranks share every parameter, `tp` ranks share every layer. Devices that `fsdp` x `tp`
     leaves over hold replicas of that layout (hybrid sharding where `fsdp` > 1). `weights="own"`
-    gives a rollout a copy of the weights where it could share the trained ones. `recompute`
-    keeps only the inputs of each layer for the backward pass (Chen et al. 2016). With
+    gives a rollout a copy of the weights where it could share the trained ones. With
+    `recompute=True` only the inputs of each layer are kept for the backward pass, which computes
+    the rest again (Chen et al. 2016); with a number n that holds of the first n layers alone, and
+    with `"selective"` what the attention of each layer makes is kept beside its input. With
     `reshard_after_forward=False` layers that `fsdp` ranks share stay whole from an update's forward
     to its backward (stage 2 of ZeRO for weights, stage 3 for the rest).
     `offload="layers"` keeps a frozen model on the host and copies it in layer by layer;
     `offload="optimizer"` keeps the moments of a trained one there, and master weights beside lower
     ones, and brings them piece by piece while a step uses them. A plan does so by itself where an
-    update does not fit otherwise.
+    update does not fit otherwise. `offload="activations"` keeps there what the layers of an update
+    save for its backward, or with `recompute` their inputs. Several are a list of them.
+    With `compile=True` torch compiles the layers of updates and log-probs.
 
     `engine` generates for a rollout. `torch` is embedded in the worker. `sglang`, `vllm` and
     registered engines run in a process of their own for each replica; their options are a value,
@@ -48,18 +55,42 @@ class On(Strict):
     tp: Count | None = None
     engine: str | EngineOptions | None = None
     weights: Literal["shared", "own"] | None = None
-    recompute: bool | None = None
+    recompute: Recompute | None = None
     reshard_after_forward: bool | None = None
-    offload: Offload | None = None
+    offload: Offload | tuple[Offload, ...] | None = None
+    compile: bool | None = None
+
+    @field_validator("offload", mode="before")
+    @classmethod
+    def _each_offload_once(cls, offload: object) -> object:
+        """One alone as itself, several in one order, so that equal placements are equal."""
+        if not isinstance(offload, list | tuple) or not set(offload) <= set(OFFLOADS):
+            return offload
+        found = tuple(each for each in OFFLOADS if each in offload)
+        return found if len(found) > 1 else found[0] if found else None
 
     @field_validator("engine", mode="before")
     @classmethod
     def _known_engine(cls, engine: object) -> object:
         return engine_named(engine)
 
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _known_recompute(cls, said: object) -> object:
+        count = isinstance(said, int) and (isinstance(said, bool) or said >= 1)
+        if count or said in (None, "selective"):
+            return said
+        raise ValueError("Input should be True, False, 'selective', or how many layers, the first")
+
     @field_serializer("engine")
     def _engine_as_json(self, engine: str | EngineOptions | None) -> str | dict[str, Any] | None:
         return engine.as_json() if isinstance(engine, EngineOptions) else engine
+
+    @property
+    def offloads(self) -> tuple[Offload, ...]:
+        """All that stays in host memory."""
+        found = self.offload
+        return found if isinstance(found, tuple) else () if found is None else (found,)
 
     @property
     def options(self) -> EngineOptions | None:
@@ -71,6 +102,8 @@ class On(Strict):
         options = self.model_dump(exclude_none=True, exclude={"pool"})
         if isinstance(self.engine, EngineOptions):
             options["engine"] = self.engine.describe()
+        if self.offloads:
+            options["offload"] = ",".join(self.offloads)
         return " ".join([self.pool, *(f"{key}={value}" for key, value in options.items())])
 
 

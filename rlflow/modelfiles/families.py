@@ -134,6 +134,17 @@ def sharding_finding(path: str, family: Family) -> Finding | None:
     )
 
 
+def stacked_finding(path: str) -> Finding:
+    """E527: weights of a model that are no matrices, which Muon makes updates of."""
+    return Finding(
+        code="E527",
+        what=f"Muon cannot train the experts of model {path!r}",
+        got="weights of three dimensions, a stack of many experts' matrices",
+        expected="matrices in layers, each made orthogonal by itself",
+        fix="optimizer=rf.AdamW(lr=...)",
+    )
+
+
 def cutting_finding(path: str, family: Family, kind: str) -> Finding | None:
     """E521 where tensor parallelism cannot cut a model; None where it can, or nobody knows."""
     if family.cut:

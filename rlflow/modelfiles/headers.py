@@ -36,19 +36,36 @@ def tensor_shapes(directory: Path) -> dict[str, Shape]:
 
     Raises UsageError for a file that is none.
     """
-    found: dict[str, Shape] = {}
+    return {name: shape for name, (shape, _) in _tensors(directory).items()}
+
+
+def tensor_dtypes(directory: Path) -> dict[str, str]:
+    """The dtype of every tensor of a model by name, as safetensors calls it: "BF16", "F32"."""
+    return {name: dtype for name, (_, dtype) in _tensors(directory).items()}
+
+
+def _tensors(directory: Path) -> dict[str, tuple[Shape, str]]:
+    found: dict[str, tuple[Shape, str]] = {}
     for file in weight_files(directory):
-        found |= read_header(file)
+        found |= _read_header(file)
     return found
 
 
 def read_header(file: Path) -> dict[str, Shape]:
     """The shapes that one file's header says. Raises UsageError where it is damaged."""
+    return {name: shape for name, (shape, _) in _read_header(file).items()}
+
+
+def _read_header(file: Path) -> dict[str, tuple[Shape, str]]:
     try:
         with file.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(size))
-        return {k: tuple(e["shape"]) for k, e in header.items() if k != "__metadata__"}
+        return {
+            name: (tuple(entry["shape"]), str(entry["dtype"]))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
     except (struct.error, ValueError, KeyError, OverflowError, MemoryError) as error:
         what = f"{file} is no safetensors file"
         got = f"{type(error).__name__}: {error}"[:300]

@@ -102,6 +102,19 @@ class Widths:
         return asked + kept + widened + self.heads * self.value_dim * self.hidden
 
     @property
+    def layer_matrices(self) -> tuple[tuple[int, int, int], ...]:
+        """Rows, columns and how many there are of the matrices of layers without experts."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        inward = self.matrices - 1
+        return (
+            (queries, self.hidden, self.layers),
+            (keys, self.hidden, 2 * self.layers),
+            (self.hidden, queries, self.layers),
+            (self.ffn, self.hidden, inward * self.layers),
+            (self.hidden, self.ffn, self.layers),
+        )
+
+    @property
     def expert(self) -> int:
         """Parameters of one expert."""
         biases = 2 * self.expert_ffn + self.hidden if self.expert_biases else 0

@@ -75,8 +75,9 @@ def measured(kind: str, count: int, threads: int, budget: float) -> Iterator[Dev
 def _alone(kind: str) -> Iterator[Timings]:
     """What one device does by itself, each to be called in turn."""
     device = torch.device("cuda:0" if kind == "cuda" else "cpu")
+    late: set[str] = set()
     for size in PRODUCTS[kind]:
-        yield partial(square_products, device, size)
+        yield partial(square_products, device, size, late)
     if kind == "cpu":
         yield partial(reads, device)
     yield partial(copies, device)
@@ -85,14 +86,20 @@ def _alone(kind: str) -> Iterator[Timings]:
         yield partial(transfers, device)
 
 
-def square_products(device: torch.device, size: int) -> Iterator[DeviceTiming]:
-    """Square products: bfloat16, float32, and float32 by TF32 on a GPU."""
+def square_products(device: torch.device, size: int, late: set[str]) -> Iterator[DeviceTiming]:
+    """Square products: bfloat16, float32, and float32 by TF32 on a GPU.
+
+    Names in `late` are left out. One is added where a product of twice the size would take too
+    long: a CPU without instructions for bfloat16 would spend minutes on one.
+    """
     kinds = [("bfloat16", torch.bfloat16, "highest"), ("float32", torch.float32, "highest")]
     if device.type == "cuda":
         kinds.append(("tf32", torch.float32, "high"))
     before = torch.get_float32_matmul_precision()
     try:
         for name, dtype, precision in kinds:
+            if name in late:
+                continue
             torch.set_float32_matmul_precision(precision)
             one, two = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
             out = torch.empty(size, size, device=device, dtype=dtype)
@@ -100,6 +107,8 @@ def square_products(device: torch.device, size: int) -> Iterator[DeviceTiming]:
             yield DeviceTiming(
                 what=f"product {name}", size=size, seconds=took, rate=2.0 * size**3 / took
             )
+            if 2**3 * took > TOO_LONG:
+                late.add(name)
     finally:
         torch.set_float32_matmul_precision(before)
 

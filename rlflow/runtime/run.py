@@ -18,12 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlflow.errors import (
-    Finding,
-    Interrupted,
-    RlflowError,
-    RunError,
-)
+from rlflow.errors import Finding, Interrupted, RlflowError, RunError
 from rlflow.graph.roles import SamplingOptions
 from rlflow.runtime.display import Display
 from rlflow.runtime.execute.executor import Backend, Completion, Executor
@@ -41,6 +36,7 @@ from rlflow.runtime.record.metrics import MetricsLog, TensorBoardLog, read_metri
 from rlflow.runtime.record.resuming import (
     FRESH,
     changes_since,
+    has_begun,
     require_models,
     require_more,
     without_changed,
@@ -120,6 +116,7 @@ class Run:
         self.directory = directory
         self.display = display
         self._rule = SaveRule(every=settings.save_every, seconds=settings.save_seconds)
+        self._again = has_begun(directory)
         self.start = self._restore()
         self.saved = self.start
         self._saved_at = time.monotonic()
@@ -128,7 +125,7 @@ class Run:
         self._metrics.truncate_after(self.start - 1)
         self._health = self._healthy_so_far()
         self._events = TensorBoardLog(
-            directory.tensorboard, after=self.start - 1 if self.start else None
+            directory.tensorboard, after=self.start - 1 if self.start or self._again else None
         )
         self._curve = self._known_curve()
         self._spans = SpanLog(directory.spans / "main.jsonl", process="main")
@@ -306,10 +303,12 @@ class Run:
         """
         found = find_checkpoint(self.directory.checkpoints)
         if found is None:
+            if self._again:
+                self.display.warn("nothing was saved yet: the run begins again, as it began before")
             self._begin()
             return 0
-        for rejected in found.rejected:
-            self.display.warn(f"checkpoint {rejected.name} cannot be used: {rejected.reason}")
+        for text in found.warnings():
+            self.display.warn(text)
         known, graph = identity(self.plan, self.settings), self.plan.graph
         allowed = self.settings.allowed
         changes = changes_since(self.directory, found.identity, known, graph, allowed)
@@ -329,6 +328,8 @@ class Run:
         if weights is None:
             return
         require_models(weights, self.plan)
+        for text in weights.warnings():
+            self.display.warn(text)
         self.display.say(f"starting from the weights of {weights.path}")
         trained = [instance.model for instance in self.plan.instances if instance.trained]
         with stage("reading the checkpoint"):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlflow.batch import lengths, select_rows
+from rlflow.engines.hf.layerwise import compiled
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.sharded.build import load_sharded
 from rlflow.engines.hf.sharded.mesh import AXES
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 from rlflow.engines.hf.train import TrainEngine, flat_places
+from rlflow.modelfiles import coded
 from tests.engines.examples import Spec, exact, rows, weighted
 
 KINDS = {"lm": ("log_probs", "entropy"), "value": ("values",)}
@@ -131,3 +134,20 @@ def with_options(rank, path, shape, options):
     if "dtype" in options:
         options["dtype"] = getattr(torch, options["dtype"])
     return check_equal(rank, path, shape, **options)
+
+
+def with_short_blocks(rank, path, shape, options):
+    """`check_equal` where blocks of moments in 8 bits are of 16 numbers, however rows are cut."""
+    before = coded.BLOCK
+    coded.BLOCK = 16
+    try:
+        return check_equal(rank, path, shape, **options)
+    finally:
+        coded.BLOCK = before
+
+
+def compiled_alike(rank, path, shape):
+    """Compiled layers on several ranks compute what compiled layers of one do, some recomputed."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+    compiled.BACKEND = "aot_eager"
+    return check_equal(rank, path, shape, limit=1e-5, compiled=True, recompute=1)

@@ -19,10 +19,9 @@ from rlflow.engines.hf import host_states
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.sharded import forwards as sharded_forwards
 from rlflow.engines.hf.sharded.build import load_sharded
-from rlflow.engines.hf.sharded.loading import fill_from_safetensors
-from rlflow.engines.hf.sharded.optim import ShardedAdamW
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 from rlflow.engines.hf.train import TrainEngine
+from rlflow.engines.hf.weights.filling import fill_from_safetensors
 from rlflow.errors import RlflowError, RunError
 from rlflow.runtime.record.checkpoint import stored_files
 from rlflow.runtime.record.manifest import Manifest
@@ -314,12 +313,12 @@ def wrong_forward_on_the_first_rank(rank, path, shape):
     return True
 
 
-def bytes_held(rank, path, shape, dtype):
+def bytes_held(rank, path, shape, dtype, spec=None):
     """Bytes of a rank's weights, and of its gradients and moments, as its objects count them.
 
     The gradients are those that a backward pass has left.
     """
-    engine = trained(path, shape, dtype)
+    engine = trained(path, shape, dtype, spec)
     optimizer = engine.optimizer
     micro = part_of(engine, rows())
 
@@ -333,11 +332,10 @@ def bytes_held(rank, path, shape, dtype):
     return engine.model.num_bytes(), optimizer.num_bytes()
 
 
-def visiting_state_steps_alike(rank, path, shape, numbers, moments):
+def visiting_state_steps_alike(rank, path, shape, numbers, spec):
     """Steps with moments on the host are those with moments beside the weights, to the bit."""
-    spec = Spec(moments=moments)
     resident, visiting = trained(path, shape, spec=spec), trained(path, shape, spec=spec)
-    visiting.optimizer = ShardedAdamW(visiting.model, spec, visiting=True)
+    visiting.optimizer = type(resident.optimizer)(visiting.model, spec, visiting=True)
     batch = part_of(resident, rows())
     before = host_states.PIECE_NUMBERS
     host_states.PIECE_NUMBERS = numbers
@@ -400,9 +398,9 @@ def saved_by_all(engine, rank, folder, gather):
     return stored_files(folder, manifest)
 
 
-def a_checkpoint_goes_round(rank, path, folder, dtype):
+def a_checkpoint_goes_round(rank, path, folder, dtype, **spec):
     """Two ranks' shards, read whole, written whole, read by two others: the same bits."""
-    options = {"dtype": getattr(torch, dtype), "spec": Spec(eps=1e-3)}
+    options = {"dtype": getattr(torch, dtype), "spec": Spec(eps=1e-3, **spec)}
     one, fsdp = pair(path, (1, 2, 1), **options)
     _, tp = pair(path, (1, 1, 2), **options)
     batch = rows()
@@ -415,7 +413,10 @@ def a_checkpoint_goes_round(rank, path, folder, dtype):
     assert all(len(files) == 2 for files in first.values())
     numel = sum(math.prod(shard.shape) for shard in fsdp.model.shards().values())
     written = sum(file.path.stat().st_size for files in first.values() for file in files)
-    assert 12 * numel <= written < 12 * numel + 40_000, "weights and two moments, float32, once"
+    kept = sum(s.tensor.nbytes for s in fsdp.optimizer.saved_moments().values())
+    size = 4 * numel + sum(ranks.gather(kept, ("fsdp",)))
+    assert (size == 12 * numel) is not spec
+    assert size <= written < size + 40_000, "weights and their moments, float32, once"
 
     meta = {"steps": 2}
     loaded, _ = held_by(one)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from rlflow.engines.reshard.ipc import borrow, lend
+from rlflow.engines.reshard.quantised import in_blocks
 from rlflow.engines.reshard.streaming import BucketStream, Lending
 from tests.engines.reshard_layouts import at
 from tests.engines.reshard_ranks import same_bits, shards_of, values
@@ -104,3 +105,58 @@ def streamed(group, source, wanted, replicas, limit):
                 for name, (_, dtype, _) in wanted.items():
                     assert same_bits(whole[name].to(getattr(torch, dtype)), loaded[name])
     return found, [engine.asked for engine in engines.values()]
+
+
+class DamagedBeside(BucketStream):
+    """A stream that changes a number of a quantised bucket: what was gathered, or what was got."""
+
+    where = ""
+
+    def _quantise(self, gathered, into):
+        up = next((s for name, s in gathered.items() if "up_proj" in name), None)
+        if self.where == "gathered" and up is not None:
+            up.tensor[0, 0] += 1
+        super()._quantise(gathered, into)
+
+    def _fill(self, number, slots, lane):
+        received = super()._fill(number, slots, lane)
+        bucket = self.buckets[number]
+        at = {name: begin for name, _, _, begin in bucket.rows}
+        up = next((begin for name, begin in at.items() if name.endswith("up_proj.weight")), None)
+        if self.where == "lent" and self.rank == 3 and up is not None:
+            slots[bucket.slot][up] ^= 1
+        return received
+
+
+def _stream_of(kind, group, source, wanted, replicas, limit):
+    """A stream of shards in float32 to engines of a table, which are told by their first ranks."""
+    rank = dist.get_rank(group)
+    held = shards_of(source[rank], values(source, 1)) if rank in source else None
+    table = {name: (*entry, ()) for name, entry in wanted.items()}
+    engines = [Engine(table) for ranks in replicas if rank == ranks[0]]
+    lent = [Lending(tuple(r), engines[0] if rank == r[0] else None) for r in replicas]
+    device = torch.device("cpu")
+    return kind(held, lent, group, device=device, limit=limit, check=True), engines
+
+
+def damaged_quantised(group, source, wanted, replicas, where):
+    """Which weights are found to differ where one number was changed."""
+    made, _ = _stream_of(DamagedBeside, group, source, wanted, replicas, 1 << 20)
+    made.where = where
+    made.run()
+    return sorted(made.check())
+
+
+def quantised(group, source, wanted, replicas, limit):
+    """Bring weights to engines in float8: their names, bytes of scratch, and what differs."""
+    made, engines = _stream_of(BucketStream, group, source, wanted, replicas, limit)
+    moved = made.run()
+    whole = in_blocks({n: t.to(torch.bfloat16) for n, t in values(source, 1).items()})
+    names = []
+    for engine in engines:
+        for loaded in (*engine.loaded, engine.kept):
+            names = list(loaded)
+            assert set(whole) == set(loaded)
+            assert all(same_bits(whole[name], tensor) for name, tensor in loaded.items())
+    assert moved.staged == sum(made.lengths) + made.scratch
+    return names, made.scratch, sorted(made.check())

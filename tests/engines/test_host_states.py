@@ -39,7 +39,7 @@ def same(one: TrainEngine, other: TrainEngine) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
 
 
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_are_those_of_a_resident_state(
     dtype: torch.dtype, moments: str, monkeypatch: pytest.MonkeyPatch
@@ -140,5 +140,5 @@ def test_a_second_moment_without_gradients_falls() -> None:
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 2, 2)], ids=["fsdp", "both"])
 def test_shards_of_a_visiting_state_are_stepped_alike(shape: Any, world: Any) -> None:
     ranks = world(shape[0] * shape[1] * shape[2])
-    for moments in ("float32", "bfloat16"):
-        assert all(ranks.run(states.visiting_state_steps_alike, str(TINY), shape, FEW, moments))
+    for spec in (Spec(), Spec(moments="bfloat16"), Spec(moments="int8"), Spec(momentum=0.9)):
+        assert all(ranks.run(states.visiting_state_steps_alike, str(TINY), shape, FEW, spec))

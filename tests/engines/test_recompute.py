@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 
 import rlflow as rf
+from rlflow.engines.hf.forward import ahead
+from rlflow.engines.hf.forward.packed import pack
+from rlflow.engines.hf.forward.sequences import PlainSequences
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.recompute import decoder_layers, recompute_layers
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.errors import RunError, UsageError
-from tests.engines.examples import Spec, gradients, rows, sft
+from tests.engines.examples import Spec, gradients, rows, sft, step_towards_one
 
 pytestmark = pytest.mark.torch
 
@@ -41,13 +45,14 @@ def sizes_of_saved(action):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("micro_tokens", [None, 25])
 def test_gradients_are_those_of_the_plain_model_bit_for_bit(family, micro_tokens, model_dir):
-    plain, saving = (
+    plain, *others = (
         gradients(engine(model_dir(family), micro_tokens, recompute=on), rows(), temperature=0.8)
-        for on in (False, True)
+        for on in (False, True, "selective", 1)
     )
 
-    assert plain.keys() == saving.keys()
-    assert all(torch.equal(plain[name], saving[name]) for name in plain)
+    for saving in others:
+        assert plain.keys() == saving.keys()
+        assert all(torch.equal(plain[name], saving[name]) for name in plain)
 
 
 def test_adapters_and_value_heads_train_the_same(model_dir):
@@ -55,13 +60,7 @@ def test_adapters_and_value_heads_train_the_same(model_dir):
     for options, output in (({"lora": ADAPTERS}, "log_probs"), ({"head": "value"}, "values")):
         made = [engine(path, recompute=on, **options) for on in (False, True)]
         for trained in made:
-            trained.step(
-                rows(),
-                lambda outputs, micro, name=output: ((outputs[name] - 1).square().sum(), {}),
-                outputs=(output,),
-                temperature=1.0,
-                max_grad_norm=1.0,
-            )
+            step_towards_one(trained, output)
 
         plain, saving = (trained.model.named_tensors() for trained in made)
         assert all(torch.equal(plain[name], saving[name]) for name in plain)
@@ -78,10 +77,52 @@ def test_autograd_keeps_inputs_of_layers_only(model_dir):
     assert inputs < 0.3 * everything
 
 
+def test_the_first_layers_keep_their_inputs_and_the_others_all(model_dir):
+    batch, kept = rows(), []
+    for on in (False, True, 1):
+        trained = engine(model_dir("qwen3"), recompute=on)
+        kept.append(sizes_of_saved(lambda t=trained: t.compute(batch, ("log_probs",), 1.0))[1])
+
+    assert kept[2] == (kept[0] + kept[1]) / 2  # One layer of two.
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["masks", "sequences"])
+def test_attention_computes_once_where_what_it_made_is_kept(dense, model_dir, monkeypatch):
+    """In the masks of a CPU and in the sequences of an accelerator alike."""
+    monkeypatch.setattr(ahead, "pack", partial(pack, dense=dense))
+    batch, calls, found, grads = rows(), [], {}, {}
+    for owner, name in ((torch, "baddbmm"), (PlainSequences, "forward")):
+        computed = getattr(owner, name)
+
+        def counted(*args, computed=computed, **options):
+            calls.append(None)
+            return computed(*args, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+    for on in (False, True, "selective"):
+        trained = engine(model_dir("llama"), recompute=on)
+        calls.clear()
+        loss, _ = sft(trained.compute(batch, ("log_probs",), 1.0), batch)
+        forward = len(calls)
+        loss.backward()
+        found[on] = forward, len(calls) - forward
+        grads[on] = [parameter.grad for parameter in trained.model.module.parameters()]
+
+    once, backward = found[False]
+    assert once
+    assert found == {
+        False: (once, backward),
+        True: (once, once + backward),
+        "selective": found[False],
+    }
+    for on in (True, "selective"):
+        assert all(torch.equal(*pair) for pair in zip(grads[False], grads[on], strict=True))
+
+
 def test_backward_may_run_in_another_thread(model_dir):
     batch = rows()
     found = []
-    for on in (False, True):
+    for on in (False, True, "selective"):
         trained = engine(model_dir("qwen2"), recompute=on)
         loss, _ = sft(trained.compute(batch, ("log_probs",), 1.0), batch)
         thread = threading.Thread(target=loss.backward)
@@ -89,19 +130,21 @@ def test_backward_may_run_in_another_thread(model_dir):
         thread.join()
         found.append([parameter.grad for parameter in trained.model.module.parameters()])
 
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for other in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
 
 
 def test_two_packed_batches_in_flight_keep_their_own_attention(model_dir):
     first, second = rows(seed=1), rows(prompt_sizes=(9, 2), seed=2)
     found = []
-    for on in (False, True):
+    for on in (False, True, "selective"):
         trained = engine(model_dir("qwen2"), recompute=on)
         losses = [sft(trained.compute(b, ("log_probs",), 1.0), b)[0] for b in (first, second)]
         sum(losses).backward()
         found.append([parameter.grad for parameter in trained.model.module.parameters()])
 
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for other in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
 
 
 def test_a_module_called_directly_is_still_refused(model_dir):

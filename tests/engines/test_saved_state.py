@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from rlflow.engines.hf.optim import AdamWState
+from rlflow.engines.hf.optim.adamw import AdamWState
 from rlflow.runtime.record.checkpoint import find_checkpoint, save_checkpoint
 from rlflow.runtime.record.durable import exact_json, exact_value
 from rlflow.runtime.record.manifest import MANIFEST

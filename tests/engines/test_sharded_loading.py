@@ -14,14 +14,11 @@ from safetensors.torch import load_file, save_file
 from rlflow.contract.values import Shard
 from rlflow.engines.hf import loading
 from rlflow.engines.hf.heads import stored_names
-from rlflow.engines.hf.sharded.loading import (
-    fill_from_safetensors,
-    names_in_file,
-    skeleton,
-    tied_names,
-)
 from rlflow.engines.hf.sharded.mesh import chunk
-from rlflow.engines.hf.sharded.random_weights import Draws, drawn_parameters
+from rlflow.engines.hf.weights.filling import fill_from_safetensors
+from rlflow.engines.hf.weights.names import names_in_file, tied_names
+from rlflow.engines.hf.weights.random_weights import Draws, drawn_parameters
+from rlflow.engines.hf.weights.skeletons import skeleton
 from rlflow.errors import UsageError
 from tests.budget import examples
 from tests.engines.conftest import make_config

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.torch
 
 LORA = rf.LoRA(rank=3, alpha=6, targets=("q_proj", "o_proj", "down_proj"))
 CUT = {"uneven": True, "micro_tokens": 20}
+HOSTING = {"hosts_activations": True}
 
 
 def path_of(family, model_dir):
@@ -33,12 +34,13 @@ def equal(world, path, shape, **options):
 @pytest.mark.parametrize(
     ("shape", "family", "options"),
     [
-        pytest.param((1, 2, 1), "qwen2", {}, id="fsdp2"),
+        pytest.param((1, 2, 1), "qwen2", {"recompute": "selective"}, id="fsdp2-selective"),
         pytest.param((1, 2, 1), "llama", {**CUT, "recompute": True}, id="fsdp2-recompute"),
+        pytest.param((1, 2, 1), "qwen3", {**CUT, **HOSTING}, id="fsdp2-hosting"),
         pytest.param((2, 1, 1), "qwen3", {**CUT, "head": "value"}, id="dp2-value"),
         pytest.param((1, 1, 2), "qwen2", {"micro_tokens": 20}, id="tp2-tied"),
-        pytest.param((1, 1, 2), "llama", {"head": "value"}, id="tp2-value"),
-        pytest.param((1, 1, 2), "qwen3", {"recompute": True}, id="tp2-recompute"),
+        pytest.param((1, 1, 2), "llama", {"head": "value", "recompute": 1}, id="tp2-value-first"),
+        pytest.param((1, 1, 2), "qwen3", {**HOSTING, "recompute": True}, id="tp2-hosting"),
         pytest.param((1, 1, 2), "tiny", {}, id="tp2-uneven-vocabulary"),
         pytest.param((1, 1, 2), "mistral", {}, id="tp2-window"),
         pytest.param((1, 1, 2), "llama", {"lora": LORA}, id="tp2-lora"),
@@ -53,6 +55,8 @@ def test_two_ranks_compute_what_one_does(shape, family, options, world, model_di
     ("shape", "family", "options"),
     [
         pytest.param((1, 4, 1), "llama", {**CUT, "head": "value"}, id="fsdp4-value"),
+        pytest.param((1, 2, 2), "llama", {**CUT, "recompute": "selective"}, id="selective"),
+        pytest.param((1, 2, 2), "qwen2", {**CUT, "recompute": 1}, id="first"),
         pytest.param((2, 2, 1), "qwen2", {**CUT, "recompute": True}, id="hsdp"),
         pytest.param((1, 2, 2), "qwen3", {**CUT, "recompute": True}, id="fsdp2xtp2-recompute"),
         pytest.param((1, 2, 2), "qwen2", {"uneven": True, "init": "random", "seed": 7}, id="drawn"),

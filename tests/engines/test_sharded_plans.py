@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rlflow.engines.hf import loading
-from rlflow.engines.hf.sharded.loading import skeleton
 from rlflow.engines.hf.sharded.tensor_parallel import layer_roles
+from rlflow.engines.hf.weights.skeletons import skeleton
 from rlflow.errors import UsageError
 from tests.engines import sharded_states as states
 from tests.engines.conftest import make_config

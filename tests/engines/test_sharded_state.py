@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,15 @@ def test_a_checkpoint_goes_from_fsdp_to_one_rank_to_tp_with_the_same_bits(
     args = (model_dir("qwen2"), str(tmp_path), dtype)
 
     assert all(world(2).run(states.a_checkpoint_goes_round, *args))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [{"momentum": 0.9}, {"moments": "int8"}], ids=["muon", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_of_fewer_moments_goes_round(dtype, spec, world, model_dir, tmp_path):
+    args = (model_dir("qwen2"), str(tmp_path), dtype)
+
+    assert all(world(2).run(partial(states.a_checkpoint_goes_round, **spec), *args))
 
 
 def test_merged_adapters_are_those_of_one_rank(world, model_dir):

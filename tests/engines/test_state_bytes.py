@@ -20,6 +20,7 @@ from tests.engines.examples import Spec
 
 pytestmark = pytest.mark.torch
 
+ADAM = rf.AdamW(lr=1e-3)
 DTYPES = [torch.float32, torch.bfloat16]
 ADAPTERS = rf.LoRA(rank=4, targets=("q_proj", "k_proj", "down_proj"))
 
@@ -33,15 +34,17 @@ class Planned:
 
 
 def planned(
-    dtype: torch.dtype, shape: tuple[int, int, int], lora: Any = None, moments: Any = "float32"
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    lora: Any = None,
+    optimizer: Any = ADAM,
 ) -> Planned:
     """What a plan says of a trained actor, its state being gradients and optimizer."""
     count = shape[0] * shape[1] * shape[2]
     name: Any = str(dtype).removeprefix("torch.")
 
     def pipeline(cfg: rf.Config) -> None:
-        adam = rf.AdamW(lr=1e-3, moments=moments)
-        actor = rf.Model("actor", str(TINY), dtype=name, optimizer=adam, lora=lora)
+        actor = rf.Model("actor", str(TINY), dtype=name, optimizer=optimizer, lora=lora)
         prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=4)
         samples = ops.rollout(actor, prompts, n=2, max_new_tokens=4)
         reward = ops.reward(judge, samples)
@@ -78,13 +81,18 @@ def test_one_process_holds_what_is_planned(dtype: torch.dtype, lora: Any) -> Non
     assert expected.state == sum(buffer.untyped_storage().nbytes() for buffer in made)
 
 
+LOW, CODED = (rf.AdamW(lr=1e-3, moments=m) for m in ("bfloat16", "int8"))
+
+
+@pytest.mark.parametrize("optimizer", [LOW, CODED, rf.Muon(lr=1e-3)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_low_moments_are_what_is_planned(dtype: torch.dtype) -> None:
+def test_fewer_moments_are_what_is_planned(dtype: torch.dtype, optimizer: Any) -> None:
     model = load_model(str(TINY), dtype=dtype, device="cpu")
-    engine = TrainEngine(model, Spec(moments="bfloat16"), micro_tokens=None)
+    engine = TrainEngine(model, optimizer, micro_tokens=None)
     assert engine.optimizer is not None
-    expected = planned(dtype, (1, 1, 1), moments="bfloat16")
+    expected = planned(dtype, (1, 1, 1), optimizer=optimizer)
     assert expected == Planned(weights=model.num_bytes(), state=engine.optimizer.num_bytes())
+    assert expected.state < planned(dtype, (1, 1, 1)).state
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,4 +103,15 @@ def test_a_rank_holds_what_is_planned(shape: Any, dtype: torch.dtype, world: Any
     ranks = world(shape[0] * shape[1] * shape[2])
     found = ranks.run(states.bytes_held, str(TINY), shape, dtype)
     expected = planned(dtype, shape)
+    assert (expected.weights, expected.state) == found[0]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "shape"),
+    [(rf.Muon(lr=1e-3), (1, 2, 1)), (rf.Muon(lr=1e-3), (1, 1, 2)), (CODED, (1, 2, 1))],
+    ids=["muon-fsdp", "muon-tp", "int8-fsdp"],
+)
+def test_a_rank_holds_fewer_moments_as_planned(optimizer: Any, shape: Any, world: Any) -> None:
+    found = world(2).run(states.bytes_held, str(TINY), shape, torch.bfloat16, optimizer)
+    expected = planned(torch.bfloat16, shape, optimizer=optimizer)
     assert (expected.weights, expected.state) == found[0]

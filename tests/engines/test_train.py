@@ -11,7 +11,7 @@ import torch
 from rlflow.batch import flat, lengths, make_batch, ragged_rows, row_index, select_rows
 from rlflow.engines.hf.forward import packed
 from rlflow.engines.hf.loading import load_model
-from rlflow.engines.hf.optim import learning_rate
+from rlflow.engines.hf.optim.rates import learning_rate
 from rlflow.engines.hf.train import TrainEngine, cut_by_tokens
 from rlflow.errors import RunError, UsageError
 from tests.engines.examples import (

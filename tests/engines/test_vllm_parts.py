@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import pickle
 import sys
 from types import SimpleNamespace
 
@@ -11,8 +13,13 @@ import torch
 
 from rlflow.engines.process.client.load import KIND as SGLANG
 from rlflow.engines.process.client.load import SERVER
+from rlflow.engines.process.client.shared_weights import SharedWeights
+from rlflow.engines.process.server.rlflow_engine_process.lent import borrowed, weights_in
+from rlflow.engines.process.server.rlflow_engine_process.server import Refused
+from rlflow.engines.process.server.rlflow_engine_process.vllm import VLLMServer
 from rlflow.engines.process.sglang.arguments import interpreter
 from rlflow.engines.process.vllm import KIND, pool, vllm_arguments, vllm_environment
+from rlflow.engines.reshard.ipc import lend
 from rlflow.graph.user.engines import VLLM
 
 pytestmark = pytest.mark.torch
@@ -101,6 +108,74 @@ def test_the_interpreter(monkeypatch):
     monkeypatch.setenv("RLFLOW_VLLM_PYTHON", "/there/python")
     assert "/there/python" == interpreter(VLLM())
     assert "/here/python" == interpreter(VLLM(python="/here/python"))
+
+
+class Workers:
+    """What vLLM's engine does with its workers, of two ranks: it passes plain values on."""
+
+    weight_version = "0"
+
+    def __init__(self):
+        self.asked, self.held = [], [{}, {}]
+
+    async def collective_rpc(self, method, args):
+        self.asked.append((method, *args))
+        bucket, handles = args
+        assert {bytes} == {type(handle) for handle in handles}
+        for held, handle in zip(self.held, handles, strict=True):
+            memory = borrowed(*pickle.loads(handle))
+            held.update({name: w.clone() for name, w in weights_in(memory, bucket)})
+        return [len(bucket)] * 2
+
+    async def reset_prefix_cache(self):
+        self.asked.append("empty")
+        return True
+
+    async def update_weight_version(self, version):
+        self.weight_version = version
+
+    async def get_weight_version(self):
+        return self.weight_version
+
+
+def lending(weights):
+    """Memory with some weights one after the other, and their rows."""
+    memory = torch.empty(sum(t.nbytes for t in weights.values()), dtype=torch.uint8)
+    rows, end = [], 0
+    for name, tensor in weights.items():
+        memory[end : end + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
+        rows.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end))
+        end += tensor.nbytes
+    return memory, rows
+
+
+def test_each_rank_opens_the_bucket_that_it_is_lent():
+    """Nothing is served from the first bucket on until the version is told."""
+    weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+    staging = SharedWeights(weights)
+    held = {"table": staging.table, "memory": staging.descriptor, "bytes": staging.size}
+    engine = Workers()
+    server = VLLMServer(engine, None, {"arguments": {}, "held": held, "ranks": 2, "version": 3})
+
+    async def update():
+        await server.do_open()
+        told = [server.version]
+        for name, tensor in weights.items():
+            memory, rows = lending({name: tensor})
+            handles = [lend(memory, tensor.nbytes) for _ in range(2)]
+            await server.do_take(rows, handles)
+            with pytest.raises(Refused, match="2 ranks got 1"):
+                await server.do_take(rows, handles[:1])
+        told.append(server.version)
+        return [*told, await server.do_shut(4), server.version]
+
+    assert [None, None, "4", 4] == asyncio.run(update())
+    assert ["empty", "rlflow_take", "rlflow_take"] == [
+        each if isinstance(each, str) else each[0] for each in engine.asked
+    ]
+    for its in engine.held:
+        assert weights.keys() == its.keys()
+        assert all(torch.equal(weights[name], its[name]) for name in weights)
 
 
 def test_what_runs_in_an_engines_interpreter_needs_no_rlflow():

@@ -9,7 +9,7 @@ import torch
 
 from rlflow.contract.values import Shard
 from rlflow.engines.hf.loading import load_model
-from rlflow.engines.hf.optim import AT_ONCE, AdamWState
+from rlflow.engines.hf.optim.adamw import AT_ONCE, AdamWState
 from rlflow.errors import RunError
 from tests.engines.examples import copies, engine, one_step, rows, weighted
 

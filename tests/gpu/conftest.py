@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from rlflow.runtime.record.metrics import read_metrics
+from tests.conftest import ROOT
+
 
 class Size(NamedTuple):
     """The shape of a Qwen2 model with random weights, and rows for it."""
@@ -90,3 +93,27 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return str(path)
 
     return make
+
+
+@pytest.fixture
+def run(rlflow: Any, device: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A function that runs a pipeline and returns its directory; a GPU is found, not named."""
+    monkeypatch.chdir(ROOT)
+    made: list[Path] = []
+
+    def call(file: Path, *words: Any, resume: Path | None = None) -> Path:
+        folder = resume or tmp_path / f"run{len(made)}"
+        made.append(folder)
+        where = ("--devices", "cpu:1") if device.type == "cpu" else ()
+        target = ("--resume", folder) if resume else ("--run-dir", folder)
+        result = rlflow("run", file, *where, *words, *target)
+        assert 0 == result.code, result.err
+        return folder
+
+    return call
+
+
+def learned(folder: Path) -> list[dict[str, float]]:
+    """The metrics of every iteration of a run, without lines that are an evaluation's alone."""
+    lines = [line.metrics for line in read_metrics(folder / "metrics.jsonl")]
+    return [metrics for metrics in lines if "reward/mean" in metrics]

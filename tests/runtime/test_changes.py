@@ -48,6 +48,20 @@ def test_models_that_are_trained_stay_and_forwards_come_and_go():
     }
 
 
+def test_another_optimizer_has_other_states():
+    before, now = graph(), graph()
+    now["models"][0]["optimizer"] |= {"momentum": 0.95}
+    assert [("actor.optimizer.momentum", True)] == [
+        (change.path, change.fixed) for change in graph_changes(before, now)
+    ]
+    for moments, fixed in (("int8", True), ("bfloat16", False)):
+        other = graph()
+        other["models"][0]["optimizer"] |= {"moments": moments}
+        assert [fixed] == [change.fixed for change in graph_changes(before, other)]
+    before["models"][0]["optimizer"] |= {"momentum": 0.9}
+    assert [False] == [change.fixed for change in graph_changes(before, now)]
+
+
 @pytest.mark.parametrize(
     ("text", "rule"),
     [

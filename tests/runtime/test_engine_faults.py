@@ -166,7 +166,7 @@ def numbers(metrics: dict[str, float]) -> dict[str, float]:
         (("generate", kill, 2), ("--placement", "split")),
         pytest.param(("generate", kill, 2), ("--placement", "stream"), marks=pytest.mark.extra),
         pytest.param(("generate", stop, 2), ("--placement", "split"), marks=pytest.mark.extra),
-        (("update", kill, 1), ("--placement", "split")),
+        pytest.param(("update", kill, 1), ("--placement", "split"), marks=pytest.mark.extra),
         pytest.param(("asleep", kill, 1), COLOCATED, marks=pytest.mark.extra),
         pytest.param(("sleep", kill, 3), COLOCATED, marks=pytest.mark.extra),
         pytest.param(("sleep", stop, 3), COLOCATED, marks=pytest.mark.extra),

@@ -12,9 +12,10 @@ import torch
 
 from rlflow.cli.commands import Target
 from rlflow.cli.rehearsal.command import model_path, rehearse_target, require_agreement
-from rlflow.engines.hf.flat import free, restore, to_host
+from rlflow.engines.hf.flat import free, restore, storage_of, to_host
 from rlflow.engines.hf.forward import spans
 from rlflow.engines.hf.forward.sequences import Visible
+from rlflow.engines.hf.sharded import model as sharded
 from rlflow.errors import PlanError, UsageError
 from rlflow.runtime.rehearse.device import NoData, without_data
 from rlflow.runtime.rehearse.live import BLOCK, LiveStorages
@@ -117,6 +118,20 @@ def test_a_model_of_experts_is_refused(tmp_path: Path) -> None:
         model_path("shape:mixtral-8x7b", tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.extra
+def test_what_a_plan_recomputes_of_itself_is_rehearsed(tmp_path: Path) -> None:
+    plan, found = rehearsed(
+        "grpo_gsm8k.py",
+        placement=placed(tmp_path, 2),
+        devices="h100:2",
+        model_shape="qwen2.5-7b",
+        settings={"max_new_tokens": 8192, "prompts_per_iteration": 16},
+    )
+    assert plan.trained_instance("actor").recompute_first
+    require_agreement(found)
+
+
 def placed(folder: Path, devices: int, **on: object) -> str:
     """A file with a placement of everything on so many devices."""
     path = folder / "placed.py"
@@ -144,6 +159,20 @@ def test_a_state_on_the_host_takes_nothing_of_the_device(tmp_path: Path, ranks: 
     assert dict(update.found_of)["weights"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_activations_on_the_host_take_what_is_planned_there(tmp_path: Path, ranks: int) -> None:
+    plan, (found,) = rehearsed(
+        "grpo_arithmetic.py",
+        placement=placed(tmp_path, ranks, offload=["activations", "optimizer"], recompute=True),
+        devices=f"h100:{ranks}",
+        settings=SMALL,
+    )
+    part = plan.part("actor@all/activations")
+    (hosted,) = (each for each in found.actions if each.action == f"{part.name}, on the host")
+    assert (part.size, part.on_host) == (0, hosted.planned)
+    assert hosted.found == hosted.planned > 0
+
+
 def test_what_goes_to_the_host_takes_no_memory_of_a_rehearsal() -> None:
     with NoData():
         state = torch.empty(1 << 40, device="meta")
@@ -153,6 +182,18 @@ def test_what_goes_to_the_host_takes_no_memory_of_a_rehearsal() -> None:
         free([state])
         restore([state], [copy])
         assert state.untyped_storage().nbytes() == 4 << 40
+
+
+def test_weights_that_sleep_are_saved_in_a_rehearsal() -> None:
+    """A copy that was never made has one zero in it, and no layout."""
+    like = torch.empty(4, 6, dtype=torch.bfloat16, device="meta")[:, 1:]
+    live = NoData()
+    with without_data(live, 1), live:
+        (copy,) = to_host([storage_of(like)])
+        found = sharded.in_storage(copy, like)
+        assert (found.shape, found.dtype) == (like.shape, like.dtype)
+        bytes_of = torch.arange(16, dtype=torch.int32).view(torch.uint8)
+        assert sharded.in_storage(bytes_of, torch.empty(2, 2).int()).tolist() == [[0, 1], [2, 3]]
 
 
 def test_the_kernel_of_an_accelerator_attends_in_a_rehearsal() -> None:
@@ -195,6 +236,8 @@ def test_rows_fill_micro_batches(sizes: Any, micro: int, steps: int, expected: i
         ("grpo_gsm8k.py", {}, "h100:2", "qwen2.5-7b"),
         ("grpo_gsm8k.py", {"offload": "optimizer"}, "h100:2", "qwen2.5-7b"),
         ("grpo_gsm8k.py", {"reshard_after_forward": False}, "h100:8", "qwen2.5-7b"),
+        ("grpo_gsm8k.py", {"recompute": "selective"}, "h100:8", "qwen2.5-7b"),
+        ("grpo_gsm8k.py", {"recompute": 14, "tp": 2}, "h100:8", "qwen2.5-7b"),
         ("grpo_gsm8k.py", {}, "h100:64", "qwen2.5-32b"),
         ("ppo_gsm8k.py", "split", "h100:8", "qwen2.5-7b"),
         ("ppo_gsm8k.py", "colocate", "h100:8", "qwen2.5-7b"),

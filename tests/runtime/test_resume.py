@@ -80,12 +80,16 @@ def broken(rlflow, tmp_path, monkeypatch):
         "run:saved=raise@3",
         "ckpt:component:write=raise@5",
         "metrics:write=raise@6",
+        "ckpt:component:write=raise@1",
     ],
 )
 def test_a_run_that_broke_continues_to_the_same_bits(rlflow, broken, whole, fault):
     run = broken(fault)
+    begins = not list_checkpoints(run / "checkpoints")
+    assert begins or not fault.endswith("raise@1")
     result = rlflow(*command(run, resume=True))
     assert 0 == result.code, result.err
+    assert begins == ("nothing was saved yet: the run begins again" in result.err)
     assert state(whole) == state(run)
 
 
@@ -284,6 +288,29 @@ def test_a_run_starts_from_the_weights_of_another(rlflow, tmp_path, monkeypatch,
     nothing = rlflow(*command(tmp_path / "no", 2), "--from-weights", tmp_path / "nowhere")
     assert "error[E314]" in nothing.err
     assert "error[E315]" in rlflow(*command(whole, resume=True), "--from-weights", whole).err
+
+
+@pytest.mark.slow
+def test_a_run_on_anothers_weights_that_saved_nothing_begins_on_them_again(
+    rlflow, tmp_path, monkeypatch, whole
+):
+    monkeypatch.chdir(tmp_path)
+    made = []
+    for fault in ("", "ckpt:component:write=raise@1"):
+        run = tmp_path / f"run{len(made)}"
+        if fault:
+            monkeypatch.setenv(durable.FAULT_VARIABLE, fault)
+        durable.arm_from_environment()
+        result = rlflow(*command(run, 3), "--from-weights", whole)
+        monkeypatch.delenv(durable.FAULT_VARIABLE, raising=False)
+        durable.arm_from_environment()
+        assert bool(fault) == bool(result.code), result.err
+        if fault:
+            result = rlflow(*command(run, 3, resume=True))
+            assert 0 == result.code, result.err
+            assert "starting from the weights of" in result.err
+        made.append(state(run))
+    assert made[0] == made[1]
 
 
 @pytest.mark.slow

@@ -161,7 +161,7 @@ TABLE = {
     "turns of tries": Feature(
         TURNS,
         same=TWO_SLOW,
-        resumed=(At("apart", first=2, saved=2),),
+        resumed=(At("apart", first=2, saved=2, marks=SLOW),),
         ray=placed("apart", marks=SLOW + EXTRA),
     ),
     "drawn episodes": Feature(
@@ -174,7 +174,7 @@ TABLE = {
     "episodes": Feature(AGAIN, same=TWO),
     "stale episodes": Feature(AGAIN, same=placed("together_stale", "apart_stale", marks=SLOW)),
     "paused episodes": Feature(AGAIN, same=placed("together_paused", "apart_paused", marks=SLOW)),
-    "pass rates": Feature(LEVELS, same=(*TWO, *placed("pooled", "streamed", marks=SLOW))),
+    "pass rates": Feature(LEVELS, same=(*TWO_SLOW, *placed("pooled", "streamed", marks=SLOW))),
     "pass rates in a loop": Feature(INSIDE, same=TWO_SLOW),
     "pass rates behind a loop": Feature(BEHIND, same=placed("together", "apart", marks=SLOW)),
     "pass rates of rows": Feature(BY_ROW, same=placed("together", "pooled", marks=SLOW)),
@@ -197,7 +197,9 @@ TABLE = {
         ),
         ray=(At("one", ("--iterations", 3), marks=SLOW),),
     ),
-    "replayed": Feature(REPLAYED, same=BOTH, resumed=(At("split", first=2, saved=2),)),
+    "replayed": Feature(
+        REPLAYED, same=BOTH_SLOW, resumed=(At("split", first=2, saved=2, marks=SLOW),)
+    ),
     **{
         name: Feature(shipped(name, "--set", "eval_every=9", iterations=2), same=BOTH_SLOW)
         for name in ("mixed_demonstrations", "pods", "reference_baseline")

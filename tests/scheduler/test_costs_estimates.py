@@ -259,7 +259,8 @@ def test_gradients_of_one_pass_are_not_beside_all_of_its_activations() -> None:
     # With layers recomputed there is less to go than comes: gradients and a layer's are the most.
     again = dict(run(costs, "actor.update", replace(instance, recompute=True)).holds)
     plain = dict(roof.holds("train", load, recompute=True))
-    assert plain["activations"] - gradients < again[BEYOND] == int(roof.kept * load.most_tokens)
+    least = int(roof.layers.kept * load.most_tokens)
+    assert plain["activations"] - gradients < again[BEYOND] == least
 
 
 def test_a_mesh_is_row_major_and_tp_is_next_to_each_other() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlflow.graph.placement import Recompute
 from rlflow.modelfiles.chunks import CHUNK_BYTES, chunk_tokens
 from rlflow.scheduler.costs.lengths import Lengths, Load, full_lengths
 from rlflow.scheduler.costs.roofline import MICRO_TOKENS, SUMMED, Roofline
@@ -125,7 +126,7 @@ def test_a_paged_rollout_holds_a_pool_its_steps_and_their_graphs() -> None:
 
     assert (1 + 64 * 2 + 64 * 16) * 128 * 57_344 == holds["KV cache"]
     assert logits == holds["logits"]
-    assert logits + 128 * PAGED.passing == holds["graphs"]
+    assert logits + 128 * PAGED.layers.passing == holds["graphs"]
     assert "graphs" not in dict(replace(PAGED, streamed=True).rollout_holds(load))
     assert holds["KV cache"] < 0.51 * dict(SEVEN_B.rollout_holds(load))["KV cache"]
 
@@ -169,6 +170,37 @@ def test_what_a_pass_holds_by_hand() -> None:
     assert {"activations": 30_200 * token} == layers
     assert 28 * 500 * kept == train["activations"]
     assert 500 * (kept + 28 * 3584 * 2) == again["activations"]
+
+
+def test_what_a_backward_computes_again_by_hand() -> None:
+    """Rows as before: of 28 layers some keep all, some their inputs, some attention's outputs too.
+
+    A layer that is computed again comes when those after it are done.
+    """
+    load = Load(rows=10, prompts=10, prompt=30, lengths=Lengths(20, 10.0))
+
+    def held(recompute: Recompute) -> int:
+        return dict(SEVEN_B.pass_holds(load, train=True, recompute=recompute))["activations"]
+
+    kept = (4 * 3584 + 2 * 32 * 128 + 3 * 18_944) * 2 + 8 * 3584
+    assert held(20) == 500 * (8 * kept + 20 * 3584 * 2)
+    assert held(27) == 500 * (kept + 27 * 3584 * 2)
+    assert held(28) == held(True) == held(30)
+    attended = 28 * (128 * 2 + 4)
+    assert held("selective") == held(True) + 500 * 28 * attended
+
+
+def test_time_to_compute_again_goes_by_layers_and_what_they_leave_out() -> None:
+    critic = replace(SEVEN_B, predicts=False)
+    none, half, selective, full = (
+        critic.update(BATCH, 0, recompute=how) for how in (False, 14, "selective", True)
+    )
+    attention = critic.computed(0, 0, BATCH.pairs)
+
+    assert half - none == pytest.approx((full - none) / 2)
+    assert full - selective == pytest.approx(attention)
+    head = SEVEN_B.update(BATCH, 0, recompute=14) - half
+    assert head == pytest.approx(SEVEN_B.update(BATCH, 0, recompute=False) - none)
 
 
 def test_distributions_are_held_for_one_chunk() -> None:

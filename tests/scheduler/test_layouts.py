@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from pydantic import ValidationError
 
 import rlflow as rf
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Graph
-from rlflow.scheduler.compile import compile_plan
+from rlflow.graph.placement import Recompute
+from rlflow.scheduler.compile import compile_plan, dump_plan
 from rlflow.scheduler.costs.layouts import (
     CUTS,
     area,
@@ -26,6 +29,7 @@ from rlflow.scheduler.costs.layouts import (
 from rlflow.scheduler.devices.cluster import KINDS, Cluster, cpu_cluster
 from rlflow.scheduler.models.shapes import Shape, read_shape, trained_parameters
 from rlflow.scheduler.plan.plan import Action, Instance, Plan
+from rlflow.scheduler.plan.saved import read_plan
 from tests.scheduler.examples import OWN, SPLIT, TWICE, compiled_with, grpo
 from tests.scheduler.strategies import PLENTY
 
@@ -261,15 +265,44 @@ def test_recomputing_takes_less_memory_and_a_forward_more() -> None:
 
 
 def test_uses_that_share_weights_recompute_alike() -> None:
-    def placed(one: bool | None, other: bool | None) -> Plan:
+    def placed(one: Recompute | None, other: Recompute | None) -> Plan:
         wheres = (rf.on("all", recompute=said) for said in (one, other))
         assign = dict(zip(("*", "actor.rollout"), wheres, strict=True))
         return compiled_with(grpo(), rf.Placement(pools={"all": 1}, assign=assign)).plan
 
     assert placed(None, True).instances[0].recompute
     assert placed(True, None).instances[0].recompute
+    assert placed(1, 1).instances[0].recomputes == 1
     with pytest.raises(PlanError, match=r"recompute=False; the others: recompute=True"):
         placed(True, False)
+    with pytest.raises(PlanError, match=r"recompute=1; the others: recompute=True"):
+        placed(True, 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "printed"),
+    [(True, "recompute"), ("selective", "recompute=selective"), (1, "recompute=1")],
+)
+def test_what_is_recomputed_is_printed_and_saved(
+    said: Recompute, printed: str, tmp_path: Path
+) -> None:
+    where = rf.on("all", recompute=said)
+    plan = compiled_with(grpo(), rf.Placement(pools={"all": 1}, assign={"*": where})).plan
+    (tmp_path / "plan.json").write_text(dump_plan(plan))
+
+    assert plan.instances[0].layout() == f"whole {printed}"
+    assert read_plan(tmp_path / "plan.json").instances[0] == plan.instances[0]
+    assert repr(plan.instances[0].recomputes) == repr(said)
+    assert where.describe() == f"all recompute={said}"
+    many = rf.Placement(pools={"all": 1}, assign={"*": rf.on("all", recompute=99)})
+    with pytest.raises(PlanError, match=r"E253.*recomputes 99 layers"):
+        compiled_with(grpo(), many)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "full", "true"])
+def test_what_is_recomputed_is_one_of_three_forms(wrong: object) -> None:
+    with pytest.raises(ValidationError, match="recompute"):
+        rf.on("all", recompute=wrong)
 
 
 def test_layers_of_a_frozen_model_come_in_two_at_a_time() -> None:

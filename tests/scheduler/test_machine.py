@@ -57,7 +57,7 @@ def machine(monkeypatch):
         ([("NVIDIA GeForce RTX 4090", 24)] * 2, 2, "rtx4090:2 (23.7 GB of 25.8 GB each)"),
         ([("NVIDIA A800-SXM4-80GB", 80)], 1, "a800:1 (79.0 GB of 85.9 GB each)"),
         ([("NVIDIA H20", 95)], 1, "h20:1 (93.8 GB of 102.0 GB each)"),
-        ([("NVIDIA GB200", 185)] * 4, 8, "gb200:4 (171.1 GB of 186.0 GB each)"),
+        ([("NVIDIA GB200", 185)] * 4, 8, "gb200:4 (182.8 GB of 198.6 GB each)"),
     ],
 )
 def test_without_devices_those_of_the_machine_are_taken(machine, gpus, needed, described):

@@ -165,13 +165,17 @@ def every_placement(graph, count):
     for train, gen in itertools.product(pools, repeat=2):
         shards = [fsdp for fsdp in (1, 2) if len(pools[train]) % fsdp == 0]
         slices = [tp for tp in (1, 2) if len(pools[gen]) % tp == 0]
-        for fsdp, tp, recompute, chunks in itertools.product(
-            shards, slices, (False, True), (1, 2, 8)
-        ):
+        ways = [
+            {},
+            *({"recompute": again} for again in (False, True, "selective", 1)),
+            {"reshard_after_forward": False},
+            {"offload": "optimizer"},
+        ]
+        for fsdp, tp, way, chunks in itertools.product(shards, slices, ways, (1, 2, 8)):
             yield rf.Placement(
                 pools=pools,
                 assign={
-                    "*": rf.on(train, fsdp=fsdp, recompute=recompute),
+                    "*": rf.on(train, fsdp=fsdp, **way),
                     "actor.rollout": rf.on(gen, tp=tp),
                 },
                 stream=chunks,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
@@ -32,6 +34,7 @@ from rlflow.scheduler.search.space import (
     placement_of,
     scaled,
     unions,
+    ways_to_train,
 )
 from rlflow.scheduler.search.text import placement_source
 from rlflow.scheduler.search.tune import _rewritten
@@ -118,16 +121,38 @@ def test_tensor_parallelism_divides_heads_and_stays_in_a_host():
 
 def test_training_shards_over_all_a_host_or_not_at_all():
     found = {
-        (layout.fsdp, layout.tp, layout.recompute)
+        (layout.fsdp, layout.tp)
         for layout in layouts_of(role(trained=True), (0, 32), shape_of(28, 2), gpus(64))
     }
 
-    assert {
-        (fsdp, tp, recompute)
-        for tp, sizes in {1: (32, 8, 1), 2: (16, 4, 1)}.items()
-        for fsdp in sizes
-        for recompute in (False, True)
-    } == found
+    assert {(32, 1), (8, 1), (1, 1), (16, 2), (4, 2), (1, 2)} == found
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_training_has_other_ways_in_a_layout(on_host):
+    shared = [way.describe() for way in ways_to_train(Layout(fsdp=8), on_host=on_host)]
+    alone = [way.describe() for way in ways_to_train(Layout(), on_host=on_host)]
+    words = ["recompute=selective", "recompute"]
+    hosted = ["offload=optimizer", *(f"{word} offload=optimizer" for word in words)]
+    expected = [*words, *([] if on_host else hosted)]
+
+    assert [f"fsdp=1 tp=1 {word}" for word in expected] == alone
+    kept = "reshard_after_forward=False"
+    assert [f"fsdp=8 tp=1 {word}" for word in (kept, *expected)] == shared
+
+
+def test_a_way_is_worth_a_look_where_none_is_as_fast_and_as_small():
+    graph, where = grpo(every=0), cpu_cluster(4, threads=1, memory=1e9)
+    figures = workshop(graph, where).figures
+    found = figures.fitting(0, (0, 1))
+    sizes = [(figures.of(0, c).busy, figures.of(0, c).held, figures.of(0, c).need) for c in found]
+
+    assert any(choice.layout.recomputes for choice in found)
+    assert sorted(sizes) == sizes
+    for one, other in itertools.combinations(sizes, 2):
+        assert not all(a <= b for a, b in zip(one, other, strict=True))
+    every = figures.with_ways(0, figures.options(0, (0, 1)))
+    assert set(found) <= set(every)
 
 
 def test_only_frozen_models_stay_on_the_host():
@@ -357,7 +382,7 @@ def test_a_candidate_is_compiled_as_it_says():
     roles = workshop(graph, where).roles
     candidate = Candidate(
         (
-            Choice(0, 2, Layout(fsdp=2, recompute=True)),
+            Choice(0, 2, Layout(fsdp=2, selective=True, kept_whole=True, hosted=True)),
             Choice(0, 4, Layout(tp=2)),
             Choice(2, 4, Layout(offload=True)),
             Choice(2, 4, Layout(fsdp=1, tp=2)),
@@ -369,7 +394,8 @@ def test_a_candidate_is_compiled_as_it_says():
     plan = compile_plan(graph, placement, where).plan
 
     assert {
-        "actor@train_actor": "fsdp=2 recompute",
+        "actor@train_actor": "fsdp=2 recompute=selective reshard_after_forward=False "
+        "offload=optimizer",
         "actor@gen": "tp=2 x2",
         "critic@train_critic": "tp=2",
         "ref@train_critic": "x2 offload=layers",

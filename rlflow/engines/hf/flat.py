@@ -11,13 +11,20 @@ import functools
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from rlflow.contract.values import Shard
+from rlflow.engines.pinned import ALIGNMENT, memory_like
 
-ALIGNMENT = 64
+
+class BufferMaker(Protocol):
+    """What makes a buffer."""
+
+    def __call__(self, count: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros `[count]`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +41,8 @@ class FlatParameters:
     """Moves a module's parameters into buffers; they stay the same Parameter objects.
 
     `names` are those to move, None all of them. On another `device` than theirs they arrive one by
-    one, each in its place, so that the device never holds a weight twice.
+    one, each in its place, so that the device never holds a weight twice. Those of a skeleton, on
+    the meta device, bring nothing: they are zero, to be filled. `memory` makes the buffers.
     """
 
     def __init__(
@@ -42,6 +50,7 @@ class FlatParameters:
         module: nn.Module,
         names: Container[str] | None = None,
         device: torch.device | None = None,
+        memory: BufferMaker = torch.zeros,
     ) -> None:
         wanted = (item for item in module.named_parameters() if names is None or item[0] in names)
         named = sorted(wanted, key=lambda item: item[1].ndim < 2)
@@ -49,6 +58,7 @@ class FlatParameters:
         self.slots: dict[str, _Slot] = {}
         self.buffers: dict[torch.dtype, Tensor] = {}
         self.device = device
+        self._memory = memory
         # Where the matrices end and the vectors begin.
         self.matrices: dict[torch.dtype, int] = {}
         for dtype in dict.fromkeys(parameter.dtype for _, parameter in named):
@@ -66,16 +76,13 @@ class FlatParameters:
             if parameter.ndim >= 2:
                 self.matrices[dtype] = end
         device = named[0][1].device if self.device is None else self.device
-        buffer = torch.zeros(end, dtype=dtype, device=device)
+        buffer = self._memory(end, dtype=dtype, device=device)
         self.buffers[dtype] = buffer
         for name, parameter in named:
             view = self.view(name, buffer)
-            view.copy_(parameter.detach())
-            if device == parameter.device:
-                parameter.data = view
-            else:
-                moved = nn.Parameter(view, requires_grad=parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
+            if not parameter.is_meta:
+                view.copy_(parameter.detach())
+            point(parameter, view)
 
     def view(self, name: str, buffer: Tensor) -> Tensor:
         """A parameter's slice of any buffer laid out like its dtype's."""
@@ -91,6 +98,15 @@ class FlatParameters:
     def num_bytes(self) -> int:
         """Bytes of all parameters, the padding between them left out."""
         return sum((slot.stop - slot.start) * slot.dtype.itemsize for slot in self.slots.values())
+
+
+def point(parameter: nn.Parameter, view: Tensor) -> None:
+    """Have a parameter lie in a view, maybe on another device; it stays the same object."""
+    if parameter.device == view.device:
+        parameter.data = view
+        return
+    moved = nn.Parameter(view, requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
 
 
 def whole_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
@@ -132,14 +148,23 @@ def beside_compute(buffers: list[Tensor]) -> Iterator[None]:
 def to_host(buffers: Iterable[Tensor]) -> list[Tensor]:
     """Copies in host memory; of a CUDA device's in pages that stay where they are."""
     kept = list(buffers)
-    copies = [
-        torch.empty_like(buffer, device="cpu", pin_memory=buffer.device.type == "cuda")
-        for buffer in kept
-    ]
+    copies = memory_like(kept)
     with beside_compute(kept):
         for copy, buffer in zip(copies, kept, strict=True):
             copy.copy_(buffer, non_blocking=True)
     return copies
+
+
+def storage_of(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage as bytes, `[bytes]`."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def in_storage(storage: Tensor, like: Tensor) -> Tensor:
+    """The tensor that lies in a copy of a storage, bytes, as `like` does in the storage."""
+    size, stride = like.size(), like.stride()
+    return storage.view(like.dtype).as_strided(size, stride, int(like.storage_offset()))
 
 
 def free(buffers: Iterable[Tensor]) -> None:

@@ -9,7 +9,6 @@ made wide, changed, and rounded. This file knows no formula of an optimizer.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.errors import Finding, RunError
+from rlflow.engines import pinned
 from rlflow.modelfiles.visits import PIECE_NUMBERS, SLOTS
 
 Range = tuple[int, int]
@@ -28,30 +27,6 @@ def pieces_of(start: int, stop: int) -> list[Range]:
     """Neighbouring ranges of at most `PIECE_NUMBERS` numbers, from start to stop."""
     most = PIECE_NUMBERS
     return [(first, min(first + most, stop)) for first in range(start, stop, most)]
-
-
-def host_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in host memory; beside a CUDA device in pages that stay where they are.
-
-    Registered by size: torch's own pinned memory is rounded up to a power of two. Raises RunError
-    where the pages cannot be kept in place.
-    """
-    made = torch.zeros(count, dtype=dtype)
-    if device.type == "cuda" and count:
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        place = made.data_ptr()
-        code = int(runtime.cudaHostRegister(place, made.nbytes, 0))
-        if code:
-            raise RunError(
-                Finding(
-                    code="E518",
-                    what="host memory for an optimizer's states cannot be pinned",
-                    got=f"CUDA error {code} for {made.nbytes} bytes",
-                    fix="a higher limit of locked memory: ulimit -l",
-                )
-            )
-        weakref.finalize(made.untyped_storage(), runtime.cudaHostUnregister, place)
-    return made
 
 
 @dataclass(slots=True)
@@ -80,7 +55,7 @@ class KeptStates:
         self.device = device
         self.on_host = on_host
         self.buffers = {
-            kind: host_zeros(count, dtype, device)
+            kind: pinned.host_zeros(count, dtype, device)
             if on_host
             else torch.zeros(count, dtype=dtype, device=device)
             for kind, dtype in kinds.items()
@@ -94,14 +69,14 @@ class KeptStates:
         They are where they are kept when the iterator ends, rounded as `rounded` does in that
         `turn`. Ranges do not overlap.
         """
-        for where, held in self._brought(ranges):
+        for where, held in self.brought(ranges):
             wide = {kind: kept.to(dtype) for kind, kept in held.items()}
             yield where, wide
             for kind, kept in held.items():
                 if kept.dtype != dtype:
                     kept.copy_(rounded(wide[kind], turn))
 
-    def _brought(self, ranges: Sequence[Range]) -> Iterator[tuple[Range, dict[str, Tensor]]]:
+    def brought(self, ranges: Sequence[Range]) -> Iterator[tuple[Range, dict[str, Tensor]]]:
         """Each range with its numbers as they are kept, on the device."""
         if not self.on_host:
             for start, stop in ranges:

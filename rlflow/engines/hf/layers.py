@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlflow.engines.hf.flat import FlatParameters, free, restore
+from rlflow.engines import pinned
+from rlflow.engines.hf.flat import FlatParameters, free, point, restore
 from rlflow.engines.hf.recompute import decoder_layers
 
 
@@ -22,22 +23,23 @@ class HostLayer:
     """The weights of one layer: in host memory always, on the device from `fetch` to `drop`."""
 
     def __init__(self, module: nn.Module, names: Iterable[str], device: torch.device) -> None:
-        self.flat = FlatParameters(module, set(names))
         self.device = device
-        # A copy that runs beside other work needs memory that stays where it is.
-        self.host = {
-            dtype: buffer.pin_memory() if device.type == "cuda" else buffer
-            for dtype, buffer in self.flat.buffers.items()
-        }
+        self.flat = FlatParameters(module, set(names), torch.device("cpu"), self._memory)
+        self.host = dict(self.flat.buffers)
         self.visiting = {
             dtype: torch.empty_like(buffer, device=device) for dtype, buffer in self.host.items()
         }
         self.flat.buffers = self.visiting
         for name, parameter in self.flat.parameters.items():
-            parameter.data = self.flat.view(name, self.visiting[parameter.dtype])
+            point(parameter, self.flat.view(name, self.visiting[parameter.dtype]))
         self.present = True
         self.arrived: torch.cuda.Event | None = None
         self.drop()
+
+    def _memory(self, count: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Host memory that stays where it is, for copies that run beside other work."""
+        assert device.type == "cpu"
+        return pinned.host_zeros(count, dtype, self.device)
 
     def tensors(self) -> dict[str, Tensor]:
         """The host's weights by name, views of them."""

@@ -1,8 +1,9 @@
 """Making a `TorchModel` of a directory or hub name, and refusing what would be computed wrongly.
 
-A model is loaded from config.json and safetensors, never by code that comes with it, and then
-compared on a few tokens with its own unmodified forward: packed, in long rows, and decoded on
-a cache. This file knows neither training nor sampling.
+A model is loaded from config.json and safetensors, never by code that comes with it: each tensor
+goes from its file to where it lies, a piece at a time. The model is then compared on a few tokens
+with its own unmodified forward: packed, in long rows, and decoded on a cache. This file knows
+neither training nor sampling.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -30,10 +32,16 @@ from rlflow.engines.hf.forward.fused import replace_forwards, restore_forwards
 from rlflow.engines.hf.forward.head import take_head_apart
 from rlflow.engines.hf.heads import draw_head, find_stored_head, read_head
 from rlflow.engines.hf.layers import HostLayers
+from rlflow.engines.hf.layerwise.activations import offload_activations
+from rlflow.engines.hf.layerwise.compiled import compile_layers
 from rlflow.engines.hf.lora import AdapterSpec, adapt
 from rlflow.engines.hf.models import TorchModel, ValueModel
 from rlflow.engines.hf.recompute import recompute_layers
+from rlflow.engines.hf.weights.filling import fill_all
+from rlflow.engines.hf.weights.skeletons import auto
+from rlflow.engines.hf.weights.streaming import streamed_skeleton
 from rlflow.errors import Finding, UsageError, near_names
+from rlflow.graph.placement import Recompute
 from rlflow.modelfiles.families import cannot_be_packed, family_of, packing_finding
 
 Read = TypeVar("Read")
@@ -57,8 +65,10 @@ def load_model(
     seed: int = 0,
     init: Init = "weights",
     lora: AdapterSpec | None = None,
-    recompute: bool = False,
+    recompute: Recompute = False,
     offload: Offload | None = None,
+    hosts_activations: bool = False,
+    compiled: bool = False,
     fresh_head: bool = True,
 ) -> TorchModel:
     """Load a causal language model, or its body with a value head, and check it.
@@ -66,24 +76,32 @@ def load_model(
     `path` is a directory in Hugging Face format or a hub name. With `init="random"` only
     config.json is read and the weights are a pure function of `seed`. `lora` freezes them and
     adds adapters, drawn from `seed` too; `recompute` keeps only the inputs of decoder layers
-    for the backward pass; `offload="layers"` keeps the decoder layers of a frozen model on the
-    host. A value head is read from the files; one that no file holds is zero with `fresh_head`,
-    as for a model that is trained, and refused without. Raises UsageError for a path that cannot
-    be read, an architecture that packing would compute wrongly, missing weights, packed logits
-    that differ from the model's own, or an option that does not fit the model.
+    for the backward pass, as a placement says it; `offload="layers"` keeps the decoder layers
+    of a frozen model on the host, `hosts_activations` what decoder layers save for the backward
+    pass; `compiled` layers are compiled by torch where rows are packed. A value head is read from
+    the files; one that no file holds is zero with `fresh_head`, as for a model that is trained, and
+    refused without. Raises UsageError for a path that cannot be read, an architecture that packing
+    would compute wrongly, missing weights, packed logits that differ from the model's own, or an
+    option that does not fit the model.
     """
     check_path(path, init)
+    place = torch.device(device)
     with quiet_transformers():
         attention.register_attention()
         config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
         check_layers(path, config)
-        module = read(path, lambda: build(path, config, head, dtype, seed, init, fresh_head))
-    place = torch.device(device)
+        make = partial(build, path, config, head, dtype, seed, init, fresh_head)
+        empty = read(path, lambda: skeleton_for(path, config, head, dtype, init, fresh_head, place))
+        module = read(path, make) if empty is None else empty
     layers = None if offload is None else HostLayers(module, place)
     adapters = None if lora is None else adapt(module, lora, seed)
     model = TorchModel(
         module, config, head=head, name=path, adapters=adapters, layers=layers, device=place
     )
+    if empty is not None:
+        drawing = make if init == "random" else None
+        with quiet_transformers():
+            read(path, lambda: fill_all(model.shards(), model, path, seed=seed, make=drawing))
     # Parameters are there; of what else a module has, only small buffers are left.
     module.eval().to(place)
     plain = plain_outputs(module, config, head)
@@ -95,16 +113,44 @@ def load_model(
         check_outputs(model, plain)
     if head == "lm":
         model.predictor = checked_head(model, plain, take_head_apart(module, config))
-    if recompute:
-        recompute_layers(module)
+    treat_layers(model, place, compiled, recompute, hosts_activations)
     return model
 
 
-def auto(name: str) -> Any:
-    """One of transformers' automatic classes, imported when it is first needed."""
-    import transformers
+def treat_layers(
+    model: TorchModel,
+    device: torch.device,
+    compiled: bool,
+    recompute: Recompute,
+    hosts_activations: bool,
+) -> None:
+    """Do to the decoder layers of a model what its placement asks for, from the inside out."""
+    if compiled:
+        compile_layers(model.module)
+    if recompute:
+        recompute_layers(model.module, recompute)
+    if hosts_activations:
+        model.activations = offload_activations(model.module, device)
 
-    return getattr(transformers, name)
+
+def skeleton_for(
+    path: str,
+    config: ModelConfig,
+    head: Head,
+    dtype: torch.dtype,
+    init: Init,
+    fresh_head: bool,
+    place: torch.device,
+) -> nn.Module | None:
+    """A module without memory, to be filled where it lies; None for one that is made whole.
+
+    Random weights are drawn one at a time beside an accelerator, most of them twice; a CPU draws
+    them once, where they stay.
+    """
+    drawn = init == "random"
+    if drawn and place.type == "cpu":
+        return None
+    return streamed_skeleton(path, config, head, dtype, drawn=drawn, fresh_head=fresh_head)
 
 
 @contextmanager

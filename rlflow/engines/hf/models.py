@@ -20,6 +20,7 @@ from rlflow.engines.hf.flat import FlatParameters, free, restore, to_host, whole
 from rlflow.engines.hf.forward.attention import AttentionState, attending
 from rlflow.engines.hf.forward.head import Predictor, in_place_of_head
 from rlflow.engines.hf.layers import HostLayers
+from rlflow.engines.hf.layerwise.activations import HostedActivations
 from rlflow.engines.hf.lora import Adapters
 from rlflow.errors import Finding, RunError, known_names, near_names
 from rlflow.modelfiles.heads import Head as StoredHead
@@ -70,10 +71,12 @@ class TorchModel(Resident):
 
     With `adapters` they are what training changes, and the other weights are frozen. Weights
     of `layers` live on the host; those are the ones that are given and taken by name. A language
-    model has a `predictor` where its head can be computed apart from its body.
+    model has a `predictor` where its head can be computed apart from its body. What autograd saves
+    of layers may lie on the host as `activations`.
     """
 
     predictor: Predictor | None = None
+    activations: HostedActivations | None = None
 
     def __init__(
         self,

@@ -1,14 +1,17 @@
 """Gradient checkpointing: a layer keeps its inputs and computes the rest again in backward.
 
 Chen et al., "Training deep nets with sublinear memory cost" (arXiv:1604.06174), section 4, by
-`torch.utils.checkpoint`. This file knows where a model's layers are, not what they compute,
-nor how they are sharded or trained.
+`torch.utils.checkpoint`. A layer may keep what its attention made as well, which is dear to compute
+for long rows and small to keep (Korthikanti et al., "Reducing activation recomputation in large
+transformer models", arXiv:2205.05198, section 5, keep what is not attention: of a kernel that
+never holds the scores the rest is what is large). This file knows where a model's layers are, not
+what they compute, nor how they are sharded or trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,8 +19,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rlflow.engines.hf.forward.attention import attending, current_state
+from rlflow.engines.hf.forward.attention import AttentionState, attending, current_state
+from rlflow.engines.hf.forward.spans import AttentionMemory
 from rlflow.errors import Finding, UsageError
+from rlflow.graph.placement import Recompute
 
 Left = TypeVar("Left")
 
@@ -46,28 +51,35 @@ def decoder_layers(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def recompute_layers(module: nn.Module) -> None:
-    """Make every decoder layer keep only its inputs for the backward pass.
+def recompute_layers(module: nn.Module, recompute: Recompute = True) -> None:
+    """Make decoder layers keep only their inputs for the backward pass: all, or the first so many.
 
-    Gradients are those of the plain layers bit for bit; without gradient nothing changes. Hooks
-    of a layer stay outside, so that sharding which fetches weights before backward fetches them
-    before this computes again. Call it after everything else that replaces forwards.
+    With "selective" all of them keep what their attention makes beside. The first are the cheapest
+    to take: when a backward computes them again, what the others kept is gone. Gradients are those
+    of the plain layers bit for bit; without gradient nothing changes. Hooks of a layer stay
+    outside, so that sharding which fetches weights before backward fetches them before this
+    computes again. Call it after everything else that replaces forwards.
     """
-    for layer in decoder_layers(module).values():
-        layer.forward = partial(recomputed, layer.forward)
+    layers = list(decoder_layers(module).values())
+    count = len(layers) if isinstance(recompute, bool | str) else recompute
+    for layer in layers[:count] if recompute else []:
+        layer.forward = partial(recomputed, layer.forward, selective=recompute == "selective")
 
 
-def recomputed(plain: Callable[..., Left], *args: Any, **kwargs: Any) -> Left:
+def recomputed(plain: Callable[..., Left], *args: Any, selective: bool, **kwargs: Any) -> Left:
     """Call a layer's own forward; the backward pass calls it again, to the same attention.
 
-    Backward may run in another thread, where no attention state is set.
+    Backward may run in another thread, where no attention state is set. Where it is `selective`
+    attention computes once.
     """
     if not torch.is_grad_enabled():
         return plain(*args, **kwargs)
     state = current_state()
+    memory = AttentionMemory() if selective else None
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), attending(state)
+        first = nullcontext() if memory is None else memory.filling()
+        return first, recalling(state, memory)
 
     left: Left = checkpoint(
         plain,
@@ -78,3 +90,10 @@ def recomputed(plain: Callable[..., Left], *args: Any, **kwargs: Any) -> Left:
         **kwargs,
     )
     return left
+
+
+@contextmanager
+def recalling(state: AttentionState, memory: AttentionMemory | None) -> Iterator[None]:
+    """Send attention to `state` within the block; what it made is taken from a `memory`."""
+    with attending(state), nullcontext() if memory is None else memory.telling():
+        yield

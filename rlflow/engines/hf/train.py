@@ -36,7 +36,8 @@ from rlflow.engines.hf.forward.packed import prompt_groups
 from rlflow.engines.hf.forward.token_scores import token_scores, widen
 from rlflow.engines.hf.forward.vocabulary import CHOSEN, IDS, SUMS, TOP, distributions
 from rlflow.engines.hf.models import TorchModel
-from rlflow.engines.hf.optim import AdamWState
+from rlflow.engines.hf.optim.adamw import AdamWState
+from rlflow.engines.hf.optim.kinds import WHOLE, Kinds, optimizer_kind
 from rlflow.errors import Finding, RunError
 from rlflow.modelfiles.chunks import CHUNK_BYTES
 
@@ -55,7 +56,7 @@ class TrainEngine:
     CUDA where nothing is said.
     """
 
-    steps_with: type[AdamWState] = AdamWState
+    steps_with: Kinds = WHOLE
 
     def __init__(
         self,
@@ -73,7 +74,8 @@ class TrainEngine:
         self.chunk_bytes = CHUNK_BYTES if chunk_bytes is None and not on_cpu else chunk_bytes
         self.optimizer = None
         if optimizer is not None:
-            self.optimizer = self.steps_with(model, optimizer, visiting=visiting)
+            steps_with = self.steps_with[optimizer_kind(optimizer)]
+            self.optimizer = steps_with(model, optimizer, visiting=visiting)
         self.micro_tokens = micro_tokens
 
     @torch.no_grad()

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from rlflow.contract.engines import ModelConfig
-from rlflow.engines.hf.loading import auto, quiet_transformers
+from rlflow.engines.hf.loading import quiet_transformers
 from rlflow.engines.hf.lora import ADDED_HEAD, is_adapter
 from rlflow.engines.hf.models import TorchModel, ValueModel
+from rlflow.engines.hf.weights.names import repeated_parameters
+from rlflow.engines.hf.weights.skeletons import auto
 from rlflow.modelfiles.heads import Head
 
 Tensors = dict[str, Tensor]
@@ -51,32 +53,6 @@ def plain_state(module: nn.Module, tensors: Tensors) -> Tensors:
         for name, tensor in module.state_dict().items()
         if name not in tied and not is_adapter(name)
     }
-
-
-def repeated_parameters(module: nn.Module) -> set[str]:
-    """The names of parameters that are another one's: all but the first of each."""
-    kept = dict(module.named_parameters())
-    return {name for name, _ in module.named_parameters(remove_duplicate=False)} - kept.keys()
-
-
-def names_in_files(module: Any) -> dict[str, str] | None:
-    """The module's own name of every tensor of its files; None where files have other tensors.
-
-    For some architectures transformers joins tensors of the files, and takes them apart again.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    left_out = set(module._keys_to_ignore_on_save or ()) | repeated_parameters(module)
-    held = {n: t for n, t in module.state_dict().items() if n not in left_out}
-    empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in held.items()}
-    own = {id(tensor): name for name, tensor in empty.items()}
-    try:
-        stored = revert_weight_conversion(module, dict(empty))
-    except RuntimeError:  # taking tensors apart asks for numbers, which these have not
-        return None
-    if {id(tensor) for tensor in stored.values()} != own.keys():
-        return None
-    return {name: own[id(tensor)] for name, tensor in stored.items()}
 
 
 def files_of(shapes: Tensors) -> dict[str, list[str]]:

@@ -3,7 +3,8 @@
 Each bucket is gathered by one rank of the source, another one for each, and broadcast to all ranks
 of the reshard: by NCCL on GPUs, by gloo on a CPU, with the same code. A rank beside each rank of an
 engine lends its copy (`ipc`), so that the engine opens it where it is. There are two slots: while
-engines load one, the next bucket is gathered and broadcast into the other. This file knows
+engines load one, the next bucket is gathered and broadcast into the other. Weights that an engine
+has in float8 are gathered beside it, and quantised before they are broadcast. This file knows
 neither versions nor how an engine is asked.
 """
 
@@ -22,7 +23,14 @@ from torch import Tensor
 from rlflow.contract.progress import advance
 from rlflow.contract.values import Shard
 from rlflow.engines.reshard.boxes import Entry, whole_box
-from rlflow.engines.reshard.bucket_layout import Row, WeightBucket, slot_bytes, weight_buckets
+from rlflow.engines.reshard.bucket_layout import (
+    Row,
+    WeightBucket,
+    scale_name,
+    scratch_bytes,
+    slot_bytes,
+    weight_buckets,
+)
 from rlflow.engines.reshard.ends import (
     Ends,
     Group,
@@ -35,12 +43,15 @@ from rlflow.engines.reshard.ends import (
 )
 from rlflow.engines.reshard.hashing import MODULUS, hash_box
 from rlflow.engines.reshard.ipc import Handle, lend
+from rlflow.engines.reshard.quantised import quantise_into
 from rlflow.engines.reshard.resharder import Moved, described
 from rlflow.engines.reshard.slices import Move, Table, plan_targets
 from rlflow.engines.reshard.transports import Collective
 
 # Of pieces that go to the rank that gathers a bucket, in one message.
 PIECES = 64 << 20
+# Where among the slots lies what is gathered before it is quantised.
+SCRATCH = 2
 
 
 class Taker(Protocol):
@@ -124,6 +135,7 @@ class BucketStream:
         holders = [number for number, its in enumerate(ranks) if its.source]
         self.buckets = weight_buckets(self.table, limit, holders)
         self.lengths = slot_bytes(self.buckets)
+        self.scratch = scratch_bytes([b for b in self.buckets if b.source == self.rank])
         self.moves = self._moves({number: its.source for number, its in enumerate(ranks)})
         self.check_hashes = check
         self.hashes: tuple[dict[str, int], dict[str, int]] = ({}, {})
@@ -131,11 +143,12 @@ class BucketStream:
 
     def _moves(self, source: Mapping[int, Table]) -> list[list[Move]]:
         """For each bucket what its source gets of the other ranks, and copies of its own."""
-        where = {row[0]: n for n, bucket in enumerate(self.buckets) for row in bucket.rows}
+        where: dict[str, int] = {}
         gathers: dict[int, dict[str, Entry]] = {}
-        for bucket in self.buckets:
-            for name, dtype, shape, _ in bucket.rows:
+        for number, bucket in enumerate(self.buckets):
+            for name, dtype, shape, _ in bucket.gathered.rows:
                 gathers.setdefault(bucket.source, {})[name] = shape, dtype, whole_box(shape)
+                where[name] = number
         found: list[list[Move]] = [[] for _ in self.buckets]
         for move in plan_targets(source, [gathers], only=frozenset(where)):
             found[where[move.name]].append(move)
@@ -160,16 +173,18 @@ class BucketStream:
             cuda: Any = torch.cuda
             cuda.ipc_collect()
             cuda.empty_cache()
+        mine = (b.gathered if b.source == self.rank else b for b in self.buckets)
         return Moved(
             received=received,
-            copied=sum(b.bytes for b in self.buckets) - received,
+            copied=sum(bucket.bytes for bucket in mine) - received,
             seconds=time.perf_counter() - begin,
             buckets=len(self.buckets),
-            staged=sum(self.lengths),
+            staged=sum(self.lengths) + self.scratch,
         )
 
     def _run(self) -> int:
-        slots = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in self.lengths]
+        lengths = (*self.lengths, self.scratch)
+        slots = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in lengths]
         filling, keeping = DeviceQueue(self.device), DeviceQueue(self.device)
         self.hashes = ({}, {})
         for _, taker in self.takers:
@@ -204,16 +219,31 @@ class BucketStream:
         """Gather a bucket where its source is and broadcast it; the bytes that came from others."""
         bucket, moves = self.buckets[number], self.moves[number]
         into = slots[bucket.slot][: bucket.bytes]
+        whole = slots[SCRATCH] if bucket.quantised else into
         here = self.rank == bucket.source
-        ends = Ends(self.rank, self.source, (shards_in(bucket, into) if here else {},))
+        gathered = shards_in(bucket.gathered, whole) if here else {}
         with lane.work():
-            Collective(moves, ends, self.group, PIECES, self.device).run()
+            Collective(
+                moves, Ends(self.rank, self.source, (gathered,)), self.group, PIECES, self.device
+            ).run()
+            if here and bucket.quantised:
+                self._quantise(gathered, shards_in(bucket, into))
             if self.group is not None:
                 with naming_lost_ranks(f"rank {bucket.source}"):
                     dist.broadcast(into, group=self.group, group_src=bucket.source)
         if not here:
             return bucket.bytes
         return sum(move.bytes for move in moves if move.travels)
+
+    def _quantise(self, gathered: Mapping[str, Shard], into: Mapping[str, Shard]) -> None:
+        """Quantise what was gathered into its bucket."""
+        for name, shard in gathered.items():
+            quantise_into(shard.tensor, into[name].tensor, into[scale_name(name)].tensor)
+        if self.check_hashes:
+            before, after = self.hashes
+            # Scratch is filled anew by the next bucket, so that it is hashed at once.
+            after.update({plain_name(name): hash_whole(s) for name, s in gathered.items()})
+            before.update({name: hash_whole(shard) for name, shard in into.items()})
 
     def _read(self, number: int, memory: Tensor, lane: DeviceQueue) -> None:
         """Keep what engines load, and take the hashes of both ends."""
@@ -225,20 +255,21 @@ class BucketStream:
         if not self.check_hashes:
             return
         before, after = self.hashes
+        of = {name: (shape, dtype_of(dtype)) for name, dtype, shape, _ in bucket.gathered.rows}
         for move in self.moves[number]:
             if move.sender == self.rank:
-                shape, dtype = self.table[move.name]
-                piece = view(self.source[move.name], move.box)
-                value = hash_box(piece, move.box, shape, dtype_of(dtype))
-                before[move.name] = (before.get(move.name, 0) + value) % MODULUS
-        for name, shard in shards.items() if self.lends else ():
-            tensor = shard.tensor
-            after[name] = hash_box(tensor, shard.box, tuple(shard.shape), tensor.dtype)
+                value = hash_box(view(self.source[move.name], move.box), move.box, *of[move.name])
+                name = plain_name(move.name) if bucket.quantised else move.name
+                before[name] = (before.get(name, 0) + value) % MODULUS
+        if self.lends:
+            after.update({name: hash_whole(shard) for name, shard in shards.items()})
 
     def check(self) -> dict[str, tuple[int, int]]:
         """Compare both ends of the last run by their hashes, taken on the device. Collective.
 
-        For every weight that differs anywhere: the hash of the source, and of what was lent.
+        For every weight that differs anywhere: the hash of the source, and of what was lent. Of
+        quantised weights that is what their source has made, and what that was made of is compared
+        with the shards, under a name of its own.
         """
         found = all_gather_values(self.group, self.hashes)
         totals: dict[str, int] = {}
@@ -254,6 +285,16 @@ class BucketStream:
 
     def close(self) -> None:
         """Nothing is kept between runs."""
+
+
+def plain_name(name: str) -> str:
+    """What a weight is called in a comparison of what it was before it was quantised."""
+    return f"{name} before it is quantised"
+
+
+def hash_whole(shard: Shard) -> int:
+    """The hash of a whole weight, in its own dtype."""
+    return hash_box(shard.tensor, shard.box, tuple(shard.shape), shard.tensor.dtype)
 
 
 def shards_in(bucket: WeightBucket, memory: Tensor) -> dict[str, Shard]:

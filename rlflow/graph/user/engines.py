@@ -16,6 +16,8 @@ from rlflow.graph.user.engine_options import EngineOptions, Positive, register_e
 from rlflow.graph.user.speculative import Speculative
 
 Updates = Literal["device", "memory", "group", "disk"]
+VLLMUpdates = Literal["device", "memory"]
+Quantization = Literal["fp8"]
 
 SAID_ELSEWHERE = {
     "model_path": "the model's path",
@@ -105,6 +107,9 @@ class SGLang(EngineOptions):
     engine. None means "device" on accelerators, for whole models without a drafter, else "group"
     for a replica over several hosts and "memory" for others.
 
+    With `quantization="fp8"` it holds the weights of linear layers as 8-bit floats with a scale
+    for each block of 128 x 128, which updates bring: a bfloat16 model, by the device.
+
     `speculative` drafts with a model that is not trained. A trained one is given to the rollout:
     `ops.rollout(..., drafter=)`.
     """
@@ -133,7 +138,7 @@ class SGLang(EngineOptions):
     context_length: Positive | None = None
     attention_backend: str | None = None
     cuda_graph: bool = True
-    quantization: str | None = None
+    quantization: Quantization | None = None
     deterministic: bool = False
     speculative: Speculative | None = None
     updates: Updates | None = None
@@ -212,7 +217,8 @@ class VLLM(EngineOptions):
     that of the variable RLFLOW_VLLM_PYTHON, or this one. It has `start_seconds` to start. With
     `memory_saver` weights and pool can be freed while the engine is idle; None means where the
     plan has it sleep. Every sample has a seed of its own. `args` are further arguments of vLLM's
-    engine, under its own names.
+    engine, under its own names. `updates` is how new weights reach it: in buckets in the memory of
+    the "device", or by "memory" that worker and engine map; None means the first on accelerators.
     """
 
     engine: ClassVar[str] = "vllm"
@@ -228,3 +234,4 @@ class VLLM(EngineOptions):
     max_running_requests: Positive | None = None
     context_length: Positive | None = None
     cuda_graph: bool = True
+    updates: VLLMUpdates | None = None

@@ -107,8 +107,15 @@ def _models(
             continue
         trained = one["optimizer"] is not None or other["optimizer"] is not None
         for change in _differing(name, _flat(one), _flat(other)):
-            how = change.path.startswith(f"{name}.optimizer.")
+            how = change.path.startswith(f"{name}.optimizer.") and not _another_kind(change)
             yield _fixed(change) if trained and not how else change
+
+
+def _another_kind(change: Change) -> bool:
+    """Whether one run has Muon and the other AdamW, or moments in 8 bits, and the other has not."""
+    pair = change.before, change.now
+    coded = change.path.endswith(".optimizer.moments") and "int8" in pair
+    return coded or (change.path.endswith(".optimizer.momentum") and NOTHING in pair)
 
 
 def _nodes(

@@ -118,6 +118,10 @@ class Found:
     path: Path
     rejected: tuple[Rejected, ...]
 
+    def warnings(self) -> list[str]:
+        """A line for every newer checkpoint that this one stands in for."""
+        return [f"checkpoint {each.name} cannot be used: {each.reason}" for each in self.rejected]
+
 
 def list_checkpoints(root: Path) -> tuple[Path, ...]:
     """The checkpoint directories of `root`, oldest first, not verified; empty without `root`.

@@ -58,6 +58,11 @@ def changes_since(
     return found
 
 
+def has_begun(directory: RunDir) -> bool:
+    """Whether a run has begun in a directory, so that there is something to continue."""
+    return (directory.path / "plan.json").exists()
+
+
 def newest(directory: RunDir) -> Manifest | None:
     """What the newest checkpoint with a whole manifest says; its other files are not read."""
     for path in reversed(list_checkpoints(directory.checkpoints)):

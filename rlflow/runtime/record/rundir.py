@@ -166,14 +166,15 @@ class RunDir:
         with disk_errors(RunDirError, f"read the graphs of {self.path}", self.path):
             return [file.read_text() for file in files if file.exists()]
 
+    def note(self, **facts: JSON) -> None:
+        """Add to run.json."""
+        self._write_json(RUN_FILE, {**self.read_run(), **facts})
+
     def note_resumed(self, entry: Mapping[str, JSON], again: Sequence[str]) -> None:
         """Add to run.json that the run goes on, with which changes, and the words that do so."""
-        facts = dict(self.read_run())
-        before = facts.get("resumed")
-        now = datetime.now(UTC).isoformat(timespec="microseconds")
-        added: dict[str, JSON] = {"at": now, **entry}
-        facts["resumed"] = [*(before if isinstance(before, list) else []), added]
-        self._write_json(RUN_FILE, {**facts, "again": list(again)})
+        before = self.read_run().get("resumed")
+        added = {"at": datetime.now(UTC).isoformat(timespec="microseconds"), **entry}
+        self.note(resumed=[*(before if isinstance(before, list) else []), added], again=list(again))
 
     def write_plan(self, text: str, plan: Mapping[str, JSON]) -> None:
         """Write plan.txt, the printed form, and plan.json."""

@@ -22,15 +22,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from rlflow.contract.engines import ModelConfig
-from rlflow.engines.hf import host_states, loading
+from rlflow.engines import pinned
+from rlflow.engines.hf import loading
+from rlflow.engines.hf.flat import in_storage
 from rlflow.engines.hf.forward import spans
 from rlflow.engines.hf.forward.sequences import FLASH_DTYPES, FLASH_LARGEST, FLASH_STEP, Visible
 from rlflow.engines.hf.models import TorchModel
-from rlflow.engines.hf.optim import AdamWState
+from rlflow.engines.hf.optim.adamw import AdamWState
 from rlflow.engines.hf.sharded import build
-from rlflow.engines.hf.sharded.loading import skeleton
+from rlflow.engines.hf.sharded import model as sharded
 from rlflow.engines.hf.sharded.mesh import MeshRanks
 from rlflow.engines.hf.sharded.optim import ShardedAdamW
+from rlflow.engines.hf.weights.skeletons import skeleton
 from rlflow.runtime.rehearse.live import ELSEWHERE, KindOf, LiveStorages
 
 DEVICE = "meta"
@@ -122,11 +125,12 @@ def without_data(live: LiveStorages, ranks: int) -> Iterator[None]:
         replace(_fsdp_init, "_move_states_to_device", lambda *_: None)
         group = _fsdp_param_group.FSDPParamGroup
         replace(group, "_validate_no_meta_params", lambda _: None)
-        replace(loading, "build", empty_module)
-        replace(host_states, "host_zeros", lambda count, dtype, _: one_zero((count,), dtype))
+        replace(loading, "skeleton_for", empty_module)
+        replace(pinned, "host_zeros", lambda count, dtype, _: one_zero((count,), dtype))
         replace(spans, "flash_fits", taken_by_flash)
+        replace(sharded, "in_storage", in_no_storage)
         for owner, name, kind in (
-            (loading, "build", ELSEWHERE),
+            (loading, "skeleton_for", ELSEWHERE),
             (build, "skeleton", ELSEWHERE),
             (build, "adapt", ELSEWHERE),
             (build, "parallelize", ELSEWHERE),
@@ -138,8 +142,9 @@ def without_data(live: LiveStorages, ranks: int) -> Iterator[None]:
             (AdamWState, "zero_grad", "gradients"),
         ):
             replace(owner, name, counted_as(live, getattr(owner, name), kind))
-        replace(build, "fill_all", lambda *_, **__: None)
+        replace(loading, "compile_layers", lambda _: None)
         for module in (loading, build):
+            replace(module, "fill_all", lambda *_, **__: None)
             replace(module, "plain_outputs", no_outputs)
             replace(module, "forward_differences", lambda *_: {})
             replace(module, "checked_head", lambda _, __, predictor, **___: predictor)
@@ -148,6 +153,11 @@ def without_data(live: LiveStorages, ranks: int) -> Iterator[None]:
         if ranks > 1:
             stack.enter_context(fake_ranks(ranks))
         yield
+
+
+def in_no_storage(storage: Tensor, like: Tensor) -> Tensor:
+    """What lies in the copy of a storage as `like` does, where one number stands for that copy."""
+    return one_zero(like.shape, like.dtype) if is_one_number(storage) else in_storage(storage, like)
 
 
 def empty_module(

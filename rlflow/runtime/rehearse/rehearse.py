@@ -113,9 +113,25 @@ def rehearse_on(plan: Plan, own: int, sizes: Mapping[str, RowSizes], vocabulary:
         found: list[RehearsedAction] = []
         for iteration in range(ITERATIONS):
             found = list(_turn(plan, worker, live, iteration))
-        found += _save(plan, worker, own)
+        found += [*_hosted(plan, worker), *_save(plan, worker, own)]
         worker.close()
     return Rehearsal(device=own, actions=tuple(found), left_out=tuple(left_out(plan, own)))
+
+
+def _hosted(plan: Plan, worker: Worker) -> Iterator[RehearsedAction]:
+    """What activations have taken of the host's memory, beside what the plan counts for them."""
+    for loaded in worker.trained():
+        hosted = getattr(loaded.model, "activations", None)
+        if hosted is not None:
+            planned = plan.part(loaded.instance.activations).on_host
+            size = hosted.pieces.num_bytes()
+            yield RehearsedAction(
+                action=f"{loaded.instance.activations}, on the host",
+                planned=planned,
+                found=size,
+                planned_of=((loaded.instance.name, planned),),
+                found_of=((loaded.instance.name, size),),
+            )
 
 
 def kind_of_tensor(tensor: Tensor, vocabulary: int) -> str | None:

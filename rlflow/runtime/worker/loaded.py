@@ -26,7 +26,7 @@ from rlflow.contract.values import (
 from rlflow.engines.hf.average import move
 from rlflow.engines.hf.generate.speculative import Draft
 from rlflow.engines.hf.models import TorchModel
-from rlflow.engines.hf.optim import learning_rate
+from rlflow.engines.hf.optim.rates import learning_rate
 from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.scheduler.plan.instance import ASLEEP, POOLED, STARTED
 from rlflow.scheduler.plan.plan import Instance, PartKind

@@ -16,7 +16,8 @@ from rlflow.engines.hf.loading import Init, load_model, load_tokenizer
 from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.errors import Finding, UsageError
-from rlflow.graph.model import AdamW, LoRA, Model
+from rlflow.graph.model import AdamW, LoRA, Model, Muon
+from rlflow.graph.placement import Recompute
 from rlflow.runtime.worker.loaded import Loaded
 from rlflow.scheduler.plan.instance import engines_of
 from rlflow.scheduler.plan.plan import Instance
@@ -39,7 +40,9 @@ class Common(TypedDict):
     seed: int
     init: Init
     lora: LoRA | None
-    recompute: bool
+    recompute: Recompute
+    hosts_activations: bool
+    compiled: bool
     fresh_head: bool
 
 
@@ -85,10 +88,12 @@ def load_instance(
             "seed": seed,
             "init": _init(spec),
             "lora": spec.lora,
-            "recompute": instance.recompute,
+            "recompute": instance.recomputes,
+            "hosts_activations": instance.hosts_activations,
+            "compiled": instance.compiled,
             "fresh_head": spec.optimizer is not None,
         }
-        chosen = spec.optimizer if isinstance(spec.optimizer, AdamW) else None
+        chosen = spec.optimizer if isinstance(spec.optimizer, AdamW | Muon) else None
         optimizer = chosen if instance.trained else None
         if mesh is None:
             parts = _whole(instance, optimizer, path, common)
@@ -105,7 +110,7 @@ def load_instance(
     )
 
 
-def _whole(instance: Instance, optimizer: AdamW | None, path: str, common: Common) -> Parts:
+def _whole(instance: Instance, optimizer: AdamW | Muon | None, path: str, common: Common) -> Parts:
     """Model, training and rollout of an instance that lies in one process."""
     layers: Literal["layers"] | None = "layers" if instance.offload == "layers" else None
     model = load_model(path, **common, offload=layers)
@@ -116,7 +121,7 @@ def _whole(instance: Instance, optimizer: AdamW | None, path: str, common: Commo
 
 
 def _sharded(
-    instance: Instance, optimizer: AdamW | None, path: str, mesh: DeviceMesh, common: Common
+    instance: Instance, optimizer: AdamW | Muon | None, path: str, mesh: DeviceMesh, common: Common
 ) -> Parts:
     """Model, training and rollout of this process's shards of an instance."""
     from rlflow.engines.hf.sharded.build import load_sharded

@@ -153,7 +153,8 @@ def restore_components(
             _fill(model, weights, stored, copies)
             if not meta.get(FRESH):
                 own = {n: t for n, t in beside.items() if not n.startswith(MASTER)}
-                _fill(f"{model}.optimizer", moments, own, {})
+                fitted = own if optimizer is None else optimizer.fitted(own)
+                _fill(f"{model}.optimizer", moments, fitted, {})
         if optimizer is not None:
             with torch.no_grad():
                 optimizer.round_masters()
@@ -167,7 +168,7 @@ def _fill(
     better: Mapping[str, Any],
 ) -> None:
     """Read shards from what is stored, of some names from something `better`."""
-    from rlflow.engines.hf.sharded.loading import fill
+    from rlflow.engines.hf.weights.filling import fill
 
     wrong = stored.keys() ^ shards.keys()
     wrong |= {

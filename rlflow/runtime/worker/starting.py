@@ -45,7 +45,7 @@ def start_steps(plan: Plan) -> tuple[StartStep, ...]:
         found.append(StartStep(kind="load", name=instance.name))
         held |= {part.name: part for part in own}
         for part in parts[instance.name]:
-            if part.name not in awake:
+            if part.name not in awake and part.kind != "activations":  # On no device anyway.
                 away[part.name] = part
                 found.append(StartStep(kind="sleep", name=part.name))
     return (*found, *(StartStep(kind="wake", name=name) for name in away if name in awake))

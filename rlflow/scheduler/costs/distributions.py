@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from rlflow.graph.fields import Field
 from rlflow.graph.graph import Node
+from rlflow.graph.placement import Recompute
 from rlflow.graph.roles import Drafted
 from rlflow.graph.rules.steps import mini_batches
 from rlflow.scheduler.costs.lengths import Load
@@ -23,6 +24,7 @@ FULL_BYTES = 4
 WIDE = "likeliest tokens"
 DRAFTS = "drafts"
 VISITING = "states from the host"
+ORTHOGONAL = "matrices made orthogonal"
 BEYOND = "activations beyond the gradients that follow them"
 
 # Numbers that are read and written for each logit, all in float32. To find the likeliest: scores,
@@ -65,7 +67,7 @@ def likeliest_seconds(node: Node, roof: Roofline, load: Load) -> float:
     return roof.read(numbers * FULL_BYTES * logits)
 
 
-def holds(node: Node, roof: Roofline, load: Load, *, recompute: bool) -> Holds:
+def holds(node: Node, roof: Roofline, load: Load, *, recompute: Recompute) -> Holds:
     """What a node holds beside the model, by name, in bytes, the largest first.
 
     A forward leaves what it makes of all its rows where it computes until the last micro-batch is
@@ -97,24 +99,26 @@ def beside_gradients(
     Ranks that share a model have no gradients until a backward makes them, layer by layer from the
     last, and each layer's activations are gone by then. A second micro-batch finds the gradients
     of the first. Where there is one alone, the most is held as its backward begins, without
-    gradients, or as it ends, with those and one layer.
+    gradients, or as it ends, with those and one layer. Of layers that come from the host there are
+    as many at any time.
     """
     tokens = math.ceil(load.prompts) * load.prompt + math.ceil(load.rows) * load.lengths.longest
-    if not instance.sharded or tokens > max(roof.micro_tokens, load.longest_row):
+    alone = tokens <= max(roof.micro_tokens, load.longest_row)
+    if not (instance.sharded and alone) or roof.hosts_activations:
         return found
     held = dict(found)
     activations = held.pop(ACTIVATIONS, 0)
-    one = min(int(roof.kept * tokens), activations)
+    one = min(int(roof.layers.kept * tokens), activations)
     held[BEYOND] = max(activations - size, one)
     return tuple(sorted(held.items(), key=lambda part: -part[1]))
 
 
-def at_least(found: Holds, visiting: int) -> Holds:
-    """What an update holds, or if they are more the states that visit during its step.
+def at_least(found: Holds, visiting: int, why: str = VISITING) -> Holds:
+    """What an update holds, or if that is more what its step makes, by its name.
 
     By then nothing is left of a backward but the gradients.
     """
-    return ((VISITING, visiting),) if visiting > sum(size for _, size in found) else found
+    return ((why, visiting),) if visiting > sum(size for _, size in found) else found
 
 
 def with_drafts(

@@ -6,6 +6,7 @@ table of device kinds. Nothing here decides anything.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,9 +14,12 @@ from rlflow.graph.graph import Node
 from rlflow.graph.roles import Averaged, Drafted, Drawn, Learning, Paused, Resumed, SamplingOptions
 from rlflow.graph.rules.check import longest_response, most_rows, num_prompts, row_counts
 from rlflow.graph.rules.steps import mini_batches
+from rlflow.modelfiles.orthogonal import orthogonal_flops
 from rlflow.scheduler.costs import measurement_keys as keys
 from rlflow.scheduler.costs.distributions import (
     DRAFTS,
+    ORTHOGONAL,
+    VISITING,
     at_least,
     beside_gradients,
     field_bytes,
@@ -41,12 +45,17 @@ from rlflow.scheduler.costs.sizes import Sizes
 from rlflow.scheduler.devices.collectives import copy_bandwidth, group_of, staging
 from rlflow.scheduler.devices.hardware import OBJECT_STORE, STORE_SECONDS
 from rlflow.scheduler.devices.measured import Record
+from rlflow.scheduler.models.quantised import spared_bytes
 from rlflow.scheduler.models.shapes import Shape, dtype_bytes
 from rlflow.scheduler.plan.plan import ActionKind, Cost, Instance, Transport
 
 HOST_SECONDS_PER_ROW = 5e-6
 HOST_SECONDS = 2e-4
 FULL_BYTES = 4
+# How often Muon reads or writes what it steps, beyond AdamW: it and its momentum in four passes.
+MUON_PASSES = 4
+# Bytes that are read and written to make two moments of 8 bits wide and to code them.
+CODED = 2 * 50
 TABLE = "model shape and device table"
 NOT_HERE = "the model's files are not here"
 
@@ -150,7 +159,10 @@ class Costs(Sizes):
             sent = trained * max(roof.size, FULL_BYTES)
             moved = self.hosted(instance) or 0
             step = roof.step(trained, moved, rounded=self.low_moments(instance))
-            one = roof.update(load, sent, recompute=instance.recompute) + step
+            if matrices := self.matrices(instance):
+                step += orthogonal_seconds(roof, matrices)
+            step += roof.read(CODED * self.coded(instance)[0])
+            one = roof.update(load, sent, recompute=instance.recomputes) + step
             first = getattr(learning and learning.loss, "forwards", 0) * roof.forward(load)
             seconds = epochs * batches * (first + one + likeliest_seconds(node, roof, load))
         found = () if keeps_workspace(roof) else self._holds(node, instance, roof, load)
@@ -171,11 +183,12 @@ class Costs(Sizes):
         return self._holds(node, instance, roof, self.load(node, parts, WHOLE))
 
     def _holds(self, node: Node, instance: Instance, roof: Roofline, load: Load) -> Holds:
-        found = holds(node, roof, load, recompute=instance.recompute)
+        found = holds(node, roof, load, recompute=instance.recomputes)
         if node.op.use == "train":
             size = self.gradients(instance) or 0
             found = beside_gradients(found, instance, roof, load, size)
-            found = at_least(found, self.visiting(instance))
+            why = ORTHOGONAL if self.matrices(instance) else VISITING
+            found = at_least(found, self.visiting(instance), why)
         drafter, name = None, instance.engine_plan.drafter_of(node)
         if name is not None and (shape := self.shapes[name]) is not None:
             drafter = self.roofline(replace(instance, model=name), shape)
@@ -238,12 +251,14 @@ class Costs(Sizes):
             gathers=instance.fsdp > 1 or (instance.sharded and low),
             streamed=instance.offload == "layers",
             kept_whole=instance.kept_whole,
+            hosts_activations=instance.hosts_activations,
             micro_tokens=instance.micro_tokens,
             trains_vocabulary=instance.trained and model.lora is None,
             tp=group_of(self.cluster, devices[: instance.tp]),
             fsdp=group_of(self.cluster, devices[: across : instance.tp]),
             replicas=group_of(self.cluster, devices[::across] if instance.trained else ()),
             serving=serving_of(instance, self),
+            spared=spared_bytes(shape, size, instance.tp) if instance.engine_plan.in_float8 else 0,
             paged=paged_there(instance, self.cluster.kind_of(devices[0]).name),
         )
 
@@ -353,6 +368,23 @@ def averaging(roof: Roofline, trained: int, of: int, *, period: int, source: str
         holds=(("converted weight", whole),) if whole else (),
         source=source,
     )
+
+
+def orthogonal_seconds(roof: Roofline, held: float) -> float:
+    """Seconds of Muon beyond those of AdamW, of `held` numbers in matrices a rank.
+
+    Each matrix is computed whole by one of the ranks that share it, where its parts come and from
+    where they go back, as many at once as there are ranks.
+    """
+    shape, wide = roof.shape, max(roof.size, FULL_BYTES)
+    size = wide if roof.kind.name == "cpu" else 2
+    count = sum(number for *_, number in shape.matrices)
+    rounds = math.ceil(count / (roof.tp.ranks * roof.fsdp.ranks))
+    one = size * shape.in_matrices / count
+    sent = 2 * rounds * (roof.tp.all_gather(one) + roof.fsdp.all_gather(one))
+    flops = sum(orthogonal_flops(r, c) * number for r, c, number in shape.matrices)
+    computed = flops / count * rounds / (roof.kind.rate(size) * roof.kind.sustained)
+    return computed + sent + roof.read(MUON_PASSES * wide * held)
 
 
 def keeps_workspace(roof: Roofline) -> bool:

@@ -38,7 +38,7 @@ def shares(shape: Shape) -> dict[Cut, int]:
 def parameters_per_rank(instance: Instance, sizes: Mapping[Cut, int]) -> int:
     """Parameters on each rank, the largest rank's where they do not divide."""
     cut = sum(size for how, size in sizes.items() if how != "whole")
-    return -(-(cut // instance.tp + sizes["whole"]) // instance.fsdp)
+    return -(-(cut // instance.tp + sizes.get("whole", 0)) // instance.fsdp)
 
 
 def held_parameters(instance: Instance, shape: Shape) -> int:

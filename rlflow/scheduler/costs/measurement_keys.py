@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.graph.fields import Field
 from rlflow.graph.graph import Graph, Node
-from rlflow.graph.model import Model
+from rlflow.graph.model import Model, Muon
 from rlflow.graph.op import param_text
 from rlflow.graph.roles import LoopEnd
 from rlflow.graph.rules.check import batch_of, most_rows
@@ -104,6 +104,10 @@ def model(declared: Model | None, shape: Shape | None, instance: Instance | None
         return "no model"
     lora = f" {declared.lora.describe()}" if declared.lora is not None else ""
     trained = " trained" if instance.trained else ""
+    if instance.trained and isinstance(declared.optimizer, Muon):
+        trained += " by muon"
+    if instance.trained and getattr(declared.optimizer, "moments", None) == "int8":
+        trained += " in 8 bits"
     layout = f"{instance.layout()} on {len(instance.devices)}"
     if instance.engine_plan.own_process:
         said = timed_options(instance.engine_plan.settings).items()
@@ -119,7 +123,7 @@ def drafter(graph: Graph, shapes: Mapping[str, Shape | None], name: str | None) 
     return f" drafts by {_digest(shape)} {graph.model(name).dtype}"
 
 
-UNTIMED = ("source", "family", "kind")
+UNTIMED = ("source", "family", "kind", "matrices")
 OF_SOME = ("idle", "experts", "chosen", "latent")
 
 

@@ -1,40 +1,96 @@
-"""How many tokens one pass of an instance may see, so that what it holds fits its devices.
+"""How an instance computes so that what it holds fits its devices, where nobody has said it.
 
 A forward or backward goes over a batch in micro-batches of whole rows; gradients are those of
-the whole batch, to the rounding of sums. This file knows sizes, and no other instance's memory.
+the whole batch, to the rounding of sums. Where no micro-batch is small enough a backward computes
+layers again, or an optimizer's state stays on the host, or both: what takes least by the estimate.
+This file knows sizes and seconds, and no other instance's memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from rlflow.graph.graph import Node
+from rlflow.modelfiles.hosted import in_pieces
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.plan.plan import MICRO_TOKENS, Instance
 
 LEAST_TOKENS = 1024
 
+Fits = Callable[[Instance], bool]
+
 
 def in_micro_batches(
-    instance: Instance, nodes: Sequence[Node], room: int, costs: Costs
+    instance: Instance, nodes: Sequence[Node], room: int, costs: Costs, *, free: bool = False
 ) -> Instance:
     """The instance with micro-batches as large as fit `room` bytes; as it is where none do.
 
     They are halved from `MICRO_TOKENS` down, and no smaller than needed. Where none fits, an
-    optimizer's state stays on the host, unless that is where the devices have their memory.
+    optimizer's state stays on the host, unless that is where the devices have their memory; and
+    where the instance is `free` to, a backward computes layers again.
     """
+
+    def fits(tried: Instance) -> bool:
+        return all(needed(node, tried, costs) <= room for node in nodes)
+
+    found = largest_fit(instance, fits)
+    if found is not None or not instance.trained:
+        return found or instance
     ways = [instance]
-    if instance.trained and instance.offload is None and not costs.cluster.is_cpu:
+    if instance.offload is None and not costs.cluster.is_cpu:
         ways.append(replace(instance, offload="optimizer"))
-    for way in ways:
-        tokens = MICRO_TOKENS
-        while tokens >= LEAST_TOKENS:
-            tried = replace(way, micro_tokens=tokens)
-            if all(needed(node, tried, costs) <= room for node in nodes):
-                return tried
-            tokens //= 2
-    return instance
+    shape = costs.shapes[instance.model]
+    layers = shape.layers if free and shape is not None else 0
+    fitting = [fit for way in ways for fit in ways_of(way, layers, fits)]
+    return min(fitting, key=lambda fit: instance_seconds(fit, nodes, costs), default=instance)
+
+
+def ways_of(way: Instance, layers: int, fits: Fits) -> Iterator[Instance]:
+    """The ways of an instance that fit: plain, and with the fewest of so many layers recomputed.
+
+    The last layer is computed again for nothing: its backward comes first, and finds of it what it
+    would have kept. So all layers but that one take the least.
+    """
+    plain = largest_fit(way, fits)
+    if plain is not None:
+        yield plain
+    for tokens in micro_sizes() if layers > 1 else ():
+        tried = [replace(way, micro_tokens=tokens, recompute_first=n) for n in range(1, layers)]
+        fewest = bisect_left(tried, True, key=fits)
+        if fewest < len(tried):
+            yield tried[fewest]
+    selective = largest_fit(replace(way, recompute="selective"), fits) if layers else None
+    if selective is not None:
+        yield selective
+
+
+def largest_fit(way: Instance, fits: Fits) -> Instance | None:
+    """The instance with the largest micro-batches that fit, if any do."""
+    tried = (replace(way, micro_tokens=tokens) for tokens in micro_sizes())
+    return next(filter(fits, tried), None)
+
+
+def micro_sizes() -> Iterator[int]:
+    """Tokens of micro-batches, the most first."""
+    tokens = MICRO_TOKENS
+    while tokens >= LEAST_TOKENS:
+        yield tokens
+        tokens //= 2
+
+
+def instance_seconds(instance: Instance, nodes: Sequence[Node], costs: Costs) -> float:
+    """Seconds that the nodes of an instance take in an iteration."""
+    return sum(
+        (costs.table(node, instance, row_parts(node, instance)).seconds or 0.0) / node.every
+        for node in nodes
+    )
+
+
+def row_parts(node: Node, instance: Instance) -> int:
+    """How many parts of the rows a node's ranks have."""
+    return instance.row_parts if node.op.dispatched not in ("all", "first") else 1
 
 
 def needed(node: Node, instance: Instance, costs: Costs) -> int:
@@ -42,5 +98,17 @@ def needed(node: Node, instance: Instance, costs: Costs) -> int:
     held = costs.weights(instance) or 0
     if node.op.use == "train":
         held += (costs.gradients(instance) or 0) + (costs.moments(instance) or 0)
-    parts = instance.row_parts if node.op.dispatched not in ("all", "first") else 1
-    return held + costs.held(node, instance, parts)
+    return held + costs.held(node, instance, row_parts(node, instance))
+
+
+def hosted_activations(instance: Instance, nodes: Sequence[Node], costs: Costs) -> int | None:
+    """Bytes of host memory for each device that activations of an update lie in, in pieces."""
+    shape = costs.shapes[instance.model]
+    if shape is None:
+        return None
+    most = 0.0
+    for node in (each for each in nodes if each.op.use == "train"):
+        roof = costs.roofline_of(node, instance, shape)
+        tokens = roof.most_tokens(costs.load(node, instance.row_parts))
+        most = max(most, roof.layers.sent(tokens, instance.recomputes))
+    return in_pieces(int(most))

@@ -10,13 +10,15 @@ import math
 from dataclasses import dataclass
 
 from rlflow.graph.op import Use
+from rlflow.graph.placement import Recompute
 from rlflow.graph.rules.completion_order import ended_share
 from rlflow.modelfiles.chunks import WIDE_BYTES, chunk_bytes
 from rlflow.scheduler.costs.lengths import Load, stages
 from rlflow.scheduler.costs.serving import Serving
 from rlflow.scheduler.devices.collectives import ALONE, Group
 from rlflow.scheduler.devices.hardware import Kind
-from rlflow.scheduler.models.flops import product_sizes
+from rlflow.scheduler.models.activations import LayerBytes
+from rlflow.scheduler.models.flops import product_sizes, recomputed_layers
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.plan import MICRO_TOKENS
 
@@ -45,7 +47,9 @@ class Roofline:
     whether layers come from the host. With `serving` keys and values lie in a pool of its own,
     prompts are read some at a time, and rows wait for room. A pass sees at most `micro_tokens`
     tokens, or one row. With `trains_vocabulary` a backward has a gradient of the embedding. A
-    `paged` rollout has a pool of blocks, and graphs unless layers are `streamed`.
+    `paged` rollout has a pool of blocks, and graphs unless layers are `streamed`. A rank holds
+    `spared` bytes fewer of weights than it computes with. What an update keeps of its layers goes
+    to the host and comes back where it `hosts_activations`.
     """
 
     kind: Kind
@@ -55,10 +59,12 @@ class Roofline:
     gathers: bool = False
     streamed: bool = False
     kept_whole: bool = False
+    hosts_activations: bool = False
     serving: Serving | None = None
     micro_tokens: int = MICRO_TOKENS
     trains_vocabulary: bool = False
     paged: bool = False
+    spared: int = 0
     tp: Group = ALONE
     fsdp: Group = ALONE
     replicas: Group = ALONE
@@ -107,7 +113,7 @@ class Roofline:
             return 0.0
         return self.weights / (self.kind.host_link * self.kind.reached)
 
-    def launched(self, seconds: float, times: int = 1) -> float:
+    def launched(self, seconds: float, times: float = 1) -> float:
         """So many passes with their launches: a device runs beside them, a CPU does both."""
         overhead = times * self.overhead
         return seconds + overhead if self.kind.name == "cpu" else max(seconds, overhead)
@@ -138,20 +144,27 @@ class Roofline:
         scored = self.over_vocabulary(predictions, self.kind.scored)
         return count * self.beside(one, self.gathered()) + self.agreed(load.tokens) + scored
 
-    def update(self, load: Load, trained: float, *, recompute: bool) -> float:
+    def update(self, load: Load, trained: float, *, recompute: Recompute) -> float:
         """Seconds of one optimizer step on the rows of a part.
 
         A backward computes twice as much as a forward and gathers again; recomputing adds a
-        forward (Chen et al. 2016), and scores in chunks one of the head. Gradients are summed in
+        forward of its layers (Chen et al. 2016), "selective" one without attention, and scores in
+        chunks one of the head. Gradients are summed in
         every pass over `fsdp`, in the last one over replicas, `trained` bytes a rank. The step
         itself reads and writes what it keeps.
         """
         count, predictions = self.passes(load), load.rows * load.lengths.mean
-        times = 4 if recompute else 3
-        computed = times * self.computed(load.tokens, predictions, load.pairs) / count
-        if self.in_chunks and not recompute:
+        share = recomputed_layers(recompute, self.shape.layers) / self.shape.layers
+        times = 3 + share
+        whole = recompute is True
+        computed = (4 if whole else 3) * self.computed(load.tokens, predictions, load.pairs) / count
+        if self.in_chunks and not whole:
             computed += self.computed(0, predictions, 0) / count
+        if share and not whole:
+            pairs = 0 if recompute == "selective" else load.pairs
+            computed += share * self.computed(load.tokens, 0, pairs) / count
         one = self.launched(self.multiplied(computed, times * self.weights), times)
+        one = self.beside_copies(one, times, self.layers.sent(load.tokens / count, recompute))
         layers = self.shape.layers + 1
         summed = layers * self.fsdp.reduce_scatter(trained / layers)
         sent = (1 if self.kept_whole else 2) * self.gathered() + summed
@@ -159,6 +172,15 @@ class Roofline:
         one = self.beside(one, sent) + self.added(trained)
         learned = self.over_vocabulary(predictions, self.kind.learned)
         return count * one + agreed + learned + self.replicas.all_reduce(trained)
+
+    def beside_copies(self, computed: float, times: float, moved: float) -> float:
+        """A forward while bytes leave, and a backward of the other `times` while they come."""
+        if not moved:
+            return computed
+        copied, one = moved / (self.kind.host_link * self.kind.reached), computed / times
+        if self.kind.name == "cpu":
+            return computed + 2 * copied
+        return max(one, copied) + max(computed - one, copied)
 
     def added(self, trained: float) -> float:
         """Seconds to add the gradients of a pass, `trained` bytes as they are summed, to their sum.
@@ -180,12 +202,12 @@ class Roofline:
         copied = hosted / (self.kind.host_link * self.kind.reached)
         return read + 2 * copied if self.kind.name == "cpu" else max(read, copied)
 
-    def holds(self, use: Use | None, load: Load, *, recompute: bool) -> Holds:
+    def holds(self, use: Use | None, load: Load, *, recompute: Recompute) -> Holds:
         """What a use holds beside the model, by name, in bytes."""
         if use == "rollout":
             return self.rollout_holds(load)
         train = use == "train"
-        return self.pass_holds(load, train=train, recompute=train and recompute)
+        return self.pass_holds(load, train=train, recompute=recompute)
 
     def rollout(self, load: Load, leg: int = 0, legs: int = 1) -> float:
         """Seconds to prefill the prompts and decode until the longest of all rows has ended.
@@ -223,7 +245,7 @@ class Roofline:
     def decode(self, rows: float, context: float) -> float:
         """Seconds of one token for each of `rows` rows that have seen `context` tokens."""
         computed = self.computed(rows, rows, rows * context)
-        weights = self.shape.touched(rows) * self.size / self.tp.ranks
+        weights = self.shape.touched(rows) * self.size / self.tp.ranks - self.spared
         cache = rows * context * self.cache_bytes
         drawn = self.over_vocabulary(rows, self.kind.drawn)
         if self.kind.weights:
@@ -255,21 +277,10 @@ class Roofline:
         return self.shape.cached * self.size / self.tp.ranks
 
     @property
-    def kept(self) -> float:
-        """Bytes of a token for a layer's backward; below float32 norms keep float32 copies."""
-        return self.passing + (0 if self.size >= WIDE_BYTES else 8 * self.shape.hidden)
-
-    @property
-    def passing(self) -> float:
-        """Bytes that one layer holds of a token while it computes.
-
-        In and out of two norms; queries, keys, values and what attention makes of them; gate,
-        up and their product (Korthikanti et al. 2022, for gated layers whose unit is computed
-        again). The first are on every rank whole.
-        """
-        shape = self.shape
-        cut = 2 * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.ffn
-        return (4 * shape.hidden + cut / self.tp.ranks) * self.size
+    def layers(self) -> LayerBytes:
+        """What its layers hold on a rank."""
+        hosted = self.hosts_activations
+        return LayerBytes(shape=self.shape, size=self.size, ranks=self.tp.ranks, hosted=hosted)
 
     @property
     def in_chunks(self) -> bool:
@@ -304,15 +315,14 @@ class Roofline:
         count = min(count, self.shape.parameters) + twice * self.shape.embedding
         return int(count * self.size / self.tp.ranks)
 
-    def pass_holds(self, load: Load, *, train: bool, recompute: bool) -> Holds:
+    def pass_holds(self, load: Load, *, train: bool, recompute: Recompute) -> Holds:
         """What a forward, or a forward and a backward, of one micro-batch holds at the most."""
-        tokens = min(load.most_tokens, max(self.micro_tokens, load.longest_row))
+        tokens = self.most_tokens(load)
         predictions = min(load.rows * load.lengths.longest, tokens)
-        layers = self.shape.layers if train and not recompute else 1
-        activations = layers * (self.kept if train else self.passing) * tokens
-        if recompute and train:
-            activations += self.shape.layers * self.shape.hidden * self.size * tokens
+        activations = self.layers.left(tokens, recompute) if train else self.layers.passing * tokens
         whole, logits = self.held_whole(), self.predicted(predictions)
+        if train and self.hosts_activations:  # Logits are gone when a layer's gradients come.
+            activations += max(self.layers.gated * tokens - logits, 0)
         left = max(whole - int(activations), 0) if self.in_chunks else whole
         if train and self.kept_whole:  # And the last layer as it came.
             whole = int(self.weights + self.shape.layer * self.size / self.tp.ranks)
@@ -327,6 +337,10 @@ class Roofline:
             (EMBEDDED, self.embedded() if train else 0),
             (SUMMED, self.summed() if train else 0),
         )
+
+    def most_tokens(self, load: Load) -> float:
+        """The most tokens of a micro-batch."""
+        return min(load.most_tokens, max(self.micro_tokens, load.longest_row))
 
     def summed(self) -> int:
         """Bytes of the float32 sum of a head's gradients over chunks, where weights are lower."""
@@ -361,8 +375,8 @@ class Roofline:
         if self.paged:
             blocks = load.in_blocks
             cache, rows = int(blocks.pool * self.cache_bytes), blocks.slots
-            graphs = int(self.scores(rows) + self.passing * rows) if self.replays else 0
-        activations = self.passing * tokens
+            graphs = int(self.scores(rows) + self.layers.passing * rows) if self.replays else 0
+        activations = self.layers.passing * tokens
         return _largest_first(
             (CACHE, cache),
             (ACTIVATIONS, int(activations)),

@@ -6,11 +6,11 @@ And what a reshard of them moves. Knows no rows and no seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from rlflow.graph.graph import Graph
-from rlflow.graph.model import AdamW
+from rlflow.graph.model import AdamW, Muon
 from rlflow.modelfiles.visits import visiting_bytes, widened_bytes
 from rlflow.scheduler.costs.layouts import (
     CUTS,
@@ -22,14 +22,24 @@ from rlflow.scheduler.costs.layouts import (
     piece,
     shares,
 )
-from rlflow.scheduler.costs.state import ADAM_MOMENTS, Allocation, saved_bytes, state_bytes
+from rlflow.scheduler.costs.state import (
+    ADAM_MOMENTS,
+    FULL_BYTES,
+    LOW_BYTES,
+    Allocation,
+    coded_numbers,
+    coded_step_bytes,
+    muon_step_bytes,
+    saved_bytes,
+    state_bytes,
+)
 from rlflow.scheduler.devices.cluster import Cluster
 from rlflow.scheduler.devices.measured import Setting
+from rlflow.scheduler.models.quantised import spared_bytes
 from rlflow.scheduler.models.shapes import Shape, dtype_bytes, trained_parameters
 from rlflow.scheduler.plan.plan import Backend, Instance
 
 LAYERS_AT_ONCE = 2
-LOW_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +63,8 @@ class Sizes:
     def weights(self, instance: Instance) -> int | None:
         """Bytes of parameters on each device; embedding and two layers where layers come and go.
 
-        Adapters lie beside the parameters they adapt. What ranks train together is in float32.
+        Adapters lie beside the parameters they adapt. What ranks train together is in float32. An
+        engine may hold linear layers in fewer bytes.
         """
         shape, model = self.shapes[instance.model], self.graph.model(instance.model)
         if shape is None:
@@ -63,19 +74,20 @@ class Sizes:
         if instance.offload == "layers":
             layers = min(shape.layers, LAYERS_AT_ONCE)
             count = min(count, shape.embedding + layers * shape.layer)
+        spared = spared_bytes(shape, size, instance.tp) if instance.engine_plan.in_float8 else 0
         if model.lora is not None:
             adapters = self._trained_per_rank(instance)
             if adapters is None:
                 return None
-            return count * size + adapters * (trained if instance.trained else size)
-        return count * (trained if instance.trained else size)
+            return count * size - spared + adapters * (trained if instance.trained else size)
+        return count * (trained if instance.trained else size) - spared
 
     def gradients(self, instance: Instance) -> int | None:
         """Bytes of gradients on each device, and of their sums where those lie beside."""
         return self._state(instance, "gradients", "gradient sums")
 
     def moments(self, instance: Instance) -> int | None:
-        """Bytes of AdamW's moments on each device, and of master weights beside lower ones.
+        """Bytes of an optimizer's moments on each device, and of master weights beside lower ones.
 
         None of them where they stay on the host.
         """
@@ -96,16 +108,53 @@ class Sizes:
         averaged = self.graph.model(instance.model).averaged
         replicas = len(instance.devices) // (instance.fsdp * instance.tp)
         each = size if averaged else saved_bytes(size, self._moment(instance))
-        return None if count is None else -(-count * each // replicas)
+        if count is None:
+            return None
+        return -(-(count * each - self._spared(instance)) // replicas)
 
     def visiting(self, instance: Instance) -> int:
         """Bytes that a step makes on each device of a state which is not computed with as kept."""
         count, each = self._trained_per_rank(instance), self._state_bytes(instance)
         if count is None:
             return 0
+        if matrices := self.matrices(instance):
+            shape = self.shapes[instance.model]
+            assert shape is not None
+            size, others = self._dtype_bytes(instance), count - matrices
+            return muon_step_bytes(
+                instance, shape, size, matrices=matrices, others=others, on_cpu=self.cluster.is_cpu
+            )
+        if coded := self.coded(instance)[0]:
+            return coded_step_bytes(instance, self._dtype_bytes(instance), coded, count - coded)
         held = each["moments"] + each.get("master", 0)
         found = visiting_bytes(count, held) if instance.offload == "optimizer" else 0
         return found + (widened_bytes(count, ADAM_MOMENTS) if self.low_moments(instance) else 0)
+
+    def matrices(self, instance: Instance) -> int:
+        """Numbers on each device that Muon steps; 0 where AdamW steps all."""
+        shape = self.shapes[instance.model]
+        muon = isinstance(self.graph.model(instance.model).optimizer, Muon)
+        if shape is None or not muon or not instance.trained:
+            return 0
+        return parameters_per_rank(instance, {"columns": shape.in_matrices})
+
+    def coded(self, instance: Instance) -> tuple[int, int]:
+        """Numbers on each device whose moments are in 8 bits, and scales of one of the moments."""
+        shape, optimizer = self.shapes[instance.model], self.graph.model(instance.model).optimizer
+        if shape is None or not isinstance(optimizer, AdamW) or optimizer.moments != "int8":
+            return 0, 0
+        numbers, scales = coded_numbers(shape, instance.tp)
+        count = parameters_per_rank(instance, {"columns": numbers})
+        # The first rank has most of a vocabulary, which is coded with the rest.
+        count += held_parameters(instance, shape) - parameters_per_rank(instance, shares(shape))
+        return count, parameters_per_rank(instance, {"columns": scales})
+
+    def _spared(self, instance: Instance) -> int:
+        """Bytes of the moments that Muon does not keep, or AdamW keeps in 8 bits."""
+        wide = max(self._dtype_bytes(instance), FULL_BYTES)
+        coded, scales = self.coded(instance)
+        moments = ADAM_MOMENTS * (coded * (wide - 1) - scales * FULL_BYTES)
+        return self.matrices(instance) * wide + moments
 
     def low_moments(self, instance: Instance) -> bool:
         """Whether moments are kept in fewer bits than they are updated in."""
@@ -124,7 +173,10 @@ class Sizes:
         """Bytes of some allocations for what is trained of an instance."""
         count = self._trained_per_rank(instance)
         each = self._state_bytes(instance)
-        return None if count is None else count * sum(each.get(kind, 0) for kind in kinds)
+        if count is None:
+            return None
+        spared = self._spared(instance) if "moments" in kinds else 0
+        return count * sum(each.get(kind, 0) for kind in kinds) - spared
 
     def _dtype_bytes(self, instance: Instance) -> int:
         return dtype_bytes(self.graph.model(instance.model))
@@ -150,8 +202,12 @@ class Sizes:
         """Bytes that a reshard moves: what the target's processes lack of what training changes.
 
         For each class of parameters its size times `lacking`; where the weights are copied
-        `in_place`, within each process, the target's own pieces instead.
+        `in_place`, within each process, the target's own pieces instead. An engine with layers in
+        fewer bytes is brought its own weights, once for each replica.
         """
+        if target.engine_plan.in_float8 and in_place:
+            whole = self.weights(replace(target, tp=1, devices=target.devices[:1]))
+            return None if whole is None else whole * len(target.owners)
         sizes = self._trained(source)
         if sizes is None:
             return None

@@ -263,7 +263,7 @@ KINDS = {
         # NVLink-C2C of 450 GB/s in one direction. NVLink joins all trays of a rack.
         _gpu(
             "gb200",
-            mib=177_383,
+            mib=189471,
             flops=2500,
             flops32=80,
             flops_tf32=1250,

@@ -30,6 +30,7 @@ from rlflow.scheduler.costs.pieces import as_measured
 from rlflow.scheduler.costs.roofline import Holds
 from rlflow.scheduler.costs.serving import engine_key, pool_size, with_slots
 from rlflow.scheduler.devices.measured import Record
+from rlflow.scheduler.engines.float8 import float8_findings
 from rlflow.scheduler.models.shapes import dtype_bytes, trained_parameters
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.plan.hosts import hosts_of_devices
@@ -83,8 +84,9 @@ def option_findings(node: Node, where: On, costs: Costs) -> list[Finding]:
     said = {
         "fsdp": where.fsdp if where.fsdp not in (None, 1) else None,
         "recompute": where.recompute or None,
-        "offload": where.offload,
+        "offload": ",".join(where.offloads) or None,
         "reshard_after_forward": where.reshard_after_forward,
+        "compile": where.compile or None,
         "weights": where.weights if where.weights == "shared" else None,
     }
     wrong = [f"{name}={value}" for name, value in said.items() if value is not None]
@@ -110,7 +112,7 @@ def option_findings(node: Node, where: On, costs: Costs) -> list[Finding]:
     }
     has = [reason for reason, holds in reasons.items() if holds]
     if not has:
-        return []
+        return float8_findings(node, where, costs)
     return [
         Finding(
             code="E249",

@@ -59,6 +59,9 @@ def _told(instance: Instance, plan: Plan, nodes: Sequence[Node], costs: Costs) -
     part = plan.part(instance.pool_part)
     size = dict(part.holds).get(POOL, part.size)
     tokens = options.max_total_tokens
+    held = (
+        ", whose linear layers are float8 in blocks of 128 x 128" * instance.engine_plan.in_float8
+    )
     many = "a process of its own"
     if instance.row_parts > 1:
         many = f"{instance.row_parts} processes of its own, one for each replica"
@@ -75,7 +78,7 @@ def _told(instance: Instance, plan: Plan, nodes: Sequence[Node], costs: Costs) -
     lent = takes_buckets(instance, costs)
     beside = "buckets on its devices, and where it wakes or was lost " * lent
     return (
-        f"{instance.name} is {options.title} in {many}, with {pool}"
+        f"{instance.name} is {options.title} in {many}{held}, with {pool}"
         f"{_told_waiting(instance, nodes, costs)}; weights reach it through {beside}"
         f"a copy{staged} in its host's memory{told_way(instance, costs.cluster)}"
         f"{_told_asleep(instance, costs)}"

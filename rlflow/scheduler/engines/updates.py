@@ -1,9 +1,9 @@
 """How new weights get to engines, and the seconds of it: stage by stage, with the longest one.
 
 Where an engine opens buckets on its devices, they are gathered, broadcast and loaded side by side.
-Where weights go through the staging in host memory each stage waits for the one before: what the
-engine's worker lacks comes by gloo, what it has from its own device, the engine's process copies
-the staging, and every rank loads its part. Rates say where they are from. Knows no order.
+Where weights go through the staging in host memory most stages wait for the one before: what the
+engine's worker lacks comes by gloo, what it has from its own device; then the engine's process
+copies the staging while every rank loads its part. Rates say where they are from. Knows no order.
 """
 
 from __future__ import annotations
@@ -42,9 +42,14 @@ DISK_WRITE, DISK_READ = 2e9, 8e9
 # What an engine takes of buckets on its devices: models of 30B in 61 GB in 7 s, by NCCL in verl
 # (its checkpoint engine, 8.25 GB/s to 30 replicas) and by CUDA IPC handles in slime (2025).
 LOADED = 8.25e9
+# Of the staging, in one request of an engine.
+HOST_BUCKET = 256 << 20
 # Of an update of any size: halfway from those 30B, where it is nothing, to 7B in 5.5 to 6 s by NCCL
 # in verl, where it is 4 s: assumed.
 BEGIN = 2.5
+# Bytes that quantising reads and writes in float32 for each byte that it saves: the weight and its
+# copy, magnitudes, quotients, what is clamped, and the values; one kernel after the other.
+PASSES = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +76,13 @@ class UpdateStages:
 def takes_buckets(instance: Instance, costs: Costs) -> bool:
     """Whether an instance is an engine that opens memory of devices: as told, or on accelerators.
 
-    SGLang does, of whole models in which no other drafts.
+    SGLang and vLLM do, of whole models in which no other drafts.
     """
-    options, model = instance.engine_plan.sglang, costs.graph.model(instance.model)
+    options, model = instance.engine_plan.lendable, costs.graph.model(instance.model)
     if options is None or model.lora is not None or instance.engine_plan.has_drafter:
         return False
-    return options.updates == "device" or (options.updates is None and not on_cpu(instance, costs))
+    unsaid = instance.engine_plan.in_float8 or not on_cpu(instance, costs)
+    return options.updates == "device" or (options.updates is None and unsaid)
 
 
 def update_cost(
@@ -110,30 +116,45 @@ def update_cost(
 
 
 def bucket_holds(engine: Instance, costs: Costs) -> Holds:
-    """What every device of both ends holds of an update: two buckets, one of the largest weight."""
+    """What every device of both ends holds of an update: two buckets, one of the largest weight.
+
+    And what a bucket is gathered into before it is quantised.
+    """
     shape, model = costs.shapes[engine.model], costs.graph.model(engine.model)
     if shape is None:
         return ()
-    whole = shape.parameters * dtype_bytes(model)
-    largest = shape.hidden * max(shape.vocab, shape.ffn) * dtype_bytes(model)
-    return (("buckets", min(max(largest, UPDATE_BUCKET), whole) + min(UPDATE_BUCKET, whole)),)
+    size = dtype_bytes(model)
+    whole, inside = shape.parameters * size, shape.hidden * shape.ffn * size
+    largest = max(shape.hidden * shape.vocab * size, inside)
+    buckets = min(max(largest, UPDATE_BUCKET), whole) + min(UPDATE_BUCKET, whole)
+    if not engine.engine_plan.in_float8:
+        return (("buckets", buckets),)
+    return (("buckets", buckets), ("what is quantised", min(max(inside, UPDATE_BUCKET), whole)))
 
 
 def lent_update(source: Instance, engine: Instance, costs: Costs) -> UpdateStages:
     """What an update in buckets on the devices takes.
 
-    Beside it the first rank's worker copies them to the host, for an engine that is lost.
+    Beside it the first rank's worker copies them to the host, for an engine that is lost. What is
+    quantised is gathered in full, and its source reads and writes it on the way.
     """
     whole = loaded_bytes(replace(engine, tp=1, devices=engine.devices[:1]), costs)
+    shape, low = costs.shapes[engine.model], engine.engine_plan.in_float8
+    size = dtype_bytes(costs.graph.model(engine.model))
+    gathered = whole if shape is None or not low else shape.parameters * size
     kind = costs.cluster.kind_of(engine.devices[0])
     everyone = sorted({*source.devices, *engine.devices})
-    joined = [group_of(costs.cluster, devices) for devices in (source.devices, everyone)]
+    sources, all_ranks = (group_of(costs.cluster, d) for d in (source.devices, everyone))
+    sent = sources.all_gather(gathered) + all_ranks.all_gather(whole)
+    if low:
+        passed = PASSES * (gathered - whole) / len(source.devices)
+        sent += passed / (kind.bandwidth * kind.reached)
     return UpdateStages(
         way="no weight waits for the host",
         each=(("beginning and ending it", BEGIN),),
         beside=(
             ("the engine's load", whole / LOADED),
-            ("gather and broadcast", sum(group.all_gather(whole) for group in joined)),
+            ("gather, quantising and broadcast" if low else "gather and broadcast", sent),
             ("the copy for a lost engine", whole / (kind.host_link * kind.reached)),
         ),
     )
@@ -149,30 +170,32 @@ def staged_update(source: Instance, engine: Instance, costs: Costs) -> UpdateSta
     wire = GLOO
     if len({costs.cluster.host_of(d) for d in (*source.devices, *engine.devices)}) > 1:
         wire = min(GLOO, kind.nic * kind.reached)
-    stages = [
+    first = [
         ("the gather by gloo", max(sent, got) / wire + sent / PAGEABLE),
         ("the copy from the device", own / (kind.host_link * kind.reached)),
-        *_from_host(engine, whole, costs),
-        ("asking the engine", CALL * (CALLS["reshard"] + whole / UPDATE_BUCKET)),
+        ("asking the engine", CALL * (CALLS["reshard"] + whole / HOST_BUCKET)),
     ]
-    return UpdateStages(way="through a copy in host memory", each=tuple(stages))
+    then, together = _from_host(engine, whole, costs)
+    each, beside = (first, then) if together else (first + then, [])
+    way = "through a copy in host memory"
+    return UpdateStages(way=way, each=tuple(each), beside=tuple(beside))
 
 
-def _from_host(engine: Instance, whole: int, costs: Costs) -> list[tuple[str, float]]:
-    """From the staging to every rank, by memory, a file or a broadcast, as the options say."""
+def _from_host(engine: Instance, whole: int, costs: Costs) -> tuple[list[tuple[str, float]], bool]:
+    """From the staging to every rank, by memory, a file or a broadcast, as the options say.
+
+    By memory buckets are copied and loaded side by side. A broadcast is received and loaded in one
+    request of SGLang's, a file is read when all of it is there.
+    """
     options, hosts = engine.engine_plan.sglang, num_hosts_of(engine, costs.cluster)
     way = "memory" if options is None else options.way(hosts)
     part = whole / engine.tp
     if way == "disk":
-        return [
-            ("the file", whole / DISK_WRITE + whole / DISK_READ),
-            ("the load", part / PAGEABLE),
-        ]
+        file = ("the file", whole / DISK_WRITE + whole / DISK_READ)
+        return [file, ("the load", part / PAGEABLE)], False
     if way == "group":
         # A tree without a pipeline: each round sends everything once more.
         rounds = engine.tp.bit_length()
-        return [
-            ("the broadcast by gloo", rounds * whole / GLOO),
-            ("the load", whole / PAGEABLE),
-        ]
-    return [("the copy of the staging", whole / HOST_COPY), ("the load", part / PAGEABLE)]
+        sent = ("the broadcast by gloo", rounds * whole / GLOO)
+        return [sent, ("the load", whole / PAGEABLE)], False
+    return [("the copy of the staging", whole / HOST_COPY), ("the load", part / PAGEABLE)], True

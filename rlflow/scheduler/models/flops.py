@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rlflow.graph.placement import Recompute
 from rlflow.scheduler.models.shapes import Shape
 
 # Forward and backward together, in forwards.
@@ -35,6 +36,13 @@ class ProductSizes:
         """Operations of a forward of tokens, of which so many predict, with pairs of attention."""
         attention = 4 * pairs * self.layers * self.heads * self.head_dim
         return 2 * self.body * tokens + 2 * self.head * predictions + attention
+
+
+def recomputed_layers(recompute: Recompute, layers: int) -> int:
+    """Layers of so many whose activations a backward computes again."""
+    if isinstance(recompute, bool | str):
+        return layers if recompute else 0
+    return min(recompute, layers)
 
 
 def product_sizes(shape: Shape, *, predicts: bool) -> ProductSizes:

@@ -7,6 +7,7 @@ cache; a model that is not on this machine has no shape, and the plan says so.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from rlflow.modelfiles.configs import read_config, text_config
 from rlflow.modelfiles.directories import model_directory
 from rlflow.modelfiles.families import DENSE, Family, family_of
 from rlflow.modelfiles.headers import tensor_shapes
+from rlflow.modelfiles.orthogonal import is_layer_matrix
 from rlflow.modelfiles.widths import Widths, widths_of
 from rlflow.scheduler.models.known_shapes import PREFIX, known_model_type, known_widths
 
@@ -30,7 +32,8 @@ class Shape:
     `ffn` is the width inside a feed-forward layer that a token passes. Of the parameters `idle`
     are experts that a token does not choose; `experts` a layer, of which it takes `chosen`.
     `latent` numbers a layer are what is cached of a token, where that is less than its keys and
-    values. `norms` counts the weights of norms, of which every rank of a layer has all. `family`
+    values. `norms` counts the weights of norms, of which every rank of a layer has all. `matrices`
+    are those of layers: rows, columns, and how many of such; none are known of experts. `family`
     says what can be computed of it.
     """
 
@@ -50,6 +53,7 @@ class Shape:
     chosen: int = 0
     latent: int = 0
     norms: int = 0
+    matrices: tuple[tuple[int, int, int], ...] = ()
     family: Family = DENSE
     kind: str = ""
 
@@ -67,6 +71,11 @@ class Shape:
             return self.parameters
         passed_by = 1 - self.chosen / self.experts
         return self.parameters - self.idle * math.pow(passed_by, max(tokens, 1.0) - 1)
+
+    @property
+    def in_matrices(self) -> int:
+        """Parameters in the matrices of layers."""
+        return sum(rows * columns * count for rows, columns, count in self.matrices)
 
     @property
     def layer(self) -> int:
@@ -109,7 +118,9 @@ def read_shape(directory: Path) -> Shape:
     if counted is None:
         counted, source = widths.parameters, "config.json"
     family, kind = family_of(config), str(text_config(config).get("model_type", ""))
-    return _shape_of(widths, counted, source, family=family, kind=kind)
+    found = _shape_of(widths, counted, source, family=family, kind=kind)
+    stored = stored_matrices(directory)
+    return replace(found, matrices=stored) if stored and not widths.experts else found
 
 
 def _shape_of(
@@ -133,6 +144,7 @@ def _shape_of(
         chosen=widths.chosen,
         latent=widths.latent + widths.rope_dim if widths.latent else 0,
         norms=widths.norm_weights,
+        matrices=() if widths.experts else widths.layer_matrices,
         family=family,
         kind=kind,
     )
@@ -147,6 +159,13 @@ def count_parameters(directory: Path, *, tied: bool = False) -> int | None:
     if tied and "lm_head.weight" in shapes and len(shapes) > 1:
         shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
     return sum(math.prod(shape) for shape in shapes.values()) if shapes else None
+
+
+def stored_matrices(directory: Path) -> tuple[tuple[int, int, int], ...]:
+    """Rows, columns and count of the matrices of layers in a directory's safetensors files."""
+    shapes = tensor_shapes(directory).items()
+    found = Counter((s[0], s[1]) for name, s in shapes if is_layer_matrix(name, s))
+    return tuple((rows, columns, count) for (rows, columns), count in found.items())
 
 
 def model_shape(model: Model, near: Path | None = None) -> Shape | None:

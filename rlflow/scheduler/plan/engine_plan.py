@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rlflow.graph.graph import Node
 from rlflow.graph.placement import On
 from rlflow.graph.user.engine_options import EMBEDDED, EngineOptions
-from rlflow.graph.user.engines import SGLang
+from rlflow.graph.user.engines import VLLM, SGLang
 from rlflow.graph.user.speculative import Speculative
 
 
@@ -73,6 +73,16 @@ class EnginePlan:
     def sglang(self) -> SGLang | None:
         """SGLang's options, which say how weights arrive; None for any other engine."""
         return self.options if isinstance(self.options, SGLang) else None
+
+    @property
+    def lendable(self) -> SGLang | VLLM | None:
+        """The options of an engine that can open memory of its devices; None for any other."""
+        return self.options if isinstance(self.options, SGLang | VLLM) else None
+
+    @property
+    def in_float8(self) -> bool:
+        """Whether it holds linear layers in 8-bit floats, with a scale for each block."""
+        return self.sglang is not None and self.sglang.quantization == "fp8"
 
     @property
     def speculative(self) -> Speculative | None:

@@ -18,6 +18,8 @@ from rlflow.scheduler.plan.text import (
 )
 
 Rows = list[tuple[str, str]]
+# Notes on what a plan chose of an instance so that it fits.
+LAYOUT = {"offload", "recompute"}
 
 
 def explain(plan: Plan, action: Action, overlap: Sequence[str] = ()) -> str:
@@ -33,10 +35,21 @@ def explain(plan: Plan, action: Action, overlap: Sequence[str] = ()) -> str:
     if action.node and plan.graph.has_node(action.node):
         declared = plan.graph.node(action.node).where
         rows += [("declared", str(declared))] if declared else []
+    rows += [("layout", text) for text in _chosen(plan, action)]
     rows += [*_when(action), *_versions(plan, action), *_waits(plan, action)]
     rows.append(("needs", ", ".join(action.needs) or "no weights"))
     rows += [*_memory(plan, action), *_time(plan, action, overlap)]
     return "\n".join([action.id, *table(rows)])
+
+
+def _chosen(plan: Plan, action: Action) -> list[str]:
+    """Why the instance that an action trains lies otherwise than was said."""
+    trained = {i.name for i in plan.instances if i.optimizer in action.needs}
+    return [
+        note.text
+        for note in plan.notes
+        if note.rule in LAYOUT and trained & {word.split("/")[0] for word in note.text.split()}
+    ]
 
 
 def _when(action: Action) -> Rows:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from rlflow.graph.op import Use
-from rlflow.graph.placement import Offload
+from rlflow.graph.placement import Recompute
 from rlflow.graph.user.engine_options import EngineOptions
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 
@@ -18,7 +18,7 @@ MICRO_TOKENS = 32_768
 # Metrics of a rollout: bytes that its engine kept of each device when it slept last, tokens of
 # its pool, seconds that it took to start.
 ASLEEP, POOLED, STARTED = "asleep_bytes", "pool_tokens", "start_seconds"
-PartKind = Literal["weights", "gradients", "optimizer", "cache", "pool"]
+PartKind = Literal["weights", "gradients", "optimizer", "activations", "cache", "pool"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +28,13 @@ class Part:
     `size` is bytes on each of `devices`; None where the model's files are not on this machine.
     `residual` bytes stay on the device while the part sleeps; on the devices in `stays` it never
     sleeps, since everything fits there. Gradients are only ever discarded, since no update needs
-    those of another. The `cache` of a rollout in pieces stays from one piece to the next. The
-    `pool` of an engine in a process of its own has keys and values; it is of no use between two
-    rollouts, and is only ever discarded. The weights of such an engine take `on_host` bytes on the
-    host of each device at all times: for the copy that an offload leaves, and on a CPU for the
-    engine's process. `more_on_host` adds to that for single devices. `holds` lists what `size` is
-    made of where that is several things, each with its bytes.
+    those of another. The part of `activations` that go to the host and come back is what they have
+    there; on devices it has nothing. The `cache` of a rollout in pieces stays from one piece to the
+    next. The `pool` of an engine in a process of its own has keys and values; it is of no use
+    between two rollouts, and is only ever discarded. The weights of such an engine take `on_host`
+    bytes on the host of each device at all times: for the copy that an offload leaves, and on a CPU
+    for the engine's process. `more_on_host` adds to that for single devices. `holds` lists what
+    `size` is made of where that is several things, each with its bytes.
     """
 
     name: str
@@ -64,13 +65,16 @@ class Instance:
 
     Its ranks are a mesh (replicas, fsdp, tp), row-major over `devices`. Ranks along `tp` share each
     layer, and therefore the rows. A forward pass sees at most `micro_tokens` tokens, or one row.
+    An update's backward computes layers again that `recompute` names, or the `recompute_first`.
     Layers gathered for an update's forward are `kept_whole` until its backward, or gathered again.
     `offload` names what stays in host memory and visits the devices: the layers of a frozen model,
-    or the optimizer's state of a trained one. With `options` every replica is an engine in a
-    process of its own. The first device of a replica owns that process: rows lie there, and weights
-    arrive there whole. In such an engine the model `drafter` may propose `draft_tokens` tokens at a
-    time. The drafter is an instance of its own, `inside` that of the engine, and sleeps and wakes
-    with the engine's weights.
+    or the optimizer's state of a trained one. That one `hosts_activations` there as well, from the
+    forward of an update to its backward. Layers are `compiled` for updates and log-probs, or run as
+    they are. With `options` every replica is an engine in a process of
+    its own. The first device of a replica owns that process: rows lie there, and weights arrive
+    there whole. In such an engine the model `drafter` may propose `draft_tokens` tokens at a time.
+    The drafter is an instance of its own, `inside` that of the engine, and sleeps and wakes with
+    the engine's weights.
     """
 
     name: str
@@ -81,9 +85,12 @@ class Instance:
     trained: bool
     fsdp: int = 1
     tp: int = 1
-    recompute: bool = False
+    recompute: bool | Literal["selective"] = False
+    recompute_first: int | None = None
     kept_whole: bool = False
-    offload: Offload | None = None
+    offload: Literal["layers", "optimizer"] | None = None
+    hosts_activations: bool = False
+    compiled: bool = False
     micro_tokens: int = MICRO_TOKENS
     options: EngineOptions | None = None
     drafter: str | None = None
@@ -95,6 +102,11 @@ class Instance:
         said = {"options": self.options, "drafter": self.drafter, "inside": self.inside}
         made = EnginePlan(**said, draft_tokens=self.draft_tokens)  # type: ignore[arg-type]
         object.__setattr__(self, "engine_plan", made)
+
+    @property
+    def recomputes(self) -> Recompute:
+        """Which layers' activations a backward computes again, as a placement says it."""
+        return self.recompute_first or self.recompute
 
     @property
     def engine(self) -> str:
@@ -150,6 +162,11 @@ class Instance:
         return f"{self.name}/optimizer"
 
     @property
+    def activations(self) -> str:
+        """The name of the part that is the host memory of an update's activations."""
+        return f"{self.name}/activations"
+
+    @property
     def pool_part(self) -> str:
         """The name of the part that holds an engine's keys and values."""
         return f"{self.name}/pool"
@@ -174,16 +191,21 @@ class Instance:
         parts += [f"x{self.replicas}"] if self.replicas > 1 else []
         parts = parts or ["whole"]
         parts += self.engine_plan.told()
-        parts += ["recompute"] if self.recompute else []
+        again = self.recomputes
+        parts += ["recompute" if again is True else f"recompute={again}"] if again else []
         parts += ["reshard_after_forward=False"] if self.kept_whole else []
-        parts += [f"offload={self.offload}"] if self.offload else []
+        offloads = [self.offload, "activations" if self.hosts_activations else None]
+        told = ",".join(each for each in offloads if each)
+        parts += [f"offload={told}"] if told else []
+        parts += ["compile"] if self.compiled else []
         parts += [f"micro={self.micro_tokens}"] if self.micro_tokens != MICRO_TOKENS else []
         return " ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
         """As plain data; keys for an engine or a drafter only where it has one."""
         found = asdict(self)
-        for name in ("drafter", "draft_tokens", "inside", "kept_whole"):
+        rare = ("drafter", "draft_tokens", "inside", "kept_whole", "recompute_first")
+        for name in (*rare, "hosts_activations", "compiled"):
             if not found[name]:
                 del found[name]
         del found["engine_plan"], found["options"]

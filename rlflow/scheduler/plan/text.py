@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rlflow.graph.graph import Node
+from rlflow.graph.model import Muon
 from rlflow.graph.roles import LoopEnd, Recalling
 from rlflow.scheduler.devices.cluster import amount
 from rlflow.scheduler.devices.hardware import CPU_PROCESS
 from rlflow.scheduler.plan.lags import largest_lag
-from rlflow.scheduler.plan.plan import HOST, Action, Plan, Spread, Timing
+from rlflow.scheduler.plan.plan import HOST, Action, Instance, Plan, Spread, Timing
 
 TRANSPORTS = {
     "copy": "same process",
@@ -134,19 +135,7 @@ def plan_text(plan: Plan) -> str:
     ]
     if plan.instances:
         named = [
-            (
-                i.name,
-                "averaged"
-                if i.trained and plan.graph.model(i.model).averaged
-                else "trained"
-                if i.trained
-                else "frozen"
-                if not _resharded(plan, i.name)
-                else "resharded",
-                i.layout(),
-                ", ".join(i.uses),
-            )
-            for i in plan.instances
+            (i.name, _weights_are(plan, i), i.layout(), ", ".join(i.uses)) for i in plan.instances
         ]
         lines += ["", "  weights", *table(named, "    ")]
     if plan.actions:
@@ -232,6 +221,15 @@ def idle_share(plan: Plan) -> float | None:
         if action.lane == "compute"
     )
     return max(0.0, 1 - busy / (plan.timing.period * len(devices)))
+
+
+def _weights_are(plan: Plan, instance: Instance) -> str:
+    """What becomes of an instance's weights, and by which optimizer where that is not AdamW."""
+    model = plan.graph.model(instance.model)
+    if instance.trained:
+        by_muon = "trained by muon" if isinstance(model.optimizer, Muon) else "trained"
+        return "averaged" if model.averaged else by_muon
+    return "resharded" if _resharded(plan, instance.name) else "frozen"
 
 
 def samples_text(plan: Plan) -> str:

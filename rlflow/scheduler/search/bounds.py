@@ -21,7 +21,15 @@ from rlflow.scheduler.engines.engines import engine_parts, with_pool
 from rlflow.scheduler.passes.bind.instances import layout_findings
 from rlflow.scheduler.passes.bind.row_checks import division_findings
 from rlflow.scheduler.plan.plan import MICRO_TOKENS, Cost, Instance, Plan, Spread
-from rlflow.scheduler.search.space import Candidate, Choice, PlacedUse, Range, alike, layouts_of
+from rlflow.scheduler.search.space import (
+    Candidate,
+    Choice,
+    PlacedUse,
+    Range,
+    alike,
+    layouts_of,
+    ways_to_train,
+)
 
 Why = Literal["memory", "layout", "rows"]
 
@@ -123,19 +131,31 @@ class Figures:
     def fitting(self, role: int, where: Range) -> tuple[Choice, ...]:
         """The choices of a role on a range that fit by themselves and are worth a look.
 
-        Fastest first; one that is neither faster nor smaller than another is left out.
+        Fastest first, with other ways to train; see `_worth` for those that are left out.
         """
         key = role, where
         if key not in self._fitting:
-            fits = [c for c in self.options(role, where) if self.of(role, c).why is None]
-            fits.sort(key=lambda c: (self.of(role, c).busy, self.of(role, c).held, c))
-            kept: list[Choice] = []
-            for choice in fits:
-                smaller = all(self.of(role, choice).held < self.of(role, k).held for k in kept)
-                if smaller:
-                    kept.append(choice)
-            self._fitting[key] = tuple(kept)
+            kept = self._worth(role, self.options(role, where))
+            self._fitting[key] = tuple(self._worth(role, self.with_ways(role, kept)))
         return self._fitting[key]
+
+    def with_ways(self, role: int, choices: Sequence[Choice]) -> list[Choice]:
+        """The choices of a role, and where that trains each with its other ways to do so."""
+        trained, cpu = self.roles[role].trained, self.costs.cluster.is_cpu
+        among = choices if trained else ()
+        ways = (Choice(*c.range, w) for c in among for w in ways_to_train(c.layout, on_host=cpu))
+        return [*choices, *ways]
+
+    def _worth(self, role: int, choices: Sequence[Choice]) -> list[Choice]:
+        """Those that fit, of which no other is as fast and neither holds nor needs more."""
+        fits = [c for c in choices if self.of(role, c).why is None]
+        fits.sort(key=lambda c: (self.of(role, c).busy, self.of(role, c).held, c))
+        found: list[tuple[Choice, Figure]] = []
+        for choice in fits:
+            one = self.of(role, choice)
+            if not any(k.held <= one.held and k.need <= one.need for _, k in found):
+                found.append((choice, one))
+        return [choice for choice, _ in found]
 
     def options(self, role: int, where: Range) -> tuple[Choice, ...]:
         """All choices of a role on a range, whether they fit or not."""
@@ -155,8 +175,11 @@ class Figures:
     def _figure(self, role: PlacedUse, choice: Choice) -> Figure:
         instance = role_instance(role, choice)
         room = min(self.plan.budget(device) for device in instance.devices)
-        fitted = with_pool if instance.engine_plan.own_process else in_micro_batches
-        instance = fitted(instance, role.nodes, room, self.costs)
+        if instance.engine_plan.own_process:
+            instance = with_pool(instance, role.nodes, room, self.costs)
+        else:
+            free = not choice.layout.recomputes
+            instance = in_micro_batches(instance, role.nodes, room, self.costs, free=free)
         seconds, need, at = [], 0, role.nodes[0].name
         why: Why | None = "layout" if layout_findings(instance, self.plan, self.costs) else None
         held = 0
@@ -207,8 +230,9 @@ def role_instance(role: PlacedUse, choice: Choice) -> Instance:
         trained=role.trained,
         fsdp=layout.fsdp,
         tp=layout.tp,
-        recompute=layout.recompute,
-        offload="layers" if layout.offload else None,
+        recompute="selective" if layout.selective else layout.recompute,
+        kept_whole=layout.kept_whole,
+        offload="layers" if layout.offload else "optimizer" if layout.hosted else None,
         options=options,
         drafter=None if drafting is None else drafting.by,
         draft_tokens=0 if drafting is None else drafting.tokens,
@@ -223,6 +247,9 @@ def _averaged(node: Node, source: Instance) -> Instance:
         model=str(node.model),
         uses=("train",),
         recompute=False,
+        recompute_first=None,
+        kept_whole=False,
+        offload=None,
         micro_tokens=MICRO_TOKENS,
     )
 

@@ -153,7 +153,7 @@ class Moves:
                 at = fitting.index(choice) + 1
                 if at < len(fitting):
                     now, then = self.figures.of(role, choice), self.figures.of(role, fitting[at])
-                    saved = max(now.held - then.held, 1)
+                    saved = max(now.held - then.held, now.need - then.need, 1)
                     steps.append(((then.busy - now.busy) / saved, role, fitting[at]))
             if not steps:
                 break

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.graph.graph import Graph, Node
-from rlflow.graph.placement import On, Placement
+from rlflow.graph.placement import On, Placement, Recompute
 from rlflow.graph.user.engine_options import EngineOptions
 from rlflow.scheduler.devices.cluster import Cluster
 from rlflow.scheduler.models.shapes import Shape
@@ -24,6 +24,8 @@ EIGHTHS = 8
 FEW_DEVICES = 8
 MOST_COMBINATIONS = 40_000
 Range = tuple[int, int]
+# What a placement of other uses says of an option that is of training alone.
+OF_TRAINING = {"recompute": None, "reshard_after_forward": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,8 @@ class Layout:
     """How a role's ranks share its model; `own` is a rollout's copy where it could share.
 
     `engine` describes the one that generates in a process of its own; empty for the embedded one.
+    Of training all layers may be computed again, or all but attention where that is `selective`;
+    layers `kept_whole` from forward to backward, and the optimizer's state `hosted`.
     """
 
     fsdp: int = 1
@@ -69,11 +73,26 @@ class Layout:
     offload: bool = False
     own: bool = False
     engine: str = ""
+    selective: bool = False
+    kept_whole: bool = False
+    hosted: bool = False
+
+    @property
+    def recomputes(self) -> Recompute:
+        """What is computed again; whatever does not fit otherwise where that is False."""
+        return "selective" if self.selective else self.recompute
 
     def describe(self) -> str:
         """The printed form."""
         sizes = f"fsdp={self.fsdp} tp={self.tp}"
-        said = {"recompute": self.recompute, "offload=layers": self.offload, "own": self.own}
+        said = {
+            "recompute": self.recompute,
+            "recompute=selective": self.selective,
+            "reshard_after_forward=False": self.kept_whole,
+            "offload=layers": self.offload,
+            "offload=optimizer": self.hosted,
+            "own": self.own,
+        }
         said |= {self.engine: True} if self.engine else {}
         return " ".join([sizes, *(word for word, holds in said.items() if holds)])
 
@@ -200,8 +219,8 @@ def layouts_of(
 ) -> Iterator[Layout]:
     """The layouts of a role on a range: tensor parallelism within a host, then how to shard.
 
-    Training shards over all, over a host (hybrid sharding) or not at all, each with and
-    without recomputing; a frozen model may stay on the host as well.
+    Training shards over all, over a host (hybrid sharding) or not at all; a frozen model may stay
+    on the host as well.
     """
     start, stop = where
     count, per_host = stop - start, -(-cluster.count // cluster.hosts)
@@ -217,10 +236,24 @@ def layouts_of(
         sizes = [ranks, *([host] if host < ranks and ranks % host == 0 else []), 1]
         for fsdp in dict.fromkeys(sizes):
             yield Layout(fsdp=fsdp, tp=tp)
-            if role.trained:
-                yield Layout(fsdp=fsdp, tp=tp, recompute=True)
     if not (role.trained or role.averaged) and role.source is None and None in role.engines:
         yield Layout(offload=True)
+
+
+def ways_to_train(layout: Layout, *, on_host: bool) -> Iterator[Layout]:
+    """Other ways to train in a layout: what is recomputed, kept whole, and where the state lies.
+
+    A number of layers is none of them: where an update does not fit the compiler finds the fewest.
+    Nor are layers kept whole where memory is made beside: all weights, for one all-gather less.
+    Devices whose memory is the host's, `on_host`, have no state to send there.
+    """
+    if layout.fsdp > 1:
+        yield replace(layout, kept_whole=True)
+    for hosted in (False,) if on_host else (False, True):
+        if hosted:
+            yield replace(layout, hosted=True)
+        yield replace(layout, hosted=hosted, selective=True)
+        yield replace(layout, hosted=hosted, recompute=True)
 
 
 def _divides(tp: int, shape: Shape | None) -> bool:
@@ -237,8 +270,9 @@ def on_of(role: PlacedUse, choice: Choice, pool: str) -> On:
         pool=pool,
         fsdp=layout.fsdp if layout.fsdp != derived else None,
         tp=layout.tp if layout.tp > 1 else None,
-        recompute=layout.recompute or None,
-        offload="layers" if layout.offload else None,
+        recompute=layout.recomputes or None,
+        reshard_after_forward=False if layout.kept_whole else None,
+        offload="layers" if layout.offload else "optimizer" if layout.hosted else None,
         weights="own" if layout.own else None,
         engine=as_named(role.options(layout)),
     )
@@ -270,7 +304,8 @@ def placement_of(
                 continue
         given = assign.get(role.model, assign["*"])
         if not role.trained:
-            given = given.model_copy(update={"recompute": None})
+            offload = None if given.offload == "optimizer" else given.offload
+            given = given.model_copy(update={**OF_TRAINING, "offload": offload})
         if where != given:
             assign[role.key] = where
     said: dict[str, object] = {"pools": pools, "assign": assign}

@@ -208,7 +208,7 @@ def _nothing_fits(graph: Graph, search: Search, cluster: Cluster) -> Finding:
     nearest: list[tuple[int, int, Choice, Figure]] = []
     for role in range(len(figures.roles)):
         for where in ranges:
-            for choice in figures.options(role, where):
+            for choice in figures.with_ways(role, figures.options(role, where)):
                 figure = figures.of(role, choice)
                 if figure.why in (None, "memory"):
                     nearest.append((figure.need - figure.room, role, choice, figure))

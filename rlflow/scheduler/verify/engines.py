@@ -18,7 +18,7 @@ def engines_are_apart(facts: Facts) -> Iterator[str]:
             continue
         if i.trained or set(i.uses) != {"rollout"}:
             yield f"engine {i.name} serves {', '.join(i.uses)}{' and learns' * i.trained}"
-        if i.fsdp > 1 or i.recompute or i.offload:
+        if i.fsdp > 1 or i.recomputes or i.offload or i.hosts_activations or i.compiled:
             yield f"engine {i.name} lies as {i.layout()}"
         model = facts.plan.graph.model(i.model)
         targets = () if model.lora is None else model.lora.targets
@@ -44,7 +44,8 @@ def drafters_lie_in_their_engines(facts: Facts) -> Iterator[str]:
             yield f"{i.name} lies in {i.inside}, which has no such drafter"
         elif (i.devices, i.tp, i.pool) != (engine.devices, engine.tp, engine.pool):
             yield f"{i.name} lies on {list(i.devices)} as {i.layout()}, its engine does not"
-        if i.trained or i.uses != ("rollout",) or i.fsdp > 1 or i.recompute or i.offload:
+        learns = i.trained or i.recomputes or i.hosts_activations or i.compiled
+        if learns or i.uses != ("rollout",) or i.fsdp > 1 or i.offload:
             yield f"{i.name} does more than draft"
         if i.options is not None or i.drafter is not None:
             yield f"{i.name} is in an engine, and an engine itself"

@@ -67,6 +67,8 @@ class Facts:
             if i.trained and i.model not in self.averaged:
                 found[i.gradients] = (i.name, "gradients", i.devices)
                 found[i.optimizer] = (i.name, "optimizer", i.devices)
+                if i.hosts_activations:
+                    found[f"{i.name}/activations"] = (i.name, "activations", i.devices)
         for node, (first, *_) in self.runs.items():
             served = self.instances.get(str(first.instance))
             if first.ends_first and (served is None or served.options is None):

@@ -173,12 +173,14 @@ def _transport(facts: Facts, source: Instance, targets: list[Instance]) -> str:
 
 
 def _opens_memory(facts: Facts, target: Instance) -> bool:
-    """Whether an SGLang, of a whole model alone, opens devices' memory: as told, or not on CPUs."""
-    options, model = target.engine_plan.sglang, facts.plan.graph.model(target.model)
+    """Whether an engine, of a whole model alone, opens devices' memory: as told, or not on CPUs."""
+    options, model = target.engine_plan.lendable, facts.plan.graph.model(target.model)
     if options is None or model.lora is not None or target.drafter is not None:
         return False
-    on_cpu = facts.plan.cluster.startswith("cpu:")
-    return options.updates == "device" or (options.updates is None and not on_cpu)
+    wants = getattr(options, "quantization", None) == "fp8" or not facts.plan.cluster.startswith(
+        "cpu:"
+    )
+    return options.updates == "device" or (options.updates is None and wants)
 
 
 def _held(source: Instance, target: Instance) -> bool:

@@ -29,7 +29,13 @@ def weights(version):
     return {n: t + 0.05 * torch.randn(t.shape, generator=source) for n, t in plain.items()}
 
 
-def updated(rank, dtype, beside):
+def begun(dtype, ranks):
+    """The real engine, whose weights come by the device."""
+    how = {"options": options(updates="device"), "dtype": dtype, "device": "cpu"}
+    return load_sglang(TINY, name="gen", devices=range(ranks), **how)[0]
+
+
+def updated(rank, dtype, beside, start=begun):
     """Ranks 0 and 1 hold shards in float32, others are beside an engine's; what is found there."""
     shapes = {name: tuple(tensor.shape) for name, tensor in weights(0).items()}
     source = tables(shapes, "fsdp", [0, 1]).get(rank, {})
@@ -39,10 +45,9 @@ def updated(rank, dtype, beside):
     }
     model = None
     if rank == 2:
-        how = {"options": options(updates="device"), "dtype": dtype, "device": "cpu"}
-        model, _ = load_sglang(TINY, name="gen", devices=range(len(beside)), **how)
+        model = start(dtype, len(beside))
     # An engine may take longer to start than the world waits.
-    group = dist.new_group(timeout=timedelta(seconds=180))
+    group = dist.new_group(timeout=timedelta(seconds=500))
     dist.barrier(group)
     taker = None if model is None else model.taker()
     made = BucketStream(

@@ -81,8 +81,10 @@ def stop_scheduler(model):
     "disturb",
     [
         kill,
-        *(pytest.param(how, marks=pytest.mark.extra) for how in (kill_guardian, stop)),
-        stop_scheduler,
+        *(
+            pytest.param(how, marks=pytest.mark.extra)
+            for how in (kill_guardian, stop, stop_scheduler)
+        ),
     ],
 )
 def test_unanswered_rows_are_asked_of_a_new_engine(pair, disturb):

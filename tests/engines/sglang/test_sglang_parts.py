@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from rlflow.contract.values import Reach, SampleKey, Sampling
 from rlflow.engines.hf.loading import load_model
-from rlflow.engines.process.client.load import loaded, no_drafter, readable
+from rlflow.engines.process.client.load import StagedModel, no_drafter, readable
 from rlflow.engines.process.client.process_memory import held_bytes, members
 from rlflow.engines.process.client.rollout import parameters, seed_of
 from rlflow.engines.process.client.shared_weights import SharedWeights
@@ -224,7 +224,7 @@ def test_layers_that_are_computed_as_one_are_adapted_as_one():
 def test_random_weights_are_written_without_the_adapters_beside_them(tmp_path):
     (tmp_path / "made").mkdir()
     model = load_model(str(TINY), dtype=torch.float32, device="cpu", init="random", lora=LoRA())
-    readable(tmp_path / "made", str(TINY), model.module)
+    readable(tmp_path / "made", str(TINY), model.named_tensors())
     found = load_file(tmp_path / "made" / "model.safetensors")
     assert "model.layers.0.self_attn.q_proj.weight" in found
     assert not [name for name in found if "lora" in name]
@@ -352,10 +352,11 @@ def test_an_engine_without_drafters_is_given_none():
 
 
 def test_every_rank_writes_the_random_weights_of_its_engine(tmp_path, monkeypatch):
-    config, module = loaded(str(TINY), "random", torch.float32, 3)
+    made = StagedModel.of(str(TINY), "random", torch.float32, 3)
+    config, module = made.config, made.make()
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_rank", lambda *group: 1)
-    readable(tmp_path, str(TINY), module)
+    readable(tmp_path, str(TINY), {n: p.detach() for n, p in module.named_parameters()})
     found = load_file(tmp_path / "model.safetensors")
     wanted = dict(module.named_parameters())
     assert wanted.keys() == found.keys()

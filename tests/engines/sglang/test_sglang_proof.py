@@ -161,10 +161,10 @@ def test_models_are_read_one_at_a_time(monkeypatch):
         return action()
 
     monkeypatch.setattr(load, "read", read)
-    _, module = load.loaded(TINY, "weights", torch.float32, 0)
-    assert [True, True] == seen
+    made = load.StagedModel.of(TINY, "weights", torch.float32, 0)
+    assert [True, True, True] == seen
     assert not loading._loading.locked()
-    assert "lm_head.weight" not in dict(module.named_parameters())
+    assert "lm_head.weight" not in dict(made.module.named_parameters())
 
 
 def test_nothing_is_left_of_an_engine_that_is_never_started(monkeypatch, tmp_path):

@@ -31,7 +31,10 @@ from tests.engines.sglang.updating import generates_with_updates, leaves_nothing
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.sglang]
 
 
-@pytest.fixture(scope="module", params=["disk", "group", "device"])
+WAYS = ("disk", "group", "device")
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def reached(request):
     """An engine that weights reach in this way, the embedded one beside it; nothing is left."""
     needs_sglang()
@@ -104,7 +107,15 @@ def stop(model):
     os.killpg(group(model)[0], signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("disturb", [kill, pytest.param(stop, marks=pytest.mark.extra)])
+@pytest.mark.parametrize(
+    ("reached", "disturb"),
+    [
+        pytest.param(way, how, marks=[pytest.mark.extra] * ((way, how) != ("device", kill)))
+        for way in WAYS
+        for how in (kill, stop)
+    ],
+    indirect=["reached"],
+)
 def test_an_engine_lost_while_it_takes_weights_comes_back_with_them(reached, disturb, monkeypatch):
     """All but its guardian and its socket are held, and it is disturbed once it has been asked.
 

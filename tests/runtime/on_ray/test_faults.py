@@ -144,6 +144,23 @@ def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path, fau
 
 
 @pytest.mark.slow
+def test_a_rank_killed_in_the_first_save_leaves_a_run_that_begins_again(tmp_path):
+    run = tmp_path / "run"
+    fault = {"RLFLOW_FAULT": "rank:saved=kill9@1", "RLFLOW_FAULT_RANK": "0"}
+    began = start(run, *SPLIT, iterations=3, **fault)
+    code, _, err = ended(began, timeout=240)
+    assert (1, 1) == (code, err.count("error[")), err
+    assert not list_checkpoints(run / "checkpoints")
+
+    code, _, err = ended(start(run, *SPLIT, "--resume", run, iterations=3), timeout=240)
+
+    assert 0 == code, err
+    assert "nothing was saved yet: the run begins again" in err
+    assert [0, 1, 2] == [line.iteration for line in read_metrics(run / "metrics.jsonl")][:3]
+    assert list_checkpoints(run / "checkpoints")
+
+
+@pytest.mark.slow
 def test_ctrl_c_saves_and_ends_well(tmp_path):
     run = tmp_path / "run"
     began = start(run, *SPLIT, iterations=2000)

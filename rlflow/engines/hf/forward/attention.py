@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlflow.engines.hf.forward.packed import Block, PackedLayout
-from rlflow.engines.hf.forward.spans import attend_spans
+from rlflow.engines.hf.forward.spans import attend_spans, once
 from rlflow.engines.hf.generate.cache import KeyValueCache, RaggedCache
 from rlflow.errors import Finding, RunError
 from rlflow.modelfiles.families import cannot_be_packed
@@ -266,9 +266,14 @@ class SquareAttention(torch.autograd.Function):
         """Flat `q [tokens, heads, head_size]` and `k`, `v [tokens, kv_heads, head_size]`."""
         kv_heads = k.shape[1]
         queries, keys, values = (to_heads(x, index, size, kv_heads) for x in (q, k, v))
-        scores = torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=scaling)
-        probs = scores.softmax(-1)
-        output = from_heads(torch.bmm(probs, values), size, kv_heads, q.shape[1], slots)
+
+        def attended() -> tuple[Tensor, Tensor]:
+            scores = torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=scaling)
+            probs = scores.softmax(-1)
+            mixed = torch.bmm(probs, values)
+            return from_heads(mixed, size, kv_heads, q.shape[1], slots), probs
+
+        output, probs = once(attended)
         ctx.save_for_backward(queries, keys, values, probs, slots)
         ctx.geometry = (size, kv_heads, q.shape[1], real, scaling)
         return output

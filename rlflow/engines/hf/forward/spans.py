@@ -7,6 +7,9 @@ two are merged by their log-sums. This file knows no kernel and no model.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +28,53 @@ from rlflow.engines.hf.forward.sequences import (
     flash_fits,
     sequences,
 )
+
+
+class AttentionMemory:
+    """What attention made in a forward, for the one that computes the same again.
+
+    Torch keeps outputs of operators of its choice (`create_selective_checkpoint_contexts`). Here
+    attention is several, the last of which writes into what the first has made; kept is what they
+    make together, of which the bytes are known, and not what they pass on among each other.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[tuple[Tensor, Tensor]] = []
+        self.again: Iterator[tuple[Tensor, Tensor]] | None = None
+
+    def once(self, make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """What `make` returns, or has returned when it was called in its place before."""
+        if self.again is not None:
+            one, other = next(self.again)
+        else:
+            one, other = make()
+            self.made.append((one.detach(), other.detach()))
+        return one.detach(), other.detach()
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Keep what attention makes in the block."""
+        token = _memory.set(self)
+        try:
+            yield
+        finally:
+            _memory.reset(token)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Make nothing in the block: take what was kept, in the same order."""
+        self.again = iter(self.made)
+        with self.filling():
+            yield
+
+
+_memory: ContextVar[AttentionMemory | None] = ContextVar("rlflow_kept_attention", default=None)
+
+
+def once(make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """What `make` returns; within an `AttentionMemory` that tells, what it has returned before."""
+    memory = _memory.get()
+    return make() if memory is None else memory.once(make)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,21 +211,7 @@ class MergedAttention(torch.autograd.Function):
         way: SequenceAttention,
     ) -> Tensor:
         """`sinks [heads]` may be None."""
-        if seen.window is not None:
-            runs, index = spans.within(seen.window)
-            output, sums = way.forward(q, k[index], v[index], runs, seen)
-        else:
-            output, sums = way.forward(q, k, v, spans.own, seen)
-            if spans.prefixes is not None:
-                rows, known = slice(spans.prompts, None), slice(0, spans.prompts)
-                whole = of_prompts(seen)
-                more = way.forward(q[rows], k[known], v[known], spans.prefixes, whole)
-                output[rows], sums[:, rows] = joined_parts(output[rows], sums[:, rows], *more)
-        if sinks is not None:
-            level = sinks.to(sums.dtype)[:, None]
-            joined = torch.logaddexp(sums, level)
-            output = (output * weight_of(sums, joined)).to(q.dtype)
-            sums = joined
+        output, sums = once(lambda: attend_merged(q, k, v, sinks, spans, seen, way))
         ctx.save_for_backward(q, k, v, sinks, output, sums)
         ctx.spans, ctx.seen, ctx.way = spans, seen, way
         return output
@@ -206,6 +242,32 @@ class MergedAttention(torch.autograd.Function):
             probs = (sinks.to(sums.dtype)[:, None] - sums).exp()
             grad_sinks = -(probs * inner).sum(1).to(sinks.dtype)
         return grad_q, grad_k, grad_v, grad_sinks, None, None, None
+
+
+def attend_merged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    spans: Spans,
+    seen: Visible,
+    way: SequenceAttention,
+) -> tuple[Tensor, Tensor]:
+    """The forward of `MergedAttention`: output, and log-sums `[heads, tokens]`."""
+    if seen.window is not None:
+        runs, index = spans.within(seen.window)
+        output, sums = way.forward(q, k[index], v[index], runs, seen)
+    else:
+        output, sums = way.forward(q, k, v, spans.own, seen)
+        if spans.prefixes is not None:
+            rows, known = slice(spans.prompts, None), slice(0, spans.prompts)
+            more = way.forward(q[rows], k[known], v[known], spans.prefixes, of_prompts(seen))
+            output[rows], sums[:, rows] = joined_parts(output[rows], sums[:, rows], *more)
+    if sinks is not None:
+        joined = torch.logaddexp(sums, sinks.to(sums.dtype)[:, None])
+        output = (output * weight_of(sums, joined)).to(q.dtype)
+        sums = joined
+    return output, sums
 
 
 def of_prompts(seen: Visible) -> Visible:

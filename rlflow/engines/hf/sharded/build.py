@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,22 +33,26 @@ from rlflow.engines.hf.forward.head import Predictor, take_head_apart
 from rlflow.engines.hf.heads import find_stored_head
 from rlflow.engines.hf.loading import (
     Init,
-    auto,
+    build,
     check_layers,
     check_path,
     quiet_transformers,
     read,
+    treat_layers,
     use_packed_attention,
 )
 from rlflow.engines.hf.lora import AdapterSpec, adapt
 from rlflow.engines.hf.models import TorchModel, ValueModel
-from rlflow.engines.hf.recompute import decoder_layers, recompute_layers
+from rlflow.engines.hf.recompute import decoder_layers
 from rlflow.engines.hf.sharded.forwards import replace_cut_forwards, restore_cut_forwards
-from rlflow.engines.hf.sharded.loading import fill_all, materialize, skeleton
+from rlflow.engines.hf.sharded.loading import materialize
 from rlflow.engines.hf.sharded.mesh import MeshRanks
 from rlflow.engines.hf.sharded.model import ShardedModel
 from rlflow.engines.hf.sharded.tensor_parallel import Cut, Split, parallelize
+from rlflow.engines.hf.weights.filling import fill_all
+from rlflow.engines.hf.weights.skeletons import auto, skeleton
 from rlflow.errors import Finding, UsageError
+from rlflow.graph.placement import Recompute
 from rlflow.modelfiles.families import cutting_finding, family_of, sharding_finding
 
 __all__ = ["ShardedModel", "load_sharded"]
@@ -63,7 +68,9 @@ def load_sharded(
     seed: int = 0,
     init: Init = "weights",
     trained: bool,
-    recompute: bool = False,
+    recompute: Recompute = False,
+    hosts_activations: bool = False,
+    compiled: bool = False,
     kept_whole: bool = False,
     name: str = "",
     lora: AdapterSpec | None = None,
@@ -94,21 +101,20 @@ def load_sharded(
     cuts = named_cuts(module, split)
     share_out(module, ranks, dtype, trained, kept_whole=kept_whole)
     materialize(module, ranks.device)
-    module.eval()
     model = ShardedModel(
-        module, config, head=head, name=name or path, ranks=ranks, dtype=dtype, cuts=cuts,
+        module.eval(), config, head=head, name=name or path, ranks=ranks, dtype=dtype, cuts=cuts,
         adapters=adapters, kept_whole=kept_whole,
     )  # fmt: skip
-    how: Any = {"seed": seed, "init": init, "fresh_head": fresh_head}
+    make = partial(build, path, config, head, dtype, seed, init, fresh_head)
+    drawing = make if init == "random" else None
     with quiet_transformers():
-        read(path, lambda: fill_all(model.shards(), model, path, **how))
+        read(path, lambda: fill_all(model.shards(), model, path, seed=seed, make=drawing))
     plain = plain_outputs(HiddenStates(module), config, head)
     model.settle()
     with quiet_transformers():
         use_packed_attention(module, path)
     _check(model, plain, split)
-    if recompute:
-        recompute_layers(module)
+    treat_layers(model, ranks.device, compiled, recompute, hosts_activations)
     return model
 
 

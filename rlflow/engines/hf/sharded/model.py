@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from rlflow.contract.engines import ModelConfig
 from rlflow.contract.values import Head, Shard, SleepMode
-from rlflow.engines.hf.flat import free, to_host
+from rlflow.engines.hf.flat import free, in_storage, storage_of, to_host
 from rlflow.engines.hf.forward.attention import AttentionState
 from rlflow.engines.hf.lora import DOWN, UP, Adapters, is_adapter
 from rlflow.engines.hf.models import TorchModel
@@ -219,18 +219,6 @@ def _gathered(parameter: Tensor) -> Tensor:
         held = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
     found: Tensor = held
     return found
-
-
-def storage_of(tensor: Tensor) -> Tensor:
-    """All of a tensor's storage as bytes, `[bytes]`."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-
-
-def in_storage(storage: Tensor, like: Tensor) -> Tensor:
-    """The tensor that lies in a copy of a storage, bytes, as `like` does in the storage."""
-    size, stride = like.size(), like.stride()
-    return storage.view(like.dtype).as_strided(size, stride, int(like.storage_offset()))
 
 
 def _local_piece(parameter: Tensor, tensor: Tensor, cut: Cut | None, ranks: MeshRanks) -> Shard:

@@ -1,4 +1,4 @@
-"""AdamW on this rank's shards: the formula and the learning rates of `optim`.
+"""AdamW on this rank's shards: the formula and the learning rates of `optim/adamw.py`.
 
 Every element is computed by itself, so an update does not depend on how parameters are
 shared out. This file knows no loss, and of the ranks only how a norm adds up over them.
@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from rlflow.contract.engines import OptimizerSpec
 from rlflow.contract.values import Shard
-from rlflow.engines.hf.flat import ALIGNMENT
 from rlflow.engines.hf.host_states import KeptStates, Range, pieces_of
-from rlflow.engines.hf.optim import FULL, LOW, MOMENTS, AdamWState
+from rlflow.engines.hf.optim.adamw import FULL, LOW, MASTER, MOMENTS, AdamWState
 from rlflow.engines.hf.sharded.model import ShardedModel, local
+from rlflow.engines.pinned import ALIGNMENT
 
 # Numbers after which a shard begins among others; in any dtype on 64 bytes or more.
 STEP = ALIGNMENT // 4
@@ -38,10 +38,14 @@ class ShardedAdamW(AdamWState):
         self._host: list[Tensor] = []
         names = model.trained_names()
         self.parameters = {n: p for n, p in model.parameters.items() if n in names}
-        held = {name: local(parameter) for name, parameter in self.parameters.items()}
         self.visiting = visiting
+        self.make_states()
+
+    def make_states(self) -> None:
+        """Make the moments of this rank's shards."""
+        held = {name: local(parameter) for name, parameter in self.parameters.items()}
         self.kept: dict[torch.dtype, KeptStates] = {}
-        if visiting or spec.moments == LOW:
+        if self.visiting or self.spec.moments == LOW:
             self._lay_out(held)
         else:
             self.averages = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
@@ -146,42 +150,41 @@ class ShardedAdamW(AdamWState):
             if lists[0]:
                 self.update(*lists, decay=decayed)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Moments, and what lower weights are copies of, as `kind.weight`; views of this rank's."""
-        self.require_awake()
-        return {
-            f"{kind}.{name}": tensor
-            for kind, tensors in self.by_kind().items()
-            for name, tensor in tensors.items()
-        }
-
     def by_kind(self) -> dict[str, dict[str, Tensor]]:
-        """The state by the first part of its names; lower weights are kept as what is trained."""
-        found = {"exp_avg": self.averages, "exp_avg_sq": self.squares}
-        if self.model.dtype not in FULL:
-            found["master"] = {name: local(p) for name, p in self.parameters.items()}
-        return found
-
-    def shards(self) -> dict[str, Shard]:
-        """The state by the names of `tensors()`."""
-        self.require_awake()
-        return {
-            f"{kind}.{name}": shard
-            for kind, tensors in self.by_kind().items()
-            for name, shard in self.model.pieces(tensors).items()
-        }
-
-    def saved_moments(self) -> dict[str, Shard]:
-        """See `AdamWState.saved_moments`."""
+        """See `AdamWState.by_kind`; lower weights are kept as what is trained."""
         kinds = [self.averages, self.squares]
         if self.rests and self.kept:
             kinds = self._views(self._host)
         elif self.rests:
             copies = iter(self._host)
             kinds = [{name: next(copies) for name in tensors} for tensors in kinds]
+        return dict(zip(MOMENTS, kinds, strict=True)) | self.lower()
+
+    def lower(self) -> dict[str, dict[str, Tensor]]:
+        """What lower weights are made of in each pass, as a kind of the state; none elsewhere."""
+        if self.model.dtype in FULL:
+            return {}
+        return {MASTER: {name: local(p) for name, p in self.parameters.items()}}
+
+    def shards(self) -> dict[str, Shard]:
+        """The state by the names of `tensors()`."""
+        self.require_awake()
         return {
-            f"{kind}.{name}": self.model.piece(name, tensor)
-            for kind, tensors in zip(MOMENTS, kinds, strict=True)
+            f"{kind}.{name}": self.piece(kind, name, tensor)
+            for kind, tensors in self.by_kind().items()
+            for name, tensor in tensors.items()
+        }
+
+    def piece(self, kind: str, name: str, tensor: Tensor) -> Shard:
+        """Which piece of the whole model's state a tensor is."""
+        return self.model.piece(name, tensor)
+
+    def saved_moments(self) -> dict[str, Shard]:
+        """See `AdamWState.saved_moments`."""
+        return {
+            f"{kind}.{name}": self.piece(kind, name, tensor)
+            for kind, tensors in self.by_kind().items()
+            if kind != MASTER
             for name, tensor in tensors.items()
         }
 
@@ -191,10 +194,6 @@ class ShardedAdamW(AdamWState):
 
     def round_masters(self) -> None:
         """Nothing: lower weights are made of what is trained in each pass."""
-
-    def trained_names(self) -> frozenset[str]:
-        """The names of the state that training changes: all of them."""
-        return frozenset(f"{kind}.{n}" for kind, part in self.by_kind().items() for n in part)
 
     def state_buffers(self) -> list[Tensor]:
         """The moments on the device, which sleep; the weights do so by themselves."""
@@ -207,7 +206,4 @@ class ShardedAdamW(AdamWState):
     def num_bytes(self) -> int:
         """Bytes of the moments on the device when awake, and of the gradients during a step."""
         gradients = sum(local(p).nbytes for p in self.parameters.values())
-        if self.visiting:
-            return gradients
-        moments = (*self.averages.values(), *self.squares.values())
-        return gradients + sum(tensor.nbytes for tensor in moments)
+        return gradients + sum(b.numel() * b.element_size() for b in self.state_buffers())

@@ -15,9 +15,13 @@ from torch import Tensor
 from rlflow.batch import Batch, lengths
 from rlflow.contract.progress import advance
 from rlflow.contract.values import LossFunction, StepResult, Temperature
+from rlflow.engines.hf.optim.kinds import Kinds
+from rlflow.engines.hf.sharded.grouped import ShardedInt8AdamW, ShardedMuon
 from rlflow.engines.hf.sharded.model import ShardedModel
 from rlflow.engines.hf.sharded.optim import ShardedAdamW
 from rlflow.engines.hf.train import TrainEngine, add_metrics, numbers_of, one_token
+
+SHARDED: Kinds = {"adamw": ShardedAdamW, "int8": ShardedInt8AdamW, "muon": ShardedMuon}
 
 
 class ShardedTrainEngine(TrainEngine):
@@ -28,7 +32,7 @@ class ShardedTrainEngine(TrainEngine):
     """
 
     model: ShardedModel
-    steps_with = ShardedAdamW
+    steps_with = SHARDED
 
     def passes(self, own: int) -> int:
         """As many as the rank makes that has most."""

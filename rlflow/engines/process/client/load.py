@@ -22,8 +22,12 @@ from torch import Tensor, nn
 
 from rlflow.contract.engines import ModelConfig
 from rlflow.contract.values import Drafting
-from rlflow.engines.hf.loading import Init, auto, build, check_path, quiet_transformers, read
+from rlflow.engines.hf.flat import whole_shards
+from rlflow.engines.hf.loading import Init, build, check_path, quiet_transformers, read
 from rlflow.engines.hf.lora import adapt, is_adapter
+from rlflow.engines.hf.weights.filling import fill_all
+from rlflow.engines.hf.weights.skeletons import auto
+from rlflow.engines.hf.weights.streaming import streamed_skeleton
 from rlflow.engines.process.client.draft import EngineDraft, context_of
 from rlflow.engines.process.client.model import EngineModel
 from rlflow.engines.process.client.process import Command
@@ -40,6 +44,7 @@ from rlflow.engines.process.sglang.arguments import (
     with_drafter,
 )
 from rlflow.engines.process.sglang.hosts import helps, node_arguments, node_variables
+from rlflow.engines.reshard.quantised import QUANTIZATION_CONFIG, in_blocks
 from rlflow.graph.user.engines import SGLang
 
 if TYPE_CHECKING:
@@ -112,14 +117,14 @@ def start_engine(
     staging. Raises UsageError for a path that cannot be read or an interpreter without the
     engine, RunError where the engine does not start.
     """
-    place = torch.device(device)
+    place, blocks = torch.device(device), in_float8(options)
     ranks = tuple(devices) or (place.index or 0,)
     count = len(ranks) * (nodes.count if nodes is not None else 1)
     beside = {} if draft is None else {"draft": (draft.path, draft.init)}
     wanted = {"model": (path, init), **beside}
     how: dict[str, Any] = {"seed": seed, "device": place, "lora": lora, "held": not helps(nodes)}
     with kept_if_started() as directory:
-        configs, stagings, adapters = staged(wanted, directory, dtype=dtype, **how)
+        configs, stagings, adapters = staged(wanted, directory, dtype, blocks=blocks, **how)
         config, python = configs[0], interpreter(options)
         context = getattr(options, "context_length", None) or context_of(config)
         about = {"dtype": dtype, "device": place, "seed": seed, "context": context, "ranks": count}
@@ -143,7 +148,7 @@ def start_engine(
             replaced=nodes is None,
         )
         way = chosen_way(options, stagings[0], count, nodes)
-        return EngineModel(launch, stagings[0], config, way=way, **more)
+        return EngineModel(launch, stagings[0], config, way=way, blocks=blocks, **more)
 
 
 def given_to(
@@ -173,36 +178,85 @@ def kept_if_started() -> Iterator[str]:
 def staged(
     wanted: Mapping[str, tuple[str, Init]],
     directory: str,
-    *,
     dtype: torch.dtype,
+    *,
     seed: int,
     device: torch.device,
     lora: LoRA | None,
     held: bool,
+    blocks: bool = False,
 ) -> tuple[list[ModelConfig], list[SharedWeights], frozenset[str] | None]:
     """Models written to a directory as an engine reads them: their configs, and their weights.
 
     `wanted` are their paths by their names in the directory, and which weights they have. With
     `lora` the first one has adapters, which are named last. Weights that are not `held` here
-    are of another host's part.
+    are of another host's part. With `blocks` linear layers are quantised.
     """
-    found = [loaded(path, init, dtype, seed) for path, init in wanted.values()]
-    adapters = None if lora is None else adapt(found[0][1], lora, seed).names
+    found = [
+        StagedModel.of(path, init, dtype, seed, whole=blocks) for path, init in wanted.values()
+    ]
+    adapters = None if lora is None else adapt(found[0].module, lora, seed).names
     pinned = device.type == "cuda"
-    weights = [_parameters(module) if held else {} for _, module in found]
-    stagings = [SharedWeights(each, pinned=pinned) for each in weights]
-    for (name, (path, init)), (_, module) in zip(wanted.items(), found, strict=True):
+    weights = [_parameters(made.module) for made in found]
+    weights = [in_blocks(each) for each in weights] if blocks else weights
+    stagings = [SharedWeights(each if held else {}, pinned=pinned) for each in weights]
+    for name, made, own, staging in zip(wanted, found, weights, stagings, strict=True):
+        if held and made.empty:
+            made.fill(staging, seed)
         Path(directory, name).mkdir()
-        readable(Path(directory, name), path, module if init == "random" else None)
-    return [config for config, _ in found], stagings, adapters
+        written = None
+        if blocks or made.init == "random":
+            alone = _parameters(made.make()) if made.empty and not held else own
+            written = staging.tensors if held else alone
+        readable(Path(directory, name), made.path, written, blocks=blocks)
+    return [made.config for made in found], stagings, adapters
 
 
-def loaded(path: str, init: Init, dtype: torch.dtype, seed: int) -> tuple[ModelConfig, nn.Module]:
-    """The config of a path, and a model with its weights or random ones."""
-    check_path(path, init)
-    with quiet_transformers():
-        config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
-        return config, read(path, lambda: build(path, config, "lm", dtype, seed, init))
+def in_float8(options: EngineOptions) -> bool:
+    """Whether an engine holds linear layers in float8, with a scale for each block."""
+    return isinstance(options, SGLang) and options.quantization == "fp8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedModel:
+    """A model of a path: its config, its module, and what makes one with all weights.
+
+    An `empty` module has no memory: its weights are read, or drawn, into the place they are for.
+    """
+
+    path: str
+    config: ModelConfig
+    module: nn.Module
+    dtype: torch.dtype
+    empty: bool
+    make: Callable[[], nn.Module]
+    init: Init
+
+    @classmethod
+    def of(
+        cls, path: str, init: Init, dtype: torch.dtype, seed: int, *, whole: bool = False
+    ) -> StagedModel:
+        """The model of a path, with the weights of its files or random ones; maybe made `whole`."""
+        check_path(path, init)
+        with quiet_transformers():
+            config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
+            make = partial(build, path, config, "lm", dtype, seed, init)
+            how: dict[str, Any] = {"drawn": init == "random"}
+            found = None
+            if not whole:
+                found = read(path, lambda: streamed_skeleton(path, config, "lm", dtype, **how))
+            module = read(path, make) if found is None else found
+            return cls(
+                path=path, config=config, module=module,
+                dtype=dtype, empty=found is not None, make=make, init=init,
+            )  # fmt: skip
+
+    def fill(self, staging: SharedWeights, seed: int) -> None:
+        """Have all weights where they are staged."""
+        drawing = self.make if self.init == "random" else None
+        shards = whole_shards(staging.tensors)
+        with quiet_transformers():
+            read(self.path, lambda: fill_all(shards, self, self.path, seed=seed, make=drawing))
 
 
 def _parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -254,22 +308,25 @@ def starting(
     }
 
 
-def readable(directory: Path, path: str, module: nn.Module | None) -> None:
+def readable(
+    directory: Path, path: str, weights: Mapping[str, Tensor] | None, *, blocks: bool = False
+) -> None:
     """Fill a directory that an engine loads: a config without ends, and weights.
 
-    The weights are those of `path`, or of `module` if one is given.
+    The weights are those of `path`, or the given ones, which may be quantised in `blocks`.
     """
     source = _located(path)
-    if module is None:
+    if weights is None:
         for file in source.iterdir():
             if file.name not in LEFT_OUT and file.is_file():
                 (directory / file.name).symlink_to(file.resolve())
     else:
         # Any rank writes its engine's; transformers would only have the first one save.
-        whole = {n: t for n, t in _parameters(module).items() if not is_adapter(n)}
-        weights = {name: tensor.contiguous() for name, tensor in whole.items()}
-        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        whole = {n: t.contiguous() for n, t in weights.items() if not is_adapter(n)}
+        save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
+    if blocks:
+        config["quantization_config"] = QUANTIZATION_CONFIG
     for part in (config, config.get("text_config") or {}):
         part["eos_token_id"] = None
     (directory / "config.json").unlink(missing_ok=True)

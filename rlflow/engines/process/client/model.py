@@ -25,6 +25,7 @@ from rlflow.engines.process.client.shared_weights import SharedWeights
 from rlflow.engines.process.client.taking import BucketTaker
 from rlflow.engines.process.client.updates import InMemory, Update, Way
 from rlflow.engines.process.client.weight_check import hash_differences
+from rlflow.engines.reshard.quantised import in_blocks
 from rlflow.errors import Finding, RunError, known_names
 
 WEIGHTS, POOL = "weights", "kv_cache"
@@ -34,7 +35,8 @@ class EngineModel:
     """The weights of an engine by name and version, asleep or awake, and its pool.
 
     `shards` are the staging; `loaded` brings it to the engine: all of it, or the `trained` weights
-    alone, adapters, where the others are there. A `draft` lies in it too, and sleeps and wakes
+    alone, adapters, where the others are there. With `blocks` it holds linear layers in float8, as
+    the staging does. A `draft` lies in it too, and sleeps and wakes
     with the weights. `close` ends the engine; it is called when the model is forgotten, and the
     engine dies with this process in any case.
     """
@@ -50,6 +52,7 @@ class EngineModel:
         draft: EngineDraft | None = None,
         trained: frozenset[str] | None = None,
         way: Way | None = None,
+        blocks: bool = False,
     ) -> None:
         self.way = way or InMemory()
         self.name = launch.name
@@ -63,6 +66,7 @@ class EngineModel:
         self.staging = staging
         self._taker: BucketTaker | None = None
         self._trained = trained
+        self._blocks = blocks
         self.draft = draft
         if draft is not None:
             draft.bring = weakly(self._bring_draft)
@@ -168,10 +172,12 @@ class EngineModel:
     def load_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Copy weights to the staging and load them; nothing changes if a name is wrong.
 
-        All that a reshard brings must be there; weights below adapters may be. Raises RunError
-        for a missing, unknown or differently shaped tensor, or while asleep.
+        All that a reshard brings must be there; weights below adapters may be. Weights are given
+        in full, also to an engine that holds them in blocks. Raises RunError for a missing, unknown
+        or differently shaped tensor, or while asleep.
         """
         self.require_awake()
+        tensors = in_blocks(tensors) if self._blocks else tensors
         mine, trained = self.staging.tensors, self.trained_names()
         findings = [*misfits(self.name, tensors, mine), *_missing(self.name, tensors, trained)]
         if findings:

@@ -14,13 +14,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rlflow.engines.hf.flat import ALIGNMENT
+from rlflow.engines.pinned import ALIGNMENT, cuda_driver, pin
 
 Entry = tuple[str, str, tuple[int, ...], int]
 
 
 class SharedWeights:
     """Copies of `tensors`, whole and contiguous, in shared memory; `tensors` are views of it.
+
+    Those on the meta device bring nothing: they are zero, to be filled.
 
     `table` has a row (name, dtype, shape, offset in bytes) for each, offsets on 64 bytes.
     Another process maps `descriptor`, which it inherits.
@@ -44,7 +46,8 @@ class SharedWeights:
             name: self._view(kind, shape, offset) for name, kind, shape, offset in self.table
         }
         for name, tensor in tensors.items():
-            self.tensors[name].copy_(tensor)
+            if not tensor.is_meta:
+                self.tensors[name].copy_(tensor)
 
     def piece(self, table: Sequence[Entry]) -> Tensor:
         """The bytes of some weights, uint8, one after the other: a view where they lie so."""
@@ -63,5 +66,6 @@ class SharedWeights:
 
     def _pin(self) -> None:
         """Keep the pages where they are, so that a GPU copies to them by itself."""
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        runtime.cudaHostRegister(self._bytes.data_ptr(), self.size, 0)
+        driver, place = cuda_driver(), self._bytes.data_ptr()
+        pin(driver, self._bytes)
+        weakref.finalize(self._bytes.untyped_storage(), driver.cudaHostUnregister, place)

@@ -24,7 +24,13 @@ from rlflow.errors import Finding, RunError
 
 BUCKET_BYTES = 256 << 20
 # The names of dtypes in safetensors files.
-SAFETENSORS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+SAFETENSORS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlflow.engines.hf.lora import is_adapter
 from rlflow.engines.process.sglang.checksums import hashed, hashes, weight_layout
+from rlflow.engines.reshard.bucket_layout import scale_name
 
 Ask = Callable[[str, Mapping[str, Any]], Any]
 
@@ -64,4 +65,6 @@ def _nowhere(held: Iterable[str], staged: Mapping[str, Tensor]) -> list[str]:
     if not whole:
         return []
     placed = {part for made, _ in weight_layout(whole, staged).values() for part, *_ in made}
+    # An engine hashes a quantised weight as what it stands for, with its scales.
+    placed |= {scale_name(name) for name in placed}
     return [name for name in staged if name not in placed and not is_adapter(name)]

@@ -1,4 +1,4 @@
-"""What vLLM's workers do for rlflow: load weights from shared memory, and score whole.
+"""What vLLM's workers do for rlflow: load weights from memory that is shared, and score whole.
 
 vLLM imports it in each of its worker processes, before it makes a worker, and makes `Weights` a
 base class of that. It needs torch and vllm alone.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import pickle
 from typing import Any
 
 import torch
 import vllm.model_executor.layers.utils as linear
+from rlflow_engine_process.lent import borrowed, weights_in  # type: ignore[import-not-found]
 from vllm import _custom_ops
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
@@ -47,6 +49,7 @@ class Weights:
     """Methods that a worker has besides its own."""
 
     model_runner: Any
+    rank: int
     rlflow_memory: mmap.mmap | None = None
 
     def rlflow_packed(self) -> list[str]:
@@ -64,6 +67,18 @@ class Weights:
         found = [(name, _view(memory, dtype, shape, at)) for name, dtype, shape, at in table]
         self.model_runner.get_model().load_weights(iter(found))
         return len(found)
+
+    def rlflow_take(self, bucket: Table, handles: list[bytes]) -> int:
+        """Load a bucket from the memory that this rank is lent; how many weights it has.
+
+        When this is over all of it was read: the handle of a GPU is let go of after its queue.
+        """
+        memory = borrowed(*pickle.loads(handles[self.rank]))  # noqa: S301
+        found = weights_in(memory, bucket)
+        self.model_runner.get_model().load_weights(iter(found))
+        if memory.is_cuda:
+            torch.cuda.current_stream(memory.device).synchronize()
+        return len(bucket)
 
 
 def _view(memory: mmap.mmap, dtype: str, shape: tuple[int, ...], offset: int) -> torch.Tensor:

@@ -16,10 +16,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rlflow.engines.hf.heads import stored_names
-from rlflow.engines.hf.loading import auto, quiet_transformers
+from rlflow.engines.hf.loading import quiet_transformers
 from rlflow.engines.hf.lora import DOWN, UP
-from rlflow.engines.hf.sharded.loading import names_in_file, skeleton, tied_names
-from rlflow.engines.hf.writing import files_of, names_in_files, write
+from rlflow.engines.hf.weights.names import names_in_file, names_in_files, tied_names
+from rlflow.engines.hf.weights.skeletons import auto, skeleton
+from rlflow.engines.hf.writing import files_of, write
 from rlflow.errors import UsageError
 from rlflow.runtime.record.durable import register_file_faults, write_file
 from rlflow.runtime.record.shards.reading import open_component

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from rlflow.engines.hf.flat import beside_compute
+from rlflow.engines.pinned import pinned_pool
 from rlflow.errors import CheckpointError, Finding
 from rlflow.runtime.record.checkpoint import COMPONENT_POINTS
 from rlflow.runtime.record.durable import FileRecord, disk_errors, write_file
 from rlflow.runtime.record.tensorfile import header_of, ordered
 
-# Bytes of one piece of host memory, a power of two: torch rounds pinned memory up to one.
+# Bytes of one piece of host memory: what was taken for one save is enough for most of the next.
 CHUNK = 256 << 20
 
 
@@ -38,7 +39,8 @@ class HostBuffers:
         missing = size - sum(len(piece) for piece in self._memory)
         while missing > 0:
             piece = min(missing, self.chunk)
-            self._memory.append(torch.empty(piece, dtype=torch.uint8, pin_memory=pinned))
+            made = pinned_pool().lend(piece) if pinned else torch.empty(piece, dtype=torch.uint8)
+            self._memory.append(made)
             missing -= piece
         self._at = self._used = 0
 

@@ -6,7 +6,7 @@ of a kind together. Time and memory come later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from rlflow.errors import Finding, PlanError, known_names, near_names
@@ -32,7 +32,7 @@ from rlflow.scheduler.passes.bind.instances import (
     layout_findings,
     make_instances,
     memory_parts,
-    noting_offloads,
+    noting_fitted,
     serving_instance,
     trained_twice,
 )
@@ -78,8 +78,9 @@ def bind(plan: Plan, context: Context) -> Plan:
             if node.role(Drafted):
                 beside = drafting_instance(made, node, serving)
                 served.setdefault(beside.name, []).append(node)
+    said = {name for name, where in chosen.items() if where.recompute is not None}
     instances = tuple(
-        _fitted(instance, served[instance.name], made, context)
+        _fitted(instance, served[instance.name], made, context, said)
         for instance in made.instances
         if instance.name in served
     )
@@ -94,7 +95,8 @@ def bind(plan: Plan, context: Context) -> Plan:
     _refuse(findings)
     costs = context.costs
     parts = tuple(part for i in instances for part in memory_parts(i, served[i.name], costs))
-    bound = noting_offloads(replace(plan, instances=instances, parts=parts), made.instances)
+    bound = replace(plan, instances=instances, parts=parts)
+    bound = noting_fitted(bound, made.instances, served, costs)
     bound = with_kept_rows(noting_engines(bound, served, context.costs), context.costs)
     bound = with_saves(bound, context.costs)
     places = {n.name: _place(n, chosen.get(n.name), bound) for n in plan.graph.nodes}
@@ -109,8 +111,13 @@ def bind(plan: Plan, context: Context) -> Plan:
     )
 
 
-def _fitted(instance: Instance, nodes: list[Node], plan: Plan, context: Context) -> Instance:
-    """The instance with the uses of all the nodes that it serves, in micro-batches that fit."""
+def _fitted(
+    instance: Instance, nodes: list[Node], plan: Plan, context: Context, said: Collection[str]
+) -> Instance:
+    """The instance with the uses of all the nodes that it serves, in micro-batches that fit.
+
+    Of nodes that are `said` a placement says what is recomputed.
+    """
     used = {node.op.use or "forward" for node in nodes}
     instance = replace(instance, uses=tuple(use for use in instance.uses if use in used))
     room = min(plan.budget(device) for device in instance.devices)
@@ -119,7 +126,8 @@ def _fitted(instance: Instance, nodes: list[Node], plan: Plan, context: Context)
     if instance.engine_plan.lies_inside:
         return instance
     passed = [node for node in nodes if node.averages is None]
-    return in_micro_batches(instance, passed, room, context.costs)
+    free = not any(node.name in said for node in nodes)
+    return in_micro_batches(instance, passed, room, context.costs, free=free)
 
 
 def _refuse(findings: list[Finding]) -> None:

@@ -8,21 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from rlflow.errors import Finding, PlanError
 from rlflow.graph.graph import Node
-from rlflow.graph.model import Model
+from rlflow.graph.model import Model, Muon
 from rlflow.graph.op import Use
-from rlflow.graph.placement import Offload, On
-from rlflow.modelfiles.families import cutting_finding, packing_finding, sharding_finding
+from rlflow.graph.placement import On, Recompute
+from rlflow.modelfiles.families import (
+    cutting_finding,
+    packing_finding,
+    sharding_finding,
+    stacked_finding,
+)
 from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.microbatches import hosted_activations, instance_seconds
 from rlflow.scheduler.devices.cluster import amount
 from rlflow.scheduler.engines.engines import engine_parts
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.plan.plan import Instance, Part, Plan
+from rlflow.scheduler.plan.text import duration
 
-OFFLOADS: tuple[Offload, ...] = ("layers", "optimizer")
+Stays = Literal["layers", "optimizer"]
 USES: tuple[Use, ...] = ("train", "forward", "rollout")
 
 
@@ -54,22 +62,33 @@ def _as_said(instance: Instance, said: list[tuple[Node, On]]) -> Instance:
     """The instance with what its uses say of recomputing and offloading; they have to agree."""
     spoken = [(node, where.recompute) for node, where in said if where.recompute is not None]
     for node, wanted in spoken:
-        if wanted != spoken[0][1]:
-            texts = f"recompute={wanted}", f"recompute={spoken[0][1]}"
+        texts = f"recompute={wanted}", f"recompute={spoken[0][1]}"
+        if len(set(texts)) > 1:
             raise PlanError(_two_layouts(node, instance, *texts))
     learns = any(node.op.use == "train" and node.averages is None for node, _ in said)
-    recompute = learns and bool(spoken) and bool(spoken[0][1])
-    asked = {where.offload for _, where in said if learns or where.offload != "optimizer"}
-    offload = next((each for each in OFFLOADS if each in asked), None)
+    again = spoken[0][1] if learns and spoken else False
+    asked = {each for _, where in said for each in where.offloads}
+    states: tuple[Stays, ...] = ("layers", "optimizer") if learns else ("layers",)
+    offload = next((each for each in states if each in asked), None)
+    hosts = learns and "activations" in asked
     kept = learns and any(where.reshard_after_forward is False for _, where in said)
     kept = kept and instance.fsdp > 1
-    return replace(instance, recompute=recompute, offload=offload, kept_whole=kept)
+    how = replace(recomputing(instance, again), offload=offload, kept_whole=kept)
+    compiled = set(instance.uses) != {"rollout"} and any(where.compile for _, where in said)
+    return replace(how, hosts_activations=hosts, compiled=compiled)
+
+
+def recomputing(instance: Instance, again: Recompute) -> Instance:
+    """An instance that computes layers again as a placement says it."""
+    if isinstance(again, bool | str):
+        return replace(instance, recompute=again, recompute_first=None)
+    return replace(instance, recompute=False, recompute_first=again)
 
 
 def layout_of(where: On, use: Use, pools: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
     """How many ranks share the parameters of a use and each layer: `fsdp` and `tp`."""
     tp = where.tp or 1
-    alone = use == "rollout" or where.offload == "layers"
+    alone = use == "rollout" or "layers" in where.offloads
     return where.fsdp or (1 if alone else max(1, len(pools[where.pool]) // tp)), tp
 
 
@@ -150,9 +169,22 @@ def layout_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Findin
             )
         ]
     findings = _offload_findings(instance, plan) if instance.offload == "layers" else []
+    if instance.compiled and (instance.tp > 1 or instance.offload == "layers"):
+        findings.append(_not_compiled(instance, plan))
     shape = costs.shapes[instance.model]
     if shape is None:
         return findings
+    if (instance.recompute_first or 0) > shape.layers:
+        findings.append(
+            Finding(
+                code="E253",
+                where=model.where,
+                what=f"{instance.name} recomputes {instance.recompute_first} layers, and "
+                f"{model.path} has {shape.layers}",
+                expected="how many of the first layers, or True for all",
+                fix=f'rf.on("{instance.pool}", recompute=True)',
+            )
+        )
     if not instance.engine_plan.in_process:
         refused = [replace(each, where=model.where) for each in _uncomputed(instance, model, shape)]
         if refused:
@@ -184,6 +216,8 @@ def _uncomputed(instance: Instance, model: Model, shape: Shape) -> list[Finding]
         found.append(cutting_finding(model.path, shape.family, shape.kind))
     elif len(instance.devices) > 1:
         found.append(sharding_finding(model.path, shape.family))
+    if isinstance(model.optimizer, Muon) and shape.family.experts != "none":
+        found.append(stacked_finding(model.path))
     return [finding for finding in found if finding is not None]
 
 
@@ -215,6 +249,18 @@ def _offload_findings(instance: Instance, plan: Plan) -> list[Finding]:
     return []
 
 
+def _not_compiled(instance: Instance, plan: Plan) -> Finding:
+    """Layers that are cut, or whose weights come and go while they compute."""
+    return Finding(
+        code="E254",
+        where=plan.graph.model(instance.model).where,
+        what=f"the layers of {instance.name} cannot be compiled",
+        got=instance.layout(),
+        expected="layers that each rank computes whole, from weights that stay while it does",
+        fix=f'rf.on("{instance.pool}", compile=True) without tp= and offload="layers"',
+    )
+
+
 def memory_parts(instance: Instance, nodes: Sequence[Node], costs: Costs) -> list[Part]:
     """The memory of an instance that can sleep, each part by itself; it serves `nodes`."""
     if instance.engine_plan.in_process:
@@ -238,17 +284,43 @@ def memory_parts(instance: Instance, nodes: Sequence[Node], costs: Costs) -> lis
         size=costs.moments(instance),
         on_host=costs.hosted(instance) or 0,
     )
-    return [weights, gradients, optimizer]
+    if not instance.hosts_activations:
+        return [weights, gradients, optimizer]
+    size = hosted_activations(instance, nodes, costs)
+    held = replace(weights, name=instance.activations, kind="activations", size=size and 0)
+    return [weights, gradients, optimizer, replace(held, on_host=size or 0)]
 
 
-def noting_offloads(plan: Plan, declared: Sequence[Instance]) -> Plan:
-    """The plan with a note for every optimizer's state that stays on the host of itself."""
-    said = {instance.name for instance in declared if instance.offload == "optimizer"}
+def noting_fitted(
+    plan: Plan,
+    declared: Sequence[Instance],
+    served: Mapping[str, Sequence[Node]],
+    costs: Costs,
+) -> Plan:
+    """The plan with a note for whatever was chosen of itself so that an update fits.
+
+    An optimizer's state that stays on the host, and layers that are computed again, with what
+    `served` nodes take longer for it.
+    """
+    before = {instance.name: instance for instance in declared}
     for part in plan.parts:
-        if part.kind == "optimizer" and part.on_host and part.instance not in said:
+        offloaded = part.kind == "optimizer" and part.on_host
+        if offloaded and before[part.instance].offload != "optimizer":
             text = f"{part.name}, {amount(part.on_host)} for each device, stays on the host"
             text += " and visits the device in a step: the update does not fit otherwise"
             plan = plan.noting("offload", text)
+    for instance in plan.instances:
+        shape = costs.shapes[instance.model]
+        if shape is None or instance.recomputes == before[instance.name].recomputes:
+            continue
+        first = instance.recompute_first
+        what = f"the first {first} of {shape.layers} layers" if first else "all but attention"
+        kept = replace(instance, recompute=False, recompute_first=None)
+        more = instance_seconds(instance, served[instance.name], costs)
+        more -= instance_seconds(kept, served[instance.name], costs)
+        text = f"a backward of {instance.name} computes {what} again, {duration(more)} longer by"
+        text += f" estimate (recompute={instance.recomputes!r}): the update does not fit otherwise"
+        plan = plan.noting("recompute", text)
     return plan
 
 

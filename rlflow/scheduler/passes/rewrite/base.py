@@ -74,7 +74,8 @@ def _why_kept(plan: Plan, nodes: list[Node], trained: Model, placement: Placemen
                 return (
                     f"{whose} is placed on {where.pool}, {trained.name} is trained on {home.pool}"
                 )
-            if whose and (where.offload or layout_of(where, "forward", plan.pools) != wanted):
+            states = set(where.offloads) - {"activations"}
+            if whose and (states or layout_of(where, "forward", plan.pools) != wanted):
                 return f"{whose} is placed in another layout than {trained.name} is trained in"
     return ""
 

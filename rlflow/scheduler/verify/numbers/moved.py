@@ -19,6 +19,7 @@ from rlflow.scheduler.verify.numbers.parameters import (
     ParameterCounts,
     Span,
     counts_of,
+    holds_bytes,
     which_weights,
 )
 from rlflow.scheduler.verify.weights import cells_held
@@ -93,14 +94,15 @@ def _lacking(
     if whole is None or whole[0] > whole[1]:
         return 0, UNKNOWN
     least = most = Fraction(0)
+    number = NUMBER[model.dtype]
     for target in targets:
         times = _times(source, target, in_place=in_place)
         outputs, inputs, uncut = times
         fewest = uncut if model.lora else min(outputs, inputs)
         largest = uncut if model.lora else max(outputs, inputs)
-        least += (fewest + UNEVEN * min(uncut - fewest, Fraction(0))) * whole[0]
+        low = fewest / number if holds_bytes(target) else fewest
+        least += (low + UNEVEN * min(uncut - low, Fraction(0))) * whole[0]
         most += (largest + UNEVEN * max(uncut - largest, Fraction(0))) * whole[1]
-    number = NUMBER[model.dtype]
     return max(floor(least - len(targets)), 0) * number, ceil(most) * number
 
 

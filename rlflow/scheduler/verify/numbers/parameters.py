@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import cached_property
 from math import ceil
 
-from rlflow.graph.model import AdamW, Model
+from rlflow.graph.model import AdamW, Model, Muon
 from rlflow.scheduler.plan.plan import Instance, Part
 from rlflow.scheduler.verify.happens_before import Facts
 
@@ -30,6 +30,8 @@ UNEVEN, MOST_UNEVEN = Fraction(1, 32), Fraction(1, 2)
 class TrainedBytes:
     """Bytes of a trained number: of its weight, its gradient with the sum, and its moments.
 
+    Of numbers in matrices Muon has `spared` bytes less of moments, AdamW in 8 bits as many but
+    for scales; nothing here knows how many there are.
     Below float32 a process has gradients and their sums, and AdamW's moments beside a float32 copy
     of the weights. Ranks that train a model together have all in float32, and no copy.
     """
@@ -37,23 +39,48 @@ class TrainedBytes:
     weight: int
     gradient: int
     moments: int
+    spared: int = 0
 
     @classmethod
     def of(cls, instance: Instance, model: Model) -> TrainedBytes:
         """Those of an instance of a model; as it is where nothing trains it."""
         size = NUMBER[model.dtype]
+        spared = max(size, FULL) if isinstance(model.optimizer, Muon) and instance.trained else 0
+        if isinstance(model.optimizer, AdamW) and model.optimizer.moments == "int8":
+            spared = 2 * (max(size, FULL) - 1) if instance.trained else 0
         low = isinstance(model.optimizer, AdamW) and model.optimizer.moments == "bfloat16"
         both = 2 * (NUMBER["bfloat16"] if low else max(size, FULL))
         if not instance.trained or size >= FULL:
-            return cls(weight=size, gradient=size, moments=both if instance.trained else 2 * size)
+            moments = both if instance.trained else 2 * size
+            return cls(weight=size, gradient=size, moments=moments, spared=spared)
         if instance.sharded:
-            return cls(weight=FULL, gradient=FULL, moments=both)
-        return cls(weight=size, gradient=size + FULL, moments=both + FULL)
+            return cls(weight=FULL, gradient=FULL, moments=both, spared=spared)
+        return cls(weight=size, gradient=size + FULL, moments=both + FULL, spared=spared)
+
+    def are_moments(self, kept: int | None, trained: int) -> bool:
+        """Whether so many bytes are the moments of so many numbers; of Muon within its bounds."""
+        most = trained * self.moments
+        if not self.spared:
+            return kept == most
+        unit = 2 if self.spared % FULL else self.spared
+        whole = kept is not None and not kept % unit
+        return whole and most - trained * self.spared < (kept or 0) < most
 
 
 def lent(part: Part) -> int:
     """Bytes of what a part has from its model: the first of what it holds, or all."""
     return part.holds[0][1] if part.holds else part.size or 0
+
+
+def holds_bytes(instance: Instance) -> bool:
+    """Whether an engine holds some of its numbers in a byte each, so that its bytes count none."""
+    return getattr(instance.options, "quantization", None) == "fp8"
+
+
+def fewest_bytes(instance: Instance, span: Span, model: Model) -> Span:
+    """The bytes that a model may take in an instance, where `span` is what its numbers do."""
+    least = span[0] // NUMBER[model.dtype] if holds_bytes(instance) else span[0]
+    return least, span[1]
 
 
 def most_of_share(ranks: int) -> Fraction:
@@ -124,6 +151,7 @@ class ParameterCounts:
             adapters = self.adapters_of(i)
             engine = i.options is not None
             more = engine and (i.drafter or getattr(i.options, "speculative", None) is not None)
+            more = more or holds_bytes(i)
             if i.offload == "layers" or more or i.inside is not None or adapters is None:
                 continue
             number = NUMBER[self.model(i).dtype]
@@ -156,7 +184,9 @@ class ParameterCounts:
         )
         if whole is None or adapters is None:
             return None
-        return self.bytes_of(self.model(instance), whole, ranks, adapters)
+        model = self.model(instance)
+        span = self.bytes_of(model, whole, ranks, adapters)
+        return fewest_bytes(instance, span, model)
 
     def contradictions(self) -> Iterator[str]:
         """Two weights of one path for which there is no common count."""

@@ -15,9 +15,13 @@ from rlflow.scheduler.verify.numbers.parameters import (
     ParameterCounts,
     Span,
     counts_of,
+    holds_bytes,
     lent,
     share_of,
 )
+
+# Activations lie on the host in pieces of this size.
+PIECE = 32 << 20
 
 
 def sizes_agree(facts: Facts) -> Iterator[str]:
@@ -31,7 +35,8 @@ def sizes_agree(facts: Facts) -> Iterator[str]:
         if i.options is not None and {i.pool_part, i.weights} <= facts.parts.keys():
             yield from _pool_has_tokens(facts, counts, i)
     for part, i in counts.known.values():
-        if lent(part) % NUMBER[counts.model(i).dtype] and not _has_files(i):
+        uncounted = _has_files(i) or holds_bytes(i)
+        if lent(part) % NUMBER[counts.model(i).dtype] and not uncounted:
             yield f"{part.name} is of {lent(part)} bytes, no whole number of parameters"
         if i.trained and {i.gradients, i.optimizer} <= facts.parts.keys():
             yield from _is_trained(facts, counts, i, lent(part))
@@ -43,8 +48,8 @@ def sizes_agree(facts: Facts) -> Iterator[str]:
 
 
 def _visits(i: Instance, part: Part) -> bool:
-    """Whether a part is an optimizer's state that stays on the host, and on no device."""
-    return part.kind == "optimizer" and i.offload == "optimizer"
+    """Whether a part stays on the host, and on no device: an optimizer's state, or activations."""
+    return part.kind == "activations" or (part.kind == "optimizer" and i.offload == "optimizer")
 
 
 def _has_files(i: Instance) -> bool:
@@ -64,6 +69,8 @@ def _are_known_together(facts: Facts) -> Iterator[str]:
         may_be_none |= _visits(i, part)
         if part.size is not None and part.size < int(not may_be_none):
             yield f"{part.name} takes {part.size} bytes"
+        if part.kind == "activations" and (part.size or part.on_host % PIECE):
+            yield f"{part.name} takes {part.size} bytes, and {part.on_host} on the host"
         if any(size < 0 for _, size in part.holds):
             yield f"{part.name} holds {dict(part.holds)}"
         if part.kind == "cache" and part.size is None and i.name in counts_of(facts).known:
@@ -84,13 +91,13 @@ def _is_trained(facts: Facts, counts: ParameterCounts, i: Instance, held: int) -
     trained, rest = divmod(gradients.size or 0, each)
     stays = _visits(i, moments)
     kept, none = (moments.on_host, moments.size) if stays else (moments.size, moments.on_host)
-    if rest or kept != trained * beside or none:
+    if rest or not number.are_moments(kept, trained) or none:
         yield (
             f"{moments.name} is of {kept} bytes and {gradients.name} of {gradients.size}: "
             f"of one parameter they are {beside} and {each}"
         )
     lower = number.weight < NUMBER["float32"]  # Those have float32 copies among the moments.
-    most = (beside if lower else number.weight + beside) * trained
+    most = (kept or 0) + (0 if lower else number.weight) * trained
     for saved in facts.plan.saved:
         if saved.instance == i.name and saved.size * _replicas(i) - most not in range(_replicas(i)):
             yield f"a save of {i.name} copies {saved.size} bytes of {trained} parameters"

@@ -11,6 +11,7 @@ from math import inf, isfinite
 from rlflow.graph.roles import Averaged
 from rlflow.scheduler.plan.plan import Action, Instance, Trip
 from rlflow.scheduler.verify.happens_before import Facts
+from rlflow.scheduler.verify.numbers.parameters import NUMBER, holds_bytes
 
 NEAR = 1e-9
 # A reshard that leaves its processes brings at the most so many buckets at a time.
@@ -36,7 +37,10 @@ def costs_are_formed(facts: Facts) -> Iterator[str]:
         if a.part is not None and cost.transient:
             yield f"{a.id} takes {cost.transient} bytes beside the part that it moves"
         if a.kind == "reshard" and cost.moved is not None:
-            most = BUCKETS * cost.moved if a.transport != "copy" else 0
+            # What is quantised is gathered before, in as many bytes as a number has.
+            low = [facts.instances[t] for t in a.targets if holds_bytes(facts.instances[t])]
+            size = max((NUMBER[facts.plan.graph.model(i.model).dtype] for i in low), default=0)
+            most = (BUCKETS + size) * cost.moved if a.transport != "copy" else 0
             if not min(most, 1) <= (cost.transient or 0) <= most:
                 yield f"{a.id} takes {cost.transient} bytes to bring {cost.moved} by {a.transport}"
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from .server import Entry
 
-BUCKET_BYTES = 512 << 20
+BUCKET_BYTES = 256 << 20
+# Rows and columns of a block of a quantised weight that has one scale.
+BLOCK = 128
 
 # A weight, a dimension, and where in it a part of the weight begins and ends.
 Piece = tuple[str, int, int, int]
@@ -47,10 +49,25 @@ class HeldWeights:
         return found
 
     def joined(self, pieces: list[Piece], extra: int, device: str = "cpu") -> Any:
-        """Pieces of weights one after the other, and rows of zeros behind, on a device."""
+        """Pieces of weights one after the other, and rows of zeros behind, on a device.
+
+        Of quantised weights what they stand for, in bfloat16.
+        """
         import torch
 
         held = dict(self.tensors())
-        cut = [held[part].narrow(dim, start, stop - start) for part, dim, start, stop in pieces]
-        whole = torch.cat([piece.to(device) for piece in cut])
+        cut = []
+        for part, dim, start, stop in pieces:
+            found, scales = held[part].to(device), held.get(f"{part}_scale_inv")
+            if scales is not None:
+                found = unscaled(found, scales.to(device))
+            cut.append(found.narrow(dim, start, stop - start))
+        whole = torch.cat(cut)
         return torch.cat([whole, whole.new_zeros(extra, *whole.shape[1:])])
+
+
+def unscaled(values: Any, scales: Any) -> Any:
+    """What quantised values stand for: each times the scale of its block, rounded to bfloat16."""
+    rows, columns = values.shape
+    wide = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return (values.float() * wide[:rows, :columns]).bfloat16()

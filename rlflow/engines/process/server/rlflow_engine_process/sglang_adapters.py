@@ -145,8 +145,10 @@ def whole_layers(weights: dict[str, Any], rank: int) -> dict[str, Any]:
             weight = weights.get(f"{layer}.weight")
             if weight is None or f"{layer}{DOWN}.weight" in found:
                 continue
-            found[f"{layer}{DOWN}.weight"] = weight.new_zeros(rank, weight.shape[1])
-            found[f"{layer}{UP}.weight"] = weight.new_zeros(weight.shape[0], rank)
+            # Weights may be quantised, adapters are not.
+            like = found[name]
+            found[f"{layer}{DOWN}.weight"] = like.new_zeros(rank, weight.shape[1])
+            found[f"{layer}{UP}.weight"] = like.new_zeros(weight.shape[0], rank)
     return found
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 from .held import HeldWeights, Piece
-from .server import BEAT_SECONDS, Refused, Server
+from .server import BEAT_SECONDS, Entry, Refused, Server
 
 FLUSH_SECONDS = 30.0
 UNFLUSHED = "cache was not flushed"
@@ -34,7 +35,11 @@ class Holding(Server):
     device: str
     version: int | None
     asleep: set[str]
-    buffer: Any = None
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        # Memory that the ranks see, of the bucket that they load and of the next one.
+        self.buffers: list[Any] = [None, None]
 
     async def idle(self, *, flush: bool) -> None:
         """Wait until no request is left, then empty the cache of what old weights have made."""
@@ -59,18 +64,26 @@ class Holding(Server):
         """Take all weights from the memory file; the version that SGLang then reports.
 
         Until that is done no version is served. SGLang without sessions wants an empty cache.
-        Weights of the drafter leave the version as it is.
+        Weights of the drafter leave the version as it is. While the ranks load a bucket, the next
+        one is copied into the other of two buffers.
         """
         await self.idle(flush=not hasattr(self.tokenizer, "begin_weight_update"))
         served, self.version = self.version, None
         held, selector = self.of(of)
         buckets = held.buckets()
         async with self.session(selector):
-            for number, bucket in enumerate(buckets, 1):
-                last = number == len(buckets)
-                told = str(version) if last and of == MODEL else None
-                await self.load(held.tensors(bucket), selector, told, last=last)
-                self.touched += 1
+            laid = self.lay(held, buckets, 0)
+            try:
+                for number in range(len(buckets)):
+                    piece, last = await laid, number + 1 == len(buckets)
+                    if not last:
+                        laid = self.lay(held, buckets, number + 1)
+                    told = str(version) if last and of == MODEL else None
+                    await self.load(piece, selector, told, last=last)
+                    self.touched += 1
+            finally:
+                # A copy goes on where a load was refused: the next update has its buffer.
+                await asyncio.gather(laid, return_exceptions=True)
         self.version = version if of == MODEL else served
         return self.reported()
 
@@ -96,17 +109,21 @@ class Holding(Server):
             ended = await self.tokenizer.end_weight_update(EndWeightUpdateReqInput(), None)
         require_success(ended)
 
+    def lay(self, held: HeldWeights, buckets: list[list[Entry]], number: int) -> asyncio.Task[Any]:
+        """Copy a bucket to the buffer that is its turn, in a thread beside."""
+        weights = list(held.tensors(buckets[number]))
+        return asyncio.create_task(asyncio.to_thread(self.shared, weights, number % 2))
+
     async def load(
-        self, bucket: Iterable[tuple[str, Any]], selector: str, version: str | None, *, last: bool
+        self, piece: tuple[Any, str | None], selector: str, version: str | None, *, last: bool
     ) -> None:
-        """Have SGLang load some weights."""
+        """Have SGLang load some weights, as `shared` has made them."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        weights = list(bucket)
+        payload, form = piece
 
         def request() -> Any:
-            payload, form = self.shared(weights)
             copies = [MultiprocessingSerializer.serialize(payload) for _ in range(self.ranks)]
             return with_known_fields(
                 UpdateWeightsFromTensorReqInput,
@@ -119,8 +136,8 @@ class Holding(Server):
 
         await asked_once_idle(self.tokenizer.update_weights_from_tensor, request)
 
-    def shared(self, weights: list[tuple[str, Any]]) -> tuple[Any, str | None]:
-        """The same as `flattened`, in memory that is shared with the ranks and kept for the next.
+    def shared(self, weights: list[tuple[str, Any]], turn: int) -> tuple[Any, str | None]:
+        """The same as `flattened`, in one of two buffers that the ranks share, kept for the next.
 
         So weights are copied once on their way, and not into pages that are new each time.
         """
@@ -133,13 +150,14 @@ class Holding(Server):
         shapes = [(name, tensor.to("meta")) for name, tensor in weights]
         made = FlattenedTensorBucket(named_tensors=shapes)
         table, size = made.get_metadata(), made.get_flattened_tensor().numel()
-        if self.buffer is None or self.buffer.numel() < size:
+        buffer = self.buffers[turn]
+        if buffer is None or buffer.numel() < size:
             fresh: Any = torch.empty(size, dtype=torch.uint8)
-            self.buffer = fresh.share_memory_()
+            buffer = self.buffers[turn] = fresh.share_memory_()
         for (_, tensor), place in zip(weights, table, strict=True):
-            part = self.buffer[place.start_idx : place.end_idx]
+            part = buffer[place.start_idx : place.end_idx]
             part.copy_(tensor.flatten().view(torch.uint8))
-        return {"flattened_tensor": self.buffer[:size], "metadata": table}, "flattened_bucket"
+        return {"flattened_tensor": buffer[:size], "metadata": table}, "flattened_bucket"
 
     async def do_sleep(self, tags: list[str]) -> None:
         """Give memory back: of `weights`, or of the pool, `kv_cache`."""

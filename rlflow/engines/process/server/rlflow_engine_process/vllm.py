@@ -1,7 +1,7 @@
 """vLLM behind a socket: an engine, its rows and its weights.
 
-It ends its process group with vLLM's own processes. Weights are read from the memory file by
-vLLM's workers, through its name under /proc.
+It ends its process group with vLLM's own processes. Weights are read by vLLM's workers: from the
+memory file, through its name under /proc, or from memory that they are lent, bucket by bucket.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import pickle
 import time
 from array import array
 from multiprocessing.connection import Connection
 from typing import Any
 
 from .held import HeldWeights, Piece
-from .server import BEAT_SECONDS, Refused, Server, connected, refuse_start
+from .server import BEAT_SECONDS, Entry, Refused, Server, connected, refuse_start
 
 FLUSH_SECONDS = 30.0
 PARTS = frozenset({"weights", "kv_cache"})
@@ -28,6 +29,7 @@ class VLLMServer(Server):
         super().__init__(connection)
         self.engine = engine
         self.held = HeldWeights(start["held"])
+        self.ranks = int(start["ranks"])
         self.frees = bool(start["arguments"].get("enable_sleep_mode"))
         self.version: int | None = start["version"]
         self.asleep: set[str] = set()
@@ -152,6 +154,27 @@ class VLLMServer(Server):
         for bucket in self.held.buckets():
             await self.asked("rlflow_load", memory, self.held.bytes, bucket)
             self.touched += 1
+        return await self.do_shut(version)
+
+    async def do_open(self) -> None:
+        """Wait until no request is left, and begin an update whose weights come in buckets."""
+        await self.idle()
+        self.version = None
+
+    async def do_take(
+        self, bucket: list[Entry], handles: list[tuple[str, tuple[Any, ...]]]
+    ) -> None:
+        """Have each rank load a bucket from the memory that its handle tells of.
+
+        What a handle says is of torch, and travels to the ranks as bytes.
+        """
+        if len(handles) != self.ranks:
+            raise Refused(f"{self.ranks} ranks got {len(handles)} handles")
+        await self.asked("rlflow_take", bucket, [pickle.dumps(handle) for handle in handles])
+        self.touched += 1
+
+    async def do_shut(self, version: int) -> str:
+        """End an update; the version that vLLM then reports."""
         await self.engine.update_weight_version(str(version))
         self.version = version
         return str(await self.engine.get_weight_version())

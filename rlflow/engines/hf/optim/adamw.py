@@ -1,4 +1,4 @@
-"""AdamW on flat buffers, and the learning rate as a function of the step.
+"""AdamW on flat buffers.
 
 AdamW is of Loshchilov and Hutter, "Decoupled weight decay regularization" (2019), algorithm 2;
 decay applies to matrices, not to biases and norms. Weights below float32 are trained on a
@@ -7,8 +7,8 @@ float32 copy, and their gradients are summed in float32. This file knows no loss
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,42 +19,14 @@ from rlflow.contract.values import Shard
 from rlflow.engines.hf.flat import free, restore, to_host, whole_shards
 from rlflow.engines.hf.host_states import KeptStates, Range, pieces_of
 from rlflow.engines.hf.models import TorchModel
-from rlflow.errors import Finding, RunError, UsageError, near_names
+from rlflow.engines.hf.optim.rates import learning_rate
+from rlflow.errors import Finding, RunError, UsageError
 
-SCHEDULES = ("constant", "linear", "cosine")
 FULL = {torch.float32, torch.float64}
-MOMENTS, LOW = ("exp_avg", "exp_avg_sq"), "bfloat16"
+MOMENTS, MASTER, LOW = ("exp_avg", "exp_avg_sq"), "master", "bfloat16"
 # Numbers that are added at a time: a CPU makes a float32 copy of lower ones that it adds, of all of
 # them at once as large as the sum itself.
 AT_ONCE = 1 << 22
-
-
-def learning_rate(spec: OptimizerSpec, k: int) -> float:
-    """The rate of optimizer step `k`, counted from 0, in units of the weights per step.
-
-    Rises linearly over `warmup_steps`, then stays, or falls linearly or as half a cosine to
-    `min_lr_ratio * lr` at `total_steps`. Raises UsageError for a schedule without an end.
-    """
-    if k < spec.warmup_steps:
-        return spec.lr * (k + 1) / spec.warmup_steps
-    if spec.schedule == "constant":
-        return spec.lr
-    if spec.schedule not in SCHEDULES:
-        what = f"there is no learning-rate schedule {spec.schedule!r}"
-        near = near_names(spec.schedule, SCHEDULES)
-        raise UsageError(Finding(code="E513", what=what, expected=", ".join(SCHEDULES), near=near))
-    if spec.total_steps <= spec.warmup_steps:
-        raise UsageError(
-            Finding(
-                code="E513",
-                what=f"the {spec.schedule} schedule has no steps between warm-up and end",
-                got=f"warmup_steps={spec.warmup_steps}, total_steps={spec.total_steps}",
-                expected="total_steps above warmup_steps",
-            )
-        )
-    part = min(1.0, (k - spec.warmup_steps) / (spec.total_steps - spec.warmup_steps))
-    fall = 1 - part if spec.schedule == "linear" else (1 + math.cos(math.pi * part)) / 2
-    return spec.lr * (spec.min_lr_ratio + (1 - spec.min_lr_ratio) * fall)
 
 
 class AdamWState:
@@ -76,18 +48,22 @@ class AdamWState:
         self.asleep = False
         self._host: list[Tensor] = []
         self.visiting = visiting
-        self.kept: dict[torch.dtype, KeptStates] = {}
-        if visiting or spec.moments == LOW:
-            self._keep()
-        else:
-            self.masters = {
-                dtype: buffer if dtype in FULL else buffer.float()
-                for dtype, buffer in self.flat.buffers.items()
-            }
-            self.exp_avg = {dtype: torch.zeros_like(m) for dtype, m in self.masters.items()}
-            self.exp_avg_sq = {dtype: torch.zeros_like(m) for dtype, m in self.masters.items()}
         self.grads: dict[torch.dtype, Tensor] = {}
         self.sums: dict[torch.dtype, Tensor] = {}
+        self.make_states()
+
+    def make_states(self) -> None:
+        """Make moments, and float32 copies of lower weights."""
+        self.kept: dict[torch.dtype, KeptStates] = {}
+        if self.visiting or self.spec.moments == LOW:
+            self._keep()
+            return
+        self.masters = {
+            dtype: buffer if dtype in FULL else buffer.float()
+            for dtype, buffer in self.flat.buffers.items()
+        }
+        self.exp_avg = {dtype: torch.zeros_like(m) for dtype, m in self.masters.items()}
+        self.exp_avg_sq = {dtype: torch.zeros_like(m) for dtype, m in self.masters.items()}
 
     def moment_dtype(self, wide: torch.dtype) -> torch.dtype:
         """The dtype that moments are kept in, of weights that are updated in another."""
@@ -100,11 +76,11 @@ class AdamWState:
             wide = dtype if dtype in FULL else torch.float32
             kinds = dict.fromkeys(MOMENTS, self.moment_dtype(wide))
             if dtype not in FULL:
-                kinds["master"] = wide
+                kinds[MASTER] = wide
             kept = KeptStates(kinds, len(buffer), buffer.device, on_host=self.visiting)
             self.kept[dtype] = kept
             self.exp_avg[dtype], self.exp_avg_sq[dtype] = (kept.buffers[k] for k in MOMENTS)
-            self.masters[dtype] = kept.buffers.get("master", buffer)
+            self.masters[dtype] = kept.buffers.get(MASTER, buffer)
             for start, stop in pieces_of(0, len(buffer)) if dtype not in FULL else ():
                 self.masters[dtype][start:stop].copy_(buffer[start:stop].float())
 
@@ -113,10 +89,9 @@ class AdamWState:
         for dtype, buffer in self.flat.buffers.items():
             if dtype not in self.grads:
                 self.grads[dtype] = torch.zeros_like(buffer)
-                low = dtype not in FULL
-                self.sums[dtype] = (
-                    torch.zeros_like(self.masters[dtype]) if low else self.grads[dtype]
-                )
+                full = dtype in FULL
+                wide = None if full else torch.zeros_like(buffer, dtype=torch.float32)
+                self.sums[dtype] = self.grads[dtype] if wide is None else wide
                 self.attach(dtype)
             self.grads[dtype].zero_()
             self.sums[dtype].zero_()
@@ -156,7 +131,7 @@ class AdamWState:
             if scale != 1:
                 total *= scale
             for (start, stop), held in self._held(dtype):
-                master, decay = held["master"], start < self.flat.matrices[dtype]
+                master, decay = held[MASTER], start < self.flat.matrices[dtype]
                 states = [held[kind] for kind in MOMENTS]
                 self.update([master], [total[start:stop]], *([s] for s in states), decay=decay)
                 if weights is not self.masters[dtype]:
@@ -171,12 +146,12 @@ class AdamWState:
             moments = dict(zip(MOMENTS, (self.exp_avg[dtype], self.exp_avg_sq[dtype]), strict=True))
             for start, stop in halves:
                 state = {kind: buffer[start:stop] for kind, buffer in moments.items()}
-                yield (start, stop), {"master": master[start:stop], **state}
+                yield (start, stop), {MASTER: master[start:stop], **state}
             return
         ranges = [piece for half in halves for piece in pieces_of(*half)]
         visits = self.kept[dtype].visits(ranges, master.dtype, self.steps)
         for (start, stop), held in visits:
-            yield (start, stop), {"master": master[start:stop], **held}
+            yield (start, stop), {MASTER: master[start:stop], **held}
 
     def update(
         self,
@@ -210,16 +185,30 @@ class AdamWState:
     def kinds(self) -> dict[str, dict[torch.dtype, Tensor]]:
         """The buffers a checkpoint holds, by the first part of their tensors' names."""
         low = {dtype: m for dtype, m in self.masters.items() if dtype not in FULL}
-        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "master": low}
+        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, MASTER: low}
+
+    def by_kind(self) -> dict[str, dict[str, Tensor]]:
+        """The state by the first part of its names, on the device or as it lies on the host."""
+        kinds = self.kinds()
+        if self.rests:
+            copies = dict(zip(map(id, self.state_buffers()), self._host, strict=True))
+            kinds = {k: {d: copies[id(b)] for d, b in own.items()} for k, own in kinds.items()}
+        return {
+            kind: {
+                name: self.flat.view(name, buffers[slot.dtype])
+                for name, slot in self.flat.slots.items()
+                if slot.dtype in buffers
+            }
+            for kind, buffers in kinds.items()
+        }
 
     def tensors(self) -> dict[str, Tensor]:
-        """Moments, and float32 copies of lower weights, as `kind.weight`; views, not copies."""
+        """Moments, and what lower weights are copies of, as `kind.weight`; views, not copies."""
         self.require_awake()
         return {
-            f"{kind}.{name}": self.flat.view(name, buffers[slot.dtype])
-            for kind, buffers in self.kinds().items()
-            for name, slot in self.flat.slots.items()
-            if slot.dtype in buffers
+            f"{kind}.{name}": tensor
+            for kind, tensors in self.by_kind().items()
+            for name, tensor in tensors.items()
         }
 
     def shards(self) -> dict[str, Shard]:
@@ -228,43 +217,36 @@ class AdamWState:
 
     def saved_moments(self) -> dict[str, Shard]:
         """The moments as `kind.weight` where they are, as `TorchModel.resting` gives weights."""
-        return whole_shards(self.resting("exp_avg") | self.resting("exp_avg_sq"))
+        return whole_shards(
+            {
+                f"{kind}.{name}": tensor
+                for kind, tensors in self.by_kind().items()
+                if kind != MASTER
+                for name, tensor in tensors.items()
+            }
+        )
 
     def saved_masters(self) -> dict[str, Shard]:
         """The float32 copies of lower weights where they are, by the weights' own names."""
-        found = self.resting("master")
-        return whole_shards({n.removeprefix("master."): tensor for n, tensor in found.items()})
+        return whole_shards(self.by_kind()[MASTER])
 
     @property
     def rests(self) -> bool:
         """Whether the state lies on the host where nothing changes it until it is woken."""
         return self.asleep and not self.visiting
 
-    def resting(self, kind: str) -> dict[str, Tensor]:
-        """One kind of the state by name, on the device or as it lies on the host while asleep."""
-        own = self.kinds()[kind]
-        if self.rests:
-            copies = dict(zip(map(id, self.state_buffers()), self._host, strict=True))
-            own = {dtype: copies[id(buffer)] for dtype, buffer in own.items()}
-        return {
-            f"{kind}.{name}": self.flat.view(name, own[slot.dtype])
-            for name, slot in self.flat.slots.items()
-            if slot.dtype in own
-        }
+    def fitted(self, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Moments on disk, by the names of `saved_moments()`, as this layout keeps them."""
+        return stored
 
     def round_masters(self) -> None:
         """Make lower weights those that their float32 copies say."""
-        for dtype, master in self.kinds()["master"].items():
+        for dtype, master in self.kinds()[MASTER].items():
             self.flat.buffers[dtype].copy_(master)
 
     def trained_names(self) -> frozenset[str]:
         """The names of the state that training changes: all of them."""
-        return frozenset(
-            f"{kind}.{name}"
-            for kind, buffers in self.kinds().items()
-            for name, slot in self.flat.slots.items()
-            if slot.dtype in buffers
-        )
+        return frozenset(f"{kind}.{n}" for kind, part in self.by_kind().items() for n in part)
 
     def sleep(self) -> None:
         """Move the state to the host and drop the gradients."""

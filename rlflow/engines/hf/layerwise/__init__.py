@@ -1,0 +1,1 @@
+"""What is done to decoder layers one by one."""

@@ -1,0 +1,85 @@
+"""Muon on the matrices of layers, and AdamW on everything else.
+
+Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024), with the decoupled
+decay and the scale of Liu et al., "Muon is scalable for LLM training" (arXiv:2502.16982), section
+2.2: an update's root mean square is that of AdamW's, so that both go by one learning rate. Matrices
+have one moment, everything else two. This file knows no loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rlflow.engines.hf.optim.adamw import MASTER, MOMENTS
+from rlflow.engines.hf.optim.grouped import Group, GroupedState, wide_groups
+from rlflow.engines.hf.optim.groups import StateGroup
+from rlflow.engines.hf.optim.newton_schulz import orthogonal
+from rlflow.engines.hf.optim.rates import learning_rate
+from rlflow.errors import UsageError
+from rlflow.modelfiles.families import stacked_finding
+from rlflow.modelfiles.orthogonal import is_layer_matrix
+
+MOMENTUM = "momentum"
+# Root mean square of AdamW's updates, as Liu et al. found it.
+RMS = 0.2
+
+
+class MuonState(GroupedState):
+    """The optimizer of one model: gradients, one or two moments, and the count of steps."""
+
+    def grouped(
+        self,
+        shapes: Mapping[str, torch.Size],
+        whole: Mapping[str, Sequence[int]],
+        kinds: tuple[str, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> list[Group]:
+        """Matrices of layers, other parameters of several dimensions, and vectors."""
+        refuse_stacks(self.model.name, whole)
+        chosen = {n: shape for n, shape in shapes.items() if is_layer_matrix(n, whole[n])}
+        others = {n: shape for n, shape in shapes.items() if n not in chosen}
+        where = {"on_host": self.visiting}
+        rest = wide_groups(others, whole, (*MOMENTS, *kinds), dtype, device, **where)
+        if not chosen:
+            return rest
+        how = {"matrices": True, "decays": True, **where}
+        return [StateGroup(chosen, (MOMENTUM, *kinds), dtype, device, **how), *rest]
+
+    def step_group(self, group: Group) -> None:
+        """Make Muon's step of matrices, each with its whole states on the device, or AdamW's."""
+        if not isinstance(group, StateGroup) or not group.matrices:
+            super().step_group(group)
+            return
+        for name, held in group.by_matrix(self.steps):
+            weight, gradient = self.weight(name), self.gradient(name)
+            self.push(held[MOMENTUM], gradient)
+            trained = held.get(MASTER, weight)
+            self.descend(trained, orthogonal(gradient))
+            if trained is not weight:
+                weight.copy_(trained)
+
+    def push(self, momentum: Tensor, gradient: Tensor) -> None:
+        """Add a gradient to the momentum, and put Nesterov's in the gradient's place."""
+        keeps = self.spec.momentum
+        assert keeps is not None
+        momentum.lerp_(gradient, 1 - keeps)
+        gradient.lerp_(momentum, keeps)
+
+    def descend(
+        self, weight: Tensor, direction: Tensor, shape: Sequence[int] | None = None
+    ) -> None:
+        """Decay a matrix, or the part of one of a larger `shape`, and move it."""
+        rate = learning_rate(self.spec, self.steps)
+        weight.mul_(1 - rate * self.spec.weight_decay)
+        weight.add_(direction, alpha=-rate * RMS * math.sqrt(max(shape or weight.shape)))
+
+
+def refuse_stacks(name: str, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise UsageError for weights that are no matrices and no vectors, as stacked experts are."""
+    if any(len(shape) > 2 for shape in shapes.values()):
+        raise UsageError(stacked_finding(name))

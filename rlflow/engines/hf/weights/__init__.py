@@ -1,0 +1,1 @@
+"""Weights on their way into a model: skeletons, names, slices of files, random numbers."""

@@ -1,0 +1,182 @@
+"""Filling weights where they are to lie: slices of safetensors, random numbers, adapters.
+
+Files are mapped, not read: a piece of a tensor at a time is rounded on the host and copied to its
+place. This file knows neither how a model is shared out nor what it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rlflow.contract.progress import advance
+from rlflow.contract.values import Shard
+from rlflow.engines.hf.heads import stored_names
+from rlflow.engines.hf.lora import ADDED_HEAD, DOWN, initial_down, is_adapter
+from rlflow.engines.hf.weights.names import names_in_file, tied_names
+from rlflow.engines.hf.weights.random_weights import drawn_parameters
+from rlflow.errors import Finding, UsageError, known_names
+from rlflow.modelfiles.host_memory import LOADING_PIECE
+
+
+class Filled(Protocol):
+    """A model that is filled: its module, and the dtype that it computes in."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What is computed with."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What weights are rounded to, in whatever they are kept."""
+
+
+def fill_pretrained(
+    shards: Mapping[str, Shard], module: Any, path: str, dtype: torch.dtype
+) -> None:
+    """Fill shards from the weights at `path`, a directory or hub name, rounded to `dtype`.
+
+    Raises UsageError where weights are missing or of another shape.
+    """
+    places = places_of(shards, module, stored_names(path))
+    lost = sorted(name for name, key in places.items() if key is None)
+    if lost:
+        raise UsageError(
+            Finding(
+                code="E507",
+                what=f"the weights of {path!r} do not fill the model of its config.json",
+                got=f"{len(lost)} missing: {known_names(lost)}",
+            )
+        )
+    names = {name: key for name, key in places.items() if key is not None}
+    fill_named(shards, names, path, dtype)
+
+
+def places_of(
+    names: Collection[str], module: Any, stored: Collection[str]
+) -> dict[str, str | None]:
+    """What each parameter of a module is called among tensors of its files; None where it is not.
+
+    A value head is called otherwise there, and is not found.
+    """
+    tied = tied_names(module)
+    inner: Any = getattr(module, "body", module)
+    return {
+        name: next((key for key in names_in_file(tied[name], inner) if key in stored), None)
+        for name in names
+    }
+
+
+def fill_named(
+    shards: Mapping[str, Shard], names: Mapping[str, str], path: str, dtype: torch.dtype
+) -> None:
+    """Fill shards from the tensors at `path` that `names` gives for them."""
+    stored = stored_names(path)
+    files = {name: stored[key] for name, key in names.items()}
+    fill_from_safetensors(shards, files, names, dtype)
+
+
+@torch.no_grad()
+def fill_from_safetensors(
+    shards: Mapping[str, Shard],
+    files: Mapping[str, Path],
+    names: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Fill shards from safetensors files, reading each one's box and nothing else.
+
+    `files` says by a shard's name which file it is in, `names` what it is called there, where
+    that is another name; with `dtype` values are rounded to it first. Raises UsageError for a
+    tensor of another shape.
+    """
+    from safetensors import safe_open
+
+    by_file: dict[Path, list[str]] = {}
+    for name in shards:
+        by_file.setdefault(files[name], []).append(name)
+    for file, inside in by_file.items():
+        with safe_open(file, framework="pt") as tensors:
+            for name in inside:
+                key = name if names is None else names[name]
+                fill(shards[name], tensors.get_slice(key), f"{key!r} in {file}", dtype)
+                advance(shards[name].tensor.nbytes, "bytes read")
+
+
+def fill(shard: Shard, stored: Any, place: str, dtype: torch.dtype | None) -> None:
+    """Copy one shard's box out of a tensor on disk."""
+    shape = tuple(stored.get_shape())
+    if shape != shard.shape:
+        raise UsageError(
+            Finding(
+                code="E507",
+                what=f"the weight {place} has another shape than the model's",
+                got=str(shape),
+                expected=str(shard.shape),
+            )
+        )
+    if not shard.tensor.numel():
+        return
+    for part, held in box_pieces(shard):
+        piece = stored[tuple(slice(*bounds) for bounds in part)] if shape else stored[...]
+        held.copy_(piece if dtype is None else piece.to(dtype))
+
+
+def box_pieces(shard: Shard) -> Iterator[tuple[tuple[tuple[int, int], ...], Tensor]]:
+    """Runs of rows of at most `LOADING_PIECE`, or of one row: the box of each, and its memory."""
+    if not shard.box:
+        yield shard.box, shard.tensor
+        return
+    (first, last), *rest = shard.box
+    row = shard.tensor.nbytes // (last - first)
+    step = max(LOADING_PIECE // max(row, 1), 1)
+    for start in range(first, last, step):
+        stop = min(start + step, last)
+        yield ((start, stop), *rest), shard.tensor[start - first : stop - first]
+
+
+@torch.no_grad()
+def fill_random(shards: Mapping[str, Shard], make: Callable[[], nn.Module]) -> None:
+    """Fill shards with the weights that `make` draws, as one process that makes it would."""
+    for name, tensor in drawn_parameters(make):
+        if name in shards:
+            shard = shards[name]
+            shard.tensor.copy_(tensor[tuple(slice(*bounds) for bounds in shard.box)])
+
+
+@torch.no_grad()
+def fill_adapters(shards: Mapping[str, Shard], seed: int, dtype: torch.dtype) -> None:
+    """Fill the shards of adapters with what they start from, rounded to `dtype`."""
+    for name, shard in shards.items():
+        if name.endswith(DOWN):
+            down = initial_down(seed, name, *shard.shape).to(dtype)
+            shard.tensor.copy_(down[tuple(slice(*bounds) for bounds in shard.box)])
+
+
+def fill_all(
+    shards: Mapping[str, Shard],
+    model: Filled,
+    path: str,
+    *,
+    seed: int,
+    make: Callable[[], nn.Module] | None = None,
+) -> None:
+    """Fill all shards of a model: from `path`, or with what `make` draws where it is given.
+
+    A fresh head and the outer half of adapters stay zero.
+    """
+    fill_adapters(shards, seed, model.dtype)
+    plain = {name: shard for name, shard in shards.items() if not is_adapter(name)}
+    if make is not None:
+        fill_random(plain, make)
+        return
+    heads = {name for name in plain if name.startswith(f"{ADDED_HEAD}.")}
+    body = {name: shard for name, shard in plain.items() if name not in heads}
+    fill_pretrained(body, model.module, path, model.dtype)
+    stored = getattr(model.module, "stored_head", None)
+    if stored is not None:
+        names = {f"{ADDED_HEAD}.{inside}": key for inside, key in stored.stored().items()}
+        fill_named({name: plain[name] for name in heads}, names, path, model.dtype)

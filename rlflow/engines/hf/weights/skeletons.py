@@ -1,0 +1,61 @@
+"""Skeletons: a model's module without memory, to be given some and filled.
+
+This file knows neither files of weights nor devices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlflow.contract.engines import ModelConfig
+from rlflow.contract.values import Head
+from rlflow.engines.hf.models import ValueModel
+from rlflow.errors import Finding, UsageError
+from rlflow.modelfiles.heads import Head as StoredHead
+
+
+def auto(name: str) -> Any:
+    """One of transformers' automatic classes, imported when it is first needed."""
+    import transformers
+
+    return getattr(transformers, name)
+
+
+def skeleton(
+    path: str, config: ModelConfig, head: Head, dtype: torch.dtype, stored: StoredHead | None = None
+) -> nn.Module:
+    """The module with its parameters on the meta device and its buffers in place, on the CPU.
+
+    A value head has the form of that which is `stored`.
+    Raises UsageError for buffers that the architecture cannot compute again.
+    """
+    maker = auto("AutoModelForCausalLM" if head == "lm" else "AutoModel")
+    with torch.device("meta"):
+        module = maker.from_config(config, dtype=dtype, attn_implementation="eager")
+        built: nn.Module = module
+        if head == "value":
+            built = ValueModel(module, config.get_text_config().hidden_size, stored)
+            built.value_head.to(dtype)
+    for layer in module.modules():
+        names = [name for name, _ in layer.named_buffers(recurse=False)]
+        for name in names:
+            setattr(layer, name, undefined(getattr(layer, name)))
+        if names:
+            module._init_weights(layer)
+        lost = [name for name in names if getattr(layer, name).isnan().any()]
+        if lost:
+            what = f"model {path!r} has buffers that can be had only by loading it whole"
+            got = f"{', '.join(lost)} of {type(layer).__name__}"
+            raise UsageError(
+                Finding(code="E523", what=what, got=got, fix="rf.on(..., fsdp=1, tp=1)")
+            )
+    return built
+
+
+def undefined(buffer: Tensor) -> Tensor:
+    """A buffer on the CPU in the place of one on the meta device, full of NaN."""
+    dtype = buffer.dtype if buffer.is_floating_point() else torch.get_default_dtype()
+    return torch.full(buffer.shape, float("nan"), dtype=dtype, device="cpu")

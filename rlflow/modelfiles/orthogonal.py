@@ -1,0 +1,38 @@
+"""Which weights Muon makes orthogonal updates of, and what one of them takes.
+
+The engines and the plan go by the same rule. A Newton-Schulz step of a matrix of r rows and c
+columns, the fewer being rows, has the products X X^T, its square, and that with X.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic a x + b x^3 + c x^5 (Jordan et al. 2024): steepest at 0, about 1 at the end."""
+STEPS = 5
+
+
+def is_layer_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter of that name is a matrix within a numbered layer.
+
+    Embeddings, heads and last norms have no number in their names, norms and biases one dimension.
+    """
+    return len(shape) == 2 and any(part.isdecimal() for part in name.split("."))
+
+
+def orthogonal_flops(rows: int, columns: int) -> int:
+    """Floating-point operations of all steps for one matrix."""
+    fewer, more = sorted((rows, columns))
+    return STEPS * (4 * fewer**2 * more + 2 * fewer**3)
+
+
+def orthogonal_bytes(matrices: Iterable[tuple[int, int]], size: int, *, gathered: bool) -> int:
+    """Bytes at the most while one of some matrices is made orthogonal, `size` a number.
+
+    It before and after a step, and the square of its fewer dimension; if ranks have gathered it,
+    what has come from them too.
+    """
+    return size * max(
+        ((3 if gathered else 2) * r * c + min(r, c) ** 2 for r, c in matrices), default=0
+    )

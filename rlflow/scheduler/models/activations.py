@@ -1,0 +1,74 @@
+"""Bytes that decoder layers hold of a token, and what a forward leaves of them to its backward.
+
+Knows widths; neither rows nor devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlflow.graph.placement import Recompute
+from rlflow.modelfiles.chunks import WIDE_BYTES
+from rlflow.modelfiles.hosted import layers_on_device, layers_on_host
+from rlflow.scheduler.models.flops import recomputed_layers
+from rlflow.scheduler.models.shapes import Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """The layers of a model in numbers of `size` bytes, each shared by `ranks`.
+
+    What they leave to a backward goes to the host in between if they are `hosted`.
+    """
+
+    shape: Shape
+    size: int
+    ranks: int = 1
+    hosted: bool = False
+
+    @property
+    def kept(self) -> float:
+        """Bytes of a token for a layer's backward; below float32 norms keep float32 copies."""
+        return self.passing + (0 if self.size >= WIDE_BYTES else 8 * self.shape.hidden)
+
+    @property
+    def passing(self) -> float:
+        """Bytes that one layer holds of a token while it computes.
+
+        In and out of two norms; queries, keys, values and what attention makes of them; gate,
+        up and their product (Korthikanti et al. 2022, for gated layers whose unit is computed
+        again). The first are on every rank whole.
+        """
+        shape = self.shape
+        cut = 2 * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.ffn
+        return (4 * shape.hidden + cut / self.ranks) * self.size
+
+    @property
+    def attended(self) -> float:
+        """Bytes of what one layer's attention makes of a token, with a log-sum for each head."""
+        return self.shape.heads * (self.shape.head_dim * self.size + WIDE_BYTES) / self.ranks
+
+    @property
+    def gated(self) -> float:
+        """Bytes of a token that a backward of gate, up and their product makes beside them."""
+        return 3 * self.shape.ffn * self.size / self.ranks
+
+    def left(self, tokens: float, recompute: Recompute) -> float:
+        """Bytes that a forward leaves to its backward, with one layer that is computed again.
+
+        That one comes after layers that are not, whose bytes are free by then. Of what goes to the
+        host two layers are there; what attention makes stays.
+        """
+        again = recomputed_layers(recompute, self.shape.layers)
+        there = layers_on_device if self.hosted else int
+        left = max(there(self.shape.layers - again), 1) * self.kept * tokens
+        left += there(again) * self.shape.hidden * self.size * tokens
+        if recompute == "selective":
+            left += again * self.attended * tokens
+        return left
+
+    def sent(self, tokens: float, recompute: Recompute) -> float:
+        """Bytes that go to the host in a forward, and come back in its backward."""
+        leaving = layers_on_host(self.shape.layers) if self.hosted else 0
+        again = min(recomputed_layers(recompute, self.shape.layers), leaving)
+        return (again * self.shape.hidden * self.size + (leaving - again) * self.kept) * tokens

@@ -1,0 +1,1 @@
+"""Stands in for IPython: SGLang imports how it shows pages in notebooks."""
