@@ -82,7 +82,17 @@ def exact(model_of: Any) -> Any:
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "recomputed": {"recompute": True},
+    "selective": {"recompute": "selective"},
+    "hosted": {"hosts_activations": True},
     "adapters": {"lora": LoRA(targets=("q_proj", "v_proj"), rank=4)},
+}
+# Compiling takes a CPU the better part of a minute.
+COMPILED = pytest.param({"compiled": True}, id="compiled", marks=pytest.mark.slow)
+SPECS = {
+    "adamw": Spec(lr=1e-3),
+    "bfloat16": Spec(lr=1e-3, moments="bfloat16"),
+    "int8": Spec(lr=1e-3, moments="int8"),
+    "muon": Spec(lr=1e-3, momentum=0.95),
 }
 
 
@@ -104,26 +114,68 @@ def test_outputs_and_gradients_are_those_of_float64(
     assert apart(whole, mine) < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("way", WAYS)
-def test_steps_bring_the_loss_down(model_of: Any, device: Any, big: bool, dtype: Any, way: str):
-    """Supervised on the same rows: the likelihood of what is shown rises, step after step."""
-    size = HALF_BILLION if big else TINY
-    batch = batch_of(size.vocabulary, groups=2, n=2, prompt=8, response=12)
-    model = load_model(
-        model_of(size), dtype=dtype, device=device, init="random", seed=3, **WAYS[way]
-    )
-    engine = TrainEngine(model, Spec(lr=1e-3 if big else 1e-2), micro_tokens=64)
+def losses(engine: Any, batch: Any) -> list[float]:
+    """Of six steps on the same rows, supervised."""
 
     def loss(outputs: Any, micro: Any) -> Any:
         return -outputs["log_probs"].sum() / 48, {}
 
-    values = [
+    made = [
         engine.step(batch, loss, outputs=("log_probs",), temperature=1.0, max_grad_norm=1.0)
         for _ in range(6)
     ]
-    assert all(value.applied for value in values)
-    assert values[-1].metrics["loss"] < values[0].metrics["loss"]
+    assert all(value.applied for value in made)
+    return [value.metrics["loss"] for value in made]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("way", [*(pytest.param(WAYS[way], id=way) for way in WAYS), COMPILED])
+def test_steps_bring_the_loss_down(
+    model_of: Any, device: Any, big: bool, dtype: Any, way: dict[str, Any]
+) -> None:
+    """The likelihood of what is shown rises, step after step."""
+    size = HALF_BILLION if big else TINY
+    batch = batch_of(size.vocabulary, groups=2, n=2, prompt=8, response=12)
+    model = load_model(model_of(size), dtype=dtype, device=device, init="random", seed=3, **way)
+    first, *_, last = losses(
+        TrainEngine(model, Spec(lr=1e-3 if big else 1e-2), micro_tokens=64), batch
+    )
+    assert last < first
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_optimizer_brings_the_loss_down(
+    model_of: Any, device: Any, big: bool, spec: str
+) -> None:
+    """On a GPU the codes of int8 and Muon's products are other kernels than on a CPU."""
+    size = HALF_BILLION if big else TINY
+    batch = batch_of(size.vocabulary, groups=2, n=2, prompt=8, response=12)
+    model = load_model(model_of(size), dtype=torch.bfloat16, device=device, init="random", seed=3)
+    first, *_, last = losses(TrainEngine(model, SPECS[spec], micro_tokens=64), batch)
+    assert last < first
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(WAYS["recomputed"], id="recomputed"),
+        pytest.param(WAYS["selective"], id="selective"),
+        pytest.param(WAYS["hosted"], id="hosted"),
+        pytest.param(WAYS["hosted"] | WAYS["recomputed"], id="hosted-recomputed"),
+        COMPILED,
+    ],
+)
+def test_gradients_do_not_depend_on_what_a_backward_finds(
+    exact: Any, device: Any, way: dict[str, Any]
+) -> None:
+    """Recomputed, brought back from the host, or compiled: those of float64 up to float32."""
+    path, batch, _, expected = exact
+    model = load_model(path, dtype=torch.float32, device=device, **way)
+    found = gradients(TrainEngine(model, Spec(), micro_tokens=40), batch)
+    assert {*expected} == {*found}
+    names = sorted(expected)
+    whole, mine = (torch.cat([of[name].flatten() for name in names]) for of in (expected, found))
+    assert apart(whole, mine) < BOUNDS[torch.float32]
 
 
 def test_layers_on_the_host_compute_the_same(model_of: Any, device: Any, big: bool) -> None:

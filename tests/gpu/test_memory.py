@@ -92,9 +92,17 @@ def test_a_device_holds_one_copy_of_the_weights_while_it_loads(model_of: Any, gp
     assert peak < 1.5 * model.num_bytes()
 
 
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(Spec(), id="float32"),
+        pytest.param(Spec(moments="bfloat16"), id="bfloat16"),
+        pytest.param(Spec(moments="int8"), id="int8"),
+        pytest.param(Spec(momentum=0.95), id="muon"),
+    ],
+)
 def test_a_state_on_the_host_steps_alike_and_leaves_the_device_to_others(
-    moments: str, model_of: Any, device: Any, big: bool
+    spec: Spec, model_of: Any, device: Any, big: bool
 ) -> None:
     """On a GPU copies run on streams of their own: weights and states are the same to the bit.
 
@@ -106,7 +114,7 @@ def test_a_state_on_the_host_steps_alike_and_leaves_the_device_to_others(
         model = load_model(
             model_of(size), dtype=torch.bfloat16, device=device, init="random", seed=3
         )
-        engine = TrainEngine(model, Spec(moments=moments), micro_tokens=None, visiting=visiting)
+        engine = TrainEngine(model, spec, micro_tokens=None, visiting=visiting)
         assert engine.optimizer is not None
         drawn = torch.Generator().manual_seed(5)
         for _ in range(3):
