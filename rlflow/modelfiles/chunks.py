@@ -11,21 +11,28 @@ CHUNK_BYTES = 1 << 30
 WIDE_BYTES = 4
 
 
-def number_bytes(size: int) -> int:
+PLAIN = 2
+"""Numbers alive for each logit while log-probs and entropies are made: scores and their powers."""
+SHAPED = 3
+"""The same of logits with a soft cap, which are kept for the backward."""
+MOST = 4
+"""With all else that is made of distributions: sums of squares, likeliest tokens, the others'."""
+
+
+def number_bytes(size: int, numbers: int = PLAIN) -> int:
     """Bytes for each logit of a chunk, where a number of the model takes `size`.
 
-    Logits and their gradient are of the model's dtype; up to four numbers in float32 or wider
-    stand beside them: scores, probabilities, and two that outputs are made from.
+    All but the product itself, and its gradient, are in float32 or wider.
     """
-    return 2 * size + 4 * max(size, WIDE_BYTES)
+    return numbers * max(size, WIDE_BYTES)
 
 
-def chunk_tokens(vocabulary: int, size: int, limit: int = CHUNK_BYTES) -> int:
+def chunk_tokens(vocabulary: int, size: int, limit: int = CHUNK_BYTES, numbers: int = PLAIN) -> int:
     """Tokens of one chunk over `vocabulary` logits, at least one."""
-    return max(1, limit // (vocabulary * number_bytes(size)))
+    return max(1, limit // (vocabulary * number_bytes(size, numbers)))
 
 
-def chunk_bytes(tokens: float, vocabulary: int, size: int) -> int:
+def chunk_bytes(tokens: float, vocabulary: int, size: int, numbers: int = PLAIN) -> int:
     """Bytes that the distributions of so many tokens hold at the most."""
-    held = min(tokens, chunk_tokens(vocabulary, size))
-    return int(held * vocabulary * number_bytes(size))
+    held = min(tokens, chunk_tokens(vocabulary, size, numbers=numbers))
+    return int(held * vocabulary * number_bytes(size, numbers))

@@ -19,7 +19,15 @@ from rlflow.engines.hf.forward.shares import Projection, WantedNumbers
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.errors import RunError
-from rlflow.modelfiles.chunks import CHUNK_BYTES, chunk_bytes, chunk_tokens, number_bytes
+from rlflow.modelfiles.chunks import (
+    CHUNK_BYTES,
+    MOST,
+    PLAIN,
+    SHAPED,
+    chunk_bytes,
+    chunk_tokens,
+    number_bytes,
+)
 from tests.engines import sharded_checks as checks
 from tests.engines.conftest import SIZES
 from tests.engines.examples import Spec, engine, gradients, one_step, plain_model, rows, worst
@@ -216,23 +224,36 @@ def test_no_tensor_of_predictions_times_vocabulary_is_made(kind, tmp_path):
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.float32, 4)])
-@pytest.mark.parametrize(("temperatures", "cap"), [((1.0,), None), ((0.7, 1.0), None), ((1.0,), 5)])
-def test_a_chunk_holds_no_more_than_its_bytes(dtype, size, temperatures, cap):
-    """What is alive at once beside inputs, outputs and gradients, which are small here."""
+@pytest.mark.parametrize(
+    ("numbers", "temperatures", "cap"),
+    [
+        pytest.param(PLAIN, (0.8,), None, id="plain"),
+        pytest.param(SHAPED, (0.8,), 5, id="capped"),
+        pytest.param(MOST, (0.7, 1.0), None, id="temperatures"),
+        pytest.param(MOST, (1.0,), None, id="everything"),
+        pytest.param(MOST, (1.0,), 5, id="everything-capped"),
+    ],
+)
+def test_a_chunk_holds_its_bytes(dtype, size, numbers, temperatures, cap):
+    """What is alive at once beside inputs, outputs and gradients, which are small here.
+
+    The search for the likeliest, and sums of exponentials, hold more within one operator.
+    """
     hidden, weight, _, tokens, ids = problem(dtype, bias=False, tokens=48, vocabulary=4096)
-    several = len(temperatures) > 1
-    limit = chunk_bytes(12, 4096, size)
-    assert chunk_tokens(4096, size, limit) == 12
+    everything = numbers == MOST and len(temperatures) == 1
+    limit = chunk_bytes(12, 4096, size, numbers)
+    assert chunk_tokens(4096, size, limit, numbers) == 12
     asked = WantedNumbers(
-        temperatures=temperatures, limit=limit, entropy=True, squared=not several, rest=not several
+        temperatures=temperatures, limit=limit, entropy=True, squared=everything, rest=everything
     )
     form = Projection(size=4096, cap=cap)
     beside = 4096 * SIZE * (4 + 2 * size) + 48 * 4096
     with Largest() as counted:
-        ids = None if several else ids
+        ids = ids if everything else None
         made = ChunkedScores.apply(hidden, weight, None, tokens, ids, asked, form)
         sum(each.sum() for each in made if each is not None).backward()
-    assert limit / 3 < counted.most < limit + beside
+    least = (3 if everything else numbers) / numbers * limit
+    assert least <= counted.most < limit + beside
 
 
 @pytest.mark.usefixtures("exact_softmax")

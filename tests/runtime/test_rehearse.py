@@ -227,30 +227,34 @@ def test_rows_fill_micro_batches(sizes: Any, micro: int, steps: int, expected: i
 @pytest.mark.slow
 @pytest.mark.extra
 @pytest.mark.parametrize(
-    ("pipeline", "placement", "devices", "shape"),
+    ("pipeline", "placement", "devices", "shape", "prompts"),
     [
-        ("grpo_gsm8k.py", "one", "h100:1", "qwen2.5-1.5b"),
-        ("grpo_gsm8k.py", "colocate", "h100:8", "qwen2.5-7b"),
-        ("grpo_gsm8k.py", "sglang_colocate", "h100:8", "qwen2.5-7b"),
-        ("grpo_gsm8k.py", "split", "h100:8", "qwen2.5-7b"),
-        ("grpo_gsm8k.py", {}, "h100:2", "qwen2.5-7b"),
-        ("grpo_gsm8k.py", {"offload": "optimizer"}, "h100:2", "qwen2.5-7b"),
-        ("grpo_gsm8k.py", {"reshard_after_forward": False}, "h100:8", "qwen2.5-7b"),
-        ("grpo_gsm8k.py", {"recompute": "selective"}, "h100:8", "qwen2.5-7b"),
-        ("grpo_gsm8k.py", {"recompute": 14, "tp": 2}, "h100:8", "qwen2.5-7b"),
-        ("grpo_gsm8k.py", {}, "h100:64", "qwen2.5-32b"),
-        ("ppo_gsm8k.py", "split", "h100:8", "qwen2.5-7b"),
-        ("ppo_gsm8k.py", "colocate", "h100:8", "qwen2.5-7b"),
-        ("ppo_gsm8k.py", "rack", "h100:64", "qwen2.5-32b"),
+        ("grpo_gsm8k.py", "one", "h100:1", "qwen2.5-1.5b", 64),
+        ("grpo_gsm8k.py", "colocate", "h100:8", "qwen2.5-7b", 64),
+        ("grpo_gsm8k.py", "sglang_colocate", "h100:8", "qwen2.5-7b", 64),
+        ("grpo_gsm8k.py", "sglang_colocate", "h100:8", "qwen2.5-7b", 16),
+        ("grpo_gsm8k.py", "sglang_colocate", "h100:8", "qwen2.5-7b", 32),
+        ("grpo_gsm8k.py", "sglang_colocate", "h100:8", "qwen2.5-7b", 128),
+        ("grpo_gsm8k.py", "colocate", "h100:8", "qwen2.5-0.5b", 16),
+        ("grpo_gsm8k.py", "split", "h100:8", "qwen2.5-7b", 64),
+        ("grpo_gsm8k.py", {}, "h100:2", "qwen2.5-7b", 64),
+        ("grpo_gsm8k.py", {"offload": "optimizer"}, "h100:2", "qwen2.5-7b", 64),
+        ("grpo_gsm8k.py", {"reshard_after_forward": False}, "h100:8", "qwen2.5-7b", 64),
+        ("grpo_gsm8k.py", {"recompute": "selective"}, "h100:8", "qwen2.5-7b", 64),
+        ("grpo_gsm8k.py", {"recompute": 14, "tp": 2}, "h100:8", "qwen2.5-7b", 64),
+        ("grpo_gsm8k.py", {}, "h100:64", "qwen2.5-32b", 512),
+        ("ppo_gsm8k.py", "split", "h100:8", "qwen2.5-7b", 64),
+        ("ppo_gsm8k.py", "colocate", "h100:8", "qwen2.5-7b", 64),
+        ("ppo_gsm8k.py", "rack", "h100:64", "qwen2.5-32b", 512),
     ],
     ids=lambda value: str(value).removeprefix("qwen2.5-"),
 )
 def test_plans_of_real_shapes_are_within_five_percent(
-    pipeline: str, placement: Any, devices: str, shape: str, tmp_path: Path
+    pipeline: str, placement: Any, devices: str, shape: str, prompts: int, tmp_path: Path
 ) -> None:
     if isinstance(placement, dict):
         placement = placed(tmp_path, int(devices.split(":")[1]), **placement)
-    rows = {"prompts_per_iteration": 512} if shape == "qwen2.5-32b" else {}
+    rows = {"prompts_per_iteration": prompts}
     _, found = rehearsed(
         pipeline, placement=placement, devices=devices, model_shape=shape, settings=rows
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlflow.graph.placement import Recompute
-from rlflow.modelfiles.chunks import CHUNK_BYTES, chunk_tokens
+from rlflow.modelfiles.chunks import CHUNK_BYTES, MOST, chunk_tokens
 from rlflow.scheduler.costs.lengths import Lengths, Load, full_lengths
 from rlflow.scheduler.costs.roofline import MICRO_TOKENS, SUMMED, Roofline
 from rlflow.scheduler.devices.cluster import Cluster, cpu_cluster
@@ -155,7 +155,8 @@ def test_a_replayed_step_takes_the_replays_of_its_kernels_at_least() -> None:
 def test_what_a_pass_holds_by_hand() -> None:
     """Ten rows of 30 + 20 tokens: four norms of 3584, twice 32 heads of 128, three of 18944.
 
-    A backward finds those norms in float32 as well. A forward holds its layers or its logits.
+    A backward finds those norms in float32 as well. A forward holds its layers or its logits, an
+    update what its layers keep and logits, or one layer with what its backward makes.
     """
     load = Load(rows=10, prompts=10, prompt=30, lengths=Lengths(20, 10.0))
     token = (4 * 3584 + 2 * 32 * 128 + 3 * 18_944) * 2
@@ -165,22 +166,28 @@ def test_what_a_pass_holds_by_hand() -> None:
 
     kept = token + 8 * 3584
     longer = replace(load, prompt=3000)
+    made = 3 * 18_944 * 2
     layers = dict(SEVEN_B.pass_holds(longer, train=False, recompute=False))
-    assert {"logits": 200 * 152_064 * 20} == forward
+    assert {"logits": 200 * 152_064 * 8} == forward
     assert {"activations": 30_200 * token} == layers
-    assert 28 * 500 * kept == train["activations"]
-    assert 500 * (kept + 28 * 3584 * 2) == again["activations"]
+    assert {"activations": 28 * 500 * kept, "logits": 200 * 152_064 * 8} == train
+    assert 500 * 28 * 3584 * 2 == again["activations"]
+    layer = dict(SEVEN_B.pass_holds(longer, train=True, recompute=True))
+    assert {"activations": 30_200 * (kept + made + 28 * 3584 * 2)} == layer
 
 
 def test_what_a_backward_computes_again_by_hand() -> None:
-    """Rows as before: of 28 layers some keep all, some their inputs, some attention's outputs too.
+    """A critic's rows as before: of 28 layers some keep all, some inputs, some attention's too.
 
-    A layer that is computed again comes when those after it are done.
+    A layer that is computed again comes when those after it are done. Its backward makes as much
+    again of gate, up and their product.
     """
     load = Load(rows=10, prompts=10, prompt=30, lengths=Lengths(20, 10.0))
+    critic = replace(SEVEN_B, predicts=False)
 
     def held(recompute: Recompute) -> int:
-        return dict(SEVEN_B.pass_holds(load, train=True, recompute=recompute))["activations"]
+        found = dict(critic.pass_holds(load, train=True, recompute=recompute))
+        return found["activations"] - 500 * 3 * 18_944 * 2
 
     kept = (4 * 3584 + 2 * 32 * 128 + 3 * 18_944) * 2 + 8 * 3584
     assert held(20) == 500 * (8 * kept + 20 * 3584 * 2)
@@ -204,12 +211,17 @@ def test_time_to_compute_again_goes_by_layers_and_what_they_leave_out() -> None:
 
 
 def test_distributions_are_held_for_one_chunk() -> None:
-    """On an accelerator: 353 tokens of 152,064 logits at 20 bytes; half as wide on two ranks."""
-    cut = replace(SHARED, trains_vocabulary=True)
-    held = [dict(each.pass_holds(BATCH, train=True, recompute=True)) for each in (SEVEN_B, cut)]
+    """On an accelerator: 882 tokens of 152,064 logits at 8 bytes; half as wide on two ranks.
 
-    assert [353 * 152_064 * 20, 706 * 76_032 * 20] == [each["logits"] for each in held]
-    assert 353 == chunk_tokens(152_064, 2)
+    Of likeliest tokens, with twice as many numbers alive, half as many tokens.
+    """
+    cut = replace(SHARED, trains_vocabulary=True)
+    short = Load(rows=100, prompts=100, prompt=1, lengths=Lengths(20, 10.0))
+    held = [dict(each.pass_holds(short, train=True, recompute=False)) for each in (SEVEN_B, cut)]
+
+    assert [882 * 152_064 * 8, 1765 * 76_032 * 8] == [each["logits"] for each in held]
+    assert 882 == chunk_tokens(152_064, 2)
+    assert 441 == chunk_tokens(152_064, 2, numbers=MOST)
     assert max(each["logits"] for each in held) <= CHUNK_BYTES
     assert [None, 152_064 * 3584 * 4 // 2] == [each.get(SUMMED) for each in held]
     on_cpu = replace(SEVEN_B, kind=cpu_cluster(1).kind)

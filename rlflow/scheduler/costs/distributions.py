@@ -15,6 +15,7 @@ from rlflow.graph.graph import Node
 from rlflow.graph.placement import Recompute
 from rlflow.graph.roles import Drafted
 from rlflow.graph.rules.steps import mini_batches
+from rlflow.modelfiles.chunks import MOST, PLAIN
 from rlflow.scheduler.costs.lengths import Load
 from rlflow.scheduler.costs.roofline import ACTIVATIONS, Holds, Roofline
 from rlflow.scheduler.plan.plan import Cost, Instance, Spread
@@ -46,6 +47,12 @@ def width(node: Node) -> int:
     return max((size or 0 for size in (*made, *read)), default=0)
 
 
+def numbers_alive(node: Node) -> int:
+    """Numbers that are alive for each logit while a node's distributions are made."""
+    squares = any(field.name == "sum_pi_squared" for field in node.op.outputs)
+    return MOST if squares or width(node) else PLAIN
+
+
 def field_bytes(field: Field, prompt: int, response: int) -> int:
     """Bytes of a field in a row: 8 an integer, 4 a float, 1 a bool, 4 a token of text."""
     tokens = prompt if field.name.startswith("prompt") else response
@@ -74,7 +81,7 @@ def holds(node: Node, roof: Roofline, load: Load, *, recompute: Recompute) -> Ho
     done; a loss has the fields of a micro-batch. The rows themselves lie on the host: where that
     is the device they count as well, of an update all mini-batches and the one in work.
     """
-    known = roof.holds(node.op.use, load, recompute=recompute)
+    known = roof.holds(node.op.use, load, recompute=recompute, numbers=numbers_alive(node))
     if not width(node):
         return known
     on_host, longest = roof.kind.name == "cpu", load.lengths.longest
@@ -97,19 +104,21 @@ def beside_gradients(
     """What an update holds beside `size` bytes of gradients, the largest first.
 
     Ranks that share a model have no gradients until a backward makes them, layer by layer from the
-    last, and each layer's activations are gone by then. A second micro-batch finds the gradients
-    of the first. Where there is one alone, the most is held as its backward begins, without
-    gradients, or as it ends, with those and one layer. Of layers that come from the host there are
-    as many at any time.
+    last, and each layer's activations are gone by then. So the first micro-batch holds the most as
+    its backward begins, without gradients, or as it ends, with those and one layer. The next one
+    finds the gradients of the first; of two, it has the rows that are left. Of layers that come
+    from the host there are as many at any time.
     """
     tokens = math.ceil(load.prompts) * load.prompt + math.ceil(load.rows) * load.lengths.longest
-    alone = tokens <= max(roof.micro_tokens, load.longest_row)
-    if not (instance.sharded and alone) or roof.hosts_activations:
+    most = max(roof.micro_tokens, load.longest_row)
+    left = tokens - most + (load.longest_row if tokens > most else 0)
+    if not instance.sharded or left >= most or roof.hosts_activations:
         return found
     held = dict(found)
     activations = held.pop(ACTIVATIONS, 0)
-    one = min(int(roof.layers.kept * tokens), activations)
-    held[BEYOND] = max(activations - size, one)
+    one = min(int(roof.layers.kept * min(tokens, most)), activations)
+    later = activations * max(left, 0) // most
+    held[BEYOND] = max(activations - size, one, int(later))
     return tuple(sorted(held.items(), key=lambda part: -part[1]))
 
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from rlflow.graph.op import Use
 from rlflow.graph.placement import Recompute
 from rlflow.graph.rules.completion_order import ended_share
-from rlflow.modelfiles.chunks import WIDE_BYTES, chunk_bytes
+from rlflow.modelfiles.chunks import PLAIN, WIDE_BYTES, chunk_bytes
 from rlflow.scheduler.costs.lengths import Load, stages
 from rlflow.scheduler.costs.serving import Serving
 from rlflow.scheduler.devices.collectives import ALONE, Group
 from rlflow.scheduler.devices.hardware import Kind
 from rlflow.scheduler.models.activations import LayerBytes
 from rlflow.scheduler.models.flops import product_sizes, recomputed_layers
+from rlflow.scheduler.models.gradients import WholeGradients
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.plan import MICRO_TOKENS
 
@@ -35,6 +36,7 @@ PREFILL = 8192
 CACHE, ACTIVATIONS, GRAPHS = "KV cache", "activations", "graphs"
 EMBEDDED = "gradient of the embedding"
 SUMMED = "sum of the head's gradient"
+REDUCED = "gradients on their way to the ranks"
 Holds = tuple[tuple[str, int], ...]
 
 
@@ -202,12 +204,14 @@ class Roofline:
         copied = hosted / (self.kind.host_link * self.kind.reached)
         return read + 2 * copied if self.kind.name == "cpu" else max(read, copied)
 
-    def holds(self, use: Use | None, load: Load, *, recompute: Recompute) -> Holds:
-        """What a use holds beside the model, by name, in bytes."""
+    def holds(
+        self, use: Use | None, load: Load, *, recompute: Recompute, numbers: int = PLAIN
+    ) -> Holds:
+        """What a use holds beside the model, by name, in bytes; `numbers` as of `predicted`."""
         if use == "rollout":
             return self.rollout_holds(load)
         train = use == "train"
-        return self.pass_holds(load, train=train, recompute=recompute)
+        return self.pass_holds(load, train=train, recompute=recompute, numbers=numbers)
 
     def rollout(self, load: Load, leg: int = 0, legs: int = 1) -> float:
         """Seconds to prefill the prompts and decode until the longest of all rows has ended.
@@ -287,15 +291,17 @@ class Roofline:
         """Whether forwards and updates make distributions for a few tokens at a time."""
         return self.predicts and self.kind.name != "cpu"
 
-    def predicted(self, predictions: float) -> int:
+    def predicted(self, predictions: float, numbers: int = PLAIN) -> int:
         """Bytes of the distributions that a forward or an update holds at a time.
+
+        Of each logit so many `numbers` are alive (`rlflow.modelfiles.chunks`).
 
         A head that an adapter changes is not computed in chunks, which is not counted.
         """
         if not self.in_chunks:
             return self.scores(predictions)
         part = math.ceil(self.shape.vocab / self.tp.ranks)
-        return chunk_bytes(predictions, part, self.size)
+        return chunk_bytes(predictions, part, self.size, numbers)
 
     def scores(self, predictions: float) -> int:
         """Bytes of logits and of their float32 log-probs, before and after the temperature."""
@@ -315,50 +321,66 @@ class Roofline:
         count = min(count, self.shape.parameters) + twice * self.shape.embedding
         return int(count * self.size / self.tp.ranks)
 
-    def pass_holds(self, load: Load, *, train: bool, recompute: Recompute) -> Holds:
+    def pass_holds(
+        self, load: Load, *, train: bool, recompute: Recompute, numbers: int = PLAIN
+    ) -> Holds:
         """What a forward, or a forward and a backward, of one micro-batch holds at the most."""
         tokens = self.most_tokens(load)
-        predictions = min(load.rows * load.lengths.longest, tokens)
-        activations = self.layers.left(tokens, recompute) if train else self.layers.passing * tokens
-        whole, logits = self.held_whole(), self.predicted(predictions)
-        if train and self.hosts_activations:  # Logits are gone when a layer's gradients come.
-            activations += max(self.layers.gated * tokens - logits, 0)
-        left = max(whole - int(activations), 0) if self.in_chunks else whole
-        if train and self.kept_whole:  # And the last layer as it came.
-            whole = int(self.weights + self.shape.layer * self.size / self.tp.ranks)
-        if self.in_chunks and not train:  # Layers are done before the head begins.
+        logits = self.predicted(min(load.rows * load.lengths.longest, tokens), numbers)
+        if train:
+            return self._update_holds(tokens, logits, recompute)
+        activations, whole = int(self.layers.passing * tokens), self.held_whole()
+        if self.in_chunks:  # Layers are done before the head begins.
             activations, logits = max((activations, 0), (0, logits), key=sum)
-        if self.kind.name != "cpu" and not train:
-            whole = max(whole, self.held_whole(twice=True) - int(activations) - logits)
+        if self.kind.name != "cpu":
+            whole = max(whole, self.held_whole(twice=True) - activations - logits)
         return _largest_first(
-            (ACTIVATIONS, int(activations)),
+            (ACTIVATIONS, activations), ("logits", logits), ("gathered weights", whole)
+        )
+
+    def _update_holds(self, tokens: float, logits: int, recompute: Recompute) -> Holds:
+        """What an update holds as its backward begins, at the head, or in a layer, if that is more.
+
+        On a CPU, where distributions are whole, both at once.
+        """
+        made, whole, waiting = self.gradients, self.held_whole(), 0
+        summed = made.summed
+        activations = int(self.layers.worked_on(tokens, recompute))
+        if self.kind.name != "cpu":
+            first = int(self.layers.left(tokens, recompute))
+            layer, waiting = activations + int(self.layers.gated * tokens), made.reduced
+            if first + logits + summed >= layer + waiting:
+                activations, waiting = first, 0
+            else:
+                activations, logits, summed = layer, 0, 0
+        gradients = whole if self.kind.name == "cpu" else max(whole - activations, 0)
+        if self.kept_whole:  # And the last layer as it came.
+            whole = int(self.weights + self.shape.layer * self.size / self.tp.ranks)
+        return _largest_first(
+            (ACTIVATIONS, activations),
             ("logits", logits),
-            ("gathered weights", whole + (left if train else 0)),
-            (EMBEDDED, self.embedded() if train else 0),
-            (SUMMED, self.summed() if train else 0),
+            ("gathered weights", whole + gradients),
+            (EMBEDDED, made.embedded),
+            (SUMMED, summed),
+            (REDUCED, waiting),
         )
 
     def most_tokens(self, load: Load) -> float:
         """The most tokens of a micro-batch."""
         return min(load.most_tokens, max(self.micro_tokens, load.longest_row))
 
-    def summed(self) -> int:
-        """Bytes of the float32 sum of a head's gradients over chunks, where weights are lower."""
-        if not (self.in_chunks and self.trains_vocabulary and self.size < WIDE_BYTES):
-            return 0
-        return self.shape.vocab * self.shape.hidden * WIDE_BYTES // self.tp.ranks
-
-    def embedded(self) -> int:
-        """Bytes of gradients of embedding and head on their way to their sum.
-
-        Those of a head wait for the embedding's where both are the same weights. Where parameters
-        are gathered they are among those that are whole.
-        """
-        if self.gathers or not self.trains_vocabulary:
-            return 0
-        one = self.shape.vocab * self.shape.hidden
-        tied = self.predicts and self.shape.embedding == one
-        return (2 if tied else 1) * one * self.size // self.tp.ranks
+    @property
+    def gradients(self) -> WholeGradients:
+        """Gradients that are whole on a device beside the sums that an optimizer reads."""
+        return WholeGradients(
+            shape=self.shape,
+            size=self.size,
+            ranks=self.tp.ranks,
+            gathered=self.gathers,
+            predicts=self.predicts,
+            trains_vocabulary=self.trains_vocabulary,
+            in_chunks=self.in_chunks,
+        )
 
     def rollout_holds(self, load: Load) -> Holds:
         """What a rollout holds with every row at its longest.

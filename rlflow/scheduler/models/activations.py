@@ -53,15 +53,24 @@ class LayerBytes:
         """Bytes of a token that a backward of gate, up and their product makes beside them."""
         return 3 * self.shape.ffn * self.size / self.ranks
 
-    def left(self, tokens: float, recompute: Recompute) -> float:
-        """Bytes that a forward leaves to its backward, with one layer that is computed again.
+    def worked_on(self, tokens: float, recompute: Recompute) -> float:
+        """Bytes of the activations that a layer's backward finds: what is left, or one layer more.
 
-        That one comes after layers that are not, whose bytes are free by then. Of what goes to the
-        host two layers are there; what attention makes stays.
+        A layer that is computed again comes after layers that are not, whose bytes are free by
+        then.
+        """
+        again = recomputed_layers(recompute, self.shape.layers)
+        none_left = again == self.shape.layers
+        return self.left(tokens, recompute) + none_left * self.kept * tokens
+
+    def left(self, tokens: float, recompute: Recompute) -> float:
+        """Bytes that a forward leaves to its backward.
+
+        Of what goes to the host two layers are there; what attention makes stays.
         """
         again = recomputed_layers(recompute, self.shape.layers)
         there = layers_on_device if self.hosted else int
-        left = max(there(self.shape.layers - again), 1) * self.kept * tokens
+        left = there(self.shape.layers - again) * self.kept * tokens
         left += there(again) * self.shape.hidden * self.size * tokens
         if recompute == "selective":
             left += again * self.attended * tokens

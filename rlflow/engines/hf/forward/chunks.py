@@ -30,7 +30,7 @@ from rlflow.engines.hf.forward.shares import (
     token_numbers,
 )
 from rlflow.engines.hf.forward.token_scores import LOWEST
-from rlflow.modelfiles.chunks import chunk_tokens
+from rlflow.modelfiles.chunks import MOST, PLAIN, SHAPED, chunk_tokens
 
 # Rows of a weight whose gradients are added at a time where the sum is of another dtype.
 ROWS_AT_ONCE = 8192
@@ -71,13 +71,14 @@ class ChunkedScores(torch.autograd.Function):
         """`weight [part of the vocabulary, in]` and its `bias` are this rank's."""
         ctx.set_materialize_grads(False)
         chunks: list[list[ChunkNumbers]] = []
-        for part in chunks_of(hidden, weight, asked.limit):
+        for part in chunks_of(hidden, weight, asked, form):
             logits = logits_of(product(hidden[part], weight, bias), form)
             at = None if ids is None else ids[part]
             chunks.append(
                 [chunk_numbers(scores_at(logits, t, asked), tokens[part], at, asked, form)
                  for t in asked.temperatures]
             )  # fmt: skip
+            del logits
         made = [
             token_numbers([chunk[place] for chunk in chunks], asked, form)
             for place in range(len(asked.temperatures))
@@ -107,7 +108,7 @@ class ChunkedScores(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=wide_of(bias)) if on_bias else None
         sums = [Sums(*kept[i : i + 2]) for i in range(0, len(kept), 2)]
         whole = (entropy, squared, rest)
-        for part in chunks_of(hidden, weight, asked.limit):
+        for part in chunks_of(hidden, weight, asked, form):
             logits = logits_of(product(hidden[part], weight, bias), form)
             total = None
             for place, temperature in enumerate(asked.temperatures):
@@ -130,6 +131,7 @@ class ChunkedScores(torch.autograd.Function):
                 grad_hidden[part] = product(low, weight.t())
             if into is not None:
                 into.add(low, hidden[part])
+            del low
         if grad_hidden is not None and form.group is not None:
             dist.all_reduce(grad_hidden, group=form.group)
         grad_weight = None if into is None else into.total()
@@ -137,9 +139,14 @@ class ChunkedScores(torch.autograd.Function):
         return grad_hidden, grad_weight, low_bias, None, None, None, None
 
 
-def chunks_of(hidden: Tensor, weight: Tensor, limit: int) -> Iterator[slice]:
-    """Slices of tokens whose logits hold at most `limit` bytes, or of one token."""
-    tokens = chunk_tokens(len(weight), hidden.element_size(), limit)
+def chunks_of(
+    hidden: Tensor, weight: Tensor, asked: WantedNumbers, form: Projection
+) -> Iterator[slice]:
+    """Slices of tokens whose distributions hold at most the bytes of the limit, or of one token."""
+    numbers = PLAIN if form.cap is None else SHAPED
+    if len(asked.temperatures) > 1 or asked.squared or asked.rest or asked.top_k:
+        numbers = MOST
+    tokens = chunk_tokens(len(weight), hidden.element_size(), asked.limit, numbers)
     for first in range(0, len(hidden), tokens):
         yield slice(first, first + tokens)
 
