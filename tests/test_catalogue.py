@@ -48,11 +48,7 @@ COMPARED = {
 ON_RAY = {
     "dapo_episodes",
     "distill",
-    "lora_grpo",
     "ppo_arithmetic",
-    "replayed_grpo",
-    "reward_model",
-    "self_play",
 }
 # Of the others what is cut is as in one of these: turns, trips, two players, pairs, values.
 CUT = {"dapo", "grpo_arithmetic", "multi_turn", "ppo_arithmetic", "self_play"}

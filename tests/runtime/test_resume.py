@@ -351,7 +351,12 @@ def test_an_unknown_failpoint_is_refused(rlflow, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
-    ["run:iteration=kill9@5", "run:save=kill9@2", "run:saved=kill9@2", "ckpt:reported=kill9@2"],
+    [
+        pytest.param("run:iteration=kill9@5", marks=pytest.mark.extra),
+        "run:save=kill9@2",
+        pytest.param("run:saved=kill9@2", marks=pytest.mark.extra),
+        "ckpt:reported=kill9@2",
+    ],
 )
 def test_kill_9_continues_to_the_same_bits(rlflow, tmp_path, monkeypatch, whole, fault):
     monkeypatch.chdir(tmp_path)

@@ -148,7 +148,7 @@ TABLE = {
         MIXED,
         same=TWO,
         resumed=(broken("stale", 6, 4, marks=SLOW),),
-        ray=(*placed("stale", marks=SLOW + EXTRA), *placed("stream", marks=SLOW)),
+        ray=(*placed("stale", marks=SLOW + EXTRA), *placed("stream", marks=SLOW + EXTRA)),
     ),
     "loop with rows left over": Feature(
         KEPT,
@@ -168,7 +168,7 @@ TABLE = {
         DRAWN,
         same=TWO_SLOW,
         resumed=(At("stale", first=2, saved=2, marks=SLOW),),
-        ray=placed("apart", marks=SLOW),
+        ray=placed("apart", marks=SLOW + EXTRA),
     ),
     "drawn and chosen": Feature(TWICE, same=TWO_SLOW, ray=placed("apart", marks=SLOW + EXTRA)),
     "episodes": Feature(AGAIN, same=TWO),

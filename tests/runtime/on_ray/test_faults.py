@@ -67,10 +67,10 @@ def rarely(*case: object, marks: Sequence[pytest.MarkDecorator] = ()):
     [
         ("rank:run=kill9@6", 0, SPLIT, "actor.update in iteration 5"),
         rarely("rank:reshard=kill9@4", 1, SPLIT, "reshard:actor@train->actor@gen in iteration 3"),
-        rarely("rank:run=kill9@4", 1, SPLIT, "actor.rollout"),
+        rarely("rank:run=kill9@4", 1, SPLIT, "actor.rollout", marks=[pytest.mark.extra]),
         rarely("rank:run=kill9@10", -1, SPLIT, "in iteration", marks=[pytest.mark.extra]),
         rarely("rank:send=kill9@9", 1, SPLIT, "transfer:actor.rollout", marks=[pytest.mark.extra]),
-        rarely("rank:receive=kill9@6", 0, SPLIT, "transfer:"),
+        rarely("rank:receive=kill9@6", 0, SPLIT, "transfer:", marks=[pytest.mark.extra]),
         # Moves run beside the device's other actions: any of those under way may be named. What is
         # killed while the first save is written has none to continue from.
         rarely("rank:sleep=kill9@9", 0, TIGHT, "in iteration", marks=[pytest.mark.extra]),

@@ -30,11 +30,10 @@ def assert_close(one: Path, many: Path, iterations: int) -> None:
 @pytest.mark.parametrize(
     "placement",
     [
-        pytest.param("fsdp2", marks=pytest.mark.slow),
         pytest.param("fsdp2tp2", marks=pytest.mark.slow),
         *(
             pytest.param(name, marks=[pytest.mark.slow, pytest.mark.extra])
-            for name in ("dp2", "tp2", "hsdp")
+            for name in ("dp2", "fsdp2", "tp2", "hsdp")
         ),
     ],
 )

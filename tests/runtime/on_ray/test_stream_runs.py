@@ -15,7 +15,7 @@ def cut(count, placement="split", *, ordered, backend="local"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("ordered", [pytest.param(False, marks=pytest.mark.extra), True])
 def test_chunks_between_processes_have_the_bits_of_one_process_and_one_piece(ordered):
     from rlflow.runtime.local import LocalMachine
     from rlflow.runtime.worker.worker import Worker
