@@ -20,6 +20,7 @@ def test_the_line_that_tune_prints_goes_on_with_what_it_finds(rlflow, tmp_path, 
     assert 0 == rlflow(*shlex.split(first)[1:]).code
     words = shlex.split(then)[1:]
     assert "run" == words[0]
+    assert '"*"' in (tmp_path / "best.py").read_text()
     found = rlflow("plan", *words[1:])
     assert 0 == found.code, found.err
     assert "placement best on cpu:2" in found.out
@@ -28,6 +29,21 @@ def test_the_line_that_tune_prints_goes_on_with_what_it_finds(rlflow, tmp_path, 
     both = rlflow("diff", GRPO, "--placement", "best.py", "--placement", "split", "--staleness", 1)
     assert both.out.split()[:2] == ["best", "split"]
     assert "<= 1 update old" in both.out
+
+
+def test_a_placement_in_shares_is_taken_to_any_number_of_devices(rlflow, tmp_path):
+    best = tmp_path / "best.py"
+    shape = ("--model-shape", "qwen2.5-7b")
+    best.write_text(
+        "import rlflow as rf\nplacement = rf.Placement(pools={'train': '3/4', 'gen': '1/4'}, "
+        "assign={'*': rf.on('train'), 'actor.rollout': rf.on('gen')})\n"
+    )
+    words = ("plan", GSM8K, "--placement", best, *shape)
+    assert "train [0:6], gen [6:8]" in rlflow(*words, "--devices", "h100:8").out
+    assert "train [0:48], gen [48:64]" in rlflow(*words, "--devices", "h100:64").out
+    refused = rlflow(*words, "--devices", "h100:10")
+    assert (4, True) == (refused.code, "of 8 or 12" in refused.err)
+    assert "placement best: " in rlflow("check", GSM8K, "--placement", best).out
 
 
 @pytest.mark.parametrize("text", ["x = 1", "placement = 3"])

@@ -6,7 +6,6 @@ Imports neither torch nor ray. Every function raises the errors of `rlflow.error
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from rlflow.modelfiles.hub import on_the_hub
 from rlflow.scheduler.compile import Compiled, compile_plan
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.devices.cluster import Cluster, parse_cluster
+from rlflow.scheduler.devices.machine import machine_gpus, usable
 from rlflow.scheduler.models.flops import product_sizes
 from rlflow.scheduler.models.known_shapes import PREFIX, parse_model_shape
 from rlflow.scheduler.models.shapes import model_shape
@@ -152,12 +152,19 @@ def changed(graph: Graph, placement: Placement, target: Target) -> Placement:
 
 def _cluster(target: Target, placement: Placement) -> Cluster:
     """The devices asked for, with what is measured of them."""
-    cluster = cluster_of(target, placement.num_devices())
+    cluster = cluster_of(target, devices_for(placement, target))
     if cluster.measured.problem:
         sys.stderr.write(f"warning: {cluster.measured.problem}; measured costs are ignored\n")
     if target.rooms:
-        cluster = replace(cluster, hosts=_hosts(target.rooms, placement.num_devices()))
+        needed = placement.at(cluster.count).num_devices()
+        cluster = replace(cluster, hosts=_hosts(target.rooms, needed))
     return cluster
+
+
+def devices_for(placement: Placement, target: Target) -> int:
+    """How many devices a placement takes where none are named: of shares, all GPUs that it can."""
+    own = usable(machine_gpus()) if placement.shares and target.devices is None else None
+    return placement.num_devices() if own is None else placement.most_of(own[1])
 
 
 def cluster_of(target: Target, needed: int) -> Cluster:
@@ -362,19 +369,6 @@ def explain_action(plan: Plan, name: str) -> str:
         )
     action = plan.action(name)
     return explain(plan, action, overlapping(plan, action))
-
-
-def check_deadline(seconds: float | None) -> None:
-    """Raise UsageError for a longest wait that is no time at all, or never ends."""
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise UsageError(
-            Finding(
-                code="E209",
-                what=f"--deadline {seconds:g} is not a time to wait",
-                expected="seconds above 0",
-                fix="--deadline 600",
-            )
-        )
 
 
 def diff_placements(pipeline: str, placements: tuple[str, ...], **options: Any) -> PlanDiff:

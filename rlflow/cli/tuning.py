@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rlflow.cli.commands import NOTHING, Target, cluster_of, declare, missing_model_findings
 from rlflow.cli.config import named_placement
 from rlflow.errors import DataError, Finding, UsageError
 from rlflow.scheduler.devices.cluster import machine_cores
 from rlflow.scheduler.passes.staleness import allowed
-from rlflow.scheduler.search.text import placement_file
+from rlflow.scheduler.search.text import placement_file, written
 from rlflow.scheduler.search.tune import SearchLimits, Tuned, tune
 
 
@@ -43,6 +45,17 @@ def tune_target(
     except UsageError as error:
         findings = missing_model_findings(declared.graph, near) or list(error.findings)
         raise UsageError(*findings, summary=NOTHING) from None
+
+
+def on_devices(tuned: Tuned, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the devices that shares were found for, where those are CPUs and not said.
+
+    Left out, shares would be of as few CPU devices as they divide.
+    """
+    cluster, found = tuned.cluster, dict(options)
+    if found["devices"] is None and cluster.is_cpu and written(tuned, tuned.best).shares:
+        found["devices"] = f"{cluster.kind.name}:{cluster.count}"
+    return found
 
 
 def write_placement(tuned: Tuned, path: Path) -> None:

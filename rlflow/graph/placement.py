@@ -6,6 +6,7 @@ Nothing here knows how many devices there really are.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -15,10 +16,11 @@ from pydantic import (
     model_validator,
 )
 
-from rlflow.errors import Finding, GraphError, known_names, near_names
+from rlflow.errors import Finding, GraphError, PlanError, known_names, near_names
 from rlflow.graph.rules.nesting import OF_TRIP
 from rlflow.graph.strict_model import Strict
 from rlflow.graph.user.engine_options import EngineOptions, engine_named, options_of
+from rlflow.graph.user.shares import nearest_counts, never_whole, part_of, shared_out
 
 Offload = Literal["layers", "optimizer", "activations"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
@@ -118,7 +120,9 @@ def on(pool: str, **layout: object) -> On:
 class Placement(Strict):
     """Pools of devices, and which use of which model runs on which pool.
 
-    A pool is a number of devices of its own, or a list of device numbers; lists may overlap.
+    A pool is a number of devices of its own, or a list of device numbers; lists may overlap. Or it
+    is a share of all devices there are, `"3/4"`, or `"*"`, those that no other pool takes: such a
+    placement is for any number of devices of which its shares are whole numbers.
     Of several assignments the most specific wins: a node's name, `model.use`, the model, `*`.
 
     With `staleness` k a rollout reads weights that are up to k updates old, and so runs ahead of
@@ -130,7 +134,7 @@ class Placement(Strict):
     update newer, prefills what it has so far, and goes on.
     """
 
-    pools: dict[str, Count | list[int]] = Field(min_length=1)
+    pools: dict[str, Count | str | list[int]] = Field(min_length=1)
     assign: dict[str, On]
     staleness: int = Field(default=0, ge=0)
     stream: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
@@ -145,15 +149,72 @@ class Placement(Strict):
             if OF_TRIP in name:
                 why = f"a name without {OF_TRIP!r}, by which trips are numbered"
                 raise ValueError(f"pool {name!r}: {why}")
+            if isinstance(devices, str):
+                _check_share(name, devices)
             if isinstance(devices, list) and (not devices or len(set(devices)) != len(devices)):
                 raise ValueError(f"pool {name!r} needs a list of distinct devices, got {devices}")
             if isinstance(devices, list) and min(devices) < 0:
                 raise ValueError(f"pool {name!r}: device numbers start at 0, got {devices}")
+        if why := never_whole(self._wanted(), len(self._listed())):
+            raise ValueError(f"pools {self.pools}: {why}")
         return self
 
+    def _wanted(self) -> dict[str, int | str]:
+        """Pools that take free devices: how many, or their share."""
+        return {name: each for name, each in self.pools.items() if not isinstance(each, list)}
+
+    def _listed(self) -> set[int]:
+        """Devices that lists name."""
+        return {d for listed in self.pools.values() if isinstance(listed, list) for d in listed}
+
+    @property
+    def shares(self) -> bool:
+        """Whether a pool is a share, so that its devices depend on how many there are."""
+        return any(isinstance(each, str) for each in self.pools.values())
+
+    def at(self, count: int, name: str = "placement", kind: str = "KIND") -> Placement:
+        """The placement on so many devices: shares as numbers, the rest as it is.
+
+        Raises PlanError E255, with the nearest counts that work, where a share is no whole number
+        of them; it calls the placement `name` and the devices `kind`.
+        """
+        if not self.shares:
+            return self
+        found = shared_out(self._wanted(), len(self._listed()), count)
+        if found is None:
+            raise PlanError(self._not_whole(name, count, kind))
+        return self.model_copy(update={"pools": {**self.pools, **found}})
+
+    def most_of(self, there: int) -> int:
+        """The largest number of devices, of those there are, that the shares divide."""
+        wanted, listed = self._wanted(), len(self._listed())
+        return nearest_counts(wanted, listed, there + 1)[0] or self.num_devices()
+
+    def _not_whole(self, name: str, count: int, kind: str) -> Finding:
+        below, above = nearest_counts(self._wanted(), len(self._listed()), count)
+        got = []
+        for pool, said in self._wanted().items():
+            part = part_of(said) if isinstance(said, str) else None
+            each = "what the others leave" if part is None else f"{part * count}"
+            got.append(f"{pool}: {said} of {count} is {each}" if isinstance(said, str) else f"{pool}: {said}")
+        counts = [str(each) for each in (below, above) if each]
+        return Finding(
+            code="E255",
+            what=f"placement {name!r} does not divide {count} devices by its shares",
+            got="\n".join(got),
+            expected=f"a whole number of devices in each pool: of {' or '.join(counts)}",
+            fix=f"--devices {kind}:{above if below is None else below}",
+        )
+
     def devices(self) -> dict[str, tuple[int, ...]]:
-        """Device numbers of every pool: lists as written, counts the lowest numbers still free."""
-        taken = {d for listed in self.pools.values() if isinstance(listed, list) for d in listed}
+        """Device numbers of every pool: lists as written, counts the lowest numbers still free.
+
+        Shares are those of the fewest devices that they divide; `at` says another number.
+        """
+        if self.shares:
+            least = nearest_counts(self._wanted(), len(self._listed()), 0)[1]
+            return self.at(least).devices()
+        taken = self._listed()
         result = {}
         following = 0
         for name, wanted in self.pools.items():
@@ -161,7 +222,7 @@ class Placement(Strict):
                 result[name] = tuple(wanted)
                 continue
             numbers: list[int] = []
-            while len(numbers) < wanted:
+            while len(numbers) < int(wanted):
                 if following not in taken:
                     numbers.append(following)
                 following += 1
@@ -171,6 +232,30 @@ class Placement(Strict):
     def num_devices(self) -> int:
         """How many devices a cluster needs to have."""
         return max(max(devices) for devices in self.devices().values()) + 1
+
+
+def in_shares(placement: Placement, count: int) -> Placement:
+    """The placement in shares of `count` devices, for any multiple of them; itself if it has none.
+
+    It has where pools are numbers of devices that add up to all of them: `{"train": 6, "gen": 2}`
+    of 8 is `{"train": "3/4", "gen": "1/4"}`.
+    """
+    numbers = {name: n for name, n in placement.pools.items() if isinstance(n, int)}
+    if len(numbers) < len(placement.pools) or sum(numbers.values()) != count:
+        return placement
+    pools = {name: "*" if n == count else str(Fraction(n, count)) for name, n in numbers.items()}
+    return placement.model_copy(update={"pools": pools})
+
+
+def _check_share(name: str, said: str) -> None:
+    try:
+        part_of(said)
+    except ValueError:
+        how = f'"*" for all, "3/4", or a number of devices: {said}' if said.isdigit() else ""
+        raise ValueError(
+            f"pool {name!r}: {said!r} is no share of the devices: "
+            + (how or '"*" for what the others leave, or a part of all such as "3/4"')
+        ) from None
 
 
 def _no_pool(key: str, pool: str, pools: list[str]) -> Finding:

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 
 import rlflow as rf
 from rlflow import ops
-from rlflow.errors import GraphError, UsageError
+from rlflow.errors import GraphError, PlanError, UsageError
 from rlflow.graph import graph as graph_module
 from rlflow.graph import op as op_module
 from rlflow.graph.headline import headline
@@ -94,6 +94,63 @@ def test_pools_by_count_take_the_free_numbers():
 
     assert {"a": (1, 2), "b": (0, 3), "c": (4,)} == placement.devices()
     assert 5 == placement.num_devices()
+
+
+@pytest.mark.parametrize(
+    ("pools", "count", "expected"),
+    [
+        ({"train": "3/4", "gen": "1/4"}, 64, {"train": 48, "gen": 16}),
+        ({"all": "*"}, 7, {"all": 7}),
+        ({"a": "2/3", "b": "*"}, 9, {"a": 6, "b": 3}),
+        ({"a": "1/2", "b": 1, "c": "*", "d": [0, 1]}, 8, {"a": 4, "b": 1, "c": 1, "d": 2}),
+    ],
+)
+def test_shares_take_whole_devices_of_all_there_are(pools, count, expected):
+    placement = rf.Placement(pools=pools, assign={})
+    found = placement.at(count).devices()
+
+    assert expected == {name: len(devices) for name, devices in found.items()}
+    assert sum(expected.values()) == len({d for devices in found.values() for d in devices})
+    assert placement.num_devices() <= count
+
+
+@pytest.mark.parametrize(
+    ("pools", "count", "nearest"),
+    [
+        ({"train": "3/4", "gen": "1/4"}, 10, "8 or 12"),
+        ({"train": "3/4", "gen": "1/4"}, 3, "4"),
+        ({"a": "1/2", "b": "1/3"}, 8, "6 or 12"),
+        ({"a": "1/2", "b": 2, "c": "*"}, 4, "6"),
+    ],
+)
+def test_shares_that_do_not_divide_the_devices_name_counts_that_work(pools, count, nearest):
+    placement = rf.Placement(pools=pools, assign={})
+    with pytest.raises(PlanError, match="E255") as caught:
+        placement.at(count, "mine", "h100")
+
+    (finding,) = caught.value.findings
+    assert finding.expected.endswith(f": of {nearest}")
+    assert finding.fix.startswith("--devices h100:")
+    for works in nearest.split(" or "):
+        assert int(works) >= placement.at(int(works)).num_devices()
+
+
+@pytest.mark.parametrize(
+    ("pools", "why"),
+    [
+        ({"a": "3/4", "b": "1/2"}, "add up to 5/4"),
+        ({"a": "*", "b": "*"}, "two pools"),
+        ({"a": "1/1", "b": 1}, "leave none"),
+        ({"a": "1/1", "b": [0]}, "leave none"),
+        ({"a": "4"}, "a number of devices: 4"),
+        ({"a": "0/4"}, "no share"),
+        ({"a": "4/0"}, "no share"),
+        ({"a": "0.75"}, "no share"),
+    ],
+)
+def test_shares_that_no_number_of_devices_has_are_refused_where_they_are_written(pools, why):
+    with pytest.raises(ValidationError, match=why):
+        rf.Placement(pools=pools, assign={})
 
 
 @pytest.mark.parametrize(

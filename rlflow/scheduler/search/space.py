@@ -345,9 +345,14 @@ def _work(group: Sequence[PlacedUse]) -> str:
 
 
 def hand_written(placements: Mapping[str, Placement], count: int) -> dict[str, Placement]:
-    """The placements of a pipeline, and each with pools so many times larger as there is room."""
+    """The placements of a pipeline, and each with pools so many times larger as there is room.
+
+    Those in shares have all devices as they are.
+    """
     found = dict(placements)
     for name, placement in placements.items():
+        if placement.shares:
+            continue
         times = count // placement.num_devices()
         if times > 1:
             found[f"{name} x{times}"] = scaled(placement, times)
@@ -358,7 +363,7 @@ def scaled(placement: Placement, times: int) -> Placement:
     """The placement with so many devices for each of its own; layouts that are said stay."""
     pools = {
         name: wanted * times
-        if isinstance(wanted, int)
+        if isinstance(wanted, int | str)
         else [device * times + part for device in wanted for part in range(times)]
         for name, wanted in placement.pools.items()
     }

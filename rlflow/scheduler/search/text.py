@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rlflow.graph.placement import On, Placement
+from rlflow.graph.placement import On, Placement, in_shares
 from rlflow.graph.user.engine_options import EngineOptions
 from rlflow.scheduler.devices.cluster import amount
 from rlflow.scheduler.plan.plan import Plan
@@ -41,7 +41,7 @@ def tuned_text(tuned: Tuned) -> str:
     ]
     lines += [f"  does not fit: {name}: {why}" for name, why in tuned.misfits.items()]
     lines.append(f"  {_effort(tuned)}")
-    lines += [f"  {_compared(tuned)}", "", f"  {placement_source(tuned.best.placement)}"]
+    lines += [f"  {_compared(tuned)}", "", f"  {placement_source(written(tuned, tuned.best))}"]
     return "\n".join([*lines, *_simpler(tuned)])
 
 
@@ -145,7 +145,17 @@ def _simpler(tuned: Tuned) -> list[str]:
     simple = tuned.rows[rank - 1]
     longer = 100 * (simple.period / best.period - 1)
     text = f"#{rank} takes {longer:.1f} % longer, with {counted(pools, 'pool')}:"
-    return ["", f"  {text}", "", f"  {placement_source(simple.placement)}"]
+    return ["", f"  {text}", "", f"  {placement_source(written(tuned, simple))}"]
+
+
+def written(tuned: Tuned, tried: Tried) -> Placement:
+    """A placement as it is written down: in shares where it has all devices, and all are alike.
+
+    Those of the pipeline stay as they are written there.
+    """
+    if tried.name or tuned.cluster.groups:
+        return tried.placement
+    return in_shares(tried.placement, tuned.cluster.count)
 
 
 def placement_source(placement: Placement) -> str:
@@ -162,9 +172,9 @@ def placement_source(placement: Placement) -> str:
     return f"rf.Placement(pools={{{pools}}}, assign={{{assign}}}{rest})"
 
 
-def _pool_source(wanted: int | list[int]) -> str:
-    if isinstance(wanted, int):
-        return str(wanted)
+def _pool_source(wanted: int | str | list[int]) -> str:
+    if not isinstance(wanted, list):
+        return f'"{wanted}"' if isinstance(wanted, str) else str(wanted)
     if len(wanted) > LIST_IN_FULL and wanted == list(range(wanted[0], wanted[-1] + 1)):
         return f"list(range({wanted[0]}, {wanted[-1] + 1}))"
     return repr(wanted)
@@ -191,7 +201,7 @@ def placement_file(tuned: Tuned) -> str:
     return (
         f'"""The placement that `rlflow tune` found for {tuned.graph.name} on '
         f"{tuned.cluster.describe()}:\n\n{duration(best.period)} an iteration, estimated.\n"
-        f'"""\n\nimport rlflow as rf\n\nplacement = {placement_source(best.placement)}\n'
+        f'"""\n\nimport rlflow as rf\n\nplacement = {placement_source(written(tuned, best))}\n'
     )
 
 
@@ -208,7 +218,7 @@ def tuned_json(tuned: Tuned) -> dict[str, Any]:
         "refused": dict(tuned.refused),
         "looked_at": tuned.looked_at,
         "compiled": tuned.compiled,
-        "best": placement_source(tuned.best.placement),
+        "best": placement_source(written(tuned, tuned.best)),
     }
 
 
