@@ -6,7 +6,6 @@ graph and the plan are known to be right.
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import sys
@@ -171,19 +170,6 @@ def _checked_options(options: Mapping[str, Any], plan: Plan) -> SaveRule:
         what = "--allow-changes: nothing was saved by a run that starts"
         raise UsageError(Finding(code="E315", what=what, fix="--resume RUN, or leave it out"))
     return parse_rule(options["save_every"], drains=drains(plan))
-
-
-def check_deadline(seconds: float | None) -> None:
-    """Raise UsageError for a longest wait that is no time at all, or never ends."""
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise UsageError(
-            Finding(
-                code="E209",
-                what=f"--deadline {seconds:g} is not a time to wait",
-                expected="seconds above 0",
-                fix="--deadline 600",
-            )
-        )
 
 
 def _require_one_kind(planned: Planned) -> None:

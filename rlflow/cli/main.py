@@ -19,6 +19,7 @@ import click
 
 from rlflow.cli.commands import Target, compile_target, declare
 from rlflow.cli.options import (
+    check_deadline,
     engine_option,
     memory_options,
     model_shape_option,
@@ -157,7 +158,7 @@ def plan(
 @run_options
 def run(as_json: bool, **options: Any) -> None:
     """Run a pipeline; Ctrl-C stops after the iteration, --resume continues."""
-    from rlflow.cli.launch import check_deadline, launch
+    from rlflow.cli.launch import launch
 
     check_deadline(options["deadline"])
     outcome = launch(as_json=as_json, **options)

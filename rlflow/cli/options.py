@@ -6,12 +6,15 @@ parameters that click reads it with, so that an option is in both or in neither.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
 import click
+
+from rlflow.errors import Finding, UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,6 +23,19 @@ engine_option = click.option(
     metavar="NAME",
     help="What makes rollouts: torch, sglang, vllm; left out, torch or what a placement names.",
 )
+
+
+def check_deadline(seconds: float | None) -> None:
+    """Raise UsageError for a longest wait that is no time at all, or never ends."""
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise UsageError(
+            Finding(
+                code="E209",
+                what=f"--deadline {seconds:g} is not a time to wait",
+                expected="seconds above 0",
+                fix="--deadline 600",
+            )
+        )
 
 
 def memory_options(function: F) -> F:
