@@ -279,7 +279,8 @@ def tune(
         return
     click.echo(tuned_text(found))
     known = options["model_shape"] is None
-    then = f"rlflow {'run' if known else 'plan'} {repeated(on_devices(found, asked), output or 'best.py', run=known)}"
+    words = repeated(on_devices(found, asked), output or "best.py", run=known)
+    then = f"rlflow {'run' if known else 'plan'} {words}"
     again = repeated(options, options["placement"], run=False)
     again += "" if max_staleness is None else f" --max-staleness {max_staleness}"
     hint(f"next: {then}" if output else f"next: rlflow tune {again} -o best.py && {then}")

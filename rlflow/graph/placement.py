@@ -196,7 +196,11 @@ class Placement(Strict):
         for pool, said in self._wanted().items():
             part = part_of(said) if isinstance(said, str) else None
             each = "what the others leave" if part is None else f"{part * count}"
-            got.append(f"{pool}: {said} of {count} is {each}" if isinstance(said, str) else f"{pool}: {said}")
+            got.append(
+                f"{pool}: {said} of {count} is {each}"
+                if isinstance(said, str)
+                else f"{pool}: {said}"
+            )
         counts = [str(each) for each in (below, above) if each]
         return Finding(
             code="E255",
