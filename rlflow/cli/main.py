@@ -264,7 +264,7 @@ def tune(
     max_staleness: int | None, top: int, as_json: bool, output: str | None, **options: Any
 ) -> None:
     """Search pools, sizes and layouts for the placement with the shortest iteration."""
-    from rlflow.cli.tuning import on_devices, tune_target, write_placement
+    from rlflow.cli.tuning import next_words, tune_target, write_placement
     from rlflow.scheduler.search.text import tuned_json, tuned_text
 
     asked = {**options, "engine": None}
@@ -279,8 +279,7 @@ def tune(
         return
     click.echo(tuned_text(found))
     known = options["model_shape"] is None
-    words = repeated(on_devices(found, asked), output or "best.py", run=known)
-    then = f"rlflow {'run' if known else 'plan'} {words}"
+    then = next_words(found, asked, output or "best.py", run=known)
     again = repeated(options, options["placement"], run=False)
     again += "" if max_staleness is None else f" --max-staleness {max_staleness}"
     hint(f"next: {then}" if output else f"next: rlflow tune {again} -o best.py && {then}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlflow.cli.commands import NOTHING, Target, cluster_of, declare, missing_model_findings
 from rlflow.cli.config import named_placement
+from rlflow.cli.options import repeated
 from rlflow.errors import DataError, Finding, UsageError
 from rlflow.scheduler.devices.cluster import machine_cores
 from rlflow.scheduler.passes.staleness import allowed
@@ -47,15 +48,15 @@ def tune_target(
         raise UsageError(*findings, summary=NOTHING) from None
 
 
-def on_devices(tuned: Tuned, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with the devices that shares were found for, where those are CPUs and not said.
+def next_words(tuned: Tuned, options: Mapping[str, Any], path: str, *, run: bool) -> str:
+    """The line that runs, or plans, the placement in a file, on the devices it was found for.
 
     Left out, shares would be of as few CPU devices as they divide.
     """
     cluster, found = tuned.cluster, dict(options)
     if found["devices"] is None and cluster.is_cpu and written(tuned, tuned.best).shares:
         found["devices"] = f"{cluster.kind.name}:{cluster.count}"
-    return found
+    return f"rlflow {'run' if run else 'plan'} {repeated(found, path, run=run)}"
 
 
 def write_placement(tuned: Tuned, path: Path) -> None:

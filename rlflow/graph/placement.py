@@ -194,13 +194,12 @@ class Placement(Strict):
         below, above = nearest_counts(self._wanted(), len(self._listed()), count)
         got = []
         for pool, said in self._wanted().items():
-            part = part_of(said) if isinstance(said, str) else None
+            if isinstance(said, int):
+                got.append(f"{pool}: {said}")
+                continue
+            part = part_of(said)
             each = "what the others leave" if part is None else f"{part * count}"
-            got.append(
-                f"{pool}: {said} of {count} is {each}"
-                if isinstance(said, str)
-                else f"{pool}: {said}"
-            )
+            got.append(f"{pool}: {said} of {count} is {each}")
         counts = [str(each) for each in (below, above) if each]
         return Finding(
             code="E255",

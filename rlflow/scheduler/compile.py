@@ -82,9 +82,10 @@ def compile_plan(
     """Compile a graph under a placement for a cluster.
 
     Without a `backend` the plan is for this process where its pools are CPU devices, one
-    each, and for Ray otherwise. Pools in shares take theirs of the cluster's devices. With `costs` of this graph and cluster no model's files are
-    read; a plan that is not `verified` is for comparing, not for running. An exact solver gets
-    `optimize` seconds to improve the order, and as many for it and the residency. Raises
+    each, and for Ray otherwise. Pools in shares take theirs of the cluster's devices. With `costs`
+    of this graph and cluster no model's files are read; a plan that is not `verified` is for
+    comparing, not for running. An exact solver gets `optimize` seconds to improve the order, and
+    as many for it and the residency. Raises
     PlanError where the placement does not fit, with every finding; UsageError where a model's
     files are missing, or a solver; InvariantError where a pass breaks an invariant.
     """
