@@ -12,7 +12,7 @@ from rlflow.cli.options import repeated
 from rlflow.errors import DataError, Finding, UsageError
 from rlflow.scheduler.devices.cluster import machine_cores
 from rlflow.scheduler.passes.staleness import allowed
-from rlflow.scheduler.search.text import placement_file, written
+from rlflow.scheduler.search.text import as_written, placement_file
 from rlflow.scheduler.search.tune import SearchLimits, Tuned, tune
 
 
@@ -54,7 +54,7 @@ def next_words(tuned: Tuned, options: Mapping[str, Any], path: str, *, run: bool
     Left out, shares would be of as few CPU devices as they divide.
     """
     cluster, found = tuned.cluster, dict(options)
-    if found["devices"] is None and cluster.is_cpu and written(tuned, tuned.best).shares:
+    if found["devices"] is None and cluster.is_cpu and as_written(tuned, tuned.best).shares:
         found["devices"] = f"{cluster.kind.name}:{cluster.count}"
     return f"rlflow {'run' if run else 'plan'} {repeated(found, path, run=run)}"
 

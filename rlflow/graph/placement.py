@@ -20,7 +20,7 @@ from rlflow.errors import Finding, GraphError, PlanError, known_names, near_name
 from rlflow.graph.rules.nesting import OF_TRIP
 from rlflow.graph.strict_model import Strict
 from rlflow.graph.user.engine_options import EngineOptions, engine_named, options_of
-from rlflow.graph.user.shares import nearest_counts, never_whole, part_of, shared_out
+from rlflow.graph.user.shares import nearest_counts, never_whole, part_of, devices_by_share
 
 Offload = Literal["layers", "optimizer", "activations"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
@@ -180,7 +180,7 @@ class Placement(Strict):
         """
         if not self.shares:
             return self
-        found = shared_out(self._wanted(), len(self._listed()), count)
+        found = devices_by_share(self._wanted(), len(self._listed()), count)
         if found is None:
             raise PlanError(self._not_whole(name, count, kind))
         return self.model_copy(update={"pools": {**self.pools, **found}})

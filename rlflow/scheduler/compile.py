@@ -85,9 +85,8 @@ def compile_plan(
     each, and for Ray otherwise. Pools in shares take theirs of the cluster's devices. With `costs`
     of this graph and cluster no model's files are read; a plan that is not `verified` is for
     comparing, not for running. An exact solver gets `optimize` seconds to improve the order, and
-    as many for it and the residency. Raises
-    PlanError where the placement does not fit, with every finding; UsageError where a model's
-    files are missing, or a solver; InvariantError where a pass breaks an invariant.
+    as many for it and the residency. Raises PlanError with every finding where the placement does
+    not fit, UsageError where a model's files or a solver are missing, InvariantError for a bug.
     """
     placement = placement.at(cluster.count, name, cluster.kind.name)
     if placement.num_devices() > cluster.count:

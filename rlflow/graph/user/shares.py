@@ -25,7 +25,9 @@ def part_of(text: str) -> Fraction | None:
     return part
 
 
-def shared_out(wanted: Mapping[str, int | str], listed: int, count: int) -> dict[str, int] | None:
+def devices_by_share(
+    wanted: Mapping[str, int | str], listed: int, count: int
+) -> dict[str, int] | None:
     """How many of `count` devices each pool has; None where one is no whole number of them.
 
     `listed` devices are named by number: no pool that takes free ones has them. Shares are of all
@@ -56,11 +58,15 @@ def nearest_counts(
     parts = [part_of(said) for said in wanted.values() if isinstance(said, str)]
     step = lcm(*(part.denominator for part in parts if part is not None))
     below = next(
-        (n for n in range(count - 1, 0, -1) if n % step == 0 and shared_out(wanted, listed, n)),
+        (
+            n
+            for n in range(count - 1, 0, -1)
+            if n % step == 0 and devices_by_share(wanted, listed, n)
+        ),
         None,
     )
     above = (count // step + 1) * step
-    while shared_out(wanted, listed, above) is None:
+    while devices_by_share(wanted, listed, above) is None:
         above += step
     return below, above
 

@@ -41,7 +41,7 @@ def tuned_text(tuned: Tuned) -> str:
     ]
     lines += [f"  does not fit: {name}: {why}" for name, why in tuned.misfits.items()]
     lines.append(f"  {_effort(tuned)}")
-    lines += [f"  {_compared(tuned)}", "", f"  {placement_source(written(tuned, tuned.best))}"]
+    lines += [f"  {_compared(tuned)}", "", f"  {placement_source(as_written(tuned, tuned.best))}"]
     return "\n".join([*lines, *_simpler(tuned)])
 
 
@@ -145,10 +145,10 @@ def _simpler(tuned: Tuned) -> list[str]:
     simple = tuned.rows[rank - 1]
     longer = 100 * (simple.period / best.period - 1)
     text = f"#{rank} takes {longer:.1f} % longer, with {counted(pools, 'pool')}:"
-    return ["", f"  {text}", "", f"  {placement_source(written(tuned, simple))}"]
+    return ["", f"  {text}", "", f"  {placement_source(as_written(tuned, simple))}"]
 
 
-def written(tuned: Tuned, tried: Tried) -> Placement:
+def as_written(tuned: Tuned, tried: Tried) -> Placement:
     """A placement as it is written down: in shares where it has all devices, and all are alike.
 
     Those of the pipeline stay as they are written there.
@@ -201,7 +201,7 @@ def placement_file(tuned: Tuned) -> str:
     return (
         f'"""The placement that `rlflow tune` found for {tuned.graph.name} on '
         f"{tuned.cluster.describe()}:\n\n{duration(best.period)} an iteration, estimated.\n"
-        f'"""\n\nimport rlflow as rf\n\nplacement = {placement_source(written(tuned, best))}\n'
+        f'"""\n\nimport rlflow as rf\n\nplacement = {placement_source(as_written(tuned, best))}\n'
     )
 
 
@@ -218,7 +218,7 @@ def tuned_json(tuned: Tuned) -> dict[str, Any]:
         "refused": dict(tuned.refused),
         "looked_at": tuned.looked_at,
         "compiled": tuned.compiled,
-        "best": placement_source(written(tuned, tuned.best)),
+        "best": placement_source(as_written(tuned, tuned.best)),
     }
 
 
