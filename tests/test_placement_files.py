@@ -43,7 +43,7 @@ def test_a_placement_in_shares_is_taken_to_any_number_of_devices(rlflow, tmp_pat
     assert "train [0:48], gen [48:64]" in rlflow(*words, "--devices", "h100:64").out
     refused = rlflow(*words, "--devices", "h100:10")
     assert (4, True) == (refused.code, "of 8 or 12" in refused.err)
-    assert "placement best: " in rlflow("check", GSM8K, "--placement", best).out
+    assert "actions on cpu:4" in rlflow("check", GSM8K, "--placement", best).out
 
 
 @pytest.mark.parametrize("text", ["x = 1", "placement = 3"])

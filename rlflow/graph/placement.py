@@ -20,7 +20,7 @@ from rlflow.errors import Finding, GraphError, PlanError, known_names, near_name
 from rlflow.graph.rules.nesting import OF_TRIP
 from rlflow.graph.strict_model import Strict
 from rlflow.graph.user.engine_options import EngineOptions, engine_named, options_of
-from rlflow.graph.user.shares import nearest_counts, never_whole, part_of, devices_by_share
+from rlflow.graph.user.shares import devices_by_share, nearest_counts, never_whole, part_of
 
 Offload = Literal["layers", "optimizer", "activations"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
