@@ -1,8 +1,12 @@
 """rlflow: a workflow engine for LLM reinforcement learning.
 
 A pipeline declares PPO or GRPO as a graph of operators; a placement says where models
-live; a compiler derives the plan. Importing this package imports neither torch nor ray.
+live; a compiler derives the plan. Importing this package imports neither torch nor ray;
+`compile`, `simulate`, `tune` and `run`, and what they return, are loaded once they are named.
 """
+
+import importlib
+from typing import TYPE_CHECKING
 
 from rlflow import data, ops, rewards
 from rlflow.data import Chat
@@ -27,6 +31,12 @@ from rlflow.ops.losses.losses import PolicyLoss, SFTLoss, ValueLoss
 from rlflow.ops.losses.preference import DPOLoss, RewardModelLoss
 from rlflow.ops.losses.user import loss
 
+if TYPE_CHECKING:
+    from rlflow.cli.door.api import compile, run, simulate, tune
+    from rlflow.cli.door.events import IterationDone
+    from rlflow.cli.door.handle import RunHandle
+    from rlflow.cli.door.shown import CompiledPlan, Simulated, TunedPlacements
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -36,6 +46,7 @@ __all__ = [
     "AdaptiveKL",
     "Average",
     "Chat",
+    "CompiledPlan",
     "Config",
     "DPOLoss",
     "DistillLoss",
@@ -43,6 +54,7 @@ __all__ = [
     "Environment",
     "Handle",
     "ImportanceSampling",
+    "IterationDone",
     "Iterations",
     "LoRA",
     "Model",
@@ -55,15 +67,19 @@ __all__ = [
     "Rejection",
     "RewardModelLoss",
     "Row",
+    "RunHandle",
     "SFTLoss",
     "SGLang",
     "Sampler",
     "Scorer",
+    "Simulated",
     "Speculative",
     "Step",
     "Token",
     "ToolEnvironment",
+    "TunedPlacements",
     "ValueLoss",
+    "compile",
     "data",
     "loss",
     "on",
@@ -73,4 +89,33 @@ __all__ = [
     "register_dispatch",
     "register_engine",
     "rewards",
+    "run",
+    "simulate",
+    "tune",
 ]
+
+_DOOR = {
+    "compile": "api",
+    "run": "api",
+    "simulate": "api",
+    "tune": "api",
+    "IterationDone": "events",
+    "RunHandle": "handle",
+    "CompiledPlan": "shown",
+    "Simulated": "shown",
+    "TunedPlacements": "shown",
+}
+
+
+def __getattr__(name: str) -> object:
+    """A name of the Python door, which loads the scheduler."""
+    if name not in _DOOR:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"rlflow.cli.door.{_DOOR[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """Every public name, those too that are not loaded yet."""
+    return sorted({*globals(), *__all__})

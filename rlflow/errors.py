@@ -9,6 +9,7 @@
     |   |-- DataError           1   a data source broke while it was read
     |   |-- NumericsError       1   a loss, gradient or parameter is not finite
     |   `-- HealthError         5   `--strict`: a rule says that nothing can be learned
+    |-- CallbackError           1   a callback of the Python door raised; the run itself did not
     |-- CheckpointError         1   a checkpoint is damaged, incomplete or of another run
     |-- RunDirError             2   a run directory is in use, or holds another run
     |-- InvariantError         70   a bug in rlflow: the verifier refuses a plan it compiled
@@ -131,6 +132,10 @@ class HealthError(RunError):
     """A strict run shows a sign that it learns nothing, or is about to break (exit code 5)."""
 
     exit_code = 5
+
+
+class CallbackError(RlflowError):
+    """A callback that a program gave to `rf.run` raised; the run itself has not (exit code 1)."""
 
 
 class CheckpointError(RlflowError):

@@ -56,7 +56,7 @@ SEES = {
         "engines",
     },
     "report": {"errors", "graph", "scheduler", "runtime.record"},
-    "rlflow": {"errors", "graph", "data", "rewards", "envs", "ops"},
+    "rlflow": {"errors", "graph", "data", "rewards", "envs", "ops", "cli.door"},
 }
 # And beyond that, for a reason.
 BESIDES = {
@@ -70,6 +70,9 @@ BESIDES = {
 DOORS = {
     "cli.main": "a command loads what it needs, not what others need",
     "cli.commands": "the devices are looked at where they are asked for",
+    "cli.door.api": "the launcher is loaded once a plan is to run",
+    "cli.door.handle": "figures and reports are read where they are asked for",
+    "cli.door.shown": "pictures are drawn where they are shown",
     "cli.rehearsal.command": "torch is loaded once a plan is rehearsed",
     "cli.simulating": "pictures are drawn where they are asked for",
     "cli.launch": "torch and Ray are loaded once a plan is to run",

@@ -12,10 +12,13 @@ ALLOWED = {
     "main": "what a file does that is started as a program",
 }
 # An operator has one name: where it is declared, where it runs, and its formula. So has what an
-# operator chooses by name, its loss or its estimator. A command is called as it is typed, and
-# two of them as what they run.
+# operator chooses by name, its loss or its estimator. A command is called as it is typed, two of
+# them as what they run, and in a program as in a line.
 OPERATOR = {"rlflow.ops": "declaration", "rlflow.ops.bodies": "body", "rlflow.ops.math": "formula"}
-COMMANDS = {"rlflow.cli.main": ("simulate", "tune")}
+COMMANDS = {
+    "rlflow.cli.main": ("run", "simulate", "tune"),
+    "rlflow.cli.door.api": ("run", "simulate", "tune"),
+}
 
 
 def module(path):

@@ -40,11 +40,12 @@ NOTHING = "Nothing was started."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a command looks at, as typed."""
+    """What a command looks at, as typed; a program may give values instead of their names."""
 
-    pipeline: str
-    placement: str | None = None
+    pipeline: str | Pipeline
+    placement: str | Placement | None = None
     settings: tuple[str, ...] = ()
+    config: Config | None = None
     devices: str | None = None
     threads: int | None = None
     host_memory: str | None = None
@@ -58,6 +59,14 @@ class Target:
     engine: str | None = None
     rooms: tuple[int, ...] = ()
     """Devices that each node of a running cluster has room for, in the order they are taken."""
+
+    @property
+    def named(self) -> str:
+        """The pipeline as one types it after a command."""
+        if isinstance(self.pipeline, str):
+            return self.pipeline
+        path, name = self.pipeline.path, self.pipeline.function.__name__
+        return f"{path}:{name}" if path is not None and path.is_file() else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +96,7 @@ def declare(target: Target, staleness: int = 0) -> Declared:
 
 def _declared(target: Target) -> Declared:
     pipeline = load_pipeline(target.pipeline)
-    config = make_config(pipeline.config, target.settings)
+    config = target.config or make_config(pipeline.config, target.settings)
     try:
         graph = pipeline.trace(config)
     except RlflowError:
@@ -175,15 +184,12 @@ def cluster_of(target: Target, needed: int) -> Cluster:
 
 def costs_of(planned: Planned) -> Costs:
     """The estimates that a plan was compiled with."""
-    graph, plan, near = (
-        planned.declared.graph,
-        planned.compiled.plan,
-        planned.declared.pipeline.path,
-    )
+    declared, plan = planned.declared, planned.compiled.plan
+    near = declared.pipeline.path
     return Costs(
         graph=plan.graph,
         cluster=planned.cluster,
-        shapes={model.name: model_shape(model, near) for model in graph.models},
+        shapes={model.name: model_shape(model, near) for model in declared.graph.models},
         backend=plan.backend,
         staleness=plan.staleness,
     )
@@ -317,7 +323,7 @@ def check_all(target: Target) -> dict[str, Any]:
     if findings:
         raise UsageError(*findings, summary=NOTHING)
     placements = declared.pipeline.placements
-    wanted = [target.placement] if target.placement else list(placements)
+    wanted = [str(target.placement)] if target.placement else list(placements)
     graph = declared.graph
     lines = [f"{graph.name}: {len(graph.nodes)} nodes, {len(graph.models)} models   ok"]
     plans = {}

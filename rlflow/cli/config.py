@@ -35,12 +35,14 @@ from rlflow.graph.source import raised_at
 from rlflow.userfiles import package_of
 
 
-def load_pipeline(target: str) -> Pipeline:
-    """The pipeline of `file.py`, or of `file.py:name` where a file has several.
+def load_pipeline(target: str | Pipeline) -> Pipeline:
+    """The pipeline of `file.py`, of `file.py:name` where a file has several, or a pipeline itself.
 
     Raises UsageError where there is no such file or pipeline, or the file does not
     import; GraphError where a declaration in it is wrong.
     """
+    if isinstance(target, Pipeline):
+        return target
     path_text, _, name = target.partition(":")
     path = Path(path_text)
     if not path.is_file():
@@ -63,12 +65,17 @@ def load_pipeline(target: str) -> Pipeline:
     return next(iter(found.values()))
 
 
-def named_placement(pipeline: Pipeline, name: str | None) -> tuple[str, Placement]:
+def named_placement(pipeline: Pipeline, name: str | Placement | None) -> tuple[str, Placement]:
     """The placement of that name, or the first one; that of a file, `best.py`, by its stem.
+
+    A value stands for itself, under the name that the pipeline has for it, else `placement`.
 
     A file holds it under the name `placement`, as `rlflow tune -o` writes it. Raises UsageError
     E201 for an unknown name, E316 for a file without one, and what importing a file raises.
     """
+    if isinstance(name, Placement):
+        own = [known for known, placed in pipeline.placements.items() if placed is name]
+        return (own or ["placement"])[0], name
     if name is None or not name.endswith(".py"):
         return pipeline.placement(name)
     path = Path(name)

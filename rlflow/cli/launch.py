@@ -52,6 +52,7 @@ from rlflow.scheduler.plan.text import plan_text
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from rlflow.cli.door.events import RunWatch
     from rlflow.runtime.display import Display
     from rlflow.runtime.record.checkpoint import Found
     from rlflow.runtime.run import Settings
@@ -90,6 +91,7 @@ class _Asked:
     quiet: bool
     origin: Origin
     saves: SaveRule
+    watch: RunWatch | None = None
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -99,15 +101,19 @@ class _Asked:
 
     def resume_line(self, path: Path) -> str:
         """The command that continues the run in a directory."""
+        if self.watch is not None:
+            return f'rf.run(..., resume="{path}")'
         words = ["--iterations", str(self.iterations), "--resume", str(path)]
         return shlex.join(["rlflow", *self.again, *words])
 
 
-def launch(*, as_json: bool, origin: Origin = "run", **options: Any) -> Outcome:
+def launch(
+    *, as_json: bool, origin: Origin = "run", watch: RunWatch | None = None, **options: Any
+) -> Outcome:
     """Compile, check, and run; or compile and check only. Takes the options of `rlflow run`.
 
-    A run whose `origin` is `profile` saves no weights. What it does until the first iteration is
-    told on standard error.
+    A program that looks on is told by `watch`, and keeps its standard output. A run whose `origin`
+    is `profile` saves no weights. What it does until the first iteration is told on standard error.
     """
     from rich.console import Console
 
@@ -115,14 +121,22 @@ def launch(*, as_json: bool, origin: Origin = "run", **options: Any) -> Outcome:
         os.environ["NO_COLOR"] = "1"
     console = Console(stderr=True)
     with telling(console, quiet=options["quiet"] or as_json):
-        return _launch(console, as_json=as_json, origin=origin, options=options)
+        return _launch(console, as_json=as_json, origin=origin, watch=watch, options=options)
 
 
-def _launch(console: Console, *, as_json: bool, origin: Origin, options: dict[str, Any]) -> Outcome:
+def _launch(
+    console: Console,
+    *,
+    as_json: bool,
+    origin: Origin,
+    watch: RunWatch | None,
+    options: dict[str, Any],
+) -> Outcome:
     address = options["address"]
     if address is not None:
         options["backend"] = _joining(options.get("backend"), address)
     target = Target(**{key: options[key] for key in options.keys() & Target.__slots__})
+    options["pipeline"] = target.named
     declared = declare(target)
     with stage("reading data"):
         findings = data_findings(declared.graph, remote=True)
@@ -131,7 +145,7 @@ def _launch(console: Console, *, as_json: bool, origin: Origin, options: dict[st
     if address is not None:
         target = replace(target, rooms=_rooms(address, target))
     resume = options["resume"]
-    existing = existing_run(resume, options["run_dir"], target.pipeline) if resume else None
+    existing = existing_run(resume, options["run_dir"], target.named) if resume else None
     if existing is not None:
         target = in_the_same_chunks(declared, target, existing)
     missing = hub_findings(declared.graph, declared.pipeline.path, needed=True)
@@ -157,6 +171,7 @@ def _launch(console: Console, *, as_json: bool, origin: Origin, options: dict[st
         quiet=options["quiet"] or as_json,
         origin=origin,
         saves=saves,
+        watch=watch,
     )
     return _execute(planned, asked, console)
 
@@ -228,17 +243,17 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
     from rlflow.report.report import summary_text
     from rlflow.runtime.display import Display
     from rlflow.runtime.record.metrics import read_metrics
-    from rlflow.runtime.record.printed import FILE, PrintedLog, printing
+    from rlflow.runtime.record.printed import FILE, PrintedLog, printed_apart
 
     with stage("importing torch"):
         from rlflow.runtime.run import Run
     plan, config = planned.compiled.plan, planned.declared.config
     shown = headline(plan.graph)
-    display = Display(console, quiet=asked.quiet, headline=shown.names)
+    display = Display(console, quiet=asked.quiet, headline=shown.names, watch=asked.watch)
     with (
         _directory(planned, asked) as directory,
         _interrupted(asked, directory),
-        printing(PrintedLog(directory.logs / FILE, display.say).keep),
+        printed_apart(PrintedLog(directory.logs / FILE, display.say), asked.watch is None),
     ):
         weights = _weights(asked, directory)
         begun = goes_on(
@@ -267,6 +282,8 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
             directory.write_plan(f"{plan_text(plan)}\n{ranks}", plan.to_json())
             if asked.origin == "profile":
                 run.saved = asked.iterations
+            if asked.watch is not None:
+                asked.watch.take(run, directory.path)
             with _measured(planned, directory, display, begun=run.start, origin=asked.origin):
                 done = run.execute()
     lines = read_metrics(directory.metrics)
@@ -354,8 +371,8 @@ def _directory(planned: Planned, asked: _Asked) -> Iterator[RunDir]:
     with RunDir.create(
         Path(wanted) if wanted else None,
         planned.compiled.plan.graph.name,
-        pipeline=planned.target.pipeline,
-        command=["rlflow", *sys.argv[1:]],
+        pipeline=planned.target.named,
+        command=["rf.run"] if asked.watch else ["rlflow", *sys.argv[1:]],
         again=asked.again,
     ) as directory:
         try:

@@ -30,7 +30,11 @@ MOST_NAMED = 6
 
 def simulate_target(target: Target, iterations: int | None) -> Simulation:
     """Compile a placement and play its plan. PlanError where an action's cost is not known."""
-    plan = compile_target(target).compiled.plan
+    return simulate_plan(compile_target(target).compiled.plan, iterations)
+
+
+def simulate_plan(plan: Plan, iterations: int | None) -> Simulation:
+    """Play a plan for some iterations, until they repeat for None. PlanError E236 as above."""
     _require_costs(plan)
     return simulate(plan, iterations=iterations)
 

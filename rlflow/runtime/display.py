@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -19,15 +20,31 @@ SECONDS_BETWEEN_LINES = 2.0
 SHOWN_SUFFIXES = ("/sft_loss", "/value_loss", "/kl", "/length")
 
 
+class Looking(Protocol):
+    """A program that looks on at a run."""
+
+    def ready(self) -> None:
+        """The first iteration begins."""
+
+    def iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """An iteration is done, its metrics are written. What this raises ends the run."""
+
+
 class Display:
     """Reports a run on the console; `quiet` leaves warnings only.
 
-    `headline` are the metrics that come first on its lines.
+    `headline` are the metrics that come first on its lines. A program that looks on is told too.
     """
 
     def __init__(
-        self, console: Console, *, quiet: bool = False, headline: Sequence[str] = ()
+        self,
+        console: Console,
+        *,
+        quiet: bool = False,
+        headline: Sequence[str] = (),
+        watch: Looking | None = None,
     ) -> None:
+        self.watch = watch
         self.console = console
         self.headline = headline
         self.quiet = quiet
@@ -55,6 +72,8 @@ class Display:
         """A progress bar while a terminal looks on."""
         self._last_done, self._end = start, end
         self._began = time.perf_counter()
+        if self.watch is not None:
+            self.watch.ready()
         if self.quiet or not self.console.is_terminal:
             yield
             return
@@ -84,6 +103,8 @@ class Display:
 
     def iteration(self, iteration: int, metrics: Mapping[str, float], now: float) -> None:
         """Report an iteration: at once where it brings an evaluation, else every two seconds."""
+        if self.watch is not None:
+            self.watch.iteration(iteration, metrics)
         numbers = chosen_numbers(metrics, self.headline)
         if self._progress is not None and self._task is not None:
             completed = min(iteration + 1, self._end)

@@ -172,12 +172,15 @@ class Run:
             raise Interrupted(summary=self._stopped(done))
         return done
 
+    def stop(self) -> None:
+        """Ask `execute` to end after what has begun, from any thread; it raises Interrupted."""
+        self._stopping = True
+        self._executor.stop()
+
     def _stopped(self, done: int) -> str:
         """What to say of a run that was asked to stop."""
-        text = (
-            f"stopped after {done} of {self.settings.iterations} "
-            f"iterations; continue with: {self.settings.resume_line}"
-        )
+        text = f"stopped after {done} of {self.settings.iterations} iterations; continue with: "
+        text += self.settings.resume_line
         if self.plan.staleness and self.settings.save_every and done % self.settings.save_every:
             ahead = f"{self.plan.staleness} update{'s' if self.plan.staleness > 1 else ''}"
             text += (
@@ -346,9 +349,8 @@ class Run:
             if self._stopping:
                 executor.interrupt()
                 raise KeyboardInterrupt
-            self._stopping = True
+            self.stop()
             self.display.warn("stopping after what has begun; Ctrl-C again stops at once")
-            executor.stop()
 
         previous = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -364,8 +366,7 @@ class Run:
         ways = f"traceback: {log}\ncontinue with: {self.settings.resume_line}"
         if isinstance(error, RlflowError):
             return type(error)(*error.findings, summary=f"{error.summary}\n{ways}".strip())
-        what = f"{type(error).__name__}: {error}"
-        return RunError(Finding(code="E751", what=what), summary=ways)
+        return RunError(Finding(code="E751", what=f"{type(error).__name__}: {error}"), summary=ways)
 
 
 def identity(plan: Plan, settings: Settings) -> dict[str, str]:

@@ -94,6 +94,11 @@ def printing(keep: Callable[[Line], None]) -> Iterator[None]:
             stream.finish()
 
 
+def printed_apart(log: PrintedLog, wanted: bool) -> contextlib.AbstractContextManager[None]:
+    """As `printing`, where it is wanted; a program's own standard output is left to it."""
+    return printing(log.keep) if wanted else contextlib.nullcontext()
+
+
 def replay_lines(lines: Iterable[Line]) -> None:
     """Hand on what another process has printed, where somebody listens."""
     if isinstance(sys.stdout, Printed):

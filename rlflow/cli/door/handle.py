@@ -1,0 +1,183 @@
+"""A run of a program: iterated over, asked for its figures, stopped.
+
+The run goes on in a thread of its own; what it raises is raised where one waits for it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from rlflow.cli.door.events import IterationDone, RunWatch
+from rlflow.cli.door.shown import CompiledPlan, as_kind
+from rlflow.errors import Finding, Interrupted, UsageError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class RunHandle:
+    """A run that has begun. `for done in run:` yields an `IterationDone` for every iteration.
+
+    Iterating begins with the first iteration of this start, whenever it is asked for, and ends
+    with the run; it raises what the run has raised, and so does `wait`. In a `with` block the run
+    is stopped where the block is left.
+    """
+
+    def __init__(self, watch: RunWatch, thread: threading.Thread) -> None:
+        self._watch = watch
+        self._thread = thread
+
+    @property
+    def directory(self) -> Path:
+        """The run directory, as the commands take it."""
+        assert self._watch.directory is not None
+        return self._watch.directory
+
+    @property
+    def plan(self) -> CompiledPlan:
+        """The plan that runs."""
+        assert self._watch.plan is not None
+        return as_kind(CompiledPlan, self._watch.plan)
+
+    @property
+    def done(self) -> bool:
+        """Whether the run is over: to its end, stopped, or failed."""
+        return self._watch.over
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """The figures of every iteration so far, a row each, those before a resume as well.
+
+        Columns are metrics, the index is `iteration`. UsageError E822 where pandas is missing.
+        """
+        from rlflow.runtime.record.metrics import read_metrics
+
+        pandas = _pandas()
+        lines = read_metrics(self.directory / "metrics.jsonl")
+        index = pandas.Index([line.iteration for line in lines], name="iteration", dtype="int64")
+        return pandas.DataFrame([dict(line.metrics) for line in lines], index=index)
+
+    def stop(self, *, wait: bool = True) -> None:
+        """End after what has begun, and `wait` for it; the run directory can be resumed.
+
+        Raises what the run has raised otherwise. Within a callback `IterationDone.stop` does it.
+        """
+        self._watch.stop()
+        if wait:
+            self.wait()
+
+    def wait(self, timeout: float | None = None) -> Self:
+        """Wait for the end of the run, or `timeout` seconds; raise what it has raised.
+
+        Ctrl-C stops the run after what has begun.
+        """
+        try:
+            self._thread.join(timeout)
+        except KeyboardInterrupt:
+            self._watch.stop()
+            raise
+        self._raise()
+        return self
+
+    def report(self, path: str | Path | None = None) -> Path:
+        """Write the report of the run so far, `report.html` in its directory; returns its path."""
+        from rlflow.report.report import write_report
+
+        return write_report(self.directory, Path(path) if path else None)
+
+    def __iter__(self) -> Iterator[IterationDone]:
+        """Events from the first on, each once it is there."""
+        seen, watch = 0, self._watch
+        while True:
+            try:
+                with watch.changed:
+                    while len(watch.events) <= seen and not watch.over:
+                        watch.changed.wait()
+                    if len(watch.events) <= seen:
+                        break
+            except KeyboardInterrupt:
+                watch.stop()
+                raise
+            yield watch.events[seen]
+            seen += 1
+        self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._watch.stop()
+        self._thread.join()
+        if error is None:
+            self._raise()
+
+    def __repr__(self) -> str:
+        """Where it is and how far."""
+        watch = self._watch
+        state = "running" if not watch.over else "failed" if self._failed() else "over"
+        return f"<RunHandle {self.directory}: {state}, {len(watch.events)} iterations>"
+
+    def _failed(self) -> BaseException | None:
+        error = self._watch.error
+        return None if isinstance(error, Interrupted) and self._watch.stopping else error
+
+    def _raise(self) -> None:
+        error = self._failed() if self._watch.over else None
+        if error is not None:
+            raise error
+
+
+def started(watch: RunWatch, work: Callable[[], object]) -> RunHandle:
+    """Start a run in a thread, and wait until its first iteration can begin.
+
+    Raises what it raises until then: nothing was started.
+    """
+
+    def follow() -> None:
+        error: BaseException | None = None
+        try:
+            work()
+        except BaseException as raised:  # handed to whoever waits for the run
+            error = raised
+        watch.end(error)
+
+    thread = threading.Thread(target=follow, name="rlflow-run")
+    thread.start()
+    try:
+        with watch.changed:
+            while not watch.begun and not watch.over:
+                watch.changed.wait()
+    except KeyboardInterrupt:
+        watch.stop()
+        raise
+    if not watch.begun and watch.error is not None:
+        thread.join()
+        raise watch.error
+    return RunHandle(watch, thread)
+
+
+def _pandas() -> Any:
+    """The module pandas; UsageError E822 where it is not installed."""
+    try:
+        import pandas
+    except ImportError:
+        raise UsageError(
+            Finding(
+                code="E822",
+                what="run.metrics is a pandas DataFrame, and pandas is not installed",
+                got=sys.executable,
+                expected="pandas, or read_metrics of the lines in metrics.jsonl",
+                fix='pip install "rlflow-engine[notebook]"',
+            )
+        ) from None
+    return pandas
