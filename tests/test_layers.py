@@ -78,6 +78,7 @@ DOORS = {
     "cli.launch": "torch and Ray are loaded once a plan is to run",
     "cli.measuring": "torch is loaded once something is measured",
     "cli.machines": "so are they where a plan runs in this process, or on Ray",
+    "cli.tracing.command": "a run's files are read once one is traced",
     "cli.export": "torch is loaded once there is something to write",
     "graph.placement": "a declaration is found where one is made",
     "report.render": "each form of picture loads its own library",

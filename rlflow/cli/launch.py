@@ -36,6 +36,7 @@ from rlflow.cli.continuing import (
 )
 from rlflow.cli.interpreters import missing_engines
 from rlflow.cli.machines import machine_of
+from rlflow.cli.tracing.observing import check_observed, observer_of, profiled_actions
 from rlflow.errors import Finding, Interrupted, UsageError
 from rlflow.graph.graph import Graph
 from rlflow.graph.headline import headline
@@ -158,6 +159,7 @@ def _launch(
     _require_engines(plan, address)
     count = options["iterations"] or iterations_of(planned, existing)
     saves = _checked_options(options, plan)
+    check_observed(planned, options)
     if options["dry_run"]:
         _preflight(plan.graph, planned)
         said = f"  dry run: {count} iterations would run; nothing was started"
@@ -268,7 +270,8 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
         if planned.target.devices is None:
             display.say(f"GPUs: {chosen_text(machine_gpus())}")
         settings = _settings(planned, asked, directory, weights)
-        with machine_of(planned, asked.options) as machine:
+        profiled = profiled_actions(planned, asked.options, directory.path)
+        with machine_of(planned, asked.options, profiled) as machine:
             ranks = "\n".join(["", *machine.device_map()])
             display.say(f"{ranks}\nrun directory: {directory.path}")
             run = Run(plan, settings, machine, directory, display)
@@ -333,6 +336,7 @@ def _settings(
         near=planned.declared.pipeline.path,
         resume_line=asked.resume_line(directory.path),
         strict=asked.options["strict"],
+        observer=observer_of(planned, asked.options, directory.path),
     )
 
 

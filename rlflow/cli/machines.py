@@ -12,12 +12,18 @@ from rlflow.scheduler.devices.machine import Gpu
 
 if TYPE_CHECKING:
     from rlflow.cli.commands import Planned
+    from rlflow.runtime.record.devices.profiled import ProfiledActions
     from rlflow.runtime.run import Machine
 
 
 @contextmanager
-def machine_of(planned: Planned, options: Mapping[str, Any]) -> Iterator[Machine]:
-    """Where the plan runs, with its models loaded; closed whatever happens."""
+def machine_of(
+    planned: Planned, options: Mapping[str, Any], profiled: ProfiledActions | None = None
+) -> Iterator[Machine]:
+    """Where the plan runs, with its models loaded; closed whatever happens.
+
+    The kernels of what is `profiled` are recorded.
+    """
     from rlflow.runtime.record.durable import check_armed
     from rlflow.runtime.worker.allocator import keep_freed_memory
 
@@ -32,7 +38,8 @@ def machine_of(planned: Planned, options: Mapping[str, Any]) -> Iterator[Machine
         keep_freed_memory()
         device, proven = local_device(planned.cluster.kind.chip), options["check_sync"]
         worker = Worker(plan, seed=seed, near=near, device=device, check_sync=proven)
-        machine = LocalMachine(plan, worker, threads=threads, deadline=options["deadline"])
+        limit = options["deadline"]
+        machine = LocalMachine(plan, worker, threads=threads, deadline=limit, profiled=profiled)
     else:
         from rlflow.runtime.ray.machine import Options, RayMachine
 
@@ -47,6 +54,7 @@ def machine_of(planned: Planned, options: Mapping[str, Any]) -> Iterator[Machine
                 deadline=options["deadline"],
                 check_sync=options["check_sync"],
                 address=options["address"],
+                profiled=profiled,
             ),
         )
     try:

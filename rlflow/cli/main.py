@@ -29,6 +29,7 @@ from rlflow.cli.options import (
     target_options,
 )
 from rlflow.cli.rehearsal.command import rehearse
+from rlflow.cli.tracing.command import trace
 from rlflow.errors import RlflowError, UsageError
 
 BUG = 70
@@ -56,6 +57,7 @@ def cli(debug: bool) -> None:
 
 
 cli.add_command(rehearse)
+cli.add_command(trace)
 
 
 @cli.command()
@@ -205,9 +207,7 @@ def report(run_dir: str, output: str | None) -> None:
 @cli.command()
 @click.argument("run_dir", metavar="RUN")
 @click.option("-o", "--output", metavar="DIR", required=True, help="Where to write.")
-@click.option(
-    "--model", "name", metavar="NAME", help="Which trained model; the only one if left out."
-)
+@click.option("--model", "name", metavar="NAME", help="Which trained model; else the only one.")
 def export(run_dir: str, output: str, name: str | None) -> None:
     """Write a run's trained weights as a Hugging Face directory."""
     from rlflow.cli.export import export_run as write

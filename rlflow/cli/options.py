@@ -159,6 +159,32 @@ def checkpoint_options(function: F) -> F:
     return function
 
 
+def observing_options(function: F) -> F:
+    """Where a run is told besides its directory, and of what of it kernels are recorded."""
+    for option in (
+        click.option(
+            "--profile-iterations",
+            metavar="FROM:TO",
+            help="Iterations whose kernels are recorded, TO left out; by default the second.",
+        ),
+        click.option(
+            "--profile-action",
+            "profile_actions",
+            multiple=True,
+            metavar="ACTION",
+            help="Record the kernels of an action, or of a node's runs, with torch.profiler.",
+        ),
+        click.option(
+            "--track",
+            multiple=True,
+            metavar="NAME",
+            help="Tell the run to tensorboard, or to none; what the pipeline says by default.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
 def run_options(function: F) -> F:
     """All options of `rlflow run`."""
     for option in (
@@ -179,6 +205,7 @@ def run_options(function: F) -> F:
         ),
         click.option("--address", metavar="HOST:PORT", help="Join a running Ray cluster."),
         checkpoint_options,
+        observing_options,
         click.option(
             "--resume",
             metavar="RUN",

@@ -126,6 +126,7 @@ def profile_run(*, iterations: int, address: str | None = None, **options: Any) 
             "quiet": True,
             "no_color": True,
             "address": address,
+            "track": ("none",),
         }
         asked = {**read_run([options["pipeline"]]), **how, **options}
         outcome = launch(origin="profile", **asked)

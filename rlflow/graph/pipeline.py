@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from rlflow.contract.trackers import DEFAULT_TRACKERS, tracker_findings, tracker_names
 from rlflow.errors import Finding, GraphError, Source, UsageError, known_names, near_names
 from rlflow.graph.graph import Graph
 from rlflow.graph.headline import no_numbers
@@ -48,7 +49,8 @@ class Pipeline:
     """A declared pipeline: the function, its config type and its placements by name.
 
     `staleness` holds in every placement that does not say its own; `headline` names the metrics
-    that are shown first, those of the rewards that updates learn from where it is empty.
+    that are shown first, those of the rewards that updates learn from where it is empty; `track`
+    names the trackers that its runs are told to.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Pipeline:
     placements: Mapping[str, Placement]
     staleness: int = 0
     headline: tuple[str, ...] = ()
+    track: tuple[str, ...] = DEFAULT_TRACKERS
     where: Source | None = None
     path: Path | None = None
 
@@ -117,6 +120,7 @@ def pipeline(
     placements: Mapping[str, Placement] | None = None,
     staleness: int = 0,
     headline: str | Sequence[str] = (),
+    track: str | Sequence[str] = DEFAULT_TRACKERS,
     name: str | None = None,
 ) -> Callable[[Callable[[Any], None]], Pipeline]:
     """Make a pipeline of a function of one config that calls ops.
@@ -125,10 +129,11 @@ def pipeline(
     one device. With `staleness` k a rollout may read weights that are up to k updates old, and so
     run ahead; a placement with a `staleness` of its own overrides it. `headline` names metrics
     (`reward/mean`) that the live line, the report and its curves show first; by default these are
-    the rewards that updates learn from.
+    the rewards that updates learn from. `track` names where runs are told besides their directory:
+    `tensorboard`, or `none`.
 
-    Raises GraphError for a staleness that is no number of updates, and where the function does not
-    take one parameter annotated with an `rf.Config`.
+    Raises GraphError for a staleness that is no number of updates, for an unknown tracker, and
+    where the function does not take one parameter annotated with an `rf.Config`.
     """
     if not isinstance(staleness, int) or isinstance(staleness, bool) or staleness < 0:
         raise GraphError(
@@ -139,6 +144,11 @@ def pipeline(
                 expected="how many updates old the weights of a rollout may be: 0, 1, 2, ...",
             )
         )
+
+    unknown = tracker_findings((track,) if isinstance(track, str) else tuple(track), "track=")
+    if unknown:
+        where = declared_at()
+        raise GraphError(*(dataclasses.replace(finding, where=where) for finding in unknown))
 
     def decorate(function: Callable[[Any], None]) -> Pipeline:
         _require_plain(function)
@@ -155,6 +165,7 @@ def pipeline(
             placements=dict(placements or DEFAULT_PLACEMENTS),
             staleness=staleness,
             headline=(headline,) if isinstance(headline, str) else tuple(headline),
+            track=tracker_names(track),
             where=where,
             path=Path(code.co_filename),
         )

@@ -26,7 +26,9 @@ from rlflow.runtime.execute.deadlines import Allowance, Deadlines
 from rlflow.runtime.execute.executor import TICK, Completion
 from rlflow.runtime.execute.stats import logged
 from rlflow.runtime.record.checkpoint import Found
+from rlflow.runtime.record.devices.kernels import with_kernels
 from rlflow.runtime.record.devices.meter import DeviceMeter
+from rlflow.runtime.record.devices.profiled import ProfiledActions
 from rlflow.runtime.record.shards.places import assign_writers
 from rlflow.runtime.worker.node_states import States, saved_states, to_save
 from rlflow.runtime.worker.saving import Saver, restore_components
@@ -57,9 +59,16 @@ class LocalMachine:
     """One process with all instances of a plan: what a run starts, saves and restores."""
 
     def __init__(
-        self, plan: Plan, worker: Worker, *, threads: int, deadline: float | None = None
+        self,
+        plan: Plan,
+        worker: Worker,
+        *,
+        threads: int,
+        deadline: float | None = None,
+        profiled: ProfiledActions | None = None,
     ) -> None:
         self._deadline = deadline
+        self._profiled = profiled
         self._plan = plan
         self._worker = worker
         self._threads = threads
@@ -70,7 +79,7 @@ class LocalMachine:
         torch.set_num_threads(self._threads)
         there = torch.cuda.is_available() and not self._plan.cluster.startswith("cpu")
         meter = DeviceMeter("cuda:0" if there else "cpu")
-        counted = _Counted(self._worker, meter)
+        counted = _Counted(self._worker, meter, self._profiled)
         return LocalBackend(
             self._plan,
             counted,
@@ -113,15 +122,20 @@ class LocalMachine:
 
 
 class _Counted:
-    """A worker whose meter is told what the rows that it makes cost."""
+    """A worker whose meter is told what the rows that it makes cost; kernels as asked."""
 
-    def __init__(self, worker: Worker, meter: DeviceMeter) -> None:
+    def __init__(
+        self, worker: Worker, meter: DeviceMeter, profiled: ProfiledActions | None
+    ) -> None:
         self._worker = worker
         self._meter = meter
+        self._profiled = profiled
 
     def run(self, action: Action, iteration: int) -> Mapping[str, float | Stat]:
         """Carry out one action instance; returns the numbers it logs."""
-        result = self._worker.perform(action, iteration)
+        perform = partial(self._worker.perform, action, iteration)
+        device = action.devices[0]
+        result = with_kernels(self._profiled, perform, action.id, iteration, device)
         self._meter.note(result.work)
         return logged(action, [result.metrics])
 

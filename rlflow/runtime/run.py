@@ -32,7 +32,7 @@ from rlflow.runtime.record.checkpoint import (
 from rlflow.runtime.record.devices.log import DEVICE_LOG, DeviceLine, DeviceLog
 from rlflow.runtime.record.durable import JSON, fault, register_faults
 from rlflow.runtime.record.health import Health
-from rlflow.runtime.record.metrics import MetricsLog, TensorBoardLog, read_metrics
+from rlflow.runtime.record.metrics import MetricsLog, read_metrics
 from rlflow.runtime.record.resuming import (
     FRESH,
     changes_since,
@@ -46,6 +46,7 @@ from rlflow.runtime.record.saves import LEAST, SaveRule, best_of
 from rlflow.runtime.record.shards.background import Background
 from rlflow.runtime.record.spans import Span, SpanLog
 from rlflow.runtime.record.stages import stage
+from rlflow.runtime.record.trackers.observer import CLOSE_SECONDS, Observer
 from rlflow.runtime.worker.node_states import SAVED, States
 from rlflow.scheduler.plan.plan import Action, Plan
 
@@ -62,7 +63,8 @@ class Settings:
     A checkpoint is due after every multiple of `save_every` (0: of any), when `save_seconds` have
     passed since the last. The newest `keep` stay, and the best one by a metric, `best`. Values
     named in `allowed` may differ from those that were saved; `weights` are where a new run begins.
-    A `strict` run ends at the first sign that it learns nothing, or is about to break.
+    A `strict` run ends at the first sign that it learns nothing, or is about to break. An
+    `observer` tells trackers of it, TensorBoard where there is none.
     """
 
     seed: int
@@ -77,6 +79,7 @@ class Settings:
     near: Path | None = None
     resume_line: str = ""
     strict: bool = False
+    observer: Observer | None = None
 
 
 class Machine(Protocol):
@@ -124,9 +127,7 @@ class Run:
         self._metrics = MetricsLog(directory.metrics)
         self._metrics.truncate_after(self.start - 1)
         self._health = self._healthy_so_far()
-        self._events = TensorBoardLog(
-            directory.tensorboard, after=self.start - 1 if self.start or self._again else None
-        )
+        self._observer = settings.observer or Observer(directory.path)
         self._curve = self._known_curve()
         self._spans = SpanLog(directory.spans / "main.jsonl", process="main")
         self._devices = DeviceLog(directory.path / DEVICE_LOG)
@@ -149,6 +150,8 @@ class Run:
             brought=self.settings.weights is not None,
         )
         wait = True
+        again = self.start or self._again
+        self._observer.begin(self.display.warn, after=self.start - 1 if again else None)
         try:
             shown = self.display.running(self.start, self.settings.iterations)
             with shown, self._stop_on_interrupt(executor):
@@ -167,7 +170,7 @@ class Run:
             self._spans.close()
             self._devices.close()
             self._metrics.close()
-            self._events.close()
+            self._observer.close(CLOSE_SECONDS if wait else 0.0)
         if self._stopping and done < self.settings.iterations:
             raise Interrupted(summary=self._stopped(done))
         return done
@@ -197,25 +200,18 @@ class Run:
     def finished(self, action: Action, completion: Completion) -> None:
         """Write the span of an action instance."""
         self._spans.record(_span(action, completion))
+        seconds = completion.end - completion.start
+        said: dict[str, Any] = {"action": action.id, "iteration": completion.iteration}
         for device, figures in completion.devices.items():
-            seconds = completion.end - completion.start
-            iteration = completion.iteration
-            self._devices.write(
-                DeviceLine(
-                    action=action.id,
-                    iteration=iteration,
-                    device=device,
-                    seconds=seconds,
-                    figures=figures,
-                )
-            )
-        self.display.finished(action, completion.end - completion.start)
+            line = DeviceLine(**said, device=device, seconds=seconds, figures=figures)
+            self._devices.write(line)
+        self.display.finished(action, seconds)
 
     def iteration_done(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Log an iteration's numbers; save a checkpoint where it is due."""
         if metrics:
             self._metrics.write(iteration, metrics)
-            self._events.write(iteration, metrics)
+            self._observer.write(iteration, metrics)
         self.display.iteration(iteration, metrics, self._spans.now())
         self._look_at(iteration, metrics)
         fault("run:iteration")

@@ -32,6 +32,7 @@ from rlflow.runtime.ray.rank import STARTING, Rank, Taken
 from rlflow.runtime.ray.ranks import Ranks, Start
 from rlflow.runtime.ray.shipping import shipped
 from rlflow.runtime.record.checkpoint import Found
+from rlflow.runtime.record.devices.profiled import ProfiledActions
 from rlflow.runtime.record.durable import FileRecord
 from rlflow.runtime.record.shards.places import ShardOf, ToWrite, assign_writers
 from rlflow.runtime.record.stages import stage
@@ -64,6 +65,7 @@ class Options:
     deadline: float | None = None
     check_sync: bool = False
     address: str | None = None
+    profiled: ProfiledActions | None = None
 
 
 class RayMachine:
@@ -233,6 +235,7 @@ class RayMachine:
             near=options.near.resolve() if options.near else None,
             check_sync=options.check_sync,
             timeout=self.deadlines.meeting,
+            profiled=options.profiled,
         )
         plan = ray.put(shipped(self.plan, options.near))
         asked = {

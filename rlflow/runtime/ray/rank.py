@@ -250,6 +250,7 @@ class Rank:
         torch.set_num_threads(start.threads)
         self._threads = start.threads
         self._own = start.own
+        self._profiled = start.profiled
         self._meter = DeviceMeter("cpu" if start.own == HOST else start.device)
         keep_freed_memory()
         found: Plan = unshipped(plan)
@@ -276,12 +277,15 @@ class Rank:
     def _run(self, entry: Action, iteration: int, keep: Rows | None) -> Made:
         import torch
 
+        from rlflow.runtime.record.devices.kernels import with_kernels
+
         torch.set_num_threads(self._threads)
         self._fault(f"rank:{entry.kind}")
         began = time.time()
         kept = None if keep is None else torch.from_numpy(keep)
         perform = partial(self._ready().perform, entry, iteration, kept)
-        result, figures = self._meter.around(perform, beside=entry.lane == "copy")
+        traced = partial(with_kernels, self._profiled, perform, entry.id, iteration, self._own)
+        result, figures = self._meter.around(traced, beside=entry.lane == "copy")
         figures |= result.work
         return Made(
             start=began,

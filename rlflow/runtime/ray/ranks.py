@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from rlflow.runtime.ray.pools import Report
+from rlflow.runtime.record.devices.profiled import ProfiledActions
 from rlflow.scheduler.plan.plan import HOST
 
 
@@ -32,6 +33,7 @@ class Start:
     check_sync: bool
     timeout: float
     address: str = ""
+    profiled: ProfiledActions | None = None
 
 
 class Ranks:

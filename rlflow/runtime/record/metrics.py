@@ -1,8 +1,8 @@
-"""The figures of every iteration: one JSON line each, and the same as TensorBoard events.
+"""The figures of every iteration, one JSON line each.
 
 Nothing here reads a clock (times are in the spans), keys are sorted and floats are written
 by `repr`: a run that was killed and resumed has, byte for byte, the file of one that was
-not. This file does not know what a metric means. TensorBoard is imported when it is used.
+not. This file does not know what a metric means.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from rlflow.errors import Finding, RunDirError
 from rlflow.runtime.record.durable import (
@@ -25,9 +25,6 @@ from rlflow.runtime.record.durable import (
     register_faults,
     write_atomic,
 )
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 TRUNCATE_POINTS = register_atomic_faults("metrics:truncate")
 register_faults("metrics:write")
@@ -135,25 +132,3 @@ def _lines(path: Path, data: bytes) -> Iterator[tuple[bytes, MetricsLine]]:
                 )
             ) from error
         yield raw, line
-
-
-class TensorBoardLog:
-    """Writes metrics as TensorBoard scalars; `after` is the iteration a resumed run continues.
-
-    Points that a previous process wrote for later iterations are marked as superseded.
-    """
-
-    def __init__(self, path: Path, *, after: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge = None if after is None else after + 1
-        self._writer: SummaryWriter = SummaryWriter(str(path), purge_step=purge)
-
-    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Add one point per metric at `iteration`."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, iteration)
-
-    def close(self) -> None:
-        """Flush the events and close the file."""
-        self._writer.close()

@@ -3,6 +3,7 @@
     runs/grpo-20250131T142501Z/
       run.json  config.json  graph.json  plan.txt  plan.json      what was run
       metrics.jsonl  devices.jsonl  spans/  logs/  tensorboard/   what happened
+      trackers.json  profiles/                                    where else it is told, kernels
       checkpoints/                                                where to continue
       lock                                                        pid and host of its process
 
@@ -62,7 +63,6 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.spans = path / "spans"
         self.logs = path / "logs"
-        self.tensorboard = path / "tensorboard"
         self.metrics = path / "metrics.jsonl"
         self._lock = lock
 

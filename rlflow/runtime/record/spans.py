@@ -1,9 +1,9 @@
 """What really happened and when: one span per action instance, read back and added up.
 
-Holds the span, its log (JSON lines, one file per process), the totals that `report` prints
-beside the plan's predictions, and the Chrome trace that Perfetto opens. This file does not
-know what an action does. Times are seconds on a monotonic clock since the log was opened; a
-line at its top says when that was, so that files of several processes share one axis.
+Holds the span, its log (JSON lines, one file per process), and the totals that `report` prints
+beside the plan's predictions. This file does not know what an action does. Times are seconds on a
+monotonic clock since the log was opened; a line at its top says when that was, so that files of
+several processes share one axis.
 """
 
 from __future__ import annotations
@@ -151,6 +151,16 @@ def read_spans(directory: Path) -> list[Span]:
         if origin == latest[_instance(span)]
     ]
     return sorted(moved, key=lambda span: (span.start, span.end, span.process, span.action))
+
+
+def began_at(directory: Path) -> float:
+    """The time 0 of `read_spans`, in seconds since 1970; 0 where there is no span.
+
+    Raises RunDirError as `read_spans` does.
+    """
+    with disk_errors(RunDirError, f"read {directory}", directory):
+        files = sorted(directory.glob("*.jsonl"))
+        return min((origin for path in files for origin, _ in _read_file(path)), default=0.0)
 
 
 def _instance(span: Span) -> tuple[str, str, int, int]:

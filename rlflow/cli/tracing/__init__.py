@@ -1,0 +1,1 @@
+"""`rlflow trace`, and what `rlflow run` is told of trackers and kernels."""

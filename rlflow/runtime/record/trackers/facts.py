@@ -1,0 +1,115 @@
+"""What a tracker is told of a run before its first point: names, config, plan, graph, hashes.
+
+It is read back from the run's directory. Nothing that is named like a key is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlflow.runtime.record.durable import JSON
+
+# Words of a name that make it a key's. `tokens`, as in max_tokens, is none of them.
+SECRETS = re.compile(
+    r"(?:api)?keys?|secrets?|token|passwords?|passwd|passphrase|pwd|credentials?|auth|authorization"
+    r"|bearer|cookies?|dsn"
+)
+# Values that are keys whatever they are named: those of hubs, and of addresses with a password.
+KEYS = re.compile(
+    r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[abprs]-|AKIA)[A-Za-z0-9_-]{12,}"
+    r"|://[^/\s:@]*:[^/\s@]+@"
+)
+WITHHELD = "(withheld)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """A run as a tracker is told of it.
+
+    `id` is the run's own, `known` the one under which the tracker has it already, None where it is
+    new. `after` is the iteration that a resumed run continues, None of a new one. `picture` is the
+    graph as PNG, empty where it could not be drawn; `hashes` say by what it was made.
+    """
+
+    path: Path
+    project: str
+    id: str
+    known: str | None = None
+    after: int | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    hashes: Mapping[str, str] = field(default_factory=dict)
+    plan: str = ""
+    picture: bytes = b""
+
+    @property
+    def name(self) -> str:
+        """What people call the run: its directory."""
+        return self.path.resolve().name
+
+
+def read_facts(path: Path, *, known: str | None, after: int | None, picture: bytes) -> RunFacts:
+    """What the files of a run's directory say of it; OSError and ValueError where they do not."""
+    run, plan = _document(path / "run.json"), _document(path / "plan.json")
+    config, text = without_keys(_document(path / "config.json")), path / "plan.txt"
+    hashes = {
+        "pipeline": run.get("pipeline"),
+        "run": run.get("id"),
+        "graph_hash": plan.get("graph"),
+        "placement": plan.get("placement"),
+        "cluster": plan.get("cluster"),
+        "backend": plan.get("backend"),
+        "git": (run.get("git") or {}).get("commit"),
+    }
+    return RunFacts(
+        path=path,
+        project=str(run.get("name", "rlflow")),
+        id=str(run.get("id", "")),
+        known=known,
+        after=after,
+        config=config if isinstance(config, Mapping) else {},
+        hashes={name: str(value) for name, value in hashes.items() if value is not None},
+        plan=text.read_text(encoding="utf-8") if text.is_file() else "",
+        picture=picture,
+    )
+
+
+def without_keys(values: JSON) -> JSON:
+    """Plain data without the entries that are named like keys; values that look like one go too."""
+    if isinstance(values, Mapping):
+        return {
+            name: without_keys(value)
+            for name, value in values.items()
+            if not named_like_a_key(str(name))
+        }
+    if isinstance(values, list | tuple):
+        return [without_keys(value) for value in values]
+    return WITHHELD if isinstance(values, str) and KEYS.search(values) else values
+
+
+def named_like_a_key(name: str) -> bool:
+    """Whether a name has a word of those by which keys are named: api_key, hfToken, DB-PASSWORD."""
+    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    return any(SECRETS.fullmatch(word) for word in re.split(r"[^a-z0-9]+", apart.lower()))
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested plain data as one level, names joined by dots."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= dotted(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _document(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}

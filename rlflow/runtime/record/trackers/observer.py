@@ -1,0 +1,146 @@
+"""The observer of a run: every tracker hears of it, and none can stop it or slow it down.
+
+Each tracker has a feed of its own, so that one which hangs does not hold the others. The ids under
+which trackers know the run are kept in its directory, for the day on which it goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import resolve_name
+
+from rlflow.contract.trackers import DEFAULT_TRACKERS, TRACKERS, tracker_findings, tracker_names
+from rlflow.errors import Finding, UsageError
+from rlflow.runtime.record.durable import register_atomic_faults, write_atomic
+from rlflow.runtime.record.trackers.facts import RunFacts, read_facts
+from rlflow.runtime.record.trackers.feed import Feed, Point, Tracker
+
+FILE = "trackers.json"
+# How long all trackers together may take to end, once the run has.
+CLOSE_SECONDS = 60.0
+FILE_POINTS = register_atomic_faults("trackers:file")
+
+CLASSES = {
+    "tensorboard": "to_tensorboard:TensorBoardLog",
+}
+
+Opened = Callable[[RunFacts, Callable[[str], None]], Tracker]
+
+
+class Observer:
+    """Sends what a run in a directory logs to the trackers of that name, as `opened` opens them.
+
+    `picture` makes the graph as PNG, once, in the thread of whoever needs it first.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        names: Sequence[str] = DEFAULT_TRACKERS,
+        picture: Callable[[], bytes] = bytes,
+        opened: Callable[[str], Opened] | None = None,
+    ) -> None:
+        self.names = tuple(names)
+        self._path = path
+        self._said: Callable[[str], None] = _nobody
+        self._picture = picture
+        self._opened = opened or _opened
+        self._feeds: list[Feed] = []
+        self._lock = threading.Lock()
+        self._drawn: bytes | None = None
+
+    def begin(self, said: Callable[[str], None], *, after: int | None = None) -> None:
+        """Start the trackers; `after` is the iteration that a resumed run continues.
+
+        `said` is told what goes wrong, from any thread.
+        """
+        self._said = said
+        for name in self.names:
+            opening = partial(self._open, name, after)
+            self._feeds.append(Feed(name, opening, said))
+
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Hand on the metrics of an iteration; returns at once."""
+        point = Point(iteration, dict(metrics))
+        for feed in self._feeds:
+            feed.put(point)
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Wait so long, in all, for trackers to take what waits; the rest is said and left."""
+        until = time.monotonic() + seconds
+        for feed in self._feeds:
+            feed.end()
+        for feed in self._feeds:
+            feed.join(until - time.monotonic())
+        self._feeds = []
+
+    def _open(self, name: str, after: int | None) -> Tracker:
+        """Open a tracker on the run that it knows already, or on a new one; in its own thread."""
+        make = self._opened(name)
+        with self._lock:
+            known = read_ids(self._path).get(name)
+            facts = read_facts(self._path, known=known, after=after, picture=self._graph())
+        return make(facts, partial(self._keep, name))
+
+    def _graph(self) -> bytes:
+        if self._drawn is None:
+            try:
+                self._drawn = self._picture()
+            except Exception as error:  # a tracker without the picture is better than none
+                self._said(f"trackers are without the picture of the graph: {error}")
+                self._drawn = b""
+        return self._drawn
+
+    def _keep(self, name: str, known: str) -> None:
+        """Note the id under which a tracker knows the run."""
+        with self._lock:
+            ids = read_ids(self._path) | {name: known}
+            write_atomic(self._path / FILE, json.dumps(ids, indent=1).encode(), FILE_POINTS)
+
+
+def read_ids(path: Path) -> dict[str, str]:
+    """The ids of a run in the directory `path`, by tracker; none where none was noted."""
+    file = path / FILE
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return {str(name): str(known) for name, known in found.items()}
+
+
+def chosen_trackers(asked: Sequence[str], declared: Sequence[str]) -> tuple[str, ...]:
+    """The trackers of a run: those that the command line names, else the pipeline's.
+
+    Raises UsageError E340 for a name that is none, E341 where one is not installed.
+    """
+    findings = tracker_findings(asked, "--track")
+    if findings:
+        raise UsageError(*findings, summary="Nothing was started.")
+    names = tracker_names(asked) if asked else tuple(declared)
+    missing = [name for name in names if find_spec(TRACKERS[name]) is None]
+    if missing:
+        raise UsageError(*map(_missing, missing), summary="Nothing was started.")
+    return names
+
+
+def _nobody(text: str) -> None:
+    """Nobody is told before a run begins."""
+
+
+def _missing(name: str) -> Finding:
+    return Finding(
+        code="E341",
+        what=f"tracker {name!r} is not installed",
+        got=f"no package {TRACKERS[name]!r} in this environment",
+        fix=f"pip install {TRACKERS[name]}   or another tracker, or none: --track none",
+    )
+
+
+def _opened(name: str) -> Opened:
+    """What opens a tracker; its file is loaded in the thread that needs it."""
+    found: Opened = resolve_name(f"rlflow.runtime.record.trackers.{CLASSES[name]}")
+    return found

@@ -1,0 +1,85 @@
+"""TensorBoard events: what a run is, its points, and those of one that was killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+
+import pytest
+
+from rlflow.runtime.record.trackers.feed import Table
+from rlflow.runtime.record.trackers.observer import Observer
+
+pytestmark = pytest.mark.torch
+
+
+def png():
+    """A picture of one white pixel."""
+
+    def chunk(kind, data):
+        whole = kind + data
+        return struct.pack(">I", len(data)) + whole + struct.pack(">I", zlib.crc32(whole))
+
+    head = struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 0)
+    parts = (b"IHDR", head), (b"IDAT", zlib.compress(b"\0\xff\xff\xff")), (b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+
+def observed(path, points, **options):
+    """The events of a run that logged some points."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    said = []
+    observer = Observer(path, names=("tensorboard",), picture=png)
+    observer.begin(said.append, **options)
+    for iteration, metrics in points:
+        observer.write(iteration, metrics)
+    observer.close(60)
+    assert [] == said
+    return EventAccumulator(str(path / "tensorboard")).Reload()
+
+
+def test_points_after_the_checkpoint_are_superseded(tmp_path):
+    observed(tmp_path, [(i, {"reward": 1.0, "loss": 0.5}) for i in range(6)])
+    events = observed(tmp_path, [(i, {"reward": 2.0}) for i in range(4, 8)], after=3)
+
+    assert [(i, 1.0) for i in range(4)] + [(i, 2.0) for i in range(4, 8)] == [
+        (event.step, event.value) for event in events.Scalars("reward")
+    ]
+
+
+def test_config_plan_hashes_and_picture_are_attached(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"name": "grpo", "id": "abc"}))
+    (tmp_path / "config.json").write_text(json.dumps({"lr": 0.1, "api_key": "x", "o": {"a": 1}}))
+    (tmp_path / "plan.json").write_text(json.dumps({"graph": "a hash"}))
+    (tmp_path / "plan.txt").write_text("actor.update on all")
+
+    events = observed(tmp_path, [(0, {"reward": 1.0})])
+
+    texts = {
+        name: events.Tensors(name)[0].tensor_proto.string_val[0].decode()
+        for name in events.Tags()["tensors"]
+    }
+    assert "lr = 0.1" in texts["config/text_summary"]
+    assert "o.a = 1" in texts["config/text_summary"]
+    assert "api_key" not in texts["config/text_summary"]
+    assert "graph_hash = a hash" in texts["run/text_summary"]
+    assert "actor.update on all" in texts["plan/text_summary"]
+    assert png() == events.Images("graph")[0].encoded_image_string
+
+
+def test_a_table_is_text(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from rlflow.runtime.record.trackers.facts import RunFacts
+    from rlflow.runtime.record.trackers.to_tensorboard import TensorBoardLog
+
+    log = TensorBoardLog(RunFacts(path=tmp_path, project="p", id="i"), str)
+    log.write_table(3, Table(node="rollout", columns=("a", "b"), rows=[("x|y\nz", 1.5)]))
+    log.close()
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = events.Tensors("samples/rollout/text_summary")[0]
+    assert 3 == found.step
+    assert b"| x\\|y z | 1.5 |" in found.tensor_proto.string_val[0]
