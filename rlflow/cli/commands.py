@@ -8,12 +8,16 @@ from __future__ import annotations
 import contextlib
 import sys
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from rlflow.cli.config import load_pipeline, named_placement, trace_error
+from rlflow.cli.options import chunks_said
+from rlflow.cli.stages.parts import part_placement, taken_part
 from rlflow.data import DataSource
 from rlflow.errors import DataError, Finding, RlflowError, UsageError, near_names
+from rlflow.graph.cut.part import GraphPart
 from rlflow.graph.graph import Graph
 from rlflow.graph.model import Model
 from rlflow.graph.pipeline import Config, Pipeline, make_config
@@ -57,6 +61,8 @@ class Target:
     pause_at: int | None = None
     optimize: float | None = None
     engine: str | None = None
+    only: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
     rooms: tuple[int, ...] = ()
     """Devices that each node of a running cluster has room for, in the order they are taken."""
 
@@ -71,11 +77,17 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """A pipeline that was traced."""
+    """A pipeline that was traced: its `whole` graph, and the part of it that a command takes."""
 
     pipeline: Pipeline
     config: Config
-    graph: Graph
+    whole: Graph
+    part: GraphPart
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that is compiled."""
+        return self.part.graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +117,8 @@ def _declared(target: Target) -> Declared:
         raise trace_error(pipeline, error) from None
     if target.model_shape:
         graph = with_shapes(graph, target.model_shape)
-    return Declared(pipeline=pipeline, config=config, graph=graph)
+    part = taken_part(graph, target.only, target.sources)
+    return Declared(pipeline=pipeline, config=config, whole=graph, part=part)
 
 
 def with_shapes(graph: Graph, text: str) -> Graph:
@@ -132,30 +145,22 @@ def compile_target(target: Target) -> Planned:
 def plan_declared(declared: Declared, target: Target, cluster: Cluster | None = None) -> Planned:
     """Compile a declared pipeline under the placement asked for, on its cluster or another."""
     name, placement = named_placement(declared.pipeline, target.placement)
-    placement = changed(declared.graph, placement, target)
+    placement = changed(declared, placement, target)
     if cluster is None:
         cluster = _cluster(target, placement)
     compiled = _compiled(declared, name, placement, cluster, target)
     return Planned(declared=declared, target=target, cluster=cluster, compiled=compiled)
 
 
-def changed(graph: Graph, placement: Placement, target: Target) -> Placement:
-    """The placement as the command line changes it: staleness, pause, chunks, and the engine."""
+def changed(declared: Declared, placement: Placement, target: Target) -> Placement:
+    """The placement as the command line changes it: part, staleness, pause, chunks, and engine."""
+    placement = part_placement(declared.whole, declared.graph, placement)
     if target.engine is not None:
-        placement = made_by(graph, placement, target.engine)
+        placement = made_by(declared.graph, placement, target.engine)
     asked = {"staleness": target.staleness, "pause_at": target.pause_at}
     said: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     if target.stream is not None:
-        if target.stream != "auto" and not (target.stream.isdigit() and int(target.stream)):
-            raise UsageError(
-                Finding(
-                    code="E226",
-                    what=f"--stream {target.stream} is no number of chunks",
-                    expected="1 or more, or auto",
-                    fix="--stream auto",
-                )
-            )
-        said["stream"] = "auto" if target.stream == "auto" else int(target.stream)
+        said["stream"] = chunks_said(target.stream)
     return placement.model_copy(update=said) if said else placement
 
 
@@ -217,12 +222,8 @@ def _hosts(rooms: tuple[int, ...], count: int) -> int:
     """Nodes that so many devices take: one where one has room, else node by node."""
     if max(rooms) >= count:
         return 1
-    taken = 0
-    for nodes, room in enumerate(rooms, 1):
-        taken += room
-        if taken >= count:
-            return nodes
-    return len(rooms)
+    reached = (nodes for nodes, room in enumerate(accumulate(rooms), 1) if room >= count)
+    return next(reached, len(rooms))
 
 
 def _compiled(
@@ -243,6 +244,7 @@ def _compiled(
             near=near,
             backend=target.backend,
             optimize=target.optimize or 0.0,
+            notes=declared.part.notes,
         )
     except DataError as error:
         raise UsageError(*error.findings, summary=NOTHING) from None
@@ -340,7 +342,7 @@ def _check_placement(declared: Declared, name: str, placement: Placement, target
     from rlflow.scheduler.devices.cluster import cpu_cluster
 
     needed = placement.num_devices()
-    placement = changed(declared.graph, placement, target)
+    placement = changed(declared, placement, target)
     if target.devices:
         cluster = cluster_of(target, needed)
     else:

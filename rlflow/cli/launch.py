@@ -36,6 +36,7 @@ from rlflow.cli.continuing import (
 )
 from rlflow.cli.interpreters import missing_engines
 from rlflow.cli.machines import machine_of
+from rlflow.cli.stages.parts import require_trained
 from rlflow.cli.tracing.observing import check_observed, observer_of, profiled_actions
 from rlflow.errors import Finding, Interrupted, UsageError
 from rlflow.graph.graph import Graph
@@ -186,6 +187,7 @@ def _checked_options(options: Mapping[str, Any], plan: Plan) -> SaveRule:
     if options["allow_changes"] and not options["resume"]:
         what = "--allow-changes: nothing was saved by a run that starts"
         raise UsageError(Finding(code="E315", what=what, fix="--resume RUN, or leave it out"))
+    require_trained(options["from_weights"], plan)
     return parse_rule(options["save_every"], drains=drains(plan))
 
 

@@ -23,6 +23,7 @@ from rlflow.cli.options import (
     engine_option,
     memory_options,
     model_shape_option,
+    plan_options,
     repeated,
     run_options,
     schedule_options,
@@ -61,9 +62,7 @@ cli.add_command(trace)
 
 
 @cli.command()
-@target_options
-@schedule_options
-@model_shape_option
+@plan_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
 def check(as_json: bool, **options: Any) -> None:
     """Check a pipeline and all of its placements; run nothing."""
@@ -79,9 +78,7 @@ def check(as_json: bool, **options: Any) -> None:
 
 
 @cli.command()
-@target_options
-@schedule_options
-@model_shape_option
+@plan_options
 @click.option("--level", type=click.Choice(["graph", "plan"]), default="graph", show_default=True)
 @click.option(
     "--format",
@@ -112,9 +109,7 @@ def viz(level: str, form: str | None, output: str | None, direction: str, **opti
 
 
 @cli.command()
-@target_options
-@schedule_options
-@model_shape_option
+@plan_options
 @click.option("--show-passes", is_flag=True, help="Print the plan after every pass.")
 @click.option("--explain", metavar="ACTION", help="Everything about one action.")
 @click.option("--config", "show_config", is_flag=True, help="Print the resolved config.")

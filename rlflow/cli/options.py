@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
+from rlflow.cli.stages.parts import part_options
 from rlflow.errors import Finding, UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -23,6 +24,20 @@ engine_option = click.option(
     metavar="NAME",
     help="What makes rollouts: torch, sglang, vllm; left out, torch or what a placement names.",
 )
+
+
+def chunks_said(stream: str) -> int | str:
+    """How many chunks `--stream` says, or `auto`. Raises UsageError E226 for what is neither."""
+    if stream != "auto" and not (stream.isdigit() and int(stream)):
+        raise UsageError(
+            Finding(
+                code="E226",
+                what=f"--stream {stream} is no number of chunks",
+                expected="1 or more, or auto",
+                fix="--stream auto",
+            )
+        )
+    return "auto" if stream == "auto" else int(stream)
 
 
 def check_deadline(seconds: float | None) -> None:
@@ -55,6 +70,13 @@ def memory_options(function: F) -> F:
     ):
         function = option(function)
     return function
+
+
+model_shape_option = click.option(
+    "--model-shape",
+    metavar="NAME",
+    help="Take models as public ones of this shape: qwen2.5-7b, or actor=qwen2.5-7b,...",
+)
 
 
 def target_options(function: F) -> F:
@@ -118,6 +140,14 @@ def schedule_options(function: F) -> F:
             help="How many updates old rollout weights may be; the placement's if left out.",
         ),
     ):
+        function = option(function)
+    return function
+
+
+def plan_options(function: F) -> F:
+    """The options of commands that compile a plan, and do not run it."""
+    options = (model_shape_option, schedule_options, part_options, target_options)
+    for option in options:
         function = option(function)
     return function
 
@@ -223,6 +253,7 @@ def run_options(function: F) -> F:
             "-n", "--dry-run", is_flag=True, help="Compile and check everything; start nothing."
         ),
         schedule_options,
+        part_options,
         target_options,
     ):
         function = option(function)
@@ -236,9 +267,7 @@ def _run_command() -> click.Command:
 
 @cache
 def _plan_command() -> click.Command:
-    return click.command("plan")(
-        model_shape_option(schedule_options(target_options(lambda **_: 0)))
-    )
+    return click.command("plan")(plan_options(lambda **_: 0))
 
 
 def run_words(values: Mapping[str, Any]) -> list[str]:
@@ -301,10 +330,3 @@ def repeated(options: Mapping[str, Any], placement: str | None, *, run: bool) ->
     """The pipeline and its options as they were typed; those that `rlflow run` has, where asked."""
     values = {**options, "placement": placement}
     return shlex.join(_words(_run_command() if run else _plan_command(), values))
-
-
-model_shape_option = click.option(
-    "--model-shape",
-    metavar="NAME",
-    help="Take models as public ones of this shape: qwen2.5-7b, or actor=qwen2.5-7b,...",
-)

@@ -28,6 +28,7 @@ from rlflow.graph.roles import (
     LoopEnd,
     LoopGate,
     Paused,
+    Recorded,
     Resumed,
     Role,
     Sharing,
@@ -252,8 +253,9 @@ class Graph:
         """The model whose versions the tokens have that a node reads; None where nobody says."""
         while (bound := next((b for b in node.inputs if b.name == "version"), None)) is not None:
             node = self.node(bound.source)
-            if node.model is not None:
-                return node.model
+            read = node.role(Recorded)
+            if node.model is not None or read is not None:
+                return node.model or (read.sampled_by if read else None)
         return None
 
     def readers(self, model: str) -> tuple[Node, ...]:

@@ -211,6 +211,19 @@ class Tokenizing(Role):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded(Role):
+    """It reads from the `record` of a run, a directory, what node `edge` made there.
+
+    Tokens among it were `sampled_by` that model, whose rollouts may run `ahead` of its updates.
+    """
+
+    record: str
+    edge: str
+    sampled_by: str = ""
+    ahead: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Calling(Role):
     """It calls a function of the user's that is one of its options."""
 
@@ -219,7 +232,7 @@ class Calling(Role):
 
 ALL: tuple[type[Role], ...] = (
     *(Drawn, SamplingOptions, Drafted, Paused, Resumed, Scoring, AdaptersOff, Learning, Averaged),
-    *(LoopEnd, LoopGate, Recalling, Sharing, Tokenizing, Calling),
+    *(LoopEnd, LoopGate, Recalling, Sharing, Tokenizing, Recorded, Calling),
 )
 
 

@@ -78,6 +78,7 @@ def compile_plan(
     costs: Costs | None = None,
     verified: bool = True,
     optimize: float = 0.0,
+    notes: Sequence[tuple[str, str]] = (),
 ) -> Compiled:
     """Compile a graph under a placement for a cluster.
 
@@ -85,8 +86,9 @@ def compile_plan(
     each, and for Ray otherwise. Pools in shares take theirs of the cluster's devices. With `costs`
     of this graph and cluster no model's files are read; a plan that is not `verified` is for
     comparing, not for running. An exact solver gets `optimize` seconds to improve the order, and
-    as many for it and the residency. Raises PlanError with every finding where the placement does
-    not fit, UsageError where a model's files or a solver are missing, InvariantError for a bug.
+    as many for it and the residency; `notes`, a rule and a text each, come first in the plan.
+    Raises PlanError with every finding where the placement does not fit, UsageError where a model's
+    files or a solver are missing, InvariantError for a bug.
     """
     placement = placement.at(cluster.count, name, cluster.kind.name)
     if placement.num_devices() > cluster.count:
@@ -120,13 +122,19 @@ def compile_plan(
         host_starts=cluster.host_starts,
     )
     plan = _noting_devices(plan, placement, cluster, chosen=backend is None)
-    for text in head_notes(graph, near):
-        plan = plan.noting("value head", text)
-    for text in memory_notes(graph):
-        plan = plan.noting("state", text)
+    plan = _noting_graph(plan, notes, near)
     if placement.stream == "auto":
         return _streamed(plan, context, verified=verified)
     return _compiled(plan, replace(context, chunks=placement.stream), verified=verified)
+
+
+def _noting_graph(plan: Plan, notes: Sequence[tuple[str, str]], near: Path | None) -> Plan:
+    """The plan with what is said of its graph: `notes`, then heads and states."""
+    heads = [("value head", text) for text in head_notes(plan.graph, near)]
+    states = [("state", text) for text in memory_notes(plan.graph)]
+    for rule, text in (*notes, *heads, *states):
+        plan = plan.noting(rule, text)
+    return plan
 
 
 def _checked_shapes(graph: Graph, near: Path | None) -> dict[str, Shape | None]:

@@ -14,7 +14,7 @@ from rlflow.errors import Finding, PlanError
 from rlflow.graph.graph import Binding, Declined, Graph, Node
 from rlflow.graph.op import Input
 from rlflow.graph.placement import Placement
-from rlflow.graph.roles import Learning, LoopEnd, Recalling
+from rlflow.graph.roles import Learning, LoopEnd, Recalling, Recorded
 from rlflow.graph.rules.check import makers
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.plan.plan import Plan
@@ -50,13 +50,16 @@ def stale_rollouts(graph: Graph) -> dict[str, int]:
     """The nodes whose rows are sampled from weights behind the newest, and by how many updates.
 
     Of a rollout that is resumed the first tokens are as old as those of the one it goes on with,
-    and so are those of a later turn.
+    and so are those of a later turn. Recorded rows are taken to be as old as those of a rollout.
     """
     found: dict[str, int] = {}
     for node in graph.nodes:
         if node.resumes is not None:
             oldest = found.get(node.resumes, 0)
             found |= {node.name: oldest} if oldest else {}
+        elif (read := node.role(Recorded)) is not None:
+            learns = read.ahead and graph.updates(read.sampled_by)
+            found |= {node.name: graph.staleness} if learns and graph.staleness else {}
         elif node.op.hands_on:
             oldest = max((found.get(source, 0) for source in node.sources), default=0)
             end = node.role(LoopEnd)
@@ -83,6 +86,8 @@ def _samplers(graph: Graph, node: Node) -> set[str]:
     """The models that sampled the tokens which a node hands on, or made itself."""
     if node.model is not None:
         return {node.model}
+    if (recorded := node.role(Recorded)) is not None:
+        return {recorded.sampled_by}
     read = [bound for bound in node.inputs if bound.name == TOKENS]
     made = [graph.node(maker.source) for bound in read for maker in makers(graph, bound)]
     return {maker.model for maker in made if maker.model is not None}
@@ -223,7 +228,7 @@ def note_turns(plan: Plan, context: Context) -> Plan:
     """Note where running ahead gains nothing: a rollout and the update on the same devices."""
     stale = stale_rollouts(plan.graph)
     for node in plan.graph.nodes:
-        if node.name not in stale:
+        if node.name not in stale or node.role(Recorded) is not None:
             continue
         runs = [a for a in plan.actions if a.kind == "run" and a.node == node.name]
         trained = plan.trained_instance(str(node.model))

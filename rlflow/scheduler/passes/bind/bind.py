@@ -12,7 +12,7 @@ from dataclasses import replace
 from rlflow.errors import Finding, PlanError, known_names, near_names
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.placement import On, Placement
-from rlflow.graph.roles import Averaged, Drafted, Paused, Resumed
+from rlflow.graph.roles import Averaged, Drafted, Paused, Recorded, Resumed
 from rlflow.graph.rules.nesting import declared_name, keeps_surplus
 from rlflow.graph.schedule import due_text
 from rlflow.scheduler.context import Context
@@ -173,8 +173,11 @@ def _grown(node: Node, places: Mapping[str, Place], made: Mapping[str, Spread]) 
 def assignment(node: Node, placement: Placement) -> On | None:
     """The most specific assignment of a node: its name, model.use, model, then `*`.
 
-    A node without a model runs on the host unless its name is assigned.
+    A node without a model runs on the host unless its name is assigned, and so does one that
+    reads a record, whatever is said of the node whose place it takes.
     """
+    if node.role(Recorded) is not None:
+        return None
     gated = node.loop if node.is_gate else None
     for name in (node.name, node.resumes, gated):
         declared = None if name is None else declared_name(name)
