@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+import pytest
 from click.testing import CliRunner
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -57,3 +58,13 @@ def test_a_line_for_another_command_leaves_out_what_that_lacks():
 def test_help_still_lists_every_option():
     text = CliRunner().invoke(cli, ["run", "--help"]).output
     assert all(max(o.opts, key=len) in text for o in RUN.params if isinstance(o, click.Option))
+
+
+@pytest.mark.parametrize(
+    ("words", "found"), [("rlflow pl", "plan"), ("rlflow run --dev", "--devices")]
+)
+def test_a_shell_completes_commands_and_options(rlflow, monkeypatch, capsys, words, found):
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    monkeypatch.setenv("_RLFLOW_COMPLETE", "bash_complete")
+    assert f"plain,{found}" in rlflow().out.split()

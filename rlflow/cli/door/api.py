@@ -97,4 +97,4 @@ def run(
     from rlflow.cli.launch import launch
 
     values, watch = run_values(pipeline, options), RunWatch(callbacks)
-    return started(watch, lambda: launch(as_json=False, watch=watch, **values))
+    return started(watch, lambda: launch(watch=watch, **values))
