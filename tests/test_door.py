@@ -223,7 +223,8 @@ def test_a_run_is_iterated_over_and_read_as_a_table(tmp_path):
             assert list(run.metrics.index[:3]) == [0, 1, 2]
             again = rf.run({str(GRPO)!r}, devices="cpu:1", iterations=len(seen) + 1,
                            config={{"group_size": 4}}, resume="mine").wait()
-            assert len(again.metrics) == len(seen) + 1
+            assert [len(seen)] == [done.iteration for done in again]
+            assert set(range(len(seen) + 1)) <= set(again.metrics.index)
             print(again)
             """
         )
