@@ -194,7 +194,7 @@ def test_three_iterations_run_and_are_reported_and_exported(rlflow, tmp_path, mo
     report = rlflow("report", tmp_path / "here")
     assert 0 == report.code, report.err
     page = (tmp_path / "here" / "report.html").read_text()
-    assert page.count("<svg") == len(("curves", "one iteration", "plan", "graph"))
+    assert page.count("<svg") == len(("plan", "graph"))
     for model in {node.model for node in graph(name).nodes if node.op.name == "update"}:
         into = tmp_path / model
         exported = rlflow("export", tmp_path / "here", "--model", model, "-o", into)

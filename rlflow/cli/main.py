@@ -18,6 +18,8 @@ from typing import Any
 import click
 
 from rlflow.cli.commands import Target, compile_target, declare
+from rlflow.cli.looking.report import report
+from rlflow.cli.looking.watch import watch_run
 from rlflow.cli.options import (
     check_deadline,
     engine_option,
@@ -59,6 +61,8 @@ def cli(debug: bool) -> None:
 
 cli.add_command(rehearse)
 cli.add_command(trace)
+cli.add_command(report)
+cli.add_command(watch_run)
 
 
 @cli.command()
@@ -186,17 +190,6 @@ def profile(iterations: int, address: str | None, as_json: bool, **options: Any)
         emit(found.as_json())
     else:
         click.echo(found.text())
-
-
-@cli.command()
-@click.argument("run_dir", metavar="RUN")
-@click.option("-o", "--output", metavar="FILE", help="Where to write; RUN/report.html by default.")
-def report(run_dir: str, output: str | None) -> None:
-    """Write one HTML page about a run: curves, plan, where the time went."""
-    from rlflow.report.report import write_report
-
-    written = write_report(Path(run_dir), Path(output) if output else None)
-    click.echo(written)
 
 
 @cli.command()

@@ -6,49 +6,26 @@ Everything that comes from a run is escaped here. This file does not know what a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
 
-from rlflow.report.charts.look import FAINT, INK, LINE, PALETTE, POOL_FILL, SOFT_INK, escape
+from rlflow.report.charts.look import escape
 
-STYLE = f"""
-:root {{ color-scheme: light; }}
-body {{ margin: 0; background: #fff; color: {INK};
-  font: 14px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }}
-main {{ max-width: 1080px; margin: 0 auto; padding: 32px 24px 64px; }}
-h1 {{ font-size: 26px; margin: 0 0 2px; }}
-h2 {{ font-size: 17px; margin: 40px 0 10px; padding-bottom: 5px; border-bottom: 1px solid {LINE}; }}
-p.facts {{ color: {SOFT_INK}; margin: 2px 0; }}
-p.note {{ color: {FAINT}; margin: 6px 0; font-size: 13px; }}
-p.sign {{ border-left: 4px solid #D55E00; background: #FFF4EC; margin: 6px 0; padding: 6px 12px; }}
-code, pre {{ font: 12.5px/1.5 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }}
-pre {{ background: {POOL_FILL}; border: 1px solid {LINE}; border-radius: 6px; padding: 10px 12px;
-  overflow-x: auto; margin: 8px 0; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }}
-th {{ text-align: left; color: {FAINT}; font-weight: 500; font-size: 12px; }}
-th, td {{ padding: 4px 14px 4px 0; border-bottom: 1px solid #EDF0F3; vertical-align: top; }}
-th:last-child, td:last-child {{ padding-right: 0; }}
-td.number, th.number {{ text-align: right; white-space: nowrap; }}
-td.name {{ white-space: nowrap; }}
-td.long {{ color: {SOFT_INK}; }}
-tr.inserted td {{ background: #FFFBEA; }}
-.tiles {{ display: flex; flex-wrap: wrap; gap: 12px; margin: 20px 0 4px; }}
-.tile {{ border: 1px solid {LINE}; border-radius: 8px; padding: 10px 16px; min-width: 150px; }}
-.tile b {{ display: block; font-size: 20px; font-weight: 600; }}
-.tile span {{ color: {SOFT_INK}; font-size: 12.5px; }}
-.bar {{ display: inline-block; height: 9px; border-radius: 2px; background: {PALETTE[0]}; }}
-td.bars {{ width: 34%; }}
-figure {{ margin: 12px 0; overflow-x: auto; }}
-figure svg {{ max-width: 100%; height: auto; display: block; margin: 0 auto; }}
-details summary {{ cursor: pointer; color: {SOFT_INK}; margin: 8px 0; }}
-.wide {{ overflow-x: auto; }}
-p.facts, p.note, p.sign, h1 {{ overflow-wrap: anywhere; }}
-@media (max-width: 640px) {{
-  main {{ padding: 16px 12px 40px; }}
-  .tile {{ flex: 1 1 130px; min-width: 0; }}
-  td.long {{ min-width: 260px; }}
-  td.bars {{ min-width: 90px; }}
-}}
-@media print {{ main {{ max-width: none; }} h2 {{ break-after: avoid; }} }}
-"""
+STYLE = Path(__file__).with_name("interactive") / "assets" / "report.css"
+
+
+@cache
+def style() -> str:
+    """The style sheet of all pages."""
+    return STYLE.read_text(encoding="utf-8")
+
+
+def wrapped_section(name: str, title: str, content: str) -> str:
+    """A headed section that links and screen readers find by its name."""
+    return (
+        f'<section id="{name}" aria-labelledby="{name}-title">\n'
+        f'<h2 id="{name}-title">{escape(title)}</h2>\n{content}\n</section>'
+    )
 
 
 def section(title: str, *parts: str) -> str:
@@ -64,25 +41,41 @@ def html_table(
     numbers: Iterable[int] = (),
     long: Iterable[int] = (),
     marked: Iterable[int] = (),
+    chosen: Sequence[str] = (),
+    choosing: int = 0,
 ) -> str:
-    """A table of plain text; `numbers` and `long` are columns, `marked` rows of another colour."""
+    """A table of plain text; `numbers` and `long` are columns, `marked` rows of another colour.
+
+    `chosen` names the action of each row, which the button in its column `choosing` selects.
+    """
     kinds = dict.fromkeys(numbers, "number") | dict.fromkeys(long, "long")
     set_apart = set(marked)
 
-    def cells(tag: str, row: Sequence[str]) -> str:
-        return "".join(
-            f'<{tag} class="{kinds.get(column, "name")}">{escape(cell)}</{tag}>'
-            for column, cell in enumerate(row)
-        )
+    def cell(tag: str, column: int, text: str, action: str) -> str:
+        scope = ' scope="col"' if tag == "th" else ""
+        inside = escape(text)
+        if action and column == choosing:
+            inside = f'<button type="button" class="link">{inside}</button>'
+        return f'<{tag} class="{kinds.get(column, "name")}"{scope}>{inside}</{tag}>'
 
+    def line(tag: str, row: Sequence[str], action: str = "", kind: str = "") -> str:
+        cells = "".join(cell(tag, column, text, action) for column, text in enumerate(row))
+        of = f' data-action="{escape(action)}"' if action else ""
+        return f"<tr{kind}{of}>{cells}</tr>"
+
+    actions = [*chosen, *[""] * (len(rows) - len(chosen))]
     body = "\n".join(
-        f'<tr class="inserted">{cells("td", row)}</tr>'
-        if place in set_apart
-        else f"<tr>{cells('td', row)}</tr>"
+        line("td", row, actions[place], ' class="inserted"' if place in set_apart else "")
         for place, row in enumerate(rows)
     )
-    drawn = f"<table>\n<tr>{cells('th', headings)}</tr>\n{body}\n</table>"
-    return f'<div class="wide">{drawn}</div>' if rows else ""
+    head = line("th", headings)
+    drawn = f"<table>\n<thead>{head}</thead>\n<tbody>{body}</tbody>\n</table>"
+    return scrolled(drawn) if rows else ""
+
+
+def scrolled(content: str) -> str:
+    """What may be wider than the page, in a box that the keyboard scrolls."""
+    return f'<div class="wide" tabindex="0">{content}</div>'
 
 
 def bars(headings: Sequence[str], rows: Sequence[tuple[Sequence[str], float]]) -> str:
@@ -90,16 +83,18 @@ def bars(headings: Sequence[str], rows: Sequence[tuple[Sequence[str], float]]) -
     if not rows:
         return ""
     longest = max(share for _, share in rows) or 1.0
-    head = "".join(f'<th class="{_column(i)}">{escape(h)}</th>' for i, h in enumerate(headings))
-    lines = [f'<div class="wide"><table>\n<tr>{head}<th></th></tr>']
+    names = "".join(
+        f'<th scope="col" class="{_column(i)}">{escape(h)}</th>' for i, h in enumerate(headings)
+    )
+    lines = [f"<table>\n<thead><tr>{names}<td></td></tr></thead>\n<tbody>"]
     for row, share in rows:
         cells = "".join(f'<td class="{_column(i)}">{escape(c)}</td>' for i, c in enumerate(row))
         width = 100 * share / longest
         lines.append(
-            f'<tr>{cells}<td class="bars"><span class="bar" '
+            f'<tr data-action="{escape(row[0])}">{cells}<td class="bars"><span class="bar" '
             f'style="width:{width:.1f}%"></span></td></tr>'
         )
-    return "\n".join([*lines, "</table></div>"])
+    return scrolled("\n".join([*lines, "</tbody></table>"]))
 
 
 def _column(place: int) -> str:
@@ -120,4 +115,4 @@ def tiles(facts: Sequence[tuple[str, str]]) -> str:
 def figure(svg: str, caption: str = "") -> str:
     """An svg element in the page, with a line below it."""
     note = f'<p class="note">{escape(caption)}</p>' if caption else ""
-    return f"<figure>{svg}{note}</figure>"
+    return f'<figure><div class="picture" tabindex="0">{svg}</div>{note}</figure>'

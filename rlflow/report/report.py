@@ -1,33 +1,35 @@
 """A run as one page: built from the plain files of its directory.
 
-The page needs nothing beside itself: style, pictures and figures are in it, and it opens
-by a double click. It shows no figure that is not in the files.
+The page needs nothing beside itself: style, scripts, pictures and figures are in it, and it opens
+by a double click without a network. It shows no figure that is not in the files.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from rlflow.errors import Finding, RunDirError, UsageError
 from rlflow.report.charts.curves import write_curves
-from rlflow.report.charts.gantt import gantt_svg
 from rlflow.report.charts.look import escape
 from rlflow.report.device_table import device_table
 from rlflow.report.diagrams.draw import draw, inline_svg
 from rlflow.report.diagrams.graph_dot import graph_digraph
 from rlflow.report.diagrams.plan_dot import plan_digraph
-from rlflow.report.page import STYLE, bars, figure, html_table, section, tiles
+from rlflow.report.interactive.document import PagePart, document
+from rlflow.report.interactive.payload import packed, page_data
+from rlflow.report.page import bars, figure, html_table, tiles
 from rlflow.report.runfiles import (
     RunFiles,
     continue_line,
     health_lines,
     iteration_seconds,
     iteration_windows,
-    median_iteration,
     num_iterations,
     read_run_files,
 )
@@ -43,24 +45,32 @@ from rlflow.report.tables import (
 from rlflow.runtime.record.spans import summarise
 from rlflow.scheduler.plan.text import duration
 
-__all__ = ["summary_text", "write_report"]
+__all__ = ["report_page", "summary_text", "write_report"]
 
 REPORT_FILE = "report.html"
+NEEDS_SCRIPTS = "The chart needs a browser that runs the scripts in this file."
 
 
 def write_report(
-    run_dir: Path, output: Path | None = None, *, iteration: int | None = None
+    run_dir: Path,
+    output: Path | None = None,
+    *,
+    others: Sequence[Path] = (),
+    iteration: int | None = None,
 ) -> Path:
     """Write a run's report.html, and its curves beside its metrics; returns where it is.
 
-    `output` is `run_dir/report.html` unless given; the Gantt chart shows the iteration of
-    median length unless one is named. Raises RunDirError if the directory is no run, a
-    file in it is damaged, or the disk refuses; UsageError for an iteration without spans.
+    `output` is `run_dir/report.html` unless given; curves of the runs `others` are laid over its
+    own. The timeline begins at the iteration of median length unless one is named. Raises
+    RunDirError if a directory is no run, a file in it is damaged, or the disk refuses; UsageError
+    for an iteration without spans.
     """
     files = read_run_files(run_dir)
+    beside = [read_run_files(other) for other in others]
     where = output if output is not None else run_dir / REPORT_FILE
     try:
-        where.write_text(_page(files, iteration), encoding="utf-8")
+        write_curves(files)
+        where.write_text(report_page(files, beside, iteration), encoding="utf-8")
     except OSError as error:
         raise RunDirError(
             Finding(
@@ -72,36 +82,76 @@ def write_report(
     return where
 
 
-def _page(files: RunFiles, iteration: int | None) -> str:
-    name = str(files.run["name"])
-    curves = write_curves(files)
-    body = [
-        f"<h1>{escape(name)}</h1>",
-        *(f'<p class="facts">{line}</p>' for line in _heading(files)),
-        tiles(_key_figures(files)),
-        section("Health", *(f'<p class="sign">{escape(line)}</p>' for line in health_lines(files))),
-        section("Learning curves", figure(curves) if curves else ""),
-        section("Where the time went", *_time(files)),
-        section("What devices did", *_devices(files)),
-        section("One iteration", *_gantt(files, iteration)),
-        section("Plan: predicted and measured", *_plan(files)),
-        section("Graph", _graph_picture(files)),
-        section(
-            "Metrics",
-            html_table(
-                ("metric", "first", "last", "at iteration"), final_rows(files), numbers=(1, 2, 3)
-            ),
-        ),
-        section("Configuration", _configuration(files)),
-        section("How to continue", f"<pre>{escape(continue_line(files))}</pre>"),
-    ]
-    content = "\n".join(part for part in body if part)
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(name)}: a run of rlflow</title>\n<style>{STYLE}</style>\n</head>\n"
-        f"<body>\n<main>\n{content}\n</main>\n</body>\n</html>\n"
+def report_page(
+    files: RunFiles, others: Sequence[RunFiles] = (), iteration: int | None = None, live: str = ""
+) -> str:
+    """The page as text; `live` is the address that a served page asks for what is new."""
+    _known_iteration(files, iteration)
+    data = [("run", packed(page_data(files, others, iteration)))]
+    data += [("live", live)] if live else []
+    title = f"{files.run['name']}: a run of rlflow"
+    return document(title, page_head(files), page_parts(files), data, served=bool(live))
+
+
+def page_head(files: RunFiles) -> str:
+    """What stands above the sections: what was run, and its key figures."""
+    return "\n".join(
+        [
+            f"<h1>{escape(str(files.run['name']))}</h1>",
+            *(f'<p class="facts">{line}</p>' for line in _heading(files)),
+            tiles(_key_figures(files)),
+        ]
     )
+
+
+def page_parts(files: RunFiles) -> list[PagePart]:
+    """The sections that a run has something for."""
+    signs = "".join(f'<p class="sign">{escape(line)}</p>' for line in health_lines(files))
+    metrics = html_table(
+        ("metric", "first", "last", "at iteration"), final_rows(files), numbers=(1, 2, 3)
+    )
+    parts = [
+        PagePart(name="health", title="Health", html=signs),
+        PagePart(
+            name="learning",
+            title="Learning curves",
+            html=_drawn("curves" if files.metrics else ""),
+            drawn="curves" if files.metrics else "",
+        ),
+        PagePart(
+            name="iteration",
+            title="One iteration",
+            html=_gantt(files),
+            drawn="gantt" if iteration_windows(files.spans) else "",
+        ),
+        PagePart(name="time", title="Where the time went", html=_time(files)),
+        PagePart(name="devices", title="What devices did", html=_devices(files)),
+        PagePart(name="plan", title="Plan: predicted and measured", html=_plan(files)),
+        PagePart(name="graph", title="Graph", html=_graph_picture(files)),
+        PagePart(name="metrics", title="Metrics", html=metrics),
+        PagePart(name="configuration", title="Configuration", html=_configuration(files)),
+        PagePart(
+            name="continue",
+            title="How to continue",
+            html=f'<pre tabindex="0">{escape(continue_line(files))}</pre>',
+        ),
+    ]
+    return [part for part in parts if part.html or part.drawn]
+
+
+def _drawn(what: str) -> str:
+    return f'<noscript><p class="note">{NEEDS_SCRIPTS}</p></noscript>' if what else ""
+
+
+def _known_iteration(files: RunFiles, wanted: int | None) -> None:
+    windows = iteration_windows(files.spans)
+    if wanted is not None and wanted not in windows:
+        known = f"{min(windows)} to {max(windows)}" if windows else "none"
+        raise UsageError(
+            Finding(
+                code="E666", what=f"no spans of iteration {wanted}", expected=f"iterations {known}"
+            )
+        )
 
 
 def _heading(files: RunFiles) -> list[str]:
@@ -136,82 +186,73 @@ def _key_figures(files: RunFiles) -> list[tuple[str, str]]:
     return facts
 
 
-def _time(files: RunFiles) -> list[str]:
+def _time(files: RunFiles) -> str:
     if not files.spans:
-        return []
+        return ""
     total = summarise(files.spans)
     idle = ", ".join(f"{name} {100 * share:.0f} %" for name, share in idle_shares(files).items())
-    return [
-        bars(TIME_HEADINGS, time_rows(files)),
+    return bars(TIME_HEADINGS, time_rows(files)) + (
         f'<p class="note">Shares of the {duration(total.wall)} within {total.iterations} '
         "iterations; they add up to more than 100 % where actions overlap. "
-        f"Idle: {escape(idle or 'no device')}.</p>",
-    ]
+        f"Idle: {escape(idle or 'no device')}.</p>"
+    )
 
 
-def _devices(files: RunFiles) -> list[str]:
+def _devices(files: RunFiles) -> str:
     headings, rows = device_table(files)
     if not rows:
-        return []
+        return ""
     remark = "Medians over the run. MFU counts the products of parameters and of causal attention."
-    drawn = html_table(headings, rows, numbers=range(1, len(headings)))
-    return [drawn, f'<p class="note">{remark}</p>']
+    chosen = [row[0] for row in rows]
+    drawn = html_table(headings, rows, numbers=range(1, len(headings)), chosen=chosen)
+    return f'{drawn}<p class="note">{remark}</p>'
 
 
-def _gantt(files: RunFiles, wanted: int | None) -> list[str]:
-    chosen = median_iteration(files.spans) if wanted is None else wanted
-    windows = iteration_windows(files.spans)
-    if wanted is not None and wanted not in windows:
-        known = f"{min(windows)} to {max(windows)}" if windows else "none"
-        raise UsageError(
-            Finding(
-                code="E666", what=f"no spans of iteration {wanted}", expected=f"iterations {known}"
-            )
-        )
-    if chosen is None:
-        return []
-    start, end = windows[chosen]
-    why = "the one of median length" if wanted is None else "as asked"
-    caption = (
-        f"Iteration {chosen}, {why}: {duration(end - start)}. Hover a bar for its figures; "
-        "what belongs to other iterations is faint."
+def _gantt(files: RunFiles) -> str:
+    """What is said below the timeline, which a script draws."""
+    if not iteration_windows(files.spans):
+        return ""
+    remark = (
+        "Drag or use the buttons to move, Ctrl and the wheel to zoom; a bar or a gap tells its "
+        "figures. What belongs to other iterations is faint. A gap is told by what released the "
+        "next action, what released that, and so on, by the dependencies of the plan."
     )
-    return [figure(gantt_svg(files.spans, chosen, files.plan, files.graph), caption)]
+    return f'<p class="note">{remark}</p>{_drawn("gantt")}'
 
 
-def _plan(files: RunFiles) -> list[str]:
+def _plan(files: RunFiles) -> str:
     if files.plan is None:
-        return []
-    rows = plan_rows(files)
-    inserted = [i for i, action in enumerate(files.plan["actions"]) if action["kind"] != "run"]
-    sources = sorted({action["cost"]["source"] for action in files.plan["actions"]})
+        return ""
+    actions = files.plan["actions"]
+    inserted = [i for i, action in enumerate(actions) if action["kind"] != "run"]
+    sources = sorted({action["cost"]["source"] for action in actions})
     notes = [f"{note['rule']}: {note['text']}" for note in files.plan["notes"]]
-    drawn = html_table(PLAN_HEADINGS, rows, numbers=(0, 4, 5, 6, 7), long=(2, 8), marked=inserted)
-    source = f"Measured: the median over the run. Predictions from: {'; '.join(sources)}."
-    remarks = [source, *notes]
-    graph = files.graph if files.graph is not None else files.plan.get("declared")
-    picture = (
-        ""
-        if graph is None
-        else _folded(
-            "the plan as a picture", figure(_inline(plan_digraph(files.plan, graph, "TB").source))
-        )
+    drawn = html_table(
+        PLAN_HEADINGS,
+        plan_rows(files),
+        numbers=(0, 4, 5, 6, 7),
+        long=(2, 8),
+        marked=inserted,
+        chosen=[action["id"] for action in actions],
+        choosing=2,
     )
-    text = _folded("the plan as printed", f"<pre>{escape(files.plan_text)}</pre>")
-    return [
-        drawn,
-        *(f'<p class="note">{escape(remark)}</p>' for remark in remarks),
-        picture,
-        text if files.plan_text else "",
-    ]
+    source = f"Measured: the median over the run. Predictions from: {'; '.join(sources)}."
+    remarks = "".join(f'<p class="note">{escape(remark)}</p>' for remark in (source, *notes))
+    graph = files.graph if files.graph is not None else files.plan.get("declared")
+    source = plan_digraph(files.plan, graph, "TB").source if graph is not None else ""
+    picture = _folded("the plan as a picture", figure(_inline(source))) if source else ""
+    text = _folded("the plan as printed", f'<pre tabindex="0">{escape(files.plan_text)}</pre>')
+    return drawn + remarks + picture + (text if files.plan_text else "")
 
 
 def _graph_picture(files: RunFiles) -> str:
     return figure(_inline(graph_digraph(files.graph, "TB").source)) if files.graph else ""
 
 
+@lru_cache(maxsize=8)
 def _inline(source: str) -> str:
-    return inline_svg(draw(source, "svg"))
+    """DOT as an svg element, without names that several pictures in a page would share."""
+    return re.sub(r' id="[^"]*"', "", inline_svg(draw(source, "svg")))
 
 
 def _folded(summary: str, content: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlflow.report.charts.gantt import simulated_chart
 from rlflow.report.charts.look import escape
 from rlflow.report.charts.shapes import picture
-from rlflow.report.page import STYLE, figure, html_table, section, tiles
+from rlflow.report.page import figure, html_table, section, style, tiles
 from rlflow.scheduler.plan.text import bound_text, cycle_text, duration, sources_text
 from rlflow.scheduler.simulate.simulate import Simulation
 from rlflow.scheduler.simulate.text import lags_text, percent, waits_text
@@ -50,6 +50,6 @@ def simulated_page(found: Simulation) -> bytes:
     ]
     page = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
-        f"</title><style>{STYLE}</style></head><body><main>\n"
+        f"</title><style>{style()}</style></head><body><main>\n"
     )
     return (page + "\n".join(body) + "\n</main></body></html>\n").encode()

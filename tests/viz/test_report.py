@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import hashlib
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,6 +15,7 @@ import pytest
 
 from rlflow.errors import RunDirError, UsageError
 from rlflow.report.charts.curves import smooth, window_for
+from rlflow.report.interactive.payload import run_labels, thinned
 from rlflow.report.report import summary_text, write_report
 from rlflow.report.runfiles import continue_line, first_and_last, read_run_files
 from rlflow.report.tables import plan_rows, ratio_text
@@ -18,6 +23,12 @@ from rlflow.scheduler.plan.plan import Plan
 from tests.viz.examples import write_run
 
 VOID = {"meta", "link", "br", "img", "hr"}
+
+
+def data_of(page: str) -> dict:
+    """What the scripts of a page draw."""
+    (found,) = re.findall(r'id="data-run">([^<]*)<', page)
+    return json.loads(gzip.decompress(base64.b64decode(found)))
 
 
 class Balance(HTMLParser):
@@ -56,10 +67,22 @@ def test_the_report_may_lie_elsewhere(run_dir: Path, tmp_path: Path):
 
 
 def test_the_page_is_whole_in_itself(page: str):
-    links = set(re.findall(r"https?://[^\s\"'<>)]*", page))
-    assert links <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert [] == re.findall(
+        r"""\s(?:src|href|action)=(?!"#|"data:)[^\s>]*""", page.split("<script", maxsplit=1)[0]
+    )
     assert "@import" not in page
-    assert "<script" not in page
+    assert "url(" not in page
+
+
+def test_only_the_scripts_of_the_page_may_run_and_nothing_may_be_fetched(page: str):
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    scripts = re.findall(r"<script>(.*?)</script>", page, flags=re.DOTALL)
+    hashed = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
+    assert 2 == len(scripts)
+    said = dict(each.strip().split(" ", 1) for each in policy.split(";"))
+    assert " ".join(f"'sha256-{each}'" for each in hashed) == said["script-src"]
+    assert "'none'" == said["default-src"] == said["connect-src"]
+    assert "Permission is hereby granted, free of charge" in scripts[0]
 
 
 def test_the_page_is_balanced_html(page: str):
@@ -81,7 +104,6 @@ def test_the_page_is_balanced_html(page: str):
         "&#x27;pipelines/a b.py&#x27;",
         "reshard", "actor.rollout reads v[i+1] on gen",
         "the plan as a picture", "the plan as printed",
-        ", the one of median length: 80.0 ms",
     ],
 )  # fmt: skip
 def test_the_page_shows_the_figures_of_the_files(page: str, text: str):
@@ -93,7 +115,8 @@ def test_what_a_user_wrote_is_escaped(page: str):
 
 
 def test_the_iteration_of_the_chart_may_be_named(run_dir: Path):
-    assert "Iteration 3, as asked" in write_report(run_dir, iteration=3).read_text()
+    begin = [data_of(write_report(run_dir, iteration=i).read_text()) for i in (None, 3)]
+    assert [2, 3] == [data["timeline"]["begin"] for data in begin]
     with pytest.raises(UsageError, match="iterations 0 to 5"):
         write_report(run_dir, iteration=6)
 
@@ -122,6 +145,7 @@ def test_a_run_that_lacks_a_file_is_still_reported(run_dir: Path, missing: str):
 def test_a_run_without_spans_is_still_reported(run_dir: Path):
     (run_dir / "spans" / "main.jsonl").unlink()
     page = write_report(run_dir).read_text()
+    assert data_of(page)["timeline"] is None
     assert "Where the time went" not in page
     assert "Learning curves" in page
 
@@ -181,7 +205,41 @@ def test_the_evaluation_after_the_last_iteration_is_none(run_dir: Path):
 def test_a_pipeline_without_rewards_draws_its_loss(run_dir: Path):
     rows = [{"iteration": i, "metrics": {"sft.update/loss": 2.0 - i}} for i in range(3)]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "sft.update/loss, training" in write_report(run_dir).read_text()
+    assert ["sft.update/loss"] == data_of(write_report(run_dir).read_text())["headline"]
+
+
+def test_curves_of_other_runs_lie_over_those_of_the_first(split: Plan, run_dir: Path):
+    other = run_dir.parent / "longer"
+    write_run(other, split, 9)
+    data = data_of(write_report(run_dir, others=[other]).read_text())
+    assert ["ppo-run", "longer"] == data["runs"]
+    assert [6, 9] == [len(curves["reward/mean"][0]) for curves in data["curves"]]
+    assert 6 == len(data["timeline"]["iterations"])
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(split: Plan, tmp_path: Path):
+    paths = [tmp_path / folder / "run" for folder in ("a", "b")]
+    for path in paths:
+        write_run(path, split, 1)
+    assert ["a/run", "b/run"] == run_labels([read_run_files(path) for path in paths])
+
+
+def test_a_long_curve_keeps_its_ends_and_peaks():
+    points = [(i, math.sin(i / 9)) for i in range(10_000)]
+    points[4321] = (4321, 50.0)
+    points[8765] = (8765, -50.0)
+    few = thinned(points, 200)
+    assert len(few) <= 200
+    assert sorted(few) == few
+    assert {points[0], points[-1], points[4321], points[8765]} <= set(few)
+    assert points[:100] == thinned(points[:100], 100)
+
+
+def test_what_is_no_number_is_a_hole(run_dir: Path):
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 6, "metrics": {"reward/mean": NaN}}\n')
+    data = data_of(write_report(run_dir).read_text())
+    assert data["curves"][0]["reward/mean"][1][-1] is None
 
 
 def test_ends_are_means_of_at_most_ten_and_half():

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlflow.report.charts.look import FAINT, INK, LINE, PALETTE, SOFT_INK
-from rlflow.report.diagrams.draw import inline_svg
 from rlflow.report.runfiles import Point, RunFiles, headline_of
 
 TRAIN_COLOUR, HELD_OUT_COLOUR = PALETTE[0], PALETTE[1]
@@ -72,15 +71,13 @@ def draw_curves(files: RunFiles) -> tuple[bytes, bytes] | None:
     return png.getvalue(), _bare_svg(svg.getvalue())
 
 
-def write_curves(files: RunFiles) -> str | None:
-    """Write curves.png and curves.svg into the run's directory; the svg for a page, or None."""
+def write_curves(files: RunFiles) -> None:
+    """Write curves.png and curves.svg into the run's directory, if there is something to draw."""
     drawn = draw_curves(files)
-    if drawn is None:
-        return None
-    png, svg = drawn
-    (files.path / "curves.png").write_bytes(png)
-    (files.path / "curves.svg").write_bytes(svg)
-    return inline_svg(svg)
+    if drawn is not None:
+        png, svg = drawn
+        (files.path / "curves.png").write_bytes(png)
+        (files.path / "curves.svg").write_bytes(svg)
 
 
 def _train_panel(axes: Any, curves: Mapping[str, Sequence[Point]]) -> None:

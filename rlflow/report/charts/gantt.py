@@ -1,8 +1,8 @@
 """Action instances over time as a chart: a row per device, a bar per action.
 
 Actions that overlap on a device get lanes of their own. Bars have the colour of their
-model, inserted actions that of their kind. What is drawn was measured in a run, or played
-on a virtual clock. This file knows spans and no run directory.
+model, inserted actions that of their kind. What is drawn was played on a virtual clock; the
+timeline of a run is drawn in its page. This file knows spans and no run directory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from rlflow.report.charts.look import (
     tint,
 )
 from rlflow.report.charts.shapes import Box, Chart, Rule, Shape, ShapeGroup, Words
-from rlflow.report.runfiles import device_label, iteration_windows
 from rlflow.runtime.record.spans import Span
 from rlflow.scheduler.plan.text import duration
 from rlflow.scheduler.simulate.play import Played
@@ -41,7 +40,6 @@ BOTTOM = 26
 LEGEND = 26
 CHARACTER = 6.3
 TICKS = 8
-FAINT_SHARE = 0.25
 TURNS = 2
 
 
@@ -77,35 +75,10 @@ class ChartRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What all bars of a chart share: the scale, and how one is told from another.
-
-    Bars of other iterations than `focus` are faint. Where it is None all are strong, and
-    numbered.
-    """
+    """What all bars of a chart share: the scale, and how one is told from another."""
 
     scale: Scale
-    focus: int | None
     graph: Document | None
-
-
-def gantt_svg(
-    spans: Sequence[Span], iteration: int, plan: Document | None, graph: Document | None
-) -> str:
-    """The chart of one iteration; spans of others that reach into it are drawn faint.
-
-    KeyError if no whole iteration of that number is in `spans`.
-    """
-    start, end = _reach(spans, iteration)
-    shown = [s for s in spans if s.start < end and s.end > start]
-    rows = [
-        ChartRow(
-            label=device_label(device, plan),
-            spans=tuple(span for span in shown if device in span.devices),
-        )
-        for device in sorted({device for span in shown for device in span.devices})
-    ]
-    scene = Scene(scale=Scale(start=start, end=end), focus=iteration, graph=graph)
-    return _chart(rows, scene, f"iteration {iteration}").svg()
 
 
 def simulated_chart(found: Simulation) -> Chart:
@@ -117,7 +90,7 @@ def simulated_chart(found: Simulation) -> Chart:
     for row in lane_rows(found.plan, shown):
         lane = rows.setdefault(row.label.removesuffix(" copies"), [])
         lane += [_span_of(span) for span in row.spans]
-    scene = Scene(scale=Scale(start=start, end=end), focus=None, graph=found.plan.graph.to_json())
+    scene = Scene(scale=Scale(start=start, end=end), graph=found.plan.graph.to_json())
     title = f"{found.plan.graph.name}, {found.plan.placement}: {TURNS} turns from turn {first} on"
     drawn = [ChartRow(label=label, spans=tuple(spans)) for label, spans in rows.items()]
     return _chart(drawn, scene, title)
@@ -154,15 +127,6 @@ def _chart(rows: Sequence[ChartRow], scene: Scene, title: str) -> Chart:
     spans = [span for row in rows for span in row.spans]
     shapes += _legend(spans, height - LEGEND + 2, scene.graph)
     return Chart(title=title, width=WIDTH, height=height, shapes=tuple(shapes))
-
-
-def _reach(spans: Sequence[Span], iteration: int) -> tuple[float, float]:
-    """What the chart covers: the devices' part, and the host's up to as long before and after."""
-    start, end = iteration_windows(spans)[iteration]
-    length = end - start
-    own = [span for span in spans if span.iteration == iteration]
-    near = [s for s in own if s.start >= start - length and s.end <= end + length]
-    return min(span.start for span in near), max(span.end for span in near)
 
 
 def lanes_of(spans: Sequence[Span]) -> list[list[Span]]:
@@ -274,20 +238,16 @@ def _bar(span: Span, top: float, free: float, scene: Scene) -> ShapeGroup:
         rounded=True,
     )
     named = _name_beside(span, bar, free, scene, paint)
-    predicted = f", predicted {duration(span.predicted)}" if span.predicted is not None else ""
-    failed = "" if span.ok else ", failed"
     return ShapeGroup(
         shapes=(bar, named) if named else (bar,),
-        tip=f"{span.action}, iteration {span.iteration}: {duration(span.seconds)}"
-        f"{predicted}{failed}",
-        opacity=1.0 if scene.focus in (None, span.iteration) else FAINT_SHARE,
+        tip=f"{span.action}, iteration {span.iteration}: {duration(span.seconds)}",
     )
 
 
 def _name_beside(span: Span, bar: Box, free: float, scene: Scene, paint: Paint) -> Words | None:
     """The name of a bar, where there is room for it."""
     names = [span.action, span.action.rpartition(".")[2]]
-    if scene.focus is None and span.kind not in ("sleep", "wake"):
+    if span.kind not in ("sleep", "wake"):
         names = [*(f"{name} {span.iteration}" for name in names), *names]
     y = bar.y - 3 + LANE / 2 + 4
     for name in names:

@@ -99,6 +99,11 @@ def mode_text(action: Document) -> str:
     return f" ({mode})" if mode else ""
 
 
+def document_lane(action: Document) -> str:
+    """The lane of its devices that a plan document's action occupies, as `Action.lane` says it."""
+    return "copy" if action["kind"] in ("sleep", "wake") else "compute"
+
+
 def kind_of(node: Document) -> str:
     """The kind that a node is drawn as; an op that rlflow does not ship is the user's."""
     return KIND_OF_OP.get(node["op"], "user")

@@ -59,11 +59,10 @@ class Words:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeGroup:
-    """Shapes that share what is told when they are pointed at, and an opacity."""
+    """Shapes that share what is told when they are pointed at."""
 
     shapes: tuple[Box | Words, ...]
     tip: str
-    opacity: float = 1.0
 
 
 Shape = Box | Rule | Words | ShapeGroup
@@ -94,9 +93,8 @@ class Chart:
 
 def _svg(shape: Shape) -> str:
     if isinstance(shape, ShapeGroup):
-        faint = f' opacity="{shape.opacity:g}"' if shape.opacity < 1 else ""
         inner = "".join(_svg(each) for each in shape.shapes)
-        return f"<g{faint}><title>{escape(shape.tip)}</title>{inner}</g>"
+        return f"<g><title>{escape(shape.tip)}</title>{inner}</g>"
     if isinstance(shape, Box):
         rounded = ' rx="2"' if shape.rounded else ""
         line = f' stroke="{shape.line}" stroke-width="1.2"' if shape.line else ""
@@ -132,19 +130,19 @@ def picture(chart: Chart, form: str) -> bytes:
         axes.set_xlim(0, chart.width)
         axes.set_ylim(chart.height, 0)
         axes.set_axis_off()
-        _paint(axes, chart.shapes, 1.0)
+        _paint(axes, chart.shapes)
         out = io.BytesIO()
         metadata = {"Software": None} if form == "png" else {"Creator": None, "CreationDate": None}
         figure.savefig(out, format=form, dpi=PNG_DPI, metadata=metadata)
     return out.getvalue()
 
 
-def _paint(axes: Any, shapes: Sequence[Shape], opacity: float) -> None:
+def _paint(axes: Any, shapes: Sequence[Shape]) -> None:
     from matplotlib.patches import Rectangle
 
     for shape in shapes:
         if isinstance(shape, ShapeGroup):
-            _paint(axes, shape.shapes, shape.opacity)
+            _paint(axes, shape.shapes)
         elif isinstance(shape, Box):
             patch = Rectangle(
                 (shape.x, shape.y),
@@ -153,7 +151,6 @@ def _paint(axes: Any, shapes: Sequence[Shape], opacity: float) -> None:
                 facecolor=shape.fill,
                 edgecolor=shape.line or "none",
                 linewidth=1.2 if shape.line else 0,
-                alpha=opacity,
             )
             axes.add_patch(patch).set_zorder(2)
         elif isinstance(shape, Rule):
@@ -174,7 +171,6 @@ def _paint(axes: Any, shapes: Sequence[Shape], opacity: float) -> None:
                 fontsize=shape.size,
                 ha=side,
                 va="baseline",
-                alpha=opacity,
                 zorder=2,
                 parse_math=False,
             )

@@ -16,6 +16,7 @@ from typing import Any
 
 from rlflow.scheduler.plan.plan import HOST, Action, Plan
 from rlflow.scheduler.plan.turns import Seconds, estimated
+from rlflow.scheduler.simulate.blame import waited_for
 from rlflow.scheduler.simulate.play import TURNS_UNDER_WAY, Played, play
 
 WARM_UP = 6
@@ -301,35 +302,30 @@ def _waits(
     next one, what released that, and so on to the start of the gap.
     """
     seconds: dict[str, float] = defaultdict(float)
+    released = [span.released for span in spans]
 
     def add(name: str, start: float, end: float) -> None:
         inside = min(end, window[1]) - max(start, window[0])
         if inside > 0:
             seconds[name] += inside
 
+    def blame(place: int, free: float) -> None:
+        for cause, start, end in waited_for(spans, released, place, free):
+            add("the start" if cause is None else spans[cause].action.id, start, end)
+
     free = window[0]
-    for _, span in own:
+    for place, span in own:
         if span.start >= window[1]:
             break
         if span.start > free:
-            _blame(spans, span, free, add)
+            blame(place, free)
         free = max(free, span.end)
-    following = next((span for _, span in own if span.start >= max(free, window[1])), None)
+    following = next((n for n, span in own if span.start >= max(free, window[1])), None)
     if following is not None:
-        _blame(spans, following, free, add)
+        blame(following, free)
     else:
         add(THE_END, free, window[1])
     return dict(seconds)
-
-
-def _blame(spans: Sequence[Played], span: Played, free: float, add: Any) -> None:
-    """Give the time from `free` to the start of a span to what it waited for."""
-    until = span.start
-    while span.released is not None and until > free:
-        span = spans[span.released]
-        add(span.action.id, max(span.start, free), until)
-        until = min(until, span.start)
-    add("the start", free, until)
 
 
 def _latency(spans: Sequence[Played], first: int, end: int) -> float:

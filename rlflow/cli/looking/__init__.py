@@ -1,0 +1,1 @@
+"""Commands that look at what a run has left, or leaves just now."""

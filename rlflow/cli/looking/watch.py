@@ -1,0 +1,29 @@
+"""`rlflow watch`: the page of a run on this machine alone, new as the run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("watch", no_args_is_help=True)
+@click.argument("run_dirs", metavar="RUN [RUN ...]", nargs=-1, required=True)
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="A free one by default.")
+def watch_run(run_dirs: tuple[str, ...], port: int) -> None:
+    """Serve a run's report while it goes on, on this machine alone; Ctrl-C ends it.
+
+    The address that is printed has a token, without which nothing is answered. Nothing is written.
+    """
+    from rlflow.report.interactive.serve import WatchedRun, serving_page
+
+    first, *others = map(Path, run_dirs)
+    watched = WatchedRun(first, others)
+    watched.answer("")
+    with serving_page(watched, port) as served:
+        try:
+            click.echo(served.address)
+            click.echo("Ctrl-C ends it", err=True)
+            served.serve_forever()
+        except KeyboardInterrupt:
+            click.echo("ended", err=True)
