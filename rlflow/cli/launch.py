@@ -35,13 +35,15 @@ from rlflow.cli.continuing import (
     words_of_run,
 )
 from rlflow.cli.interpreters import missing_engines
-from rlflow.cli.machines import machine_of
+from rlflow.cli.looking.recording import recording_asked, recording_noted
+from rlflow.cli.machines import backend_joining, machine_of
 from rlflow.cli.stages.parts import require_trained
 from rlflow.cli.tracing.observing import check_observed, observer_of, profiled_actions
 from rlflow.errors import Finding, Interrupted, UsageError
 from rlflow.graph.graph import Graph
 from rlflow.graph.headline import headline
 from rlflow.runtime.record.changes import drains
+from rlflow.runtime.record.edges.keeping import record_kept
 from rlflow.runtime.record.resuming import has_begun
 from rlflow.runtime.record.rundir import RunDir
 from rlflow.runtime.record.saves import SaveRule, parse_rule
@@ -136,7 +138,7 @@ def _launch(
 ) -> Outcome:
     address = options["address"]
     if address is not None:
-        options["backend"] = _joining(options.get("backend"), address)
+        options["backend"] = backend_joining(options.get("backend"), address)
     target = Target(**{key: options[key] for key in options.keys() & Target.__slots__})
     options["pipeline"] = target.named
     declared = declare(target)
@@ -161,9 +163,10 @@ def _launch(
     count = options["iterations"] or iterations_of(planned, existing)
     saves = _checked_options(options, plan)
     check_observed(planned, options)
+    recording = recording_asked(planned, options, Path(options["run_dir"] or "."))
     if options["dry_run"]:
         _preflight(plan.graph, planned)
-        said = f"  dry run: {count} iterations would run; nothing was started"
+        said = f"  {recording.line()}\n  dry run: {count} iterations would run; nothing was started"
         text = "" if as_json else f"{plan_text(plan)}\n\n{said}"
         return Outcome(run_dir=None, iterations=0, metrics={}, text=text)
     asked = _Asked(
@@ -210,19 +213,6 @@ def _require_engines(plan: Plan, address: str | None) -> None:
     findings = missing_engines(engines) if address is None else []
     if findings:
         raise UsageError(*findings, summary=NOTHING)
-
-
-def _joining(backend: str | None, address: str) -> str:
-    """The backend of a run that joins a cluster."""
-    if backend == "local":
-        raise UsageError(
-            Finding(
-                code="E222",
-                what=f"--address {address} joins a Ray cluster, --backend local uses none",
-                fix="leave out one of the two",
-            )
-        )
-    return "ray"
 
 
 def _rooms(address: str, target: Target) -> tuple[int, ...]:
@@ -273,15 +263,15 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
             display.say(f"GPUs: {chosen_text(machine_gpus())}")
         settings = _settings(planned, asked, directory, weights)
         profiled = profiled_actions(planned, asked.options, directory.path)
-        with machine_of(planned, asked.options, profiled) as machine:
+        recording = recording_noted(planned, asked.options, directory, display)
+        with machine_of(planned, asked.options, profiled, recording) as machine:
             ranks = "\n".join(["", *machine.device_map()])
             display.say(f"{ranks}\nrun directory: {directory.path}")
             run = Run(plan, settings, machine, directory, display)
             if begun is not None:
                 directory.note_resumed(begun, asked.again)
-            directory.write_config(
-                config.model_dump(mode="json") | {"iterations": asked.iterations}
-            )
+            said = config.model_dump(mode="json") | {"iterations": asked.iterations}
+            directory.write_config(said)
             directory.write_graph({**plan.graph.to_json(), "headline": asdict(shown)})
             directory.write_peaks(peaks_of(planned))
             directory.write_plan(f"{plan_text(plan)}\n{ranks}", plan.to_json())
@@ -289,7 +279,10 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
                 run.saved = asked.iterations
             if asked.watch is not None:
                 asked.watch.take(run, directory.path)
-            with _measured(planned, directory, display, begun=run.start, origin=asked.origin):
+            with (
+                _measured(planned, directory, display, begun=run.start, origin=asked.origin),
+                record_kept(recording, machine.record_notes, run.start, display),
+            ):
                 done = run.execute()
     lines = read_metrics(directory.metrics)
     return Outcome(

@@ -6,38 +6,45 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rlflow.errors import Finding, PlanError
+from rlflow.errors import Finding, PlanError, UsageError
 from rlflow.scheduler.devices.declared import RESERVED
 from rlflow.scheduler.devices.machine import Gpu
 
 if TYPE_CHECKING:
     from rlflow.cli.commands import Planned
+    from rlflow.runtime.local import LocalMachine
+    from rlflow.runtime.ray.machine import RayMachine
     from rlflow.runtime.record.devices.profiled import ProfiledActions
-    from rlflow.runtime.run import Machine
+    from rlflow.runtime.record.edges.choice import Recording
 
 
 @contextmanager
 def machine_of(
-    planned: Planned, options: Mapping[str, Any], profiled: ProfiledActions | None = None
-) -> Iterator[Machine]:
+    planned: Planned,
+    options: Mapping[str, Any],
+    profiled: ProfiledActions | None = None,
+    recording: Recording | None = None,
+) -> Iterator[LocalMachine | RayMachine]:
     """Where the plan runs, with its models loaded; closed whatever happens.
 
-    The kernels of what is `profiled` are recorded.
+    The kernels of what is `profiled` are recorded, and the rows that `recording` says.
     """
     from rlflow.runtime.record.durable import check_armed
     from rlflow.runtime.worker.allocator import keep_freed_memory
 
     plan, near = planned.compiled.plan, planned.declared.pipeline.path
     seed, threads = planned.declared.config.seed, planned.cluster.threads
-    machine: Machine
+    machine: LocalMachine | RayMachine
     if plan.backend == "local":
         from rlflow.runtime.local import LocalMachine
+        from rlflow.runtime.record.edges.recorder import Recorder
         from rlflow.runtime.worker.worker import Worker
 
         check_armed()
         keep_freed_memory()
         device, proven = local_device(planned.cluster.kind.chip), options["check_sync"]
         worker = Worker(plan, seed=seed, near=near, device=device, check_sync=proven)
+        worker.recorder = Recorder(recording, plan)
         limit = options["deadline"]
         machine = LocalMachine(plan, worker, threads=threads, deadline=limit, profiled=profiled)
     else:
@@ -55,6 +62,7 @@ def machine_of(
                 check_sync=options["check_sync"],
                 address=options["address"],
                 profiled=profiled,
+                recording=recording,
             ),
         )
     try:
@@ -88,3 +96,16 @@ def local_device(kind: str) -> str:
         fix="--devices cpu:1, or leave it out for the devices of this machine",
     )
     raise PlanError(finding)
+
+
+def backend_joining(backend: str | None, address: str) -> str:
+    """The backend of a run that joins a cluster."""
+    if backend == "local":
+        raise UsageError(
+            Finding(
+                code="E222",
+                what=f"--address {address} joins a Ray cluster, --backend local uses none",
+                fix="leave out one of the two",
+            )
+        )
+    return "ray"

@@ -19,6 +19,7 @@ import click
 
 from rlflow.cli.commands import Target, compile_target, declare
 from rlflow.cli.looking.report import report
+from rlflow.cli.looking.samples import show_samples
 from rlflow.cli.looking.watch import watch_run
 from rlflow.cli.options import (
     check_deadline,
@@ -63,6 +64,7 @@ cli.add_command(rehearse)
 cli.add_command(trace)
 cli.add_command(report)
 cli.add_command(watch_run)
+cli.add_command(show_samples)
 
 
 @cli.command()
@@ -76,8 +78,7 @@ def check(as_json: bool, **options: Any) -> None:
     if as_json:
         emit(result)
         return
-    for line in result["lines"]:
-        click.echo(line)
+    click.echo("\n".join(result["lines"]))
     hint(f"next: rlflow plan {options['pipeline']}")
 
 
@@ -324,7 +325,6 @@ def doctor(measure: bool, output: str | None, as_json: bool) -> None:
 
         click.echo(measure_here(output, hint, as_json=as_json), nl=False)
         return
-
     rows = examine()
     if as_json:
         emit([row.as_json() for row in rows])

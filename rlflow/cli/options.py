@@ -189,6 +189,29 @@ def checkpoint_options(function: F) -> F:
     return function
 
 
+def record_options(function: F) -> F:
+    """What a run records of its rows, and how much of that stays."""
+    for option in (
+        click.option(
+            "--record-cap",
+            type=click.FloatRange(min=0, min_open=True),
+            default=4.0,
+            show_default=True,
+            metavar="GB",
+            help="The largest record; beyond it the oldest iterations are dropped.",
+        ),
+        click.option(
+            "--record",
+            multiple=True,
+            metavar="NODE[=HOW]",
+            help="Record a node's rows: every:N iterations, first:N groups, rows:N; or none. "
+            "By default the pipeline's, or 8 groups of rollouts. Repeatable.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
 def observing_options(function: F) -> F:
     """Where a run is told besides its directory, and of what of it kernels are recorded."""
     for option in (
@@ -234,6 +257,7 @@ def run_options(function: F) -> F:
             "--strict", is_flag=True, help="End at the first sign that nothing is learned."
         ),
         click.option("--address", metavar="HOST:PORT", help="Join a running Ray cluster."),
+        record_options,
         checkpoint_options,
         observing_options,
         click.option(

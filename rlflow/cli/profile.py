@@ -127,6 +127,7 @@ def profile_run(*, iterations: int, address: str | None = None, **options: Any) 
             "no_color": True,
             "address": address,
             "track": ("none",),
+            "record": ("none",),
         }
         asked = {**read_run([options["pipeline"]]), **how, **options}
         outcome = launch(origin="profile", **asked)

@@ -27,6 +27,7 @@ from rlflow.graph.rules.check import check_graph
 from rlflow.graph.source import declared_at, raised_at, short_path
 from rlflow.graph.strict_model import Strict
 from rlflow.graph.trace import tracing
+from rlflow.graph.user.recording import RecordRule, read_rules
 
 # The names of the modules that files of pipelines are loaded as.
 MODULE = "rlflow_pipeline_"
@@ -60,6 +61,7 @@ class Pipeline:
     staleness: int = 0
     headline: tuple[str, ...] = ()
     track: tuple[str, ...] = DEFAULT_TRACKERS
+    record: tuple[RecordRule, ...] | None = None
     where: Source | None = None
     path: Path | None = None
 
@@ -121,6 +123,7 @@ def pipeline(
     staleness: int = 0,
     headline: str | Sequence[str] = (),
     track: str | Sequence[str] = DEFAULT_TRACKERS,
+    record: str | Sequence[str] = (),
     name: str | None = None,
 ) -> Callable[[Callable[[Any], None]], Pipeline]:
     """Make a pipeline of a function of one config that calls ops.
@@ -130,10 +133,11 @@ def pipeline(
     run ahead; a placement with a `staleness` of its own overrides it. `headline` names metrics
     (`reward/mean`) that the live line, the report and its curves show first; by default these are
     the rewards that updates learn from. `track` names where runs are told besides their directory:
-    `tensorboard`, or `none`.
+    `tensorboard`, or `none`. `record` says which nodes' rows a run writes, each as `--record` does:
+    `NODE`, `NODE=every:N`, or `none`; by default 8 groups of rollouts with what belongs to them.
 
-    Raises GraphError for a staleness that is no number of updates, for an unknown tracker, and
-    where the function does not take one parameter annotated with an `rf.Config`.
+    Raises GraphError for a staleness that is no number of updates, for an unknown tracker, for what
+    is no `record`, and where the function takes other than one parameter, an `rf.Config`.
     """
     if not isinstance(staleness, int) or isinstance(staleness, bool) or staleness < 0:
         raise GraphError(
@@ -149,6 +153,7 @@ def pipeline(
     if unknown:
         where = declared_at()
         raise GraphError(*(dataclasses.replace(finding, where=where) for finding in unknown))
+    rules = read_rules(record, GraphError, declared_at())
 
     def decorate(function: Callable[[Any], None]) -> Pipeline:
         _require_plain(function)
@@ -166,6 +171,7 @@ def pipeline(
             staleness=staleness,
             headline=(headline,) if isinstance(headline, str) else tuple(headline),
             track=tracker_names(track),
+            record=rules,
             where=where,
             path=Path(code.co_filename),
         )

@@ -37,6 +37,7 @@ from rlflow.scheduler.plan.plan import Action, Lane, Plan
 if TYPE_CHECKING:
     from rlflow.contract.values import Stat
     from rlflow.runtime.record.checkpoint import Snapshots
+    from rlflow.runtime.record.edges.recorder import Notes
     from rlflow.runtime.worker.worker import Worker
 
 Job = tuple[Action, int, Callable[[Completion], None]]
@@ -115,6 +116,11 @@ class LocalMachine:
     def device_map(self) -> list[str]:
         """Nothing to tell: every device is this process."""
         return []
+
+    def record_notes(self, seconds: float | None = None) -> list[Notes]:
+        """What became of the record; with seconds it is finished first, in so many at most."""
+        recorder = self._worker.recorder
+        return [recorder.notes() if seconds is None else recorder.finish(seconds)]
 
     def close(self) -> None:
         """End what was started beside this process."""

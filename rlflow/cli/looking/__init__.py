@@ -1,1 +1,1 @@
-"""Commands that look at what a run has left, or leaves just now."""
+"""What a run records, and commands that look at what it has left, or leaves just now."""

@@ -34,6 +34,7 @@ from rlflow.runtime.ray.shipping import shipped
 from rlflow.runtime.record.checkpoint import Found
 from rlflow.runtime.record.devices.profiled import ProfiledActions
 from rlflow.runtime.record.durable import FileRecord
+from rlflow.runtime.record.edges.choice import Recording
 from rlflow.runtime.record.shards.places import ShardOf, ToWrite, assign_writers
 from rlflow.runtime.record.stages import stage
 from rlflow.runtime.worker.loading import loading
@@ -43,6 +44,7 @@ from rlflow.scheduler.plan.plan import HOST, Instance, Plan
 
 if TYPE_CHECKING:
     from rlflow.runtime.record.checkpoint import Snapshots
+    from rlflow.runtime.record.edges.recorder import Notes
 
 START_SECONDS = 120.0
 CLOSE_SECONDS = 15.0
@@ -66,6 +68,7 @@ class Options:
     check_sync: bool = False
     address: str | None = None
     profiled: ProfiledActions | None = None
+    recording: Recording | None = None
 
 
 class RayMachine:
@@ -170,6 +173,20 @@ class RayMachine:
         asked = {d: self.ranks.actor(d).held.remote() for d in self.ranks.everybody()}
         return self.answers(asked, "counting what is held", self.deadlines.answering)
 
+    def record_notes(self, seconds: float | None = None) -> list[Notes]:
+        """What became of the record in every process that answers.
+
+        With seconds they finish it first, in so many at most.
+        """
+        asked = [actor.record_notes.remote(seconds) for actor in self.ranks.all()]
+        allowed = PROGRESS_SECONDS + (seconds or 0.0)
+        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=allowed)
+        found = []
+        for answer in ready:
+            with contextlib.suppress(Exception):  # who is lost is told by what was asked before
+                found.append(ray.get(answer))
+        return found
+
     def close(self) -> None:
         """Stop the processes, and the cluster if it was started here."""
         if self._ranks is not None:
@@ -236,6 +253,7 @@ class RayMachine:
             check_sync=options.check_sync,
             timeout=self.deadlines.meeting,
             profiled=options.profiled,
+            recording=options.recording,
         )
         plan = ray.put(shipped(self.plan, options.near))
         asked = {

@@ -36,6 +36,7 @@ from rlflow.scheduler.plan.plan import HOST, Action, Plan
 
 if TYPE_CHECKING:
     from rlflow.runtime.ray.packing import Packed
+    from rlflow.runtime.record.edges.recorder import Notes
     from rlflow.runtime.worker.saving import Saver
     from rlflow.runtime.worker.worker import Worker
 
@@ -214,6 +215,12 @@ class Rank:
         """How many entries the shard store has."""
         return len(self._ready().store)
 
+    @ray.method(concurrency_group="saving")
+    def record_notes(self, seconds: float | None) -> Notes:
+        """What became of the record here; with seconds it is finished first."""
+        recorder = self._ready().recorder
+        return recorder.notes() if seconds is None else recorder.finish(seconds)
+
     def close(self) -> None:
         """End what runs beside this process."""
         if self._worker is not None:
@@ -244,6 +251,7 @@ class Rank:
 
         from rlflow.runtime.ray.shipping import unshipped
         from rlflow.runtime.record.devices.meter import DeviceMeter
+        from rlflow.runtime.record.edges.recorder import Recorder
         from rlflow.runtime.worker.allocator import keep_freed_memory
         from rlflow.runtime.worker.worker import Worker
 
@@ -259,6 +267,7 @@ class Rank:
         self._worker = Worker(
             found, seed=start.seed, near=start.near, world=world, check_sync=start.check_sync
         )
+        self._worker.recorder = Recorder(start.recording, found, start.own)
         return Made(start=began, end=time.time())
 
     def _timed(self, entry: Action, iteration: int, keep: Rows | None) -> Made | Failed:

@@ -12,6 +12,7 @@ import ray
 
 from rlflow.runtime.ray.pools import Report
 from rlflow.runtime.record.devices.profiled import ProfiledActions
+from rlflow.runtime.record.edges.choice import Recording
 from rlflow.scheduler.plan.plan import HOST
 
 
@@ -34,6 +35,7 @@ class Start:
     timeout: float
     address: str = ""
     profiled: ProfiledActions | None = None
+    recording: Recording | None = None
 
 
 class Ranks:

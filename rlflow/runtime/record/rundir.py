@@ -3,7 +3,7 @@
     runs/grpo-20250131T142501Z/
       run.json  config.json  graph.json  plan.txt  plan.json      what was run
       metrics.jsonl  devices.jsonl  spans/  logs/  tensorboard/   what happened
-      trackers.json  profiles/                                    where else it is told, kernels
+      records/  trackers.json  profiles/                          rows, other trackers, kernels
       checkpoints/                                                where to continue
       lock                                                        pid and host of its process
 
@@ -40,6 +40,7 @@ from rlflow.runtime.record.durable import (
     register_atomic_faults,
     write_atomic,
 )
+from rlflow.runtime.record.edges.secrets import hidden_facts, hidden_values
 
 RUNS = Path("runs")
 PEAKS_FILE = "peaks.json"
@@ -47,7 +48,6 @@ RUN_FILE = "run.json"
 LOCK_FILE = "lock"
 PACKAGES = ("rlflow-engine", "torch", "transformers", "tensordict", "safetensors", "numpy")
 GIT_SECONDS = 5.0
-
 FILE_POINTS = register_atomic_faults("rundir:file")
 
 
@@ -145,8 +145,8 @@ class RunDir:
         return _read_run(self.path)
 
     def write_config(self, config: Mapping[str, JSON]) -> None:
-        """Write config.json, the resolved values."""
-        self._write_json("config.json", config)
+        """Write config.json, the resolved values; those named like a key are hidden."""
+        self._write_json("config.json", hidden_values(config))
 
     def write_graph(self, graph: Mapping[str, JSON]) -> None:
         """Write graph.json; one that differs from it stays as graphs/NUMBER.json."""
@@ -167,8 +167,8 @@ class RunDir:
             return [file.read_text() for file in files if file.exists()]
 
     def note(self, **facts: JSON) -> None:
-        """Add to run.json."""
-        self._write_json(RUN_FILE, {**self.read_run(), **facts})
+        """Add to run.json; words of commands without what is named like a key."""
+        self._write_json(RUN_FILE, hidden_facts({**self.read_run(), **facts}))
 
     def note_resumed(self, entry: Mapping[str, JSON], again: Sequence[str]) -> None:
         """Add to run.json that the run goes on, with which changes, and the words that do so."""
@@ -201,7 +201,7 @@ class RunDir:
             "git": _git_state(),
             "versions": _versions(),
         }
-        self._write_json(RUN_FILE, facts)
+        self._write_json(RUN_FILE, hidden_facts(facts))
 
     def _write_json(self, name: str, value: Mapping[str, JSON]) -> None:
         self._write(name, exact_json(value))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,11 @@ class Stored:
     def held(self) -> int:
         """How many rows are here."""
         return self.total if self.rows is None else len(self.rows)
+
+    def without(self, names: Collection[str]) -> Stored:
+        """The same rows without some fields."""
+        fields = {name: field for name, field in self.fields.items() if name not in names}
+        return replace(self, fields=fields)
 
     def of(self, chunk: Chunk | None) -> Stored:
         """The rows that a chunk works on; this itself where it holds no others.

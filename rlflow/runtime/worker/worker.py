@@ -29,6 +29,7 @@ from rlflow.runtime.execute.flow import Flow
 from rlflow.runtime.execute.stats import logged
 from rlflow.runtime.execute.versions import require_averages, require_same, require_versions
 from rlflow.runtime.record.devices.rows import row_tokens, row_work
+from rlflow.runtime.record.edges.recorder import Recorder
 from rlflow.runtime.record.printed import printed_by
 from rlflow.runtime.record.stages import stage
 from rlflow.runtime.worker.allocator import give_back_freed_memory
@@ -109,6 +110,7 @@ class Worker:
         self.flow = Flow(plan)
         self.store = ShardStore()
         self._reading = Reading(plan, self.flow, self.store)
+        self.recorder = Recorder(None, plan)
         self.states = NodeStates()
         self._carried: dict[str, dict[str, Any]] = {}
         self._resharders: dict[str, Resharder | BucketStream] = {}
@@ -209,6 +211,7 @@ class Worker:
             self.loaded[name].version = iteration - lag
         made = self._made(node, call, output, keep)
         if made is not None:
+            made = self.recorder.take(action, iteration, made)
             self.store.put(action.id, iteration, made, self.flow.readers(action.id, iteration))
         self.release(action, iteration)
         sized = made if made and node.op.rows in ("expand", "gather") else None
@@ -256,7 +259,7 @@ class Worker:
             iteration=iteration,
             seed=self.seed,
             params=dict(node.params),
-            wanted=self._wanted[node.name],
+            wanted=self._wanted[node.name] | self.recorder.adds(node.name, iteration),
             permutation=functools.partial(_permutation, self.seed, iteration, node.name),
             tokenizer=self._tokenizer,
             inputs=read.inputs,

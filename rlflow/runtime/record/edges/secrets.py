@@ -1,0 +1,66 @@
+"""What is named like a key is never written: arguments of a command, values, fields of rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from rlflow.runtime.record.durable import JSON
+
+HIDDEN = "***"
+SECRET = re.compile(
+    r"(?i)(api|access|secret|private|auth|signing|account)[_-]?key|secret|passw(or)?d|passphrase"
+    r"|credential|(api|access|auth|bearer|hf|hub|github|refresh|session)[_-]?token(?!s)|^token$"
+)
+# Arguments have such names too, fields of rows also others that end so.
+SECRET_ARGUMENT = re.compile(rf"{SECRET.pattern}|[_-]key$")
+SAID = re.compile(r"(?P<name>-{0,2}[\w.-]+)=.+", re.DOTALL)
+IN_ADDRESS = re.compile(r"://[^/@\s:]+:[^/@\s]+@")
+
+
+def is_secret(field: str) -> bool:
+    """Whether a field of rows is named like a key."""
+    return SECRET.search(field) is not None
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """The words of a command, with what is named like a key hidden: `--set api_key=***`."""
+    found: list[str] = []
+    hide = False
+    for word in words:
+        said = SAID.fullmatch(word)
+        if hide:
+            found.append(HIDDEN)
+        elif said is not None and SECRET_ARGUMENT.search(said["name"]):
+            found.append(f"{said['name']}={HIDDEN}")
+        else:
+            found.append(IN_ADDRESS.sub(f"://{HIDDEN}@", word))
+        named = not hide and word.startswith("--") and "=" not in word
+        hide = named and SECRET_ARGUMENT.search(word) is not None
+    return found
+
+
+def hidden_values(values: Mapping[str, JSON]) -> dict[str, JSON]:
+    """Values by name, those that are named like a key hidden, nested ones too."""
+    return {name: _hidden(name, value) for name, value in values.items()}
+
+
+def hidden_facts(facts: Mapping[str, JSON]) -> dict[str, JSON]:
+    """Facts of a run with the words of its commands as they may be seen, of each start."""
+    found = dict(facts)
+    for name in found.keys() & {"command", "again"}:
+        words = found[name]
+        if isinstance(words, list | tuple):
+            found[name] = [*without_secrets([str(word) for word in words])]
+    starts = found.get("resumed")
+    if isinstance(starts, list | tuple):
+        found["resumed"] = [hidden_facts(s) if isinstance(s, Mapping) else s for s in starts]
+    return found
+
+
+def _hidden(name: str, value: JSON) -> JSON:
+    if isinstance(value, Mapping):
+        return hidden_values(value)
+    if value not in (None, "") and SECRET_ARGUMENT.search(name):
+        return HIDDEN
+    return IN_ADDRESS.sub(f"://{HIDDEN}@", value) if isinstance(value, str) else value

@@ -1,0 +1,93 @@
+"""One file of recorded rows: whole or not at all.
+
+Nothing is synchronised with the disk, for a run does not wait for its record; a file that a
+machine's end has torn is left out by whoever reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlflow.runtime.record.durable import fault, register_faults, temporary_name
+from rlflow.runtime.record.edges.names import (
+    ABOUT,
+    DTYPES,
+    SHAPES,
+    About,
+    edge_directory,
+    file_name,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+register_faults("record:write", "record:rename")
+
+
+def edge_table(
+    about: About,
+    fields: Mapping[str, Tensor],
+    rows: NDArray[np.int64],
+    *,
+    groups: NDArray[np.int64] | None = None,
+    texts: Collection[str] = (),
+) -> Any:
+    """A `pyarrow.Table` of a node's rows.
+
+    `rows` int64 `[rows]` are their numbers in the node's whole output; `groups` int64 `[rows]`
+    stand for a field `group` where the node makes none. `texts` names the fields that are text.
+    """
+    import pyarrow as pa
+
+    from rlflow.runtime.record.edges.columns import as_column
+
+    columns = {name: as_column(field, text=name in texts) for name, field in fields.items()}
+    arrays = {"row": pa.array(rows)}
+    if groups is not None and "group" not in fields:
+        arrays["group"] = pa.array(groups)
+    ordered = sorted(columns, key=lambda name: name != "group")
+    arrays |= {name: columns[name].values for name in ordered}
+    dtypes = {name: column.dtype for name, column in columns.items()}
+    shapes = {name: list(column.shape) for name, column in columns.items()}
+    metadata = {
+        ABOUT: about.encoded(),
+        DTYPES: json.dumps(dtypes, sort_keys=True).encode(),
+        SHAPES: json.dumps(shapes, sort_keys=True).encode(),
+    }
+    return pa.table(arrays).replace_schema_metadata(metadata)
+
+
+def write_edge(run: Path, table: Any, *, rank: int | None = None) -> int:
+    """Write a table of `edge_table`, in the place of an earlier one; returns its bytes on disk.
+
+    Raises `OSError` after removing what it had written.
+    """
+    import pyarrow.parquet as pq
+
+    about = About.decoded(table.schema.metadata)
+    assert about is not None, "only tables of edge_table are recorded edges"
+    directory = edge_directory(run, about.node)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / file_name(about.iteration, rank)
+    temporary = temporary_name(path)
+    try:
+        # A dictionary would take all NaNs for one.
+        pq.write_table(
+            table, temporary, compression="zstd", use_dictionary=False, write_statistics=False
+        )
+        fault("record:write")
+        size = temporary.stat().st_size
+        temporary.rename(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    fault("record:rename")
+    return size
