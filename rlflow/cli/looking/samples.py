@@ -52,7 +52,7 @@ Examples:
     show_default=True,
     help="What tokens are coloured by.",
 )
-@click.option("--node", metavar="NODE", help="RowsMade of another node than the rollout.")
+@click.option("--node", metavar="NODE", help="Rows made by another node than the rollout.")
 @click.option("--html", "page", metavar="FILE", help="Write one page that works offline.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON only, with all tokens.")
 def show_samples(run_dir: str, **options: Any) -> None:

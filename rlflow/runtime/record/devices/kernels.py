@@ -7,6 +7,7 @@ when, by the wall clock, its mark began, so that a trace of the run can lay it b
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +39,8 @@ def with_kernels(
         return call()
     path = profiled.path(action, iteration, device)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Else the profiler tells the terminal that it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if profiled.cuda:
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
