@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 # Free bytes of a disk that the record leaves to checkpoints.
 LEFT_FREE = 2**30
-# RowsMade that wait to be written, in bytes. One entry waits whatever its size.
+# Rows that wait to be written, in bytes. One entry waits whatever its size.
 WAITING = 512 * 2**20
 
 
 class RowsMade(Protocol):
-    """RowsMade that an action has left in this process, as the shard store keeps them."""
+    """Rows that an action has left in this process, as the shard store keeps them."""
 
     @property
     def fields(self) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ class RowsMade(Protocol):
 
     @property
     def total(self) -> int:
-        """RowsMade of the whole batch."""
+        """Rows of the whole batch."""
 
     @property
     def rows(self) -> Tensor | None:
