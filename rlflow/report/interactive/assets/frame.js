@@ -1,5 +1,5 @@
 // What all parts of the page share: its data, elements, units, the theme, the action selected.
-const page = {data: null, samples: null, selected: null, drawers: [], selections: []};
+const page = {data: null, selected: null, drawers: [], selections: []};
 const byId = (id) => document.getElementById(id);
 
 async function unpack(text) {

@@ -1,8 +1,7 @@
 // The start of the page; where it is served, what changed is asked for again and again.
 async function load(texts) {
   if (texts.data) page.data = await unpack(texts.data);
-  if (texts.samples !== undefined) page.samples = texts.samples ? await unpack(texts.samples) : null;
-  for (const start of [startCurves, startGantt, startSamples, linkPictures]) start();
+  for (const start of [startCurves, startGantt, linkPictures]) start();
   showSelected();
 }
 
@@ -42,7 +41,7 @@ async function follow(url) {
 (async () => {
   themeButton();
   const text = (id) => byId(id)?.textContent ?? "";
-  await load({data: text("data-run"), samples: text("data-samples")});
+  await load({data: text("data-run")});
   document.documentElement.dataset.ready = "yes";
   const live = byId("data-live");
   if (live) follow(live.textContent.trim());
