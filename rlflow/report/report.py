@@ -23,6 +23,7 @@ from rlflow.report.diagrams.graph_dot import graph_digraph
 from rlflow.report.diagrams.plan_dot import plan_digraph
 from rlflow.report.interactive.document import PagePart, document
 from rlflow.report.interactive.payload import packed, page_data
+from rlflow.report.interactive.samples import sample_table
 from rlflow.report.page import bars, figure, html_table, tiles
 from rlflow.report.runfiles import (
     RunFiles,
@@ -42,12 +43,14 @@ from rlflow.report.tables import (
     plan_rows,
     time_rows,
 )
+from rlflow.runtime.record.edges.reading import recorded
 from rlflow.runtime.record.spans import summarise
 from rlflow.scheduler.plan.text import duration
 
 __all__ = ["report_page", "summary_text", "write_report"]
 
 REPORT_FILE = "report.html"
+NOTHING_RECORDED = "No rows are recorded: the run had <code>--record none</code>, or ended before."
 NEEDS_SCRIPTS = "The chart needs a browser that runs the scripts in this file."
 
 
@@ -123,6 +126,12 @@ def page_parts(files: RunFiles) -> list[PagePart]:
             title="One iteration",
             html=_gantt(files),
             drawn="gantt" if iteration_windows(files.spans) else "",
+        ),
+        PagePart(
+            name="sampled",
+            title="Samples",
+            html=_sampled(files),
+            drawn="samples" if recorded(files.path) else "",
         ),
         PagePart(name="time", title="Where the time went", html=_time(files)),
         PagePart(name="devices", title="What devices did", html=_devices(files)),
@@ -218,6 +227,16 @@ def _gantt(files: RunFiles) -> str:
         "next action, what released that, and so on, by the dependencies of the plan."
     )
     return f'<p class="note">{remark}</p>{_drawn("gantt")}'
+
+
+def _sampled(files: RunFiles) -> str:
+    """What is said below the table, which a script draws."""
+    table = sample_table(files.path)
+    if table is None:
+        return f'<p class="note">{NOTHING_RECORDED}</p>' if files.metrics else ""
+    more = f"rlflow samples {shlex.quote(str(files.path))}"
+    remark = f"{table.remark} All, token by token: <code>{escape(more)}</code>"
+    return f'<p class="note">{remark}</p>{_drawn("samples")}'
 
 
 def _plan(files: RunFiles) -> str:

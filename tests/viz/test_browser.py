@@ -9,10 +9,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from rlflow.batch import ragged, text
 from rlflow.report.interactive.serve import WatchedRun, serving_page
 from rlflow.report.report import write_report
+from rlflow.runtime.record.edges.names import About
+from rlflow.runtime.record.edges.writing import edge_table, write_edge
 from rlflow.scheduler.plan.plan import Plan
 from tests.viz.browser import Tab, browsing, chromium
 from tests.viz.examples import write_run
@@ -188,7 +192,31 @@ def test_a_thousand_iterations_open_in_two_seconds_and_stay_small(browser, split
         }
         row["metrics"] |= more
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    record_samples(run, 1_000, 40)
     page = write_report(run)
     assert page.stat().st_size < LARGEST
     browser.look()
     assert min(browser.open(page.as_uri()) for _ in range(3)) < LONGEST_MS
+    assert "25 of 4000 found" == browser.run(
+        "document.querySelector('#samples output').textContent"
+    )
+
+
+def record_samples(run: Path, iterations: int, count: int) -> None:
+    """So many samples of each iteration, of a hundred words or so."""
+    import torch
+
+    for iteration in range(iterations):
+        words = [f"{' '.join(str(n * n % 977) for n in range(100))} of {i}" for i in range(count)]
+        fields = {
+            "group": torch.arange(count) // 8,
+            "prompt": text([f"prompt {i // 8}" for i in range(count)]),
+            "response": text(words),
+            "response_tokens": ragged(torch.arange(count), torch.ones(count, dtype=torch.int64)),
+        }
+        about = About(
+            node="actor.rollout", iteration=iteration, how="every", total=count, graph="g",
+            rows_of="actor.rollout",
+        )  # fmt: skip
+        texts = ("prompt", "response")
+        write_edge(run, edge_table(about, fields, np.arange(count), texts=texts))

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from rlflow.batch import ragged, text
+from rlflow.report.interactive import samples
+from rlflow.report.interactive.samples import sample_table
 from rlflow.runtime.record.edges.names import About
 from rlflow.runtime.record.edges.writing import edge_table, write_edge
 
@@ -135,3 +137,34 @@ def test_a_run_without_a_record_says_how_to_have_one(rlflow, tmp_path):
     assert 2 == made.code
     assert "has no recorded rows" in made.err
     assert "rlflow run PIPELINE" in made.err
+
+
+def test_the_page_of_a_run_has_its_samples(run):
+    """Newest and oldest; a number that is none is left out, a field that another repeats too."""
+    table = sample_table(run)
+
+    assert table is not None
+    assert "8 samples of 2 recorded iterations." == table.remark
+    assert {"iteration", "group", "length", "advantage", "reward", "response"} <= {*table.columns}
+    assert "advantages" not in table.columns
+    made = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [(3, text) for text in WORDS] + [(4, text) for text in WORDS] == [
+        (row["iteration"], row["response"]) for row in made
+    ]
+    assert [0.5, 1, 0, None] == [row["reward"] for row in made[:4]]
+    assert [1, 3, 2, 2] == [row["length"] for row in made[:4]]
+
+
+def test_of_many_iterations_the_page_has_some_spread_evenly(run, monkeypatch):
+    monkeypatch.setattr(samples, "MOST_SAMPLES", 5)
+    monkeypatch.setattr(samples, "LONGEST_TEXT", 3)
+    table = sample_table(run)
+
+    assert table is not None
+    assert {4} == {row[0] for row in table.rows}
+    assert "4 samples of 1 recorded iterations of 2, spread evenly." == table.remark
+    assert "<b>…" == table.rows[1][table.columns.index("response")]
+
+
+def test_a_run_without_records_has_none_on_its_page(tmp_path):
+    assert sample_table(tmp_path) is None

@@ -17,7 +17,7 @@ from rlflow.report.charts.look import escape
 from rlflow.report.page import style, wrapped_section
 
 ASSETS = Path(__file__).with_name("assets")
-SCRIPTS = ("frame", "gantt", "detail", "curves", "live")
+SCRIPTS = ("frame", "gantt", "detail", "curves", "samples", "live")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,12 @@ import gzip
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
 from rlflow.report.charts.look import ACTION_STYLES, NO_MODEL, document_lane, graph_colours
+from rlflow.report.interactive.samples import sample_table
 from rlflow.report.interactive.timeline import timeline
 from rlflow.report.runfiles import Point, RunFiles, headline_of, measured_seconds
 from rlflow.report.tables import document_action_what
@@ -25,13 +27,14 @@ def page_data(
     files: RunFiles, others: Sequence[RunFiles] = (), wanted: int | None = None
 ) -> dict[str, Any]:
     """The data of one run's page, with the curves of other runs to lay over its own."""
-    shown = headline_of(files)
+    shown, sampled = headline_of(files), sample_table(files.path)
     return {
         "runs": run_labels([files, *others]),
         "curves": [_curves(each) for each in (files, *others)],
         "headline": [*shown.training, *shown.held_out],
         "actions": _actions(files),
         "timeline": timeline(files, wanted) if files.spans else None,
+        "samples": None if sampled is None else asdict(sampled),
     }
 
 

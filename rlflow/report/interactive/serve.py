@@ -22,6 +22,7 @@ from rlflow.report.interactive.payload import packed, page_data
 from rlflow.report.report import page_head, page_parts, report_page
 from rlflow.report.runfiles import read_run_files
 from rlflow.runtime.record.devices.log import DEVICE_LOG
+from rlflow.runtime.record.edges.names import RECORDS
 
 LOOPBACK = "127.0.0.1"
 FILES = ("run.json", "config.json", "graph.json", "plan.json", "metrics.jsonl", DEVICE_LOG)
@@ -66,7 +67,8 @@ class WatchedRun:
         """Times and sizes of the files that the page is made of."""
         paths = [run / name for run in self.runs for name in FILES]
         paths += [path for run in self.runs for path in sorted((run / "spans").glob("*.jsonl"))]
-        known = [path.stat() for path in paths if path.is_file()]
+        paths += [path for run in self.runs for path in sorted((run / RECORDS).glob("*"))]
+        known = [path.stat() for path in paths if path.exists()]
         return f"{hash(tuple((each.st_mtime_ns, each.st_size) for each in known)):x}"
 
 

@@ -1,7 +1,7 @@
 // The start of the page; where it is served, what changed is asked for again and again.
 async function load(texts) {
   if (texts.data) page.data = await unpack(texts.data);
-  for (const start of [startCurves, startGantt, linkPictures]) start();
+  for (const start of [startCurves, startGantt, startSamples, linkPictures]) start();
   showSelected();
 }
 
