@@ -165,12 +165,13 @@ def _chosen(graph: Graph, node: Node, rule: RecordRule) -> RecordedNode:
 def _unread(node: Node, names: set[str]) -> set[str]:
     """Fields that a body makes though nobody reads them, once it is asked to: those of rollouts.
 
-    Fields that are handed on can be made where they come in; others may cost a forward.
+    Other bodies make them of what comes in, which may not be there where nobody reads it.
     """
+    if node.op.use != "rollout":
+        return set()
     made = {"response", "finished", "version", "sample", "group"}
-    own = made if node.role(SamplingOptions) is not None else set()
-    arriving = {bound.name for bound in node.inputs}
-    return {name for name in names & (own | arriving) if not is_secret(name)}
+    made |= {bound.name for bound in node.inputs}
+    return {name for name in names & made if not is_secret(name)}
 
 
 def _group_size(graph: Graph, node: Node, *, through: bool = False) -> int | None:
