@@ -8,12 +8,17 @@ import sys
 import textwrap
 import threading
 
+import numpy as np
 import pytest
+import torch
 
 import rlflow as rf
+from rlflow.batch import ragged, text
 from rlflow.cli.door.events import RunWatch
 from rlflow.cli.door.handle import started
-from rlflow.errors import CallbackError, PlanError, RunError, UsageError
+from rlflow.errors import CallbackError, PlanError, RunDirError, RunError, UsageError
+from rlflow.runtime.record.edges.names import About
+from rlflow.runtime.record.edges.writing import edge_table, write_edge
 from tests.conftest import PIPELINES
 
 GRPO = PIPELINES / "grpo_arithmetic.py"
@@ -146,6 +151,59 @@ def test_a_callback_stops_a_run_after_what_has_begun(tmp_path):
     assert [0, 1, 2] == [done.iteration for done in run]
 
 
+def sampled(run, iterations):
+    """Record a rollout with its rewards, but for the rewards of the last iteration."""
+    for iteration in iterations:
+        fields = {
+            "group": torch.tensor([0, 0, 1]),
+            "response": text(["ten", "eleven", "nine"]),
+            "response_tokens": ragged(torch.arange(6), torch.tensor([1, 3, 2])),
+        }
+        rewards = {"reward": torch.tensor([0.5, 1.0, 0.0])}
+        edges = {"actor.rollout": fields, "reward": rewards}
+        for node in edges if iteration != iterations[-1] else ["actor.rollout"]:
+            how = {"how": "every", "total": 3, "graph": "g", "rows_of": "actor.rollout"}
+            about = About(node=node, iteration=iteration, **how)
+            write_edge(run, edge_table(about, edges[node], np.arange(3), texts=("response",)))
+
+
+@pytest.mark.torch
+def test_samples_are_the_rows_that_the_command_shows(rlflow, tmp_path):
+    facts = {"name": "grpo", "pipeline": "grpo.py", "started": "2025"}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    watch = RunWatch(())
+    run = started(watch, played(watch, tmp_path)).wait()
+    with pytest.raises(RunDirError, match="E734"):
+        run.samples()
+    sampled(tmp_path, [2, 3, 4])
+    found = run.samples()
+    shown = json.loads(rlflow("samples", tmp_path, "--iteration", "all", "--json").out)
+
+    assert [2, 2, 2, 3, 3, 3, 4, 4, 4] == found["iteration"].tolist()
+    assert [each["response_tokens"] for each in shown] == found["response_tokens"].tolist()
+    assert set(shown[0]) == set(found.columns)
+    assert [0.5, 1.0, 0.0] == run.samples([3])["reward"].tolist()
+    assert found["reward"].isna().tolist() == [False] * 6 + [True] * 3
+    with pytest.raises(RunDirError, match="E734"):
+        run.samples([9])
+    with pytest.raises(RunDirError, match=r"did you mean +'actor\.rollout'"):
+        run.samples(node="actor.rolout")
+
+
+@pytest.mark.parametrize(
+    ("look", "said"),
+    [(lambda run: run.metrics, "run.metrics"), (lambda run: run.samples(), "run.samples()")],
+)
+def test_without_pandas_the_message_says_what_brings_it(tmp_path, monkeypatch, look, said):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    watch = RunWatch(())
+    run = started(watch, played(watch, tmp_path)).wait()
+    with pytest.raises(UsageError, match=r"E822") as caught:
+        look(run)
+    assert f"{said} is a pandas DataFrame" in str(caught.value)
+    assert "rlflow-engine[notebook]" in str(caught.value)
+
+
 def test_what_fails_before_the_first_iteration_is_raised_at_once():
     def work():
         raise UsageError(summary="nothing was started")
@@ -221,6 +279,10 @@ def test_a_run_is_iterated_over_and_read_as_a_table(tmp_path):
                     run.stop()
             assert len(seen) == len(run.metrics) < 40, (len(seen), len(run.metrics))
             assert list(run.metrics.index[:3]) == [0, 1, 2]
+            samples = run.samples()
+            assert set(samples["iteration"]) == set(range(len(seen))), samples
+            assert samples.query("iteration == 1")["response_tokens"].map(len).min() > 0
+            assert samples[["reward", "advantages"]].notna().all(axis=None)
             again = rf.run({str(GRPO)!r}, devices="cpu:1", iterations=len(seen) + 1,
                            config={{"group_size": 4}}, resume="mine").wait()
             assert [len(seen)] == [done.iteration for done in again]

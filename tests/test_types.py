@@ -39,7 +39,7 @@ EXCEPTIONS = {
     r"^runtime/ray/": "handles of Ray, and lists that it sends",
     r"^scheduler/(memory/exact_joint|periodic/exact):": "OR-Tools, imported where it is asked for",
     r"^data/(arrow|files|hub):": "schemas and tables of pyarrow",
-    r"^runtime/record/edges/|^report/samples/joined:": "tables and arrays of pyarrow",
+    r"^runtime/record/edges/|^report/(samples/joined|compared/bits):": "tables of pyarrow",
     r"^graph/(fields:|pipeline:|user/iterations:)|^strict:": "a user's annotations and arguments",
     r"^graph/(graph|roles):": "the options of a node, of which a role gives one its meaning",
     r"^ops/": "what a user has given to an op, or gets back in a row",

@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from rlflow.cli.commands import Target, compile_target, declare
+from rlflow.cli.looking.bisect import bisect_runs
 from rlflow.cli.looking.report import report
 from rlflow.cli.looking.samples import show_samples
 from rlflow.cli.looking.watch import watch_run
@@ -65,6 +66,7 @@ cli.add_command(trace)
 cli.add_command(report)
 cli.add_command(watch_run)
 cli.add_command(show_samples)
+cli.add_command(bisect_runs)
 
 
 @cli.command()

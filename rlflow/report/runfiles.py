@@ -67,23 +67,24 @@ def read_run_files(path: Path) -> RunFiles:
                 near=near_names(path.name, runs),
             )
         )
-    run = _document(path / "run.json") or {}
+    run = read_document(path / "run.json") or {}
     if not run.keys() >= RUN_KEYS:
         raise _damaged(path / "run.json", f"no {', '.join(sorted(RUN_KEYS - run.keys()))}")
     text = path / "plan.txt"
     return RunFiles(
         path=path,
         run=run,
-        config=_document(path / "config.json") or {},
-        graph=_document(path / "graph.json"),
-        plan=_document(path / "plan.json"),
+        config=read_document(path / "config.json") or {},
+        graph=read_document(path / "graph.json"),
+        plan=read_document(path / "plan.json"),
         plan_text=text.read_text(encoding="utf-8") if text.is_file() else "",
         metrics=tuple(_metrics(path / "metrics.jsonl")),
         spans=tuple(read_spans(path / "spans")) if (path / "spans").is_dir() else (),
     )
 
 
-def _document(path: Path) -> dict[str, Any] | None:
+def read_document(path: Path) -> dict[str, Any] | None:
+    """A JSON file of a run directory; None where it is not there. RunDirError if damaged."""
     if not path.is_file():
         return None
     try:

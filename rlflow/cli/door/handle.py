@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -57,10 +57,29 @@ class RunHandle:
         """
         from rlflow.runtime.record.metrics import read_metrics
 
-        pandas = _pandas()
+        pandas = _pandas("run.metrics")
         lines = read_metrics(self.directory / "metrics.jsonl")
         index = pandas.Index([line.iteration for line in lines], name="iteration", dtype="int64")
         return pandas.DataFrame([dict(line.metrics) for line in lines], index=index)
+
+    def samples(
+        self, iterations: Collection[int] | None = None, *, node: str | None = None
+    ) -> pd.DataFrame:
+        """The recorded rows so far, of some `iterations` or all, as `rlflow samples` joins them.
+
+        Columns are `iteration`, `row` and the recorded fields: numbers, text, and lists of one
+        number a token. `node` takes rows that another node than the rollout numbers. UsageError
+        E822 where pandas is missing, RunDirError E734 where nothing of it is recorded.
+        """
+        from rlflow.report.samples.joined import load_samples
+
+        pandas = _pandas("run.samples()")
+        rows = [
+            {"iteration": each.iteration, "row": each.row}
+            | {name: each.value(name) for name in each.fields()}
+            for each in load_samples(self.directory, node, iterations).samples
+        ]
+        return pandas.DataFrame(rows)
 
     def stop(self, *, wait: bool = True) -> None:
         """End after what has begun, and `wait` for it; the run directory can be resumed.
@@ -166,17 +185,17 @@ def started(watch: RunWatch, work: Callable[[], object]) -> RunHandle:
     return RunHandle(watch, thread)
 
 
-def _pandas() -> Any:
-    """The module pandas; UsageError E822 where it is not installed."""
+def _pandas(asked: str) -> Any:
+    """The module pandas; UsageError E822 for what is asked where it is not installed."""
     try:
         import pandas
     except ImportError:
         raise UsageError(
             Finding(
                 code="E822",
-                what="run.metrics is a pandas DataFrame, and pandas is not installed",
+                what=f"{asked} is a pandas DataFrame, and pandas is not installed",
                 got=sys.executable,
-                expected="pandas, or read_metrics of the lines in metrics.jsonl",
+                expected="pandas; metrics.jsonl and `rlflow samples --json` do without it",
                 fix='pip install "rlflow-engine[notebook]"',
             )
         ) from None

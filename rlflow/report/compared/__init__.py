@@ -1,0 +1,1 @@
+"""Two runs side by side: where what they have left in their directories first differs."""
