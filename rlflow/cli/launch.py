@@ -40,7 +40,6 @@ from rlflow.cli.machines import backend_joining, machine_of
 from rlflow.cli.stages.parts import require_trained
 from rlflow.cli.tracing.observing import check_observed, observer_of, profiled_actions
 from rlflow.errors import Finding, Interrupted, UsageError
-from rlflow.graph.graph import Graph
 from rlflow.graph.headline import headline
 from rlflow.runtime.record.changes import drains
 from rlflow.runtime.record.edges.keeping import record_kept
@@ -165,7 +164,7 @@ def _launch(
     check_observed(planned, options)
     recording = recording_asked(planned, options, Path(options["run_dir"] or "."))
     if options["dry_run"]:
-        _preflight(plan.graph, planned)
+        _preflight(planned, count)
         said = f"  {recording.line()}\n  dry run: {count} iterations would run; nothing was started"
         text = "" if as_json else f"{plan_text(plan)}\n\n{said}"
         return Outcome(run_dir=None, iterations=0, metrics={}, text=text)
@@ -225,9 +224,13 @@ def _rooms(address: str, target: Target) -> tuple[int, ...]:
         return rooms(session, kind=kind, threads=target.threads or 1)
 
 
-def _preflight(graph: Graph, planned: Planned) -> None:
+def _preflight(planned: Planned, count: int, begun: Mapping[str, Any] | None = None) -> None:
+    """Look at all that a run of so many iterations will read; one that goes on has `begun`."""
     from rlflow.runtime.preflight import check_prompts, check_rewards
+    from rlflow.runtime.record.replaying.present import require_recorded
 
+    graph = planned.compiled.plan.graph
+    require_recorded(graph, range(begun["iteration"] if begun else 0, count))
     check_prompts(graph, planned.declared.pipeline.path)
     check_rewards(graph)
 
@@ -257,7 +260,7 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
             save_every=asked.saves.every,
             allowed=asked.allowed,
         )
-        _preflight(plan.graph, planned)
+        _preflight(planned, asked.iterations, begun)
         display.say(plan_text(plan))
         if planned.target.devices is None:
             display.say(f"GPUs: {chosen_text(machine_gpus())}")

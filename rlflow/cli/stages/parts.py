@@ -1,4 +1,4 @@
-"""`--only`: the part of a graph that a command is about, and a placement for it."""
+"""`--only` and `--from`: the part of a graph that a command is about, and a placement for it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def part_options(function: F) -> F:
-    """The options that take a part of the graph: nodes by themselves."""
+    """The options that take a part of the graph: nodes by themselves, edges from a record."""
     for option in (
+        click.option(
+            "--from",
+            "sources",
+            multiple=True,
+            metavar="RUN:NODE",
+            help="Read what NODE made from the record of a run, and do not make it; repeatable.",
+        ),
         click.option(
             "--only",
             multiple=True,

@@ -26,7 +26,7 @@ SINK = Op(
 )
 SOURCE = Op(
     name="recorded",
-    body="rlflow.runtime.record.replaying.source:recorded",
+    body="rlflow.runtime.record.replaying.source:recorded_rows",
     inputs=(),
     outputs=(),
     per="batch",
