@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -104,15 +105,18 @@ def test_what_staleness_gains_is_what_diff_prints():
     assert rows["iteration, estimated"][::-1] + rows["idle device time"][::-1] == list(shown)
 
 
-def test_a_7b_model_on_eight_gpus_is_tuned_and_planned(tmp_path):
-    """The last line, a run, is compiled for the GPUs and the shape that the others name.
+def test_rows_of_ones_own_are_trained_on_in_five_commands(tmp_path, monkeypatch):
+    """Typed as they are shown but for the run, which is compiled for the GPUs of the plan's line.
 
     `RLFLOW_WRITE_DOCS=1` writes the figures anew.
     """
-    best = str(tmp_path / "best.py")
-    check, tune, plan, run = (line.replace("best.py", best) for line in ON_GPUS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    row = {"prompt": "What is 2 + 3?", "answer": "5"}
+    Path("my.jsonl").write_text(f"{json.dumps(row)}\n" * 96)
+    init, check, plan, run, report = ON_GPUS
+    assert 0 == invoke(init).exit_code
     assert 0 == invoke(check).exit_code
-    assert 0 == invoke(tune).exit_code
     printed = invoke(plan).stdout
 
     pools = re.findall(r"(?:train|gen) \[(\d+):(\d+)\]", printed.partition("backend")[0])
@@ -123,9 +127,36 @@ def test_a_7b_model_on_eight_gpus_is_tuned_and_planned(tmp_path):
         written = re.sub(r"\d+ devices that train and .* an iteration", told, README)
         (ROOT / "README.md").write_text(written)
         return
-    as_run = run.replace("rlflow run ", "rlflow plan ")
-    assert printed == invoke(as_run, *shlex.split(plan.partition(best)[2])).stdout
+    before, _, directory = run.partition(" --run-dir ")
+    assert f"rlflow report {directory}" == report
+    assert plan.split()[2:5] == before.split()[2:5]
+    assert cli.commands["run"].make_context("run", shlex.split(run)[2:])
     assert told in README
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_the_five_commands_run_on_a_cpu_with_a_tiny_model(tmp_path, monkeypatch):
+    """The lines of the README with another model, on one CPU device, for two iterations."""
+    monkeypatch.chdir(tmp_path)
+    rows = ({"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 42))
+    Path("my.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    model = str(ROOT / "pipelines" / "assets" / "arith-tiny")
+    init, _, _, run, report = (
+        line.replace("Qwen/Qwen2.5-7B-Instruct", model).replace("sglang", "one") for line in ON_GPUS
+    )
+    small = ("prompts_per_iteration=4", "group_size=4", "max_new_tokens=8")
+    settings = [word for setting in small for word in ("--set", setting)]
+
+    assert 0 == invoke(init).exit_code
+    assert 0 == invoke("rlflow check mine.py").exit_code
+    assert 0 == invoke("rlflow plan mine.py --placement one").exit_code
+    assert 0 == invoke(run, *settings, "--iterations", "2", "--threads", "1").exit_code
+    assert 0 == invoke(report).exit_code
+
+    metrics = (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()
+    assert 2 == len(metrics)
+    assert (tmp_path / "runs/mine/report.html").is_file()
 
 
 def test_the_pipeline_traces_and_compiles(tmp_path, monkeypatch):

@@ -33,6 +33,7 @@ from rlflow.cli.options import (
     schedule_options,
     target_options,
 )
+from rlflow.cli.recipes.command import init_pipeline, list_recipes
 from rlflow.cli.rehearsal.command import rehearse
 from rlflow.cli.tracing.command import trace
 from rlflow.errors import RlflowError, UsageError
@@ -63,6 +64,8 @@ def cli(debug: bool) -> None:
 
 cli.add_command(rehearse)
 cli.add_command(trace)
+cli.add_command(list_recipes)
+cli.add_command(init_pipeline)
 cli.add_command(report)
 cli.add_command(watch_run)
 cli.add_command(show_samples)
