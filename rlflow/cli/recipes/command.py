@@ -10,8 +10,8 @@ import click
 
 from rlflow.cli.commands import Target, check_all
 from rlflow.cli.recipes.catalogue import RECIPES, recipe_named
-from rlflow.cli.recipes.rows import Rows
-from rlflow.cli.recipes.written import Asked, pipeline_file, write_pipeline
+from rlflow.cli.recipes.rows import OwnRows
+from rlflow.cli.recipes.written import AskedPipeline, pipeline_file, write_pipeline
 from rlflow.errors import Finding, UsageError
 from rlflow.modelfiles.directories import model_directory
 from rlflow.scheduler.models.known_shapes import KNOWN
@@ -77,9 +77,9 @@ def init_pipeline(
     as_json: bool,
 ) -> None:
     """Write a pipeline of your own, NAME.py, from a recipe, and check it."""
-    rows = Rows(data=data, prompt=prompt_column, answer=answer_column, subset=subset)
+    rows = OwnRows(data=data, prompt=prompt_column, answer=answer_column, subset=subset)
     taken = recipe_named(recipe)
-    asked = Asked(
+    asked = AskedPipeline(
         recipe=taken,
         path=pipeline_file(name or taken.name),
         model=model,
@@ -98,7 +98,7 @@ def init_pipeline(
     click.echo("\n".join(next_lines(asked)), err=True)
 
 
-def checked_words(asked: Asked) -> None:
+def checked_words(asked: AskedPipeline) -> None:
     """Refuse, before anything is written, a model or rows that are not there (UsageError)."""
     model_directory(asked.model)
     asked.rows.checked()
@@ -116,7 +116,7 @@ def checked_words(asked: Asked) -> None:
         )
 
 
-def next_lines(asked: Asked) -> list[str]:
+def next_lines(asked: AskedPipeline) -> list[str]:
     """What to type next: edit, plan on devices that need not be here, and run."""
     file, placement = shlex.quote(str(asked.path)), asked.recipe.placement
     shape = shape_words(asked.model)

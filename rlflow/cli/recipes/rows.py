@@ -24,7 +24,7 @@ OFTEN = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class OwnRows:
     """Where rows come from and what their columns are called there."""
 
     data: str
@@ -68,7 +68,9 @@ class Rows:
         """The function `rows` of the written file."""
         renamed = {self.prompt: "prompt", self.answer: "answer"}
         renamed = {old: new for old, new in renamed.items() if old != new}
-        pairs = ", ".join(f"{quoted(old)}: {quoted(new)}" for old, new in renamed.items())
+        pairs = ", ".join(
+            f"{double_quoted(old)}: {double_quoted(new)}" for old, new in renamed.items()
+        )
         columns = 'columns=("prompt", "answer")'
         words = [columns, f"rename={{{pairs}}}"] if renamed else [columns]
         if self.suffix:
@@ -78,7 +80,7 @@ class Rows:
         else:
             says = '"""A split\'s rows, each with a `prompt` and an `answer`."""'
             called, head = "rf.data.huggingface", 'def rows(name: str, split: str = "train")'
-            subset = [f"subset={quoted(self.subset)}"] if self.subset else []
+            subset = [f"subset={double_quoted(self.subset)}"] if self.subset else []
             words[:0] = ["name", "split=split", *subset]
         lines = [f"{head} -> rf.data.DataSource:", f"    {says}"]
         one = f"    return {called}({', '.join(words)})"
@@ -86,7 +88,7 @@ class Rows:
         return "\n".join(lines + ([one] if len(one) <= 100 and not renamed else several))
 
 
-def quoted(text: str) -> str:
+def double_quoted(text: str) -> str:
     """A text as Python has it, in double quotes."""
     return json.dumps(text, ensure_ascii=False)
 

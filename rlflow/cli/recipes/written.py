@@ -14,7 +14,7 @@ from pathlib import Path
 from string import Template
 
 from rlflow.cli.recipes.catalogue import TEMPLATES, Recipe
-from rlflow.cli.recipes.rows import Rows, quoted
+from rlflow.cli.recipes.rows import OwnRows, double_quoted
 from rlflow.data.paths import shown
 from rlflow.errors import Finding, UsageError
 from rlflow.modelfiles.directories import model_directory
@@ -28,14 +28,14 @@ TAKEN |= {"datasets", "numpy", "ray", "rlflow", "sglang", "torch", "transformers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AskedPipeline:
     """What a pipeline is written from: a recipe, a model, rows, and rows that are held out."""
 
     recipe: Recipe
     path: Path
     model: str
-    rows: Rows
-    held_out: Rows | None = None
+    rows: OwnRows
+    held_out: OwnRows | None = None
 
     def text(self) -> str:
         """The pipeline file. Raises OSError where a template cannot be read."""
@@ -44,8 +44,8 @@ class Asked:
         values = {
             "file": self.path.name,
             "name": self.path.stem,
-            "model": quoted(self.model),
-            "data": quoted(self.rows.data),
+            "model": double_quoted(self.model),
+            "data": double_quoted(self.rows.data),
             "chat": str(has_chat_template(self.model)),
             "rows": self.rows.source(),
             "correct": correct if self.recipe.name != "sft" else f"{correct}\n\n\n" * judged,
@@ -60,7 +60,7 @@ class Asked:
     def _eval_config(self) -> str:
         if self.held_out is None:
             return ""
-        fields = [f"eval_data: str = {quoted(self.held_out.data)}"]
+        fields = [f"eval_data: str = {double_quoted(self.held_out.data)}"]
         fields += ["eval_every: int = 20", "eval_limit: int = 256"]
         if self.recipe.name == "sft":
             fields.append("max_new_tokens: int = 512")
@@ -115,7 +115,7 @@ def pipeline_file(name: str) -> Path:
     )
 
 
-def write_pipeline(asked: Asked, *, force: bool) -> None:
+def write_pipeline(asked: AskedPipeline, *, force: bool) -> None:
     """Write the file. Raises UsageError E350 where one is and `force` is not said, or no folder."""
     text = asked.text()
     try:
