@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def test_an_update_after_an_abort_waits_for_nothing(adapted):
     before = link.moved
     call.start()
     while link.moved == before and call.is_alive():
-        pass
+        time.sleep(0.001)
     adapted.rollout.abort()
     call.join(60)
     trained(adapted, 2, seed=2)
