@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import click
@@ -21,6 +22,8 @@ def watch_run(run_dirs: tuple[str, ...], port: int) -> None:
     watched = WatchedRun(first, others)
     watched.answer("")
     with serving_page(watched, port) as served:
+        # Who starts it in the background of a script has it ignore Ctrl-C, its only end.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             click.echo(served.address)
             click.echo("Ctrl-C ends it", err=True)
