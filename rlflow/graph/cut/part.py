@@ -50,7 +50,7 @@ def cut_graph(graph: Graph, only: Sequence[str] = (), read: Sequence[ReadEdge] =
     nodes = (*nodes, *(sink for sink in sinks if sink is not None))
     made = replace(graph, nodes=nodes, models=(), headline=_headline(graph, kept))
     made = replace(made, models=tuple(_models(graph, made)))
-    return GraphPart(graph=made, notes=tuple(_notes(graph, made, brought)))
+    return GraphPart(graph=made, notes=tuple(_notes(graph, made, read)))
 
 
 def _needed(graph: Graph, roots: Collection[str]) -> set[str]:
@@ -139,7 +139,7 @@ def _models(graph: Graph, part: Graph) -> Iterator[Model]:
         yield model.model_copy(update={"optimizer": None}) if still else model
 
 
-def _notes(graph: Graph, part: Graph, brought: Collection[str]) -> Iterator[tuple[str, str]]:
+def _notes(graph: Graph, part: Graph, read: Sequence[ReadEdge]) -> Iterator[tuple[str, str]]:
     """Models that are not loaded, weights that stay as they are, nodes that are left out."""
     for model in graph.models:
         if model.name not in models_used(part):
@@ -150,8 +150,8 @@ def _notes(graph: Graph, part: Graph, brought: Collection[str]) -> Iterator[tupl
     gone = [node.name for node in graph.nodes if not part.has_node(node.name)]
     if gone:
         yield "part", f"left out, since nothing here needs it: {', '.join(gone)}"
-    for name in brought:
-        yield "part", f"{name} is read from a record: {part.node(name).param('record')}"
+    for each in read:
+        yield "part", f"{each.edge} is read from a record: {each.record}"
 
 
 def _unread(graph: Graph, each: ReadEdge) -> Finding:
