@@ -86,8 +86,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "hosted": {"hosts_activations": True},
     "adapters": {"lora": LoRA(targets=("q_proj", "v_proj"), rank=4)},
 }
-# Compiling takes a CPU the better part of a minute.
-COMPILED = pytest.param({"compiled": True}, id="compiled", marks=pytest.mark.slow)
+# Compiling takes a CPU the better part of a minute. Where a graph begins anew, torch looks at what
+# it got from the one before.
+IN_GRAPHS = (
+    pytest.mark.slow,
+    pytest.mark.extra,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+)
+COMPILED = pytest.param({"compiled": True}, id="compiled", marks=IN_GRAPHS)
 SPECS = {
     "adamw": Spec(lr=1e-3),
     "bfloat16": Spec(lr=1e-3, moments="bfloat16"),
