@@ -40,10 +40,12 @@ def test_what_is_pasted_compiles_to_the_plan_shown(rlflow):
     graph = declare(Target(pipeline=str(PPO), model_shape="qwen2.5-7b")).graph
     where = parse_cluster("h100:4", 4)
 
-    assert found["best"] == found["rows"][0]["placement"]
     assert f"\n  {found['best']}\n" in text
-    for row in found["rows"]:
-        plan = compile_plan(graph, eval(row["placement"], {"rf": rf}), where).plan
+    # The best one is written in shares of the devices, rows with the numbers that were tried.
+    said = [found["best"], *(row["placement"] for row in found["rows"])]
+    plans = [compile_plan(graph, eval(each, {"rf": rf}), where).plan for each in said]
+    assert plans[0].actions == plans[1].actions
+    for row, plan in zip(found["rows"], plans[1:], strict=True):
         assert row["period"] == plan.timing.period
         assert row["staleness"] == plan.staleness
         assert row["peak"] == max(size for d, size in plan.peaks.items() if d >= 0)
