@@ -161,9 +161,9 @@ def plan(
         hint(f"next: rlflow run {again}     picture: rlflow viz {again} --level plan -o plan.svg")
 
 
-@cli.command(no_args_is_help=True, epilog=RUN_EXAMPLES)
+@cli.command("run", no_args_is_help=True, epilog=RUN_EXAMPLES)
 @run_options
-def run(as_json: bool, **options: Any) -> None:
+def run_pipeline(as_json: bool, **options: Any) -> None:
     """Run a pipeline; Ctrl-C stops after the iteration, --resume continues."""
     from rlflow.cli.launch import launch
 
@@ -210,7 +210,7 @@ def export(run_dir: str, output: str, name: str | None) -> None:
     click.echo(f"{written}   weights after {done} iterations")
 
 
-@cli.command()
+@cli.command("simulate")
 @target_options
 @schedule_options
 @model_shape_option
@@ -219,7 +219,9 @@ def export(run_dir: str, output: str, name: str | None) -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
 @click.option("-o", "--output", metavar="FILE", help="Write a .svg, .png, .pdf, .html or .json.")
-def simulate(iterations: int | None, as_json: bool, output: str | None, **options: Any) -> None:
+def simulate_pipeline(
+    iterations: int | None, as_json: bool, output: str | None, **options: Any
+) -> None:
     """Play the plan of a placement on a virtual clock: period, idle time and its causes."""
     from rlflow.cli.simulating import (
         picture_format,
@@ -241,7 +243,7 @@ def simulate(iterations: int | None, as_json: bool, output: str | None, **option
         hint(f"next: rlflow simulate {again} -o gantt.svg")
 
 
-@cli.command()
+@cli.command("tune")
 @target_options
 @model_shape_option
 @click.option(
@@ -254,7 +256,7 @@ def simulate(iterations: int | None, as_json: bool, output: str | None, **option
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="How many.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
 @click.option("-o", "--output", metavar="FILE.py", help="Write the best placement to a file.")
-def tune(
+def tune_pipeline(
     max_staleness: int | None, top: int, as_json: bool, output: str | None, **options: Any
 ) -> None:
     """Search pools, sizes and layouts for the placement with the shortest iteration."""

@@ -21,8 +21,8 @@ from rlflow.strict import kinds_of, problem
 Declaring = Pipeline | str | Path
 
 
-class PlanOptions(TypedDict, total=False):
-    """What a plan is made for; each is the option of that name of `rlflow plan`.
+class PlacedOptions(TypedDict, total=False):
+    """What a plan and a run are told alike; each is the command's option of that name.
 
     `placement` is the name of one, a file that `rlflow tune -o` wrote, or a value; `config` a
     config, or the fields of it that differ. `devices` is as on the command line, `"h100:8"`.
@@ -35,7 +35,6 @@ class PlanOptions(TypedDict, total=False):
     host_memory: str | None
     reserve: str | None
     backend: Backend | None
-    model_shape: str | None
     engine: str | None
     staleness: int | None
     stream: int | Literal["auto"] | None
@@ -43,25 +42,19 @@ class PlanOptions(TypedDict, total=False):
     optimize: float | None
 
 
-class RunOptions(TypedDict, total=False):
+class PlanOptions(PlacedOptions, total=False):
+    """What a plan is made for; each is the option of that name of `rlflow plan`."""
+
+    model_shape: str | None
+
+
+class RunOptions(PlacedOptions, total=False):
     """What a run is told; each is the option of that name of `rlflow run`.
 
     Those of plans (`PlanOptions`) but for `model_shape`, and how the run goes on. `save_every`
     is iterations, or a text such as `"50,600s"`; `quiet=False` prints what the command prints.
     """
 
-    placement: str | Placement | None
-    config: Config | Mapping[str, object] | None
-    devices: str | None
-    threads: int | None
-    host_memory: str | None
-    reserve: str | None
-    backend: Backend | None
-    engine: str | None
-    staleness: int | None
-    stream: int | Literal["auto"] | None
-    pause_at: int | None
-    optimize: float | None
     iterations: int | None
     run_dir: str | Path | None
     resume: str | Path | None
