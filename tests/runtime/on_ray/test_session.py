@@ -48,6 +48,9 @@ class Sleeper:
     def ready(self):
         return os.getpid()
 
+    def niceness(self):
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
     def sleep(self):
         time.sleep(300)
 
@@ -120,6 +123,7 @@ def test_a_second_session_needs_the_first_one_closed(start):
 def test_a_cluster_that_dies_is_reported_and_can_still_be_closed(start):
     session = start()
     sleeper = Sleeper.options(num_cpus=0).remote()
+    assert os.getpriority(os.PRIO_PROCESS, 0) + 5 == ray.get(sleeper.niceness.remote())
     wait([sleeper.ready.remote()], 60, doing="starting")
     head = [pid for pid, line in command_lines(session).items() if "gcs_server" in line.split()[0]]
 
