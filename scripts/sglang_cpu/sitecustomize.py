@@ -1,14 +1,17 @@
-"""Lets torchvision and SGLang's adapters work beside a CPU torch, where this directory is found.
+"""SGLang on a CPU, where this directory is found: with torchvision and adapters, started quickly.
 
 The wheel of torchvision is built for CUDA: its library does not load here, and registering what
 its operators return then fails. Their schemas are defined first; the operators are never called.
 SGLang's adapters pin memory, for copies to an accelerator; where there is none torch refuses that.
+SGLang spawns its processes, since CUDA survives no fork, and each imports for ten seconds of a core
+what its parent has; without CUDA they are forked.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import multiprocessing.context
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -82,4 +85,11 @@ def unpinned() -> ModuleType:
     return found
 
 
+def set_start_method(method: str | None, force: bool = False) -> None:
+    """In the place of `multiprocessing`'s: processes that would be spawned are forked."""
+    chosen = "fork" if method == "spawn" else method
+    multiprocessing.context._default_context.set_start_method(chosen, force=force)
+
+
+vars(multiprocessing)["set_start_method"] = set_start_method
 sys.meta_path[:0] = [SchemasFirst(), NothingPinned()]
