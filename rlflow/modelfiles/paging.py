@@ -16,7 +16,7 @@ BLOCK = 128
 LOOK = 8
 """Tokens of each row between two looks of the host at what has ended."""
 MOST_ROWS = 512
-"""Rows that decode at once; the others wait, but a prompt's begin together."""
+"""Rows that decode at once where memory has room; others wait, but a prompt's begin together."""
 POOLED = 0.5
 """The part of all responses' longest that a pool has room for.
 
@@ -48,19 +48,22 @@ def own_blocks(prompt: int, new: int) -> int:
     return blocks_for(prompt % BLOCK + new)
 
 
-def rows_at_once(rows: int, n: int) -> int:
-    """How many of so many rows decode at once, where every prompt has `n`."""
-    return min(rows, max(MOST_ROWS // n, 1) * n)
+def rows_at_once(rows: int, n: int, most: int = MOST_ROWS) -> int:
+    """How many of so many rows decode at once, where every prompt has `n`: at most `most`, or n."""
+    return min(rows, max(most // n, 1) * n)
 
 
-def pool_blocks(prompts: Sequence[int], n: int, new: int) -> int:
+def pool_blocks(prompts: Sequence[int], n: int, new: int, at_once: int = MOST_ROWS) -> int:
     """Blocks of the pool for prompts of such lengths, `n` rows each, of at most `new` tokens.
+
+    Of those rows at most `at_once` decode together.
 
     It has room for whole blocks of the prompts, for every row's beginning and one row's end, and
     beyond that for `POOLED` of what rows may need. One block is nobody's: rows that have ended
     write there.
     """
-    most = sorted(prompts, reverse=True)[: rows_at_once(len(prompts) * n, n) // n]
+    together = rows_at_once(len(prompts) * n, n, at_once)
+    most = sorted(prompts, reverse=True)[: together // n]
     shared = sum(prompt // BLOCK for prompt in most)
     longest = n * sum(own_blocks(prompt, new) for prompt in most)
     begun = n * sum(first_blocks(prompt, new) for prompt in most)

@@ -116,6 +116,25 @@ def test_prompts_of_whole_blocks_and_rows_of_several(long_dir):
     require_same(expected, generated(TorchRollout(model, paged=True), sampling, LONG))
 
 
+@pytest.mark.parametrize("most", [1, 5])
+def test_a_pool_for_fewer_rows_draws_the_same_tokens(most, long_dir):
+    """Two rows of each of four prompts in two slots, or in four; the pool is what the plan says."""
+    model = load(long_dir)
+    sampling = Sampling(max_new_tokens=20, n=2, stop_tokens=(0,))
+    rollout = TorchRollout(model, paged=True, rows_at_once=most)
+    require_same(generated(TorchRollout(model), sampling, LONG), generated(rollout, sampling, LONG))
+    asked = ragged_rows([LONG[0][:140]] * 4, torch.int64)
+    rows = Responses(sampling, KEY, torch.arange(8), Reach(), torch.device("cpu"))
+    made = rollout.paged_decoding(asked, lengths(asked), rows)
+    with torch.inference_mode():
+        made.step()
+    assert max(most // 2, 1) * 2 == len(made.running)
+    shape = read_shape(Path(long_dir))
+    plan = Roofline(kind=KINDS["h100"], shape=shape, size=4, paged=True, rows_at_once=most)
+    load_of = Load(rows=8, prompts=4, prompt=140, lengths=Lengths(20, 10.0))
+    assert dict(plan.rollout_holds(load_of))["KV cache"] == made.cache.num_bytes()
+
+
 def test_prompts_are_read_without_masks_as_on_a_device(long_dir, monkeypatch):
     """As spans, which is how an accelerator packs: whole blocks, parts of them, and both."""
     model = load(long_dir)
@@ -270,7 +289,7 @@ def test_a_plan_counts_the_pool_to_the_byte(prompt, n, new, long_dir):
     with torch.inference_mode():
         made.step()
     assert dict(plan.rollout_holds(rows))["KV cache"] == made.cache.num_bytes()
-    assert rows.in_blocks.slots == len(made.state.row)
+    assert rows.in_blocks().slots == len(made.state.row)
 
 
 def test_whole_blocks_of_a_prompt_are_there_once():

@@ -133,6 +133,25 @@ def test_steps_are_recorded_anew_where_weights_have_moved(model_of: Any, device:
     assert found[0] == found[1]
 
 
+def test_a_pool_for_fewer_rows_draws_the_same_tokens_in_less_memory(
+    model_of: Any, device: Any
+) -> None:
+    """Tokens are those of the rows; how many of them share a step changes none of them."""
+    model = load(model_of, TINY, device, torch.float32)
+    sampling = Sampling(max_new_tokens=4 * LOOK, n=2)
+    prompts = [*PROMPTS] * 4
+    found, held = [], []
+    for most in (512, 2):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        engine = TorchRollout(model, paged=True, rows_at_once=most)
+        found.append(tokens_of(generated(engine, sampling, prompts)))
+        if device.type == "cuda":
+            held.append(torch.cuda.max_memory_allocated(device))
+    assert found[0] == found[1]
+    assert held == sorted(set(held), reverse=True)
+
+
 def test_generations_after_a_sleep_and_new_weights(model_of: Any, device: Any) -> None:
     model = load(model_of, TINY, device, torch.float32)
     engine = TorchRollout(model, paged=True)

@@ -138,6 +138,15 @@ def test_rows_of_a_paged_rollout_wait_beyond_five_hundred() -> None:
     assert 2048 == SEVEN_B.at_once(load)
     assert 512 * 152_064 * 10 == dict(PAGED.rollout_holds(load))["logits"]
     assert PAGED.rollout(load) > 2 * PAGED.rollout(replace(load, rows=512, prompts=64))
+    few = replace(PAGED, rows_at_once=100)
+    assert 96 == few.at_once(load)
+    assert few.rollout(load) > PAGED.rollout(load)
+
+
+def test_a_paged_rollout_reads_the_prompts_of_rows_that_begin_together() -> None:
+    """Of 256 prompts 64 at once, with 8 rows each in 512 slots."""
+    held = dict(PAGED.rollout_holds(replace(BATCH, rows=2048, prompts=256)))
+    assert int(64 * BATCH.prompt * PAGED.layers.passing) == held["activations"]
 
 
 def test_a_replayed_step_takes_the_replays_of_its_kernels_at_least() -> None:

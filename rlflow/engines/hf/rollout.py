@@ -20,6 +20,7 @@ from rlflow.engines.hf.generate.paged_decoding import PagedDecoding
 from rlflow.engines.hf.generate.speculative import Draft, SpeculativeDecoding, require_drafter
 from rlflow.engines.hf.models import TorchModel
 from rlflow.errors import Finding, RunError
+from rlflow.modelfiles.paging import MOST_ROWS
 
 EVERYTHING = Reach()
 
@@ -29,11 +30,15 @@ class TorchRollout:
 
     `paged` says whether keys and values lie in a pool of blocks and the host looks at its rows
     every few tokens, as it does on CUDA devices where nothing is said; there steps are replayed
-    from graphs. Otherwise each row has its columns and the host looks at every token.
+    from graphs, and at most `rows_at_once` rows decode together, or one prompt's. Otherwise each
+    row has its columns and the host looks at every token.
     """
 
-    def __init__(self, model: TorchModel, *, paged: bool | None = None) -> None:
+    def __init__(
+        self, model: TorchModel, *, paged: bool | None = None, rows_at_once: int = MOST_ROWS
+    ) -> None:
         self.model = model
+        self.rows_at_once = rows_at_once
         self.paged = model.device.type == "cuda" if paged is None else paged
         self._abort = threading.Event()
         names = ("prompt_tokens", "new_tokens", "decode_passes", "drafted", "accepted")
@@ -111,7 +116,8 @@ class TorchRollout:
         """A generation on a pool of blocks, replayed from graphs where a device has them."""
         graphs = self.model.device.type == "cuda" and self.model.layers is None
         record = cuda_graphs() if graphs else None
-        return PagedDecoding(self.model, prompts, sizes, responses, self.stopped, record)
+        stopped, most = self.stopped, self.rows_at_once
+        return PagedDecoding(self.model, prompts, sizes, responses, stopped, record, at_once=most)
 
     def responses(
         self, sampling: Sampling, key: SampleKey, sample_ids: Tensor, reach: Reach

@@ -117,7 +117,7 @@ def _whole(instance: Instance, optimizer: AdamW | Muon | None, path: str, common
     model.name = instance.name
     micro, visiting = instance.micro_tokens, instance.offload == "optimizer"
     train = TrainEngine(model, optimizer, micro_tokens=micro, visiting=visiting)
-    return model, train, TorchRollout(model)
+    return model, train, TorchRollout(model, rows_at_once=instance.rows_at_once)
 
 
 def _sharded(

@@ -260,6 +260,7 @@ class Costs(Sizes):
             serving=serving_of(instance, self),
             spared=spared_bytes(shape, size, instance.tp) if instance.engine_plan.in_float8 else 0,
             paged=paged_there(instance, self.cluster.kind_of(devices[0]).name),
+            rows_at_once=instance.rows_at_once,
         )
 
     def copy(

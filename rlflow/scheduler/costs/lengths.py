@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from rlflow.modelfiles.paging import BLOCK, bucket, pool_blocks, rows_at_once
+from rlflow.modelfiles.paging import BLOCK, MOST_ROWS, bucket, pool_blocks, rows_at_once
 
 ASSUMED_MEAN = 0.5
 ASSUMED_SPREAD = 0.6
@@ -261,12 +261,11 @@ class Load:
         of_responses = self.rows * mean * (self.prompt + mean / 2)
         return self.prompts * self.prompt**2 / 2 + of_responses
 
-    @property
-    def in_blocks(self) -> PagedRows:
-        """The most rows that there may be, in blocks of a pool."""
+    def in_blocks(self, most: int = MOST_ROWS) -> PagedRows:
+        """The most rows that there may be, in blocks of a pool for at most `most` at once."""
         rows = self.most or self.rows
         prompts = rows if self.most else self.prompts
-        return paged_rows(rows, prompts, self.prompt, self.lengths.longest)
+        return paged_rows(rows, prompts, self.prompt, self.lengths.longest, most)
 
     def going_on(self, first: int) -> Load:
         """The rows that have not ended after `first` tokens: prompts that are as much longer."""
@@ -284,22 +283,26 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedRows:
-    """Rows of prompts of one length: `n` of each, of at most `new` tokens."""
+    """Rows of prompts of one length: `n` of each, of at most `new` tokens, `most` of them at once.
+
+    Of a prompt all decode together, also where those are more.
+    """
 
     prompts: int
     prompt: int
     n: int
     new: int
+    most: int = MOST_ROWS
 
     @property
     def pool(self) -> int:
         """Tokens that the pool has room for."""
-        return _pool(self.prompts, self.prompt, self.n, self.new) * BLOCK
+        return _pool(self.prompts, self.prompt, self.n, self.new, self.most) * BLOCK
 
     @property
     def at_once(self) -> int:
         """Rows that decode at once at the most."""
-        return rows_at_once(self.prompts * self.n, self.n)
+        return rows_at_once(self.prompts * self.n, self.n, self.most)
 
     @property
     def slots(self) -> int:
@@ -307,12 +310,14 @@ class PagedRows:
         return bucket(self.at_once)
 
 
-def paged_rows(rows: float, prompts: float, prompt: int, new: int) -> PagedRows:
+def paged_rows(
+    rows: float, prompts: float, prompt: int, new: int, most: int = MOST_ROWS
+) -> PagedRows:
     """The rows of a part, whole numbers of them."""
     n = max(math.ceil(rows / max(prompts, 1.0)), 1)
-    return PagedRows(prompts=math.ceil(rows / n), prompt=prompt, n=n, new=new)
+    return PagedRows(prompts=math.ceil(rows / n), prompt=prompt, n=n, new=new, most=most)
 
 
 @lru_cache(maxsize=1024)
-def _pool(prompts: int, prompt: int, n: int, new: int) -> int:
-    return pool_blocks((prompt,) * prompts, n, new)
+def _pool(prompts: int, prompt: int, n: int, new: int, most: int) -> int:
+    return pool_blocks((prompt,) * prompts, n, new, most)

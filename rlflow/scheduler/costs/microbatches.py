@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from rlflow.graph.graph import Node
 from rlflow.modelfiles.hosted import in_pieces
+from rlflow.modelfiles.paging import MOST_ROWS
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.plan.plan import MICRO_TOKENS, Instance
 
@@ -29,8 +30,10 @@ def in_micro_batches(
 
     They are halved from `MICRO_TOKENS` down, and no smaller than needed. Where none fits, an
     optimizer's state stays on the host, unless that is where the devices have their memory; and
-    where the instance is `free` to, a backward computes layers again.
+    where the instance is `free` to, a backward computes layers again. A pool of blocks has slots
+    for as many rows as fit.
     """
+    instance = with_rows(instance, nodes, room, costs)
 
     def fits(tried: Instance) -> bool:
         return all(needed(node, tried, costs) <= room for node in nodes)
@@ -45,6 +48,35 @@ def in_micro_batches(
     layers = shape.layers if free and shape is not None else 0
     fitting = [fit for way in ways for fit in ways_of(way, layers, fits)]
     return min(fitting, key=lambda fit: instance_seconds(fit, nodes, costs), default=instance)
+
+
+def with_rows(instance: Instance, nodes: Sequence[Node], room: int, costs: Costs) -> Instance:
+    """The instance with slots for as many rows of its rollouts as fit `room` bytes, if any do.
+
+    Rows of a prompt decode together, so they are a multiple of those where one rollout has blocks.
+    """
+    paged = [node for node in nodes if _in_blocks(node, instance, costs)]
+
+    def of(rows: int) -> Instance:
+        return replace(instance, rows_at_once=rows)
+
+    def too_many(rows: int) -> bool:
+        return any(needed(node, of(rows), costs) > room for node in paged)
+
+    if not too_many(instance.rows_at_once):
+        return instance
+    each = max(costs.load(n, row_parts(n, instance)).in_blocks().n for n in paged)
+    counts = range(each, MOST_ROWS + 1, each)
+    found = bisect_left(counts, True, key=too_many)
+    return of(counts[found - 1]) if found else instance
+
+
+def _in_blocks(node: Node, instance: Instance, costs: Costs) -> bool:
+    """Whether a node generates with keys and values in blocks of a pool."""
+    shape = costs.shapes[instance.model]
+    if node.op.use != "rollout" or shape is None:
+        return False
+    return costs.roofline_of(node, instance, shape).paged
 
 
 def ways_of(way: Instance, layers: int, fits: Fits) -> Iterator[Instance]:

@@ -13,6 +13,7 @@ from rlflow.graph.op import Use
 from rlflow.graph.placement import Recompute
 from rlflow.graph.rules.completion_order import ended_share
 from rlflow.modelfiles.chunks import PLAIN, WIDE_BYTES, chunk_bytes
+from rlflow.modelfiles.paging import MOST_ROWS
 from rlflow.scheduler.costs.lengths import Load, stages
 from rlflow.scheduler.costs.serving import Serving
 from rlflow.scheduler.devices.collectives import ALONE, Group
@@ -49,9 +50,9 @@ class Roofline:
     whether layers come from the host. With `serving` keys and values lie in a pool of its own,
     prompts are read some at a time, and rows wait for room. A pass sees at most `micro_tokens`
     tokens, or one row. With `trains_vocabulary` a backward has a gradient of the embedding. A
-    `paged` rollout has a pool of blocks, and graphs unless layers are `streamed`. A rank holds
-    `spared` bytes fewer of weights than it computes with. What an update keeps of its layers goes
-    to the host and comes back where it `hosts_activations`.
+    `paged` rollout has a pool of blocks for `rows_at_once` rows, and graphs unless layers are
+    `streamed`. A rank holds `spared` bytes fewer of weights than it computes with. What an update
+    keeps of its layers goes to the host and comes back where it `hosts_activations`.
     """
 
     kind: Kind
@@ -66,6 +67,7 @@ class Roofline:
     micro_tokens: int = MICRO_TOKENS
     trains_vocabulary: bool = False
     paged: bool = False
+    rows_at_once: int = MOST_ROWS
     spared: int = 0
     tp: Group = ALONE
     fsdp: Group = ALONE
@@ -242,7 +244,8 @@ class Roofline:
     def at_once(self, load: Load) -> float:
         """Rows that are computed at once: each has its response and its share of its prompt."""
         if self.serving is None:
-            return min(load.rows, load.in_blocks.at_once) if self.paged else load.rows
+            room = load.in_blocks(self.rows_at_once).at_once if self.paged else load.rows
+            return min(load.rows, room)
         tokens = load.lengths.mean + load.prompts * load.prompt / load.rows
         return self.serving.at_once(load.rows, tokens)
 
@@ -395,7 +398,8 @@ class Roofline:
             tokens, cache, rows = min(tokens, PREFILL), 0, self.serving.rows(rows)
         graphs = 0
         if self.paged:
-            blocks = load.in_blocks
+            blocks = load.in_blocks(self.rows_at_once)
+            tokens = min(tokens, max(blocks.at_once // blocks.n * load.prompt, blocks.at_once))
             cache, rows = int(blocks.pool * self.cache_bytes), blocks.slots
             graphs = int(self.scores(rows) + self.layers.passing * rows) if self.replays else 0
         activations = self.layers.passing * tokens

@@ -20,6 +20,7 @@ from rlflow.scheduler.plan.text import (
 Rows = list[tuple[str, str]]
 # Notes on what a plan chose of an instance so that it fits.
 LAYOUT = {"offload", "recompute"}
+ROWS = "rows at once"
 
 
 def explain(plan: Plan, action: Action, overlap: Sequence[str] = ()) -> str:
@@ -43,13 +44,18 @@ def explain(plan: Plan, action: Action, overlap: Sequence[str] = ()) -> str:
 
 
 def _chosen(plan: Plan, action: Action) -> list[str]:
-    """Why the instance that an action trains lies otherwise than was said."""
+    """Why the instance that an action trains, or generates with, lies otherwise than was said."""
     trained = {i.name for i in plan.instances if i.optimizer in action.needs}
-    return [
-        note.text
-        for note in plan.notes
-        if note.rule in LAYOUT and trained & {word.split("/")[0] for word in note.text.split()}
-    ]
+    name = action.node or ""
+    use = plan.graph.node(name).op.use if plan.graph.has_node(name) else None
+    rolls = {action.instance} if use == "rollout" else set()
+    found = []
+    for note in plan.notes:
+        named = {word.removesuffix(",") for word in note.text.split()}
+        parts = {word.split("/")[0] for word in named}
+        if (note.rule in LAYOUT and trained & parts) or (note.rule == ROWS and rolls & named):
+            found.append(note.text)
+    return found
 
 
 def _when(action: Action) -> Rows:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from rlflow.graph.op import Use
 from rlflow.graph.placement import Recompute
 from rlflow.graph.user.engine_options import EngineOptions
+from rlflow.modelfiles.paging import MOST_ROWS
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 
 MICRO_TOKENS = 32_768
@@ -70,7 +71,8 @@ class Instance:
     `offload` names what stays in host memory and visits the devices: the layers of a frozen model,
     or the optimizer's state of a trained one. That one `hosts_activations` there as well, from the
     forward of an update to its backward. Layers are `compiled` for updates and log-probs, or run as
-    they are. With `options` every replica is an engine in a process of
+    they are. A pool of blocks has slots for `rows_at_once` rows of a rollout; the others wait, and
+    a prompt's begin together. With `options` every replica is an engine in a process of
     its own. The first device of a replica owns that process: rows lie there, and weights arrive
     there whole. In such an engine the model `drafter` may propose `draft_tokens` tokens at a time.
     The drafter is an instance of its own, `inside` that of the engine, and sleeps and wakes with
@@ -92,6 +94,7 @@ class Instance:
     hosts_activations: bool = False
     compiled: bool = False
     micro_tokens: int = MICRO_TOKENS
+    rows_at_once: int = MOST_ROWS
     options: EngineOptions | None = None
     drafter: str | None = None
     draft_tokens: int = 0
@@ -199,15 +202,18 @@ class Instance:
         parts += [f"offload={told}"] if told else []
         parts += ["compile"] if self.compiled else []
         parts += [f"micro={self.micro_tokens}"] if self.micro_tokens != MICRO_TOKENS else []
+        parts += [f"rows={self.rows_at_once}"] if self.rows_at_once != MOST_ROWS else []
         return " ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data; keys for an engine or a drafter only where it has one."""
+        """As plain data; keys for an engine, a drafter or fewer rows only where it has them."""
         found = asdict(self)
         rare = ("drafter", "draft_tokens", "inside", "kept_whole", "recompute_first")
         for name in (*rare, "hosts_activations", "compiled"):
             if not found[name]:
                 del found[name]
+        if self.rows_at_once == MOST_ROWS:
+            del found["rows_at_once"]
         del found["engine_plan"], found["options"]
         if self.engine_plan.own_process:
             found["options"] = self.engine_plan.settings.as_json()

@@ -27,6 +27,7 @@ from rlflow.engines.hf.models import TorchModel
 from rlflow.modelfiles.paging import (
     BLOCK,
     LOOK,
+    MOST_ROWS,
     blocks_for,
     bucket,
     first_blocks,
@@ -40,8 +41,8 @@ class PagedDecoding(Decoding):
     """Every row in a slot draws one token a step; the pool lives as long as the generation does.
 
     `prompts` is ragged int64 `[prompts, j]` with lengths `sizes`; all rows of a prompt begin
-    together. `blocks` are those of the pool, by default what `pool_blocks` says; `record` makes
-    replays of steps, None runs each as it is.
+    together, at most `at_once` rows. `blocks` are those of the pool, by default what `pool_blocks`
+    says; `record` makes replays of steps, None runs each as it is.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class PagedDecoding(Decoding):
         stopped: Callable[[], bool],
         record: Record | None,
         blocks: int | None = None,
+        at_once: int = MOST_ROWS,
     ) -> None:
         super().__init__(responses, stopped)
         self.model = model
@@ -62,8 +64,8 @@ class PagedDecoding(Decoding):
         self.sizes: Places = sizes.cpu().numpy().astype(np.int64)
         self.lengths = self.sizes.repeat(self.n)
         rows, most = len(self.lengths), blocks_for(int(self.sizes.max()) + self.width)
-        self.at_once = rows_at_once(rows, self.n)
-        blocks = blocks or pool_blocks(self.sizes.tolist(), self.n, self.width)
+        self.at_once = rows_at_once(rows, self.n, at_once)
+        blocks = blocks or pool_blocks(self.sizes.tolist(), self.n, self.width, at_once)
         self.held = RowBlocks(blocks, rows, self.n, most)
         self.unshared = blocks - 1
         self.reserve = max(own_blocks(int(size), self.width) for size in self.sizes)

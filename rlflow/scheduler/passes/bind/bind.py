@@ -27,12 +27,12 @@ from rlflow.scheduler.engines.drafters import (
 from rlflow.scheduler.engines.engines import option_findings, use_findings, with_pool
 from rlflow.scheduler.engines.notes import noting_engines
 from rlflow.scheduler.passes.bind.averages import average_findings
+from rlflow.scheduler.passes.bind.fitted import noting_fitted
 from rlflow.scheduler.passes.bind.instances import (
     USES,
     layout_findings,
     make_instances,
     memory_parts,
-    noting_fitted,
     serving_instance,
     trained_twice,
 )

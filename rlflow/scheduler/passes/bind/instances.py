@@ -22,13 +22,11 @@ from rlflow.modelfiles.families import (
     stacked_finding,
 )
 from rlflow.scheduler.costs.estimate import Costs
-from rlflow.scheduler.costs.microbatches import hosted_activations, instance_seconds
-from rlflow.scheduler.devices.cluster import amount
+from rlflow.scheduler.costs.microbatches import hosted_activations
 from rlflow.scheduler.engines.engines import engine_parts
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.plan.plan import Instance, Part, Plan
-from rlflow.scheduler.plan.text import duration
 
 Stays = Literal["layers", "optimizer"]
 USES: tuple[Use, ...] = ("train", "forward", "rollout")
@@ -289,39 +287,6 @@ def memory_parts(instance: Instance, nodes: Sequence[Node], costs: Costs) -> lis
     size = hosted_activations(instance, nodes, costs)
     held = replace(weights, name=instance.activations, kind="activations", size=size and 0)
     return [weights, gradients, optimizer, replace(held, on_host=size or 0)]
-
-
-def noting_fitted(
-    plan: Plan,
-    declared: Sequence[Instance],
-    served: Mapping[str, Sequence[Node]],
-    costs: Costs,
-) -> Plan:
-    """The plan with a note for whatever was chosen of itself so that an update fits.
-
-    An optimizer's state that stays on the host, and layers that are computed again, with what
-    `served` nodes take longer for it.
-    """
-    before = {instance.name: instance for instance in declared}
-    for part in plan.parts:
-        offloaded = part.kind == "optimizer" and part.on_host
-        if offloaded and before[part.instance].offload != "optimizer":
-            text = f"{part.name}, {amount(part.on_host)} for each device, stays on the host"
-            text += " and visits the device in a step: the update does not fit otherwise"
-            plan = plan.noting("offload", text)
-    for instance in plan.instances:
-        shape = costs.shapes[instance.model]
-        if shape is None or instance.recomputes == before[instance.name].recomputes:
-            continue
-        first = instance.recompute_first
-        what = f"the first {first} of {shape.layers} layers" if first else "all but attention"
-        kept = replace(instance, recompute=False, recompute_first=None)
-        more = instance_seconds(instance, served[instance.name], costs)
-        more -= instance_seconds(kept, served[instance.name], costs)
-        text = f"a backward of {instance.name} computes {what} again, {duration(more)} longer by"
-        text += f" estimate (recompute={instance.recomputes!r}): the update does not fit otherwise"
-        plan = plan.noting("recompute", text)
-    return plan
 
 
 def serving_instance(plan: Plan, node: Node, where: On) -> Instance:

@@ -33,6 +33,8 @@ def kinds_are_kept(facts: Facts) -> Iterator[str]:
             yield f"{i.name} is for {', '.join(i.uses)}, its nodes for {sorted(served[i.name])}"
         if i.micro_tokens < 1:
             yield f"{i.name} passes {i.micro_tokens} tokens at a time"
+        if i.rows_at_once < 1:
+            yield f"{i.name} generates {i.rows_at_once} rows at once"
     if facts.plan.staleness != graph.staleness:
         yield f"the plan is of staleness {facts.plan.staleness}, its graph of {graph.staleness}"
 

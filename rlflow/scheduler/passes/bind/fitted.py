@@ -1,0 +1,66 @@
+"""What a plan has chosen of an instance so that it fits, said in its notes with what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rlflow.graph.graph import Node
+from rlflow.modelfiles.paging import MOST_ROWS
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.microbatches import instance_seconds
+from rlflow.scheduler.devices.cluster import amount
+from rlflow.scheduler.plan.plan import Instance, Plan
+from rlflow.scheduler.plan.text import duration
+
+
+def noting_fitted(
+    plan: Plan,
+    declared: Sequence[Instance],
+    served: Mapping[str, Sequence[Node]],
+    costs: Costs,
+) -> Plan:
+    """The plan with a note for whatever was chosen of itself so that an update fits.
+
+    An optimizer's state that stays on the host, layers that are computed again and slots for fewer
+    rows, with what `served` nodes take longer for it.
+    """
+    before = {instance.name: instance for instance in declared}
+    for part in plan.parts:
+        offloaded = part.kind == "optimizer" and part.on_host
+        if offloaded and before[part.instance].offload != "optimizer":
+            text = f"{part.name}, {amount(part.on_host)} for each device, stays on the host"
+            text += " and visits the device in a step: the update does not fit otherwise"
+            plan = plan.noting("offload", text)
+    for instance in plan.instances:
+        nodes = served[instance.name]
+        if instance.recomputes != before[instance.name].recomputes:
+            plan = _noting_recomputed(plan, instance, nodes, costs)
+        if instance.rows_at_once != MOST_ROWS:
+            plan = _noting_rows(plan, instance, nodes, costs)
+    return plan
+
+
+def _noting_recomputed(plan: Plan, instance: Instance, nodes: Sequence[Node], costs: Costs) -> Plan:
+    shape = costs.shapes[instance.model]
+    if shape is None:
+        return plan
+    first = instance.recompute_first
+    what = f"the first {first} of {shape.layers} layers" if first else "all but attention"
+    kept = replace(instance, recompute=False, recompute_first=None)
+    text = f"a backward of {instance.name} computes {what} again, "
+    text += f"{_longer(instance, kept, nodes, costs)} (recompute={instance.recomputes!r}): "
+    return plan.noting("recompute", text + "the update does not fit otherwise")
+
+
+def _noting_rows(plan: Plan, instance: Instance, nodes: Sequence[Node], costs: Costs) -> Plan:
+    rows, most = instance.rows_at_once, replace(instance, rows_at_once=MOST_ROWS)
+    text = f"rollouts of {instance.name} generate at most {rows} rows at once, "
+    text += f"{_longer(instance, most, nodes, costs)}: keys and values of more do not fit"
+    return plan.noting("rows at once", text)
+
+
+def _longer(chosen: Instance, other: Instance, nodes: Sequence[Node], costs: Costs) -> str:
+    """How much longer the nodes of an instance take as it was chosen than otherwise."""
+    more = instance_seconds(chosen, nodes, costs) - instance_seconds(other, nodes, costs)
+    return f"{duration(more)} longer by estimate"
