@@ -44,7 +44,7 @@ def marks(session: str) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_enable_metrics_collection": "0",
         "RAY_task_events_report_interval_ms": "0",
-        "RAY_worker_niceness": os.environ.get("RAY_worker_niceness", NICENESS),
+        "RAY_worker_niceness": os.environ.get("RAY_worker_niceness", NICENESS),  # noqa: SIM112
     }
 
 
