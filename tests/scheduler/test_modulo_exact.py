@@ -13,7 +13,7 @@ from rlflow.scheduler.periodic.exact import optimise
 from rlflow.scheduler.periodic.fit import OutOfWork, Work, fit, fitted
 from rlflow.scheduler.periodic.problem import Problem, Timed, kernel_of, timed_kernel
 from rlflow.scheduler.periodic.search import _halved, lists, search
-from rlflow.scheduler.periodic.slots import slotted
+from rlflow.scheduler.periodic.slots import _Board, slotted
 from tests.budget import examples
 from tests.scheduler.periodic import broken, crowded, problem_of, problems, shortest_period
 
@@ -138,6 +138,29 @@ def test_tasks_of_no_seconds_hide_no_others(problem: Problem) -> None:
     timed = timed_kernel(problem, kernel_of(problem, schedule))
     assert timed.period == pytest.approx(problem.bound)
     assert [] == broken(problem, timed.schedule())
+
+
+@pytest.mark.parametrize(
+    ("slot", "task", "found"),
+    [
+        (3.0, "one", []),
+        (1.5, "one", ["long", "short"]),
+        (0.0, "one", ["long"]),
+        (3.5, "one", ["long"]),
+        (0.0, "none", []),
+        (1.0, "none", ["long"]),
+    ],
+)
+def test_tasks_that_overlap_a_slot_are_in_its_way(slot: float, task: str, found: list[str]) -> None:
+    """Of a queue with one task from 0 to 2, and one from 2 to 3, in a period of 4."""
+    seconds = {"long": 2.0, "short": 1.0, "one": 1.0, "none": 0.0}
+    problem = problem_of({name: (each, "a") for name, each in seconds.items()})
+    names = [task.name for task in problem.tasks]
+    board = _Board(problem, 4.0)
+    for name in ("long", "short"):
+        assert [] == board.place(names.index(name))
+    assert (0.0, 2.0) == (board.starts[0], board.starts[1])
+    assert found == [names[other] for other in board._in_the_way(names.index(task), slot)]
 
 
 def valid(problem: Problem, timed: Timed, longest: float) -> bool:

@@ -92,6 +92,24 @@ def test_who_does_not_wait_for_the_last_chunk_is_rejected(backend, ignore_eos):
     assert len(nodes) == checked
 
 
+def test_chunks_of_what_is_read_whole_are_rejected():
+    plan = dict(compiled_with(grpo(ignore_eos=True), streamed(THREE, 2)).stages)["stream"]
+    pieces = ("actor.rollout[1/2]", "actor.rollout[2/2]")
+
+    def after(action):
+        named = [replace(d, action="actor.rollout") if d.action in pieces else d for d in action]
+        return tuple(dict.fromkeys(named))
+
+    whole = {"id": "actor.rollout", "chunk": None, "begins": False}
+    actions = tuple(
+        replace(a, after=after(a.after), **(whole if a.id in pieces else {}))
+        for a in plan.actions
+        if a.id != pieces[1]
+    )
+    broken = verify(replace(plan, actions=actions), "stream")
+    assert "reward is cut, and not all of what it reads is, or otherwise" in broken
+
+
 def test_a_chunk_on_another_instance_is_rejected():
     def declare() -> None:
         actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))

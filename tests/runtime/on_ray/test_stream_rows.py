@@ -15,7 +15,8 @@ import rlflow as rf
 from rlflow.errors import PlanError, RunError
 from rlflow.runtime.execute.flow import Flow
 from rlflow.runtime.execute.rows import chunk_rows
-from rlflow.runtime.ray.row_ledger import RowLedger
+from rlflow.runtime.ray.made import Made
+from rlflow.runtime.ray.row_ledger import RowLedger, _gathered
 from rlflow.runtime.worker.store import Stored, joined_fields
 from rlflow.scheduler.plan.plan import Action, Chunk, Plan
 from tests.budget import examples
@@ -265,3 +266,13 @@ def test_a_rollout_of_rows_that_were_made_whole_takes_its_slice():
     read = {source for n in (1, 2) for source in Flow(plan).sources(f"actor.rollout[{n}/2]")}
     assert {"prompts"} == read
     Ranks(plan, seed=0).play()
+
+
+def test_rows_that_were_gathered_have_their_tokens():
+    node = SimpleNamespace(op=SimpleNamespace(rows="gather"))
+    groups, tokens = np.array([0, 0, 1]), np.array([5, 7, 2])
+    counted = _gathered(Made(start=0.0, end=1.0, rows=3, groups=groups, tokens=tokens), node)
+    assert [5, 7, 2] == counted.tokens.tolist()
+    assert [0, 0, 0] == _gathered(
+        Made(start=0.0, end=1.0, rows=3, groups=groups), node
+    ).tokens.tolist()
