@@ -113,6 +113,14 @@ def test_debug_shows_the_traceback(rlflow):
     assert "Traceback" not in rlflow("check", "nothing.py").err
 
 
+def test_a_part_is_checked_on_the_devices_that_it_needs(rlflow):
+    words = ("check", GRPO, "--placement", "split")
+    assert "on cpu:2" in rlflow(*words).out
+    assert "1 model   ok\nplacement split: 3 actions on cpu:1 " in (
+        rlflow(*words, "--only", "actor.rollout").out
+    )
+
+
 def test_only_the_word_error_is_painted(monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)

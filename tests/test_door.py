@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import keyword
 import subprocess
 import sys
 import textwrap
 import threading
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -14,8 +17,10 @@ import torch
 
 import rlflow as rf
 from rlflow.batch import ragged, text
+from rlflow.cli.door.asking import PlanOptions, RunOptions, SearchOptions
 from rlflow.cli.door.events import RunWatch
 from rlflow.cli.door.handle import started
+from rlflow.cli.main import cli
 from rlflow.errors import CallbackError, PlanError, RunDirError, RunError, UsageError
 from rlflow.runtime.record.edges.names import About
 from rlflow.runtime.record.edges.writing import edge_table, write_edge
@@ -47,6 +52,7 @@ def test_a_notebook_shows_the_table_and_the_picture():
     shown = plan._repr_mimebundle_()
 
     assert str(plan) == shown["text/plain"]
+    assert plan._repr_html_() == shown["text/html"]
     assert "train [0:2], gen [2:4]" in shown["text/plain"]
     assert {"<pre", "<svg", "actor.update"} <= {
         mark for mark in ("<pre", "<svg", "actor.update") if mark in shown["text/html"]
@@ -62,12 +68,47 @@ def test_a_notebook_shows_the_table_and_the_picture():
         ({"backend": "rayy"}, "local or ray"),
         ({"stream": "many"}, "auto"),
         ({"config": {"group_sise": 4}}, "did you mean 'group_size'"),
+        ({"only": ["actor.update", 3]}, "a text, or several"),
+        ({"only": "actor.updaet"}, "did you mean 'actor.update'"),
+        ({"from_": "actor.rollout"}, "RUN:NODE"),
     ],
 )
 def test_what_is_no_option_is_said(options, said):
     with pytest.raises(UsageError) as caught:
         rf.compile(GRPO, **options)
     assert said in str(caught.value)
+
+
+# What commands have for a terminal: a program prints, writes and compares what it was given.
+OF_A_TERMINAL = {"json", "output", "no_color", "dry_run", "show_passes", "explain"}
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "beside"),
+    [
+        ("plan", PlanOptions, set()),
+        ("simulate", PlanOptions, {"iterations"}),
+        ("tune", SearchOptions, {"max_staleness", "top"}),
+        ("run", RunOptions, set()),
+    ],
+)
+def test_a_program_has_the_options_of_the_command(command, options, beside):
+    names = {p.opts[-1].lstrip("-").replace("-", "_") for p in cli.commands[command].params}
+    words = {f"{name}_" if keyword.iskeyword(name) else name for name in names - {"pipeline"}}
+    said = {"config" if word == "set" else word for word in words} - OF_A_TERMINAL
+    own = set(inspect.signature(getattr(rf, command)).parameters) if command != "plan" else set()
+
+    assert said == set(get_type_hints(options)) | beside
+    assert beside <= own
+
+
+def test_a_part_of_the_graph_is_compiled_and_played():
+    part = {"only": "actor.rollout", "devices": "cpu:1"}
+    plan = rf.compile(GRPO, **part)
+
+    assert {"actor.rollout", "actor.rollout.sink"} <= {node.name for node in plan.graph.nodes}
+    assert not plan.graph.has_node("actor.update")
+    assert plan.hash == rf.simulate(GRPO, **part).plan.hash
 
 
 def test_a_plan_that_is_compiled_takes_no_more_options():
@@ -296,3 +337,29 @@ def test_a_run_is_iterated_over_and_read_as_a_table(tmp_path):
     assert 0 == shown.returncode, shown.stderr
     assert "done 0\ndone 1\ndone 2\n" in shown.stdout
     assert "over" in shown.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_a_stage_runs_alone_and_another_on_what_it_recorded(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import rlflow as rf
+
+            part = rf.run({str(GRPO)!r}, devices="cpu:1", iterations=1, run_dir="part",
+                          only="actor.rollout", track="none",
+                          config={{"group_size": 4}}).wait()
+            assert not part.plan.graph.has_node("actor.update")
+            train = rf.run({str(GRPO)!r}, devices="cpu:1", iterations=1, run_dir="train",
+                           from_="part:actor.rollout", record=["actor.rollout=rows:3", "reward"],
+                           config={{"group_size": 4}}).wait()
+            assert 3 == train.samples()["response"].notna().sum()
+            assert not (part.directory / "tensorboard").exists()
+            """
+        )
+    )
+    words = [sys.executable, str(script)]
+    shown = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert 0 == shown.returncode, shown.stderr

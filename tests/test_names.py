@@ -12,13 +12,8 @@ ALLOWED = {
     "main": "what a file does that is started as a program",
 }
 # An operator has one name: where it is declared, where it runs, and its formula. So has what an
-# operator chooses by name, its loss or its estimator. A command is called as it is typed, two of
-# them as what they run, and in a program as in a line.
+# operator chooses by name, its loss or its estimator.
 OPERATOR = {"rlflow.ops": "declaration", "rlflow.ops.bodies": "body", "rlflow.ops.math": "formula"}
-COMMANDS = {
-    "rlflow.cli.main": ("run", "simulate", "tune"),
-    "rlflow.cli.door.api": ("run", "simulate", "tune"),
-}
 
 
 def module(path):
@@ -45,11 +40,10 @@ def side(name):
 
 
 def is_one_thing(name, modules):
-    """Whether definitions of a name are sides of one operator, or a command's and another."""
-    others = [other for other in modules if name not in COMMANDS.get(other, ())]
-    sides = [side(other) for other in others]
+    """Whether the definitions of a name are sides of one operator."""
+    sides = [side(module) for module in modules]
     of_one = len(sides) == len(set(sides)) and set(sides) <= set(OPERATOR.values())
-    return name in ALLOWED or len(others) < 2 or of_one
+    return name in ALLOWED or of_one
 
 
 def test_a_public_name_is_defined_once():

@@ -62,7 +62,7 @@ class Target:
     optimize: float | None = None
     engine: str | None = None
     only: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
+    from_: tuple[str, ...] = ()
     rooms: tuple[int, ...] = ()
     """Devices that each node of a running cluster has room for, in the order they are taken."""
 
@@ -117,7 +117,7 @@ def _declared(target: Target) -> Declared:
         raise trace_error(pipeline, error) from None
     if target.model_shape:
         graph = with_shapes(graph, target.model_shape)
-    part = taken_part(graph, target.only, target.sources)
+    part = taken_part(graph, target.only, target.from_)
     return Declared(pipeline=pipeline, config=config, whole=graph, part=part)
 
 
@@ -327,7 +327,8 @@ def check_all(target: Target) -> dict[str, Any]:
     placements = declared.pipeline.placements
     wanted = [str(target.placement)] if target.placement else list(placements)
     graph = declared.graph
-    lines = [f"{graph.name}: {len(graph.nodes)} nodes, {len(graph.models)} models   ok"]
+    models = f"{len(graph.models)} model{'s' * (len(graph.models) != 1)}"
+    lines = [f"{graph.name}: {len(graph.nodes)} nodes, {models}   ok"]
     plans = {}
     for name in wanted:
         _, placement = named_placement(declared.pipeline, name)
@@ -341,8 +342,8 @@ def _check_placement(declared: Declared, name: str, placement: Placement, target
     """Compile a placement, on enough CPU devices of any size where none are named."""
     from rlflow.scheduler.devices.cluster import cpu_cluster
 
-    needed = placement.num_devices()
     placement = changed(declared, placement, target)
+    needed = placement.num_devices()
     if target.devices:
         cluster = cluster_of(target, needed)
     else:

@@ -24,7 +24,7 @@ def words_of_run(options: Mapping[str, Any], placement: str) -> tuple[str, ...]:
     """The words after `rlflow` that say all options but those of one start of a run."""
     once: dict[str, Any] = {"dry_run": False, "run_dir": None, "resume": None, "iterations": None}
     once |= {"from_weights": None, "allow_changes": None}
-    once |= {"profile_actions": (), "profile_iterations": None}
+    once |= {"profile_action": (), "profile_iterations": None}
     return ("run", *run_words({**options, **once, "placement": placement}))
 
 

@@ -211,9 +211,7 @@ def export(run_dir: str, output: str, name: str | None) -> None:
 
 
 @cli.command("simulate")
-@target_options
-@schedule_options
-@model_shape_option
+@plan_options
 @click.option(
     "--iterations", type=click.IntRange(1), help="Iterations to play; until they repeat by default."
 )

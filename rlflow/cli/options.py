@@ -222,7 +222,6 @@ def observing_options(function: F) -> F:
         ),
         click.option(
             "--profile-action",
-            "profile_actions",
             multiple=True,
             metavar="ACTION",
             help="Record the kernels of an action, or of a node's runs, with torch.profiler.",

@@ -14,7 +14,7 @@ from rlflow.errors import Finding, PlanError, UsageError, known_names, near_name
 from rlflow.scheduler.plan.diff import PlanDiff, compare
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.plan.saved import read_plan
-from rlflow.scheduler.simulate.simulate import Simulation, simulate
+from rlflow.scheduler.simulate.simulate import Simulation, play_plan
 from rlflow.scheduler.simulate.text import simulation_text
 
 FORMATS = {
@@ -36,7 +36,7 @@ def simulate_target(target: Target, iterations: int | None) -> Simulation:
 def simulate_plan(plan: Plan, iterations: int | None) -> Simulation:
     """Play a plan for some iterations, until they repeat for None. PlanError E236 as above."""
     _require_costs(plan)
-    return simulate(plan, iterations=iterations)
+    return play_plan(plan, iterations=iterations)
 
 
 def _require_costs(plan: Plan) -> None:

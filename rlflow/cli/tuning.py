@@ -13,7 +13,7 @@ from rlflow.errors import DataError, Finding, UsageError
 from rlflow.scheduler.devices.cluster import machine_cores
 from rlflow.scheduler.passes.staleness import allowed
 from rlflow.scheduler.search.text import as_written, placement_file
-from rlflow.scheduler.search.tune import SearchLimits, Tuned, tune
+from rlflow.scheduler.search.tune import SearchLimits, Tuned, search_placements
 
 
 def tune_target(
@@ -40,7 +40,9 @@ def tune_target(
     limits = SearchLimits(staleness=max_staleness, top=top, engine=engine)
     near, backend = pipeline.path, target.backend
     try:
-        return tune(declared.graph, placements, cluster, limits=limits, near=near, backend=backend)
+        return search_placements(
+            declared.graph, placements, cluster, limits=limits, near=near, backend=backend
+        )
     except DataError as error:
         raise UsageError(*error.findings, summary=NOTHING) from None
     except UsageError as error:

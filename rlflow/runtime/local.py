@@ -26,7 +26,7 @@ from rlflow.runtime.execute.deadlines import Allowance, Deadlines
 from rlflow.runtime.execute.executor import TICK, Completion
 from rlflow.runtime.execute.stats import logged
 from rlflow.runtime.record.checkpoint import Found
-from rlflow.runtime.record.devices.kernels import with_kernels
+from rlflow.runtime.record.devices.kernels import ready_profiler, with_kernels
 from rlflow.runtime.record.devices.meter import DeviceMeter
 from rlflow.runtime.record.devices.profiled import ProfiledActions
 from rlflow.runtime.record.shards.places import assign_writers
@@ -68,6 +68,7 @@ class LocalMachine:
         deadline: float | None = None,
         profiled: ProfiledActions | None = None,
     ) -> None:
+        ready_profiler(profiled)
         self._deadline = deadline
         self._profiled = profiled
         self._plan = plan

@@ -24,7 +24,7 @@ from rlflow.scheduler.plan.plan import Action, Chunk, Plan
 from rlflow.scheduler.plan.saved import plan_from_json
 from rlflow.scheduler.plan.text import plan_text
 from rlflow.scheduler.simulate.play import play as played_by_time
-from rlflow.scheduler.simulate.simulate import simulate
+from rlflow.scheduler.simulate.simulate import play_plan
 from rlflow.scheduler.verify.verify import verify
 from tests.budget import examples
 from tests.scheduler.lies import lies
@@ -199,7 +199,7 @@ def has_a_consistent_kernel_with_the_period_that_is_measured(plan: Plan) -> None
 
 def has_the_period_that_it_states_on_a_clock(plan: Plan) -> None:
     """Actions that are due every n-th time count an nth in what a plan states: a lower bound."""
-    found = simulate(plan)
+    found = play_plan(plan)
     waited = [use.busy + sum(share for _, share in use.waits) for use in found.uses]
     assert waited == pytest.approx([1.0] * len(waited), abs=1e-6) or not found.window[1]
     if plan.timing is None:

@@ -15,7 +15,7 @@ from rlflow.graph.graph import Graph
 from rlflow.graph.rules.old_policy import why_not_current
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.devices.cluster import cpu_cluster
-from rlflow.scheduler.search.tune import SearchLimits, tune
+from rlflow.scheduler.search.tune import SearchLimits, search_placements
 from rlflow.scheduler.verify.happens_before import Facts
 from rlflow.scheduler.verify.left_out import shared_work_is_exact
 from tests.scheduler.examples import COLOCATE
@@ -107,7 +107,9 @@ def test_rows_that_are_stamped_as_older_are_no_rows_of_these_weights():
 
 def test_tune_searches_what_distils_from_itself():
     graph = learning(DISTILL, likely=True, mini_batches=2)
-    rows = tune(graph, {}, cpu_cluster(2, threads=1), limits=SearchLimits(staleness=1)).rows
+    rows = search_placements(
+        graph, {}, cpu_cluster(2, threads=1), limits=SearchLimits(staleness=1)
+    ).rows
     assert rows
 
 

@@ -11,7 +11,7 @@ import pytest
 from rlflow.errors import PlanError
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.simulate.play import play
-from rlflow.scheduler.simulate.simulate import hyperperiod, simulate
+from rlflow.scheduler.simulate.simulate import hyperperiod, play_plan
 from rlflow.scheduler.simulate.text import simulation_text, typical_turn
 from tests.runtime.kernels import action, lagging, plan_of, sleeping
 from tests.scheduler.examples import EXAMPLES, SPLIT, compiled_with, grpo
@@ -45,7 +45,7 @@ def shares(found):
 
 
 def test_a_chain_around_two_devices_has_the_period_of_its_sum():
-    found = simulate(synchronous())
+    found = play_plan(synchronous())
     assert found.exact
     assert 8.0 == pytest.approx(found.period)
     assert 8.0 == pytest.approx(found.latency)
@@ -63,7 +63,7 @@ def test_idle_time_is_followed_back_to_all_that_it_waited_for():
         action("update", (0,), ("reward", 0), seconds=5.0),
         pools=TWO,
     )
-    found = simulate(plan)
+    found = play_plan(plan)
     assert 10.0 == pytest.approx(found.period)
     expected = {"update": pytest.approx(0.5), "reward": pytest.approx(0.3)}
     assert expected == shares(found)["gen[1]"]
@@ -76,7 +76,7 @@ def test_what_runs_every_third_time_counts_where_it_falls():
     roll = replace(base.action("roll"), after=(*base.action("roll").after,))
     look = action("eval", (1,), ("sync", 1), seconds=2.0, every=3)
     actions = (look, *action_after(roll, "eval"), *base.actions[1:])
-    found = simulate(replace(base, actions=actions))
+    found = play_plan(replace(base, actions=actions))
     assert found.exact
     assert 3 == hyperperiod(found.plan)
     assert 8 + 2 / 3 == pytest.approx(found.period)
@@ -97,16 +97,16 @@ def test_a_phase_says_in_which_iterations_it_is_due():
 
 @pytest.mark.parametrize(("lag", "period"), [(0, 9.7), (1, 5.5), (2, 5.5), (3, 5.5)])
 def test_a_rollout_that_lags_hides_behind_the_update(lag, period):
-    found = simulate(lagging(lag))
+    found = play_plan(lagging(lag))
     assert period == pytest.approx(found.period)
     assert found.exact
 
 
 def test_samples_are_as_old_as_their_lag_except_where_a_segment_begins():
     plan = lagging(2)
-    free = simulate(plan, iterations=10)
+    free = play_plan(plan, iterations=10)
     assert {"actor.rollout": {0: 1, 1: 1, 2: 8}} == free.lags
-    drained = simulate(plan, iterations=10, barrier=5)
+    drained = play_plan(plan, iterations=10, barrier=5)
     assert {"actor.rollout": {0: 2, 1: 2, 2: 6}} == drained.lags
     assert drained.makespan > free.makespan
     assert drained.makespan / 10 == pytest.approx(drained.period)
@@ -114,7 +114,7 @@ def test_samples_are_as_old_as_their_lag_except_where_a_segment_begins():
 
 def test_memory_is_copied_on_a_lane_of_its_own():
     """0.4 s of copies before each of two uses of 1 s, none of them beside a use."""
-    found = simulate(sleeping())
+    found = play_plan(sleeping())
     assert 2.8 == pytest.approx(found.period)
     (use,) = (use for use in found.uses if use.label == "p[0]")
     assert 2 / 2.8 == pytest.approx(use.busy)
@@ -134,7 +134,7 @@ def test_a_copy_runs_beside_the_action_before():
     plan = replace(plan, actions=plan.actions[:4])
     plan = replace(plan, actions=(*action_after(plan.actions[0], "wake"), *plan.actions[1:]))
     first = replace(plan.actions[0], after=(replace(plan.actions[0].after[0], distance=1),))
-    found = simulate(replace(plan, actions=(first, *plan.actions[1:])))
+    found = play_plan(replace(plan, actions=(first, *plan.actions[1:])))
     assert 5.0 == pytest.approx(found.period)
 
 
@@ -167,14 +167,14 @@ def test_a_plan_that_waits_for_itself_is_refused():
 def test_seconds_may_be_given_for_every_instance():
     drawn = Random(7)
     seconds = {(name, i): drawn.random() for name in ("roll", "update", "sync") for i in range(20)}
-    found = simulate(synchronous(), iterations=20, seconds=lambda action, i: seconds[action.id, i])
+    found = play_plan(synchronous(), iterations=20, seconds=lambda action, i: seconds[action.id, i])
     assert sum(seconds.values()) == pytest.approx(found.makespan)
     assert not found.exact
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 3, 7])
 def test_few_iterations_are_added_up_too(iterations):
-    found = simulate(lagging(1), iterations=iterations)
+    found = play_plan(lagging(1), iterations=iterations)
     assert iterations == len([s for s in found.spans if s.action.id == "actor.update"])
     assert 0 < found.period <= found.makespan
     assert simulation_text(found)
@@ -182,7 +182,7 @@ def test_few_iterations_are_added_up_too(iterations):
 
 @pytest.mark.parametrize("name", ["grpo_split", "ray_mesh", "grpo_gpus"])
 def test_json_says_what_was_played_the_same_each_time(name):
-    texts = {json.dumps(simulate(EXAMPLES[name]().plan).as_json(), sort_keys=True) for _ in "ab"}
+    texts = {json.dumps(play_plan(EXAMPLES[name]().plan).as_json(), sort_keys=True) for _ in "ab"}
     (text,) = texts
     document = json.loads(text)
     assert {"period", "devices", "spans", "lags", "sources", "latency"} <= document.keys()
@@ -190,7 +190,7 @@ def test_json_says_what_was_played_the_same_each_time(name):
 
 
 def test_the_text_tells_period_bounds_idle_time_and_draws_a_turn():
-    text = simulation_text(simulate(compiled_with(grpo(), SPLIT, name="split").plan))
+    text = simulation_text(play_plan(compiled_with(grpo(), SPLIT, name="split").plan))
     assert "placement split on cpu:2" in text
     for word in ("iteration ", "bounds ", "latency ", "idle ", "samples ", "estimates from: "):
         assert f"\n  {word}" in text
@@ -202,7 +202,7 @@ def test_the_text_tells_period_bounds_idle_time_and_draws_a_turn():
 
 def test_a_typical_turn_has_the_median_length():
     base = synchronous()
-    found = simulate(
+    found = play_plan(
         base, iterations=24, seconds=lambda action, i: 50.0 if i % 3 == 0 else action.cost.seconds
     )
     _, start, end = typical_turn(found)
@@ -210,7 +210,7 @@ def test_a_typical_turn_has_the_median_length():
 
 
 def test_devices_with_equal_schedules_are_one_row():
-    found = simulate(EXAMPLES["ray_mesh"]().plan)
+    found = play_plan(EXAMPLES["ray_mesh"]().plan)
     labels = [use.label for use in found.uses]
     assert len(set(labels)) == len(labels)
     devices = [device for use in found.uses for device in use.devices]

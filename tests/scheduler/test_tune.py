@@ -19,7 +19,7 @@ from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.devices.cluster import cpu_cluster, parse_cluster
 from rlflow.scheduler.search.search import pattern
 from rlflow.scheduler.search.space import hand_written
-from rlflow.scheduler.search.tune import SearchLimits, tune
+from rlflow.scheduler.search.tune import SearchLimits, search_placements
 from tests.budget import examples
 from tests.conftest import ROOT
 from tests.scheduler.examples import APART, COLOCATE, SPLIT, grpo, ppo
@@ -132,7 +132,7 @@ def shortest(graph, placements, devices):
 @pytest.mark.parametrize("name", GRAPHS)
 def test_never_worse_than_by_hand_on_cpus(name, devices):
     graph, where = GRAPHS[name](), parse_cluster(devices, 1)
-    tuned = tune(graph, WRITTEN, where)
+    tuned = search_placements(graph, WRITTEN, where)
     by_hand = [*hand_written(WRITTEN, where.count).values(), *usual(graph, where.count)]
 
     assert tuned.best.period <= shortest(graph, by_hand, where) * COMPILED
@@ -144,7 +144,7 @@ def test_never_worse_than_by_hand_on_cpus(name, devices):
 )
 def test_never_worse_than_by_hand_on_gpus(name, devices):
     graph, where = large_batch(name), parse_cluster(devices, 1)
-    tuned = tune(graph, WRITTEN, where)
+    tuned = search_placements(graph, WRITTEN, where)
     by_hand = [*hand_written(WRITTEN, where.count).values(), *usual(graph, where.count)]
 
     assert tuned.best.period <= shortest(graph, by_hand, where) * COMPILED
@@ -153,7 +153,7 @@ def test_never_worse_than_by_hand_on_gpus(name, devices):
 @pytest.mark.slow
 def test_never_worse_than_by_hand_on_64_gpus():
     graph, where = large_batch("ppo"), parse_cluster("h100:64", 1)
-    tuned = tune(graph, WRITTEN, where)
+    tuned = search_placements(graph, WRITTEN, where)
 
     assert tuned.best.period <= shortest(graph, usual(graph, 64), where) * COMPILED
 
@@ -189,7 +189,7 @@ def test_as_good_as_trying_everything(kind):
     where = cluster(kind, 2, PLENTY)
     best = shortest(graph, every_placement(graph, 2), where)
 
-    assert tune(graph, WRITTEN, where).best.period <= best * COMPILED
+    assert search_placements(graph, WRITTEN, where).best.period <= best * COMPILED
 
 
 @pytest.mark.slow
@@ -210,7 +210,7 @@ def test_a_plan_that_needs_less_memory_is_slower_where_there_is_less():
 
 def best_within(graph, memory):
     """The best period on two devices of so much memory, which all rows keep to."""
-    tuned = tune(graph, WRITTEN, cpu_cluster(2, threads=1, memory=memory))
+    tuned = search_placements(graph, WRITTEN, cpu_cluster(2, threads=1, memory=memory))
     for row in tuned.rows:
         assert all(size <= row.plan.budgets[d] for d, size in row.plan.peaks.items())
     return tuned.best.period
@@ -219,7 +219,7 @@ def best_within(graph, memory):
 def test_where_nothing_fits_it_says_what_comes_nearest():
     where = cpu_cluster(2, threads=1, memory=1e7)
     with pytest.raises(PlanError) as caught:
-        tune(grpo(path="models/wide", every=0), WRITTEN, where)
+        search_placements(grpo(path="models/wide", every=0), WRITTEN, where)
 
     finding = caught.value.findings[0]
     assert "E240" == finding.code
@@ -231,12 +231,14 @@ def test_where_nothing_fits_it_says_what_comes_nearest():
 def test_a_model_of_unknown_size_is_refused_and_one_that_is_not_used_is_not():
     graph = grpo(path="nobody/has-this")
     with pytest.raises(PlanError) as caught:
-        tune(graph, {}, cpu_cluster(2))
+        search_placements(graph, {}, cpu_cluster(2))
     assert ["E241", "E241"] == [finding.code for finding in caught.value.findings]
 
     graph = grpo(kl_coef=0.0)
     away = graph.models[1].model_copy(update={"path": "nobody/has-this"})
-    assert tune(replace(graph, models=(graph.models[0], away)), {}, cpu_cluster(2)).rows
+    assert search_placements(
+        replace(graph, models=(graph.models[0], away)), {}, cpu_cluster(2)
+    ).rows
 
 
 def test_no_model_nothing_to_place():
@@ -245,7 +247,7 @@ def test_no_model_nothing_to_place():
         ops.metrics(ops.reward(len_of_prompt, prompts))
 
     with pytest.raises(PlanError) as caught:
-        tune(graph_of(declare, "none"), {}, cpu_cluster(2))
+        search_placements(graph_of(declare, "none"), {}, cpu_cluster(2))
     assert "E242" == caught.value.findings[0].code
 
 
@@ -257,8 +259,8 @@ def len_of_prompt(prompt: str) -> float:
 def test_staleness_is_used_where_allowed_only():
     where = cluster("h100", 8, 80e9)
     graph = large_batch("grpo")
-    fresh = tune(graph, WRITTEN, where, limits=QUICK)
-    stale = tune(graph, WRITTEN, where, limits=replace(QUICK, staleness=2))
+    fresh = search_placements(graph, WRITTEN, where, limits=QUICK)
+    stale = search_placements(graph, WRITTEN, where, limits=replace(QUICK, staleness=2))
 
     assert {0} == {row.plan.staleness for row in fresh.rows}
     assert {row.plan.staleness for row in stale.rows} <= {0, 1, 2}
@@ -269,7 +271,7 @@ def test_staleness_is_used_where_allowed_only():
 def test_a_written_placement_with_more_staleness_than_allowed_is_left_out():
     late = SPLIT.model_copy(update={"staleness": 2})
     late = rf.Placement.model_validate(late.model_dump())
-    tuned = tune(grpo(), {"late": late}, cpu_cluster(2), limits=QUICK)
+    tuned = search_placements(grpo(), {"late": late}, cpu_cluster(2), limits=QUICK)
 
     assert {"late": "staleness=2, allowed is 0"} == dict(tuned.misfits)
     assert {0} == {row.plan.staleness for row in tuned.rows}
@@ -287,7 +289,7 @@ def test_refused_staleness_is_tried_once(monkeypatch):
 
     monkeypatch.setattr("rlflow.scheduler.search.tune.compile_plan", refusing)
     limits = SearchLimits(staleness=3)
-    tuned = tune(large_batch("grpo"), WRITTEN, cluster("h100", 8, 80e9), limits=limits)
+    tuned = search_placements(large_batch("grpo"), WRITTEN, cluster("h100", 8, 80e9), limits=limits)
 
     assert {0} == {row.plan.staleness for row in tuned.rows}
     assert tuned.refused["staleness"] == sum(stale > 0 for stale in asked) <= 3
@@ -296,7 +298,9 @@ def test_refused_staleness_is_tried_once(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GRAPHS)
 def test_rows_are_ranked_verified_and_of_different_kinds(name):
-    tuned = tune(GRAPHS[name](), {"apart": APART} if name == "ppo" else {}, cpu_cluster(3))
+    tuned = search_placements(
+        GRAPHS[name](), {"apart": APART} if name == "ppo" else {}, cpu_cluster(3)
+    )
     keys = [row.rank() for row in tuned.rows]
     devices = [
         {a.node: a.devices for a in row.plan.actions if a.kind == "run"} for row in tuned.rows
@@ -312,7 +316,7 @@ def test_rows_are_ranked_verified_and_of_different_kinds(name):
 
 
 def test_written_placements_are_listed_with_their_rank():
-    tuned = tune(grpo(), {**WRITTEN, "apart": APART}, cpu_cluster(2), limits=QUICK)
+    tuned = search_placements(grpo(), {**WRITTEN, "apart": APART}, cpu_cluster(2), limits=QUICK)
 
     assert {"colocate", "colocate x2", "split"} == {tried.name for _, tried in tuned.written}
     assert {"apart"} == set(tuned.misfits)
@@ -324,7 +328,7 @@ def test_written_placements_are_listed_with_their_rank():
 
 
 def test_a_written_placement_that_is_the_best_keeps_its_name():
-    best = tune(grpo(), {}, cpu_cluster(2)).best.placement
+    best = search_placements(grpo(), {}, cpu_cluster(2)).best.placement
     by_hand = rf.Placement(
         pools={f"my_{name}": devices for name, devices in best.pools.items()},
         assign={
@@ -334,12 +338,12 @@ def test_a_written_placement_that_is_the_best_keeps_its_name():
     )
 
     for mine in (best, by_hand):
-        assert "mine" == tune(grpo(), {"mine": mine}, cpu_cluster(2)).best.name
+        assert "mine" == search_placements(grpo(), {"mine": mine}, cpu_cluster(2)).best.name
 
 
 def test_kinds_of_devices_are_not_mixed_in_a_pool():
     where = parse_cluster("h100:8,a100:8", 16)
-    tuned = tune(large_batch("grpo"), {}, where, limits=QUICK)
+    tuned = search_placements(large_batch("grpo"), {}, where, limits=QUICK)
 
     for row in tuned.rows:
         for devices in row.plan.pools.values():
@@ -357,7 +361,9 @@ def test_every_graph_can_be_tuned(graph):
     assume(not any(model.path.startswith("nobody") for model in graph.models))
     where = cpu_cluster(3, threads=1, memory=PLENTY)
     colocate = rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")})
-    tuned = tune(graph, {"colocate": colocate}, where, limits=SearchLimits(plans=12, staleness=1))
+    tuned = search_placements(
+        graph, {"colocate": colocate}, where, limits=SearchLimits(plans=12, staleness=1)
+    )
     by_hand = shortest(graph, [colocate], where)
 
     assert tuned.best.period <= by_hand * COMPILED

@@ -17,7 +17,7 @@ from rlflow.scheduler.search.candidates import Moves
 from rlflow.scheduler.search.engines import by_engine, with_engines
 from rlflow.scheduler.search.space import Candidate, Choice, Layout, placed_uses, placement_of
 from rlflow.scheduler.search.text import placement_source, tuned_text
-from rlflow.scheduler.search.tune import SearchLimits, _rewritten, tune
+from rlflow.scheduler.search.tune import SearchLimits, _rewritten, search_placements
 from tests.budget import examples
 from tests.scheduler.examples import COLOCATE, SPLIT, grpo, ppo
 from tests.scheduler.strategies import exact, graph_of
@@ -99,30 +99,36 @@ def test_what_an_engine_refuses_to_draft_is_said_and_is_no_lack_of_memory():
     """On a CPU; on an accelerator it drafts at any temperature, also where a CPU is beside it."""
     graph, pipeline = drafted(temperature=1.0), {"c": COLOCATE}
     with pytest.raises(PlanError) as refused:
-        tune(graph, pipeline, cpu_cluster(2, threads=1, memory=1e9), limits=QUICK)
+        search_placements(graph, pipeline, cpu_cluster(2, threads=1, memory=1e9), limits=QUICK)
     (finding,) = refused.value.findings
     assert ("E630", '"actor.rollout": rf.on("all")') == (finding.code, finding.fix)
-    tuned = tune(graph, pipeline, parse_cluster("h100:2", 2, 1), limits=QUICK)
+    tuned = search_placements(graph, pipeline, parse_cluster("h100:2", 2, 1), limits=QUICK)
     assert {"drafter"} == {i.drafter for i in tuned.best.plan.instances if i.options}
     named = {"c": COLOCATE, "apart": placed()}
-    tuned = tune(graph, named, cpu_cluster(2, threads=1, memory=1e9), limits=SearchLimits(plans=10))
+    tuned = search_placements(
+        graph, named, cpu_cluster(2, threads=1, memory=1e9), limits=SearchLimits(plans=10)
+    )
     assert "torch" == {i.engine for i in tuned.best.plan.instances if "rollout" in i.uses}.pop()
 
 
 def test_a_drafter_unlike_the_policy_is_said_of_the_engine_asked_for():
     graph = drafted(lora=rf.LoRA(rank=4))
     with pytest.raises(PlanError) as refused:
-        tune(graph, {}, cpu_cluster(2, threads=1, memory=1e9), limits=QUICK)
+        search_placements(graph, {}, cpu_cluster(2, threads=1, memory=1e9), limits=QUICK)
     assert ["E639"] == [finding.code for finding in refused.value.findings]
 
 
 def test_where_all_plans_are_refused_for_one_thing_that_is_raised():
     placement = placed(engine=rf.SGLang(updates="disk", max_total_tokens=1000))
     with pytest.raises(PlanError) as refused:
-        tune(drafted(), {"disk": placement}, cpu_cluster(2, threads=1, memory=1e9), limits=QUICK)
+        search_placements(
+            drafted(), {"disk": placement}, cpu_cluster(2, threads=1, memory=1e9), limits=QUICK
+        )
     assert ["E676"] == [finding.code for finding in refused.value.findings]
     with pytest.raises(PlanError) as refused:
-        tune(drafted(), {"disk": placement}, cpu_cluster(2, threads=1, memory=1e4), limits=QUICK)
+        search_placements(
+            drafted(), {"disk": placement}, cpu_cluster(2, threads=1, memory=1e4), limits=QUICK
+        )
     assert ["E240"] == [finding.code for finding in refused.value.findings]
 
 
@@ -202,7 +208,7 @@ def test_no_plan_of_an_engine_is_shorter_than_its_bound(data):
 def test_rows_of_a_search_with_an_engine_are_pasted_to_what_they_promise(devices):
     where = parse_cluster(devices, 2, 1)
     graph = big(grpo(), "shape:qwen2.5-0.5b") if where.kind.name != "cpu" else grpo()
-    tuned = tune(graph, {"colocate": COLOCATE, "split": SPLIT}, where, limits=QUICK)
+    tuned = search_placements(graph, {"colocate": COLOCATE, "split": SPLIT}, where, limits=QUICK)
     for row in tuned.rows[:4]:
         pasted = eval(placement_source(row.placement), {"rf": rf})
         plan = compile_plan(graph, pasted, where).plan
@@ -221,8 +227,8 @@ def roles_with(graph, where):
 def test_beside_an_engine_the_embedded_one_is_still_found():
     """On a CPU a reshard through another process costs more than it brings."""
     where = cpu_cluster(2, threads=1, memory=1e9)
-    plain = tune(grpo(), {"split": SPLIT}, where, limits=SearchLimits(plans=40))
-    both = tune(grpo(), {"split": split()}, where, limits=SearchLimits(plans=40))
+    plain = search_placements(grpo(), {"split": SPLIT}, where, limits=SearchLimits(plans=40))
+    both = search_placements(grpo(), {"split": split()}, where, limits=SearchLimits(plans=40))
     assert both.best.period <= plain.best.period * 1.02
     assert ["split"] == [tried.name for _, tried in both.written]
 
@@ -230,7 +236,7 @@ def test_beside_an_engine_the_embedded_one_is_still_found():
 @pytest.mark.slow
 def test_a_large_search_with_an_engine_is_never_worse_than_by_hand():
     graph, where = large_batch("ppo"), parse_cluster("h100:64", 1)
-    tuned = tune(graph, {}, where, limits=SearchLimits(engine="sglang"))
+    tuned = search_placements(graph, {}, where, limits=SearchLimits(engine="sglang"))
     by_hand = [
         rf.Placement(
             pools={"train": 64 - gen, "gen": gen},

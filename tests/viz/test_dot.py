@@ -10,6 +10,8 @@ from pathlib import Path
 import pygraphviz
 import pytest
 
+from rlflow.graph.cut.names import ReadEdge
+from rlflow.graph.cut.part import cut_graph
 from rlflow.report.charts.look import (
     ACTION_STYLES,
     MODEL_TINT,
@@ -17,6 +19,7 @@ from rlflow.report.charts.look import (
     PALETTE,
     SOFT_INK,
     graph_colours,
+    kind_of,
     mode_text,
     model_colours,
     tint,
@@ -38,6 +41,15 @@ def parsed(source: str) -> pygraphviz.AGraph:
 
 def test_dot_of_the_small_graph_is_golden():
     assert GOLDEN.read_text() == graph_digraph(small_graph().to_json(), "TB").source
+
+
+def test_the_ends_of_a_cut_are_drawn_as_data_and_no_op_as_the_users():
+    read = [ReadEdge(record="runs/a", edge="actor.rollout")]
+    drawn = cut_graph(ppo.trace(), ["advantage"], read).graph.to_json()
+    kinds = {node["name"]: kind_of(node) for node in drawn["nodes"]}
+
+    assert {"data"} == {kinds["actor.rollout"], kinds["advantage.sink"]}
+    assert "user" not in kinds.values()
 
 
 def test_every_node_is_drawn_once():

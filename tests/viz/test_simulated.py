@@ -12,13 +12,13 @@ from rlflow.report.charts.gantt import simulated_chart
 from rlflow.report.charts.shapes import Box, Chart, Rule, ShapeGroup, Words, picture
 from rlflow.report.simulated import simulated_page, simulated_picture
 from rlflow.scheduler.plan.plan import Plan
-from rlflow.scheduler.simulate.simulate import simulate
+from rlflow.scheduler.simulate.simulate import play_plan
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_every_device_group_has_a_row_and_every_long_action_a_bar(split: Plan):
-    found = simulate(split)
+    found = play_plan(split)
     root = ET.fromstring(simulated_chart(found).svg())
     texts = [element.text for element in root.iter(f"{SVG}text")]
     assert {"train[0]", "gen[1]", "host"} <= set(texts)
@@ -28,7 +28,7 @@ def test_every_device_group_has_a_row_and_every_long_action_a_bar(split: Plan):
 
 
 def test_bars_lie_within_the_chart_and_on_their_rows(squeezed: Plan):
-    chart = simulated_chart(simulate(squeezed))
+    chart = simulated_chart(play_plan(squeezed))
     boxes = [
         shape
         for group in chart.shapes
@@ -44,16 +44,16 @@ def test_bars_lie_within_the_chart_and_on_their_rows(squeezed: Plan):
 
 
 def test_bars_of_all_iterations_are_strong_and_numbered(split: Plan):
-    drawn = simulated_chart(simulate(split)).svg()
+    drawn = simulated_chart(play_plan(split)).svg()
     assert "opacity=" not in drawn
-    found = simulate(split)
+    found = play_plan(split)
     numbers = {span.iteration for span in found.spans}
     assert any(f"actor.update {number}<" in drawn for number in numbers)
 
 
 @pytest.mark.parametrize("form", ["svg", "png", "pdf"])
 def test_pictures_are_of_their_format_and_the_same_each_time(split: Plan, form: str):
-    found = simulate(split)
+    found = play_plan(split)
     first, second = (simulated_picture(found, form) for _ in range(2))
     heads = {"svg": b"<svg ", "png": b"\x89PNG", "pdf": b"%PDF"}
     assert first.startswith(heads[form])
@@ -97,7 +97,7 @@ class Balance(HTMLParser):
 
 
 def test_the_page_is_balanced_and_tells_figures_causes_and_sources(split: Plan):
-    found = simulate(split)
+    found = play_plan(split)
     page = simulated_page(found).decode()
     parser = Balance()
     parser.feed(page)

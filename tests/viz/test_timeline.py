@@ -14,7 +14,7 @@ from rlflow.report.runfiles import read_run_files
 from rlflow.runtime.record.spans import Span
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.simulate.blame import waited_for
-from rlflow.scheduler.simulate.simulate import simulate
+from rlflow.scheduler.simulate.simulate import play_plan
 from tests.viz.test_gantt import span
 
 
@@ -80,7 +80,7 @@ def test_what_waits_is_followed_back_to_the_start_of_the_gap():
 
 def test_gaps_of_a_run_as_played_have_the_causes_that_the_simulation_tells(split: Plan):
     """A run that takes exactly what was simulated is told the same causes."""
-    played = simulate(split)
+    played = play_plan(split)
     spans = [
         span(p.action.id, p.start, p.end, iteration=p.iteration, devices=p.action.devices)
         for p in played.spans

@@ -13,6 +13,7 @@ from rlflow.cli.door.asking import (
     Declaring,
     PlanOptions,
     RunOptions,
+    SearchOptions,
     of_a_plan,
     run_values,
     target_of,
@@ -33,12 +34,12 @@ def compile(pipeline: Declaring, **options: Unpack[PlanOptions]) -> CompiledPlan
     the command: `placement` by name or as a value, the first of the pipeline if left out;
     `devices="h100:8"`, this machine's if left out; `config={"lr": 1e-5}`, `backend`, `threads`,
     `model_shape`, `engine`, `staleness`, `stream`, `pause_at`, `optimize`, `host_memory`,
-    `reserve`.
+    `reserve`; `only="actor.rollout"` and `from_="runs/a:actor.rollout"` take a part of the graph.
 
     Raises UsageError for options that are not understood (E820), GraphError where the pipeline is
     wrong, PlanError where it does not fit.
     """
-    planned = compile_target(target_of(pipeline, options, "rf.compile"))
+    planned = compile_target(target_of(pipeline, options, "rf.compile", PlanOptions))
     return as_kind(CompiledPlan, planned.compiled.plan)
 
 
@@ -55,8 +56,8 @@ def simulate(
         if options:
             raise UsageError(of_a_plan(options))
         return as_kind(Simulated, simulate_plan(pipeline, iterations))
-    plan = compile_target(target_of(pipeline, options, "rf.simulate")).compiled.plan
-    return as_kind(Simulated, simulate_plan(plan, iterations))
+    target = target_of(pipeline, options, "rf.simulate", PlanOptions)
+    return as_kind(Simulated, simulate_plan(compile_target(target).compiled.plan, iterations))
 
 
 def tune(
@@ -64,7 +65,7 @@ def tune(
     *,
     max_staleness: int | None = None,
     top: int = 10,
-    **options: Unpack[PlanOptions],
+    **options: Unpack[SearchOptions],
 ) -> TunedPlacements:
     """Search for the placement with the shortest iteration that fits, as `rlflow tune` does.
 
@@ -75,8 +76,9 @@ def tune(
     Raises PlanError E240 where nothing fits, E241 where a model's size is not known, and what
     `rf.compile` raises.
     """
-    said: PlanOptions = {**options, "engine": None}
-    target, engine = target_of(pipeline, said, "rf.tune"), options.get("engine")
+    said: SearchOptions = {**options, "engine": None}
+    target = target_of(pipeline, said, "rf.tune", SearchOptions)
+    engine = options.get("engine")
     found = tune_target(target, max_staleness=max_staleness, top=top, engine=engine)
     return as_kind(TunedPlacements, found)
 
@@ -86,10 +88,11 @@ def run(
 ) -> RunHandle:
     """Run a pipeline as `rlflow run` does, in a thread; returns once the first iteration can begin.
 
-    Options are those of the command: `placement`, `devices`, `config` and others of `rf.compile`,
-    `iterations`, `run_dir`, `resume`, `save_every`, `keep`, `strict`. Nothing is printed unless
-    `quiet=False`. Each of `callbacks` is called with every `IterationDone`, in the run's thread,
-    which waits for it; what one raises ends the run with CallbackError (E821).
+    Options are those of the command: `placement`, `devices`, `config`, `only`, `from_` and others
+    of `rf.compile`, `iterations`, `run_dir`, `resume`, `record`, `track`, `profile_action`,
+    `save_every`, `keep`, `strict`. Nothing is printed unless `quiet=False`. Each of `callbacks` is
+    called with every `IterationDone`, in the run's thread, which waits for it; what one raises ends
+    the run with CallbackError (E821).
 
     Raises what is wrong before anything starts, as the command does; what goes wrong later is
     raised by the handle, where it is iterated over or waited for.

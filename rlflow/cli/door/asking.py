@@ -1,6 +1,8 @@
 """What a program asks for, as keyword arguments: the same words as the options of the commands.
 
-Makes of them what the commands make of theirs, so that both go one way from here.
+A keyword is the option's name with `_` for `-`, and one at the end where Python has the word for
+itself: `from_`. The one that differs is `config`, which says what `--set` says. Values become what
+the commands make of theirs, so that both go one way from here.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from rlflow.strict import kinds_of, problem
 Declaring = Pipeline | str | Path
 
 
-class PlacedOptions(TypedDict, total=False):
-    """What a plan and a run are told alike; each is the command's option of that name.
+class TargetOptions(TypedDict, total=False):
+    """What is looked at, and on what; each is the command's option of that name.
 
     `placement` is the name of one, a file that `rlflow tune -o` wrote, or a value; `config` a
     config, or the fields of it that differ. `devices` is as on the command line, `"h100:8"`.
@@ -36,6 +38,16 @@ class PlacedOptions(TypedDict, total=False):
     reserve: str | None
     backend: Backend | None
     engine: str | None
+
+
+class PlacedOptions(TargetOptions, total=False):
+    """What a plan and a run are told alike besides; each is the command's option of that name.
+
+    `only` names nodes, `from_` edges of records as `"runs/a:actor.rollout"`: one text, or several.
+    """
+
+    only: str | Sequence[str]
+    from_: str | Sequence[str]
     staleness: int | None
     stream: int | Literal["auto"] | None
     pause_at: int | None
@@ -48,18 +60,32 @@ class PlanOptions(PlacedOptions, total=False):
     model_shape: str | None
 
 
+class SearchOptions(TargetOptions, total=False):
+    """What a search is made for; each is the option of that name of `rlflow tune`."""
+
+    model_shape: str | None
+
+
 class RunOptions(PlacedOptions, total=False):
     """What a run is told; each is the option of that name of `rlflow run`.
 
     Those of plans (`PlanOptions`) but for `model_shape`, and how the run goes on. `save_every`
     is iterations, or a text such as `"50,600s"`; `quiet=False` prints what the command prints.
+    `record`, `track` and `profile_action` are one text or several, as on the command line:
+    `"actor.rollout=every:10"`, `"tensorboard"`, `"actor.update"`; or `"none"` of the first two.
+    `record_cap` is in GB.
     """
 
     iterations: int | None
     run_dir: str | Path | None
     resume: str | Path | None
+    record: str | Sequence[str]
+    record_cap: float
+    track: str | Sequence[str]
+    profile_action: str | Sequence[str]
+    profile_iterations: str | None
     from_weights: str | Path | None
-    allow_changes: Sequence[str]
+    allow_changes: str | Sequence[str]
     save_every: int | str
     keep: int
     keep_best: str | None
@@ -70,9 +96,11 @@ class RunOptions(PlacedOptions, total=False):
     quiet: bool
 
 
-def target_of(pipeline: Declaring, options: PlanOptions, function: str) -> Target:
-    """The target of a command with these options; UsageError E820 for those that it has not."""
-    return Target(pipeline=_declared(pipeline), **_spoken(options, PlanOptions, function))
+def target_of(
+    pipeline: Declaring, options: PlanOptions | SearchOptions, function: str, known: type
+) -> Target:
+    """The target of a command with these `known` options; UsageError E820 for those it has not."""
+    return Target(pipeline=_declared(pipeline), **_spoken(options, known, function))
 
 
 def run_values(pipeline: Declaring, options: RunOptions) -> dict[str, Any]:
@@ -81,7 +109,8 @@ def run_values(pipeline: Declaring, options: RunOptions) -> dict[str, Any]:
     for name in ("run_dir", "resume", "from_weights", "save_every"):
         if said.get(name) is not None:
             said[name] = str(said[name])
-    said["allow_changes"] = ",".join(said.get("allow_changes") or ()) or None
+    if "allow_changes" in said:
+        said["allow_changes"] = ",".join(said["allow_changes"]) or None
     check_deadline(said.get("deadline"))
     return {**read_run(["pipeline"]), **said, "pipeline": _declared(pipeline)}
 
@@ -124,7 +153,11 @@ def _spoken(options: Mapping[str, Any], known: type, function: str) -> dict[str,
     ]
     if findings:
         raise UsageError(*findings)
-    said = {name: value for name, value in options.items() if name != "config"}
+    said = {
+        name: _several(value) if _repeats(hints[name]) else value
+        for name, value in options.items()
+        if name != "config"
+    }
     if said.get("stream") is not None:
         said["stream"] = str(said["stream"])
     config = options.get("config")
@@ -141,9 +174,23 @@ def _expected(value: object, hint: Any) -> str:
     words = [word for part in (hint, *get_args(hint)) for word in _choices(part)]
     if words and isinstance(value, str) and value not in words:
         return " or ".join(words)
+    if _repeats(hint):
+        several = value if isinstance(value, list | tuple) else [value]
+        right = value is None or all(isinstance(each, str) for each in several)
+        return "" if right else "a text, or several"
     if isinstance(value, int | float) and not kinds & {"int", "float", "bool", "object"}:
         return "a text"
     return problem(value, kinds)
+
+
+def _repeats(hint: Any) -> bool:
+    """Whether an option may be said several times."""
+    return "Sequence" in kinds_of(hint)
+
+
+def _several(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The values of an option that may be said several times; a text is one."""
+    return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 def _choices(hint: Any) -> tuple[str, ...]:

@@ -28,7 +28,27 @@ T = TypeVar("T")
 Form = Literal["svg", "png", "pdf"]
 
 
-class CompiledPlan(Plan):
+class _Shown:
+    """What a notebook shows: the text in a terminal's way, and as a part of a page."""
+
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": self._repr_html_()}
+
+    def _repr_html_(self) -> str:
+        """The text, and the picture where there is one that can be drawn."""
+        page = f'<pre style="overflow-x: auto; white-space: pre">{escape(str(self))}</pre>'
+        if not isinstance(self, CompiledPlan | Simulated):
+            return page
+        try:
+            picture = self.picture().decode()
+        except RlflowError as error:
+            return f"{page}<pre>{escape(error.render())}</pre>"
+        return f'{page}<div style="overflow-x: auto">{picture[picture.index("<svg") :]}</div>'
+
+
+class CompiledPlan(_Shown, Plan):
     """A plan, and what can be asked of it. `str(plan)` is what `rlflow plan` prints.
 
     A notebook shows it as the table and the picture of its actions.
@@ -57,13 +77,8 @@ class CompiledPlan(Plan):
         """Write the plan as JSON, as `rlflow plan -o` does; `rlflow diff` reads it."""
         Path(path).write_text(dump_plan(self), encoding="utf-8")
 
-    def _repr_mimebundle_(
-        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, str]:
-        return _bundle(str(self), self)
 
-
-class Simulated(Simulation):
+class Simulated(_Shown, Simulation):
     """A plan that was played: `period`, `idle`, `latency`, `uses` by device, `spans`.
 
     `str(found)` is what `rlflow simulate` prints; a notebook shows the timeline with it.
@@ -79,13 +94,8 @@ class Simulated(Simulation):
 
         return simulated_picture(self, form)
 
-    def _repr_mimebundle_(
-        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, str]:
-        return _bundle(str(self), self)
 
-
-class TunedPlacements(Tuned):
+class TunedPlacements(_Shown, Tuned):
     """The placements that a search has found, `rows`, best first; `placement` is the best.
 
     `str(found)` is what `rlflow tune` prints.
@@ -109,25 +119,7 @@ class TunedPlacements(Tuned):
         """Write the best placement as a Python file; UsageError E243 for another kind of file."""
         write_placement(self, Path(path))
 
-    def _repr_mimebundle_(
-        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, str]:
-        return _bundle(str(self), None)
-
 
 def as_kind(kind: Callable[..., T], made: Plan | Simulation | Tuned) -> T:
     """A value of the scheduler as one with printed forms: the same fields."""
     return kind(**{field.name: getattr(made, field.name) for field in fields(made)})
-
-
-def _bundle(text: str, drawn: CompiledPlan | Simulated | None) -> dict[str, str]:
-    """Text for a terminal, and a page's part: the text, and the picture where it can be drawn."""
-    page = f'<pre style="overflow-x: auto; white-space: pre">{escape(text)}</pre>'
-    if drawn is not None:
-        try:
-            picture = drawn.picture().decode()
-        except RlflowError as error:
-            page += f"<pre>{escape(error.render())}</pre>"
-        else:
-            page += f'<div style="overflow-x: auto">{picture[picture.index("<svg") :]}</div>'
-    return {"text/plain": text, "text/html": page}

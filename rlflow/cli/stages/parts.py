@@ -23,7 +23,7 @@ def part_options(function: F) -> F:
     for option in (
         click.option(
             "--from",
-            "sources",
+            "from_",
             multiple=True,
             metavar="RUN:NODE",
             help="Read what NODE made from the record of a run, and do not make it; repeatable.",

@@ -41,7 +41,7 @@ def profiled_actions(
     planned: Planned, options: Mapping[str, Any], path: Path
 ) -> ProfiledActions | None:
     """The actions whose kernels are recorded, in the run of a directory; None without any."""
-    named, said = options["profile_actions"], options["profile_iterations"]
+    named, said = options["profile_action"], options["profile_iterations"]
     if not named:
         if said is not None:
             what = "--profile-iterations says when, and no --profile-action says what"

@@ -65,6 +65,8 @@ ACTION_STYLES: Mapping[str, Style] = {
 KIND_OF_OP: Mapping[str, str] = {
     "prompts": "data",
     "tokenize": "data",
+    "recorded": "data",
+    "sink": "data",
     "rollout": "rollout",
     "resume": "rollout",
     "act": "rollout",

@@ -73,7 +73,7 @@ class Tuned:
         return self.rows[0]
 
 
-def tune(
+def search_placements(
     graph: Graph,
     placements: Mapping[str, Placement],
     cluster: Cluster,

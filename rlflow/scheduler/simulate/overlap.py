@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlflow.scheduler.plan.plan import Action, Plan
-from rlflow.scheduler.simulate.simulate import simulate
+from rlflow.scheduler.simulate.simulate import play_plan
 
 
 def overlapping(plan: Plan, action: Action) -> list[str]:
@@ -15,7 +15,7 @@ def overlapping(plan: Plan, action: Action) -> list[str]:
     ]
     if not others:
         return []
-    spans = simulate(plan).spans
+    spans = play_plan(plan).spans
     own = [span for span in spans if span.action.id == action.id]
     names = {
         span.action.id

@@ -135,7 +135,7 @@ def sources(plan: Plan) -> list[str]:
     return sorted({action.cost.source for action in plan.actions if action.cost.source})
 
 
-def simulate(
+def play_plan(
     plan: Plan,
     *,
     iterations: int | None = None,

@@ -32,7 +32,7 @@ def run(tmp_path):
 
 
 def graph_from(run, edge="reward"):
-    target = Target(pipeline=GRPO, only=("actor.update",), sources=(f"{run}:{edge}",))
+    target = Target(pipeline=GRPO, only=("actor.update",), from_=(f"{run}:{edge}",))
     return declare(target).graph
 
 

@@ -23,6 +23,19 @@ T = TypeVar("T")
 _ONE = threading.Lock()
 
 
+def ready_profiler(profiled: ProfiledActions | None) -> None:
+    """Start torch's profiler once, where actions will be recorded: seconds that none of them takes.
+
+    It has to be first started by the thread that loaded torch, or it prints an error.
+    """
+    if profiled is None:
+        return
+    # Else the profiler tells the terminal that it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with _ONE, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        pass
+
+
 def with_kernels(
     profiled: ProfiledActions | None,
     call: Callable[[], T],
@@ -39,8 +52,6 @@ def with_kernels(
         return call()
     path = profiled.path(action, iteration, device)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Else the profiler tells the terminal that it starts and stops.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if profiled.cuda:
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
