@@ -344,11 +344,8 @@ def _check_placement(declared: Declared, name: str, placement: Placement, target
 
     placement = changed(declared, placement, target)
     needed = placement.num_devices()
-    if target.devices:
-        cluster = cluster_of(target, needed)
-    else:
-        cluster = cpu_cluster(needed, target.threads)
-    return _compiled(declared, name, placement, cluster, target).plan
+    devices = cluster_of(target, needed) if target.devices else cpu_cluster(needed, target.threads)
+    return _compiled(declared, name, placement, devices, target).plan
 
 
 def config_lines(planned: Planned) -> list[str]:
