@@ -157,6 +157,11 @@ def test_a_graph_with_nothing_to_save_stays_as_it_is() -> None:
     assert plan == rewrite(plan, context)
 
 
+def test_two_temperatures_are_named() -> None:
+    (note,) = notes(rewritten(scores(1.0, 0.5)), "one forward")
+    assert note.endswith("one forward of ref over the same rows, at temperatures 1 and 0.5")
+
+
 def test_forwards_at_several_temperatures_are_one() -> None:
     plan = rewritten(scores(1.0, 0.5, 2.0))
 
