@@ -12,6 +12,7 @@ from rlflow.errors import CheckpointError, Finding, UsageError, known_names, nea
 from rlflow.modelfiles.directories import model_directory
 
 if TYPE_CHECKING:
+    from rlflow.graph.model import Model
     from rlflow.runtime.record.checkpoint import Found
 
 KEPT_FILES = (
@@ -49,12 +50,40 @@ def export_run(run: Path, output: Path, name: str | None) -> tuple[Path, int]:
     models: list[dict[str, Any]] = json.loads((run / "graph.json").read_text())["models"]
     spec = next(model for model in models if model["name"] == chosen)
     near = Path(str(directory.read_run()["pipeline"]).partition(":")[0])
+    _write_directory(spec, checkpoint, near, output)
+    return output, checkpoint.iteration
+
+
+def export_checkpoint(path: Path, model: Model, near: Path | None, output: Path) -> None:
+    """Write one model of a checkpoint directory; `near` is the file of the pipeline.
+
+    Raises CheckpointError where the checkpoint does not verify, or has not that model.
+    """
+    from rlflow.runtime.record.resuming import checkpoint_at
+
+    checkpoint = checkpoint_at(path)
+    if model.name not in checkpoint.files:
+        trained = [key for key in checkpoint.files if not key.endswith(".optimizer")]
+        raise CheckpointError(
+            Finding(
+                code="E369",
+                what=f"checkpoint {path} has no model {model.name!r}",
+                got=", ".join(trained),
+                fix=f"--model {trained[0]}" if trained else "",
+            )
+        )
+    _write_directory(model.model_dump(mode="json"), checkpoint, near, output)
+
+
+def _write_directory(
+    spec: dict[str, Any], checkpoint: Found, near: Path | None, output: Path
+) -> None:
+    """Write a model of a checkpoint, and beside it what its own directory has of a tokenizer."""
     source = model_directory(str(spec["path"]), near) or Path(str(spec["path"]))
     _write(source, spec, checkpoint, output)
     for file in _kept_files(source, valued=spec["head"] == "value"):
         if file.is_file() and file.resolve() != (output / file.name).resolve():
             shutil.copyfile(file, output / file.name)
-    return output, checkpoint.iteration
 
 
 def _chosen(run: Path, name: str | None, trained: list[str]) -> str:

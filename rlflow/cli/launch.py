@@ -44,7 +44,7 @@ from rlflow.graph.headline import headline
 from rlflow.runtime.record.changes import drains
 from rlflow.runtime.record.edges.keeping import record_kept
 from rlflow.runtime.record.resuming import has_begun
-from rlflow.runtime.record.rundir import RunDir
+from rlflow.runtime.record.rundir import RUNS, RunDir
 from rlflow.runtime.record.saves import SaveRule, parse_rule
 from rlflow.runtime.record.stages import stage, telling
 from rlflow.scheduler.devices.machine import chosen_text, machine_gpus
@@ -107,13 +107,16 @@ class _Asked:
         if self.watch is not None:
             return f'rf.run(..., resume="{path}")'
         words = ["--iterations", str(self.iterations), "--resume", str(path)]
-        return shlex.join(["rlflow", *self.again, *words])
+        return shlex.join(["rlflow", *self.again, *(words if self.again[0] == "run" else ())])
 
 
 def launch(
     *, as_json: bool, origin: Origin = "run", watch: RunWatch | None = None, **options: Any
 ) -> Outcome:
     """Compile, check, and run; or compile and check only. Takes the options of `rlflow run`.
+
+    Another command may say what is `declared`, the `parent` of the run directory and the words that
+    do it `again`; such a run saves no weights.
 
     A program that looks on is told by `watch`, and keeps its standard output. A run whose `origin`
     is `profile` saves no weights. What it does until the first iteration is told on standard error.
@@ -140,7 +143,7 @@ def _launch(
         options["backend"] = backend_joining(options.get("backend"), address)
     target = Target(**{key: options[key] for key in options.keys() & Target.__slots__})
     options["pipeline"] = target.named
-    declared = declare(target)
+    declared = options.get("declared") or declare(target)
     with stage("reading data"):
         findings = data_findings(declared.graph, remote=True)
     if findings:
@@ -170,7 +173,7 @@ def _launch(
         return Outcome(run_dir=None, iterations=0, metrics={}, text=text)
     asked = _Asked(
         options=options,
-        again=words_of_run({**options, "as_json": as_json}, plan.placement),
+        again=options.get("again") or words_of_run({**options, "as_json": as_json}, plan.placement),
         iterations=count,
         existing=existing,
         quiet=options["quiet"] or as_json,
@@ -239,7 +242,7 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
     os.environ.setdefault("OMP_NUM_THREADS", str(planned.cluster.threads))
     from rlflow.report.report import summary_text
     from rlflow.runtime.display import Display
-    from rlflow.runtime.record.metrics import read_metrics
+    from rlflow.runtime.record.metrics import final_metrics
     from rlflow.runtime.record.printed import FILE, PrintedLog, printed_apart
 
     with stage("importing torch"):
@@ -278,7 +281,7 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
             directory.write_graph({**plan.graph.to_json(), "headline": asdict(shown)})
             directory.write_peaks(peaks_of(planned))
             directory.write_plan(f"{plan_text(plan)}\n{ranks}", plan.to_json())
-            if asked.origin == "profile":
+            if asked.origin == "profile" or "declared" in asked.options:
                 run.saved = asked.iterations
             if asked.watch is not None:
                 asked.watch.take(run, directory.path)
@@ -287,11 +290,10 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
                 record_kept(recording, machine.record_notes, run.start, display),
             ):
                 done = run.execute()
-    lines = read_metrics(directory.metrics)
     return Outcome(
         run_dir=directory.path,
         iterations=done,
-        metrics=dict(lines[-1].metrics) if lines else {},
+        metrics=final_metrics(directory.metrics),
         text="" if asked.quiet else summary_text(directory.path),
         planned=planned,
     )
@@ -376,6 +378,7 @@ def _directory(planned: Planned, asked: _Asked) -> Iterator[RunDir]:
         pipeline=planned.target.named,
         command=["rf.run"] if asked.watch else ["rlflow", *sys.argv[1:]],
         again=asked.again,
+        parent=asked.options.get("parent", RUNS),
     ) as directory:
         try:
             yield directory

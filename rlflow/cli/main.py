@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from rlflow.cli.commands import Target, compile_target, declare
+from rlflow.cli.evaluation.command import evaluate_weights
 from rlflow.cli.looking.bisect import bisect_runs
 from rlflow.cli.looking.report import report
 from rlflow.cli.looking.samples import show_samples
@@ -70,6 +71,7 @@ cli.add_command(report)
 cli.add_command(watch_run)
 cli.add_command(show_samples)
 cli.add_command(bisect_runs)
+cli.add_command(evaluate_weights)
 
 
 @cli.command()

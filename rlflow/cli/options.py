@@ -295,7 +295,7 @@ def _plan_command() -> click.Command:
 
 def run_words(values: Mapping[str, Any]) -> list[str]:
     """The words after `rlflow run` that say these values of its options; defaults are left out."""
-    return _words(_run_command(), values)
+    return typed_words(_run_command(), values)
 
 
 def read_run(words: Sequence[str]) -> dict[str, Any]:
@@ -307,7 +307,7 @@ def _read(command: click.Command, words: Sequence[str]) -> dict[str, Any]:
     return command.make_context(command.name, list(words)).params
 
 
-def _words(command: click.Command, values: Mapping[str, Any]) -> list[str]:
+def typed_words(command: click.Command, values: Mapping[str, Any]) -> list[str]:
     """Words that click reads back as these values: the argument, then options as in the help."""
     default = _read(command, ["x"])
     named = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
@@ -318,7 +318,8 @@ def _words(command: click.Command, values: Mapping[str, Any]) -> list[str]:
         if name in values and values[name] is not None and values[name] != default[name]
         for word in spelled(values[name])
     ]
-    target = str(values["pipeline"])
+    argument = next(each for each in command.params if isinstance(each, click.Argument))
+    target = str(values[str(argument.name)])
     return [*options, "--", target] if target.startswith("-") else [target, *options]
 
 
@@ -352,4 +353,4 @@ def _number(value: float) -> str:
 def repeated(options: Mapping[str, Any], placement: str | None, *, run: bool) -> str:
     """The pipeline and its options as they were typed; those that `rlflow run` has, where asked."""
     values = {**options, "placement": placement}
-    return shlex.join(_words(_run_command() if run else _plan_command(), values))
+    return shlex.join(typed_words(_run_command() if run else _plan_command(), values))

@@ -210,7 +210,7 @@ class Run:
     def iteration_done(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Log an iteration's numbers; save a checkpoint where it is due."""
         if metrics:
-            self._metrics.write(iteration, metrics)
+            self._metrics.write(iteration, metrics, closing=iteration >= self._executor.end)
             self._observer.write(iteration, metrics)
         self.display.iteration(iteration, metrics, self._spans.now())
         self._look_at(iteration, metrics)

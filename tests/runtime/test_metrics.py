@@ -13,7 +13,7 @@ import pytest
 
 from rlflow.errors import RunDirError
 from rlflow.runtime.record import durable
-from rlflow.runtime.record.metrics import MetricsLog, read_metrics
+from rlflow.runtime.record.metrics import MetricsLog, final_metrics, read_metrics
 
 
 def figures(iteration: int) -> dict[str, float]:
@@ -33,6 +33,21 @@ def test_one_plain_json_line_per_iteration(tmp_path):
     assert (
         '{"iteration": 3, "metrics": {"accuracy": 1, "kl": "inf", "reward": 0.1}}\n'
     ) == path.read_text()
+
+
+def test_the_closing_line_says_so_and_joins_the_last_iteration(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.write(0, {"eval/reward": 0.25, "loss": 1.0})
+        assert {"eval/reward": 0.25, "loss": 1.0} == final_metrics(path)
+        log.write(1, {"eval/reward": 0.5}, closing=True)
+    assert path.read_text().endswith(
+        '{"iteration": 1, "closing": true, "metrics": {"eval/reward": 0.5}}\n'
+    )
+    assert [False, True] == [line.closing for line in read_metrics(path)]
+    assert {"eval/reward": 0.5, "loss": 1.0} == final_metrics(path)
+    path.write_text("")
+    assert {} == final_metrics(path)
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,7 @@ def token_texts(run: Path, node: str) -> Decode | None:
         name = next(each["model"] for each in graph["nodes"] if each["name"] == node)
         path = next(each["path"] for each in graph["models"] if each["name"] == name)
         words = json.loads((run / "run.json").read_text(encoding="utf-8"))
+        path = words.get("tokenizer", path)
         directory = model_directory(path, Path(words["pipeline"]))
         tokenizer = Tokenizer.from_file(str(Path(directory or path) / "tokenizer.json"))
         return lambda ids: [tokenizer.decode([each], skip_special_tokens=False) for each in ids]

@@ -32,10 +32,15 @@ register_faults("metrics:write")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsLine:
-    """The metrics of one iteration, by name in sorted order."""
+    """The metrics of one iteration, by name in sorted order.
+
+    The `closing` line is of the actions after the last iteration, evaluations of the final weights;
+    its number is one past that iteration's.
+    """
 
     iteration: int
     metrics: Mapping[str, float]
+    closing: bool = False
 
 
 class MetricsLog:
@@ -57,10 +62,11 @@ class MetricsLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+    def write(self, iteration: int, metrics: Mapping[str, float], *, closing: bool = False) -> None:
         """Append the metrics of one iteration; ints stay ints, floats keep every bit."""
         values = {name: _word(value) for name, value in sorted(metrics.items())}
-        line = json.dumps({"iteration": iteration, "metrics": values}, allow_nan=False)
+        mark = {"closing": True} if closing else {}
+        line = json.dumps({"iteration": iteration, **mark, "metrics": values}, allow_nan=False)
         with disk_errors(RunDirError, f"write {self.path}", self.path.parent):
             append(self._file, f"{line}\n".encode())
             fault("metrics:write")
@@ -104,6 +110,16 @@ def read_metrics(path: Path) -> list[MetricsLine]:
     return [line for _, line in _lines(path, data)]
 
 
+def final_metrics(path: Path) -> dict[str, float]:
+    """The metrics of the last iteration, and over them those of the closing line, if there is one.
+
+    Empty where no iteration has ended. Raises `RunDirError` as `read_metrics` does.
+    """
+    lines = read_metrics(path)
+    last = lines[-2:] if lines and lines[-1].closing else lines[-1:]
+    return {name: value for line in last for name, value in line.metrics.items()}
+
+
 def _word(value: float) -> float | str:
     """JSON has no word for a float that is not finite: it becomes "nan", "inf" or "-inf"."""
     return value if math.isfinite(value) else repr(float(value))
@@ -119,7 +135,8 @@ def _lines(path: Path, data: bytes) -> Iterator[tuple[bytes, MetricsLine]]:
                 name: float(value) if isinstance(value, str) else value
                 for name, value in found["metrics"].items()
             }
-            line = MetricsLine(iteration=int(found["iteration"]), metrics=metrics)
+            iteration, closing = int(found["iteration"]), bool(found.get("closing"))
+            line = MetricsLine(iteration=iteration, metrics=metrics, closing=closing)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if number == len(lines):
                 return

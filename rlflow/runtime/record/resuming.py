@@ -119,6 +119,19 @@ def without_changed(found: Found, changes: Sequence[Change]) -> Found:
     return replace(found, state={**found.state, SAVED: kept})
 
 
+def checkpoint_at(path: Path) -> Found:
+    """The checkpoint in a directory, with its states; raises CheckpointError if it is damaged."""
+    manifest = verify_checkpoint(path)
+    return Found(
+        iteration=manifest.iteration,
+        files=stored_files(path, manifest),
+        state=manifest.state,
+        identity=manifest.identity,
+        path=path,
+        rejected=(),
+    )
+
+
 def weights_of(text: str) -> Found:
     """The weights of a run's newest checkpoint, or of the checkpoint in a directory.
 
@@ -127,9 +140,7 @@ def weights_of(text: str) -> Found:
     """
     path = Path(text)
     if (path / MANIFEST).is_file():
-        manifest = verify_checkpoint(path)
-        files = stored_files(path, manifest)
-        return Found(iteration=0, files=files, state={}, identity={}, path=path, rejected=())
+        return replace(checkpoint_at(path), iteration=0, state={}, identity={})
     found = find_checkpoint(path / "checkpoints") if (path / RUN_FILE).is_file() else None
     if found is None:
         raise CheckpointError(
