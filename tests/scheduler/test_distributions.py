@@ -18,7 +18,7 @@ from rlflow.scheduler.costs.distributions import IN_LOSS, WIDE
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.devices.cluster import Cluster, parse_cluster
 from rlflow.scheduler.models.shapes import model_shape
-from rlflow.scheduler.plan.plan import Action, Instance, Plan
+from rlflow.scheduler.plan.plan import Action, Cost, Instance, Plan, Spread
 from tests.scheduler.strategies import graph_of
 
 ROWS, TOKENS, VOCABULARY = 32, 100, 151_936
@@ -253,3 +253,14 @@ def test_a_loss_allocates_no_more_than_is_planned(form: str) -> None:
     """The ids on the device and the student's log-probs, which the forward has made."""
     planned = places * k * distributions.IN_LOSS
     assert 0.7 * planned < alive.peak + places * k * beside <= planned
+
+
+def test_rows_that_come_to_a_device_are_beside_what_it_needs_anyway() -> None:
+    halves = Spread(parts=((0,), (1,)), rule="balanced")
+    needs = Cost(transient=100, holds=(("logits", 100),))
+    come = distributions.carried(needs, 801.0, halves, on_host=False)
+    assert needs == come
+    come = distributions.carried(needs, 801.0, halves, on_host=True)
+    assert (500, (("logits", 100), (WIDE, 400))) == (come.transient, come.holds)
+    unknown = distributions.carried(Cost(transient=None), 801.0, halves, on_host=True)
+    assert 400 == unknown.transient

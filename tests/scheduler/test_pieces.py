@@ -295,3 +295,11 @@ def test_unknown_shapes_leave_the_cache_unknown() -> None:
     part = plan.part("actor.rollout/cache")
 
     assert (None, 0) == (part.size, part.residual)
+
+
+def test_the_likest_pieces_come_first() -> None:
+    """A share of the rows as they end is like nothing but the whole."""
+    for piece in (Piece(count=2, index=1, loose=True), Piece(count=2, index=1, leg=True)):
+        assert (WHOLE,) == piece.relatives
+    assert [1, 2, 8] == [piece.count for piece in Piece(count=4).relatives]
+    assert [2, 4, 8] == [piece.count for piece in WHOLE.relatives]
