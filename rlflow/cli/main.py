@@ -1,4 +1,4 @@
-"""The command line, one function a command; `rehearse` is in a file of its own.
+"""The command line, one function a command; groups of them are in folders of their own.
 
 Declaring never executes: only `run` and `report` reach for the runtime, and only `run`
 imports torch. Results go to standard output, everything else to standard error. Exit
@@ -7,7 +7,6 @@ codes: 0 done, 1 failed, 2 usage, 3 graph, 4 plan, 70 a bug in rlflow, 130 inter
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from typing import Any
 
 import click
 
-from rlflow.cli.commands import Target, compile_target, declare
+from rlflow.cli.commands import Target
 from rlflow.cli.evaluation.command import evaluate_weights
 from rlflow.cli.looking.bisect import bisect_runs
 from rlflow.cli.looking.report import report
@@ -34,10 +33,14 @@ from rlflow.cli.options import (
     schedule_options,
     target_options,
 )
+from rlflow.cli.planning.command import check, plan, viz
 from rlflow.cli.recipes.command import init_pipeline, list_recipes
 from rlflow.cli.rehearsal.command import rehearse
+from rlflow.cli.shell.completion import print_completion
+from rlflow.cli.shell.printed import hint, json_option, print_json
+from rlflow.cli.shell.values import typed_files
 from rlflow.cli.tracing.command import trace
-from rlflow.errors import RlflowError, UsageError
+from rlflow.errors import RlflowError
 
 BUG = 70
 INTERRUPTED = 130
@@ -63,104 +66,10 @@ def cli(debug: bool) -> None:
     """Declare RL for language models as a graph, look at its plan, run it."""
 
 
-cli.add_command(rehearse)
-cli.add_command(trace)
-cli.add_command(list_recipes)
-cli.add_command(init_pipeline)
-cli.add_command(report)
-cli.add_command(watch_run)
-cli.add_command(show_samples)
-cli.add_command(bisect_runs)
-cli.add_command(evaluate_weights)
-
-
-@cli.command()
-@plan_options
-@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
-def check(as_json: bool, **options: Any) -> None:
-    """Check a pipeline and all of its placements; run nothing."""
-    from rlflow.cli.commands import check_all
-
-    result = check_all(Target(**options))
-    if as_json:
-        emit(result)
-        return
-    click.echo("\n".join(result["lines"]))
-    hint(f"next: rlflow plan {options['pipeline']}")
-
-
-@cli.command()
-@plan_options
-@click.option("--level", type=click.Choice(["graph", "plan"]), default="graph", show_default=True)
-@click.option(
-    "--format",
-    "form",
-    metavar="FORMAT",
-    help="text, mermaid, dot, svg, png, pdf or json; by suffix of -o if left out.",
-)
-@click.option("-o", "--output", metavar="FILE", help="Where to write; - is standard output.")
-@click.option("--direction", type=click.Choice(["LR", "TB"]), default="TB", show_default=True)
-def viz(level: str, form: str | None, output: str | None, direction: str, **options: Any) -> None:
-    """Draw the graph, or the plan of a placement."""
-    from rlflow.report.render import render
-
-    target = Target(**options)
-    graph = declare(target).graph
-    plan = compile_target(target).compiled.plan if level == "plan" else None
-    path = None if output in (None, "-") else Path(str(output))
-    shape: Any = {"level": level, "direction": direction}
-    made = render(graph, plan, format=form, output=path, **shape)
-    if path is not None:
-        hint(f"wrote {path}")
-    elif isinstance(made, bytes):
-        if output is None:
-            raise UsageError(summary=f"error: {form} is not text; say where to write it: -o FILE")
-        sys.stdout.buffer.write(made)
-    else:
-        click.echo(made)
-
-
-@cli.command()
-@plan_options
-@click.option("--show-passes", is_flag=True, help="Print the plan after every pass.")
-@click.option("--explain", metavar="ACTION", help="Everything about one action.")
-@click.option("--config", "show_config", is_flag=True, help="Print the resolved config.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
-@click.option("-o", "--output", metavar="FILE", help="Write the plan as JSON to a file.")
-def plan(
-    show_passes: bool,
-    explain: str | None,
-    show_config: bool,
-    as_json: bool,
-    output: str | None,
-    **options: Any,
-) -> None:
-    """Compile a placement and print every action, with its reason."""
-    from rlflow.cli.commands import config_lines, explain_action
-    from rlflow.scheduler.compile import dump_plan
-    from rlflow.scheduler.plan.text import plan_text
-
-    found = compile_target(Target(**options))
-    if output:
-        Path(output).write_text(dump_plan(found.compiled.plan))
-        hint(f"wrote {output}")
-    if as_json:
-        click.echo(dump_plan(found.compiled.plan), nl=False)
-        return
-    if show_config:
-        click.echo("\n".join(config_lines(found)))
-        return
-    if explain:
-        click.echo(explain_action(found.compiled.plan, explain))
-        return
-    if show_passes:
-        for title, stage in found.compiled.stages:
-            click.echo(f"after {title}\n{plan_text(stage)}\n")
-    else:
-        click.echo(plan_text(found.compiled.plan))
-    again = repeated(options, found.compiled.plan.placement, run=True)
-    if options["model_shape"] is None:
-        hint(f"next: rlflow run {again}     picture: rlflow viz {again} --level plan -o plan.svg")
+for command in (check, viz, plan, rehearse, list_recipes, init_pipeline, print_completion):
+    cli.add_command(command)
+for command in (report, trace, watch_run, show_samples, bisect_runs, evaluate_weights):
+    cli.add_command(command)
 
 
 @cli.command("run", no_args_is_help=True, epilog=RUN_EXAMPLES)
@@ -172,7 +81,7 @@ def run_pipeline(as_json: bool, **options: Any) -> None:
     check_deadline(options["deadline"])
     outcome = launch(as_json=as_json, **options)
     if as_json:
-        emit(outcome.as_json())
+        print_json(outcome.as_json())
     elif outcome.text:
         click.echo(outcome.text)
 
@@ -188,28 +97,32 @@ def run_pipeline(as_json: bool, **options: Any) -> None:
     help="Iterations that count, after one that warms up.",
 )
 @click.option("--address", metavar="HOST:PORT", help="Join a running Ray cluster.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
+@json_option
 def profile(iterations: int, address: str | None, as_json: bool, **options: Any) -> None:
     """Run a few iterations, and keep how long everything took for later plans."""
     from rlflow.cli.profile import profile_run as calibrate
 
     found = calibrate(iterations=iterations, address=address, **options)
     if as_json:
-        emit(found.as_json())
+        print_json(found.as_json())
     else:
         click.echo(found.text())
 
 
 @cli.command()
-@click.argument("run_dir", metavar="RUN")
+@click.argument("run_dir", metavar="RUN", shell_complete=typed_files)
 @click.option("-o", "--output", metavar="DIR", required=True, help="Where to write.")
 @click.option("--model", "name", metavar="NAME", help="Which trained model; else the only one.")
-def export(run_dir: str, output: str, name: str | None) -> None:
+@json_option
+def export(run_dir: str, output: str, name: str | None, as_json: bool) -> None:
     """Write a run's trained weights as a Hugging Face directory."""
     from rlflow.cli.export import export_run as write
 
     written, done = write(Path(run_dir), Path(output), name)
-    click.echo(f"{written}   weights after {done} iterations")
+    if as_json:
+        print_json({"directory": str(written), "iterations": done})
+    else:
+        click.echo(f"{written}   weights after {done} iterations")
 
 
 @cli.command("simulate")
@@ -217,7 +130,7 @@ def export(run_dir: str, output: str, name: str | None) -> None:
 @click.option(
     "--iterations", type=click.IntRange(1), help="Iterations to play; until they repeat by default."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
+@json_option
 @click.option("-o", "--output", metavar="FILE", help="Write a .svg, .png, .pdf, .html or .json.")
 def simulate_pipeline(
     iterations: int | None, as_json: bool, output: str | None, **options: Any
@@ -254,7 +167,7 @@ def simulate_pipeline(
 )
 @engine_option
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="How many.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
+@json_option
 @click.option("-o", "--output", metavar="FILE.py", help="Write the best placement to a file.")
 def tune_pipeline(
     max_staleness: int | None, top: int, as_json: bool, output: str | None, **options: Any
@@ -271,7 +184,7 @@ def tune_pipeline(
         write_placement(found, Path(output))
         hint(f"wrote {output}")
     if as_json:
-        emit(tuned_json(found))
+        print_json(tuned_json(found))
         return
     click.echo(tuned_text(found))
     known = options["model_shape"] is None
@@ -282,7 +195,13 @@ def tune_pipeline(
 
 
 @cli.command()
-@click.argument("targets", metavar="PIPELINE | PLAN.json PLAN.json", nargs=-1, required=True)
+@click.argument(
+    "targets",
+    metavar="PIPELINE | PLAN.json PLAN.json",
+    nargs=-1,
+    required=True,
+    shell_complete=typed_files,
+)
 @click.option("--placement", "placements", multiple=True, metavar="NAME", help="Given twice.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE")
 @click.option("--devices", metavar="KIND:COUNT")
@@ -292,7 +211,7 @@ def tune_pipeline(
 @schedule_options
 @model_shape_option
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the plans differ.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
+@json_option
 def diff(
     targets: tuple[str, ...],
     placements: tuple[str, ...],
@@ -306,7 +225,7 @@ def diff(
 
     found = diff_of(targets, placements, **options)
     if as_json:
-        emit(found.as_json())
+        print_json(found.as_json())
     else:
         click.echo(diff_text(found))
     if exit_code and not found.same:
@@ -320,7 +239,7 @@ def diff(
     help="Time this machine's devices, under a minute on a CPU, and print a file for --devices.",
 )
 @click.option("-o", "--output", metavar="FILE.toml", help="Write what --measure finds to a file.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
+@json_option
 def doctor(measure: bool, output: str | None, as_json: bool) -> None:
     """Say what is installed, what is missing, and what to type; or measure the devices."""
     from rlflow.cli.doctor import examine
@@ -334,22 +253,12 @@ def doctor(measure: bool, output: str | None, as_json: bool) -> None:
         return
     rows = examine()
     if as_json:
-        emit([row.as_json() for row in rows])
+        print_json([row.as_json() for row in rows])
     else:
         for row in rows:
             click.echo(row.line())
     if any(row.missing and row.required for row in rows):
         raise SystemExit(1)
-
-
-def emit(value: object) -> None:
-    """Print JSON on standard output."""
-    click.echo(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False))
-
-
-def hint(text: str) -> None:
-    """A line for a person, on standard error."""
-    click.echo(text, err=True)
 
 
 def main() -> None:

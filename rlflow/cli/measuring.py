@@ -6,7 +6,6 @@ timings behind them are in the file too. Torch is imported once something is mea
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlflow.cli.shell.printed import json_text
 from rlflow.scheduler.devices.cluster import HOST_MEMORY_SHARE, machine_cores, machine_memory
 from rlflow.scheduler.devices.declared import check_device_path
 from rlflow.scheduler.devices.hardware import KINDS
@@ -145,7 +145,7 @@ def measure_here(output: str | None, say: Callable[[str], None], *, as_json: boo
         say(f"wrote {path}")
         say(f"next: rlflow plan PIPELINE --devices {path}")
     if as_json:
-        return json.dumps([asdict(timing) for timing in found.timings], indent=1) + "\n"
+        return json_text([asdict(timing) for timing in found.timings]) + "\n"
     return "" if path is not None else found.toml()
 
 

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import click
 
+from rlflow.cli.shell.printed import json_option
+from rlflow.cli.shell.values import typed_fields, typed_files, typed_placements
 from rlflow.cli.stages.parts import part_options
 from rlflow.errors import Finding, UsageError
 
@@ -99,14 +101,16 @@ def target_options(function: F) -> F:
             "settings",
             multiple=True,
             metavar="KEY=VALUE",
+            shell_complete=typed_fields,
             help="A field of the config; repeatable, later wins.",
         ),
         click.option(
             "--placement",
             metavar="NAME",
+            shell_complete=typed_placements,
             help="A placement, or a file that tune -o wrote; the first by default, for check all.",
         ),
-        click.argument("pipeline", metavar="PIPELINE"),
+        click.argument("pipeline", metavar="PIPELINE", shell_complete=typed_files),
     ):
         function = option(function)
     return function
@@ -241,7 +245,7 @@ def run_options(function: F) -> F:
     """All options of `rlflow run`."""
     for option in (
         click.option("--no-color", is_flag=True, help="Plain text; NO_COLOR does the same."),
-        click.option("--json", "as_json", is_flag=True, help="Print the result as JSON only."),
+        json_option,
         click.option("-q", "--quiet", is_flag=True, help="Print warnings only."),
         click.option(
             "--deadline",

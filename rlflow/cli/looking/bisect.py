@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
+
+from rlflow.cli.shell.printed import json_option, print_json
+from rlflow.cli.shell.values import typed_files
 
 EXAMPLES = """\b
 Examples:
@@ -16,10 +18,10 @@ Examples:
 
 
 @click.command("bisect", epilog=EXAMPLES, no_args_is_help=True)
-@click.argument("one", metavar="RUN_A")
-@click.argument("other", metavar="RUN_B")
+@click.argument("one", metavar="RUN_A", shell_complete=typed_files)
+@click.argument("other", metavar="RUN_B", shell_complete=typed_files)
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the runs differ.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
+@json_option
 def bisect_runs(one: str, other: str, exit_code: bool, as_json: bool) -> None:
     """Find the first action at which two runs differ: iteration, node, row, field, both values."""
     from rlflow.report.compared.differing import compare_runs
@@ -28,7 +30,7 @@ def bisect_runs(one: str, other: str, exit_code: bool, as_json: bool) -> None:
 
     found = compare_runs(RunDir.view(Path(one)).path, RunDir.view(Path(other)).path)
     if as_json:
-        click.echo(json.dumps(found.as_json(), indent=1, sort_keys=True, ensure_ascii=False))
+        print_json(found.as_json())
     else:
         click.echo("\n".join(parting_lines(found, one, other)))
     if exit_code and not found.same:

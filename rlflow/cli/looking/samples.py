@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rlflow.cli.shell.printed import json_option
+from rlflow.cli.shell.values import typed_files
 from rlflow.errors import Finding, UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ Examples:
 
 
 @click.command("samples", epilog=EXAMPLES, no_args_is_help=True)
-@click.argument("run_dir", metavar="RUN")
+@click.argument("run_dir", metavar="RUN", shell_complete=typed_files)
 @click.option(
     "--iteration",
     default="last",
@@ -54,7 +56,7 @@ Examples:
 )
 @click.option("--node", metavar="NODE", help="Rows made by another node than the rollout.")
 @click.option("--html", "page", metavar="FILE", help="Write one page that works offline.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON only, with all tokens.")
+@json_option
 def show_samples(run_dir: str, **options: Any) -> None:
     """Show what a run sampled, also while it runs: prompts, responses, rewards, tokens."""
     from rlflow.report.samples.chosen import in_order
@@ -68,7 +70,7 @@ def show_samples(run_dir: str, **options: Any) -> None:
     limit = options["limit"] or (500 if options["page"] else 10)
     shown = ordered[: len(ordered) if options["group"] is not None else limit]
     if options["as_json"]:
-        click.echo(json.dumps([sample.as_json() for sample in shown], ensure_ascii=False))
+        click.echo(json.dumps([s.as_json() for s in shown], sort_keys=True, ensure_ascii=False))
     elif not shown:
         click.echo(_none(found, options["group"]), err=True)
     elif options["page"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import replace
 
@@ -12,6 +11,7 @@ from rlflow.cli.commands import Target, check_all
 from rlflow.cli.recipes.catalogue import RECIPES, recipe_named
 from rlflow.cli.recipes.rows import OwnRows
 from rlflow.cli.recipes.written import AskedPipeline, pipeline_file, write_pipeline
+from rlflow.cli.shell.printed import json_option, print_json
 from rlflow.errors import Finding, UsageError
 from rlflow.modelfiles.directories import model_directory
 from rlflow.scheduler.models.known_shapes import KNOWN
@@ -25,11 +25,11 @@ Examples:
 
 
 @click.command("recipes")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
+@json_option
 def list_recipes(as_json: bool) -> None:
     """List what `rlflow init` writes a pipeline from."""
     if as_json:
-        click.echo(json.dumps([recipe.as_json() for recipe in RECIPES], indent=1))
+        print_json([recipe.as_json() for recipe in RECIPES])
         return
     rows = [(recipe.name, recipe.what, f"needs {recipe.needs}") for recipe in RECIPES]
     for line in table(rows, ""):
@@ -63,7 +63,7 @@ def list_recipes(as_json: bool) -> None:
     help="Held-out rows of the same columns; of a hub name its split test.",
 )
 @click.option("--force", is_flag=True, help="Overwrite NAME.py.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
+@json_option
 def init_pipeline(
     name: str | None,
     recipe: str,
@@ -91,8 +91,7 @@ def init_pipeline(
     click.echo(f"wrote {asked.path}", err=True)
     result = check_all(Target(pipeline=str(asked.path)))
     if as_json:
-        shown = {"file": str(asked.path), "recipe": taken.name, "check": result}
-        click.echo(json.dumps(shown, indent=1, sort_keys=True))
+        print_json({"file": str(asked.path), "recipe": taken.name, "check": result})
         return
     click.echo("\n".join(result["lines"]))
     click.echo("\n".join(next_lines(asked)), err=True)

@@ -14,6 +14,7 @@ import click
 
 from rlflow.cli.commands import Target, compile_target
 from rlflow.cli.options import model_shape_option, schedule_options, target_options
+from rlflow.cli.shell.printed import json_option, print_json
 from rlflow.errors import Finding, PlanError, UsageError
 from rlflow.graph.rules.steps import mini_batches
 from rlflow.modelfiles.directories import model_directory
@@ -38,12 +39,12 @@ WORD = "<eos>"
 @target_options
 @schedule_options
 @model_shape_option
-@click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
+@json_option
 def rehearse(as_json: bool, **options: Any) -> None:
     """Run a plan's training code without data: memory of each action, beside the plan's."""
     plan, found = rehearse_target(Target(**options))
     if as_json:
-        click.echo(json.dumps(rehearsal_json(found), indent=1, sort_keys=True))
+        print_json(rehearsal_json(found))
     else:
         click.echo(rehearsal_text(plan, found))
     require_agreement(found)

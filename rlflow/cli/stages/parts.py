@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
+from rlflow.cli.shell.values import typed_nodes
 from rlflow.errors import Finding, UsageError
 from rlflow.graph.cut.names import ReadEdge
 from rlflow.graph.cut.part import NOTHING, GraphPart, cut_graph, models_used
@@ -32,6 +33,7 @@ def part_options(function: F) -> F:
             "--only",
             multiple=True,
             metavar="NODE",
+            shell_complete=typed_nodes,
             help="This node and what it needs, nothing else; repeatable.",
         ),
     ):

@@ -1,0 +1,1 @@
+"""What scripts and shells get of every command: JSON, and completion."""
