@@ -27,7 +27,7 @@ WORDS = {
     "plan": (GRPO, *PLAN),
     "profile": (GRPO, *FEW, "--iterations", 2),
     "recipes": (),
-    "rehearse": (GRPO, *PLAN),
+    "rehearse": (GRPO, "--devices", "h100:1"),
     "report": ("RUN",),
     "run": (GRPO, *FEW, "--iterations", 1),
     "samples": ("RUN",),

@@ -77,6 +77,7 @@ DOORS = {
     "cli.looking.bisect": "rows are read where runs are compared",
     "cli.looking.report": "the page is made once there is a run",
     "cli.looking.watch": "the page is made once there is a run",
+    "cli.planning.command": "a command loads what it needs, not what others need",
     "cli.rehearsal.command": "torch is loaded once a plan is rehearsed",
     "cli.looking.samples": "rows are read, and tokenizers loaded, where samples are looked at",
     "cli.simulating": "pictures are drawn where they are asked for",

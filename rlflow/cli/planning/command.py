@@ -8,14 +8,7 @@ from typing import Any
 
 import click
 
-from rlflow.cli.commands import (
-    Target,
-    check_all,
-    compile_target,
-    config_lines,
-    declare,
-    explain_action,
-)
+from rlflow.cli.commands import Target, compile_target, declare
 from rlflow.cli.options import plan_options, repeated
 from rlflow.cli.shell.printed import hint, json_option, print_json
 from rlflow.errors import UsageError
@@ -26,6 +19,8 @@ from rlflow.errors import UsageError
 @json_option
 def check(as_json: bool, **options: Any) -> None:
     """Check a pipeline and all of its placements; run nothing."""
+    from rlflow.cli.commands import check_all
+
     result = check_all(Target(**options))
     if as_json:
         print_json(result)
@@ -89,6 +84,7 @@ def plan(
     **options: Any,
 ) -> None:
     """Compile a placement and print every action, with its reason."""
+    from rlflow.cli.commands import config_lines, explain_action
     from rlflow.scheduler.compile import dump_plan
     from rlflow.scheduler.plan.text import plan_text
 

@@ -24,7 +24,7 @@ def _of_pipeline(names: Callable[[Pipeline], Iterable[str]]) -> Completes:
     def complete(
         context: click.Context, parameter: click.Parameter, begun: str
     ) -> list[CompletionItem]:
-        # An option that waits for its value ends click's reading: what it had not read is in `args`.
+        # An option that waits for its value ends click's reading; what is unread is in `args`.
         typed = context.params.get("pipeline") or next(iter(context.args), "")
         with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
             found = [name for name in names(load_pipeline(typed)) if name.startswith(begun)]
