@@ -22,6 +22,7 @@ WORDS = {
     "completion": ("zsh",),
     "diff": (GRPO, *PLAN),
     "doctor": (),
+    "eval": ("RUN", "-n", 2, "--limit", 4, "--threads", 1),
     "export": ("RUN", "-o", "weights"),
     "init": ("mine", "--model", TINY, "--data", "mine.jsonl"),
     "plan": (GRPO, *PLAN),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from rlflow.cli.options import engine_option, memory_options, typed_words
+from rlflow.cli.shell.printed import json_option, print_json
 
 F = TypeVar("F", bound=Callable[..., Any])
 EXAMPLES = """\b
@@ -117,7 +117,7 @@ def _pipeline_options(function: F) -> F:
 @click.option("--run-dir", metavar="DIR", help="Where to write; evals/NAME-TIME by default.")
 @click.option("--dry-run", is_flag=True, help="Print the plan; start nothing.")
 @click.option("-q", "--quiet", is_flag=True, help="Print the result and warnings only.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON only.")
+@json_option
 @click.option("--no-color", is_flag=True, help="Plain text; NO_COLOR does the same.")
 def evaluate_weights(weights: str, **options: Any) -> None:
     """Sample held-out rows with some weights: mean reward, pass@k and maj@k with intervals."""
@@ -128,7 +128,7 @@ def evaluate_weights(weights: str, **options: Any) -> None:
     if found is None:
         return
     if options["as_json"]:
-        click.echo(json.dumps(found.as_json(), indent=1, sort_keys=True, ensure_ascii=False))
+        print_json(found.as_json())
         return
     from rich.console import Console
 
