@@ -74,7 +74,7 @@ def test_k_is_each_power_of_two_and_n():
     assert (1,) == ks_of(1, ())
     assert (1, 2, 4, 8) == ks_of(8, ())
     assert (1, 2, 4, 8, 10) == ks_of(10, ())
-    assert (3, 5) == ks_of(5, (5, 3, 3, 9))
+    assert (3, 5) == ks_of(5, (5, 3, 3))
 
 
 def test_rules_are_read_as_they_are_printed():
@@ -133,6 +133,7 @@ def test_weights_are_known_by_what_lies_there(tmp_path, monkeypatch):
         ((GRPO, "--model", "ref"), "E364", "models actor"),
         ((PIPELINES / "multi_turn.py",), "E364", "on single prompts"),
         ((GRPO, "--temperature", 0), "E365", "-n 1, or --temperature 1"),
+        ((GRPO, "-n", 4, "-k", 2, "-k", 8), "E370", "fix          -n 8"),
         ((GRPO, "--answer", "bxed"), "E366", "did you mean 'boxed'"),
         (("model",), "E367", "rlflow eval model --pipeline FILE.py"),
         ((GRPO, "--data", "no.jsonl"), "E601", "no file 'no.jsonl'"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from rlflow import ops
 from rlflow.cli.evaluation.terms import Terms
-from rlflow.errors import GraphError
+from rlflow.errors import Finding, GraphError, UsageError
 from rlflow.graph.graph import Graph
 from rlflow.graph.model import Model
 from rlflow.graph.pipeline import Config, Pipeline
@@ -30,9 +30,22 @@ class Counted:
 
 
 def ks_of(n: int, said: Sequence[int]) -> tuple[int, ...]:
-    """The k to count for: those that are said, or 1, 2, 4, ... and n itself."""
+    """The k to count for: those that are said, or 1, 2, 4, ... and n itself.
+
+    Raises UsageError E370 for one above n: nothing is known of more samples than there are.
+    """
+    if said and max(said) > n:
+        raise UsageError(
+            Finding(
+                code="E370",
+                what=f"-k {max(said)} of {n} sample{'s' if n > 1 else ''} of each prompt",
+                expected=f"at most {n}",
+                fix=f"-n {max(said)}",
+            ),
+            summary="Nothing was started.",
+        )
     if said:
-        return tuple(sorted({k for k in said if k <= n}))
+        return tuple(sorted(set(said)))
     return tuple(dict.fromkeys([*(1 << i for i in range(n.bit_length())), n]))
 
 

@@ -45,8 +45,9 @@ class Evaluated:
     def sampling(self) -> dict[str, Any]:
         """How tokens were drawn: temperature, nucleus, longest response."""
         said = self.terms.sampling
-        found = {name: said[name] for name in ("temperature", "top_p", "top_k") if name in said}
-        return {"top_p": 1.0, **found, "max_new_tokens": said["max_new_tokens"]}
+        names = ("temperature", "top_p", "top_k", "max_new_tokens")
+        found = {"temperature": 1.0, "top_p": 1.0, **said}
+        return {name: found[name] for name in names if name in found}
 
     def as_json(self) -> dict[str, Any]:
         """Plain data; an interval is `low` and `high` beside its `value`."""
@@ -92,12 +93,12 @@ def _ended(found: Evaluated) -> str:
 
 def _lines(found: Evaluated) -> list[str]:
     sampling = ", ".join(f"{k} {v:g}" for k, v in {**found.sampling, "seed": found.seed}.items())
-    answer = found.counted.answer
+    answer, n = found.counted.answer, found.counted.n
     known = next((name for name, each in ANSWERS.items() if each is answer), name_of(answer))
     votes = "whole responses (--answer)" if answer is whole_response else known
     return [
         found.weights,
-        f"{found.number('prompts'):,.0f} prompts x {found.counted.n} samples   "
+        f"{found.number('prompts'):,.0f} prompts x {n} sample{'s' if n > 1 else ''}   "
         f"{found.terms.data.describe()}",
         f"sampling: {sampling}",
         f"right: {found.counted.rule.describe()}   votes: {votes}   "
