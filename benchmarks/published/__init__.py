@@ -1,0 +1,1 @@
+"""Results that others have published, and the plans that predict them."""

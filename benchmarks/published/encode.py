@@ -1,0 +1,239 @@
+"""A published setting as a pipeline, a placement and options; and what its plan predicts.
+
+Goes through the public door: `rf.compile` and `rf.simulate`. A mean length of responses is told
+to the plan as a run would tell it, in a file of measured costs that holds nothing else; the tail
+is the one that plans assume. Knows nothing of what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import rlflow as rf
+from published.rows import Setting
+from rlflow import ops
+from rlflow.errors import PlanError
+from rlflow.scheduler.costs.lengths import Lengths
+
+ENGINE = "vllm"
+# Lengths of GSM8K: a sync moves the same bytes whatever responses are.
+SYNC_ROWS: Mapping[str, int] = {
+    "prompts": 64,
+    "samples": 8,
+    "prompt_tokens": 100,
+    "response_mean": 256,
+    "response_limit": 512,
+}
+VARIABLE = "RLFLOW_COSTS"
+TOO_LARGE = "E401"
+
+
+class Config(rf.Config):
+    """One setting; `mean` below the limit makes responses end by themselves."""
+
+    iterations: int = 1
+    model: str = "shape:qwen2.5-7b"
+    prompts: int = 64
+    samples: int = 8
+    prompt_tokens: int = 100
+    limit: int = 512
+    fixed: bool = False
+    mini_batches: int = 1
+    old_log_probs: bool = True
+    reference: bool = False
+    train: bool = True
+    stale: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a plan says of a setting: seconds by quantity, or why there is no plan."""
+
+    seconds: Mapping[str, float]
+    refused: str = ""
+    too_large: bool = False
+
+    def of(self, what: str) -> float | None:
+        """The prediction of a quantity; None where the plan has none."""
+        if what == "memory":
+            return 0.0 if self.too_large else None if self.refused else 1.0
+        return self.seconds.get(what)
+
+
+def nothing(response: str) -> float:
+    """A reward that takes no time."""
+    return 0.0
+
+
+def prompt_of(length: int) -> rf.data.DataSource:
+    """Prompts that plans take to have as many tokens as they have characters."""
+
+    def row(index: int) -> dict[str, Any]:
+        return {"prompt": "x" * length}
+
+    return rf.data.generator(row, size=1024, columns=("prompt",))
+
+
+@rf.pipeline(
+    staleness=1,
+    placements={"one": rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")})},
+)
+def published(cfg: Config) -> None:
+    """GRPO with what the setting has of it, or a rollout alone."""
+    trained = rf.AdamW(lr=1e-6) if cfg.train else None
+    actor = rf.Model("actor", cfg.model, dtype="bfloat16", optimizer=trained)
+    prompts = ops.prompts(prompt_of(cfg.prompt_tokens), batch=cfg.prompts)
+    samples = ops.rollout(
+        actor, prompts, n=cfg.samples, max_new_tokens=cfg.limit, ignore_eos=cfg.fixed
+    )
+    reward = ops.reward(nothing, samples)
+    if not cfg.train:
+        ops.metrics(reward)
+        return
+    scored = [ops.log_probs(actor, samples)] if cfg.old_log_probs or cfg.stale else []
+    if cfg.reference:
+        ref = rf.Model("ref", cfg.model, dtype="bfloat16")
+        scored.append(ops.log_probs(ref, samples))
+    adv = ops.advantage("grpo", samples, reward)
+    ops.update(actor, samples, adv, *scored, loss=loss_of(cfg), mini_batches=cfg.mini_batches)
+
+
+def loss_of(cfg: Config) -> rf.PolicyLoss:
+    """The clipped loss, with the corrections that its samples need."""
+    return rf.PolicyLoss(
+        "ppo_clip",
+        old="recomputed" if cfg.old_log_probs or cfg.stale else "rollout",
+        kl_coef=0.01 if cfg.reference else 0.0,
+        correction=rf.ImportanceSampling(cap=5.0) if cfg.stale else None,
+    )
+
+
+def config_of(setting: Setting) -> Config:
+    """The setting's numbers."""
+    said = {**SYNC_ROWS, **setting.said} if setting.said["algorithm"] == "sync" else setting.said
+    return Config(
+        model=f"shape:{said['shape']}",
+        prompts=said["prompts"],
+        samples=said["samples"],
+        prompt_tokens=said["prompt_tokens"],
+        limit=said["response_limit"],
+        fixed=said.get("response_mean") == said["response_limit"],
+        mini_batches=said.get("mini_batches", 1),
+        old_log_probs=said.get("old_log_probs", True),
+        reference=said.get("reference", False),
+        train=said["algorithm"] != "generate",
+        stale=said["placement"].get("staleness", 0) > 0,
+    )
+
+
+def placement_of(setting: Setting) -> rf.Placement:
+    """The setting's placement."""
+    said = setting.said["placement"]
+    layout = {} if said["train_tp"] == 1 else {"tp": said["train_tp"]}
+    training = {"recompute": True} if setting.said.get("recompute") else {}
+    rollout = {"tp": said["rollout_tp"], "engine": ENGINE}
+    if setting.said["algorithm"] == "generate":
+        everything = {"*": rf.on("all", **rollout)}
+        return rf.Placement(pools={"all": devices_of(setting)}, assign=everything)
+    if said["kind"] == "colocate":
+        pools, train, gen = {"all": devices_of(setting)}, "all", "all"
+    else:
+        pools, train, gen = {"train": said["train"], "gen": said["rollout"]}, "train", "gen"
+    assign = {
+        "*": rf.on(train, **layout),
+        "actor.train": rf.on(train, **layout, **training),
+        "actor.rollout": rf.on(gen, **rollout),
+    }
+    return rf.Placement(pools=pools, assign=assign, staleness=said.get("staleness", 0))
+
+
+def devices_of(setting: Setting) -> int:
+    """How many devices the setting has."""
+    return int(setting.said["devices"].rpartition(":")[2])
+
+
+def compiled(setting: Setting) -> rf.CompiledPlan:
+    """The plan of a setting; PlanError where there is none."""
+    config, said = config_of(setting), setting.said
+    with lengths_told(config, said.get("response_mean"), devices_of(setting)):
+        return rf.compile(
+            published,
+            placement=placement_of(setting),
+            config=config,
+            devices=said["devices"],
+            model_shape=said["shape"],
+        )
+
+
+def predicted(setting: Setting) -> Prediction:
+    """What the plan of a setting says."""
+    try:
+        plan = compiled(setting)
+    except PlanError as error:
+        first = error.findings[0]
+        return Prediction(seconds={}, refused=first.what, too_large=first.code == TOO_LARGE)
+    return Prediction(seconds=seconds_of(plan))
+
+
+def seconds_of(plan: rf.CompiledPlan) -> dict[str, float]:
+    """Seconds of an iteration and of its parts, as sources tell them apart."""
+    runs = {a.node: a.cost.seconds or 0.0 for a in plan.actions if a.kind == "run" and a.node}
+    old, ref = (runs.get(f"{model}.log_probs", 0.0) for model in ("actor", "ref"))
+    found = {
+        "generation": runs.get("actor.rollout", 0.0),
+        "training": runs.get("actor.update", 0.0),
+        "old_log_probs": old,
+        "reference": ref,
+        "log_probs": old + ref,
+        "sync": sync_of(plan),
+        "iteration": rf.simulate(plan).period,
+    }
+    return {what: seconds for what, seconds in found.items() if seconds}
+
+
+def sync_of(plan: rf.CompiledPlan) -> float:
+    """Seconds from the trained weights to the engines': the reshard, and their waking for it."""
+    reshards = [a for a in plan.actions if a.kind == "reshard"]
+    filled = {target for a in reshards for target in a.targets}
+    wakes = [
+        a for a in plan.actions if a.kind == "wake" and a.instance in filled and a.part == "weights"
+    ]
+    return sum(a.cost.seconds or 0.0 for a in (*reshards, *wakes))
+
+
+@contextmanager
+def lengths_told(config: Config, mean: float | None, devices: int) -> Iterator[None]:
+    """Have plans find a mean length of responses, where it is said and not that of the limit."""
+    before = os.environ.get(VARIABLE)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "costs.json"
+        os.environ[VARIABLE] = str(path) if mean and not config.fixed else "off"
+        if mean and not config.fixed:
+            path.write_text(json.dumps(measured_lengths(config, mean, devices)), encoding="utf-8")
+        try:
+            yield
+        finally:
+            os.environ.pop(VARIABLE)
+            if before is not None:
+                os.environ[VARIABLE] = before
+
+
+def measured_lengths(config: Config, mean: float, devices: int) -> dict[str, Any]:
+    """A file of costs with one record: the mean, and the longest that the assumed tail gives."""
+    from rlflow.scheduler.costs.measurement_keys import lengths_key
+    from rlflow.scheduler.devices.measured import MeasuredCosts, Sample
+    from rlflow.scheduler.devices.measured import Setting as Ran
+
+    graph = published.trace(config)
+    key = lengths_key(graph, graph.node("actor.rollout"), config.limit)
+    longest = Lengths(config.limit, mean).expected_longest(config.prompts * config.samples)
+    sample = Sample("run", 1, 1.0, 0.0, length=mean, longest=longest)
+    ran = Ran(pipeline=graph.name, devices=devices, staleness=0)
+    return MeasuredCosts().adding([(key, ran, sample)]).to_json()

@@ -1,0 +1,100 @@
+"""The published results: every row has its place and setting, and what counts has a plan."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = str(Path(__file__).resolve().parent.parent / "benchmarks")
+sys.path.insert(0, BENCHMARKS)
+try:
+    from published import encode, rows
+finally:
+    sys.path.remove(BENCHMARKS)
+
+PUBLISHED = rows.load()
+COUNTED = [setting for setting in PUBLISHED.settings if not setting.why_not]
+QUICK = ("verl_nccl_0b6", "vllm_72b_128_128")
+
+
+def changed(name: str, **said: object) -> list[str]:
+    """What is wrong with the data once a setting says something else; None takes it away."""
+    (setting,) = [one for one in PUBLISHED.settings if one.name == name]
+    other = {**copy.deepcopy(dict(setting.said)), **said}
+    other = {key: value for key, value in other.items() if value is not None}
+    settings = (rows.Setting(said=other),)
+    return rows.problems(rows.Published(sources=PUBLISHED.sources, settings=settings))
+
+
+def test_rows_and_sources_are_as_many_as_asked_for():
+    assert sum(len(setting.rows) for setting in PUBLISHED.settings) >= 60
+    assert len({setting.said["source"] for setting in PUBLISHED.settings}) >= 8
+
+
+def test_a_counted_row_says_what_decides():
+    assert all(setting.can_be_encoded for setting in COUNTED)
+    assert changed("nemo_v05_8b_h100_16") == []
+    for key in ("response_mean", "shape", "prompts", "prompt_tokens"):
+        (wrong,) = changed("nemo_v05_8b_h100_16", **{key: None})
+        assert "what decides is not said" in wrong
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"place": None}, "no place"),
+        ({"source": "hearsay"}, "no source 'hearsay'"),
+        ({"unknown": None}, "no list unknown"),
+        ({"algorithm": "dpo"}, "no algorithm 'dpo'"),
+        ({"measured": [{"what": "iteration", "value": 1, "unit": "min"}]}, "iteration in 'min'"),
+        ({"measured": [{"what": "speed", "value": 1, "unit": "s"}]}, "no quantity 'speed'"),
+        (
+            {"measured": [{"what": "sync", "value": 3, "low": 4, "high": 5, "unit": "s"}]},
+            "sync of 3.0 is not in 4.0 to 5.0",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told(said, told):
+    assert any(told in wrong for wrong in changed("nemo_v05_8b_h100_16", **said))
+
+
+def test_a_row_without_a_unit_is_refused(tmp_path):
+    text = rows.FILE.read_text(encoding="utf-8").replace(', unit = "s"', "", 1)
+    (tmp_path / "results.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(KeyError, match="unit"):
+        rows.load(tmp_path / "results.toml")
+
+
+@pytest.mark.parametrize("setting", COUNTED, ids=lambda setting: setting.name)
+def test_a_counted_setting_is_a_graph_and_a_placement(setting):
+    graph = encode.published.trace(encode.config_of(setting))
+    assert graph.node("actor.rollout")
+    assert encode.placement_of(setting).num_devices() == encode.devices_of(setting)
+
+
+def test_a_mean_length_reaches_the_plan():
+    (setting,) = [one for one in COUNTED if one.name == "vllm_72b_128_128"]
+    many = {**setting.said, "samples": 8, "response_limit": 2048}
+    both = [rows.Setting(said={**many, "response_mean": mean}) for mean in (200, 400)]
+    short, long = (encode.predicted(one).of("generation") for one in both)
+    assert 1.5 < long / short < 2.5
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_counted_setting_has_predictions(name):
+    (setting,) = [one for one in COUNTED if one.name == name]
+    found = encode.predicted(setting)
+    assert not found.refused
+    assert all(found.of(row.what) for row in setting.rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_counted_row_has_a_prediction():
+    for setting in COUNTED:
+        found = encode.predicted(setting)
+        assert not found.refused, setting.name
+        assert all(found.of(row.what) for row in setting.rows), setting.name
