@@ -77,7 +77,7 @@ $(LOWEST)/.ready: pyproject.toml constraints-lowest.txt
 	grep -v '^torch==' constraints-lowest.txt > $(LOWEST)/constraints.txt
 	echo 'torch==$(TORCH_LOWEST)' >> $(LOWEST)/constraints.txt
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check $(addprefix --index-url ,$(TORCH_INDEX)) torch==$(TORCH_LOWEST)
-	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt -e '.[datasets,rewards]' hypothesis pytest pytest-timeout pytest-xdist ortools mypy ruff
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt -e '.[dev]'
 	@touch $@
 
 check: $(STAMP)  ## style, types, layers, sizes
