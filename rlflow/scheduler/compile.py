@@ -25,6 +25,12 @@ from rlflow.scheduler.models.tokenizers import missing_tokenizers, tokenizer_fin
 from rlflow.scheduler.models.vocabularies import vocabulary_findings
 from rlflow.scheduler.passes.bind.averages import model_findings
 from rlflow.scheduler.passes.bind.bind import bind, unknown_assignments
+from rlflow.scheduler.passes.bind.whole_layers import (
+    by_tables,
+    faster_whole,
+    period_of,
+    whole_text,
+)
 from rlflow.scheduler.passes.order import chain, order, timing
 from rlflow.scheduler.passes.pause import pause
 from rlflow.scheduler.passes.residency import residency
@@ -65,6 +71,11 @@ class Compiled:
 
     plan: Plan
     stages: tuple[tuple[str, Plan], ...]
+
+    def noting(self, rule: str, text: str) -> Compiled:
+        """The same with one more note on the plan."""
+        plan = self.plan.noting(rule, text)
+        return Compiled(plan=plan, stages=(*self.stages[:-1], (self.stages[-1][0], plan)))
 
 
 def compile_plan(
@@ -123,9 +134,37 @@ def compile_plan(
     )
     plan = _noting_devices(plan, placement, cluster, chosen=backend is None)
     plan = _noting_graph(plan, notes, near)
-    if placement.stream == "auto":
+    return _keeping_whole(plan, context, verified=verified)
+
+
+def _keeping_whole(plan: Plan, context: Context, *, verified: bool) -> Compiled:
+    """The plan, with layers that stay whole from forward to backward where that is shorter.
+
+    One trained instance after another is tried; a plan that does not fit, or is no shorter by
+    shapes and tables, is not taken. Rough plans are as they are said.
+    """
+    made = _cut(plan, context, verified=verified)
+    for name in () if context.rough else faster_whole(made.plan, context):
+        kept = replace(context, kept_whole=context.kept_whole | {name})
+        try:
+            tried = _cut(plan, kept, verified=verified)
+        except PlanError:
+            continue
+        before, after = made.plan, tried.plan
+        if context.costs.cluster.measured.records:
+            known = [by_tables(each) for each in (context, kept)]
+            before, after = (_cut(plan, each, verified=False).plan for each in known)
+        if period_of(after) < period_of(before):
+            made, context = tried.noting("reshard", whole_text(name, before, after)), kept
+    return made
+
+
+def _cut(plan: Plan, context: Context, *, verified: bool) -> Compiled:
+    """The plan in the chunks that its placement says, or as many as are shortest."""
+    chunks = context.placement.stream
+    if chunks == "auto":
         return _streamed(plan, context, verified=verified)
-    return _compiled(plan, replace(context, chunks=placement.stream), verified=verified)
+    return _compiled(plan, replace(context, chunks=chunks), verified=verified)
 
 
 def _noting_graph(plan: Plan, notes: Sequence[tuple[str, str]], near: Path | None) -> Plan:
@@ -186,9 +225,7 @@ def _streamed(plan: Plan, context: Context, *, verified: bool) -> Compiled:
     planned = functools.cache(lambda chunks: made_in(chunks, 0.0))
     chunks, why = choose_chunks(bound.plan, lambda count: planned(count).plan)
     made = made_in(chunks, context.optimize) if context.optimize else planned(chunks)
-    plan = made.plan.noting("stream", why)
-    stages = (*bound.stages, *made.stages[:-1], (made.stages[-1][0], plan))
-    return Compiled(plan=plan, stages=stages)
+    return Compiled(plan=made.plan, stages=(*bound.stages, *made.stages)).noting("stream", why)
 
 
 def _not_compiled(placement: Placement, name: str) -> list[Finding]:

@@ -18,7 +18,8 @@ class Context:
     """What the passes look things up in, and do not change.
 
     `chunks` is into how many chunks `stream` cuts. A `rough` plan is one of many that are
-    compared: less work is spent on its order.
+    compared: less work is spent on its order. The layers of instances that are `kept_whole` stay so
+    from an update's forward to its backward, though no placement says it.
     """
 
     placement: Placement
@@ -27,3 +28,4 @@ class Context:
     optimize: float = 0.0
     chunks: int = 1
     rough: bool = False
+    kept_whole: frozenset[str] = frozenset()

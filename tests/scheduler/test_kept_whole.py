@@ -10,11 +10,13 @@ import rlflow as rf
 from rlflow.errors import PlanError
 from rlflow.scheduler.compile import compile_plan, dump_plan
 from rlflow.scheduler.devices.cluster import parse_cluster
+from rlflow.scheduler.plan.explain import explain
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.plan.saved import read_plan
 from tests.scheduler.test_visiting_plans import PARAMETERS, of_7b
 
 KEPT = {"reshard_after_forward": False}
+GATHERED = {"reshard_after_forward": True}
 
 
 def planned(**train: object) -> Plan:
@@ -24,7 +26,7 @@ def planned(**train: object) -> Plan:
 
 
 def test_a_placement_says_it_of_updates_alone() -> None:
-    plan, plain = planned(**KEPT), planned()
+    plan, plain = planned(**KEPT), planned(**GATHERED)
     actor, ref = plan.trained_instance("actor"), plan.instance("ref@all")
     assert actor.kept_whole
     assert not ref.kept_whole
@@ -41,9 +43,8 @@ def test_a_placement_says_it_of_updates_alone() -> None:
 def test_a_plan_without_it_says_nothing_of_it_and_one_with_it_is_read_back(tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
     saved.write_text(dump_plan(planned(**KEPT)))
-    assert "kept_whole" not in planned().trained_instance("actor").as_json()
+    assert "kept_whole" not in planned(**GATHERED).trained_instance("actor").as_json()
     assert read_plan(saved).trained_instance("actor").kept_whole
-    assert planned(reshard_after_forward=True).hash == planned().hash
 
 
 def test_where_nothing_is_shared_it_is_of_no_use() -> None:
@@ -59,3 +60,58 @@ def test_an_engine_has_none() -> None:
     placement = rf.Placement(pools={"all": 8}, assign=assign)
     with pytest.raises(PlanError, match=r"E248.*reshard_after_forward"):
         compile_plan(of_7b(512), placement, parse_cluster("h100:8", 1), name="p")
+
+
+MINE = """
+devices = "mine:8"
+
+[kinds.mine]
+base = "l40s"
+memory = {memory}e9
+"""
+
+
+def beside(devices: str = "l40s:8", longest: int = 64, **train: object) -> Plan:
+    """A plan of 7B over PCIe, whose ranks have two rows of few tokens for all that they gather."""
+    assign = {"*": rf.on("all"), "actor.train": rf.on("all", **train)}
+    placement = rf.Placement(pools={"all": 8}, assign=assign)
+    return compile_plan(of_7b(longest), placement, parse_cluster(devices, 1), name="p").plan
+
+
+def test_a_plan_keeps_layers_whole_by_itself_where_that_is_shorter() -> None:
+    """A row of some sixty tokens a device: links take longer than products."""
+    chosen, gathered = beside(), beside(**GATHERED)
+    assert chosen.trained_instance("actor").kept_whole
+    assert not gathered.trained_instance("actor").kept_whole
+    assert chosen.timing.period < gathered.timing.period
+    assert chosen.actions == beside(**KEPT).actions
+    (note,) = (note.text for note in chosen.notes if note.rule == "reshard")
+    assert note.startswith(
+        "layers of actor@all stay whole from an update's forward to its backward"
+    )
+    assert "(reshard_after_forward=False): an iteration is " in note
+    assert note.endswith(" by estimate, and its update holds 12.6 GB more")
+    assert note in explain(chosen, chosen.action("actor.update"))
+
+
+def test_where_products_hide_the_gathers_nothing_is_chosen() -> None:
+    assert not beside(longest=16_384).trained_instance("actor").kept_whole
+
+
+@pytest.mark.parametrize("memory", [18, 22, 28, 36, 40, 42, 44, 48, 80])
+def test_the_choice_costs_no_plan_its_memory_and_none_its_seconds(
+    memory: int, tmp_path: Path
+) -> None:
+    """For devices with ever more memory: a plan whenever there is one without, and no longer."""
+    file = tmp_path / "mine.toml"
+    file.write_text(MINE.format(memory=memory))
+    found: list[Plan | None] = []
+    for said in ({}, GATHERED):
+        try:
+            found.append(beside(str(file), **said))
+        except PlanError:
+            found.append(None)
+    chosen, gathered = found
+    assert (chosen is None) is (gathered is None)
+    if chosen is not None and gathered is not None:
+        assert chosen.timing.period <= gathered.timing.period

@@ -18,8 +18,8 @@ from rlflow.scheduler.plan.text import (
 )
 
 Rows = list[tuple[str, str]]
-# Notes on what a plan chose of an instance so that it fits.
-LAYOUT = {"offload", "recompute"}
+# Notes on what a plan chose of an instance, so that it fits or takes less.
+LAYOUT = {"offload", "recompute", "reshard"}
 ROWS = "rows at once"
 
 

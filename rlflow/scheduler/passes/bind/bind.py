@@ -119,7 +119,11 @@ def _fitted(
     Of nodes that are `said` a placement says what is recomputed.
     """
     used = {node.op.use or "forward" for node in nodes}
-    instance = replace(instance, uses=tuple(use for use in instance.uses if use in used))
+    instance = replace(
+        instance,
+        uses=tuple(use for use in instance.uses if use in used),
+        kept_whole=instance.kept_whole or instance.name in context.kept_whole,
+    )
     room = min(plan.budget(device) for device in instance.devices)
     if instance.engine_plan.own_process:
         return with_pool(instance, nodes, room, context.costs)

@@ -1,0 +1,85 @@
+"""Which trained instances would be faster with layers that stay whole from forward to backward.
+
+By model shape and device table alone: what is measured of one layout says nothing of the other, and
+a choice that turned with every run's measurements would be none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlflow.graph.graph import Node
+from rlflow.scheduler.context import Context
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.microbatches import instance_seconds, needed
+from rlflow.scheduler.devices.cluster import amount
+from rlflow.scheduler.devices.measured import NOTHING
+from rlflow.scheduler.passes.bind.bind import place_of
+from rlflow.scheduler.plan.plan import Instance, Plan
+from rlflow.scheduler.plan.text import duration
+
+
+def faster_whole(plan: Plan, context: Context) -> list[str]:
+    """The instances of a plan whose updates take less so and fit alone, those that gain most first.
+
+    None on CPU devices, where a gather is a copy within one memory, and none of which a placement
+    says `reshard_after_forward`.
+    """
+    if context.cluster.is_cpu:
+        return []
+    costs = replace(context.costs, graph=plan.graph)
+    gains: list[tuple[float, str]] = []
+    for instance in plan.instances:
+        nodes = _updates(instance, plan, context)
+        if not nodes:
+            continue
+        whole = replace(instance, kept_whole=True)
+        gain = instance_seconds(instance, nodes, costs) - instance_seconds(whole, nodes, costs)
+        room = min(plan.budget(device) for device in instance.devices)
+        if gain > 0 and all(needed(node, whole, costs) <= room for node in nodes):
+            gains.append((gain, instance.name))
+    return [name for _, name in sorted(gains, key=lambda each: (-each[0], each[1]))]
+
+
+def _updates(instance: Instance, plan: Plan, context: Context) -> list[Node]:
+    """The updates of an instance of which nothing is said; none where they gather nothing."""
+    if not instance.trained or instance.fsdp == 1 or instance.kept_whole:
+        return []
+    uses = [node for node in plan.graph.nodes if node.model == instance.model and not node.averages]
+    updates = [node for node in uses if node.op.use == "train"]
+    for node in uses:
+        where = place_of(node, plan.graph, context.placement)
+        mine = where is not None and where.pool == instance.pool
+        if mine and where is not None and where.reshard_after_forward is not None:
+            return []
+    return updates
+
+
+def by_tables(context: Context) -> Context:
+    """A context that knows of no measurements, and whose plans nothing improves."""
+    known = context.costs
+    costs = Costs(
+        graph=known.graph,
+        cluster=replace(known.cluster, measured=NOTHING),
+        shapes=known.shapes,
+        backend=known.backend,
+        staleness=known.staleness,
+    )
+    return replace(context, costs=costs, optimize=0.0)
+
+
+def period_of(plan: Plan) -> float:
+    """Seconds of an iteration by estimate; 0 where sizes of models are not known."""
+    return plan.timing.period if plan.timing is not None else 0.0
+
+
+def whole_text(name: str, before: Plan, after: Plan) -> str:
+    """What is said of layers that stay whole: seconds and bytes beside the plan without."""
+    shorter = period_of(before) - period_of(after)
+    held = [
+        max(a.cost.transient or 0 for a in plan.actions if a.instance == name and a.writes)
+        for plan in (before, after)
+    ]
+    text = f"layers of {name} stay whole from an update's forward to its backward "
+    text += f"(reshard_after_forward=False): an iteration is {duration(shorter)} shorter by "
+    return text + f"estimate, and its update holds {amount(held[1] - held[0])} more"
