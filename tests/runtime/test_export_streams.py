@@ -19,6 +19,7 @@ from rlflow.runtime.record.checkpoint import find_checkpoint, save_checkpoint
 from rlflow.runtime.record.shards import exporting
 from rlflow.runtime.record.shards.reading import StoredTensor
 from tests.conftest import TINY
+from tests.engines import reward_models as made
 from tests.runtime.test_checkpoint_shards import Ranks
 
 pytestmark = pytest.mark.torch
@@ -26,10 +27,10 @@ pytestmark = pytest.mark.torch
 ADAPTERS = {"rank": 2, "alpha": 4.0, "targets": ("q_proj", "down_proj")}
 
 
-def trained(dtype, lora=None):
-    """What training has made of the tiny model: every number it may change is another one."""
-    options = {"lora": None if lora is None else LoRA(**lora)}
-    model = load_model(str(TINY), dtype=dtype, device="cpu", **options)
+def trained(dtype, lora=None, path=TINY, head="lm"):
+    """What training has made of a model: every number it may change is another one."""
+    options = {"lora": None if lora is None else LoRA(**lora), "head": head}
+    model = load_model(str(path), dtype=dtype, device="cpu", **options)
     generator = torch.Generator().manual_seed(5)
     for name in sorted(model.trained_names()):
         tensor = model.all_tensors()[name]
@@ -46,9 +47,9 @@ def saved(root, model):
     return found
 
 
-def spec_of(dtype, lora=None):
+def spec_of(dtype, lora=None, head="lm"):
     name = str(dtype).removeprefix("torch.")
-    return {"name": "m", "head": "lm", "dtype": name, "init": "pretrained", "lora": lora}
+    return {"name": "m", "head": head, "dtype": name, "init": "pretrained", "lora": lora}
 
 
 def same(first, second):
@@ -73,6 +74,39 @@ def test_it_is_what_the_whole_model_would_be_written_as(tmp_path, dtype, lora):
         config.pop("_name_or_path", None)
     assert left == right
     assert {path.name for path in whole.iterdir()} == {path.name for path in out.iterdir()}
+
+
+def with_own_head(path):
+    made.with_head(path, "qwen2", made.linear("judge.out", bias=False))
+
+
+HEADS = {
+    "fresh": lambda path: shutil.copytree(TINY, path, dirs_exist_ok=True),
+    "score": lambda path: made.classifier(path, "llama", "score"),
+    "tokens": lambda path: made.classifier(path, "qwen2", "tokens"),
+    "named otherwise": with_own_head,
+    "two layers": lambda path: made.with_head(path, "qwen2", made.MATH_RM, "Qwen2ForRewardModel"),
+}
+
+
+@pytest.mark.parametrize("lora", [None, ADAPTERS])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_value_model_is_streamed_to_what_it_would_be_written_as(
+    tmp_path, monkeypatch, kind, lora
+):
+    HEADS[kind](tmp_path / "began")
+    model = trained(torch.bfloat16, lora, tmp_path / "began", "value")
+    found = saved(tmp_path / "run", model)
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    writing.save_model(model, str(whole))
+
+    monkeypatch.setattr(export, "_model", None)
+    export._write(tmp_path / "began", spec_of(torch.bfloat16, lora, "value"), found, out)
+    assert same(load_file(whole / "model.safetensors"), load_file(out / "model.safetensors"))
+    left, right = (json.loads((path / "config.json").read_text()) for path in (out, whole))
+    for config in (left, right):
+        config.pop("_name_or_path", None)
+    assert left == right
 
 
 def test_no_more_than_a_tensor_is_in_memory(tmp_path, monkeypatch):

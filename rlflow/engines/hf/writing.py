@@ -8,6 +8,8 @@ bias as its `AutoModelForSequenceClassification`.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ from rlflow.engines.hf.lora import ADDED_HEAD, is_adapter
 from rlflow.engines.hf.models import TorchModel, ValueModel
 from rlflow.engines.hf.weights.names import repeated_parameters
 from rlflow.engines.hf.weights.skeletons import auto
-from rlflow.modelfiles.heads import Head
 
 Tensors = dict[str, Tensor]
 
@@ -34,15 +35,10 @@ def save_model(model: TorchModel, path: str) -> None:
     if not isinstance(model.module, ValueModel):
         write(model.module, path, plain_state(model.module, tensors))
         return
-    body: Any = model.module.body
-    inside = {name.removeprefix("body."): tensor for name, tensor in tensors.items()}
-    state = plain_state(body, inside)
-    head = {
-        name.removeprefix(f"{ADDED_HEAD}."): tensor.detach().clone()
-        for name, tensor in tensors.items()
-        if name.startswith(f"{ADDED_HEAD}.")
-    }
-    save_valued(body, state, head, model.module.stored_head, path)
+    form = valued_form(model.module)
+    held = model.module.state_dict()
+    state = {name: tensors.get(own, held[own]) for name, own in form.names.items()}
+    form.write(path, {name: tensor.detach().clone() for name, tensor in state.items()})
 
 
 def plain_state(module: nn.Module, tensors: Tensors) -> Tensors:
@@ -72,11 +68,36 @@ def write(module: Any, path: str, state: Tensors) -> None:
         module.save_pretrained(path, state_dict=state)
 
 
-def save_valued(body: Any, state: Tensors, head: Tensors, stored: Head | None, path: str) -> None:
-    """Write a body with its head, as the class of transformers that has one like it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenForm:
+    """How a model is written: as `module`, with the model's own name of each tensor of that.
+
+    `architectures` are those that the config goes on to name, None where the module names its own.
+    """
+
+    module: Any
+    names: Mapping[str, str]
+    architectures: Sequence[str] | None
+
+    def write(self, path: str, state: Tensors) -> None:
+        """Write the config, and tensors by the names that the form has for them."""
+        write(self.module, path, state)
+        if self.architectures is None:
+            return
+        file = Path(path) / "config.json"
+        written = {**json.loads(file.read_text()), "architectures": self.architectures}
+        file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+
+
+def valued_form(model: ValueModel) -> WrittenForm:
+    """A body with its head, as the class of transformers that has one like it.
 
     Where no class has, under the names of the files that it came from.
     """
+    body: Any = model.body
+    tied, stored = repeated_parameters(body), model.stored_head
+    inside = [name for name in body.state_dict() if name not in tied and not is_adapter(name)]
+    head = {name: f"{ADDED_HEAD}.{name}" for name, _ in model.value_head.named_parameters()}
     wanted = {f"score.{name}" for name in head} if stored is None else set(stored.stored().values())
     for kind in ("SequenceClassification", "TokenClassification"):
         outer = labelled(f"AutoModelFor{kind}", body.config)
@@ -85,14 +106,12 @@ def save_valued(body: Any, state: Tensors, head: Tensors, stored: Head | None, p
         if outer is not None and (fits or (stored is None and len(names) == len(head))):
             heads = {name: head[name.rpartition(".")[2]] for name in names}
             prefix = f"{outer.base_model_prefix}."
-            write(outer, path, {**{prefix + name: t for name, t in state.items()}, **heads})
-            return
+            of_body = {prefix + name: f"body.{name}" for name in inside}
+            return WrittenForm(module=outer, names={**of_body, **heads}, architectures=None)
     names_of = {n: f"score.{n}" for n in head} if stored is None else stored.stored()
-    architectures = body.config.architectures
-    write(body, path, {**state, **{names_of[name]: tensor for name, tensor in head.items()}})
-    file = Path(path) / "config.json"
-    written = {**json.loads(file.read_text()), "architectures": architectures}
-    file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+    own = {name: f"body.{name}" for name in inside}
+    own |= {names_of[name]: there for name, there in head.items()}
+    return WrittenForm(module=body, names=own, architectures=body.config.architectures)
 
 
 def inner(outer: Any, name: str) -> bool:

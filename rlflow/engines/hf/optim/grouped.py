@@ -7,7 +7,8 @@ file knows no loss.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +18,40 @@ from rlflow.engines.hf.optim.coded import CodedGroup
 from rlflow.engines.hf.optim.groups import StateGroup
 
 Group = StateGroup | CodedGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Parameters that states are wanted of, by `shapes` of them or of parts of `whole` ones.
+
+    States are of `dtype`; those of the kinds `beside` are kept beside moments.
+    """
+
+    shapes: Mapping[str, torch.Size]
+    whole: Mapping[str, Sequence[int]]
+    beside: tuple[str, ...]
+    dtype: torch.dtype
+    device: torch.device
+    on_host: bool
+
+    def only(self, names: Container[str]) -> Wanted:
+        """The same of some parameters."""
+        return replace(self, shapes={n: s for n, s in self.shapes.items() if n in names})
+
+    def alike(self, kinds: Sequence[str], *, decays: bool, matrices: bool = False) -> list[Group]:
+        """One group of all of them with moments of those kinds; none of no parameter."""
+        if not self.shapes:
+            return []
+        kept, how = (*kinds, *self.beside), {"decays": decays, "matrices": matrices}
+        where = {"on_host": self.on_host, **how}
+        return [StateGroup(self.shapes, kept, self.dtype, self.device, **where)]
+
+    def wide(self) -> list[Group]:
+        """AdamW's states: of what has several dimensions, and of vectors, which do not decay."""
+        several = {name for name in self.shapes if len(self.whole[name]) >= 2}
+        vectors = self.shapes.keys() - several
+        pairs = (several, True), (vectors, False)
+        return [g for own, decays in pairs for g in self.only(own).alike(MOMENTS, decays=decays)]
 
 
 class GroupedState(AdamWState, ABC):
@@ -32,21 +67,15 @@ class GroupedState(AdamWState, ABC):
             shapes = {name: slot.shape for name, slot in slots if slot.dtype == dtype}
             wide = dtype if dtype in FULL else torch.float32
             kinds = () if dtype in FULL else (MASTER,)
-            self.groups += self.grouped(shapes, shapes, kinds, wide, buffer.device)
+            of = Wanted(shapes, shapes, kinds, wide, buffer.device, self.visiting)
+            self.groups += self.grouped(of)
         with torch.no_grad():
             for name, master in self.by_kind()[MASTER].items():
                 master.copy_(self.weight(name))
 
     @abstractmethod
-    def grouped(
-        self,
-        shapes: Mapping[str, torch.Size],
-        whole: Mapping[str, Sequence[int]],
-        kinds: tuple[str, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> list[Group]:
-        """Groups of parameters, or of parts of ones of `whole` shapes; `kinds` beside moments."""
+    def grouped(self, wanted: Wanted) -> list[Group]:
+        """Groups of all parameters that states are wanted of."""
 
     def weight(self, name: str) -> Tensor:
         """A parameter where the model has it."""
@@ -99,21 +128,3 @@ class GroupedState(AdamWState, ABC):
     def state_buffers(self) -> list[Tensor]:
         """Every buffer of the state that is on the device, but for the model's own weights."""
         return [] if self.visiting else [b for group in self.groups for b in group.buffers()]
-
-
-def wide_groups(
-    shapes: Mapping[str, torch.Size],
-    whole: Mapping[str, Sequence[int]],
-    kinds: Sequence[str],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    on_host: bool,
-) -> list[Group]:
-    """States of parameters of several dimensions, and of vectors, which do not decay."""
-    found: list[Group] = []
-    for decays in (True, False):
-        own = {n: shape for n, shape in shapes.items() if (len(whole[n]) >= 2) is decays}
-        if own:
-            found.append(StateGroup(own, kinds, dtype, device, on_host=on_host, decays=decays))
-    return found

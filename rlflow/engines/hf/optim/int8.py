@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from rlflow.engines.hf.optim.adamw import MOMENTS
 from rlflow.engines.hf.optim.coded import SCALES, CodedGroup, Recoded
-from rlflow.engines.hf.optim.grouped import Group, GroupedState, wide_groups
+from rlflow.engines.hf.optim.grouped import Group, GroupedState, Wanted
 from rlflow.modelfiles.coded import block_of
 
 SIGNED = dict(zip(MOMENTS, (True, False), strict=True))
@@ -23,24 +21,23 @@ SIGNED = dict(zip(MOMENTS, (True, False), strict=True))
 class Int8AdamWState(GroupedState):
     """The optimizer of one model: gradients, codes and scales of moments, the count of steps."""
 
-    def grouped(
-        self,
-        shapes: Mapping[str, torch.Size],
-        whole: Mapping[str, Sequence[int]],
-        kinds: tuple[str, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> list[Group]:
+    def grouped(self, wanted: Wanted) -> list[Group]:
         """Matrices in 8 bits, smaller ones, and vectors."""
-        blocks = {name: self.block(name, whole[name]) for name in shapes}
-        chosen = {n: shape for n, shape in shapes.items() if blocks[n]}
-        others = {n: shape for n, shape in shapes.items() if not blocks[n]}
-        on_host = self.visiting
-        rest = wide_groups(others, whole, (*MOMENTS, *kinds), dtype, device, on_host=on_host)
-        if not chosen:
+        of_all = {name: self.block(name, wanted.whole[name]) for name in wanted.shapes}
+        blocks = {name: block for name, block in of_all.items() if block}
+        rest = wanted.only(of_all.keys() - blocks).wide()
+        if not blocks:
             return rest
-        own = {name: blocks[name] for name in chosen}
-        return [CodedGroup(chosen, own, SIGNED, kinds, dtype, device, on_host=on_host), *rest]
+        own = CodedGroup(
+            wanted.only(blocks).shapes,
+            blocks,
+            SIGNED,
+            wanted.beside,
+            wanted.dtype,
+            wanted.device,
+            on_host=wanted.on_host,
+        )
+        return [own, *rest]
 
     def block(self, name: str, shape: Sequence[int]) -> int:
         """Numbers of a row of a parameter with one scale; 0 where its moments stay wide."""

@@ -11,11 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from rlflow.engines.hf.optim.adamw import MASTER, MOMENTS
-from rlflow.engines.hf.optim.grouped import Group, GroupedState, wide_groups
+from rlflow.engines.hf.optim.adamw import MASTER
+from rlflow.engines.hf.optim.grouped import Group, GroupedState, Wanted
 from rlflow.engines.hf.optim.groups import StateGroup
 from rlflow.engines.hf.optim.newton_schulz import orthogonal
 from rlflow.engines.hf.optim.rates import learning_rate
@@ -31,24 +30,12 @@ RMS = 0.2
 class MuonState(GroupedState):
     """The optimizer of one model: gradients, one or two moments, and the count of steps."""
 
-    def grouped(
-        self,
-        shapes: Mapping[str, torch.Size],
-        whole: Mapping[str, Sequence[int]],
-        kinds: tuple[str, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> list[Group]:
+    def grouped(self, wanted: Wanted) -> list[Group]:
         """Matrices of layers, other parameters of several dimensions, and vectors."""
-        refuse_stacks(self.model.name, whole)
-        chosen = {n: shape for n, shape in shapes.items() if is_layer_matrix(n, whole[n])}
-        others = {n: shape for n, shape in shapes.items() if n not in chosen}
-        where = {"on_host": self.visiting}
-        rest = wide_groups(others, whole, (*MOMENTS, *kinds), dtype, device, **where)
-        if not chosen:
-            return rest
-        how = {"matrices": True, "decays": True, **where}
-        return [StateGroup(chosen, (MOMENTUM, *kinds), dtype, device, **how), *rest]
+        refuse_stacks(self.model.name, wanted.whole)
+        chosen = {n for n in wanted.shapes if is_layer_matrix(n, wanted.whole[n])}
+        matrices = wanted.only(chosen).alike([MOMENTUM], decays=True, matrices=True)
+        return [*matrices, *wanted.only(wanted.shapes.keys() - chosen).wide()]
 
     def step_group(self, group: Group) -> None:
         """Make Muon's step of matrices, each with its whole states on the device, or AdamW's."""
