@@ -143,7 +143,7 @@ def _keeping_whole(plan: Plan, context: Context, *, verified: bool) -> Compiled:
     One trained instance after another is tried; a plan that does not fit, or is no shorter by
     shapes and tables, is not taken. Rough plans are as they are said.
     """
-    made = _cut(plan, context, verified=verified)
+    made, texts = _cut(plan, context, verified=verified), []
     for name in () if context.rough else faster_whole(made.plan, context):
         kept = replace(context, kept_whole=context.kept_whole | {name})
         try:
@@ -155,7 +155,10 @@ def _keeping_whole(plan: Plan, context: Context, *, verified: bool) -> Compiled:
             known = [by_tables(each) for each in (context, kept)]
             before, after = (_cut(plan, each, verified=False).plan for each in known)
         if period_of(after) < period_of(before):
-            made, context = tried.noting("reshard", whole_text(name, before, after)), kept
+            made, context = tried, kept
+            texts.append(whole_text(name, before, after))
+    for text in texts:
+        made = made.noting("reshard", text)
     return made
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 import rlflow as rf
+from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.scheduler.compile import compile_plan, dump_plan
 from rlflow.scheduler.devices.cluster import parse_cluster
 from rlflow.scheduler.plan.explain import explain
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.plan.saved import read_plan
+from tests.scheduler.strategies import exact, graph_of
 from tests.scheduler.test_visiting_plans import PARAMETERS, of_7b
 
 KEPT = {"reshard_after_forward": False}
@@ -92,6 +94,28 @@ def test_a_plan_keeps_layers_whole_by_itself_where_that_is_shorter() -> None:
     assert "(reshard_after_forward=False): an iteration is " in note
     assert note.endswith(" by estimate, and its update holds 12.6 GB more")
     assert note in explain(chosen, chosen.action("actor.update"))
+
+
+def test_of_two_models_each_is_said() -> None:
+    def declare() -> None:
+        adam = rf.AdamW(lr=1e-6)
+        actor, critic = (
+            rf.Model(name, "shape:qwen2.5-1.5b", dtype="bfloat16", optimizer=adam, head=head)
+            for name, head in (("actor", "lm"), ("critic", "value"))
+        )
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=64)
+        values = ops.values(critic, samples)
+        advantage = ops.advantage("gae", samples, ops.reward(exact, samples), values)
+        ops.update(critic, samples, advantage, values, loss=rf.ValueLoss())
+        ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
+
+    placement = rf.Placement(pools={"all": 8}, assign={"*": rf.on("all")})
+    cluster = parse_cluster("l40s:8", 1)
+    plan = compile_plan(graph_of(declare), placement, cluster, name="p").plan
+    kept = {instance.name for instance in plan.instances if instance.kept_whole}
+    assert {"actor@all", "critic@all"} == kept
+    assert kept == {note.text.split()[2] for note in plan.notes if note.rule == "reshard"}
 
 
 def test_where_products_hide_the_gathers_nothing_is_chosen() -> None:
