@@ -27,8 +27,8 @@ from rlflow.scheduler.passes.bind.averages import model_findings
 from rlflow.scheduler.passes.bind.bind import bind, unknown_assignments
 from rlflow.scheduler.passes.bind.whole_layers import (
     by_tables,
+    estimated_period,
     faster_whole,
-    period_of,
     whole_text,
 )
 from rlflow.scheduler.passes.order import chain, order, timing
@@ -154,7 +154,7 @@ def _keeping_whole(plan: Plan, context: Context, *, verified: bool) -> Compiled:
         if context.costs.cluster.measured.records:
             known = [by_tables(each) for each in (context, kept)]
             before, after = (_cut(plan, each, verified=False).plan for each in known)
-        if period_of(after) < period_of(before):
+        if estimated_period(after) < estimated_period(before):
             made, context = tried, kept
             texts.append(whole_text(name, before, after))
     for text in texts:

@@ -21,7 +21,7 @@ Group = StateGroup | CodedGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class StateShapes:
     """Parameters that states are wanted of, by `shapes` of them or of parts of `whole` ones.
 
     States are of `dtype`; those of the kinds `beside` are kept beside moments.
@@ -34,7 +34,7 @@ class Wanted:
     device: torch.device
     on_host: bool
 
-    def only(self, names: Container[str]) -> Wanted:
+    def only(self, names: Container[str]) -> StateShapes:
         """The same of some parameters."""
         return replace(self, shapes={n: s for n, s in self.shapes.items() if n in names})
 
@@ -67,14 +67,14 @@ class GroupedState(AdamWState, ABC):
             shapes = {name: slot.shape for name, slot in slots if slot.dtype == dtype}
             wide = dtype if dtype in FULL else torch.float32
             kinds = () if dtype in FULL else (MASTER,)
-            of = Wanted(shapes, shapes, kinds, wide, buffer.device, self.visiting)
+            of = StateShapes(shapes, shapes, kinds, wide, buffer.device, self.visiting)
             self.groups += self.grouped(of)
         with torch.no_grad():
             for name, master in self.by_kind()[MASTER].items():
                 master.copy_(self.weight(name))
 
     @abstractmethod
-    def grouped(self, wanted: Wanted) -> list[Group]:
+    def grouped(self, wanted: StateShapes) -> list[Group]:
         """Groups of all parameters that states are wanted of."""
 
     def weight(self, name: str) -> Tensor:

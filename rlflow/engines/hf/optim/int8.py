@@ -12,7 +12,7 @@ from typing import Any
 
 from rlflow.engines.hf.optim.adamw import MOMENTS
 from rlflow.engines.hf.optim.coded import SCALES, CodedGroup, Recoded
-from rlflow.engines.hf.optim.grouped import Group, GroupedState, Wanted
+from rlflow.engines.hf.optim.grouped import Group, GroupedState, StateShapes
 from rlflow.modelfiles.coded import block_of
 
 SIGNED = dict(zip(MOMENTS, (True, False), strict=True))
@@ -21,7 +21,7 @@ SIGNED = dict(zip(MOMENTS, (True, False), strict=True))
 class Int8AdamWState(GroupedState):
     """The optimizer of one model: gradients, codes and scales of moments, the count of steps."""
 
-    def grouped(self, wanted: Wanted) -> list[Group]:
+    def grouped(self, wanted: StateShapes) -> list[Group]:
         """Matrices in 8 bits, smaller ones, and vectors."""
         of_all = {name: self.block(name, wanted.whole[name]) for name in wanted.shapes}
         blocks = {name: block for name, block in of_all.items() if block}

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from rlflow.engines.hf.optim.adamw import MASTER
-from rlflow.engines.hf.optim.grouped import Group, GroupedState, Wanted
+from rlflow.engines.hf.optim.grouped import Group, GroupedState, StateShapes
 from rlflow.engines.hf.optim.groups import StateGroup
 from rlflow.engines.hf.optim.newton_schulz import orthogonal
 from rlflow.engines.hf.optim.rates import learning_rate
@@ -30,7 +30,7 @@ RMS = 0.2
 class MuonState(GroupedState):
     """The optimizer of one model: gradients, one or two moments, and the count of steps."""
 
-    def grouped(self, wanted: Wanted) -> list[Group]:
+    def grouped(self, wanted: StateShapes) -> list[Group]:
         """Matrices of layers, other parameters of several dimensions, and vectors."""
         refuse_stacks(self.model.name, wanted.whole)
         chosen = {n for n in wanted.shapes if is_layer_matrix(n, wanted.whole[n])}

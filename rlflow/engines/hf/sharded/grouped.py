@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlflow.contract.values import Shard
 from rlflow.engines.hf.optim.coded import SCALES
-from rlflow.engines.hf.optim.grouped import Group, GroupedState, Wanted
+from rlflow.engines.hf.optim.grouped import Group, GroupedState, StateShapes
 from rlflow.engines.hf.optim.groups import StateGroup
 from rlflow.engines.hf.optim.int8 import Int8AdamWState
 from rlflow.engines.hf.optim.muon import MOMENTUM, MuonState
@@ -33,7 +33,7 @@ class ShardedGroups(ShardedAdamW, GroupedState):
         shapes = {name: tensor.shape for name, tensor in held.items()}
         dtype = next(iter(held.values())).dtype
         whole = {name: whole_shape(self.model, name) for name in held}
-        of = Wanted(shapes, whole, (), dtype, self.model.device, self.visiting)
+        of = StateShapes(shapes, whole, (), dtype, self.model.device, self.visiting)
         self.groups = self.grouped(of)
         self.held: dict[str, Tensor] = {}
 

@@ -22,8 +22,8 @@ from rlflow.scheduler.plan.text import duration
 def faster_whole(plan: Plan, context: Context) -> list[str]:
     """The instances of a plan whose updates take less so and fit alone, those that gain most first.
 
-    None on CPU devices, where a gather is a copy within one memory, and none of which a placement
-    says `reshard_after_forward`.
+    None on CPU devices, where a gather is a copy within one memory, none of which a placement says
+    `reshard_after_forward`, and none that computes forwards too: those would hold all layers.
     """
     if context.cluster.is_cpu:
         return []
@@ -43,7 +43,8 @@ def faster_whole(plan: Plan, context: Context) -> list[str]:
 
 def _updates(instance: Instance, plan: Plan, context: Context) -> list[Node]:
     """The updates of an instance of which nothing is said; none where they gather nothing."""
-    if not instance.trained or instance.fsdp == 1 or instance.kept_whole:
+    gathers = instance.trained and instance.fsdp > 1 and not instance.kept_whole
+    if not gathers or "forward" in instance.uses:
         return []
     uses = [node for node in plan.graph.nodes if node.model == instance.model and not node.averages]
     updates = [node for node in uses if node.op.use == "train"]
@@ -68,14 +69,14 @@ def by_tables(context: Context) -> Context:
     return replace(context, costs=costs, optimize=0.0)
 
 
-def period_of(plan: Plan) -> float:
+def estimated_period(plan: Plan) -> float:
     """Seconds of an iteration by estimate; 0 where sizes of models are not known."""
     return plan.timing.period if plan.timing is not None else 0.0
 
 
 def whole_text(name: str, before: Plan, after: Plan) -> str:
     """What is said of layers that stay whole: seconds and bytes beside the plan without."""
-    shorter = period_of(before) - period_of(after)
+    shorter = estimated_period(before) - estimated_period(after)
     held = [
         max(a.cost.transient or 0 for a in plan.actions if a.instance == name and a.writes)
         for plan in (before, after)
