@@ -70,7 +70,7 @@ BESIDES = {
 DOORS = {
     "cli.main": "a command loads what it needs, not what others need",
     "cli.commands": "the devices are looked at where they are asked for",
-    "cli.door.api": "the launcher is loaded once a plan is to run",
+    "cli.door.api": "a run is loaded once a plan is to run",
     "cli.door.handle": "figures and reports are read where they are asked for",
     "cli.door.shown": "pictures are drawn where they are shown",
     "cli.evaluation.command": "runs are reached when something is evaluated",
@@ -81,7 +81,7 @@ DOORS = {
     "cli.rehearsal.command": "torch is loaded once a plan is rehearsed",
     "cli.looking.samples": "rows are read, and tokenizers loaded, where samples are looked at",
     "cli.simulating": "pictures are drawn where they are asked for",
-    "cli.launch": "torch and Ray are loaded once a plan is to run",
+    "cli.running": "torch and Ray are loaded once a plan is to run",
     "cli.measuring": "torch is loaded once something is measured",
     "cli.machines": "so are they where a plan runs in this process, or on Ray",
     "cli.tracing.command": "a run's files are read once one is traced",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rlflow.errors import Finding, PlanError, UsageError
+from rlflow.cli.commands import Target, cluster_of
+from rlflow.errors import Finding, PlanError, RlflowError, UsageError
 from rlflow.scheduler.devices.declared import RESERVED
 from rlflow.scheduler.devices.machine import Gpu
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from rlflow.runtime.ray.machine import RayMachine
     from rlflow.runtime.record.devices.profiled import ProfiledActions
     from rlflow.runtime.record.edges.choice import Recording
+
+POLL_SECONDS = 1.0
 
 
 @contextmanager
@@ -109,3 +113,33 @@ def backend_joining(backend: str | None, address: str) -> str:
             )
         )
     return "ray"
+
+
+def rooms_at(address: str, target: Target, *, wait: float) -> tuple[int, ...]:
+    """How many devices each node of a running cluster has room for.
+
+    A cluster that does not answer yet, or has too little room, is asked again for `wait` seconds.
+    Raises the last error of a cluster that does not answer, or has no such device.
+    """
+    end = time.monotonic() + wait
+    needed = 1 if target.devices is None else cluster_of(target, 1).count
+    while True:
+        late = time.monotonic() >= end
+        try:
+            found = _rooms_now(address, target)
+        except RlflowError:
+            if late:
+                raise
+        else:
+            if late or sum(found) >= needed:
+                return found
+        time.sleep(POLL_SECONDS)
+
+
+def _rooms_now(address: str, target: Target) -> tuple[int, ...]:
+    from rlflow.runtime.ray.cluster.session import Session
+    from rlflow.runtime.ray.pools import rooms
+
+    kind = "cpu" if target.devices is None else cluster_of(target, 1).kind.chip
+    with closing(Session.start(address=address, cpus=0)) as session:
+        return rooms(session, kind=kind, threads=target.threads or 1)

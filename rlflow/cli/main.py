@@ -76,10 +76,10 @@ for command in (report, trace, watch_run, show_samples, bisect_runs, evaluate_we
 @run_options
 def run_pipeline(as_json: bool, **options: Any) -> None:
     """Run a pipeline; Ctrl-C stops after the iteration, --resume continues."""
-    from rlflow.cli.launch import launch
+    from rlflow.cli.running import run_as_asked
 
     check_deadline(options["deadline"])
-    outcome = launch(as_json=as_json, **options)
+    outcome = run_as_asked(as_json=as_json, **options)
     if as_json:
         print_json(outcome.as_json())
     elif outcome.text:

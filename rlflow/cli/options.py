@@ -259,6 +259,13 @@ def run_options(function: F) -> F:
         click.option(
             "--strict", is_flag=True, help="End at the first sign that nothing is learned."
         ),
+        click.option(
+            "--wait",
+            type=click.IntRange(0),
+            default=0,
+            metavar="SECONDS",
+            help="With --address: how long the cluster may take until it has room.",
+        ),
         click.option("--address", metavar="HOST:PORT", help="Join a running Ray cluster."),
         record_options,
         checkpoint_options,

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from rlflow.cli.commands import Planned, costs_of, plan_declared
-from rlflow.cli.launch import launch
+from rlflow.cli.running import run_as_asked
 from rlflow.cli.options import read_run
 from rlflow.errors import Finding, RunError
 from rlflow.runtime.record.spans import Span, read_spans
@@ -130,7 +130,7 @@ def profile_run(*, iterations: int, address: str | None = None, **options: Any) 
             "record": ("none",),
         }
         asked = {**read_run([options["pipeline"]]), **how, **options}
-        outcome = launch(origin="profile", **asked)
+        outcome = run_as_asked(origin="profile", **asked)
         assert outcome.run_dir is not None
         assert outcome.planned is not None
         spans = read_spans(outcome.run_dir / "spans")

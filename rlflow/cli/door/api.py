@@ -97,7 +97,7 @@ def run(
     Raises what is wrong before anything starts, as the command does; what goes wrong later is
     raised by the handle, where it is iterated over or waited for.
     """
-    from rlflow.cli.launch import launch
+    from rlflow.cli.running import run_as_asked
 
     values, watch = run_values(pipeline, options), RunWatch(callbacks)
-    return started(watch, lambda: launch(watch=watch, **values))
+    return started(watch, lambda: run_as_asked(watch=watch, **values))

@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from rlflow.cli.commands import (
     NOTHING,
     Planned,
     Target,
-    cluster_of,
     costs_of,
     data_findings,
     declare,
@@ -36,7 +35,7 @@ from rlflow.cli.continuing import (
 )
 from rlflow.cli.interpreters import missing_engines
 from rlflow.cli.looking.recording import recording_asked, recording_noted
-from rlflow.cli.machines import backend_joining, machine_of
+from rlflow.cli.machines import backend_joining, machine_of, rooms_at
 from rlflow.cli.stages.parts import require_trained
 from rlflow.cli.tracing.observing import check_observed, observer_of, profiled_actions
 from rlflow.errors import Finding, Interrupted, UsageError
@@ -110,7 +109,7 @@ class _Asked:
         return shlex.join(["rlflow", *self.again, *(words if self.again[0] == "run" else ())])
 
 
-def launch(
+def run_as_asked(
     *, as_json: bool, origin: Origin = "run", watch: RunWatch | None = None, **options: Any
 ) -> Outcome:
     """Compile, check, and run; or compile and check only. Takes the options of `rlflow run`.
@@ -127,10 +126,10 @@ def launch(
         os.environ["NO_COLOR"] = "1"
     console = Console(stderr=True)
     with telling(console, quiet=options["quiet"] or as_json):
-        return _launch(console, as_json=as_json, origin=origin, watch=watch, options=options)
+        return _run(console, as_json=as_json, origin=origin, watch=watch, options=options)
 
 
-def _launch(
+def _run(
     console: Console,
     *,
     as_json: bool,
@@ -149,7 +148,7 @@ def _launch(
     if findings:
         raise UsageError(*findings, summary=NOTHING)
     if address is not None:
-        target = replace(target, rooms=_rooms(address, target))
+        target = replace(target, rooms=rooms_at(address, target, wait=options["wait"]))
     resume = options["resume"]
     existing = existing_run(resume, options["run_dir"], target.named) if resume else None
     if existing is not None:
@@ -215,16 +214,6 @@ def _require_engines(plan: Plan, address: str | None) -> None:
     findings = missing_engines(engines) if address is None else []
     if findings:
         raise UsageError(*findings, summary=NOTHING)
-
-
-def _rooms(address: str, target: Target) -> tuple[int, ...]:
-    """How many devices each node of a running cluster has room for."""
-    from rlflow.runtime.ray.cluster.session import Session
-    from rlflow.runtime.ray.pools import rooms
-
-    kind = "cpu" if target.devices is None else cluster_of(target, 1).kind.chip
-    with closing(Session.start(address=address, cpus=0)) as session:
-        return rooms(session, kind=kind, threads=target.threads or 1)
 
 
 def _preflight(planned: Planned, count: int, begun: Mapping[str, Any] | None = None) -> None:
