@@ -25,6 +25,7 @@ WORDS = {
     "eval": ("RUN", "-n", 2, "--limit", 4, "--threads", 1),
     "export": ("RUN", "-o", "weights"),
     "init": ("mine", "--model", TINY, "--data", "mine.jsonl"),
+    "launch": (GRPO, "--slurm", "--devices", "cpu:2", "--dry-run"),
     "plan": (GRPO, *PLAN),
     "profile": (GRPO, *FEW, "--iterations", 2),
     "recipes": (),

@@ -74,6 +74,7 @@ DOORS = {
     "cli.door.handle": "figures and reports are read where they are asked for",
     "cli.door.shown": "pictures are drawn where they are shown",
     "cli.evaluation.command": "runs are reached when something is evaluated",
+    "cli.launching.command": "a command loads what it needs, not what others need",
     "cli.looking.bisect": "rows are read where runs are compared",
     "cli.looking.report": "the page is made once there is a run",
     "cli.looking.watch": "the page is made once there is a run",

@@ -7,6 +7,7 @@ import pytest
 from rlflow.cli import machines
 from rlflow.cli.commands import Target
 from rlflow.errors import Finding, RunError
+from rlflow.runtime.ray.cluster import joining
 
 FOUR = Target(pipeline="x.py", devices="cpu:4")
 
@@ -23,6 +24,7 @@ def answers(monkeypatch, *found):
 
     monkeypatch.setattr(machines, "_rooms_now", rooms)
     monkeypatch.setattr(machines, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(joining, "listens", lambda *_: True)
 
 
 def nobody():

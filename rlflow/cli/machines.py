@@ -121,10 +121,15 @@ def rooms_at(address: str, target: Target, *, wait: float) -> tuple[int, ...]:
     A cluster that does not answer yet, or has too little room, is asked again for `wait` seconds.
     Raises the last error of a cluster that does not answer, or has no such device.
     """
+    from rlflow.runtime.ray.cluster.joining import listens
+
     end = time.monotonic() + wait
     needed = 1 if target.devices is None else cluster_of(target, 1).count
     while True:
         late = time.monotonic() >= end
+        if not late and not listens(address, POLL_SECONDS):
+            time.sleep(POLL_SECONDS)
+            continue
         try:
             found = _rooms_now(address, target)
         except RlflowError:

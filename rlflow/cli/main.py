@@ -18,6 +18,7 @@ import click
 
 from rlflow.cli.commands import Target
 from rlflow.cli.evaluation.command import evaluate_weights
+from rlflow.cli.launching.command import launch_run
 from rlflow.cli.looking.bisect import bisect_runs
 from rlflow.cli.looking.report import report
 from rlflow.cli.looking.samples import show_samples
@@ -70,6 +71,7 @@ for command in (check, viz, plan, rehearse, list_recipes, init_pipeline, print_c
     cli.add_command(command)
 for command in (report, trace, watch_run, show_samples, bisect_runs, evaluate_weights):
     cli.add_command(command)
+cli.add_command(launch_run)
 
 
 @cli.command("run", no_args_is_help=True, epilog=RUN_EXAMPLES)

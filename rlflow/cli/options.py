@@ -241,11 +241,10 @@ def observing_options(function: F) -> F:
     return function
 
 
-def run_options(function: F) -> F:
-    """All options of `rlflow run`."""
+def lasting_options(function: F) -> F:
+    """The options of a run that stay when it is started elsewhere."""
     for option in (
         click.option("--no-color", is_flag=True, help="Plain text; NO_COLOR does the same."),
-        json_option,
         click.option("-q", "--quiet", is_flag=True, help="Print warnings only."),
         click.option(
             "--deadline",
@@ -259,14 +258,6 @@ def run_options(function: F) -> F:
         click.option(
             "--strict", is_flag=True, help="End at the first sign that nothing is learned."
         ),
-        click.option(
-            "--wait",
-            type=click.IntRange(0),
-            default=0,
-            metavar="SECONDS",
-            help="With --address: how long the cluster may take until it has room.",
-        ),
-        click.option("--address", metavar="HOST:PORT", help="Join a running Ray cluster."),
         record_options,
         checkpoint_options,
         observing_options,
@@ -283,12 +274,30 @@ def run_options(function: F) -> F:
             type=click.IntRange(1),
             help="Iterations in all; the config's by default, of a run that goes on its own.",
         ),
-        click.option(
-            "-n", "--dry-run", is_flag=True, help="Compile and check everything; start nothing."
-        ),
         schedule_options,
         part_options,
         target_options,
+    ):
+        function = option(function)
+    return function
+
+
+def run_options(function: F) -> F:
+    """All options of `rlflow run`."""
+    for option in (
+        json_option,
+        click.option(
+            "--wait",
+            type=click.IntRange(0),
+            default=0,
+            metavar="SECONDS",
+            help="With --address: how long the cluster may take to have room.",
+        ),
+        click.option("--address", metavar="HOST:PORT", help="Join a running Ray cluster."),
+        click.option(
+            "-n", "--dry-run", is_flag=True, help="Compile and check everything; start nothing."
+        ),
+        lasting_options,
     ):
         function = option(function)
     return function

@@ -13,8 +13,8 @@ from statistics import median
 from typing import Any
 
 from rlflow.cli.commands import Planned, costs_of, plan_declared
-from rlflow.cli.running import run_as_asked
 from rlflow.cli.options import read_run
+from rlflow.cli.running import run_as_asked
 from rlflow.errors import Finding, RunError
 from rlflow.runtime.record.spans import Span, read_spans
 from rlflow.scheduler.devices.measured import NOTHING, costs_path, load_measured

@@ -159,7 +159,7 @@ def _run(
     with stage("planning"):
         planned = plan_declared(declared, target)
     plan = planned.compiled.plan
-    _require_one_kind(planned)
+    require_one_kind(planned)
     _require_engines(plan, address)
     count = options["iterations"] or iterations_of(planned, existing)
     saves = _checked_options(options, plan)
@@ -195,7 +195,7 @@ def _checked_options(options: Mapping[str, Any], plan: Plan) -> SaveRule:
     return parse_rule(options["save_every"], drains=drains(plan))
 
 
-def _require_one_kind(planned: Planned) -> None:
+def require_one_kind(planned: Planned) -> None:
     """Raise UsageError for devices of several kinds: they are planned for, and not reserved."""
     if planned.cluster.groups:
         raise UsageError(

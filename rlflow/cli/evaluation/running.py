@@ -15,8 +15,8 @@ from rlflow.cli.evaluation.declared import Counted, evaluation_graph, ks_of
 from rlflow.cli.evaluation.shown import Evaluated
 from rlflow.cli.evaluation.terms import Terms, answer_named, changed_terms, terms_of
 from rlflow.cli.evaluation.weights import NamedWeights, named_weights, snapshot_of
-from rlflow.cli.launch import Outcome, launch
 from rlflow.cli.options import check_deadline, read_run
+from rlflow.cli.running import Outcome, run_as_asked
 from rlflow.errors import Finding, RunDirError, UsageError
 from rlflow.graph.cut.part import GraphPart
 from rlflow.graph.graph import Graph
@@ -136,7 +136,7 @@ def _launched(asked: _Asked, graph: Graph, again: tuple[str, ...]) -> Outcome:
         "parent": asked.parent,
         "again": again,
     }
-    return launch(**{**said, "as_json": options["as_json"]})
+    return run_as_asked(**{**said, "as_json": options["as_json"]})
 
 
 def _no_pipeline(named: NamedWeights) -> str:

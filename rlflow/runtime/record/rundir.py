@@ -92,7 +92,7 @@ class RunDir:
             run = cls(where, _lock(where))
             try:
                 if (where / RUN_FILE).exists():
-                    raise _occupied(where, pipeline)
+                    raise run_in_the_way(where, pipeline)
                 run._start(name, pipeline, command, again)
             except BaseException:
                 run.close()
@@ -298,7 +298,8 @@ def _in_use(path: Path) -> RunDirError:
     )
 
 
-def _occupied(path: Path, pipeline: str) -> RunDirError:
+def run_in_the_way(path: Path, pipeline: str) -> RunDirError:
+    """What is wrong with a directory for a new run that holds one (E711)."""
     run = _read_run(path)
     return RunDirError(
         Finding(
@@ -342,8 +343,7 @@ def _typed(*words: object) -> str:
 
 def _other(path: Path) -> Path:
     """The first free name beside `path`."""
-    numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
-    return next(name for name in numbered if not name.exists())
+    return next(p for n in count(2) if not (p := path.with_name(f"{path.name}-{n}")).exists())
 
 
 def _read_run(path: Path) -> Mapping[str, JSON]:
