@@ -90,6 +90,7 @@ class RunOptions(PlacedOptions, total=False):
     keep: int
     keep_best: str | None
     address: str | None
+    wait: int
     strict: bool
     check_sync: bool
     deadline: float | None

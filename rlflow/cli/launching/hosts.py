@@ -57,6 +57,11 @@ class HostNeed:
         """Bytes of Ray's object store."""
         return int(max(self.memory, self.fair) * STORE_SHARE)
 
+    @property
+    def told(self) -> str:
+        """What the plan counts; a plan of models whose files are not here counts nothing."""
+        return amount(self.planned) if self.planned else "nothing"
+
     def lines(self) -> list[str]:
         """Where the numbers come from, in sentences."""
         each = " each" if self.hosts > 1 else ""
@@ -65,7 +70,7 @@ class HostNeed:
             f"{counted(self.hosts, 'host')} of {devices}{each}",
             f"{self.cores} cores a host: {self.threads} a device, {OTHER_PROCESSES} for the "
             "controller and functions without a model",
-            f"{amount(self.memory)} of memory a host: {amount(self.planned)} that the plan counts, "
+            f"{amount(self.memory)} of memory a host: {self.told} that the plan counts, "
             f"{amount(self.processes)} for processes, a fifth of all for Ray's objects",
             *([f"{amount(self.fair)} is the share of its server"] if self.fair else []),
         ]
