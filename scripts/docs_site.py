@@ -7,6 +7,7 @@ under `files/`, and the links are written anew. MkDocs calls the functions named
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -26,7 +27,7 @@ def page_of(path: str) -> str:
     if path == "README.md":
         return "index.md"
     if path.startswith("docs/"):
-        return path.removeprefix("docs/")
+        return path.removeprefix("docs/").replace(".ipynb", ".md")
     return f"files/{path}" if path.endswith((".md", *PICTURES)) else f"files/{path}.md"
 
 
@@ -35,17 +36,33 @@ def repository_path(page: str) -> str:
     if page == "index.md":
         return "README.md"
     if not page.startswith("files/"):
-        return f"docs/{page}"
+        notebook = f"docs/{page}".replace(".md", ".ipynb")
+        return notebook if (ROOT / notebook).is_file() else f"docs/{page}"
     path = page.removeprefix("files/")
     return path if (ROOT / path).is_file() else path.removesuffix(".md")
 
 
 def linked(path: str) -> set[str]:
-    """The files of the repository that a Markdown file links to."""
-    text = BLOCK.sub("", (ROOT / path).read_text())
+    """The files of the repository that a Markdown file, or a notebook, links to."""
+    text = BLOCK.sub("", notebook_text(path) if path.endswith(".ipynb") else source_of(path))
     targets = [match[2] for match in LINK.finditer(text) if "://" not in match[2]]
     found = {posixpath.normpath(posixpath.join(posixpath.dirname(path), t)) for t in targets}
     return {with_readme(target) for target in found}
+
+
+def source_of(path: str) -> str:
+    """The text of a file of the repository."""
+    return (ROOT / path).read_text()
+
+
+def notebook_text(path: str) -> str:
+    """A notebook as Markdown: its prose, its cells as Python, and where the file is."""
+    parts = []
+    for cell in json.loads(source_of(path))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+    title, *rest = parts
+    return "\n\n".join([title, f"A notebook: `{path}`, executed by the tests.", *rest, ""])
 
 
 def with_readme(path: str) -> str:
@@ -60,15 +77,19 @@ def shown(path: str) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the README, and whatever pages link to outside of `docs/`."""
-    waiting = ["README.md", *(f"docs/{page.src_uri}" for page in files.documentation_pages())]
+    """Adds the README, pages of notebooks, and whatever pages link to outside of `docs/`."""
+    notebooks = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/notebooks/*.ipynb"))
+    for path in notebooks:
+        files.append(File.generated(config, page_of(path), content=notebook_text(path)))
+    pages = [f"docs/{page.src_uri}" for page in files.documentation_pages()]
+    waiting = ["README.md", *(page for page in pages if (ROOT / page).is_file()), *notebooks]
     known = {f"docs/{file.src_uri}" for file in files}
     while waiting:
         path = waiting.pop()
         if path not in known:
             known.add(path)
             files.append(made(path, config))
-        if path.endswith(".md"):
+        if path.endswith((".md", ".ipynb")):
             waiting += sorted(
                 target for target in linked(path) - known if (ROOT / target).is_file()
             )

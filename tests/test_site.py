@@ -25,8 +25,9 @@ SHOWN = re.compile(r'^```python source="([^":]+):([\w.]+)"\n(.*?)^```$', re.DOTA
 
 
 def test_every_page_is_in_the_menu_once():
-    """The README is the first page."""
-    assert sorted(["index.md", *PAGES]) == sorted(NAV)
+    """The README is the first page; notebooks are pages that the site makes."""
+    notebooks = [f"notebooks/{path.stem}.md" for path in (DOCS / "notebooks").glob("*.ipynb")]
+    assert sorted(["index.md", *PAGES, *notebooks]) == sorted(NAV)
 
 
 def test_the_site_asks_nobody_else_for_anything():
