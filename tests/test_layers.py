@@ -85,6 +85,8 @@ DOORS = {
     "cli.running": "torch and Ray are loaded once a plan is to run",
     "cli.measuring": "torch is loaded once something is measured",
     "cli.machines": "so are they where a plan runs in this process, or on Ray",
+    "cli.stages.replay": "a run's files are read once one is replayed",
+    "cli.stages.replaying": "torch is loaded where two updates are compared",
     "cli.tracing.command": "a run's files are read once one is traced",
     "cli.export": "torch is loaded once there is something to write",
     "graph.placement": "a declaration is found where one is made",

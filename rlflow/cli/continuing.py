@@ -15,8 +15,15 @@ from rlflow.cli.commands import Declared, Planned, Target
 from rlflow.cli.config import named_placement
 from rlflow.cli.options import run_words
 from rlflow.runtime.record.changes import identity_of
+from rlflow.runtime.record.checkpoint import Found, list_checkpoints
 from rlflow.runtime.record.durable import JSON
-from rlflow.runtime.record.resuming import changes_since, newest, require_more
+from rlflow.runtime.record.resuming import (
+    changes_since,
+    checkpoint_at,
+    newest,
+    require_more,
+    weights_of,
+)
 from rlflow.runtime.record.rundir import RunDir, latest_run
 
 
@@ -57,6 +64,31 @@ def in_the_same_chunks(declared: Declared, target: Target, existing: Path) -> Ta
         return target
     chunks = [action["chunk"]["count"] for action in actions if action.get("begins")]
     return replace(target, stream=str(max(chunks, default=1))) if said == "auto" else target
+
+
+def weights_to_begin(options: Mapping[str, Any], directory: RunDir) -> Found | None:
+    """Where a run begins that does not go on: the weights of another, or a checkpoint with states.
+
+    As asked, or as before where none are saved; a replay has the path of its checkpoint in `begin`.
+    Raises CheckpointError E314 where they are not there.
+    """
+    if options.get("begin"):
+        return checkpoint_at(Path(options["begin"]))
+    asked_for = options["from_weights"]
+    if asked_for:
+        found = weights_of(asked_for)
+        directory.note(weights=str(found.path.resolve()))
+        return found
+    noted = directory.read_run().get("weights")
+    again = options["resume"] and noted and not list_checkpoints(directory.checkpoints)
+    return weights_of(str(noted)) if again else None
+
+
+def first_iteration(begun: Mapping[str, JSON] | None, begins: Found | None) -> int:
+    """The iteration that a start of a run is to do first: of one that goes on, or begins so."""
+    if begun is not None:
+        return int(str(begun["iteration"]))
+    return 0 if begins is None else begins.iteration
 
 
 def goes_on(

@@ -40,6 +40,7 @@ from rlflow.cli.rehearsal.command import rehearse
 from rlflow.cli.shell.completion import print_completion
 from rlflow.cli.shell.printed import hint, json_option, print_json
 from rlflow.cli.shell.values import typed_files
+from rlflow.cli.stages.replay import replay_update
 from rlflow.cli.tracing.command import trace
 from rlflow.errors import RlflowError
 
@@ -72,6 +73,7 @@ for command in (check, viz, plan, rehearse, list_recipes, init_pipeline, print_c
 for command in (report, trace, watch_run, show_samples, bisect_runs, evaluate_weights):
     cli.add_command(command)
 cli.add_command(launch_run)
+cli.add_command(replay_update)
 
 
 @cli.command("run", no_args_is_help=True, epilog=RUN_EXAMPLES)

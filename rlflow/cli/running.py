@@ -28,9 +28,11 @@ from rlflow.cli.commands import (
 )
 from rlflow.cli.continuing import (
     existing_run,
+    first_iteration,
     goes_on,
     in_the_same_chunks,
     iterations_of,
+    weights_to_begin,
     words_of_run,
 )
 from rlflow.cli.interpreters import missing_engines
@@ -103,6 +105,8 @@ class _Asked:
 
     def resume_line(self, path: Path) -> str:
         """The command that continues the run in a directory."""
+        if self.options.get("replayed"):
+            return shlex.join(["rlflow", *self.options["replayed"]])
         if self.watch is not None:
             return f'rf.run(..., resume="{path}")'
         words = ["--iterations", str(self.iterations), "--resume", str(path)]
@@ -216,13 +220,13 @@ def _require_engines(plan: Plan, address: str | None) -> None:
         raise UsageError(*findings, summary=NOTHING)
 
 
-def _preflight(planned: Planned, count: int, begun: Mapping[str, Any] | None = None) -> None:
-    """Look at all that a run of so many iterations will read; one that goes on has `begun`."""
+def _preflight(planned: Planned, count: int, start: int = 0) -> None:
+    """Look at all that the iterations from `start` to `count` will read."""
     from rlflow.runtime.preflight import check_prompts, check_rewards
     from rlflow.runtime.record.replaying.present import require_recorded
 
     graph = planned.compiled.plan.graph
-    require_recorded(graph, range(begun["iteration"] if begun else 0, count))
+    require_recorded(graph, range(start, count))
     check_prompts(graph, planned.declared.pipeline.path)
     check_rewards(graph)
 
@@ -244,7 +248,7 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
         _interrupted(asked, directory),
         printed_apart(PrintedLog(directory.logs / FILE, display.say), asked.watch is None),
     ):
-        weights = _weights(asked, directory)
+        weights = weights_to_begin(asked.options, directory)
         begun = goes_on(
             planned,
             directory,
@@ -252,7 +256,7 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
             save_every=asked.saves.every,
             allowed=asked.allowed,
         )
-        _preflight(planned, asked.iterations, begun)
+        _preflight(planned, asked.iterations, first_iteration(begun, weights))
         display.say(plan_text(plan))
         if planned.target.devices is None:
             display.say(f"GPUs: {chosen_text(machine_gpus())}")
@@ -286,24 +290,6 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
         text="" if asked.quiet else summary_text(directory.path),
         planned=planned,
     )
-
-
-def _weights(asked: _Asked, directory: RunDir) -> Found | None:
-    """Another run's weights that this one starts on: as asked, or as before where none are saved.
-
-    Raises CheckpointError E314 where they are not there.
-    """
-    from rlflow.runtime.record.checkpoint import list_checkpoints
-    from rlflow.runtime.record.resuming import weights_of
-
-    asked_for = asked.options["from_weights"]
-    if asked_for:
-        found = weights_of(asked_for)
-        directory.note(weights=str(found.path.resolve()))
-        return found
-    noted = directory.read_run().get("weights")
-    again = asked.existing and noted and not list_checkpoints(directory.checkpoints)
-    return weights_of(str(noted)) if again else None
 
 
 def _settings(

@@ -62,7 +62,8 @@ class Settings:
 
     A checkpoint is due after every multiple of `save_every` (0: of any), when `save_seconds` have
     passed since the last. The newest `keep` stay, and the best one by a metric, `best`. Values
-    named in `allowed` may differ from those that were saved; `weights` are where a new run begins.
+    named in `allowed` may differ from those that were saved; `weights` are where a new run begins,
+    after the iterations of a checkpoint with its states where it has those.
     A `strict` run ends at the first sign that it learns nothing, or is about to break. An
     `observer` tells trackers of it, TensorBoard where there is none.
     """
@@ -304,8 +305,7 @@ class Run:
         if found is None:
             if self._again:
                 self.display.warn("nothing was saved yet: the run begins again, as it began before")
-            self._begin()
-            return 0
+            return self._begin()
         for text in found.warnings():
             self.display.warn(text)
         known, graph = identity(self.plan, self.settings), self.plan.graph
@@ -321,18 +321,21 @@ class Run:
             self.machine.restore(without_changed(found, changes), counters)
         return found.iteration
 
-    def _begin(self) -> None:
-        """Take the weights that a new run starts from; moments and counters begin at zero."""
+    def _begin(self) -> int:
+        """Take what a new run starts from; returns the iterations before it. Weights have none."""
         weights = self.settings.weights
         if weights is None:
-            return
+            return 0
         require_models(weights, self.plan)
         for text in weights.warnings():
             self.display.warn(text)
         self.display.say(f"starting from the weights of {weights.path}")
-        trained = [instance.model for instance in self.plan.instances if instance.trained]
+        # Of weights alone moments and counters begin at zero.
+        fresh: Any = {i.model: {"steps": 0, FRESH: 1} for i in self.plan.instances if i.trained}
+        counters: Any = weights.state.get("optimizers", fresh)
         with stage("reading the checkpoint"):
-            self.machine.restore(weights, {name: {"steps": 0, FRESH: 1} for name in trained})
+            self.machine.restore(weights, counters)
+        return weights.iteration
 
     @contextmanager
     def _stop_on_interrupt(self, executor: Executor) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -13,6 +14,7 @@ from rlflow.graph.cut.names import ReadEdge
 from rlflow.graph.cut.part import NOTHING, GraphPart, cut_graph, models_used
 from rlflow.graph.graph import Graph
 from rlflow.graph.placement import Placement
+from rlflow.runtime.record.replaying.present import require_some_whole
 from rlflow.scheduler.passes.bind.bind import assignment
 from rlflow.scheduler.plan.plan import Plan
 
@@ -44,11 +46,14 @@ def part_options(function: F) -> F:
 def taken_part(graph: Graph, only: Sequence[str], sources: Sequence[str]) -> GraphPart:
     """The part of a graph that is asked for; all of it where nothing is said.
 
-    Raises UsageError E330 to E333 for what the graph has not, or a record cannot bring.
+    Raises UsageError E330 to E333 for what the graph has not, or a record cannot bring, E335 where
+    a record has all rows of no iteration, RunDirError E712 for what is no run.
     """
     if not only and not sources:
         return GraphPart(graph=graph, notes=())
-    return cut_graph(graph, only, [_read_edge(text) for text in sources])
+    part = cut_graph(graph, only, [_read_edge(text) for text in sources])
+    require_some_whole(part.graph)
+    return part
 
 
 def _read_edge(text: str) -> ReadEdge:
@@ -63,7 +68,8 @@ def _read_edge(text: str) -> ReadEdge:
             ),
             summary=NOTHING,
         )
-    return ReadEdge(record=record, edge=edge)
+    # Whoever reads may be a process in another directory, as on a cluster that is joined.
+    return ReadEdge(record=str(Path(record).resolve()), edge=edge)
 
 
 def part_placement(whole: Graph, part: Graph, placement: Placement) -> Placement:

@@ -46,9 +46,9 @@ def write(run, iteration, *, field="reward", dtype=torch.float32, total=4, edge=
     write_edge(run, edge_table(about, values, rows, groups=rows // 2))
 
 
-def refused(graph, count):
+def refused(run, count):
     with pytest.raises(RlflowError) as caught:
-        require_recorded(graph, range(count))
+        require_recorded(graph_from(run), range(count))
     return " ".join(caught.value.render().split())
 
 
@@ -61,7 +61,7 @@ def test_what_is_there_and_as_declared_is_taken(run):
 def test_iterations_that_are_not_there_are_said_with_how_many_are(run):
     for iteration in range(2):
         write(run, iteration)
-    said = refused(graph_from(run), 9)
+    said = refused(run, 9)
 
     assert "error[E335]" in said
     assert "all rows of reward in 7 iterations from 2 to 8" in said
@@ -70,7 +70,7 @@ def test_iterations_that_are_not_there_are_said_with_how_many_are(run):
 
 def test_rows_of_a_few_groups_are_not_enough(run):
     write(run, 0, total=32)
-    said = refused(graph_from(run), 1)
+    said = refused(run, 1)
 
     assert "E335" in said
     assert "4 rows of iteration 0, and not all" in said
@@ -78,7 +78,7 @@ def test_rows_of_a_few_groups_are_not_enough(run):
 
 def test_a_node_that_is_not_recorded_is_said_with_those_that_are(run):
     write(run, 0, edge="rewards")
-    said = refused(graph_from(run), 1)
+    said = refused(run, 1)
 
     assert "E335" in said
     assert "did you mean 'rewards'" in said
@@ -93,7 +93,7 @@ def test_a_node_that_is_not_recorded_is_said_with_those_that_are(run):
 )
 def test_fields_other_than_declared_are_said_with_their_types(run, wrong, said):
     write(run, 0, **wrong)
-    found = refused(graph_from(run), 1)
+    found = refused(run, 1)
 
     assert "E336" in found
     assert said in found
@@ -102,8 +102,8 @@ def test_fields_other_than_declared_are_said_with_their_types(run, wrong, said):
 def test_a_torn_file_and_a_directory_of_no_run_are_said(run, tmp_path):
     write(run, 0)
     (edge_directory(run, "reward") / file_name(0)).write_bytes(b"PAR1")
-    assert "E733" in refused(graph_from(run), 1)
-    assert "E712" in refused(graph_from(tmp_path / "none"), 1)
+    assert "E733" in refused(run, 1)
+    assert "E712" in refused(tmp_path / "none", 1)
 
 
 def call_of(run, rows=None):

@@ -50,6 +50,23 @@ def require_recorded(graph: Graph, iterations: range) -> None:
         raise UsageError(*findings, summary="Nothing was started.")
 
 
+def require_some_whole(graph: Graph) -> None:
+    """Raise UsageError E335 where a record that a graph reads has all rows of no iteration.
+
+    The first and the last one are looked at, for a run records all of them by one rule.
+    """
+    findings = []
+    for _, role in graph.having(Recorded):
+        run = RunDir.view(Path(role.record)).path
+        there = sorted(_files(run, role.edge))
+        ends = [*dict.fromkeys([*there[:1], *there[-1:]])] or [0]
+        missing = unrecorded(run, role.edge, ends)
+        if len(missing) == len(ends):
+            findings.append(partly(run, role.edge, {ends[0]: missing[ends[0]]}))
+    if findings:
+        raise UsageError(*findings, summary="Nothing was started.")
+
+
 def unrecorded(run: Path, edge: str, iterations: Iterable[int]) -> dict[int, int]:
     """The iterations of which not all rows of an edge are recorded, and how many are of each."""
     found = {}
@@ -64,6 +81,12 @@ def unrecorded(run: Path, edge: str, iterations: Iterable[int]) -> dict[int, int
     return found
 
 
+def whole_edges(run: Path, iteration: int) -> frozenset[str]:
+    """The nodes of whose rows in an iteration a run has recorded every one."""
+    edges = [edge for edge, there in recorded(run).items() if iteration in there]
+    return frozenset(edge for edge in edges if not unrecorded(run, edge, [iteration]))
+
+
 def partly(
     run: Path, edge: str, missing: Mapping[int, int], *, fewer: int | None = None
 ) -> Finding:
@@ -74,13 +97,13 @@ def partly(
     there = recorded(run)
     absent = [number for number, rows in missing.items() if not rows]
     some = [number for number, rows in missing.items() if rows]
-    got = [f"nothing of {_numbered(absent)}"] if absent else []
+    got = [f"nothing of {said_iterations(absent)}"] if absent else []
     got += [f"{missing[some[0]]} rows of iteration {some[0]}, and not all"] if some else []
     if edge not in there:
         got = [f"rows of {known_names(list(there))}" if there else "no recorded rows at all"]
     return Finding(
         code="E335",
-        what=f"{run} has not recorded all rows of {edge} in {_numbered([*missing])}",
+        what=f"{run} has not recorded all rows of {edge} in {said_iterations([*missing])}",
         got="; ".join(got),
         expected="every row of it; by default a run keeps those of a few groups",
         near=near_names(edge, there) if edge not in there else (),
@@ -88,7 +111,7 @@ def partly(
     )
 
 
-def _numbered(iterations: Collection[int]) -> str:
+def said_iterations(iterations: Collection[int]) -> str:
     """Iterations in words: a few by number, more by the first and the last."""
     listed = sorted(iterations)
     if len(listed) == 1:
