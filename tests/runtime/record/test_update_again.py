@@ -210,7 +210,7 @@ def test_an_update_again_is_equal_and_with_another_rate_beside_it(rlflow, tmp_pa
     assert weights["moved"][1] == pytest.approx(5 * weights["moved"][0], rel=1e-3)
     (ratios,) = found["ratios"]
     assert ratios["rows"] == ratios["of_rows"] == 32
-    assert ratios["replay"]["most"] > ratios["run"]["most"] > 1
+    assert ratios["replay"]["least"] < ratios["run"]["least"] < 1
     assert 1 == rlflow("replay", run, "--iteration", 1, "--set", "lr=1e-3", "--exit-code").code
 
 
@@ -228,11 +228,15 @@ def test_both_updates_of_ppo_again_are_equal(rlflow, tmp_path):
 def test_updates_of_two_ranks_again_are_equal_and_near_those_of_one(
     rlflow, tmp_path, pipeline, models
 ):
-    run = tmp_path / "run"
-    trained(rlflow, run, pipeline, "--placement", "fsdp", "--devices", "cpu:2")
+    run, both = tmp_path / "run", tmp_path / "both.py"
+    both.write_text(
+        "import rlflow as rf\n"
+        "placement = rf.Placement(pools={'all': 2}, assign={'*': rf.on('all')})\n"
+    )
+    trained(rlflow, run, pipeline, "--placement", both, "--devices", "cpu:2")
     assert equal(replay(rlflow, run, "--iteration", 1), *models)
 
     one = replay(rlflow, run, "--iteration", 1, "--placement", "colocate", "--devices", "cpu:1")
     assert "placement" in [name for name, *_ in one["changed"]]
     for weights in one["weights"]:
-        assert weights["apart"] < 1e-3 * weights["moved"][0]
+        assert weights["apart"] < 0.02 * weights["moved"][0]
