@@ -234,7 +234,7 @@ def test_updates_of_two_ranks_again_are_equal_and_near_those_of_one(
         "placement = rf.Placement(pools={'all': 2}, assign={'*': rf.on('all')})\n"
     )
     trained(rlflow, run, pipeline, "--placement", both, "--devices", "cpu:2")
-    assert equal(replay(rlflow, run, "--iteration", 1), *models)
+    assert equal(replay(rlflow, run, "--iteration", 1, "--placement", both), *models)
 
     one = replay(rlflow, run, "--iteration", 1, "--placement", "colocate", "--devices", "cpu:1")
     assert "placement" in [name for name, *_ in one["changed"]]
