@@ -106,7 +106,7 @@ def edges_read(
     updates = [node.name for node in whole.nodes if node.op.use == "train"]
     again = _from_here_on(whole, starts or updates)
     there = {name: str(run) for name in whole_edges(run, iteration) if whole.has_node(name)}
-    there |= {edge: record for record, edge in map(_split, planned.target.sources)}
+    there |= {edge: record for record, edge in map(_split, planned.target.from_)}
     there = {name: record for name, record in there.items() if name not in again}
     there = {name: record for name, record in there.items() if whole.node(name).loop is None}
     above = _above(whole, updates, there)

@@ -17,7 +17,7 @@ import click
 from rlflow.cli.commands import Planned, Target, compile_target
 from rlflow.cli.continuing import in_the_same_chunks
 from rlflow.cli.options import read_run
-from rlflow.cli.running import launch
+from rlflow.cli.running import run_as_asked
 from rlflow.cli.stages.changed import changed_since, notes_of
 from rlflow.cli.stages.replayable import (
     ReplayedEdges,
@@ -85,7 +85,7 @@ def replayed(
         planned=planned,
     )
     click.echo(f"computing iteration {iteration} again in {asked.written}", err=True)
-    outcome = launch(**_options(asked, options))
+    outcome = run_as_asked(**_options(asked, options))
     assert outcome.planned is not None, "what is no dry run was planned"
     return _beside(asked, outcome.planned)
 
@@ -96,7 +96,7 @@ def _options(asked: _Asked, options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **options,
         "only": asked.reading.updates,
-        "sources": tuple(f"{run}:{node}" for node, run in asked.reading.read.items()),
+        "from_": tuple(f"{run}:{node}" for node, run in asked.reading.read.items()),
         "record": asked.reading.again or ("none",),
         "iterations": asked.iteration + 1,
         "run_dir": str(asked.written),
