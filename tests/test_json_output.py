@@ -30,6 +30,7 @@ WORDS = {
     "profile": (GRPO, *FEW, "--iterations", 2),
     "recipes": (),
     "rehearse": (GRPO, "--devices", "h100:1"),
+    "replay": ("RUN", "--iteration", 0),
     "report": ("RUN",),
     "run": (GRPO, *FEW, "--iterations", 1),
     "samples": ("RUN",),
