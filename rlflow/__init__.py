@@ -107,13 +107,15 @@ _DOOR = {
 }
 
 
-def __getattr__(name: str) -> object:
-    """A name of the Python door, which loads the scheduler."""
-    if name not in _DOOR:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"rlflow.cli.door.{_DOOR[name]}"), name)
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # to a checker a name that is not declared is a mistake
+
+    def __getattr__(name: str) -> object:
+        """A name of the Python door, which loads the scheduler."""
+        if name not in _DOOR:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(f"rlflow.cli.door.{_DOOR[name]}"), name)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

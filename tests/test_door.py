@@ -259,48 +259,6 @@ def test_naming_the_door_loads_neither_torch_nor_ray():
     assert "False False" == shown.stdout.strip()
 
 
-MISTAKES = """
-import rlflow as rf
-
-plan = rf.compile("grpo.py", device="h100:8")
-plan.explain(3)
-for done in rf.run("grpo.py", iterations="ten"):
-    done.metrics["loss"] = 1.0
-rf.tune("grpo.py").plcement
-"""
-RIGHT = """
-from pathlib import Path
-
-import rlflow as rf
-
-
-def looks(done: rf.IterationDone) -> None:
-    print(done.iteration, done.metrics["reward/mean"], done.seconds)
-
-
-plan = rf.compile(Path("grpo.py"), placement="split", devices="h100:8", config={"lr": 1e-5})
-text: str = plan.explain("actor.update")
-period: float = rf.simulate(plan, iterations=4).period
-best: rf.Placement = rf.tune("grpo.py", devices="h100:8", top=3).placement
-with rf.run("grpo.py", placement=best, callbacks=[looks], iterations=10) as run:
-    for done in run:
-        if done.metrics["reward/mean"] > 0.9:
-            run.stop()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("text", "errors"), [(RIGHT, []), (MISTAKES, [4, 5, 6, 7, 8])])
-def test_type_checkers_see_the_door(tmp_path, text, errors):
-    file = tmp_path / "mine.py"
-    file.write_text(text)
-    words = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(file)]
-    options = ["--no-error-summary", "--cache-dir", str(tmp_path / "cache")]
-    result = subprocess.run([*words, *options], capture_output=True, text=True, check=False)
-    found = [line for line in result.stdout.splitlines() if "mine.py:" in line and "error" in line]
-    assert errors == sorted({int(line.split(":")[1]) for line in found}), result.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.torch
 def test_a_run_is_iterated_over_and_read_as_a_table(tmp_path):

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlflow.errors import Finding, GraphError, near_names
 from rlflow.graph.source import declared_at
@@ -77,17 +77,19 @@ class UnknownOpError(GraphError, AttributeError):
     """`ops` has no operator of that name."""
 
 
-def __getattr__(name: str) -> NoReturn:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    near = near_names(name, __all__)
-    raise UnknownOpError(
-        Finding(
-            code="E121",
-            what=f"there is no op {name!r}",
-            where=declared_at(),
-            expected=", ".join(__all__),
-            near=near,
-            fix=f"ops.{near[0]}(...)" if near else "an op of your own: @rf.op(per='row')",
+if not TYPE_CHECKING:  # to a checker a name that is not declared is a mistake
+
+    def __getattr__(name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        near = near_names(name, __all__)
+        raise UnknownOpError(
+            Finding(
+                code="E121",
+                what=f"there is no op {name!r}",
+                where=declared_at(),
+                expected=", ".join(__all__),
+                near=near,
+                fix=f"ops.{near[0]}(...)" if near else "an op of your own: @rf.op(per='row')",
+            )
         )
-    )

@@ -47,7 +47,9 @@ FILES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in FILES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return pkgutil.resolve_name(f"{__name__}.{FILES[name]}:{name}")
+if not TYPE_CHECKING:  # to a checker a name that is not declared is a mistake
+
+    def __getattr__(name: str) -> Any:
+        if name not in FILES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return pkgutil.resolve_name(f"{__name__}.{FILES[name]}:{name}")
