@@ -16,8 +16,13 @@ from tests.scheduler.strategies import graph_of
 from tests.sources import PACKAGE, nodes
 
 # The verifier shares nothing with the passes, not even what a role is. A call of a body has all
-# options, and prompts are measured by one.
-OWN_WORDS = ("scheduler/verify/", "runtime/worker/worker.py", "runtime/preflight.py")
+# options, prompts are measured by one, and an evaluation samples with those of the node it repeats.
+OWN_WORDS = (
+    "scheduler/verify/",
+    "runtime/worker/worker.py",
+    "runtime/preflight.py",
+    "cli/evaluation/terms.py",
+)
 
 
 @rf.op(per="batch")
