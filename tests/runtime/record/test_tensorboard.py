@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 import zlib
 
 import pytest
@@ -42,6 +43,8 @@ def observed(path, points, **options):
 
 def test_points_after_the_checkpoint_are_superseded(tmp_path):
     observed(tmp_path, [(i, {"reward": 1.0, "loss": 0.5}) for i in range(6)])
+    # Files of one second are read in the order of their names, in which 10 comes before 9.
+    time.sleep(1 - time.time() % 1)
     events = observed(tmp_path, [(i, {"reward": 2.0}) for i in range(4, 8)], after=3)
 
     assert [(i, 1.0) for i in range(4)] + [(i, 2.0) for i in range(4, 8)] == [
