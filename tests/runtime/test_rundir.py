@@ -58,13 +58,13 @@ def test_a_new_run_has_its_facts(tmp_path):
 def test_files_are_plain_sorted_and_repeatable(tmp_path):
     with create(tmp_path / "a") as run:
         run.write_config({"lr": 3e-4, "clip": float("inf"), "a": None})
-        run.write_graph({"nodes": []})
+        run.write_graph({"nodes": [{"params": {"judge_api_key": "k", "n": 1}}]})
         run.write_plan("1  run rollout\n", {"actions": ()})
     text = (tmp_path / "a" / "config.json").read_text()
     assert '{\n "a": null,\n "clip": {\n  "$float": "inf"\n },\n "lr": 0.0003\n}\n' == text
     assert "1  run rollout\n" == (tmp_path / "a" / "plan.txt").read_text()
     assert {"actions": []} == json.loads((tmp_path / "a" / "plan.json").read_text())
-    assert {"nodes": []} == json.loads((tmp_path / "a" / "graph.json").read_text())
+    assert {"nodes": [{"params": {"judge_api_key": "***", "n": 1}}]} == json.loads((tmp_path / "a" / "graph.json").read_text())
 
 
 def test_default_path_names_pipeline_and_time(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from rlflow.runtime.record.checkpoint import (
     list_checkpoints,
     stored_files,
 )
+from rlflow.runtime.record.edges.secrets import hidden_values
 from rlflow.runtime.record.manifest import MANIFEST, Manifest, read_manifest, verify_checkpoint
 from rlflow.runtime.record.rundir import RUN_FILE, RunDir
 from rlflow.runtime.worker.node_states import SAVED
@@ -47,8 +48,10 @@ def changes_since(
     """
     if dict(saved) == dict(now):
         return ()
-    before = next((g for g in _graphs(directory) if _hash(g) == saved.get("graph")), None)
-    graphs = None if before is None else (before, json.loads(json.dumps(graph.to_json())))
+    before = next((g for known, g in _graphs(directory) if known == saved.get("graph")), None)
+    graphs = (
+        None if before is None else (before, json.loads(json.dumps(hidden_values(graph.to_json()))))
+    )
     found = changes_of(saved, now, graphs)
     known = directory.read_run().get("resumed")
     pair = [dict(saved), dict(now)]
@@ -156,8 +159,11 @@ def weights_of(text: str) -> Found:
     return replace(found, iteration=0, state={}, identity={})
 
 
-def _graphs(directory: RunDir) -> Iterator[Mapping[str, Any]]:
-    """The graph of a run, then those that it had before, each as what its hash is made of."""
+def _graphs(directory: RunDir) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The graph of a run, then those that it had before: its hash, and what that is made of.
+
+    A graph whose keys are hidden says its hash; that of another is found.
+    """
     for text in directory.graphs():
         try:
             graph = json.loads(text)
@@ -165,7 +171,8 @@ def _graphs(directory: RunDir) -> Iterator[Mapping[str, Any]]:
             continue
         # What headlines a run is written beside the graph for reports; it decides no number.
         graph.pop("headline", None)
-        yield graph
+        known = graph.pop("hash", None)
+        yield known or _hash(graph), graph
 
 
 def _hash(graph: Mapping[str, Any]) -> str:

@@ -149,8 +149,8 @@ class RunDir:
         self._write_json("config.json", hidden_values(config))
 
     def write_graph(self, graph: Mapping[str, JSON]) -> None:
-        """Write graph.json; one that differs from it stays as graphs/NUMBER.json."""
-        text, file = exact_json(graph), self.path / "graph.json"
+        """Write graph.json, keys hidden; one that differs from it stays as graphs/NUMBER.json."""
+        text, file = exact_json(hidden_values(graph)), self.path / "graph.json"
         with disk_errors(RunDirError, f"keep {file}", self.path):
             before = file.read_text() if file.exists() else text
             if before != text:
@@ -177,9 +177,9 @@ class RunDir:
         self.note(resumed=[*(before if isinstance(before, list) else []), added], again=list(again))
 
     def write_plan(self, text: str, plan: Mapping[str, JSON]) -> None:
-        """Write plan.txt, the printed form, and plan.json."""
+        """Write plan.txt, the printed form, and plan.json, keys hidden."""
         self._write("plan.txt", text)
-        self._write_json("plan.json", plan)
+        self._write_json("plan.json", hidden_values(plan))
 
     def write_peaks(self, peaks: Mapping[str, JSON]) -> None:
         """Write what utilisation is measured against: peaks of the device, parameters of models."""

@@ -87,6 +87,7 @@ class Saver:
             part = {n: Keep(tensor=t, resting=False) for n, t in tensors_of(kept).items()}
             files[rows_of(node) + SUFFIX] = rows_of(node), part
         self._snapshot = take_snapshot(files, self._buffers)
+        self._worker.recorder.flush()
         self._size = self._snapshot.size
         fault("save:snapshot")
         return self._size

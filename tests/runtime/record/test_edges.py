@@ -190,10 +190,10 @@ def test_what_is_not_recorded_is_named_with_what_is(tmp_path):
 
 
 def test_a_record_of_a_later_version_is_refused(tmp_path):
-    later = About(node="n", iteration=0, how="rows", total=1, graph=GRAPH, format=2)
+    later = About(node="n", iteration=0, how="rows", total=1, graph=GRAPH, format=3)
     write_edge(tmp_path, edge_table(later, {"reward": torch.ones(1)}, np.arange(1)))
 
-    with pytest.raises(RunDirError, match=r"(?s)E733.*format 2"):
+    with pytest.raises(RunDirError, match=r"(?s)E733.*format 3"):
         read_edge(tmp_path, "n", 0)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,8 +23,9 @@ from rlflow.runtime.record.edges.reading import (
     recorded,
     recorded_tensors,
 )
-from rlflow.runtime.record.edges.recorder import Notes, Recorder
+from rlflow.runtime.record.edges.recorder import WAITING, Notes, Recorder, waiting_bytes
 from rlflow.runtime.record.edges.secrets import hidden_values, is_secret, without_secrets
+from rlflow.scheduler.plan.plan import HOST
 from tests.conftest import PIPELINES, QUICK, SMALL
 
 pytestmark = pytest.mark.torch
@@ -133,6 +136,102 @@ def test_rows_out_of_order_keep_their_numbers(planned, tmp_path):
     assert not is_whole(table)
 
 
+@pytest.fixture
+def short(planned, tmp_path):
+    """Seven short iterations, each with two rows of its own, as they are recorded."""
+    plan = planned.compiled.plan
+    recorder = Recorder(asked(planned, tmp_path, "reward"), plan)
+    for iteration in range(7):
+        rewards = torch.tensor([iteration, iteration + 0.5])
+        recorder.take(plan.action("reward"), iteration, Made({"reward": rewards}, 2))
+    notes = recorder.finish(30)
+    assert (7, 0, 0) == (notes.written, notes.dropped, notes.failed)
+    return tmp_path
+
+
+def recorded_rewards(run):
+    """The rewards of every iteration that a run has recorded."""
+    numbers = recorded(run).get("reward", [])
+    tables = {number: read_edge(run, "reward", number) for number in numbers}
+    assert all(
+        is_whole(table) and number == about(table).iteration for number, table in tables.items()
+    )
+    assert all([0, 1] == table.column("row").to_pylist() for table in tables.values())
+    return {n: recorded_tensors(table)["reward"].tolist() for n, table in tables.items()}
+
+
+def test_short_iterations_become_one_file(short):
+    files = [path.name for path in edge_directory(short, "reward").iterdir()]
+
+    assert ["iteration-000000-000006.parquet"] == files
+    assert {n: [n, n + 0.5] for n in range(7)} == recorded_rewards(short)
+    assert "iteration" not in read_edge(short, "reward", 3).column_names
+
+
+def test_rows_are_there_while_a_run_goes_on(planned, tmp_path, monkeypatch):
+    monkeypatch.setattr("rlflow.runtime.record.edges.recorder.WAIT_SECONDS", 0.05)
+    plan = planned.compiled.plan
+    recorder = Recorder(asked(planned, tmp_path, "reward=every:2"), plan)
+    for iteration in range(4):
+        made = Made({"reward": torch.ones(2)}, 2)
+        recorder.take(plan.action("reward"), iteration, made)
+    until = time.monotonic() + 60
+    while recorded(tmp_path) != {"reward": [0, 2]} and time.monotonic() < until:
+        time.sleep(0.01)
+
+    assert {"reward": [0, 2]} == recorded(tmp_path)
+    recorder.take(plan.action("reward"), 4, Made({"reward": torch.ones(2)}, 2))
+    recorder.flush()
+    recorder.finish(30)
+    assert {"reward": [0, 2, 4]} == recorded(tmp_path)
+
+
+def test_fields_of_another_type_begin_another_file(planned, tmp_path):
+    plan = planned.compiled.plan
+    recorder = Recorder(asked(planned, tmp_path, "reward"), plan)
+    for iteration, dtype in enumerate((torch.float32, torch.float32, torch.float64)):
+        made = Made({"reward": torch.ones(1, dtype=dtype)}, 1)
+        recorder.take(plan.action("reward"), iteration, made)
+    recorder.finish(30)
+
+    files = [path.name for path in edge_directory(tmp_path, "reward").iterdir()]
+    assert ["iteration-000000-000001.parquet", "iteration-000002.parquet"] == sorted(files)
+    assert torch.float64 == recorded_tensors(read_edge(tmp_path, "reward", 2))["reward"].dtype
+
+
+def test_of_a_file_whose_later_iterations_run_again_the_others_stay(planned, short):
+    keeper = RecordKeeper(asked(planned, short), lambda _: [], print)
+    keeper.begin(3)
+    keeper.end(1)
+
+    assert {n: [n, n + 0.5] for n in range(3)} == recorded_rewards(short)
+
+
+def test_of_a_file_that_the_cap_divides_the_later_iterations_stay(planned, short):
+    files(short, range(7, 11), 1_000_000)
+    (edge_directory(short, "advantage")).mkdir(parents=True)
+    (edge_directory(short, "advantage") / file_name(4)).write_bytes(b"x" * 1_000_000)
+    keeper = RecordKeeper(asked(planned, short, cap=4_500_000), lambda _: [], print)
+    keeper.begin(11)
+    line = keeper.end(1)
+
+    assert [5, 6, 7, 8, 9, 10] == recorded(short)["reward"]
+    assert "advantage" not in recorded(short)
+    assert [5.0, 5.5] == recorded_tensors(read_edge(short, "reward", 5))["reward"].tolist()
+    assert "5 of iterations 0 to 4 dropped" in line
+
+
+def test_what_waits_is_what_the_plan_leaves_of_a_host(planned):
+    plan = planned.compiled.plan
+    room = replace(plan, budgets={0: 1, HOST: 2**40}, peaks={HOST: 0})
+    tight = replace(plan, budgets={0: 1, HOST: 100}, peaks={HOST: 40})
+    ranks = replace(tight, backend="ray", budgets={0: 1, 1: 1, HOST: 100})
+
+    assert WAITING == waiting_bytes(replace(plan, budgets={0: 1})) == waiting_bytes(room)
+    assert (60, 20) == (waiting_bytes(tight), waiting_bytes(ranks))
+    assert 0 == waiting_bytes(replace(tight, peaks={HOST: 200}))
+
+
 def test_a_disk_that_refuses_is_noted_and_nothing_is_raised(planned, tmp_path):
     plan = planned.compiled.plan
     run = tmp_path / "file"
@@ -148,6 +247,7 @@ def test_a_disk_that_refuses_is_noted_and_nothing_is_raised(planned, tmp_path):
 def test_what_waits_is_bounded_and_what_is_dropped_is_counted(planned, tmp_path, monkeypatch):
     held = threading.Event()
     monkeypatch.setattr("rlflow.runtime.record.edges.recorder.WAITING", 100)
+    monkeypatch.setattr("rlflow.runtime.record.edges.recorder.FILE_BYTES", 1)
     monkeypatch.setattr(
         "rlflow.runtime.record.edges.recorder.write_edge", lambda *_, **__: held.wait(30)
     )
@@ -205,6 +305,11 @@ def test_what_is_named_like_a_key_is_hidden():
         "lr": 1,
         "judge": {"api_key": "***", "url": "http://***@c"},
         "openai_key": "",
+    }
+    key = "sk-" + "e" * 20
+    nodes = {"nodes": [{"name": "judge", "params": {"api_key": "a", "ask": f"by {key}"}}]}
+    assert hidden_values(nodes) == {
+        "nodes": [{"name": "judge", "params": {"api_key": "***", "ask": "by ***"}}]
     }
     plain = ["prompt_tokens", "response_tokens", "max_new_tokens", "key", "group"]
     assert [] == [name for name in plain if is_secret(name)]

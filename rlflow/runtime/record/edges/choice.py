@@ -42,8 +42,10 @@ class RecordedNode:
         """Whether an iteration is recorded."""
         return iteration % self.rule.every == 0
 
-    def about(self, iteration: int, total: int) -> About:
-        """What the file of an iteration says of itself."""
+    def about(
+        self, iteration: int, total: int, parts: tuple[tuple[int, int, int], ...] = ()
+    ) -> About:
+        """What the file of an iteration, or of several, says of itself."""
         how: How = "first" if self.rule.first else "rows" if self.rule.rows else "every"
         return About(
             node=self.node,
@@ -52,6 +54,7 @@ class RecordedNode:
             total=total,
             graph=self.graph,
             rows_of=self.rows_of,
+            parts=parts,
         )
 
 

@@ -1,7 +1,8 @@
 """The record of a whole run: what is left of it, how large it may be, and what went wrong.
 
 A thread of the process that controls the run looks every few seconds. It sees names and sizes of
-files, and no rows. Beyond the cap the oldest iterations go first, with all their edges.
+files. Beyond the cap the oldest iterations go first, with all their edges; rows are read only
+where a file has some iterations that go and some that stay.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from rlflow.runtime.record.durable import is_leftover
 from rlflow.runtime.record.edges.choice import Recording
-from rlflow.runtime.record.edges.names import RECORDS, iteration_of
+from rlflow.runtime.record.edges.names import RECORDS, iterations_of
+from rlflow.runtime.record.edges.writing import keep_iterations
 
 if TYPE_CHECKING:
     from rlflow.runtime.record.edges.recorder import Notes
@@ -49,9 +51,8 @@ class RecordKeeper:
 
     def begin(self, start: int) -> None:
         """Forget what is recorded from iteration `start` on, for those run again; then look on."""
-        for path, iteration in _files(self._recording.run):
-            if iteration is None or iteration >= start:
-                _remove(path)
+        for path, span in _files(self._recording.run):
+            _keep(path, span, range(start))
         if self._recording.chosen:
             self._thread.start()
 
@@ -65,7 +66,7 @@ class RecordKeeper:
         self._look(seconds)
         kept = list(_files(self._recording.run))
         size = sum(_size(path) for path, _ in kept)
-        count = len({iteration for _, iteration in kept})
+        count = len({iteration for _, span in kept for iteration in span or ()})
         line = f"recorded: {count} iterations, {size / 1e6:,.1f} MB"
         if self._dropped:
             first, last = min(self._dropped), max(self._dropped)
@@ -97,11 +98,8 @@ class RecordKeeper:
 
     def _within_cap(self) -> None:
         """Remove whole iterations, the oldest first, where the record is larger than it may be."""
-        by_iteration: dict[int, list[tuple[Path, int]]] = {}
-        for path, iteration in _files(self._recording.run):
-            if iteration is not None:
-                by_iteration.setdefault(iteration, []).append((path, _size(path)))
-        total = sum(size for files in by_iteration.values() for _, size in files)
+        found = [(path, span, _size(path)) for path, span in _files(self._recording.run) if span]
+        total = sum(size for _, _, size in found)
         cap = self._recording.cap
         if total <= cap:
             return
@@ -110,13 +108,14 @@ class RecordKeeper:
             f"the record has reached {cap / 1e9:g} GB: the oldest iterations are dropped from it "
             "(--record-cap)",
         )
-        for iteration in sorted(by_iteration):
-            if total <= KEPT * cap:
+        before = 0
+        for _, span, size in sorted(found, key=lambda file: file[1][-1]):
+            if total <= KEPT * cap and span[-1] >= before:
                 break
-            for path, size in by_iteration[iteration]:
-                _remove(path)
-                total -= size
-            self._dropped.append(iteration)
+            before, total = span[-1] + 1, total - size
+        for path, span, _ in found:
+            self._dropped += [iteration for iteration in span if iteration < before]
+            _keep(path, span, range(before, span[-1] + 1))
 
     def _say(self, about: str, text: str) -> None:
         """Warn of something once."""
@@ -152,13 +151,13 @@ def record_kept(recording: Recording, ask: Ask, start: int, display: Tells) -> I
         display.say(line)
 
 
-def _files(run: Path) -> Iterator[tuple[Path, int | None]]:
+def _files(run: Path) -> Iterator[tuple[Path, range | None]]:
     """The files of a record with their iterations; those that a writer left have none."""
     for directory in (run / RECORDS).glob("*/"):
         for path in directory.iterdir():
-            iteration = iteration_of(path.name)
-            if iteration is not None or is_leftover(path.name):
-                yield path, iteration
+            span = iterations_of(path.name)
+            if span is not None or is_leftover(path.name):
+                yield path, span
 
 
 def _size(path: Path) -> int:
@@ -168,6 +167,11 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _remove(path: Path) -> None:
+def _keep(path: Path, span: range | None, kept: range) -> None:
+    """Leave of a file what lies in a range of iterations, without a word where the disk refuses."""
+    stays = [iteration for iteration in span or () if iteration in kept]
     with contextlib.suppress(OSError):
-        path.unlink()
+        if not stays:
+            path.unlink()
+        elif len(stays) < len(span or ()):
+            keep_iterations(path, kept)

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import Finding, RunDirError, near_names
 from rlflow.runtime.record.edges.names import (
+    ABOUT,
     DTYPES,
     FORMAT,
+    ITERATION,
     RECORDS,
     SHAPES,
     About,
     edge_directory,
-    file_name,
-    iteration_of,
+    iterations_of,
     node_of,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Bytes of a file that is kept in memory for whoever reads the iteration after.
+SMALL = 8 * 2**20
+
 
 def recorded(run: Path) -> dict[str, list[int]]:
     """The iterations of each node of which a run has recorded rows, ascending, by node."""
     found = {}
     for directory in sorted((run / RECORDS).glob("*/")):
-        numbers = {iteration_of(entry.name) for entry in directory.iterdir()}
-        if iterations := sorted(number for number in numbers if number is not None):
+        spans = {iterations_of(entry.name) for entry in directory.iterdir()}
+        if iterations := sorted({number for span in spans if span for number in span}):
             found[node_of(directory)] = iterations
     return found
 
@@ -46,7 +52,7 @@ def read_edge(run: Path, node: str, iteration: int, *, columns: Sequence[str] | 
     tables, problems = [], []
     for path in _files(run, node, iteration):
         try:
-            tables.append(_read(path, columns))
+            tables.append(_read(path, iteration, columns))
         except (OSError, pa.ArrowException) as error:
             problems.append(f"{path.name}: {str(error).splitlines()[0]}")
     if not tables:
@@ -92,8 +98,8 @@ def recorded_tensors(table: Any) -> dict[str, Tensor]:
 def _files(run: Path, node: str, iteration: int) -> list[Path]:
     """The files of an iteration; raises RunDirError E732 where there is none."""
     directory = edge_directory(run, node)
-    named = directory.glob(f"{file_name(iteration).removesuffix('.parquet')}*.parquet")
-    files = sorted(path for path in named if iteration_of(path.name) == iteration)
+    names = [entry.name for entry in os.scandir(directory)] if directory.is_dir() else []
+    files = [directory / n for n in sorted(names) if iteration in (iterations_of(n) or ())]
     if files:
         return files
     known = recorded(run)
@@ -118,8 +124,22 @@ def _files(run: Path, node: str, iteration: int) -> list[Path]:
     )
 
 
-def _read(path: Path, columns: Sequence[str] | None) -> Any:
-    """One file; `row` and `group` are always read."""
+def _read(path: Path, iteration: int, columns: Sequence[str] | None) -> Any:
+    """The rows of an iteration in one file; `row` and `group` are always read."""
+    wanted = None if columns is None else frozenset(columns)
+    stat = path.stat()
+    small = stat.st_size <= SMALL
+    load = _loaded if small else _loaded.__wrapped__
+    table, found = load(path, stat.st_mtime_ns, wanted)
+    places = found.places(len(table))[iteration]
+    alone = table.slice(places.start, len(places)) if found.parts else table
+    metadata = {**table.schema.metadata, ABOUT: found.of(iteration).encoded()}
+    return alone.replace_schema_metadata(metadata)
+
+
+@lru_cache(maxsize=8)
+def _loaded(path: Path, stamp: int, columns: frozenset[str] | None) -> tuple[Any, About]:
+    """A whole file and what it says of itself; small ones are kept for the next iteration."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
@@ -132,7 +152,9 @@ def _read(path: Path, columns: Sequence[str] | None) -> Any:
                 Finding(code="E733", what=what, got=got, expected=f"format {FORMAT} or earlier")
             )
         wanted = {"row", "group", *(names if columns is None else columns)}
-        return file.read(columns=[name for name in names if name in wanted])
+        if found.parts and ITERATION not in json.loads(file.schema_arrow.metadata[DTYPES]):
+            wanted.discard(ITERATION)
+        return file.read(columns=[name for name in names if name in wanted]), found
 
 
 def _in_order(row: Any) -> Any:

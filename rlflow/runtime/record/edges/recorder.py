@@ -2,24 +2,23 @@
 
 What waits is bounded: where the thread is behind, an iteration's rows are dropped and counted,
 for a run never waits for its record. Nor does it end with it: whatever goes wrong is noted.
+Of iterations that are shorter than a file is waited for, several become one file.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import queue
 import threading
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
-import torch
-
-from rlflow.batch import concat_rows, flat, is_ragged, make_batch, offsets, select_field
 from rlflow.runtime.record.edges.choice import RecordedNode, Recording
-from rlflow.runtime.record.edges.secrets import is_secret
+from rlflow.runtime.record.edges.pieces import Entry, Piece, about, files, joined, piece_of
 from rlflow.runtime.record.edges.writing import edge_table, write_edge
 from rlflow.scheduler.plan.plan import HOST, Action, Plan
 
@@ -30,6 +29,11 @@ if TYPE_CHECKING:
 LEFT_FREE = 2**30
 # Rows that wait to be written, in bytes. One entry waits whatever its size.
 WAITING = 512 * 2**20
+# How long rows wait for those of the next iterations, the first ones only so long and then twice
+# as long every time; and how many bytes at most do.
+WAIT_SECONDS = 10.0
+FIRST_SECONDS = 1.0
+FILE_BYTES = 32 * 2**20
 
 
 class RowsMade(Protocol):
@@ -56,10 +60,10 @@ R = TypeVar("R", bound=RowsMade)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notes:
-    """What became of a process's record so far.
+    """What became of a process's record so far, in iterations of a node.
 
-    Files `written`, entries `dropped` since the thread was behind, and `failed` ones with the
-    last `problem` that was met.
+    So many are `written`, `dropped` since the thread was behind, and `failed` with the last
+    `problem` that was met.
     """
 
     written: int = 0
@@ -68,49 +72,25 @@ class Notes:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """Some rows of a node's output; `rows` are their numbers, int64 `[rows]`."""
-
-    fields: Mapping[str, Tensor]
-    rows: Tensor
-
-    @property
-    def size(self) -> int:
-        """Bytes of all fields."""
-        return sum(_values(field).nbytes for field in self.fields.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    """What is to become one file."""
-
-    chosen: RecordedNode
-    iteration: int
-    total: int
-    pieces: Sequence[_Piece]
-
-    @property
-    def size(self) -> int:
-        """Bytes of all pieces."""
-        return sum(piece.size for piece in self.pieces)
-
-
 class Recorder:
     """Takes the rows of recorded nodes in this process, and writes them in a thread of its own.
 
     `own` is the device of this process among several, None where there is one process. Chunks of
-    a node become one file, once the last of them is there.
+    a node become one entry of a file, once the last of them is there.
     """
 
     def __init__(self, recording: Recording | None, plan: Plan, own: int | None = None) -> None:
         self._recording = recording or Recording(chosen=(), run=Path(), cap=0)
         self._plan = plan
         self._own = own
-        self._pieces: dict[tuple[str, int], dict[str, _Piece]] = {}
-        self._waiting: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._most = waiting_bytes(plan)
+        self._pieces: dict[tuple[str, int], dict[str, Piece]] = {}
+        self._changed = threading.Condition()
+        self._waiting: list[Entry] = []
         self._bytes = 0
+        self._due = 0.0
+        self._wait = FIRST_SECONDS
+        self._ending = False
         self._notes = Notes()
         self._thread: threading.Thread | None = None
 
@@ -131,13 +111,19 @@ class Recorder:
             if self._writes(action):
                 self._take(chosen, action, iteration, made)
         except Exception as error:
-            self._failed(error)
+            self._failed(error, 1)
         return made.without(chosen.extra)
 
     def notes(self) -> Notes:
         """What became of the record so far."""
-        with self._lock:
+        with self._changed:
             return self._notes
+
+    def flush(self) -> None:
+        """Have the thread write what waits now; returns at once."""
+        with self._changed:
+            self._due = 0.0
+            self._changed.notify()
 
     def finish(self, seconds: float) -> Notes:
         """Write what waits, for so many seconds at most, and end the thread."""
@@ -145,7 +131,9 @@ class Recorder:
             self._put(self._recording.by_node[node], iteration, total=None)
         thread, self._thread = self._thread, None
         if thread is not None:
-            self._waiting.put(None)
+            with self._changed:
+                self._ending = True
+                self._changed.notify()
             thread.join(seconds)
         return self.notes()
 
@@ -161,7 +149,7 @@ class Recorder:
         return self._own == action.devices[0]
 
     def _take(self, chosen: RecordedNode, action: Action, iteration: int, made: RowsMade) -> None:
-        piece = _piece(made, chosen.limit)
+        piece = piece_of(made.fields, made.rows, made.total, chosen.limit)
         found = self._pieces.setdefault((chosen.node, iteration), {})
         found[action.id] = piece
         if action.chunk is None or len(found) == action.chunk.count:
@@ -171,49 +159,84 @@ class Recorder:
         """Hand the pieces of an iteration to the thread, unless too much waits."""
         pieces = list(self._pieces.pop((chosen.node, iteration)).values())
         known = sum(len(piece.rows) for piece in pieces) if total is None else total
-        entry = _Entry(chosen=chosen, iteration=iteration, total=known, pieces=pieces)
-        with self._lock:
-            if self._bytes and self._bytes + entry.size > WAITING:
+        size = sum(piece.size for piece in pieces)
+        entry = Entry(chosen=chosen, iteration=iteration, total=known, pieces=pieces, size=size)
+        if not entry.count:
+            return
+        with self._changed:
+            if self._bytes and self._bytes + size > self._most:
                 self._notes = replace(self._notes, dropped=self._notes.dropped + 1)
                 return
-            self._bytes += entry.size
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
+            if not self._waiting:
+                self._due = time.monotonic() + min(self._wait, WAIT_SECONDS)
+                self._wait *= 2
+            self._waiting.append(entry)
+            self._bytes += size
+            started = self._thread is not None
+            if not started:
+                self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
+                self._ending = False
+            # The thread sleeps until what came first is due: it is woken for much alone.
+            elif len(self._waiting) == 1 or self._bytes >= FILE_BYTES:
+                self._changed.notify()
+        if not started and self._thread is not None:
             self._thread.start()
-        self._waiting.put(entry)
 
     def _write_all(self) -> None:
-        while (entry := self._waiting.get()) is not None:
-            try:
-                self._write(entry)
-            except Exception as error:
-                self._failed(error)
-            else:
-                with self._lock:
-                    self._notes = replace(self._notes, written=self._notes.written + 1)
-            with self._lock:
-                self._bytes -= entry.size
+        while entries := self._next():
+            for found in files(entries, FILE_BYTES):
+                try:
+                    self._write(found)
+                except Exception as error:
+                    self._failed(error, len(found))
+                else:
+                    with self._changed:
+                        written = self._notes.written + len(found)
+                        self._notes = replace(self._notes, written=written)
+                with self._changed:
+                    self._bytes -= sum(entry.size for entry in found)
 
-    def _write(self, entry: _Entry) -> None:
-        chosen, piece = entry.chosen, _joined(entry.pieces)
-        if not len(piece.rows):
-            return
-        rows = piece.rows.numpy()
-        table = edge_table(
-            chosen.about(entry.iteration, entry.total),
-            piece.fields,
-            rows,
-            groups=None if chosen.size is None else rows // chosen.size,
-            texts=chosen.texts,
-        )
+    def _next(self) -> list[Entry]:
+        """What waits, once it is due, much, or the last; nothing at the end."""
+        with self._changed:
+            while not self._ending and self._bytes < FILE_BYTES:
+                left = self._due - time.monotonic() if self._waiting else None
+                if left is not None and left <= 0:
+                    break
+                self._changed.wait(left)
+            found, self._waiting = self._waiting, []
+            return found
+
+    def _write(self, entries: Sequence[Entry]) -> None:
+        """Write entries of one node as one file."""
+        chosen = entries[0].chosen
+        fields, numbers = joined(entries)
+        rows = numbers.numpy()
+        groups = None if chosen.size is None else rows // chosen.size
+        table = edge_table(about(entries), fields, rows, groups=groups, texts=chosen.texts)
         rank = None if self._own in (None, HOST) else self._own
         _require_space(self._recording.run)
         write_edge(self._recording.run, table, rank=rank)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception, count: int) -> None:
         text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        with self._lock:
-            self._notes = replace(self._notes, failed=self._notes.failed + 1, problem=text)
+        with self._changed:
+            failed = self._notes.failed + count
+            self._notes = replace(self._notes, failed=failed, problem=text)
+
+
+def waiting_bytes(plan: Plan) -> int:
+    """How many bytes may wait in a process: what the plan leaves of a host, for each of them.
+
+    No more than 512 MiB, which is what there is of a host of unknown size.
+    """
+    if HOST not in plan.budgets:
+        return WAITING
+    left = plan.budget(HOST) - plan.peaks.get(HOST, 0)
+    devices = Counter(plan.host_of(device) for device in plan.budgets if device != HOST)
+    local = plan.backend == "local"
+    processes = 1 if local else max(devices.values(), default=0) + 1
+    return min(WAITING, max(left, 0) // processes)
 
 
 def _require_space(run: Path) -> None:
@@ -223,39 +246,3 @@ def _require_space(run: Path) -> None:
     if free < LEFT_FREE:
         text = f"{free / 1e9:.1f} GB are free, and the last GB is left to checkpoints"
         raise OSError(errno.ENOSPC, text, str(run))
-
-
-def _values(field: Tensor) -> Tensor:
-    return flat(field) if is_ragged(field) else field
-
-
-def _piece(made: RowsMade, limit: int | None) -> _Piece:
-    """The rows below a limit, copied; all of them as they are where there is none."""
-    fields = {name: field for name, field in made.fields.items() if not is_secret(name)}
-    rows = torch.arange(made.total) if made.rows is None else made.rows
-    if limit is None:
-        return _Piece(fields=fields, rows=rows)
-    if made.rows is None:
-        count = min(limit, made.total)
-        first = {name: _first(field, count) for name, field in fields.items()}
-        return _Piece(fields=first, rows=rows[:count])
-    places = torch.nonzero(rows < limit).flatten()
-    chosen = {name: select_field(field, places) for name, field in fields.items()}
-    return _Piece(fields=chosen, rows=rows[places])
-
-
-def _first(field: Tensor, count: int) -> Tensor:
-    """The first rows of a field, copied, so that the others can be freed."""
-    if not is_ragged(field):
-        return field[:count].clone()
-    bounds = offsets(field)[: count + 1]
-    values = flat(field)[: int(bounds[-1])].clone()
-    return torch.nested.nested_tensor_from_jagged(values, bounds.clone())
-
-
-def _joined(pieces: Sequence[_Piece]) -> _Piece:
-    """Pieces of one output below each other."""
-    if len(pieces) == 1:
-        return pieces[0]
-    joined = concat_rows([make_batch(piece.fields, len(piece.rows)) for piece in pieces])
-    return _Piece(fields=dict(joined.items()), rows=torch.cat([piece.rows for piece in pieces]))

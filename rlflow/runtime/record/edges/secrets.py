@@ -15,6 +15,8 @@ SECRET = re.compile(
 # Arguments have such names too, fields of rows also others that end so.
 SECRET_ARGUMENT = re.compile(rf"{SECRET.pattern}|[_-]key$")
 SAID = re.compile(r"(?P<name>-{0,2}[\w.-]+)=.+", re.DOTALL)
+# Values that are keys whatever they are named: those of hubs.
+KEYS = re.compile(r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[abprs]-|AKIA)[A-Za-z0-9_-]{12,}")
 IN_ADDRESS = re.compile(r"://[^/@\s:]+:[^/@\s]+@")
 
 
@@ -34,14 +36,14 @@ def without_secrets(words: Sequence[str]) -> list[str]:
         elif said is not None and SECRET_ARGUMENT.search(said["name"]):
             found.append(f"{said['name']}={HIDDEN}")
         else:
-            found.append(IN_ADDRESS.sub(f"://{HIDDEN}@", word))
+            found.append(KEYS.sub(HIDDEN, IN_ADDRESS.sub(f"://{HIDDEN}@", word)))
         named = not hide and word.startswith("--") and "=" not in word
         hide = named and SECRET_ARGUMENT.search(word) is not None
     return found
 
 
 def hidden_values(values: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Values by name, those that are named like a key hidden, nested ones too."""
+    """Values by name, those that are named like a key or look like one hidden, nested ones too."""
     return {name: _hidden(name, value) for name, value in values.items()}
 
 
@@ -63,4 +65,8 @@ def _hidden(name: str, value: JSON) -> JSON:
         return hidden_values(value)
     if value not in (None, "") and SECRET_ARGUMENT.search(name):
         return HIDDEN
-    return IN_ADDRESS.sub(f"://{HIDDEN}@", value) if isinstance(value, str) else value
+    if isinstance(value, list | tuple):
+        return [_hidden(name, each) for each in value]
+    if not isinstance(value, str):
+        return value
+    return KEYS.sub(HIDDEN, IN_ADDRESS.sub(f"://{HIDDEN}@", value))

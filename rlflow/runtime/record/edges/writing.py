@@ -1,4 +1,4 @@
-"""One file of recorded rows: whole or not at all.
+"""One file of recorded rows, of one iteration or several: whole or not at all.
 
 Nothing is synchronised with the disk, for a run does not wait for its record; a file that a
 machine's end has torn is left out by whoever reads.
@@ -18,10 +18,11 @@ from rlflow.runtime.record.durable import fault, register_faults, temporary_name
 from rlflow.runtime.record.edges.names import (
     ABOUT,
     DTYPES,
+    ITERATION,
     SHAPES,
     About,
     edge_directory,
-    file_name,
+    rank_of,
 )
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def edge_table(
 
     `rows` int64 `[rows]` are their numbers in the node's whole output; `groups` int64 `[rows]`
     stand for a field `group` where the node makes none. `texts` names the fields that are text.
+    Rows of several iterations are below each other as `about` says, and have their number beside.
     """
     import pyarrow as pa
 
@@ -50,6 +52,9 @@ def edge_table(
 
     columns = {name: as_column(field, text=name in texts) for name, field in fields.items()}
     arrays = {"row": pa.array(rows)}
+    if about.parts and ITERATION not in fields:
+        numbers, counts = zip(*((number, count) for number, count, _ in about.parts), strict=True)
+        arrays[ITERATION] = pa.array(np.repeat(np.asarray(numbers, np.int64), counts))
     if groups is not None and "group" not in fields:
         arrays["group"] = pa.array(groups)
     ordered = sorted(columns, key=lambda name: name != "group")
@@ -75,7 +80,7 @@ def write_edge(run: Path, table: Any, *, rank: int | None = None) -> int:
     assert about is not None, "only tables of edge_table are recorded edges"
     directory = edge_directory(run, about.node)
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / file_name(about.iteration, rank)
+    path = directory / about.file_name(rank)
     temporary = temporary_name(path)
     try:
         # A dictionary would take all NaNs for one.
@@ -91,3 +96,27 @@ def write_edge(run: Path, table: Any, *, rank: int | None = None) -> int:
         raise
     fault("record:rename")
     return size
+
+
+def keep_iterations(path: Path, kept: range) -> None:
+    """Put a file of several iterations into the place of one that has more; raises OSError.
+
+    One that cannot be read is removed.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(path).read()
+    except pa.ArrowException:
+        path.unlink()
+        return
+    about = About.decoded(table.schema.metadata)
+    assert about is not None, "only files of write_edge are recorded edges"
+    left = about.within(kept)
+    places = about.places(len(table))
+    start, stop = places[left.parts[0][0]].start, places[left.parts[-1][0]].stop
+    metadata = {**table.schema.metadata, ABOUT: left.encoded()}
+    some = table.slice(start, stop - start).replace_schema_metadata(metadata)
+    write_edge(path.parent.parent.parent, some, rank=rank_of(path.name))
+    path.unlink()

@@ -20,7 +20,7 @@ from rlflow.runtime.record.edges.names import (
     TEXT,
     About,
     edge_directory,
-    iteration_of,
+    iterations_of,
 )
 from rlflow.runtime.record.edges.reading import recorded
 from rlflow.runtime.record.rundir import RunDir
@@ -75,7 +75,8 @@ def unrecorded(run: Path, edge: str, iterations: Iterable[int]) -> dict[int, int
         rows, total = 0, -1
         for path in files.get(iteration, ()):
             count, about, _ = _footer(path)
-            rows, total = rows + count, about.total
+            rows = rows + len(about.places(count)[iteration])
+            total = about.of(iteration).total
         if rows != total:
             found[iteration] = rows
     return found
@@ -162,8 +163,7 @@ def _files(run: Path, edge: str) -> dict[int, list[Path]]:
     found: dict[int, list[Path]] = {}
     directory = edge_directory(run, edge)
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        iteration = iteration_of(path.name)
-        if iteration is not None:
+        for iteration in iterations_of(path.name) or ():
             found.setdefault(iteration, []).append(path)
     return found
 

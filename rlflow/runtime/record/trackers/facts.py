@@ -13,17 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.runtime.record.durable import JSON
+from rlflow.runtime.record.edges.secrets import HIDDEN, KEYS
 
 # Words of a name that make it a key's. `tokens`, as in max_tokens, is none of them.
 SECRETS = re.compile(
     r"(?:api)?keys?|secrets?|token|passwords?|passwd|passphrase|pwd|credentials?|auth|authorization"
     r"|bearer|cookies?|dsn"
 )
-# Values that are keys whatever they are named: those of hubs, and of addresses with a password.
-KEYS = re.compile(
-    r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[abprs]-|AKIA)[A-Za-z0-9_-]{12,}"
-    r"|://[^/\s:@]*:[^/\s@]+@"
-)
+WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 WITHHELD = "(withheld)"
 
 
@@ -88,7 +85,10 @@ def without_keys(values: JSON) -> JSON:
         }
     if isinstance(values, list | tuple):
         return [without_keys(value) for value in values]
-    return WITHHELD if isinstance(values, str) and KEYS.search(values) else values
+    looks_like_one = isinstance(values, str) and (
+        KEYS.search(values) or WITH_PASSWORD.search(values) or values == HIDDEN
+    )
+    return WITHHELD if looks_like_one else values
 
 
 def named_like_a_key(name: str) -> bool:
