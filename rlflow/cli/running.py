@@ -269,9 +269,9 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
             run = Run(plan, settings, machine, directory, display)
             if begun is not None:
                 directory.note_resumed(begun, asked.again)
-            directory.write_config(config.model_dump(mode="json") | {"iterations": asked.iterations})
-            beside = {"headline": asdict(shown), "hash": plan.graph.hash}
-            directory.write_graph({**plan.graph.to_json(), **beside})
+            said, beside = config.model_dump(mode="json"), {"headline": asdict(shown)}
+            directory.write_config(said | {"iterations": asked.iterations})
+            directory.write_graph(plan.graph.to_json() | beside | {"hash": plan.graph.hash})
             directory.write_peaks(peaks_of(planned))
             directory.write_plan(f"{plan_text(plan)}\n{ranks}", plan.to_json())
             if asked.origin == "profile" or "declared" in asked.options:

@@ -64,7 +64,9 @@ def test_files_are_plain_sorted_and_repeatable(tmp_path):
     assert '{\n "a": null,\n "clip": {\n  "$float": "inf"\n },\n "lr": 0.0003\n}\n' == text
     assert "1  run rollout\n" == (tmp_path / "a" / "plan.txt").read_text()
     assert {"actions": []} == json.loads((tmp_path / "a" / "plan.json").read_text())
-    assert {"nodes": [{"params": {"judge_api_key": "***", "n": 1}}]} == json.loads((tmp_path / "a" / "graph.json").read_text())
+    assert {"nodes": [{"params": {"judge_api_key": "***", "n": 1}}]} == json.loads(
+        (tmp_path / "a" / "graph.json").read_text()
+    )
 
 
 def test_default_path_names_pipeline_and_time(tmp_path, monkeypatch):
