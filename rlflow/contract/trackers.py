@@ -9,12 +9,26 @@ from collections.abc import Sequence
 
 from rlflow.errors import Finding, known_names, near_names
 
-# By name the package that is imported, which is also what pip installs.
+# By name the package that is imported.
 TRACKERS = {
     "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "swanlab": "swanlab",
 }
+INSTALL = {
+    "tensorboard": "pip install tensorboard",
+    **{name: f'pip install "rlflow-engine[{name}]"' for name in TRACKERS if name != "tensorboard"},
+}
+# Those in which runs are of a project: the pipeline's name, or what is said behind `=`.
+WITH_PROJECT = ("wandb", "mlflow", "swanlab")
 DEFAULT_TRACKERS = ("tensorboard",)
 NO_TRACKER = "none"
+
+
+def tracker_of(said: str) -> str:
+    """The tracker of a name that may have a project behind it: `wandb` of `wandb=mine`."""
+    return said.partition("=")[0]
 
 
 def tracker_names(said: str | Sequence[str]) -> tuple[str, ...]:
@@ -24,19 +38,31 @@ def tracker_names(said: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def tracker_findings(names: Sequence[str], said_by: str) -> list[Finding]:
-    """E340 for each name that is no tracker, and for `none` beside others; `said_by` an option."""
+    """E340 for each name that is no tracker, for a project of one that has none, for one twice.
+
+    And for `none` beside others; `said_by` an option.
+    """
     known = [*TRACKERS, NO_TRACKER]
+    used = [tracker_of(str(name)) for name in names]
     findings = [
         Finding(
             code="E340",
             what=f"{said_by}: there is no tracker {name!r}",
             expected=known_names(known),
-            near=near_names(str(name), known),
+            near=near_names(name, known),
         )
-        for name in names
+        for name in used
         if name not in known
     ]
-    if NO_TRACKER in names and len(set(names)) > 1:
+    for name, said in zip(used, map(str, names), strict=True):
+        if name in known and "=" in said and (name not in WITH_PROJECT or said.endswith("=")):
+            what = f"{said_by}: {said!r} names no project of {name}"
+            expected = f"{name} alone, or with a project {', '.join(WITH_PROJECT)}"
+            findings.append(Finding(code="E340", what=what, expected=expected, fix=name))
+    if len(set(used)) < len(set(map(str, names))):
+        what = f"{said_by}: a tracker is named with two projects"
+        findings.append(Finding(code="E340", what=what, got=", ".join(map(str, names))))
+    if NO_TRACKER in used and len(set(used)) > 1:
         what = f"{said_by}: {NO_TRACKER!r} is no tracker at all, and others are named beside it"
         findings.append(Finding(code="E340", what=what, fix="leave out one of the two"))
     return findings

@@ -171,7 +171,8 @@ class Run:
             self._spans.close()
             self._devices.close()
             self._metrics.close()
-            self._observer.close(CLOSE_SECONDS if wait else 0.0)
+            record = partial(self.machine.record_notes, RECORD_SECONDS) if wait else None
+            self._observer.close(CLOSE_SECONDS if wait else 0.0, record=record)
         if self._stopping and done < self.settings.iterations:
             raise Interrupted(summary=self._stopped(done))
         return done

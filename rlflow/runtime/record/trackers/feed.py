@@ -21,6 +21,7 @@ PATIENCE = 5
 class Table:
     """Some rows of a node's output of one iteration: text and numbers, by column."""
 
+    iteration: int
     node: str
     columns: tuple[str, ...]
     rows: Sequence[Sequence[str | float | int | None]]
@@ -50,8 +51,8 @@ class Point:
 class Feed:
     """Hands points to the tracker that `opened` opens, in a thread of its own.
 
-    `tables` finds the rows that belong to an iteration. `said` is told, once each, what goes
-    wrong.
+    `tables` finds recorded rows that the tracker has not had, the newest ones with True, at the
+    end. `said` is told, once each, what goes wrong.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Feed:
         opened: Callable[[], Tracker],
         said: Callable[[str], None],
         *,
-        tables: Callable[[int], Sequence[Table]] = lambda _: (),
+        tables: Callable[[bool], Sequence[Table]] = lambda _: (),
         capacity: int = CAPACITY,
     ) -> None:
         self.name = name
@@ -121,6 +122,8 @@ class Feed:
                 self._give_up(f"has refused {refusals} iterations in a row")
                 break
         try:
+            if refusals < PATIENCE:
+                self._send_tables(tracker, last=True)
             tracker.close()
         except BaseException as error:
             self._say(f"was not closed: {_words(error)}")
@@ -129,14 +132,17 @@ class Feed:
         """Whether the tracker has taken a point; of refusals the first is told."""
         try:
             tracker.write(point.iteration, point.metrics)
-            for table in self._tables(point.iteration):
-                tracker.write_table(point.iteration, table)
+            self._send_tables(tracker, last=False)
         except BaseException as error:
             self.lost += 1
             if first:
                 self._say(f"refused iteration {point.iteration}: {_words(error)}")
             return False
         return True
+
+    def _send_tables(self, tracker: Tracker, *, last: bool) -> None:
+        for table in self._tables(last):
+            tracker.write_table(table.iteration, table)
 
     def _next(self) -> Point | None:
         """The next point; None at the end, and once this thread was left behind."""

@@ -6,20 +6,29 @@ which trackers know the run are kept in its directory, for the day on which it g
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 
-from rlflow.contract.trackers import DEFAULT_TRACKERS, TRACKERS, tracker_findings, tracker_names
+from rlflow.contract.trackers import (
+    DEFAULT_TRACKERS,
+    INSTALL,
+    TRACKERS,
+    tracker_findings,
+    tracker_names,
+    tracker_of,
+)
 from rlflow.errors import Finding, UsageError
 from rlflow.runtime.record.durable import register_atomic_faults, write_atomic
 from rlflow.runtime.record.trackers.facts import RunFacts, read_facts
-from rlflow.runtime.record.trackers.feed import Feed, Point, Tracker
+from rlflow.runtime.record.trackers.feed import Feed, Point, Table, Tracker
 
 FILE = "trackers.json"
 # How long all trackers together may take to end, once the run has.
@@ -28,15 +37,20 @@ FILE_POINTS = register_atomic_faults("trackers:file")
 
 CLASSES = {
     "tensorboard": "to_tensorboard:TensorBoardLog",
+    "wandb": "to_wandb:WandbTracker",
+    "mlflow": "to_mlflow:MlflowTracker",
+    "swanlab": "to_swanlab:SwanlabTracker",
 }
 
 Opened = Callable[[RunFacts, Callable[[str], None]], Tracker]
+Tables = Callable[[bool], Sequence[Table]]
 
 
 class Observer:
     """Sends what a run in a directory logs to the trackers of that name, as `opened` opens them.
 
-    `picture` makes the graph as PNG, once, in the thread of whoever needs it first.
+    A name may say a project: `wandb=mine`. `picture` makes the graph as PNG, once, in the thread of
+    whoever needs it first; `tables` makes for each tracker what finds the recorded rows for it.
     """
 
     def __init__(
@@ -45,12 +59,14 @@ class Observer:
         *,
         names: Sequence[str] = DEFAULT_TRACKERS,
         picture: Callable[[], bytes] = bytes,
+        tables: Callable[[], Tables] | None = None,
         opened: Callable[[str], Opened] | None = None,
     ) -> None:
         self.names = tuple(names)
         self._path = path
         self._said: Callable[[str], None] = _nobody
         self._picture = picture
+        self._tables = tables
         self._opened = opened or _opened
         self._feeds: list[Feed] = []
         self._lock = threading.Lock()
@@ -64,7 +80,8 @@ class Observer:
         self._said = said
         for name in self.names:
             opening = partial(self._open, name, after)
-            self._feeds.append(Feed(name, opening, said))
+            found = self._tables() if self._tables is not None else _no_tables
+            self._feeds.append(Feed(tracker_of(name), opening, said, tables=found))
 
     def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Hand on the metrics of an iteration; returns at once."""
@@ -72,21 +89,32 @@ class Observer:
         for feed in self._feeds:
             feed.put(point)
 
-    def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Wait so long, in all, for trackers to take what waits; the rest is said and left."""
+    def close(
+        self, seconds: float = CLOSE_SECONDS, *, record: Callable[[], object] | None = None
+    ) -> None:
+        """Wait so long, in all, for trackers to take what waits; the rest is said and left.
+
+        `record` has rows written that are not yet, for those who have tables of them.
+        """
         until = time.monotonic() + seconds
+        if record is not None and self._tables is not None and self._feeds:
+            with contextlib.suppress(Exception):  # the run's own end tells of it
+                record()
         for feed in self._feeds:
             feed.end()
         for feed in self._feeds:
             feed.join(until - time.monotonic())
         self._feeds = []
 
-    def _open(self, name: str, after: int | None) -> Tracker:
+    def _open(self, said: str, after: int | None) -> Tracker:
         """Open a tracker on the run that it knows already, or on a new one; in its own thread."""
+        name, project = tracker_of(said), said.partition("=")[2]
         make = self._opened(name)
         with self._lock:
             known = read_ids(self._path).get(name)
             facts = read_facts(self._path, known=known, after=after, picture=self._graph())
+        if project:
+            facts = replace(facts, project=project)
         return make(facts, partial(self._keep, name))
 
     def _graph(self) -> bytes:
@@ -121,7 +149,8 @@ def chosen_trackers(asked: Sequence[str], declared: Sequence[str]) -> tuple[str,
     if findings:
         raise UsageError(*findings, summary="Nothing was started.")
     names = tracker_names(asked) if asked else tuple(declared)
-    missing = [name for name in names if find_spec(TRACKERS[name]) is None]
+    used = [tracker_of(name) for name in names]
+    missing = [name for name in used if find_spec(TRACKERS[name]) is None]
     if missing:
         raise UsageError(*map(_missing, missing), summary="Nothing was started.")
     return names
@@ -131,12 +160,17 @@ def _nobody(text: str) -> None:
     """Nobody is told before a run begins."""
 
 
+def _no_tables(last: bool) -> Sequence[Table]:
+    """No rows for trackers of a run whose rows nobody finds."""
+    return ()
+
+
 def _missing(name: str) -> Finding:
     return Finding(
         code="E341",
         what=f"tracker {name!r} is not installed",
         got=f"no package {TRACKERS[name]!r} in this environment",
-        fix=f"pip install {TRACKERS[name]}   or another tracker, or none: --track none",
+        fix=f"{INSTALL[name]}   or another tracker, or none: --track none",
     )
 
 
