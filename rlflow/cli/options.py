@@ -234,7 +234,7 @@ def observing_options(function: F) -> F:
             "--track",
             multiple=True,
             metavar="NAME",
-            help="Tell the run to tensorboard, or to none; what the pipeline says by default.",
+            help="Tell the run to tensorboard, wandb, mlflow, swanlab (wandb=PROJECT), or to none.",
         ),
     ):
         function = option(function)

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -52,8 +53,12 @@ from rlflow.scheduler.plan.plan import Action, Plan
 
 if TYPE_CHECKING:
     from rlflow.runtime.record.checkpoint import Snapshots
+    from rlflow.runtime.record.edges.recorder import Notes
 
 register_faults("run:iteration", "run:save", "run:saved")
+
+# How long trackers wait for the last rows to be written.
+RECORD_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +108,9 @@ class Machine(Protocol):
 
     def device_map(self) -> list[str]:
         """Where each device of the plan is, a line each."""
+
+    def record_notes(self, seconds: float | None = None) -> list[Notes]:
+        """What became of recorded rows; with seconds they are written first, in so many at most."""
 
     def close(self) -> None:
         """Give back everything it holds."""

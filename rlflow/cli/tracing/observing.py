@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import Finding, UsageError, near_names
 from rlflow.report.render import render
+from rlflow.report.samples.tracked import TrackedSamples
 from rlflow.runtime.record.devices.profiled import PROFILES, ProfiledActions, iteration_range
 from rlflow.runtime.record.trackers.observer import Observer, chosen_trackers
 
@@ -34,7 +36,7 @@ def observer_of(planned: Planned, options: Mapping[str, Any], path: Path) -> Obs
         return made if isinstance(made, bytes) else made.encode()
 
     names = chosen_trackers(options["track"], planned.declared.pipeline.track)
-    return Observer(path, names=names, picture=picture)
+    return Observer(path, names=names, picture=picture, tables=partial(TrackedSamples, path))
 
 
 def profiled_actions(

@@ -47,13 +47,19 @@ def sample_table(run: Path) -> SampleTable | None:
         samples = load_samples(run, None, kept).samples[:MOST_SAMPLES]
     except RunDirError:
         return None
-    columns = _columns(samples)
+    columns, rows = plain_rows(samples)
     return SampleTable(
         columns=columns,
-        rows=[[_value(sample, name) for name in columns] for sample in samples],
+        rows=rows,
         shown=len({sample.iteration for sample in samples}),
         iterations=len(numbers),
     )
+
+
+def plain_rows(samples: Sequence[RecordedSample]) -> tuple[tuple[str, ...], list[list[Cell]]]:
+    """Samples as columns and rows of numbers and texts; lists of tokens are counted."""
+    columns = _columns(samples)
+    return columns, [[_value(sample, name) for name in columns] for sample in samples]
 
 
 def _spread(numbers: Sequence[int], most: int) -> list[int]:

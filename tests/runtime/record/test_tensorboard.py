@@ -79,7 +79,9 @@ def test_a_table_is_text(tmp_path):
     from rlflow.runtime.record.trackers.to_tensorboard import TensorBoardLog
 
     log = TensorBoardLog(RunFacts(path=tmp_path, project="p", id="i"), str)
-    log.write_table(3, Table(node="rollout", columns=("a", "b"), rows=[("x|y\nz", 1.5)]))
+    log.write_table(
+        3, Table(iteration=3, node="rollout", columns=("a", "b"), rows=[("x|y\nz", 1.5)])
+    )
     log.close()
 
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()

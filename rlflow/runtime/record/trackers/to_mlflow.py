@@ -6,6 +6,7 @@ time.
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -40,16 +41,17 @@ class MlflowTracker:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        rows = [Metric(name, float(value), now, iteration) for name, value in metrics.items()]
+        named = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in metrics.items()}
+        rows = [Metric(name, float(value), now, iteration) for name, value in named.items()]
         for start in range(0, len(rows), METRICS):
             self._client.log_batch(self._id, metrics=rows[start : start + METRICS])
 
     def write_table(self, iteration: int, table: Table) -> None:
         """Keep some rows as a table of their own."""
-        columns = list(zip(*table.rows, strict=True)) or [() for _ in table.columns]
-        data = {name: list(each) for name, each in zip(table.columns, columns, strict=True)}
-        where = f"samples/{table.node}/iteration-{iteration:06d}.json"
-        self._client.log_table(self._id, data=data, artifact_file=where)
+        data = {"columns": list(table.columns), "data": [list(row) for row in table.rows]}
+        node = re.sub(r"[^\w.-]", "_", table.node)
+        # As log_table writes it, which wants pandas.
+        self._client.log_dict(self._id, data, f"samples/{node}/iteration-{iteration:06d}.json")
 
     def close(self) -> None:
         """End the run."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from rlflow.runtime.record.trackers.feed import Table
 
 
 class SwanlabTracker:
-    """Writes below the run's directory unless `SWANLAB_LOGDIR` names another; never asks anything."""
+    """Writes below the run's directory unless `SWANLAB_LOGDIR` names another; asks nothing."""
 
     def __init__(self, facts: RunFacts, keep: Callable[[str], None]) -> None:
         import swanlab
@@ -34,6 +35,7 @@ class SwanlabTracker:
         where = os.environ.get("SWANLAB_LOGDIR") or str(facts.path / "swanlog")
         # Only a server knows a run that it may continue.
         again = {"resume": "allow", "id": facts.known} if mode == "online" and facts.known else {}
+        _leave_signals()
         self._run: Any = swanlab.init(
             project=facts.project,
             experiment_name=facts.name,
@@ -73,3 +75,21 @@ class SwanlabTracker:
             attached["graph"] = self._swanlab.Image(Image.open(io.BytesIO(facts.picture)))
         if attached:
             self._run.log(attached, step=0)
+
+
+class _NoSignals:
+    """The module `signal` for SwanLab, which would take Ctrl-C from the run."""
+
+    SIGINT = signal.SIGINT
+    getsignal = staticmethod(signal.getsignal)
+
+    @staticmethod
+    def signal(number: int, handler: object) -> None:
+        """Leave things as they are."""
+
+
+def _leave_signals() -> None:
+    """Have SwanLab take no signal: only the main thread may, and there it is the run's."""
+    from swanlab.sdk.internal import run
+
+    run.signal = _NoSignals
