@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -56,9 +55,6 @@ if TYPE_CHECKING:
     from rlflow.runtime.record.edges.recorder import Notes
 
 register_faults("run:iteration", "run:save", "run:saved")
-
-# How long trackers wait for the last rows to be written.
-RECORD_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +106,7 @@ class Machine(Protocol):
         """Where each device of the plan is, a line each."""
 
     def record_notes(self, seconds: float | None = None) -> list[Notes]:
-        """What became of recorded rows; with seconds they are written first, in so many at most."""
+        """What became of recorded rows; with seconds they are written first."""
 
     def close(self) -> None:
         """Give back everything it holds."""
@@ -179,8 +175,7 @@ class Run:
             self._spans.close()
             self._devices.close()
             self._metrics.close()
-            record = partial(self.machine.record_notes, RECORD_SECONDS) if wait else None
-            self._observer.close(CLOSE_SECONDS if wait else 0.0, record=record)
+            self._observer.close(CLOSE_SECONDS if wait else 0.0, record=self.machine.record_notes)
         if self._stopping and done < self.settings.iterations:
             raise Interrupted(summary=self._stopped(done))
         return done

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rlflow.runtime.record.durable import is_leftover
 from rlflow.runtime.record.edges.choice import Recording
-from rlflow.runtime.record.edges.names import RECORDS, iterations_of
+from rlflow.runtime.record.edges.names import RECORDS, recorded_span
 from rlflow.runtime.record.edges.writing import keep_iterations
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _files(run: Path) -> Iterator[tuple[Path, range | None]]:
     """The files of a record with their iterations; those that a writer left have none."""
     for directory in (run / RECORDS).glob("*/"):
         for path in directory.iterdir():
-            span = iterations_of(path.name)
+            span = recorded_span(path.name)
             if span is not None or is_leftover(path.name):
                 yield path, span
 

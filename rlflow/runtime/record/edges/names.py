@@ -120,7 +120,7 @@ def file_name(
 
 
 @lru_cache(maxsize=2**16)
-def iterations_of(name: str) -> range | None:
+def recorded_span(name: str) -> range | None:
     """The iterations whose rows a file holds, ascending; None for a file of another name."""
     match = FILE.fullmatch(name)
     if match is None:

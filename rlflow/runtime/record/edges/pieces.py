@@ -35,7 +35,7 @@ class HeldField:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TakenRows:
     """Some rows of a node's output; `rows` are their numbers, int64 `[rows]`."""
 
     fields: Mapping[str, HeldField]
@@ -54,7 +54,7 @@ class Entry:
     chosen: RecordedNode
     iteration: int
     total: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[TakenRows]
     size: int
 
     @property
@@ -65,7 +65,7 @@ class Entry:
 
 def piece_of(
     fields: Mapping[str, Tensor], rows: Tensor | None, total: int, limit: int | None
-) -> Piece:
+) -> TakenRows:
     """The rows below a limit, copied; all of them as they are where there is none.
 
     `rows` are their numbers among `total`, None for all. Fields named like keys are left out.
@@ -73,14 +73,14 @@ def piece_of(
     fields = {name: field for name, field in fields.items() if not is_secret(name)}
     numbers = torch.arange(total) if rows is None else rows
     if limit is None:
-        return Piece(fields={n: _held(field) for n, field in fields.items()}, rows=numbers)
+        return TakenRows(fields={n: _held(field) for n, field in fields.items()}, rows=numbers)
     if rows is None:
         count = min(limit, total)
         first = {name: _first(field, count) for name, field in fields.items()}
-        return Piece(fields=first, rows=numbers[:count])
+        return TakenRows(fields=first, rows=numbers[:count])
     places = torch.nonzero(rows < limit).flatten()
     chosen = {name: _held(select_field(field, places)) for name, field in fields.items()}
-    return Piece(fields=chosen, rows=rows[places])
+    return TakenRows(fields=chosen, rows=rows[places])
 
 
 def joined(entries: Sequence[Entry]) -> tuple[dict[str, Tensor], Tensor]:
@@ -91,7 +91,7 @@ def joined(entries: Sequence[Entry]) -> tuple[dict[str, Tensor], Tensor]:
     return fields, torch.cat([piece.rows for piece in pieces])
 
 
-def about(entries: Sequence[Entry]) -> About:
+def about_file(entries: Sequence[Entry]) -> About:
     """What the file of some entries says of itself."""
     first = entries[0]
     parts = tuple((entry.iteration, entry.count, entry.total) for entry in entries)

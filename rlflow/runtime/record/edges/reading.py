@@ -19,8 +19,8 @@ from rlflow.runtime.record.edges.names import (
     SHAPES,
     About,
     edge_directory,
-    iterations_of,
     node_of,
+    recorded_span,
 )
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def recorded(run: Path) -> dict[str, list[int]]:
     """The iterations of each node of which a run has recorded rows, ascending, by node."""
     found = {}
     for directory in sorted((run / RECORDS).glob("*/")):
-        spans = {iterations_of(entry.name) for entry in directory.iterdir()}
+        spans = {recorded_span(entry.name) for entry in directory.iterdir()}
         if iterations := sorted({number for span in spans if span for number in span}):
             found[node_of(directory)] = iterations
     return found
@@ -99,7 +99,7 @@ def _files(run: Path, node: str, iteration: int) -> list[Path]:
     """The files of an iteration; raises RunDirError E732 where there is none."""
     directory = edge_directory(run, node)
     names = [entry.name for entry in os.scandir(directory)] if directory.is_dir() else []
-    files = [directory / n for n in sorted(names) if iteration in (iterations_of(n) or ())]
+    files = [directory / n for n in sorted(names) if iteration in (recorded_span(n) or ())]
     if files:
         return files
     known = recorded(run)

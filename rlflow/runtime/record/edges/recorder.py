@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 from rlflow.runtime.record.edges.choice import RecordedNode, Recording
-from rlflow.runtime.record.edges.pieces import Entry, Piece, about, files, joined, piece_of
+from rlflow.runtime.record.edges.pieces import Entry, TakenRows, about_file, files, joined, piece_of
 from rlflow.runtime.record.edges.writing import edge_table, write_edge
 from rlflow.scheduler.plan.plan import HOST, Action, Plan
 
@@ -84,7 +84,7 @@ class Recorder:
         self._plan = plan
         self._own = own
         self._most = waiting_bytes(plan)
-        self._pieces: dict[tuple[str, int], dict[str, Piece]] = {}
+        self._pieces: dict[tuple[str, int], dict[str, TakenRows]] = {}
         self._changed = threading.Condition()
         self._waiting: list[Entry] = []
         self._bytes = 0
@@ -213,7 +213,7 @@ class Recorder:
         fields, numbers = joined(entries)
         rows = numbers.numpy()
         groups = None if chosen.size is None else rows // chosen.size
-        table = edge_table(about(entries), fields, rows, groups=groups, texts=chosen.texts)
+        table = edge_table(about_file(entries), fields, rows, groups=groups, texts=chosen.texts)
         rank = None if self._own in (None, HOST) else self._own
         _require_space(self._recording.run)
         write_edge(self._recording.run, table, rank=rank)

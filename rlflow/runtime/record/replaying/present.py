@@ -20,7 +20,7 @@ from rlflow.runtime.record.edges.names import (
     TEXT,
     About,
     edge_directory,
-    iterations_of,
+    recorded_span,
 )
 from rlflow.runtime.record.edges.reading import recorded
 from rlflow.runtime.record.rundir import RunDir
@@ -163,7 +163,7 @@ def _files(run: Path, edge: str) -> dict[int, list[Path]]:
     found: dict[int, list[Path]] = {}
     directory = edge_directory(run, edge)
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        for iteration in iterations_of(path.name) or ():
+        for iteration in recorded_span(path.name) or ():
             found.setdefault(iteration, []).append(path)
     return found
 

@@ -33,6 +33,8 @@ from rlflow.runtime.record.trackers.feed import Feed, Point, Table, Tracker
 FILE = "trackers.json"
 # How long all trackers together may take to end, once the run has.
 CLOSE_SECONDS = 60.0
+# How long they wait for the last rows to be written.
+RECORD_SECONDS = 10.0
 FILE_POINTS = register_atomic_faults("trackers:file")
 
 CLASSES = {
@@ -90,16 +92,16 @@ class Observer:
             feed.put(point)
 
     def close(
-        self, seconds: float = CLOSE_SECONDS, *, record: Callable[[], object] | None = None
+        self, seconds: float = CLOSE_SECONDS, *, record: Callable[[float], object] | None = None
     ) -> None:
         """Wait so long, in all, for trackers to take what waits; the rest is said and left.
 
-        `record` has rows written that are not yet, for those who have tables of them.
+        `record` has rows written that wait, in so many seconds, for those who have tables of them.
         """
         until = time.monotonic() + seconds
-        if record is not None and self._tables is not None and self._feeds:
+        if record is not None and seconds and self._tables is not None and self._feeds:
             with contextlib.suppress(Exception):  # the run's own end tells of it
-                record()
+                record(RECORD_SECONDS)
         for feed in self._feeds:
             feed.end()
         for feed in self._feeds:
