@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlflow.errors import Finding, UsageError, near_names
-from rlflow.runtime.record.edges.secrets import without_secrets
-from rlflow.runtime.record.trackers.facts import KEYS, SECRETS
+from rlflow.runtime.record.edges.secrets import KEYS, without_secrets
+from rlflow.runtime.record.trackers.facts import SECRETS
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 
