@@ -91,10 +91,7 @@ class Machine(Protocol):
         """Start taking actions; seconds are those of `now`."""
 
     def snapshot(self) -> tuple[Snapshots, dict[str, dict[str, int]]]:
-        """What a checkpoint holds as it is now, and the optimizers' counters by model.
-
-        Good until the next one; what runs meanwhile does not change it.
-        """
+        """What a checkpoint holds, until the next one, and the optimizers' counters by model."""
 
     def node_states(self) -> States:
         """What nodes keep from call to call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -23,6 +24,7 @@ from rlflow.runtime.record.edges.reading import (
     recorded_tensors,
 )
 from rlflow.runtime.record.edges.writing import edge_table, write_edge
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.torch
 
@@ -210,3 +212,20 @@ def test_reading_needs_no_torch(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert "{'actor.rollout': [4]} 2\n" == done.stdout
+
+
+def test_writing_imports_no_pandas(tmp_path):
+    """Of what pyarrow would import by itself: it is most of a second in every process."""
+    code = (
+        "import sys, pathlib, torch\n"
+        "from rlflow.runtime.record.edges.writing import write_edge\n"
+        "from tests.runtime.record.test_edges import edge\n"
+        "fields = {'a': torch.ones(2), 'b': torch.ones(2, 3, dtype=torch.bfloat16)}\n"
+        f"write_edge(pathlib.Path({str(tmp_path)!r}), edge(fields, range(2)))\n"
+        "print('pyarrow' in sys.modules, 'pandas' in sys.modules)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+
+    assert "True False\n" == done.stdout

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from rlflow.batch import flat, is_ragged, offsets
+from rlflow.runtime.record.edges.arrow import arrow_numbers
 from rlflow.runtime.record.edges.names import TEXT
 
 if TYPE_CHECKING:
@@ -108,11 +109,11 @@ def _numbers(values: Tensor) -> Any:
 
     flat_values = values.reshape(-1)
     if values.dtype in PLAIN:
-        return pa.array(flat_values.numpy())
+        return arrow_numbers(flat_values.numpy())
     width = values.dtype.itemsize
     raw = flat_values.view(torch.uint8).numpy() if len(flat_values) else np.empty(0, np.uint8)
     if width in BITS:
-        return pa.array(raw.view(BITS[width]))
+        return arrow_numbers(raw.view(BITS[width]))
     kind = pa.binary(width)
     return pa.Array.from_buffers(kind, len(flat_values), [None, pa.py_buffer(raw)])
 
@@ -134,8 +135,8 @@ def _listed(values: Any, bounds: Any) -> Any:
     import pyarrow as pa
 
     if bounds[-1] > LONGEST:
-        return pa.LargeListArray.from_arrays(pa.array(bounds), values)
-    return pa.ListArray.from_arrays(pa.array(bounds.astype(np.int32)), values)
+        return pa.LargeListArray.from_arrays(arrow_numbers(bounds), values)
+    return pa.ListArray.from_arrays(arrow_numbers(bounds.astype(np.int32)), values)
 
 
 def _text(field: Tensor) -> Column:

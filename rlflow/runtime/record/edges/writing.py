@@ -12,8 +12,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rlflow.runtime.record.durable import fault, register_faults, temporary_name
 from rlflow.runtime.record.edges.names import (
     ABOUT,
@@ -26,6 +24,7 @@ from rlflow.runtime.record.edges.names import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -46,17 +45,19 @@ def edge_table(
     stand for a field `group` where the node makes none. `texts` names the fields that are text.
     Rows of several iterations are below each other as `about` says, and have their number beside.
     """
+    import numpy as np
     import pyarrow as pa
 
+    from rlflow.runtime.record.edges.arrow import arrow_numbers
     from rlflow.runtime.record.edges.columns import as_column
 
     columns = {name: as_column(field, text=name in texts) for name, field in fields.items()}
-    arrays = {"row": pa.array(rows)}
+    arrays = {"row": arrow_numbers(rows)}
     if about.parts and ITERATION not in fields:
         numbers, counts = zip(*((number, count) for number, count, _ in about.parts), strict=True)
-        arrays[ITERATION] = pa.array(np.repeat(np.asarray(numbers, np.int64), counts))
+        arrays[ITERATION] = arrow_numbers(np.repeat(np.asarray(numbers, np.int64), counts))
     if groups is not None and "group" not in fields:
-        arrays["group"] = pa.array(groups)
+        arrays["group"] = arrow_numbers(groups)
     ordered = sorted(columns, key=lambda name: name != "group")
     arrays |= {name: columns[name].values for name in ordered}
     dtypes = {name: column.dtype for name, column in columns.items()}
