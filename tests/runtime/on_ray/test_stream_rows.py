@@ -276,3 +276,20 @@ def test_rows_that_were_gathered_have_their_tokens():
     assert [0, 0, 0] == _gathered(
         Made(start=0.0, end=1.0, rows=3, groups=groups), node
     ).tokens.tolist()
+
+
+def test_rows_of_rollouts_ahead_are_kept_for_those_behind():
+    plan = compiled_with(grpo(), SPLIT.model_copy(update={"staleness": 2}), backend="ray").plan
+    ahead = max(action.ahead for action in plan.actions)
+    ledger, times = RowLedger(plan), {"start": 0.0, "end": 1.0}
+    prompts, rollout = plan.action("prompts"), plan.action("actor.rollout")
+    moved = next(a for a in plan.actions if a.kind == "transfer" and a.node == "actor.rollout")
+    for iteration in range(ahead + 1):
+        made = Made(rows=8, **times)
+        ledger.note(prompts, iteration, dict.fromkeys(ledger.answering(prompts), made))
+        ledger.note(plan.action("transfer:prompts->gen"), iteration, {})
+        made = Made(rows=16, tokens=np.full(16, 3), **times)
+        ledger.note(rollout, iteration, dict.fromkeys(ledger.answering(rollout), made))
+
+    assert 2 <= ahead
+    assert ledger.exchange(moved, 0).sends.keys() == set(rollout.devices)
