@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rlflow.cli.launching.hosts import HostNeed
 from rlflow.cli.launching.variables import LaunchVariables
+from rlflow.runtime.ray.cluster.niceness import NICENESS, VARIABLE
 from rlflow.scheduler.plan.text import counted
 
 JOIN_SECONDS = 600
@@ -62,6 +63,7 @@ class LaunchJob:
             *self.setup,
             *path,
             "export RAY_USAGE_STATS_ENABLED=0",
+            f"export {VARIABLE}={NICENESS}",
             *self.variables.exports(),
             f"command -v rlflow > /dev/null || {missing}",
             f"cd {shlex.quote(self.code)}",

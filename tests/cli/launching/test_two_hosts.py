@@ -72,6 +72,7 @@ def iterations(run):
     return [json.loads(line)["iteration"] for line in lines]
 
 
+@pytest.mark.extra
 def test_a_job_of_slurm_is_put_back_and_goes_on(project):
     """Warned after its first iterations it saves, is queued again, and ends as if nothing was."""
     script = f"""

@@ -20,6 +20,7 @@ from typing import Any
 import ray
 
 from rlflow.runtime.ray.cluster.environment import kept_variables
+from rlflow.runtime.ray.cluster.niceness import NICENESS, VARIABLE
 from rlflow.runtime.ray.cluster.reaper import MARK
 from rlflow.scheduler.devices.cluster import machine_memory
 
@@ -30,9 +31,6 @@ STORE_MOST = 64e9
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Ray keeps its objects
 POLL = 0.01
 REGISTERED_SECONDS = 10.0
-# Ray's 15 leaves a worker a thirtieth of a core beside an ordinary process of the machine, say an
-# engine; its own daemons still go before the workers.
-NICENESS = "5"
 
 
 def marks(session: str) -> dict[str, str]:
@@ -44,7 +42,7 @@ def marks(session: str) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_enable_metrics_collection": "0",
         "RAY_task_events_report_interval_ms": "0",
-        "RAY_worker_niceness": os.environ.get("RAY_worker_niceness", NICENESS),  # noqa: SIM112
+        VARIABLE: os.environ.get(VARIABLE, NICENESS),
     }
 
 

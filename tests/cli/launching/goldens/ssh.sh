@@ -14,6 +14,7 @@ ssh -o BatchMode=yes one bash -s <<'END'
 set -euo pipefail
 source /env/bin/activate
 export RAY_USAGE_STATS_ENABLED=0
+export RAY_worker_niceness=5
 command -v rlflow > /dev/null || { echo "no rlflow on $(hostname): see --setup" >&2; exit 127; }
 cd /shared/mine.launch/code
 export RAY_AUTH_MODE=token
@@ -34,6 +35,7 @@ ssh -o BatchMode=yes me@two bash -s <<'END'
 set -euo pipefail
 source /env/bin/activate
 export RAY_USAGE_STATS_ENABLED=0
+export RAY_worker_niceness=5
 command -v rlflow > /dev/null || { echo "no rlflow on $(hostname): see --setup" >&2; exit 127; }
 cd /shared/mine.launch/code
 export RAY_AUTH_MODE=token
@@ -55,6 +57,7 @@ ssh -o BatchMode=yes one bash -s <<'END'
 set -euo pipefail
 source /env/bin/activate
 export RAY_USAGE_STATS_ENABLED=0
+export RAY_worker_niceness=5
 command -v rlflow > /dev/null || { echo "no rlflow on $(hostname): see --setup" >&2; exit 127; }
 cd /shared/mine.launch/code
 export RAY_AUTH_MODE=token
