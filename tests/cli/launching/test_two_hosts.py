@@ -22,7 +22,7 @@ SPACES = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--m
 NODES = HERE / "two_hosts.sh"
 SSHD = "/usr/sbin/sshd"
 RUN = ("--placement", "fsdp", "--devices", "cpu:2", "--set", "prompts_per_iteration=4")
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extra, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -72,7 +72,6 @@ def iterations(run):
     return [json.loads(line)["iteration"] for line in lines]
 
 
-@pytest.mark.extra
 def test_a_job_of_slurm_is_put_back_and_goes_on(project):
     """Warned after its first iterations it saves, is queued again, and ends as if nothing was."""
     script = f"""
