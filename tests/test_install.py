@@ -95,7 +95,7 @@ def test_the_lowest_versions_are_those_that_are_declared():
     pins = (ROOT / "constraints-lowest.txt").read_text().splitlines()
     lowest = {(pin := Requirement(text)).name: pin for text in pins if not text.startswith("#")}
 
-    tools = {"mypy", "ruff", "ipykernel", "nbclient"}
+    tools = {"mypy", "pyright", "ruff", "ipykernel", "nbclient"}
     assert lowest.keys() == bounds.keys() - tools, "tools of the house have no pin"
     for name, pin in lowest.items():
         (least,), (exact,) = SpecifierSet(bounds[name]), pin.specifier

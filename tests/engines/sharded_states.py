@@ -365,8 +365,9 @@ def held_by(engine, name="actor"):
         tokenizer=None,
         stop_tokens=(),
     )
-    memory = SimpleNamespace(memory={})
-    return loaded, Saver(SimpleNamespace(trained=lambda: [loaded], store=memory))
+    memory, recorder = SimpleNamespace(memory={}), SimpleNamespace(flush=lambda: None)
+    worker = SimpleNamespace(trained=lambda: [loaded], store=memory, recorder=recorder)
+    return loaded, Saver(worker)
 
 
 def saved_by_all(engine, rank, folder, gather):

@@ -191,7 +191,7 @@ def test_nothing_is_left_of_an_embedded_cluster_however_its_controller_ends(end,
     assert codes[end] == driver.process.returncode
     assert 3 == len(pids)
     assert set() == left_after(15, lambda: session_processes(session, directory) | living(pids))
-    assert not left_after(5, directory.exists)
+    assert not left_after(15, directory.exists)
 
 
 def test_workers_on_a_running_cluster_end_with_their_controller(drivers):
