@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from rlflow.batch import flat, select_rows
 from rlflow.engines.hf import host_states
 from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.recompute import decoder_layers
 from rlflow.engines.hf.sharded import forwards as sharded_forwards
 from rlflow.engines.hf.sharded.build import load_sharded
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
@@ -440,15 +441,25 @@ def a_checkpoint_goes_round(rank, path, folder, dtype, **spec):
 def layers_kept_whole_step_alike(rank, path, shape):
     """Layers that stay whole until the backward give the bits of those that are gathered again.
 
-    Also of passes after those that keep them for more than a pass.
+    Also of passes after those that keep them for more than a pass. A forward without backward keeps
+    none: of its first layer there is a shard again when the last one has computed.
     """
     again, kept = trained(path, shape), trained(path, shape, kept_whole=True)
+    whole = []
+    first, *_, last = decoder_layers(kept.model.module).values()
+    last.register_forward_hook(
+        lambda *_: whole.append(not any(isinstance(p, DTensor) for p in first.parameters()))
+    )
     batch = part_of(again, rows())
     outputs = {"outputs": ("log_probs",), "temperature": 1.0}
     for _ in range(2):
         assert one_step(again, batch) == one_step(kept, batch)
+        assert whole and all(whole)
+        whole.clear()
         one, other = (each.forward(batch, **outputs)["log_probs"] for each in (again, kept))
         assert torch.equal(one, other)
+        assert whole and not any(whole)
+        whole.clear()
         with kept.model.gathered():
             pass
         for part in kept.model._parts():

@@ -245,6 +245,7 @@ def test_rows_fill_micro_batches(sizes: Any, micro: int, steps: int, expected: i
         ("grpo_gsm8k.py", {}, "h100:64", "qwen2.5-32b", 512),
         ("ppo_gsm8k.py", "split", "h100:8", "qwen2.5-7b", 64),
         ("ppo_gsm8k.py", "colocate", "h100:8", "qwen2.5-7b", 64),
+        ("ppo_gsm8k.py", {"reshard_after_forward": False}, "h100:8", "qwen2.5-7b", 64),
         ("ppo_gsm8k.py", "rack", "h100:64", "qwen2.5-32b", 512),
     ],
     ids=lambda value: str(value).removeprefix("qwen2.5-"),

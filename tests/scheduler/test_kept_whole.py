@@ -96,7 +96,7 @@ def test_a_plan_keeps_layers_whole_by_itself_where_that_is_shorter() -> None:
     assert note in explain(chosen, chosen.action("actor.update"))
 
 
-def test_a_model_that_computes_forwards_too_gathers_as_ever() -> None:
+def test_a_model_that_computes_forwards_too_keeps_layers_whole_in_its_update_alone() -> None:
     def declare() -> None:
         adam = rf.AdamW(lr=1e-6)
         actor, critic = (
@@ -110,12 +110,17 @@ def test_a_model_that_computes_forwards_too_gathers_as_ever() -> None:
         ops.update(critic, samples, advantage, values, loss=rf.ValueLoss())
         ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
 
-    placement = rf.Placement(pools={"all": 8}, assign={"*": rf.on("all")})
-    cluster = parse_cluster("l40s:8", 1)
-    plan = compile_plan(graph_of(declare), placement, cluster, name="p").plan
+    def made(**on: object) -> Plan:
+        placement = rf.Placement(pools={"all": 8}, assign={"*": rf.on("all", **on)})
+        cluster = parse_cluster("l40s:8", 1)
+        return compile_plan(graph_of(declare), placement, cluster, name="p").plan
+
+    plan, gathered = made(), made(**GATHERED)
     kept = {instance.name for instance in plan.instances if instance.kept_whole}
-    assert {"actor@all"} == kept
+    assert {"actor@all", "critic@all"} == kept
     assert kept == {note.text.split()[2] for note in plan.notes if note.rule == "reshard"}
+    values = [p.action("critic.values").cost for p in (plan, gathered)]
+    assert values[0] == values[1]
 
 
 def test_where_products_hide_the_gathers_nothing_is_chosen() -> None:

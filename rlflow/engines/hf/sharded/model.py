@@ -72,10 +72,27 @@ class ShardedModel(TorchModel):
         self, tokens: Tensor, positions: Tensor, attention: AttentionState, keep: Tensor | None
     ) -> Tensor:
         """See `TorchModel.logits`; all ranks of the mesh take part, each with its own rows."""
-        logits = super().logits(tokens, positions, attention, keep)
-        if not torch.is_grad_enabled():
-            self.settle()
+        if torch.is_grad_enabled():
+            return super().logits(tokens, positions, attention, keep)
+        with self._keeping_none():
+            logits = super().logits(tokens, positions, attention, keep)
+        self.settle()
         return logits
+
+    @contextmanager
+    def _keeping_none(self) -> Iterator[None]:
+        """Free every layer as it is done, where layers stay whole for a backward.
+
+        No pass comes back to them: kept, they would only take memory until the last is done.
+        """
+        parts = self._parts()[1:] if self.kept_whole and not self._gathered else []
+        for part in parts:
+            part.set_reshard_after_forward(True, recurse=False)
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.set_reshard_after_forward(False, recurse=False)
 
     def settle(self) -> None:
         """Free the whole parameters that a forward without backward leaves behind."""

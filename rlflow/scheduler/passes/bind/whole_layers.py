@@ -22,8 +22,8 @@ from rlflow.scheduler.plan.text import duration
 def faster_whole(plan: Plan, context: Context) -> list[str]:
     """The instances of a plan whose updates take less so and fit alone, those that gain most first.
 
-    None on CPU devices, where a gather is a copy within one memory, none of which a placement says
-    `reshard_after_forward`, and none that computes forwards too: those would hold all layers.
+    None on CPU devices, where a gather is a copy within one memory, and none of which a placement
+    says `reshard_after_forward`.
     """
     if context.cluster.is_cpu:
         return []
@@ -43,8 +43,7 @@ def faster_whole(plan: Plan, context: Context) -> list[str]:
 
 def _updates(instance: Instance, plan: Plan, context: Context) -> list[Node]:
     """The updates of an instance of which nothing is said; none where they gather nothing."""
-    gathers = instance.trained and instance.fsdp > 1 and not instance.kept_whole
-    if not gathers or "forward" in instance.uses:
+    if not instance.trained or instance.fsdp == 1 or instance.kept_whole:
         return []
     uses = [node for node in plan.graph.nodes if node.model == instance.model and not node.averages]
     updates = [node for node in uses if node.op.use == "train"]
