@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 # Compiled files are kept: hundreds of processes that tests start would compile rlflow again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-slow test-long test-sglang test-vllm test-gpu bench-gpu test-lowest check bench bench-learning docs setup clean
+.PHONY: demo test test-fast test-slow test-long test-sglang test-vllm test-architectures test-gpu bench-gpu test-lowest check bench bench-learning docs setup clean
 
 setup: $(STAMP)
 
@@ -52,6 +52,9 @@ test-sglang: $(STAMP)  ## the real SGLang engine on this CPU, in an environment 
 test-vllm: $(STAMP)  ## the real vLLM engine on this CPU, in an environment of its own (2.5 GB)
 	PYTHON=$(PYTHON) scripts/vllm_cpu.sh .venv-vllm
 	RLFLOW_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m vllm
+
+test-architectures: $(STAMP)  ## check, load and compute a tiny model of every architecture of transformers; RLFLOW_ARCHITECTURES="llama phi" for some
+	$(BIN)/python -m pytest tests/architectures
 
 test-gpu:  ## what a GPU computes, holds and learns, part by part; PARTS="compute memory" for some
 	@test -d .wheels || $(MAKE) setup

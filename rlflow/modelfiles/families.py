@@ -7,35 +7,67 @@ config says, and the engines compare what they compute with the model's own forw
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlflow.errors import Finding
 from rlflow.modelfiles.configs import text_config, text_value
 
-# `full` and sliding windows are packed; `latent` is multi-head latent attention (MLA, DeepSeek-V2),
-# `state` layers that carry or pick something from row to row, `own` attention that transformers
-# does not let another take the place of.
-Attention = Literal["full", "latent", "state", "own"]
-# How experts are kept: `apart` one by one in files and fused in memory, `fused` in both.
-Experts = Literal["none", "apart", "fused"]
-
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+# `full` and sliding windows are packed; `latent` is multi-head latent attention (MLA, DeepSeek-V2),
+# `state` layers that carry or pick something from row to row, `own` attention that transformers
+# does not let another take the place of, `encoder` an encoder or a part of an encoder-decoder.
+# Of `none` transformers makes no causal language model.
+Attention = Literal["full", "latent", "state", "own", "encoder", "none"]
+# How experts are kept: `apart` one by one in files and fused in memory, `fused` in both.
+Experts = Literal["none", "apart", "fused"]
+# Why one rank alone can hold a model: it has `buffers` and other parts that loading by shards does
+# not fill, or its `layers` are not found one by one.
+Alone = Literal["", "buffers", "layers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What a family has: its attention, its experts, and whether `tp` can cut it."""
+    """What a family has: its attention, its experts, who can hold it, and what its layers are.
+
+    `cut` says whether `tp` can cut it, `alone` why several ranks cannot hold it. Sizes follow from
+    the rest: `gated` feed-forward layers have three matrices; `norms` counts those of a layer as
+    wide as it, and 0 are norms without weights; with `shifts` norms have biases. `biases` are those
+    of the projections to queries, keys and values (`qkv`, and by `attention_bias` where `asked`),
+    to the layer too (`attention`, `asked_all`), or of the feed-forward layer as well (`all`).
+    `head_norms` norm queries and keys by head (`each`) or all heads together (`wide`). `tied` is
+    whether the head is the embedding where a config is silent. A model that is not `counted` has
+    more than these; its files say how much.
+    """
 
     attention: Attention = "full"
     experts: Experts = "none"
     cut: bool = True
     layers: str = ""
     """Layers that cannot be packed, as config.json calls them."""
+    alone: Alone = ""
+    gated: bool = True
+    norms: int = 2
+    shifts: bool = False
+    biases: Literal["qkv", "asked", "attention", "asked_all", "all"] = "asked_all"
+    head_norms: Literal["", "each", "wide"] = ""
+    tied: bool = False
+    counted: bool = True
 
 
 DENSE = Family()
+WHOLE = replace(DENSE, cut=False)
+TIED = replace(DENSE, tied=True)
+OLDER = replace(WHOLE, biases="all", shifts=True, gated=False, tied=True, counted=False)
+MIXED = replace(WHOLE, experts="apart")
+FUSED = replace(WHOLE, experts="fused")
+LATENT = Family(attention="latent", cut=False)
+STATE = Family(attention="state", cut=False, layers="linear_attention", counted=False)
+OWN = Family(attention="own", cut=False, counted=False)
+ENCODER = Family(attention="encoder", cut=False, counted=False)
+NONE = Family(attention="none", cut=False, counted=False)
 
 
 def _each(names: str, family: Family) -> dict[str, Family]:
@@ -43,54 +75,108 @@ def _each(names: str, family: Family) -> dict[str, Family]:
 
 
 FAMILIES: dict[str, Family] = {
-    **_each(
-        "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text olmo cohere cohere2 starcoder2 granite"
-        " smollm3 exaone4 ernie4_5 seed_oss nemotron phi gpt_neox",
-        DENSE,
-    ),
-    **_each("phi3 olmo2 olmo3 stablelm glm glm4 hunyuan_v1_dense opt gpt2", Family(cut=False)),
-    **_each("bloom falcon gptj mpt rwkv", Family(attention="own", cut=False)),
-    **_each(
-        "mixtral qwen2_moe qwen3_moe olmoe phimoe granitemoe glm4_moe ernie4_5_moe hunyuan_v1_moe"
-        " dots1 flex_olmo minimax_m2",
-        Family(experts="apart", cut=False),
-    ),
-    **_each("gpt_oss jetmoe", Family(experts="fused", cut=False)),
-    **_each(
-        "deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash",
-        Family(attention="latent", experts="apart", cut=False),
-    ),
-    **_each("minicpm3", Family(attention="latent", cut=False)),
-    **_each("mamba mamba2 bamba falcon_h1 recurrent_gemma olmo_hybrid lfm2 qwen3_5_text qwen3_5",
-            Family(attention="state", cut=False, layers="linear_attention")),
-    **_each(
-        "qwen3_next jamba granitemoehybrid zamba2 nemotron_h minimax kimi_linear lfm2_moe",
-        Family(attention="state", experts="apart", cut=False, layers="linear_attention"),
-    ),
-    **_each("llama4 llama4_text",
-            Family(attention="state", experts="fused", cut=False, layers="chunked_attention")),
-    **_each("glm_moe_dsa deepseek_v32",
-            Family(attention="state", experts="apart", cut=False, layers="indexed_attention")),
+    # Dense, cut by tensor parallelism.
+    **_each("llama mistral ministral ministral3 internlm3 iquestcoder cwm helium granite", DENSE),
+    **_each("ernie4_5 gemma vaultgemma smollm3", TIED),
+    **_each("arcee", replace(DENSE, gated=False)),
+    **_each("cohere cohere2", replace(TIED, norms=1)),
+    **_each("qwen2", replace(DENSE, biases="qkv")),
+    **_each("qwen3 exaone4", replace(DENSE, head_norms="each")),
+    **_each("gemma2", replace(TIED, norms=4)),
+    **_each("gemma3_text", replace(TIED, norms=4, head_norms="each")),
+    **_each("gemma4_unified_text", replace(TIED, counted=False)),
+    **_each("seed_oss", replace(DENSE, biases="asked")),
+    **_each("hyperclovax", replace(DENSE, norms=4)),
+    **_each("olmo", replace(DENSE, norms=0)),
+    **_each("nanochat", replace(DENSE, norms=0, gated=False)),
+    **_each("nemotron", replace(DENSE, gated=False, shifts=True)),
+    **_each("starcoder2", replace(TIED, gated=False, shifts=True, biases="all")),
+    **_each("jais2", replace(DENSE, gated=False, shifts=True, biases="all")),
+    **_each("gpt_neox", replace(DENSE, gated=False, shifts=True, biases="all")),
+    **_each("phi", replace(DENSE, gated=False, shifts=True, biases="all", norms=1, counted=False)),
+    # Dense, whole or by `fsdp`.
+    **_each("phi3", WHOLE),
+    **_each("olmo2 olmo3", replace(WHOLE, head_norms="wide")),
+    **_each("stablelm", replace(WHOLE, shifts=True)),
+    **_each("glm", replace(WHOLE, biases="asked")),
+    **_each("glm4", replace(WHOLE, biases="asked", norms=4)),
+    **_each("hunyuan_v1_dense", replace(WHOLE, head_norms="each")),
+    **_each("gpt2 gpt-sw3 gpt_bigcode opt biogpt persimmon", OLDER),
+    **_each("bitnet granite_swa gemma4_text moshi modernbert-decoder",
+            replace(WHOLE, counted=False)),
+    # Dense, on one rank.
+    **_each("apertus", replace(WHOLE, alone="buffers", gated=False, counted=False)),
+    **_each("ctrl", replace(OLDER, alone="layers")),
+    **_each("gemma3 gemma4 gemma4_unified phi4_multimodal fuyu",
+            replace(WHOLE, alone="buffers", tied=True, counted=False)),
+    # Mixtures of experts.
+    **_each("mixtral aria_text granitemoe solar_open", MIXED),
+    **_each("qwen2_moe", replace(MIXED, biases="qkv")),
+    **_each("qwen3_moe mellum", replace(MIXED, head_norms="each")),
+    **_each("olmoe flex_olmo minimax_m2", replace(MIXED, head_norms="wide")),
+    **_each("phimoe", replace(MIXED, shifts=True)),
+    **_each("glm4_moe", replace(MIXED, biases="asked")),
+    **_each("ernie4_5_moe", replace(MIXED, tied=True, counted=False)),
+    **_each("cohere2_moe", replace(MIXED, tied=True, norms=1)),
+    **_each("hunyuan_v1_moe granitemoeshared granitemoe_swa afmoe beam dots1 doge exaone_moe flint"
+            " hy_v3 kolibri1 laguna mimo_v2_flash minimax_m3_vl_text",
+            replace(MIXED, counted=False)),
+    **_each("gpt_oss", replace(FUSED, biases="attention")),
+    **_each("jetmoe", replace(FUSED, tied=True, counted=False)),
+    # Latent attention.
+    **_each("deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash axk1",
+            replace(LATENT, experts="apart")),
+    **_each("minicpm3 youtu", LATENT),
+    # Layers that carry something from token to token, or pick tokens.
+    **_each("mamba mamba2 falcon_mamba bamba falcon_h1 recurrent_gemma olmo_hybrid qwen3_5_text"
+            " qwen3_5 xlstm", STATE),
+    **_each("lfm2 lfm3", replace(STATE, layers="conv")),
+    **_each("lfm2_moe", replace(STATE, layers="conv", experts="apart")),
+    **_each("hrm_text", replace(STATE, layers="layers that are passed several times")),
+    **_each("zamba zaya", replace(STATE, layers="hybrid")),
+    **_each("qwen3_next qwen3_5_moe qwen3_5_moe_text jamba granitemoehybrid zamba2 nemotron_h"
+            " minimax kimi_linear bailing_hybrid", replace(STATE, experts="apart")),
+    **_each("llama4 llama4_text", replace(STATE, experts="fused", layers="chunked_attention")),
+    **_each("glm_moe_dsa deepseek_v32 axk2 dots3_note dots3_note_text hy_v4 qwen4_exp"
+            " qwen4_exp_text",
+            replace(STATE, experts="apart", layers="indexed_attention")),
+    **_each("deepseek_v4",
+            replace(STATE, experts="apart", layers="compressed_sparse_attention")),
+    # Attention in code of its own, or with more than queries, keys and values.
+    **_each("bloom falcon gptj mpt rwkv codegen gpt_neo gpt_neox_japanese openai-gpt cpmant"
+            " reformer xglm xlnet blt"
+            " diffllama inkling_text inkling2_text gemma3n gemma3n_text gemma4_assistant"
+            " gemma4_unified_assistant cohere_compass_text got_ocr2"
+            " moss_transcribe_diarize", OWN),
+    # Encoders, and parts of models with one.
+    **_each("bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small"
+            " camembert data2vec-text electra ernie git marian mbart megatron-bert musicgen"
+            " musicgen_melody mvp pegasus plbart prophetnet rembert roberta roberta-prelayernorm"
+            " roc_bert roformer trocr whisper xlm xlm-roberta xlm-roberta-xl xmod", ENCODER),
+    # Known to transformers as language models, and not made of what their files say.
+    **_each("emu3 mllama dbrx", NONE),
 }  # fmt: skip
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """What the model of a config has, by its family or by what the config says."""
-    text = text_config(config)
-    known = FAMILIES.get(str(text.get("model_type")))
+    text, outer = text_config(config), FAMILIES.get(str(config.get("model_type")))
+    known = outer or FAMILIES.get(str(text.get("model_type")))
+    if text is not config and outer is None:
+        return NONE
     others = sorted(set(text.get("layer_types") or ()) - PACKED_LAYERS)
-    if others:
-        base = known or Family(experts="apart" if experts_in(text) else "none")
-        return Family(
-            attention="state", experts=base.experts, cut=base.cut, layers=", ".join(others)
-        )
+    experts = experts_in(text)
+    if others and (known is None or known.attention in ("full", "state")):
+        base = known or Family(experts="apart" if experts else "none")
+        return replace(base, attention="state", layers=", ".join(others))
     if known is not None:
         return known
-    experts = experts_in(text)
-    return Family(
-        attention="latent" if text.get("kv_lora_rank") else "full",
+    latent = bool(text.get("kv_lora_rank"))
+    return replace(
+        DENSE,
+        attention="latent" if latent else "full",
         experts="apart" if experts else "none",
-        cut=not experts and not text.get("kv_lora_rank"),
+        cut=not experts and not latent,
     )
 
 
@@ -101,12 +187,23 @@ def experts_in(config: Mapping[str, Any]) -> int:
 
 
 def packing_finding(path: str, family: Family) -> Finding | None:
-    """E503 where packed rows would be computed wrongly; None where they are not."""
+    """E503 where packed rows would be computed wrongly; None where they are not.
+
+    E501 where transformers has no causal language model for the config.
+    """
     if family.attention == "full":
         return None
+    if family.attention == "none":
+        return Finding(
+            code="E501",
+            what=f"model {path!r} cannot be loaded as a language model",
+            got="a config of which transformers makes no causal language model",
+            expected="a causal language model that transformers knows, with safetensors weights",
+        )
     why = {
         "latent": ("multi-head latent attention", "keys as wide as values"),
         "own": ("attention in code of its own", "attention that transformers lets be replaced"),
+        "encoder": ("an encoder, or a part of a model with one", "a decoder by itself"),
         "state": (family.layers, "attention layers only: " + ", ".join(sorted(PACKED_LAYERS))),
     }
     got, expected = why[family.attention]
@@ -122,7 +219,9 @@ def cannot_be_packed(path: str, what: str, got: str, expected: str = "") -> Find
 
 
 def sharding_finding(path: str, family: Family) -> Finding | None:
-    """E526 where several ranks cannot hold a model; None where they can."""
+    """E526, E523 or E515 where several ranks cannot hold a model; None where they can."""
+    if family.alone:
+        return _alone_finding(path, family)
     if family.experts != "apart":
         return None
     return Finding(
@@ -131,6 +230,17 @@ def sharding_finding(path: str, family: Family) -> Finding | None:
         got="a mixture of experts whose files keep each expert apart, on several devices",
         expected="one device for each use of the model",
         fix='rf.Placement(pools={"one": 1}, ...)',
+    )
+
+
+def _alone_finding(path: str, family: Family) -> Finding:
+    if family.alone == "buffers":
+        what = f"model {path!r} has parts beside its layers that only loading it whole fills"
+        return Finding(code="E523", what=what, fix="rf.on(..., fsdp=1, tp=1)")
+    return Finding(
+        code="E515",
+        what=f"model {path!r} has no list of decoder layers, to be shared out one by one",
+        fix="rf.on(..., fsdp=1, tp=1)",
     )
 
 
@@ -147,6 +257,8 @@ def stacked_finding(path: str) -> Finding:
 
 def cutting_finding(path: str, family: Family, kind: str) -> Finding | None:
     """E521 where tensor parallelism cannot cut a model; None where it can, or nobody knows."""
+    if family.alone:
+        return _alone_finding(path, family)
     if family.cut:
         return None
     got = "experts" if family.experts != "none" else "no plan of which all is known"

@@ -14,30 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.modelfiles.configs import required, text_config, text_value
-from rlflow.modelfiles.families import COUNTS
+from rlflow.modelfiles.families import COUNTS, Family, family_of
 
-# Families whose feed-forward layers have two matrices and no gate.
-UNGATED = {"gpt2", "gpt_neox", "phi", "starcoder2", "nemotron", "opt", "bloom", "gptj", "falcon"}
-QKV_BIASES = {"qwen2", "qwen2_moe"}
-HEAD_NORMS = {"qwen3", "qwen3_moe", "gemma3_text", "exaone4"}
-# Families whose head is no embedding unless their config says so.
-UNTIED = {
-    "llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "olmo3", "granite", "exaone4",
-    "seed_oss", "nemotron", "phi", "phi3", "gpt_neox", "stablelm", "glm", "glm4", "mixtral",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe",
-    "granitemoe", "glm4_moe", "dots1", "flex_olmo", "minimax_m2", "gpt_oss", "deepseek_v2",
-    "deepseek_v3", "glm4_moe_lite", "longcat_flash", "llama4", "llama4_text", "qwen3_next",
-}  # fmt: skip
-FOUR_NORMS = {"gemma2", "gemma3_text", "glm4"}
+HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
-    """The widths of a decoder with root-mean-square norms; gated unless `matrices` is 2.
+    """The widths of a decoder; gated unless `matrices` is 2.
 
     `tied` says whether the head is the embedding; `biases` whether the projections to queries,
-    keys and values have them; `head_norms` whether queries and keys are normed by head. `norms`
-    counts those of a layer as wide as it. `experts` of `expert_ffn` stand in all layers but
+    keys and values have them, `all_biases` that to the layer too, `ffn_biases` the feed-forward
+    layer. `head_norms` says whether queries and keys are normed by head, `wide_norms` all heads
+    together. `norms` counts those of a layer as wide as it; 0 are norms without weights, and with
+    `shifts` they have biases. `experts` of `expert_ffn` stand in all layers but
     `dense`, of which a token takes `chosen`, with `shared_ffn` beside them. `latent` is the rank
     of keys and values, `query_rank` that of queries, 0 where they are projected at once.
     """
@@ -53,7 +45,10 @@ class Widths:
     tied: bool = False
     biases: bool = False
     head_norms: bool = False
+    wide_norms: bool = False
+    shifts: bool = False
     all_biases: bool = False
+    ffn_biases: bool = False
     norms: int = 2
     matrices: int = 3
     extra: int = 0
@@ -78,8 +73,25 @@ class Widths:
     @property
     def norm_weights(self) -> int:
         """Parameters of the norms: of layers, of queries and keys by head, and the last one."""
-        by_head = 2 * self.head_dim if self.head_norms else 0
-        return self.layers * (self.norms * self.hidden + by_head) + self.hidden
+        of_layers = self.layers * (self.norms * self.norm + self._inner_norms)
+        return of_layers + self.last_norm
+
+    @property
+    def norm(self) -> int:
+        """Parameters of one norm as wide as a layer."""
+        return self.hidden * (2 if self.shifts else 1)
+
+    @property
+    def last_norm(self) -> int:
+        """Parameters of the norm before the head."""
+        return self.norm if self.norms else 0
+
+    @property
+    def _inner_norms(self) -> int:
+        """Parameters of the norms of queries and keys of a layer."""
+        if self.wide_norms:
+            return (self.heads + self.kv_heads) * self.head_dim
+        return 2 * self.head_dim if self.head_norms else 0
 
     @property
     def attention(self) -> int:
@@ -89,8 +101,7 @@ class Widths:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         biases = queries + 2 * keys if self.biases or self.all_biases else 0
         biases += self.hidden if self.all_biases else 0
-        norms = 2 * self.head_dim if self.head_norms else 0
-        return self.hidden * (2 * queries + 2 * keys) + biases + norms
+        return self.hidden * (2 * queries + 2 * keys) + biases + self._inner_norms
 
     def _latent_attention(self) -> int:
         queries = self.heads * (self.nope_dim + self.rope_dim)
@@ -123,7 +134,8 @@ class Widths:
     @property
     def layer(self) -> int:
         """Parameters of one layer without experts: attention, feed-forward, biases and norms."""
-        return self._beside + self.matrices * self.hidden * self.ffn
+        biases = (self.matrices - 1) * self.ffn + self.hidden if self.ffn_biases else 0
+        return self._beside + self.matrices * self.hidden * self.ffn + biases
 
     @property
     def expert_layer(self) -> int:
@@ -135,7 +147,7 @@ class Widths:
 
     @property
     def _beside(self) -> int:
-        return self.attention + self.norms * self.hidden + self.extra
+        return self.attention + self.norms * self.norm + self.extra
 
     @property
     def expert_layers(self) -> int:
@@ -146,7 +158,7 @@ class Widths:
     def parameters(self) -> int:
         """All parameters, those that are shared once, with the last norm."""
         plain = (self.layers - self.expert_layers) * self.layer
-        return plain + self.expert_layers * self.expert_layer + self.embedding + self.hidden
+        return plain + self.expert_layers * self.expert_layer + self.embedding + self.last_norm
 
     @property
     def idle(self) -> int:
@@ -171,13 +183,13 @@ class Widths:
 
 def widths_of(config: Mapping[str, Any], path: Path) -> Widths:
     """The widths that a config says. Raises UsageError (E205) where it lacks the usual names."""
-    text = text_config(config)
+    text, family = text_config(config), family_of(config)
     get, kind = required(text, path), str(text.get("model_type"))
-    hidden, heads = get("hidden_size", "n_embd"), get("num_attention_heads", "n_head")
-    ffn = text_value(text, "intermediate_size", "n_inner", "ffn_hidden_size") or 4 * hidden
-    ungated = kind in UNGATED
+    hidden, heads = get(*HIDDEN), get(*HEADS)
+    ffn = text_value(text, "intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
+    ffn = ffn or 4 * hidden
     return Widths(
-        layers=get("num_hidden_layers", "n_layer"),
+        layers=get(*LAYERS),
         hidden=hidden,
         heads=heads,
         kv_heads=text_value(text, "num_key_value_heads") or heads,
@@ -185,23 +197,34 @@ def widths_of(config: Mapping[str, Any], path: Path) -> Widths:
         ffn=ffn,
         vocab=get("vocab_size"),
         context=text_value(text, "max_position_embeddings", "n_positions"),
-        tied=_tied(config, text, kind),
-        biases=bool(kind in QKV_BIASES and text.get("qkv_bias", True)),
-        all_biases=bool(text.get("attention_bias", kind == "gpt_oss"))
-        and not text.get("kv_lora_rank"),
-        head_norms=kind in HEAD_NORMS or bool(text.get("use_qk_norm")),
-        norms=4 if kind in FOUR_NORMS else 2,
-        matrices=2 if ungated else 3,
+        tied=_tied(config, text, family),
+        **_biases(text, family),
+        head_norms=family.head_norms == "each" or bool(text.get("use_qk_norm")),
+        wide_norms=family.head_norms == "wide",
+        norms=family.norms,
+        shifts=family.shifts,
+        matrices=3 if family.gated else 2,
         extra=heads if kind == "gpt_oss" else 0,
         **_experts(text, kind, ffn),
         **_latent(text),
     )
 
 
-def _tied(config: Mapping[str, Any], text: Mapping[str, Any], kind: str) -> bool:
+def _biases(text: Mapping[str, Any], family: Family) -> dict[str, bool]:
+    """Which projections have biases, by the family and what a config says."""
+    asked, own = bool(text.get("attention_bias")), family.biases
+    latent = bool(text.get("kv_lora_rank"))
+    return {
+        "biases": (own == "qkv" and bool(text.get("qkv_bias", True))) or (own == "asked" and asked),
+        "all_biases": own in ("attention", "all") or (own == "asked_all" and asked and not latent),
+        "ffn_biases": own == "all" or bool(text.get("mlp_bias")),
+    }
+
+
+def _tied(config: Mapping[str, Any], text: Mapping[str, Any], family: Family) -> bool:
     """Whether the head is the embedding; files leave out what is their family's default."""
     said = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-    return kind not in UNTIED if said is None else bool(said)
+    return family.tied if said is None else bool(said)
 
 
 def _experts(text: Mapping[str, Any], kind: str, ffn: int) -> dict[str, Any]:

@@ -32,6 +32,12 @@ def test_every_family_tested_is_one_of_the_table():
     assert CONFIGS.keys() >= REFUSED.keys()
 
 
+def test_every_language_model_of_transformers_is_in_the_table():
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    assert not names.keys() - FAMILIES.keys()
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_loading_refuses_what_the_plan_refuses(family, saved, world):
     if family not in transformers.CONFIG_MAPPING:

@@ -9,7 +9,7 @@ import pytest
 
 import rlflow as rf
 from rlflow import ops
-from rlflow.errors import PlanError
+from rlflow.errors import PlanError, UsageError
 from rlflow.modelfiles.families import family_of
 from rlflow.modelfiles.widths import widths_of
 from rlflow.scheduler.compile import compile_plan
@@ -55,7 +55,7 @@ CONFIGS: dict[str, dict[str, object]] = {
     "gemma3_text": {"head_dim": 8},
     "phi3": {"pad_token_id": None},
     "bloom": {},
-    "gpt_neox": {},
+    "gpt_neox": {"num_key_value_heads": 4},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {**MIXED, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 1},
     "qwen3_moe": {**MIXED, "decoder_sparse_step": 2},
@@ -82,8 +82,7 @@ REFUSED = {
         ("E503", "E503", "E503"),
     ),
 }
-# GPT-NeoX has biases everywhere; its parameters are counted from the headers of its files.
-COUNTED = [f for f in CONFIGS if REFUSED.get(f, "")[:1] != ("E503",) and f != "gpt_neox"]
+COUNTED = [f for f in CONFIGS if REFUSED.get(f, "")[:1] != ("E503",)]
 LAYOUTS = {"one": {}, "fsdp": {"fsdp": 2}, "tp": {"tp": 2}}
 
 
@@ -136,7 +135,17 @@ def test_what_is_in_no_table_is_judged_by_its_config() -> None:
     assert ("latent", "none") == found(kv_lora_rank=512)
     assert ("state", "none") == found(layer_types=["mamba", "full_attention"])
     assert ("full", "none") == found(layer_types=["sliding_attention"])
-    assert ("full", "none") == found(text_config={"model_type": "gemma3_text"})
+    assert ("none", "none") == found(text_config={"model_type": "gemma3_text"})
+    inner = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}
+    assert family_of(inner).attention == "full"
+
+
+def test_a_config_of_other_names_is_refused_for_what_it_is(tmp_path: Path) -> None:
+    config = {"model_type": "bart", "d_model": 32, "decoder_layers": 2, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(UsageError, match=r"(?s)E503.*encoder"):
+        planned(str(tmp_path), "one")
 
 
 PUBLISHED = {

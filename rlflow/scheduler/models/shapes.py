@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from rlflow.errors import UsageError
 from rlflow.graph.model import Model
 from rlflow.modelfiles.configs import read_config, text_config
 from rlflow.modelfiles.directories import model_directory
-from rlflow.modelfiles.families import DENSE, Family, family_of
+from rlflow.modelfiles.families import DENSE, Family, family_of, packing_finding
 from rlflow.modelfiles.headers import tensor_shapes
 from rlflow.modelfiles.orthogonal import is_layer_matrix
 from rlflow.modelfiles.widths import Widths, widths_of
@@ -113,14 +115,25 @@ def read_shape(directory: Path) -> Shape:
     Raises UsageError where `config.json` is not JSON or lacks the usual names.
     """
     config = read_config(directory)
-    widths = widths_of(config, directory / "config.json")
+    family, kind = family_of(config), str(text_config(config).get("model_type", ""))
+    widths = _computed_widths(config, directory, family)
     counted, source = count_parameters(directory, tied=widths.tied), "safetensors headers"
     if counted is None:
         counted, source = widths.parameters, "config.json"
-    family, kind = family_of(config), str(text_config(config).get("model_type", ""))
     found = _shape_of(widths, counted, source, family=family, kind=kind)
     stored = stored_matrices(directory)
     return replace(found, matrices=stored) if stored and not widths.experts else found
+
+
+def _computed_widths(config: Mapping[str, Any], directory: Path, family: Family) -> Widths:
+    """The widths of a config; what cannot be computed and has none is refused for that."""
+    try:
+        return widths_of(config, directory / "config.json")
+    except UsageError:
+        refused = packing_finding(str(directory), family)
+        if refused is not None:
+            raise UsageError(refused) from None
+        raise
 
 
 def _shape_of(

@@ -1,0 +1,48 @@
+"""The page of models: what the table of families says, a line each."""
+
+from __future__ import annotations
+
+from rlflow.modelfiles.families import (
+    FAMILIES,
+    Family,
+    cutting_finding,
+    packing_finding,
+    sharding_finding,
+)
+
+ATTENTION = {
+    "full": "packed", "latent": "latent (MLA)", "own": "code of its own",
+    "encoder": "an encoder's", "none": "not loaded",
+}  # fmt: skip
+EXPERTS = {"none": "", "apart": "mixture", "fused": "mixture, fused in files"}
+START = """# Models
+
+What each architecture of transformers can be in rlflow, by its `model_type` in `config.json`.
+`check` and `plan` read this table, and so does loading: what one refuses, the others refuse,
+with the code given here. *One* is training, forwards and embedded rollouts on one device, and
+export; *fsdp* the same over ranks that share parameters, *tp* over ranks that share layers.
+`make test-architectures` makes a tiny model of each architecture of the installed transformers
+and holds every line against what happens: packed logits, gradients and greedy tokens against
+the model's own forward, and what two ranks compute against one rank.
+
+An architecture that is not here is judged by what its config says. Engines in processes of
+their own (SGLang, vLLM) compute what they can: this table is of the engines that rlflow brings.
+
+| `model_type` | attention | experts | one | fsdp | tp |
+|---|---|---|---|---|---|
+"""
+
+
+def page():
+    """The whole page."""
+    return START + "".join(line(kind, family) for kind, family in sorted(FAMILIES.items()))
+
+
+def line(kind: str, family: Family) -> str:
+    """One row of the table."""
+    attention = ATTENTION.get(family.attention, family.layers)
+    packing = packing_finding(kind, family)
+    found = [packing, packing or sharding_finding(kind, family)]
+    found.append(packing or cutting_finding(kind, family, kind))
+    codes = [each.code if each else "runs" for each in found]
+    return f"| {kind} | {attention} | {EXPERTS[family.experts]} | {' | '.join(codes)} |\n"
