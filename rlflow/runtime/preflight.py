@@ -1,17 +1,17 @@
 """What is checked of data, prompts and rewards before anything starts.
 
-Files are read through once, and prompts are tokenized and measured, so that a broken
-line or a prompt that is too long costs seconds and not a run.
+Files are read through once, and prompts that may be too long are tokenized and measured, so that
+a broken line or a long prompt costs seconds and not a run.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
-
+from rlflow.batch import lengths
+from rlflow.contract.tokenizers import Tokenizer
 from rlflow.data import DataSource
 from rlflow.data.sources import as_text
 from rlflow.engines.hf.loading import load_tokenizer
@@ -25,17 +25,36 @@ from rlflow.runtime.record.stages import stage
 from rlflow.scheduler.models.shapes import model_shape
 
 MOST_PROMPTS = 20_000
-Read = tuple[Tensor, list[str]]
+
+
+class Prompts(NamedTuple):
+    """Prompts of a source, and how many tokens the first of them has, those of the template too."""
+
+    texts: list[str]
+    first: int
+    tokenizer: Tokenizer
+
+    def doubtful(self, room: int) -> list[int]:
+        """Those that may have more tokens than `room`, and those that may have none.
+
+        A token is a byte of text at least, and what a template adds is in the first prompt: most
+        prompts are told from their bytes, thousands of times faster than by their tokens.
+        """
+        return [
+            index
+            for index, text in enumerate(self.texts)
+            if not text.strip() or self.first + len(text.encode()) > room
+        ]
 
 
 @stage("measuring prompts")
 def check_prompts(graph: Graph, near: Path | None) -> None:
-    """Tokenize the prompts that rollouts will read, and measure them against the context.
+    """Measure the prompts that rollouts will read against the context.
 
     Looks at the first 20,000 rows of each source, once for all that read them alike: trips of a
     loop are many. Raises UsageError naming the row.
     """
-    read: dict[Any, Read] = {}
+    read: dict[Any, Prompts] = {}
     measured: set[Any] = set()
     for node in graph.nodes:
         drawn = node.op.use == "rollout" and node.op.rows != "same"
@@ -78,7 +97,7 @@ def _check_node(
     node: Node,
     source: DataSource,
     near: Path | None,
-    read: dict[Any, Read],
+    read: dict[Any, Prompts],
     alike: Any,
 ) -> None:
     """Measure the prompts of one node; those that another has `read` alike are not read again."""
@@ -98,13 +117,19 @@ def _check_node(
         tokenizer=load_tokenizer,
         where=node.where,
     )
+    chat, new = sampling.chat is not None, int(sampling.max_new_tokens or 0)
     try:
         if alike not in read:
             directory = model_directory(model.path, near)
             tokenizer = load_tokenizer(str(directory or model.path))
             texts = [as_text(row["prompt"]) for row in source.rows()[:MOST_PROMPTS]]
-            read[alike] = token_rows(call, tokenizer, texts, sampling.chat is not None), texts
-        tokens, texts = read[alike]
-        too_long(call, tokens, texts, int(sampling.max_new_tokens or 0), shape.context)
+            first = lengths(token_rows(call, tokenizer, texts[:1], chat)).tolist() if texts else [0]
+            read[alike] = Prompts(texts, first[0], tokenizer)
+        prompts = read[alike]
+        doubtful = prompts.doubtful(shape.context - new)
+        if doubtful:
+            texts = [prompts.texts[index] for index in doubtful]
+            tokens = token_rows(call, prompts.tokenizer, texts, chat)
+            too_long(call, tokens, texts, new, shape.context, doubtful)
     except RunError as error:
         raise UsageError(*error.findings, summary="Nothing was started.") from None

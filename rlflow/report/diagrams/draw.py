@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from rlflow.errors import Finding, UsageError
@@ -39,14 +40,7 @@ def draw(source: str, form: str) -> bytes:
     cannot draw.
     """
     program = shutil.which("dot")
-    if program is not None:
-        command = [program, f"-T{form}", f"-Gdpi={DPI[form]}"]
-        picture = _run(command, source, form, os.environ)
-    elif importlib.util.find_spec("pygraphviz") is not None:
-        command = [sys.executable, "-c", BY_LIBRARY, form, DPI[form]]
-        with tempfile.TemporaryDirectory(prefix="rlflow-fonts-") as directory:
-            picture = _run(command, source, form, _with_fonts(Path(directory)))
-    else:
+    if program is None and importlib.util.find_spec("pygraphviz") is None:
         raise UsageError(
             Finding(
                 code="E662",
@@ -56,6 +50,19 @@ def draw(source: str, form: str) -> bytes:
                 fix="pip install pygraphviz   (or: apt install graphviz)",
             )
         )
+    return _drawn(program, source, form)
+
+
+# A run, its report and a notebook draw the same graph; a process costs half a second of a core.
+@lru_cache(maxsize=32)
+def _drawn(program: str | None, source: str, form: str) -> bytes:
+    if program is not None:
+        command = [program, f"-T{form}", f"-Gdpi={DPI[form]}"]
+        picture = _run(command, source, form, os.environ)
+    else:
+        command = [sys.executable, "-c", BY_LIBRARY, form, DPI[form]]
+        with tempfile.TemporaryDirectory(prefix="rlflow-fonts-") as directory:
+            picture = _run(command, source, form, _with_fonts(Path(directory)))
     return plain_svg(picture) if form == "svg" else picture
 
 
