@@ -33,14 +33,17 @@ demo: $(STAMP)  ## train GRPO on this CPU until the reward climbs; leaves runs/d
 # Three files at a time on two cores: who starts Ray or an engine waits for it half of the time.
 SIDE   := -n 3 --dist loadfile
 
+# Of long tables `make test` runs other rows each week; "all" runs every row (tests/budget.py).
+ROWS   := all
+
 test: $(STAMP)  ## all tests but the slow ones
-	$(BIN)/python -m pytest -m "not slow" $(SIDE)
+	RLFLOW_ROWS=week $(BIN)/python -m pytest -m "not slow" $(SIDE)
 
 test-fast: $(STAMP)  ## the tests that need no torch
 	$(BIN)/python -m pytest -m "not torch and not slow"
 
-test-slow: $(STAMP)  ## end-to-end runs of minutes; BUT="and not extra" leaves some out
-	$(BIN)/python -m pytest -m "slow and not sglang and not vllm $(BUT)" $(SIDE)
+test-slow: $(STAMP)  ## end-to-end runs of minutes; BUT="and not extra" leaves some out, ROWS=week other rows each week
+	RLFLOW_ROWS=$(ROWS) $(BIN)/python -m pytest -m "slow and not sglang and not vllm $(BUT)" $(SIDE)
 
 test-long: $(STAMP)  ## property tests with ten times the examples, drawn anew each time: for the night
 	env -u CI RLFLOW_EXAMPLES=10 $(BIN)/python -m pytest -m "hypothesis and not ray and not sglang" --timeout=3600 $(SIDE)

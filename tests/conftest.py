@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.budget import examples
+from tests.budget import DRAWS, drawn, examples
 
 # Examples are not timed: the machine may be busy. CI draws the same ones every time.
 settings.register_profile(
@@ -48,10 +48,32 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start Ray or an engine of its own come first: nobody waits for them at the end."""
+@pytest.hookimpl(trylast=True)  # when pytest has left out what its words do not ask for
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out rows that other weeks run, and begin with files that start Ray or an engine.
+
+    Nobody waits for those at the end.
+    """
+    if DRAWS:
+        left_out = _rows_of_other_weeks(items)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+        items[:] = [item for item in items if item.nodeid not in left_out]
     waiting = {item.path for item in items for mark in WAITING if item.get_closest_marker(mark)}
     items.sort(key=lambda item: item.path not in waiting)
+
+
+def _rows_of_other_weeks(items: list[pytest.Item]) -> set[str]:
+    tables: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[str] = set()
+    for table in tables.values():
+        mark = table[0].get_closest_marker("rows")
+        slow = [item.nodeid for item in table if item.get_closest_marker("slow")]
+        rows = [item.nodeid for item in table] if mark else slow
+        count = mark.args[0] if mark else -(-len(slow) // 3)
+        left_out |= set(rows) - drawn(rows, count)
+    return left_out
 
 
 @pytest.fixture(autouse=True)
