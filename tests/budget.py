@@ -1,8 +1,8 @@
 """How much of a test is run: the examples that a property draws, the rows of a long table.
 
 `make test` draws half of the examples that a test asks for, and of a table that says
-`pytest.mark.rows(n)` it runs n rows: others each week, so that all have their turn. Of tests that
-are slow CI runs a third of each table. `make test-slow` runs every row, `make test-long` ten times
+`pytest.mark.rows(n)` it runs n rows: others each week, so that all have their turn. Of the slow
+tests of a file CI runs a third. `make test-slow` runs every row, `make test-long` ten times
 the examples; `pytest` by hand runs what it is told.
 """
 

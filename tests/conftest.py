@@ -63,16 +63,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _rows_of_other_weeks(items: list[pytest.Item]) -> set[str]:
-    tables: dict[str, list[pytest.Item]] = {}
+    """Of a table that says so all but as many rows, of a file's slow tests all but a third."""
+    counts: dict[str, int] = {}
+    drawn_from: dict[str, list[str]] = {}
     for item in items:
-        tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        mark = item.get_closest_marker("rows")
+        if mark is not None or item.get_closest_marker("slow"):
+            table = item.nodeid.partition("[")[0] if mark else str(item.path)
+            drawn_from.setdefault(table, []).append(item.nodeid)
+            if mark is not None:
+                counts[table] = mark.args[0]
     left_out: set[str] = set()
-    for table in tables.values():
-        mark = table[0].get_closest_marker("rows")
-        slow = [item.nodeid for item in table if item.get_closest_marker("slow")]
-        rows = [item.nodeid for item in table] if mark else slow
-        count = mark.args[0] if mark else -(-len(slow) // 3)
-        left_out |= set(rows) - drawn(rows, count)
+    for table, rows in drawn_from.items():
+        left_out |= set(rows) - drawn(rows, counts.get(table, -(-len(rows) // 3)))
     return left_out
 
 

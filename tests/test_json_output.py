@@ -66,6 +66,7 @@ def document(text):
     return found
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("name", sorted(set(WORDS) - OF_A_RUN - {"rehearse"}))
 def test_what_is_printed_parses(rlflow, tmp_path, name):
     (tmp_path / "mine.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n' * 8)

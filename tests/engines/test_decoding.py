@@ -166,6 +166,7 @@ def paused(engine, sampling, at):
     return tokens, log_probs, finished, places
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(
     ("sampling", "at"),
     [(GREEDY, 1), (GREEDY, 10), (SAMPLED, 1), (SAMPLED, 4), (SAMPLED, 9)]

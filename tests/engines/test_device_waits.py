@@ -52,6 +52,7 @@ def given():
     return make_batch(fields, len(batch))
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])

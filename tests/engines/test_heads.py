@@ -38,6 +38,7 @@ def close(expected, found):
     assert torch.allclose(expected, found, atol=1e-5, rtol=1e-4), (expected, found)
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"])
 @pytest.mark.parametrize("kind", ["score", "tokens"])
 def test_classifiers_score_as_in_transformers_and_go_back(tmp_path, family, kind):
@@ -59,6 +60,7 @@ def test_classifiers_score_as_in_transformers_and_go_back(tmp_path, family, kind
     assert [] == [name for name, value in mine.items() if not torch.equal(value, theirs[name])]
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("name", ["v_head.summary", "v_head", "value_head", "rm_head", "judge.out"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_heads_of_other_names_are_read_and_written_back(tmp_path, name, bias):

@@ -36,6 +36,7 @@ def test_a_device_never_holds_a_weight_twice_while_they_arrive(model_dir, lora):
     assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [

@@ -44,6 +44,7 @@ def device_bytes(module):
     return sum(storage.nbytes() for storage in storages.values())
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_outputs_are_those_of_a_resident_model_bit_for_bit(family, dtype, model_dir):

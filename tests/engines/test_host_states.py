@@ -39,6 +39,7 @@ def same(one: TrainEngine, other: TrainEngine) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_are_those_of_a_resident_state(

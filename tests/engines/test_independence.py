@@ -68,6 +68,7 @@ def same(left, right):
     return flat(left).numpy().tobytes() == flat(right).numpy().tobytes()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("stops", [(), (3, 4, 5)], ids=["equal", "ragged"])
 @pytest.mark.parametrize(
     "family",

@@ -66,6 +66,7 @@ def generated(model, temperature=1.0):
     )
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_change_nothing_at_first(family, dtype, model_dir):
@@ -77,6 +78,7 @@ def test_adapters_change_nothing_at_first(family, dtype, model_dir):
     assert torch.equal(expected.log_probs.values(), found.log_probs.values())
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2"])
 @pytest.mark.parametrize("spec", [ALL, SOME])
 def test_gradients_equal_those_through_a_merged_weight(family, spec, model_dir):

@@ -167,6 +167,7 @@ def test_a_weight_and_its_scales_are_in_one_bucket_aligned_and_half_as_large(lim
     assert slot_bytes(buckets)[1] <= limit
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("limit", [600, 1 << 20])
 @pytest.mark.parametrize(
     ("layout", "ranks", "replicas"),

@@ -42,6 +42,7 @@ def sizes_of_saved(action):
     return made, sum(sizes)
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("micro_tokens", [None, 25])
 def test_gradients_are_those_of_the_plain_model_bit_for_bit(family, micro_tokens, model_dir):

@@ -13,6 +13,7 @@ def in_all(world, function, path, shape, *args):
     return world(shape[0] * shape[1] * shape[2]).run(function, path, shape, *args)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("shape", "family", "trained"),
     [
@@ -28,6 +29,7 @@ def test_tokens_are_those_of_one_rank(shape, family, trained, world, model_dir):
     assert all(in_all(world, rollouts.same_tokens, model_dir(family), shape, trained))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("shape", "trained", "count"),
     [

@@ -32,11 +32,13 @@ def test_pieces_of_all_ranks_are_the_whole_model(shape, tiny, world, model_dir):
     assert all(in_all(world, states.shards_tile, path, shape))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sleep_changes_no_bit(shape, world, model_dir):
     assert all(in_all(world, states.sleeping_changes_nothing, model_dir("qwen3"), shape))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_discarded_weights_come_back_by_their_shards(shape, world):
     assert all(in_all(world, states.discarded_weights_come_by_shards, str(TINY), shape))

@@ -51,6 +51,7 @@ def test_no_response_token_has_a_column_for_every_temperature(model_dir):
     assert (0, 2) == found["log_probs"].shape
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_trained_adapters_leave_the_base_as_it_was_loaded(family, dtype, model_dir):

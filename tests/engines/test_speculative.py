@@ -105,6 +105,7 @@ def acceptance(stats):
     return stats["accepted"] / stats["drafted"]
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.8), (9, 0.9)])
 def test_tokens_are_those_of_plain_decoding(temperature, top_k, top_p, tiny):
@@ -123,6 +124,7 @@ def test_tokens_are_those_of_plain_decoding(temperature, top_k, top_p, tiny):
     assert without["drafted"] == without["accepted"] == 0
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gptoss", "gpt2"])
 def test_every_kind_of_attention_and_up_to_the_end_of_the_context(family, model_dir):
     """Windows, soft caps, sinks, learned positions; drafts look beyond the last of 96 places."""
@@ -177,6 +179,7 @@ def test_nothing_else_depends_on_the_drafter(
     assert stats["new_tokens"] == before["new_tokens"]
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("drafter", ["itself", "near", "random"])
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_pieces_are_those_of_plain_decoding(drafter, count, models):

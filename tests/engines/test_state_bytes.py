@@ -95,6 +95,7 @@ def test_fewer_moments_are_what_is_planned(dtype: torch.dtype, optimizer: Any) -
     assert expected.state < planned(dtype, (1, 1, 1)).state
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape", [(1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 1, 1)], ids=["fsdp", "tp", "both", "replicas"]

@@ -206,6 +206,7 @@ def test_the_last_response_is_scored():
     assert 0.0 == said(rf.ToolEnvironment([add]), "7").reward
 
 
+@pytest.mark.slow
 def test_tools_go_to_another_process():
     def twice(number: int) -> int:
         return 2 * number

@@ -134,6 +134,7 @@ def losses(engine: Any, batch: Any) -> list[float]:
     return [value.metrics["loss"] for value in made]
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("way", [*(pytest.param(WAYS[way], id=way) for way in WAYS), COMPILED])
 def test_steps_bring_the_loss_down(

@@ -56,6 +56,7 @@ def tokens_of(made: Any) -> list[list[int]]:
     return [row.tolist() for row in made.response_tokens.unbind()]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("more", [{}, {"top_p": 0.9, "temperature": 0.7}, {"top_k": 20}], ids=str)
 def test_tokens_are_those_of_the_eager_path(

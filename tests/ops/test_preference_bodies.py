@@ -196,6 +196,7 @@ class Stepped:
         self.metrics, self.grad_norm = metrics, grad_norm
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.describe())
 @pytest.mark.parametrize("mini_batches", [1, 2])
 def test_an_update_is_the_same_in_micro_batches_of_any_size(spec, mini_batches):

@@ -89,6 +89,7 @@ HEADS = {
 }
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("lora", [None, ADAPTERS])
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_value_model_is_streamed_to_what_it_would_be_written_as(

@@ -240,6 +240,7 @@ def test_the_monitor_sees_who_goes_on_with_weights_of_two_updates_more():
         run(changed(plan, later), random_seconds(1), end=5, barrier=6)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_every_seed_keeps_the_invariants_fails_cleanly_and_resumes(chunk):
     alone = os.environ.get("RLFLOW_SEED")

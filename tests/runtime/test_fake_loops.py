@@ -164,6 +164,7 @@ def check(index, seed):
     assert outcome(plan, whole, saved) == outcome(plan, resumed, saved)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("chunk", range(4))
 def test_every_seed_keeps_the_invariants_and_runs_what_is_due(chunk):
     alone = os.environ.get("RLFLOW_SEED")

@@ -210,6 +210,7 @@ def test_a_state_that_is_not_done_ends_as_it_is(train):
         )
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("most", "trips"), [(1, 1), (2, 2), (4, 4)])
 def test_a_state_takes_as_many_trips_as_its_last_row(train, most, trips):
     words = ("together", "--iterations", 1, "--set", f"most={most}")

@@ -94,6 +94,7 @@ def test_episodes_are_drawn_until_enough_groups_differ(train):
     assert 2 <= max(len(copies) for copies in drawn)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("what", [TURNS, DRAWN, TWICE], ids=["turns", "drawn", "twice"])
 def test_what_did_not_run_leaves_nothing_behind(what):
     leaves_nothing(what, "apart", "turns/trips" if what is TURNS else "enough/trips")

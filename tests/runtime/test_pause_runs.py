@@ -24,6 +24,7 @@ def sampled(line: dict[str, float]) -> dict[str, float]:
     return {name: line[name] for name in (*names, "seen/stopped", "seen/ended")}
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("placement", "staleness"),
     [

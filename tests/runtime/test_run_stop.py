@@ -72,6 +72,7 @@ class Instantly:
         """Nothing to restore."""
 
 
+@pytest.mark.rows(8)
 @pytest.mark.parametrize("stop_at", range(6))
 @pytest.mark.parametrize("save_every", [2, 3, 4, 5])
 def test_a_stop_saves_the_iterations_that_are_done_and_no_more(tmp_path, stop_at, save_every):

@@ -21,6 +21,7 @@ def versions(staleness: int, iterations: int = 7) -> list[int]:
     return [max(i - staleness, i // 4 * 4) for i in range(iterations)]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("placement", "staleness"),
     [

@@ -223,12 +223,14 @@ def column(name: str) -> Iterator[Any]:
             yield pytest.param(feature, cell, id=told, marks=cell.marks)
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(("feature", "cell"), column("same"))
 def test_a_placement_changes_no_bit(train, feature, cell):
     first = feature.same[0].placement
     assert state(train(feature.what, first)) == state(train(feature.what, cell.placement))
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("feature", "cell"), column("resumed"))
 def test_a_resumed_run_has_the_bits_of_one_that_was_not(train, tmp_path, feature, cell):
     whole, run = train(feature.what, cell.placement), tmp_path / "run"

@@ -112,6 +112,7 @@ def test_all_that_is_not_known_is_said_at_once() -> None:
 DRAFTED = PIPELINES / "drafted_grpo.py"
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("command", "text"),
     [

@@ -121,6 +121,7 @@ def test_examples_hold_after_every_pass_and_play(example: Compiled) -> None:
     holds_and_plays(example)
 
 
+@pytest.mark.rows(3)
 def test_every_mutant_is_rejected(example: Compiled) -> None:
     assert [] == unnoticed(example.plan)
 

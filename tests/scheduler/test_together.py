@@ -127,6 +127,7 @@ def test_a_plan_is_as_it_was_judged_and_no_worse_than_the_order_before(seed: int
         assert moved(made) <= moved(kept)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("seed", [51, 213, 616])
 def test_the_order_stays_where_a_host_has_room_for_its_sleeps_alone(seed: int) -> None:
     """Where a shorter order keeps more on the host than that has, and in no case E405."""

@@ -125,6 +125,7 @@ def shortest(graph, placements, devices):
     return best
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "devices",
     [pytest.param(f"cpu:{n}", marks=[pytest.mark.slow] if n != 2 else []) for n in (1, 2, 4)],

@@ -260,6 +260,7 @@ AVERAGED = {
 BUILT = {"grpo": grpo, "ppo": ppo, **AVERAGED}
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("build", BUILT)
 def test_no_plan_is_shorter_than_its_bound(build):
     graph, where = BUILT[build](), cpu_cluster(4, threads=1, memory=1e9)

@@ -128,6 +128,7 @@ def test_what_is_accepted_plays_within_its_budgets(seed: int, pick: int) -> None
             assert all(size <= plan.budget(d) for d, size in most.items()), name
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize(
     ("change", "says"),
     [

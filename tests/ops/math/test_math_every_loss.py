@@ -212,6 +212,7 @@ def same(expected: dict[str, Any], got: dict[str, Any], what: str) -> None:
         torch.testing.assert_close(got[key], value, rtol=1e-10, atol=1e-12, msg=told)
 
 
+@pytest.mark.rows(60)
 @pytest.mark.parametrize(("name", "mode"), EVERY_MODE)
 def test_the_parts_of_a_step_add_up_to_the_whole(name, mode):
     spec, data = spec_of(name, mode), fields()

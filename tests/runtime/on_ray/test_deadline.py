@@ -159,6 +159,7 @@ def test_an_error_that_cannot_be_read_here_still_says_what_it_was(pair):
         wait([pair[0].unpicklable.remote()], 20, doing="working")
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("how", "said"),
     [

@@ -119,6 +119,7 @@ def test_a_second_session_needs_the_first_one_closed(start):
     assert 1 == len(second.nodes())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # Ray's own
 def test_a_cluster_that_dies_is_reported_and_can_still_be_closed(start):
     session = start()
@@ -181,6 +182,7 @@ def left_after(seconds, look):
     return left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM"])
 def test_nothing_is_left_of_an_embedded_cluster_however_its_controller_ends(end, drivers):
     driver = drivers["-", end]

@@ -204,6 +204,7 @@ def ended(rows: np.ndarray, chunk: Chunk) -> np.ndarray:
     return np.sort(rows[order][first:last])
 
 
+@pytest.mark.rows(10)
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize("by", ["prompts", "finish"])
 @pytest.mark.parametrize(
@@ -246,6 +247,7 @@ def test_rows_of_chunks_arrive_whatever_the_graph(data, count, seed):
             raise
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("gen", [2, 4])
 @pytest.mark.parametrize("stream", [1, 2])
 @pytest.mark.parametrize("engine", ["torch", "sglang"])

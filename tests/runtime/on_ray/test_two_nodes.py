@@ -34,6 +34,7 @@ def started(slots):
     ]
 
 
+@pytest.mark.slow
 def test_ranks_come_out_in_the_same_order_whatever_started_first(join):
     session = join()
     assert ["127.0.0.2", "127.0.0.10"] == [node.address for node in session.nodes()]
