@@ -151,6 +151,7 @@ def test_it_checks_under_every_placement(rlflow, name):
     assert sorted(pipeline(name).placements) == sorted(json.loads(result.out)["placements"])
 
 
+@pytest.mark.rows(16)
 @pytest.mark.parametrize(("name", "placement"), on_gpus())
 def test_a_placement_for_gpus_is_planned_on_them(rlflow, name, placement):
     devices = f"h100:{pipeline(name).placements[placement].num_devices()}"
@@ -173,6 +174,7 @@ def test_it_is_planned_in_as_many_chunks_as_are_worth_it(name):
     assert "stream" in {note.rule for note in plan.notes}
 
 
+@pytest.mark.rows(1)
 @pytest.mark.torch
 @pytest.mark.parametrize(
     "name",
@@ -202,6 +204,7 @@ def test_three_iterations_run_and_are_reported_and_exported(rlflow, tmp_path, mo
         assert list(into.glob("*.safetensors"))
 
 
+@pytest.mark.rows(12)
 @pytest.mark.parametrize("name", NAMES)
 def test_its_plans_have_their_headline_are_drawn_and_are_read_back(name):
     """What headlines a run is what its policies learn from."""

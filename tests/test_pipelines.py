@@ -84,6 +84,7 @@ def test_the_pool_of_the_only_gpu_has_its_share():
     assert 81559 * 2**19 == held["weights"] + held["keys and values"], "half of a GPU"
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_supervised_learning_evaluates_on_both_kinds_of_samples(rlflow, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -108,6 +109,7 @@ def local(name, folder):
     return ("--set", f"model={TINY}", "--set", f"data={data}", "--set", "max_new_tokens=8")
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_ppo_on_gsm8k_runs_on_local_files(rlflow, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -66,6 +66,7 @@ def test_a_run_is_written_back_and_the_next_plan_says_so(rlflow: Call, store: Pa
     assert 2 == load_measured(store).serial
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_short_runs_are_kept_and_runs_without_a_file_keep_nothing(
     rlflow: Call, store: Path, monkeypatch: pytest.MonkeyPatch

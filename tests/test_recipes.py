@@ -57,6 +57,7 @@ def test_recipes_are_listed_with_what_they_need(rlflow):
     assert max(map(len, lines)) <= 120
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_is_written_and_planned_in_every_placement(recipe, rlflow, beside_rows):
     written = init(rlflow, "mine", recipe=recipe)

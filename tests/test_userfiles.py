@@ -113,6 +113,7 @@ def test_a_file_imports_its_package_and_what_is_beside_it(kit, rlflow):
     assert 0 == result.code, result.err
 
 
+@pytest.mark.slow
 def test_a_reward_in_a_process_of_its_own_brings_them_along(kit):
     judge = judge_of(load_pipeline(str(kit / "tasks" / "mine.py")))
     workers = Workers(1)

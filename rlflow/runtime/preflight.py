@@ -27,7 +27,7 @@ from rlflow.scheduler.models.shapes import model_shape
 MOST_PROMPTS = 20_000
 
 
-class Prompts(NamedTuple):
+class MeasuredPrompts(NamedTuple):
     """Prompts of a source, and how many tokens the first of them has, those of the template too."""
 
     texts: list[str]
@@ -54,7 +54,7 @@ def check_prompts(graph: Graph, near: Path | None) -> None:
     Looks at the first 20,000 rows of each source, once for all that read them alike: trips of a
     loop are many. Raises UsageError naming the row.
     """
-    read: dict[Any, Prompts] = {}
+    read: dict[Any, MeasuredPrompts] = {}
     measured: set[Any] = set()
     for node in graph.nodes:
         drawn = node.op.use == "rollout" and node.op.rows != "same"
@@ -97,7 +97,7 @@ def _check_node(
     node: Node,
     source: DataSource,
     near: Path | None,
-    read: dict[Any, Prompts],
+    read: dict[Any, MeasuredPrompts],
     alike: Any,
 ) -> None:
     """Measure the prompts of one node; those that another has `read` alike are not read again."""
@@ -124,7 +124,7 @@ def _check_node(
             tokenizer = load_tokenizer(str(directory or model.path))
             texts = [as_text(row["prompt"]) for row in source.rows()[:MOST_PROMPTS]]
             first = lengths(token_rows(call, tokenizer, texts[:1], chat)).tolist() if texts else [0]
-            read[alike] = Prompts(texts, first[0], tokenizer)
+            read[alike] = MeasuredPrompts(texts, first[0], tokenizer)
         prompts = read[alike]
         doubtful = prompts.doubtful(shape.context - new)
         if doubtful:

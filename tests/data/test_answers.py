@@ -144,6 +144,7 @@ def test_thousands_separators_change_nothing(number):
     assert str(number) == last_number(f"that makes {number:,}.")
 
 
+@pytest.mark.slow
 @given(text=st.text())
 def test_any_text_is_taken(text):
     extract_boxed(text)

@@ -100,6 +100,7 @@ def test_a_huge_source_is_sampled_at_once():
     assert 0.45 < sum(rows) / len(rows) / 10**12 < 0.55
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("hash_seed", ["0", "1", "4711"])
 def test_a_batch_is_the_same_in_every_process(hash_seed):
     script = "import rlflow.data as d; print(d.arithmetic().batch(700, 16, 5))"

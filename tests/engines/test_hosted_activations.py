@@ -69,6 +69,7 @@ def test_what_attention_made_may_stay(model_dir):
     assert same(plain, hosting)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("recompute", WAYS)
 def test_adapters_and_value_heads_train_the_same(recompute, deep):
     for options, output in (({"lora": ADAPTERS}, "log_probs"), ({"head": "value"}, "values")):

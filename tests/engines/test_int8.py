@@ -118,6 +118,7 @@ def engine(moments: str) -> TrainEngine:
     return TrainEngine(model, Spec(lr=3e-3, moments=moments, weight_decay=0.0), micro_tokens=None)
 
 
+@pytest.mark.slow
 def test_it_learns_as_wide_moments_do() -> None:
     losses: dict[str, list[float]] = {}
     for moments in ("float32", "int8"):

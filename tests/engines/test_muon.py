@@ -78,6 +78,7 @@ def test_what_it_takes_is_what_is_counted() -> None:
         assert flops.get_total_flops() == orthogonal_flops(*shape)
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_torchs_own_muon_and_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which computes in bfloat16 everywhere, so this does too; the rest is AdamW's to the bit."""
     ours = engine()

@@ -29,6 +29,7 @@ def logits_of(rows, vocabulary, dtype=torch.float32, spread=3.0):
     return (spread * torch.randn(rows, vocabulary, generator=made)).to(dtype)
 
 
+@pytest.mark.rows(24)
 @pytest.mark.parametrize("vocabulary", [1, 30, PART, 3 * PART + 5])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -89,6 +89,7 @@ WAYS = {
 }
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("way", [*WAYS][:1])
 def test_tokens_are_the_references(family, way, model_dir):
@@ -242,6 +243,7 @@ def traced(model, prompts, sampling, blocks=None):
     return made, responses.result()
 
 
+@pytest.mark.slow
 def test_a_small_pool_sets_rows_aside_and_lets_prompts_wait(long_dir):
     """Every row comes to need three blocks of its own, and the pool has seven for six rows."""
     model = load(long_dir)

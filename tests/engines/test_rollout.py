@@ -33,6 +33,7 @@ def tokens(generation):
     return [row.tolist() for row in generation.response_tokens.unbind()]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_the_models_own(family, model_dir):
     from transformers import AutoModelForCausalLM

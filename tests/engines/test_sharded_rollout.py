@@ -48,6 +48,7 @@ def test_ranks_of_a_part_have_equal_logits(shape, world, model_dir):
     assert all(in_all(world, rollouts.same_logits, model_dir("llama"), shape))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("shape", [(1, 2, 1), (2, 1, 1)])
 def test_training_goes_on_as_if_nothing_had_been_generated(shape, world, model_dir):
     assert all(in_all(world, rollouts.training_goes_on_after, model_dir("qwen2"), shape))

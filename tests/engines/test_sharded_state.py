@@ -25,6 +25,7 @@ def in_all(world, function, path, shape, *args):
     return world(shape[0] * shape[1] * shape[2]).run(function, path, shape, *args)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("shape", "tiny"), [((1, 2, 2), True), ((2, 2, 1), False)])
 def test_pieces_of_all_ranks_are_the_whole_model(shape, tiny, world, model_dir):
     path = str(TINY) if tiny else model_dir("llama")
@@ -88,6 +89,7 @@ def test_several_ranks_continue_what_one_saved(dtype, world, model_dir, tmp_path
     assert all(in_all(world, states.another_layout_continues, *args))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_goes_from_fsdp_to_one_rank_to_tp_with_the_same_bits(
     dtype, world, model_dir, tmp_path

@@ -140,6 +140,7 @@ def test_every_kind_of_attention_and_up_to_the_end_of_the_context(family, model_
     assert rates[0] == 1 > rates[1] > 0.2
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(80))
 @given(
     prompts=st.lists(st.lists(st.integers(0, 31), min_size=1, max_size=9), min_size=1, max_size=4),

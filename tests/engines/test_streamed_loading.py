@@ -93,6 +93,7 @@ def for_another_device(monkeypatch):
     return load
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("stored", "dtype", "tied", "parts"),
     [
@@ -112,6 +113,7 @@ def test_a_piece_of_a_tensor_is_all_that_the_host_holds(
     assert most <= left + 2 * PIECE < model.num_bytes() / 8
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("more", [{"head": "value"}, {"lora": ADAPTERS}], ids=["value", "lora"])
 def test_heads_and_adapters_take_no_more(files, for_another_device, more):
     path = files(torch.float32, tied=True, parts=1)
@@ -166,6 +168,7 @@ def test_random_weights_are_those_of_the_constructor(files):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_layers_on_the_host_are_there_once(files, for_another_device):
     path = files(torch.float32, tied=True, parts=1)
     model, most, left = for_another_device(path, dtype=torch.bfloat16, offload="layers")
@@ -184,6 +187,7 @@ def test_tied_weights_that_differ_in_the_files_are_left_to_transformers(files, t
     assert torch.equal(tensors["lm_head.weight"], model.named_tensors()["lm_head.weight"])
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("init", ["weights", "random"])
 def test_an_engine_has_its_staging_and_no_second_copy(files, monkeypatch, tmp_path, init):
     path = files(torch.float32, tied=True, parts=2)

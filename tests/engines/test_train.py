@@ -71,6 +71,7 @@ def test_logits_of_whole_rows_are_not_copied_in_the_backward(model_dir, monkeypa
     assert "Squeeze" in made[0].grad_fn.name()
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tree", [True, False])
 def test_gradients_equal_those_of_padded_rows(family, tree, model_dir, monkeypatch):

@@ -134,6 +134,7 @@ def test_steps_are_recorded_anew_where_weights_have_moved(model_of: Any, device:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_pool_for_fewer_rows_draws_the_same_tokens_in_less_memory(
     model_of: Any, device: Any
 ) -> None:

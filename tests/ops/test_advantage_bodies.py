@@ -131,6 +131,7 @@ def test_a_kl_in_the_reward_hides_no_degenerate_group():
     assert 1.0 == join_metrics([made.metrics])["degenerate"]
 
 
+@pytest.mark.slow
 @FEW
 @given(split_batches())
 def test_group_estimators_on_parts(case):

@@ -300,6 +300,7 @@ def updated(batch, parts, spec, epochs, mini_batches):
     return whole.model.steps, [model.steps for model in models]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(split_batches(), st.sampled_from(LOSSES), st.integers(1, 2), st.integers(1, 4))
 def test_parts_make_the_steps_of_the_whole_together(case, spec, epochs, mini_batches):

@@ -278,6 +278,7 @@ def test_an_error_of_rlflows_own_is_no_failure_of_a_sample(awaited):
         judge(later if awaited else function, samples(2))
 
 
+@pytest.mark.slow
 def test_closing_ends_every_process():
     pool = Workers(2)
     with ThreadPoolExecutor(2) as threads:

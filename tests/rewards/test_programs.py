@@ -91,6 +91,7 @@ def test_the_share_of_tests_that_pass():
     assert 0.5 == scored("def double(x):\n    return 4", ASSERTIONS, partial=True)
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize(
     "program",
     [

@@ -156,6 +156,7 @@ def test_empty_files_are_counted(isolation):
     assert ended[isolation] == ran.stdout + ran.stderr
 
 
+@pytest.mark.rows(2)
 @JAILED
 @pytest.mark.parametrize(
     "act",

@@ -85,6 +85,7 @@ def test_a_right_program_passes_each_of_them():
     assert 1.0 == scored("def double(x): return 2 * x", "import math\n" + "\n".join(DOUBLES))
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_verdict_cannot_be_forged(attack):
     """Not one of the lines holds, though an error in another is no end."""

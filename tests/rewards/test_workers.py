@@ -100,6 +100,7 @@ def test_a_forked_copy_ends_with_its_code():
     assert [7.0] == judge(exits_in_copy, [{"x": 0}], bounds=BOUNDS).values
 
 
+@pytest.mark.slow
 def test_an_answer_to_another_call_is_not_taken():
     """As from a function that writes on the pipe: the process is lost, the next call is right."""
     pool = Workers(1)
@@ -132,6 +133,7 @@ def test_a_function_that_cannot_be_packed_is_no_failure_of_a_sample():
     assert "lock" in finding.got
 
 
+@pytest.mark.slow
 def test_what_a_call_started_ends_with_it(tmp_path):
     path = tmp_path / "pid"
     pool = Workers(1)

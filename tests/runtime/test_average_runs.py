@@ -75,6 +75,7 @@ def components(saved: Saved) -> list[str]:
     return sorted({name.partition("/")[0] for name in tensors(saved.run)})
 
 
+@pytest.mark.slow
 def test_the_average_is_that_of_a_plain_loop_over_the_weights_of_every_iteration(run):
     early, late = run("--iterations", 1), run()
     expected = first()
@@ -84,6 +85,7 @@ def test_the_average_is_that_of_a_plain_loop_over_the_weights_of_every_iteration
     assert apart(first(), late(3, "ref")) > 1e-3
 
 
+@pytest.mark.slow
 def test_of_every_second_iteration_the_others_leave_it_as_it_is(run):
     found = run(every=2)
     assert apart(moved(first(), found(2, "actor"), 0.9), found(2, "ref")) < 1e-7
@@ -106,6 +108,7 @@ def test_with_full_decay_it_is_a_frozen_reference(run):
     assert ["actor", "actor.optimizer"] == components(expected)
 
 
+@pytest.mark.slow
 def test_weights_that_sleep_while_the_actor_learns_are_the_same(run):
     expected, found = run(), run("--devices", "cpu:1@8MB")
     assert ["actor", "actor.optimizer", "ref"] == components(expected)

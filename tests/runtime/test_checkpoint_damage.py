@@ -77,6 +77,7 @@ def test_one_flipped_bit_anywhere(root, name):
         assert_falls_back(root, name)
 
 
+@pytest.mark.slow
 def test_flipped_bits_all_over_the_manifest(root):
     file = newest(root) / "manifest.json"
     good = file.read_bytes()

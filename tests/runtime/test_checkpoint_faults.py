@@ -111,16 +111,9 @@ def kill_at_every_pass(tmp_path: Path, scenario: str, point: str) -> int:
     raise AssertionError(f"{point} passed {PASSES_AT_MOST} times")
 
 
-SLOW_SCENARIOS = set(SCENARIOS) - {"everything"}
-
-
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in SLOW_SCENARIOS else ())
-        for name in SCENARIOS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_kill_at_every_failpoint_leaves_the_old_or_the_new(tmp_path, scenario):
     passes = {point: kill_at_every_pass(tmp_path, scenario, point) for point in POINTS}
     assert 5 == passes["ckpt:component:write"]

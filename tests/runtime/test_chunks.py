@@ -66,11 +66,12 @@ def test_chunks_do_not_change_a_bit(train, ordered):
         assert tensors(whole) == tensors(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
     [
         GRPO.said(*sets("prompts_per_iteration=8", "kl_coef=0.05")),
-        pytest.param(PPO.said(*sets("prompts_per_iteration=32")), marks=pytest.mark.slow),
+        PPO.said(*sets("prompts_per_iteration=32")),
     ],
     ids=["grpo", "ppo"],
 )

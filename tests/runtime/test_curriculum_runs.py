@@ -48,6 +48,7 @@ def test_prompts_read_the_version_that_is_declared(train, placement, lag):
     assert len({tuple(line.values()) for line in read}) > lag
 
 
+@pytest.mark.slow
 def test_a_loop_tracks_and_draws_in_every_trip(train):
     run = train(INSIDE, "together")
     trips = sum(line["repeat/trips"] for line in numbers(run, "repeat/trips"))

@@ -91,6 +91,7 @@ def test_the_student_comes_closer_to_the_teacher(run, form, steps):
     assert all(line["policy.update/distill_loss"] > 0 for line in lines)
 
 
+@pytest.mark.slow
 def test_sums_over_the_vocabulary_wherever_they_are_computed(run):
     words = ("--set", "top_k=51", "--placement")
     here, there = (run(FULL, 2, *words, where, into=where) for where in ("colocate", "split"))

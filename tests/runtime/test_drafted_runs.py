@@ -60,6 +60,7 @@ def test_a_drafter_changes_no_sample_and_its_proposals_get_better(run):
     assert sum(accepted[-4:]) / 4 > 3 * max(accepted[0], 0.01)
 
 
+@pytest.mark.slow
 def test_its_steps_run_while_the_policy_samples_the_next_rows(run):
     """Together they fill the device that trains, and the other one's work hides behind it."""
     _, where = run("drafted", "split", 4)

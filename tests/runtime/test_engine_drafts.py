@@ -119,6 +119,7 @@ def test_a_reshard_fills_the_drafter_one_update_behind(log: list[Any]) -> None:
         assert torch.equal(shard.tensor, held.model.shards()[name].tensor), name
 
 
+@pytest.mark.slow
 def test_greedy_rows_are_those_of_the_embedded_engine(log: list[Any]) -> None:
     """The double's rollout takes no drafter: the engine is to have it."""
     apart = turns(*worker_of(split("sglang")), 2)

@@ -151,6 +151,7 @@ def test_what_fits_never_sleeps(log: list[str]) -> None:
     assert 1 == worker.loaded["actor@gen/sglang"].version
 
 
+@pytest.mark.slow
 def test_an_engine_that_computes_alike_gives_the_same_numbers(log: list[str]) -> None:
     """Metrics of three iterations, bit for bit: placed apart, colocated in turns, embedded."""
     assert not log

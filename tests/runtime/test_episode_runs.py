@@ -28,6 +28,7 @@ def test_several_turns_are_taken_and_counted(train):
         assert 0 < line["episodes/told"] < 1
 
 
+@pytest.mark.slow
 def test_versions_are_those_of_the_weights_that_said_it(train):
     """A checkpoint after every 2 iterations, so those are v0 v1 | v2 v3, and i - 1 when stale."""
     for i, line in enumerate(numbers(train(AGAIN, "together"))):
@@ -46,6 +47,7 @@ def test_each_turn_goes_on_from_the_one_before(train, placement):
         assert 2 == line["seen/least_told"] == line["seen/most_told"]
 
 
+@pytest.mark.slow
 def test_log_probs_are_those_of_the_tokens_that_were_said(train):
     lines = numbers(train(AGAIN, "together", *sets("compared=true")))
     assert 4 == len(lines)
@@ -53,6 +55,7 @@ def test_log_probs_are_those_of_the_tokens_that_were_said(train):
         assert line["metrics/most"] < 1e-4
 
 
+@pytest.mark.slow
 def test_what_is_told_carries_no_gradient(train):
     spoiled = train(AGAIN, "together", *sets("told=nan"))
     assert tensors(train(AGAIN, "together")) == tensors(spoiled)
@@ -65,6 +68,7 @@ def test_without_the_mask_it_would(train):
     assert tensors(everything) != tensors(train(AGAIN, "together"))
 
 
+@pytest.mark.slow
 def test_an_environment_that_never_ends_is_bounded_and_counted(train, tmp_path):
     for line in numbers(train(AGAIN, "together", *sets("ends=never"))):
         assert (1, 3, 0) == tuple(

@@ -44,6 +44,7 @@ def test_one_greedy_sample_is_what_the_run_has_logged_of_its_last_weights(train,
     assert (512, 1, 0.0) == (found["prompts"], found["samples"], found["sampling"]["temperature"])
 
 
+@pytest.mark.slow
 def test_every_way_to_some_weights_samples_the_same(train, evaluated, rlflow, tmp_path):
     run, pipeline = train(GRPO, "colocate"), PIPELINES / "grpo_arithmetic.py"
     asked = ("-n", 4, "--limit", 12, "--max-new-tokens", 6, "--answer", "number")
@@ -90,6 +91,7 @@ def test_rows_of_a_file_are_asked_by_the_columns_that_it_has(train, evaluated, t
     assert {"mean", "pass@2", "maj@2"} == set(found["metrics"])
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("placement", "without"),
     [

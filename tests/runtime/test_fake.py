@@ -191,6 +191,7 @@ def features(plan):
     return frozenset(pieces | pause), plan.backend
 
 
+@pytest.mark.slow
 def test_seeds_try_pauses_and_both_ways_to_cut_and_both_at_once():
     found = {features(plan) for _, plan in plans()}
     wanted = [(), ("paused",), ("finish",), ("finish", "paused")]

@@ -122,12 +122,14 @@ def test_rows_left_over_come_first_in_the_next_iteration(train):
     assert lost
 
 
+@pytest.mark.slow
 def test_they_spare_trips(train):
     dropped, kept = trips_of(train(MANY, "together")), trips_of(train(KEPT, "together"))
     assert kept[0] == dropped[0]
     assert sum(kept) < sum(dropped)
 
 
+@pytest.mark.slow
 def test_what_is_left_over_alone_may_be_enough(train):
     """One group is wanted and often more are mixed: the trip that runs all the same is kept."""
     lines = numbers(train(KEPT, "together", "--set", "groups=1"))
@@ -223,6 +225,7 @@ def test_a_state_takes_as_many_trips_as_its_last_row(train, most, trips):
 # --- what is kept in a process --------------------------------------------------------------
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("what", [MIXED, COUNTING], ids=["gather", "state"])
 @pytest.mark.parametrize("placement", ["together", "apart"])
 def test_what_did_not_run_leaves_nothing_behind(what, placement):

@@ -81,6 +81,7 @@ def test_the_numbers_by_hand_need_both_loops():
     assert len({tuple(r["said"] for r in by_hand(*at)[0]) for at in ((5, 4), (5, 1), (2, 4))}) == 3
 
 
+@pytest.mark.slow
 def test_episodes_are_drawn_until_enough_groups_differ(train):
     """Trips of both loops differ from iteration to iteration, and are those that ran."""
     run = train(DRAWN, "together")

@@ -44,6 +44,7 @@ def acting(cfg: rf.Config) -> None:
 """
 
 
+@pytest.mark.slow
 def test_effects_are_once_and_in_order_and_again_after_a_checkpoint(rlflow, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "acting.py").write_text(ACTING.replace("MODEL", str(TINY)))
@@ -76,6 +77,7 @@ def test_effects_are_once_and_in_order_and_again_after_a_checkpoint(rlflow, tmp_
     assert again[0][0] % 2 == 0
 
 
+@pytest.mark.slow
 def test_rows_that_are_kept_are_saved_and_learned_from(train):
     run = train(REPLAYED, "split")
     assert last_checkpoint(run).joinpath("replay.rows.safetensors").stat().st_size > 0

@@ -61,6 +61,7 @@ def test_lengths_are_those_of_whole_responses(train):
     assert 0 < min(shares) < 1
 
 
+@pytest.mark.slow
 def test_tokens_after_a_pause_are_nearer_to_the_weights_that_learn_from_them(train):
     """Before an update nothing is newer: then a pause changes nothing but rounding."""
     whole, paused = numbers(train(PAUSED, "whole1")), numbers(train(PAUSED, "apart1"))
@@ -73,6 +74,7 @@ def test_tokens_after_a_pause_are_nearer_to_the_weights_that_learn_from_them(tra
     assert sum(gaps[1]) < sum(gaps[0])
 
 
+@pytest.mark.slow
 def test_with_equal_weights_a_pause_changes_no_token(train):
     """At a high temperature the tokens after the pause show which random numbers drew them."""
     words = ("--set", "temperature=3.0", "--set", "lr=1e-12", "--iterations", 2)

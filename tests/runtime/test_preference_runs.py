@@ -92,6 +92,7 @@ def run(rlflow, tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("kind", "steps"), [("sigmoid", 1), ("aot", 2)])
 def test_online_dpo(run, kind, steps):
     lines = run(ONLINE_DPO, "--set", f"kind={kind}", "--set", f"steps={steps}")

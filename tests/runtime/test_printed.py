@@ -101,6 +101,7 @@ def shouts(x: int) -> float:
     return float(x)
 
 
+@pytest.mark.slow
 def test_what_a_reward_in_a_process_of_its_own_prints():
     def act():
         with printed_by("r"):

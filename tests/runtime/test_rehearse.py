@@ -78,6 +78,7 @@ def test_parts_are_found_as_they_are_planned(
     assert runs == {*by_name, *(name for name, _ in found.left_out if name in runs)}
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("placement", "devices"), [("fsdp", "h100:2"), ("fsdp_tp", "h100:4")], ids=["fsdp", "both"]
 )
@@ -143,6 +144,7 @@ def placed(folder: Path, devices: int, **on: object) -> str:
     return str(path)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_state_on_the_host_takes_nothing_of_the_device(tmp_path: Path, ranks: int) -> None:
     """The part has no bytes in plan and rehearsal, asleep or awake; its copies on the host none."""
@@ -159,6 +161,7 @@ def test_a_state_on_the_host_takes_nothing_of_the_device(tmp_path: Path, ranks: 
     assert dict(update.found_of)["weights"]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_activations_on_the_host_take_what_is_planned_there(tmp_path: Path, ranks: int) -> None:
     plan, (found,) = rehearsed(

@@ -261,6 +261,7 @@ def test_an_allowed_change_is_recorded_and_allowed_from_then_on(
     assert "actor.optimizer.lr: 0.001 -> 0.0002" in back.err
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_the_weights_of_another(rlflow, tmp_path, monkeypatch, whole):
     """Rollouts on the other pool begin on them too; moments and the count of steps do not."""
     monkeypatch.chdir(tmp_path)

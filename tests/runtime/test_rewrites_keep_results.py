@@ -134,6 +134,7 @@ def test_equal_nodes(train):
     assert_same_bits(on, apart)
 
 
+@pytest.mark.rows(1)
 def test_a_shared_forward(train):
     """The temperatures matter: the reward reads one, the loss the other."""
     on, off = train("on", "cold=true"), train("off", "cold=true", off=["one forward"])
@@ -155,7 +156,7 @@ def test_nodes_and_models_that_nobody_needs(train):
     [
         pytest.param("colocate", (), marks=pytest.mark.slow),
         ("colocate", ("cold=true",)),
-        ("ahead", ("against=rollout",)),
+        pytest.param("ahead", ("against=rollout",), marks=pytest.mark.slow),
         pytest.param("sharded", (), marks=[pytest.mark.ray, pytest.mark.slow, pytest.mark.extra]),
     ],
 )

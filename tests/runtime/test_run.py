@@ -17,6 +17,7 @@ SFT = Declared(
 )
 
 
+@pytest.mark.slow
 def test_memory_pressure_does_not_change_a_bit(train):
     what = GRPO.said("--set", "kl_coef=0.05")
     wide, tight = train(what, "colocate"), train(what, "colocate", "--devices", "cpu:1@39MB")
@@ -59,6 +60,7 @@ def test_every_action_leaves_a_span(train):
     assert len(spans) == len(set(spans))
 
 
+@pytest.mark.slow
 def test_what_is_in_flight_is_bounded(train):
     """Prompts wait for nothing, and ran fifteen iterations ahead of a slow update."""
     spans = {(each["action"], each["iteration"]): each for each in spans_of(train(SFT, "colocate"))}

@@ -33,6 +33,7 @@ def test_the_second_loop_waits_for_the_first_and_both_are_drawn_folded(rlflow):
     assert "#2" not in drawn.out
 
 
+@pytest.mark.slow
 def test_each_loop_has_its_own_trips(train):
     for line in numbers(train(SEQUENTIAL, "one")):
         assert (3.0, 3.0) == (line["count/trips"], line["counted/count_min"])

@@ -66,6 +66,7 @@ def test_staleness_changes_what_is_sampled_after_the_first_update(train):
     ]
 
 
+@pytest.mark.slow
 def test_the_pipelines_word_holds_where_the_placement_is_silent(train):
     lines = numbers(train(SAID, "apart"))
     assert versions(2, 4) == [line["seen/oldest"] for line in lines]

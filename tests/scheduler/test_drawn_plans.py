@@ -57,6 +57,7 @@ def test_a_case_is_refused_or_its_plan_holds_every_promise(case: Case, seed: int
     assert [] == play(plan, seed)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(8))
 @given(found=compiled(), random=st.randoms(use_true_random=False))
 def test_mutants_and_lies_that_verify_play_without_a_violation(

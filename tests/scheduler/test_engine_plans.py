@@ -141,6 +141,7 @@ def engine_plans(draw: Callable[[st.SearchStrategy], object]) -> Plan:
     return compiled_or_rejected(case).plan
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(12))
 @given(plan=engine_plans(), seed=st.integers(0, 99), pick=st.integers(0, 10**6))
 def test_random_plans_with_an_engine_play_and_their_mutants_do_or_are_rejected(

@@ -81,15 +81,8 @@ def test_later_turns_are_as_old_as_the_first_ones_last_token(options, lag, oldes
     assert expected == {name: found[name] for name in expected}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"stream": 2}, marks=pytest.mark.slow),
-        pytest.param({"stream": "auto"}, marks=pytest.mark.slow),
-        {"staleness": 1},
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"stream": 2}, {"stream": "auto"}, {"staleness": 1}])
 def test_later_turns_stay_with_the_replica_that_has_their_rows_in_its_cache(options):
     found = compiled(gen=2, engine="sglang", **options)
     plan = found.plan

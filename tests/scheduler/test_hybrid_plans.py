@@ -56,6 +56,7 @@ def test_the_replica_beside_training_sleeps_and_the_other_stays(engine: str) -> 
     assert not any(part.stays for part in roomy.parts)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("engine", "share"), [("torch", 0.8), ("sglang", 0.7)])
 def test_hybrid_plans_hold_play_and_refuse_mutants(
     engine: str, share: float, tmp_path: Path

@@ -197,6 +197,7 @@ def test_a_plan_of_nested_loops_is_read_back_as_it_was_saved(kind: str) -> None:
     assert '"within":{' in saved.replace(" ", "")
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(25))
 @given(data=st.data(), graph=nested_loops(), backend=st.sampled_from([None, "ray"]))
 def test_plans_of_drawn_nests_verify_and_play(data: st.DataObject, graph: Graph, backend) -> None:

@@ -183,6 +183,7 @@ def test_a_part_that_nobody_uses_is_never_awake() -> None:
     assert [] == broken(found)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40))
 @given(seed=seeds)
 def test_a_plan_is_the_same_each_time_and_holds_in_every_interleaving(seed: int) -> None:

@@ -56,6 +56,7 @@ def test_memory_pressure_does_not_change_a_bit(train):
     assert tensors(wide) == tensors(tight)
 
 
+@pytest.mark.slow
 def test_weights_of_their_own_are_emptied_and_filled_in_every_segment(train, tmp_path):
     """Rollout weights that every reshard fills are discarded; checkpoints lie in between."""
     text = (PIPELINES / "grpo_arithmetic.py").read_text()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, reject, settings
 
 import rlflow as rf
@@ -150,6 +151,7 @@ def each_forward_sees_rows_of_its_own(graph: Graph) -> bool:
     return all(one not in seen[:number] for number, one in enumerate(seen))
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(200))
 @given(graph=graphs_with_forwards(), staleness=st.sampled_from([0, 0, 1]))
 def test_rewriting_changes_no_meaning(graph: Graph, staleness: int) -> None:

@@ -139,9 +139,10 @@ def test_never_worse_than_by_hand_on_cpus(name, devices):
     assert tuned.best.period <= shortest(graph, by_hand, where) * COMPILED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "devices"),
-    [("grpo", "h100:8"), pytest.param("ppo", "h100:16", marks=pytest.mark.slow)],
+    [("grpo", "h100:8"), ("ppo", "h100:16")],
 )
 def test_never_worse_than_by_hand_on_gpus(name, devices):
     graph, where = large_batch(name), parse_cluster(devices, 1)
@@ -342,6 +343,7 @@ def test_a_written_placement_that_is_the_best_keeps_its_name():
         assert "mine" == search_placements(grpo(), {"mine": mine}, cpu_cluster(2)).best.name
 
 
+@pytest.mark.slow
 def test_kinds_of_devices_are_not_mixed_in_a_pool():
     where = parse_cluster("h100:8,a100:8", 16)
     tuned = search_placements(large_batch("grpo"), {}, where, limits=QUICK)

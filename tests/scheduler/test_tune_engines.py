@@ -204,6 +204,7 @@ def test_no_plan_of_an_engine_is_shorter_than_its_bound(data):
     assert moves.bounds.period(candidate) <= plan.timing.period * (1 + 1e-9)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("devices", ["cpu:2@4GB", "h100:4"])
 def test_rows_of_a_search_with_an_engine_are_pasted_to_what_they_promise(devices):
     where = parse_cluster(devices, 2, 1)

@@ -135,6 +135,7 @@ def test_a_ratio_that_is_not_known_is_a_dash():
     ]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "plan.json", "graph.json", "plan.txt"])
 def test_a_run_that_lacks_a_file_is_still_reported(run_dir: Path, missing: str):
     (run_dir / missing).unlink()

@@ -30,6 +30,7 @@ def test_an_interpreter_that_is_not_there():
     assert before == threads()
 
 
+@pytest.mark.slow
 def test_an_interpreter_without_sglang():
     if any("sglang" == found.name for found in distributions()):
         pytest.skip("SGLang is installed here")

@@ -224,6 +224,7 @@ def test_the_parts_of_a_step_add_up_to_the_whole(name, mode):
     assert any(key.startswith("d ") for key in whole)
 
 
+@pytest.mark.rows(20)
 @pytest.mark.parametrize(("name", "mode"), EVERY)
 def test_padding_empty_rows_and_garbage_under_the_mask_change_nothing(name, mode):
     spec, data, totals = spec_of(name, mode), fields(), Totals(tokens=19, rows=12)

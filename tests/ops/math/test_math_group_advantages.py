@@ -370,6 +370,7 @@ ESTIMATORS = {
 EVERY = pytest.mark.parametrize("name", ESTIMATORS)
 
 
+@pytest.mark.rows(6)
 @EVERY
 @PROPERTY
 @given(rows=ROWS, seed=st.integers(0, 10**6))
@@ -403,6 +404,7 @@ def test_a_level_group_beside_others_gives_exactly_zero(name, value):
     assert got.any()
 
 
+@pytest.mark.rows(6)
 @EVERY
 @PROPERTY
 @given(rows=ROWS)

@@ -62,6 +62,7 @@ def rarely(*case: object, marks: Sequence[pytest.MarkDecorator] = ()):
     return pytest.param(*case, marks=[pytest.mark.slow, *marks])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("point", "rank", "words", "names"),
     [

@@ -63,6 +63,7 @@ def asked(actors, verb):
     return wait([getattr(actor, verb).remote() for actor in actors], 60, doing="asking")
 
 
+@pytest.mark.slow
 def test_a_slot_is_a_bundle_of_threads_on_a_node(take):
     reservation = take(2, threads=2)
 
@@ -76,6 +77,7 @@ def test_a_slot_is_a_bundle_of_threads_on_a_node(take):
     }
 
 
+@pytest.mark.slow
 def test_accelerators_come_one_a_process_and_are_numbered_by_their_id(take):
     reservation = take(2, kind="h100")
 

@@ -106,6 +106,7 @@ def test_an_embedded_cluster_has_one_node_on_the_loopback(start, monkeypatch, tm
     assert before == dict(os.environ)
 
 
+@pytest.mark.slow
 def test_a_second_session_needs_the_first_one_closed(start):
     first = start()
 

@@ -105,6 +105,7 @@ def test_functions_and_the_modules_beside_them_travel_by_value(compiled, tmp_pat
     assert f"{plan.hash} 4.0" == judged(blob)
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_another_file_loads_travels_by_value_too(compiled, tmp_path):
     plan, file = compiled("by_itself")
     elsewhere = tmp_path / "elsewhere" / "other.py"

@@ -92,6 +92,7 @@ def test_more_than_both_nodes_have_and_a_kind_that_neither_has(join):
     assert "127.0.0.10" in finding.got
 
 
+@pytest.mark.slow
 def test_a_worker_whose_node_dies_is_lost_with_its_node(nodes, join):
     nodes.ask("start 127.0.0.30")
     session = join()

@@ -214,6 +214,7 @@ def test_reading_needs_no_torch(tmp_path):
     assert "{'actor.rollout': [4]} 2\n" == done.stdout
 
 
+@pytest.mark.slow
 def test_writing_imports_no_pandas(tmp_path):
     """Of what pyarrow would import by itself: it is most of a second in every process."""
     code = (
