@@ -41,7 +41,15 @@ TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_t
 
 # What single families need besides.
 SPECIAL: dict[str, dict[str, Any]] = {
-    "dots1": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "dots1": {
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0,
+        "moe_intermediate_size": 24,
+    },
     "dots3_note_text": {"num_key_value_heads": 4},
     "gemma4_text": {"pad_token_id": 0},
     "gemma4_unified_text": {"pad_token_id": 0},

@@ -42,6 +42,11 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_093_634_560,
     "mixtral-8x7b": 46_702_792_704,
     "deepseek-v3": 671_026_404_352,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    # Without the layer that predicts ahead, and without the part that sees pictures.
+    "glm-4.5": 352_797_814_784,
+    "llama-4-scout": 107_769_861_120,
 }
 
 

@@ -153,6 +153,12 @@ PUBLISHED = {
     "qwen3-235b-a22b": (235e9, 22e9),
     "mixtral-8x7b": (46.7e9, 12.9e9),
     "deepseek-v3": (671e9, 37.5e9),
+    # OpenAI leaves the embedding out of what is active, Zhipu embedding and head out of both
+    # (which have a layer that predicts ahead), Meta counts the part that sees pictures.
+    "gpt-oss-20b": (20.91e9, 3.61e9 + 0.58e9),
+    "gpt-oss-120b": (116.83e9, 5.13e9 + 0.58e9),
+    "glm-4.5": (355e9 + 1.55e9 - 3.8e9, 32e9 + 1.55e9),
+    "llama-4-scout": (109e9 - 0.9e9, 17e9),
 }
 
 

@@ -120,6 +120,61 @@ _DEEPSEEK_V3 = Widths(
     value_dim=128,
 )
 
+
+def _gpt_oss(layers: int, experts: int) -> Widths:
+    """GPT-OSS (OpenAI 2025, arXiv:2508.10925): biases everywhere, a sink for each head."""
+    return Widths(
+        layers=layers,
+        hidden=2880,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        ffn=2880,
+        vocab=201_088,
+        context=131_072,
+        all_biases=True,
+        extra=64,
+        experts=experts,
+        chosen=4,
+        expert_ffn=2880,
+        expert_biases=True,
+    )
+
+
+# GLM-4.5 (arXiv:2508.06471), table 1, without the layer that predicts ahead.
+_GLM_4_5 = Widths(
+    layers=92,
+    hidden=5120,
+    heads=96,
+    kv_heads=8,
+    head_dim=128,
+    ffn=12_288,
+    vocab=151_552,
+    context=131_072,
+    biases=True,
+    head_norms=True,
+    experts=160,
+    chosen=8,
+    expert_ffn=1536,
+    shared_ffn=1536,
+    dense=3,
+)
+# Llama 4 Scout (Meta 2025): one expert of 16 and a shared one in every layer.
+_LLAMA_4_SCOUT = Widths(
+    layers=48,
+    hidden=5120,
+    heads=40,
+    kv_heads=8,
+    head_dim=128,
+    ffn=8192,
+    vocab=202_048,
+    context=10_485_760,
+    experts=16,
+    chosen=1,
+    expert_ffn=8192,
+    shared_ffn=8192,
+)
+
 KNOWN: dict[str, Widths] = {
     "qwen2.5-0.5b": _qwen25(24, 896, 14, 2, 4864, QWEN_VOCAB),
     "qwen2.5-1.5b": _qwen25(28, 1536, 12, 2, 8960, QWEN_VOCAB),
@@ -149,6 +204,10 @@ KNOWN: dict[str, Widths] = {
     "qwen3-235b-a22b": _qwen3_moe(94, 4096, 64, 4, 1536),
     "mixtral-8x7b": _MIXTRAL,
     "deepseek-v3": _DEEPSEEK_V3,
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    "glm-4.5": _GLM_4_5,
+    "llama-4-scout": _LLAMA_4_SCOUT,
 }
 
 # Mixtures of experts, and their families; the others are dense.
@@ -157,6 +216,10 @@ KINDS = {
     "qwen3-235b-a22b": "qwen3_moe",
     "mixtral-8x7b": "mixtral",
     "deepseek-v3": "deepseek_v3",
+    "gpt-oss-20b": "gpt_oss",
+    "gpt-oss-120b": "gpt_oss",
+    "glm-4.5": "glm4_moe",
+    "llama-4-scout": "llama4",
 }
 
 
