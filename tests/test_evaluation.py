@@ -126,6 +126,8 @@ def test_weights_are_known_by_what_lies_there(tmp_path, monkeypatch):
     [
         (("nothing",), "E360", "neither run nor model"),
         (("runs/missing",), "E360", "a path that is not there"),
+        ((".",), "E360", "neither run nor model"),
+        (("",), "E360", "'' is nothing that has weights"),
         ((GRPO, "--iteration", 3), "E361", "not the directory of a run"),
         ((GRPO, "--passes", "reward"), "E362", "--passes 'reward>=1'"),
         ((GRPO, "--passes", "reward>=.."), "E362", "'reward>0.5'"),

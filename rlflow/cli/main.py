@@ -24,7 +24,6 @@ from rlflow.cli.looking.report import report
 from rlflow.cli.looking.samples import show_samples
 from rlflow.cli.looking.watch import watch_run
 from rlflow.cli.options import (
-    check_deadline,
     engine_option,
     memory_options,
     model_shape_option,
@@ -82,7 +81,6 @@ def run_pipeline(as_json: bool, **options: Any) -> None:
     """Run a pipeline; Ctrl-C stops after the iteration, --resume continues."""
     from rlflow.cli.running import run_as_asked
 
-    check_deadline(options["deadline"])
     outcome = run_as_asked(as_json=as_json, **options)
     if as_json:
         print_json(outcome.as_json())

@@ -6,7 +6,6 @@ parameters that click reads it with, so that an option is in both or in neither.
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 import click
 
 from rlflow.cli.shell.printed import json_option
+from rlflow.cli.shell.times import time_of
 from rlflow.cli.shell.values import typed_fields, typed_files, typed_placements
 from rlflow.cli.stages.parts import part_options
 from rlflow.errors import Finding, UsageError
@@ -40,19 +40,6 @@ def chunks_said(stream: str) -> int | str:
             )
         )
     return "auto" if stream == "auto" else int(stream)
-
-
-def check_deadline(seconds: float | None) -> None:
-    """Raise UsageError for a longest wait that is no time at all, or never ends."""
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise UsageError(
-            Finding(
-                code="E209",
-                what=f"--deadline {seconds:g} is not a time to wait",
-                expected="seconds above 0",
-                fix="--deadline 600",
-            )
-        )
 
 
 def memory_options(function: F) -> F:
@@ -248,8 +235,8 @@ def lasting_options(function: F) -> F:
         click.option("-q", "--quiet", is_flag=True, help="Print warnings only."),
         click.option(
             "--deadline",
-            type=float,
-            metavar="SECONDS",
+            type=time_of("--deadline", bare=True),
+            metavar="TIME",
             help="The longest wait for one action; by default from its estimate and progress.",
         ),
         click.option(

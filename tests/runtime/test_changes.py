@@ -10,6 +10,7 @@ from rlflow.cli.commands import Target, declare
 from rlflow.errors import UsageError
 from rlflow.runtime.record.changes import graph_changes
 from rlflow.runtime.record.saves import SaveRule, best_of, parse_rule
+from rlflow.scheduler.plan.durations import clock_text, read_seconds
 from tests.conftest import PIPELINES
 
 
@@ -69,6 +70,7 @@ def test_another_optimizer_has_other_states():
         ("600s", SaveRule(every=0, seconds=600.0)),
         ("1.5h", SaveRule(every=0, seconds=5400.0)),
         ("10,2m", SaveRule(every=10, seconds=120.0)),
+        ("1:30:00", SaveRule(every=0, seconds=5400.0)),
     ],
 )
 def test_a_rule_is_iterations_a_time_or_both(text, rule):
@@ -81,6 +83,26 @@ def test_a_rule_is_iterations_a_time_or_both(text, rule):
 def test_what_is_no_rule_is_refused(text):
     with pytest.raises(UsageError, match="E312"):
         parse_rule(text, drains=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "clock"),
+    [
+        ("90s", 90.0, "0:01:30"),
+        ("1.5d", 129600.0, "1-12:00:00"),
+        ("30:00", 1800.0, "0:30:00"),
+        ("2-4", 187200.0, "2-04:00:00"),
+        ("1-0:30", 88200.0, "1-00:30:00"),
+        ("0.5s", 0.5, "0:00:01"),
+    ],
+)
+def test_a_time_is_a_count_of_units_or_a_clock_as_slurm_writes_it(text, seconds, clock):
+    assert (seconds, clock) == (read_seconds(text), clock_text(seconds))
+
+
+@pytest.mark.parametrize("text", ["", "60", "banana", "4:60:00", "-1h", "1:2:3:4", "1h30m", "²h"])
+def test_what_is_no_time_is_none(text):
+    assert read_seconds(text) is None
 
 
 def test_a_checkpoint_is_due_when_both_hold():

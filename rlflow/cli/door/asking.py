@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from rlflow.cli.commands import Target
-from rlflow.cli.options import check_deadline, read_run
+from rlflow.cli.options import read_run
+from rlflow.cli.shell.times import check_deadline
 from rlflow.errors import Finding, UsageError, near_names
 from rlflow.graph.pipeline import Config, Pipeline
 from rlflow.graph.placement import Placement

@@ -10,6 +10,7 @@ import click
 
 from rlflow.cli.options import engine_option, memory_options, typed_words
 from rlflow.cli.shell.printed import json_option, print_json
+from rlflow.cli.shell.times import time_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 EXAMPLES = """\b
@@ -78,7 +79,12 @@ def _asked_options(function: F) -> F:
 def _pipeline_options(function: F) -> F:
     """Whose terms, and where it runs."""
     for option in (
-        click.option("--deadline", type=float, metavar="SECONDS", help="The longest wait."),
+        click.option(
+            "--deadline",
+            type=time_of("--deadline", bare=True),
+            metavar="TIME",
+            help="The longest wait for one action.",
+        ),
         click.option("--address", metavar="HOST:PORT", help="Join a running Ray cluster."),
         engine_option,
         click.option("--backend", type=click.Choice(["local", "ray"]), help="As of rlflow run."),

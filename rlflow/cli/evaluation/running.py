@@ -15,7 +15,7 @@ from rlflow.cli.evaluation.declared import Counted, evaluation_graph, ks_of
 from rlflow.cli.evaluation.shown import Evaluated
 from rlflow.cli.evaluation.terms import Terms, answer_named, changed_terms, terms_of
 from rlflow.cli.evaluation.weights import NamedWeights, named_weights, snapshot_of
-from rlflow.cli.options import check_deadline, read_run
+from rlflow.cli.options import read_run
 from rlflow.cli.running import Outcome, run_as_asked
 from rlflow.errors import Finding, RunDirError, UsageError
 from rlflow.graph.cut.part import GraphPart
@@ -90,7 +90,6 @@ def evaluate_named(
 
 def _asked(named: NamedWeights, options: Mapping[str, Any]) -> _Asked:
     """Everything that can be known, and be wrong, before weights are read."""
-    check_deadline(options["deadline"])
     _require_free(options["run_dir"])
     rule, ks = PassRule.parse(options["passes"]), ks_of(options["n"], options["ks"])
     own = options["pipeline"] in (None, named.pipeline)

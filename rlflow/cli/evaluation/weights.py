@@ -54,6 +54,8 @@ class NamedWeights:
 def named_weights(said: str, iteration: int | None) -> NamedWeights:
     """What a text names. Raises UsageError E360 for nothing of the kind, E361 for no checkpoint."""
     path = Path(said)
+    if not said:  # which is no folder, though a path without parts is this one
+        raise UsageError(_nothing("''", path), summary=NOTHING)
     if (path / RUN_FILE).is_file():
         return _of_run(said, path, _checkpoint_of(path, iteration))
     if iteration is not None:
@@ -73,7 +75,7 @@ def named_weights(said: str, iteration: int | None) -> NamedWeights:
         return NamedWeights(said=said, path=str(path.resolve()))
     if said.partition(":")[0].endswith(".py"):
         return NamedWeights(said=said, pipeline=said)
-    local = path.parts[:1] in [("runs",), ("evals",)] or Path(path.parts[0]).exists()
+    local = path.parts[:1] in [("runs",), ("evals",)] or Path(*path.parts[:1]).exists()
     if HUB_NAME.fullmatch(said) and not local:
         return NamedWeights(said=said, path=said)
     raise UsageError(_nothing(said, path), summary=NOTHING)

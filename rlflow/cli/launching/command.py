@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 import click
 
-from rlflow.cli.options import check_deadline, lasting_options
+from rlflow.cli.options import lasting_options
 from rlflow.cli.shell.printed import json_option
+from rlflow.cli.shell.times import time_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 LAUNCH_EXAMPLES = """\b
@@ -47,7 +48,10 @@ def site_options(function: F) -> F:
             help="ssh: what enters a host; ssh -o BatchMode=yes by default.",
         ),
         click.option(
-            "--time", metavar="TIME", help="The longest it may take, as the cluster says it."
+            "--time",
+            type=time_of("--time", bare=False),
+            metavar="TIME",
+            help="Slurm, Kubernetes: the longest it may take; 4:00:00, 90m or 2d.",
         ),
         click.option(
             "--restarts",
@@ -110,5 +114,4 @@ def launch_run(
     """Run a pipeline on a cluster: sized by its plan, shipped, submitted, put back and resumed."""
     from rlflow.cli.launching.launched import launch_as_asked
 
-    check_deadline(options["deadline"])
     launch_as_asked(slurm=slurm, k8s=k8s, ssh=ssh, dry_run=dry_run, as_json=as_json, **options)

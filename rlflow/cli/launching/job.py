@@ -29,7 +29,8 @@ class LaunchJob:
     `words` are those after `rlflow`, without the run's directory; `first` and `again` are said
     only where the run starts, and where it goes on. `code` is the folder that it starts in,
     `beside` the one beside the run directory with what belongs to the launch. `programs` is the
-    folder of `rlflow` and `ray`, empty where `setup` finds them.
+    folder of `rlflow` and `ray`, empty where `setup` finds them. `time` are the seconds that it
+    may take.
     """
 
     name: str
@@ -46,7 +47,7 @@ class LaunchJob:
     variables: LaunchVariables
     need: HostNeed
     restarts: int
-    time: str | None = None
+    time: float | None = None
     raw: tuple[str, ...] = ()
 
     def described(self) -> list[str]:

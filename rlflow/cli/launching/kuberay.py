@@ -7,6 +7,7 @@ memory, only a request: what a plan does not count is then no reason to be kille
 from __future__ import annotations
 
 import base64
+import math
 import re
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -121,7 +122,7 @@ def _job(job: LaunchJob, site: KubeSite, archive: bytes | None, name: str) -> di
             "submissionMode": "K8sJobMode",
             "shutdownAfterJobFinishes": True,
             "backoffLimit": job.restarts,
-            **({"activeDeadlineSeconds": int(job.time)} if job.time else {}),
+            **({"activeDeadlineSeconds": math.ceil(job.time)} if job.time else {}),
             "rayClusterSpec": {
                 "rayVersion": version("ray"),
                 "headGroupSpec": {

@@ -29,13 +29,13 @@ from rlflow.scheduler.devices.cluster import amount
 NOTHING = "Nothing was submitted."
 # Options that one kind of cluster alone has.
 OWN: Mapping[Where, tuple[str, ...]] = {
-    "slurm": ("partition", "account", "srun", "lines"),
-    "k8s": ("image", "namespace", "volume", "secret"),
+    "slurm": ("partition", "account", "srun", "lines", "time"),
+    "k8s": ("image", "namespace", "volume", "secret", "time"),
     "ssh": ("ssh_command",),
 }
 SITE = (
-    *("hosts", "memory", "ship", "code_at", "setup", "env", "restarts", "time"),
-    *(name for names in OWN.values() for name in names),
+    *("hosts", "memory", "ship", "code_at", "setup", "env", "restarts"),
+    *dict.fromkeys(name for names in OWN.values() for name in names),
 )
 
 
@@ -45,7 +45,7 @@ def launch_as_asked(
     """Write, ship and submit a run, or print all that; takes the options of `rlflow launch`."""
     where = _one_kind(slurm=slurm, k8s=k8s, ssh=ssh)
     site = {name: options.pop(name) for name in SITE}
-    machines = [host for host in (ssh or "").split(",") if host]
+    machines = [] if ssh is None else _machines(ssh)
     _require_own(where, site)
     if where == "k8s":
         _require_kube(site)
@@ -76,11 +76,25 @@ def _one_kind(*, slurm: bool, k8s: bool, ssh: str | None) -> Where:
     return said[0]
 
 
+def _machines(said: str) -> list[str]:
+    """The hosts that --ssh names. Raises UsageError E380 for none, and for what is no host."""
+    hosts = [host.strip() for host in said.split(",") if host.strip()]
+    if not hosts:
+        raise _refused("--ssh names no host", got=repr(said), fix="--ssh node1,node2")
+    twice = next((host for host in hosts if hosts.count(host) > 1), None)
+    if twice is not None:
+        raise _refused(f"--ssh names {twice} twice", expected="each host once, with its devices")
+    for host in hosts:
+        if host.startswith("-") or any(letter.isspace() for letter in host):
+            raise _refused(f"--ssh {host} is no name of a host", expected="a name, or USER@NAME")
+    return hosts
+
+
 def _require_own(where: Where, site: Mapping[str, Any]) -> None:
     """Raise UsageError E380 for options that another kind of cluster has."""
     for kind, names in OWN.items():
-        said = [name for name in names if site[name]]
-        if kind != where and said:
+        said = [name for name in names if site[name] and name not in OWN[where]]
+        if said:
             option = {"lines": "--line"}.get(said[0], "--" + said[0].replace("_", "-"))
             image = where == "slurm" and said[0] == "image"
             raise _refused(
@@ -112,8 +126,6 @@ def _require_kube(site: Mapping[str, Any]) -> None:
             fix=f'kubectl create secret generic NAME --from-literal={passed[0]}="${passed[0]}"   '
             "then --secret NAME",
         )
-    if site["time"] and not site["time"].isdigit():
-        raise _refused(f"--time {site['time']} is no number of seconds", fix="--time 14400")
 
 
 def _hosts(said: int | None, machines: list[str]) -> int | None:

@@ -1,7 +1,7 @@
 """Which files go with a launched run: those of the pipeline's folder, as an archive.
 
-Of a git repository what git does not ignore, else everything but hidden files, caches, virtual
-environments and runs. Knows no cluster.
+Of a git repository what git does not ignore, else everything but hidden files, caches and virtual
+environments; of both no runs. Knows no cluster.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import re
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +21,14 @@ from rlflow.cli.commands import Declared
 from rlflow.errors import Finding, UsageError
 from rlflow.graph.roles import Drawn
 from rlflow.modelfiles.directories import hub_snapshot, model_directory
+from rlflow.runtime.record.rundir import RUN_FILE, RUNS
 from rlflow.scheduler.devices.cluster import amount
 from rlflow.userfiles import package_of
 
 MOST_BYTES = 512_000_000
 MOST_FILES = 20_000
-SKIPPED = ("__pycache__", "runs", "node_modules")
+SKIPPED = ("__pycache__", "node_modules")
+LAUNCHED = re.compile(r".+\.launch(?:-\d+)?")
 GIT_SECONDS = 30.0
 SHOWN = 5
 
@@ -71,12 +74,13 @@ def shipped_code(pipeline: Path, more: Sequence[str]) -> ShippedCode:
     """
     root = code_root(pipeline)
     found = _of_git(root)
-    files = set(_below(root, root) if found is None else found)
+    files = set(_below(root, root, kept=_is_code) if found is None else found)
     for text in more:
         path = Path(text).resolve()
         if not path.exists() or not path.is_relative_to(root):
             raise UsageError(_not_there(text, root))
-        files |= set(_below(path, root)) if path.is_dir() else {path.relative_to(root)}
+        named = _below(path, root, kept=_is_no_cache) if path.is_dir() else [path.relative_to(root)]
+        files |= set(named)
     code = ShippedCode(
         root=root,
         files=tuple(sorted(files)),
@@ -152,21 +156,22 @@ def _of_git(root: Path) -> list[Path] | None:
     listed = _git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
     if listed is None:
         return None
-    names = sorted({name for name in listed.split("\0") if name})
-    files = [Path(name) for name in names if not _is_a_runs(Path(name))]
-    return [file for file in files if (root / file).is_symlink() or (root / file).is_file()]
+    files = sorted({Path(name) for name in listed.split("\0") if name})
+    runs = {file.parent for file in files if file.name == RUN_FILE}
+    kept = [file for file in files if not any(_is_of_runs(f, runs) for f in file.parents)]
+    return [file for file in kept if (root / file).is_symlink() or (root / file).is_file()]
 
 
-def _is_a_runs(path: Path) -> bool:
-    """Whether a file is of a folder of runs, which nobody wants on a cluster again."""
-    return "runs" in path.parts[:-1]
+def _is_of_runs(folder: Path, runs: Collection[Path]) -> bool:
+    """Whether a folder is a run, one of runs or one of a launch: no cluster wants it again."""
+    return folder.name == RUNS.name or folder in runs or bool(LAUNCHED.fullmatch(folder.name))
 
 
-def _below(folder: Path, root: Path) -> Iterator[Path]:
+def _below(folder: Path, root: Path, kept: Callable[[Path], bool]) -> Iterator[Path]:
     """The files below a folder, relative to the root; stops where they are too many anyway."""
     count = 0
     for here, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if _is_code(Path(here) / name))
+        folders[:] = sorted(name for name in folders if kept(Path(here) / name))
         for name in sorted(names):
             if not name.startswith("."):
                 yield (Path(here) / name).relative_to(root)
@@ -176,6 +181,11 @@ def _below(folder: Path, root: Path) -> Iterator[Path]:
 
 
 def _is_code(folder: Path) -> bool:
+    runs = {folder} if (folder / RUN_FILE).is_file() else ()
+    return _is_no_cache(folder) and not _is_of_runs(folder, runs)
+
+
+def _is_no_cache(folder: Path) -> bool:
     hidden = folder.name.startswith(".") or folder.name in SKIPPED
     return not hidden and not (folder / "pyvenv.cfg").exists()
 

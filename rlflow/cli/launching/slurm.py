@@ -9,6 +9,7 @@ import shlex
 from dataclasses import dataclass
 
 from rlflow.cli.launching.job import FIND_ADDRESS, LaunchJob
+from rlflow.scheduler.plan.durations import clock_text
 
 # Slurm sends this before it takes the hosts away; SIGTERM is what `scancel` sends.
 WARNING = "USR1"
@@ -53,7 +54,7 @@ def _directives(job: LaunchJob, site: SlurmSite) -> list[str]:
         "job-name": job.name,
         "partition": site.partition,
         "account": site.account,
-        "time": job.time,
+        "time": None if job.time is None else clock_text(job.time),
         "nodes": need.hosts,
         "ntasks-per-node": 1,
         "gpus-per-node": need.gpus or None,

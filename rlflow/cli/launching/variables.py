@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlflow.errors import Finding, UsageError, near_names
-from rlflow.runtime.record.edges.secrets import KEYS, without_secrets
-from rlflow.runtime.record.trackers.facts import SECRETS
+from rlflow.runtime.record.edges.secrets import (
+    looks_like_a_key,
+    named_like_a_key,
+    without_secrets,
+)
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 
@@ -53,19 +56,12 @@ def read_variables(said: Sequence[str], *, here: bool) -> LaunchVariables:
 
 def is_key(name: str, value: str) -> bool:
     """Whether a variable is named like a key, or its value looks like one."""
-    words = name.lower().split("_")
-    named = any(SECRETS.fullmatch(word) for word in words)
-    return named or KEYS.search(value) is not None or hides([f"{name}={value}"])
-
-
-def hides(words: Sequence[str]) -> bool:
-    """Whether words of a command have a key in them."""
-    return without_secrets(words) != [*words] or any(KEYS.search(word) for word in words)
+    return named_like_a_key(name) or looks_like_a_key(value)
 
 
 def require_no_key(words: Sequence[str], what: str) -> None:
     """Raise UsageError E382 where words that would be written have a key in them."""
-    if hides(words):
+    if without_secrets(words) != [*words]:
         raise UsageError(
             Finding(
                 code="E382",

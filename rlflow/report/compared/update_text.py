@@ -66,6 +66,10 @@ def _weights(moved: WeightsMoved) -> Iterator[str]:
     norm = "" if moved.before is None else f", norm {moved.before:.6g} before the update"
     yield f"weights of {moved.model}{norm}"
     run, replay = moved.moved
+    if moved.same is None:
+        step = "" if replay is None else f"the replay moved them by {replay:.4g}: "
+        yield f"  {step}not compared, the run keeps no checkpoint from after the update"
+        return
     if moved.same:
         step = "" if replay is None else f"moved by {replay:.4g}: "
         state = "" if moved.same_state else ", though not of the optimizer's state"
@@ -117,5 +121,11 @@ def _verdict(found: Replayed) -> str:
         return "the replay differs from the run, as what was changed makes it"
     if not found.same:
         return "the replay differs from the run, though nothing was said to be another"
-    weights = "weights, " if any(each.same for each in found.weights) else ""
-    return f"the replay is the run's update, bit for bit: {weights}figures and rows that both have"
+    equal = "figures and rows" if found.rows else "figures"
+    if any(each.same is None for each in found.weights):
+        return (
+            f"{equal} that both have are equal, bit for bit; weights were not compared: the run "
+            f"keeps no checkpoint from after iteration {found.iteration}"
+        )
+    weights = "weights, " if found.weights else ""
+    return f"the replay is the run's update, bit for bit: {weights}{equal} that both have"

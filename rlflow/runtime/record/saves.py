@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlflow.errors import Finding, UsageError
+from rlflow.scheduler.plan.durations import read_seconds
 
-FORM = re.compile(r"(?:(?P<every>[1-9]\d*)(?:,|$))?(?:(?P<time>\d+(?:\.\d+)?)(?P<unit>[smh]))?")
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+FORM = re.compile(r"(?:(?P<every>[1-9]\d*)(?:,|$))?(?P<time>.+)?")
 LEAST = "min:"
 
 
@@ -38,8 +38,8 @@ def parse_rule(text: str, *, drains: bool) -> SaveRule:
     """
     found = FORM.fullmatch(text)
     every = int(found["every"] or 0) if found else 0
-    seconds = float(found["time"]) * UNITS[found["unit"]] if found and found["time"] else 0.0
-    if found is None or text.endswith(",") or not (every or seconds):
+    seconds = read_seconds(found["time"]) if found and found["time"] else 0.0
+    if seconds is None or text.endswith(",") or not (every or seconds):
         raise UsageError(
             Finding(
                 code="E312",

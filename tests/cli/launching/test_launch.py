@@ -134,13 +134,13 @@ def problems(document):
 
 @pytest.mark.parametrize("hosts", ["1", "2"])
 def test_the_rayjob_is_one_by_the_schema_of_kuberay(launch, hosts):
-    more = ("--time", "3600", "--env", "A=b", "--hosts", hosts)
+    more = ("--time", "1:00:00", "--env", "A=b", "--hosts", hosts)
 
     text = launch(*SITES["rayjob.yaml"], *TWO, *more, "--dry-run").out
 
     files, job = parts(text)
     assert ("ConfigMap", "RayJob") == (files["kind"], job["kind"])
-    assert [] == problems(job)
+    assert ([], 3600) == (problems(job), job["spec"]["activeDeadlineSeconds"])
     job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["imagee"] = "typo"
     job["spec"]["backoffLimit"] = "many"
     assert 2 == len(problems(job))
@@ -206,7 +206,13 @@ REFUSED = {
     "no kind": ("E380", ("--devices", "cpu:2")),
     "two kinds": ("E380", ("--slurm", "--k8s", "--devices", "cpu:2")),
     "no devices": ("E380", ("--slurm",)),
+    "no host": ("E380", ("--ssh", " ,", "--devices", "cpu:2")),
+    "a host twice": ("E380", ("--ssh", "a,b,a", "--devices", "cpu:4")),
+    "an option of ssh as a host": ("E380", ("--ssh", "-oProxyCommand=x", "--devices", "cpu:2")),
     "an option of another": ("E380", ("--slurm", "--image", "x", "--devices", "cpu:2")),
+    "no time": ("E209", ("--slurm", "--time", "banana", "--devices", "cpu:2")),
+    "a time without a unit": ("E209", (*KUBE, "--time", "60", "--devices", "cpu:2")),
+    "a time of hosts by ssh": ("E380", ("--ssh", "a", "--time", "1h", "--devices", "cpu:2")),
     "no image": ("E380", ("--k8s", "--devices", "cpu:2")),
     "no volume": ("E380", ("--k8s", "--image", "x", "--devices", "cpu:2")),
     "no secret": ("E380", (*KUBE, "--env", "HF_TOKEN", "--devices", "cpu:2")),
@@ -241,6 +247,23 @@ def test_models_that_git_ignores_are_not_shipped_unless_they_are_named(launch, p
     assert (2, True) == (without.code, "error[E384]" in without.err)
     assert "--ship pipelines/assets" in without.err
     assert 0 == named.code
+
+
+@pytest.mark.parametrize("is_git", [True, False])
+def test_runs_are_not_shipped_wherever_they_lie(launch, project, is_git):
+    if is_git:
+        subprocess.run(["git", "init", "-q", project], check=True)
+    for folder in ("runs/a", "evals/grpo-2025", "mine", "mine.launch-2/code"):
+        (project / folder).mkdir(parents=True)
+        (project / folder / ("job.py" if ".launch" in folder else "run.json")).write_text("{}")
+    (project / "evals" / "code.py").write_text("")
+    words = ("--slurm", "--devices", "cpu:2", "--dry-run", "--json")
+
+    files = [json.loads(launch(*words, *more).out)["files"] for more in ((), ("--ship", "mine"))]
+
+    there = [p for p in written(project) if p.is_file() and ".git" not in p.parts]
+    unwanted = ("runs/a/run.json", "evals/grpo-2025/run.json", "mine.launch-2/code/job.py")
+    assert [len(there) - len(unwanted) - 1, len(there) - len(unwanted)] == files
 
 
 def test_nothing_is_submitted_where_nothing_submits(launch, project, monkeypatch):

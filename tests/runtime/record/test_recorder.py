@@ -24,7 +24,12 @@ from rlflow.runtime.record.edges.reading import (
     recorded_tensors,
 )
 from rlflow.runtime.record.edges.recorder import WAITING, Notes, Recorder, waiting_bytes
-from rlflow.runtime.record.edges.secrets import hidden_values, is_secret, without_secrets
+from rlflow.runtime.record.edges.secrets import (
+    hidden_values,
+    is_secret,
+    named_like_a_key,
+    without_secrets,
+)
 from rlflow.scheduler.plan.plan import HOST
 from tests.conftest import PIPELINES, QUICK, SMALL
 
@@ -311,8 +316,12 @@ def test_what_is_named_like_a_key_is_hidden():
     assert hidden_values(nodes) == {
         "nodes": [{"name": "judge", "params": {"api_key": "***", "ask": "by ***"}}]
     }
-    plain = ["prompt_tokens", "response_tokens", "max_new_tokens", "key", "group"]
-    assert [] == [name for name in plain if is_secret(name)]
+    plain = ["prompt_tokens", "max_new_tokens", "eos_token", "keyboard", "author", "kl_coef"]
+    assert [] == list(filter(named_like_a_key, [*plain, "group"]))
+    keys = ["wandbToken", "HF-TOKEN", "DB_PWD", "sort_key", "token", "mysecret", "AZURE_AUTH"]
+    assert keys == list(filter(named_like_a_key, keys))
+    # A column of a data set may be called so.
+    assert [] == list(filter(is_secret, [*plain, "key", "answer_key", "auth"]))
 
 
 @pytest.mark.slow

@@ -163,6 +163,22 @@ def test_both_updates_are_printed_side_by_side(tmp_path):
     assert found.as_json()["ratios"][0]["replay"]["beyond"] == 0.25
 
 
+def test_weights_that_are_not_compared_are_said_with_why(tmp_path):
+    before = checkpoint(tmp_path / "a", 1, [3.0, 4.0], [0.0])
+    again = checkpoint(tmp_path / "b", 2, [3.0, 6.0], [1.0])
+    found = Replayed(
+        run="runs/a", replay="runs/b", iteration=1, begin="iteration-000001", read={},
+        computed=["actor.update"], changed=[], figures={"actor.update/kl": (1.0, 1.0)}, rows={},
+        weights=weights_moved(before, None, again), ratios=[], notes=[],
+    )  # fmt: skip
+    text = "\n".join(replayed_lines(found))
+
+    assert "the replay moved them by 2: not compared" in text
+    assert "norm of the update" not in text
+    assert "figures that both have are equal, bit for bit; weights were not compared: " in text
+    assert "the run keeps no checkpoint from after iteration 1\n" in text
+
+
 def trained(rlflow, run, pipeline, *words):
     """A run of two iterations that has all that a replay reads."""
     kept = ("--save-every", "1", "--keep", "9", "--record", "actor.rollout", "--quiet")

@@ -6,22 +6,12 @@ It is read back from the run's directory. Nothing that is named like a key is in
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlflow.runtime.record.durable import JSON
-from rlflow.runtime.record.edges.secrets import HIDDEN, KEYS
-
-# Words of a name that make it a key's. `tokens`, as in max_tokens, is none of them.
-SECRETS = re.compile(
-    r"(?:api)?keys?|secrets?|token|passwords?|passwd|passphrase|pwd|credentials?|auth|authorization"
-    r"|bearer|cookies?|dsn"
-)
-WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
-WITHHELD = "(withheld)"
+from rlflow.runtime.record.edges.secrets import hidden_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +42,7 @@ class RunFacts:
 def read_facts(path: Path, *, known: str | None, after: int | None, picture: bytes) -> RunFacts:
     """What the files of a run's directory say of it; OSError and ValueError where they do not."""
     run, plan = _document(path / "run.json"), _document(path / "plan.json")
-    config, text = without_keys(_document(path / "config.json")), path / "plan.txt"
+    config, text = hidden_values(_document(path / "config.json")), path / "plan.txt"
     hashes = {
         "pipeline": run.get("pipeline"),
         "run": run.get("id"),
@@ -68,33 +58,11 @@ def read_facts(path: Path, *, known: str | None, after: int | None, picture: byt
         id=str(run.get("id", "")),
         known=known,
         after=after,
-        config=config if isinstance(config, Mapping) else {},
+        config=config,
         hashes={name: str(value) for name, value in hashes.items() if value is not None},
         plan=text.read_text(encoding="utf-8") if text.is_file() else "",
         picture=picture,
     )
-
-
-def without_keys(values: JSON) -> JSON:
-    """Plain data without the entries that are named like keys; values that look like one go too."""
-    if isinstance(values, Mapping):
-        return {
-            name: without_keys(value)
-            for name, value in values.items()
-            if not named_like_a_key(str(name))
-        }
-    if isinstance(values, list | tuple):
-        return [without_keys(value) for value in values]
-    looks_like_one = isinstance(values, str) and (
-        KEYS.search(values) or WITH_PASSWORD.search(values) or values == HIDDEN
-    )
-    return WITHHELD if looks_like_one else values
-
-
-def named_like_a_key(name: str) -> bool:
-    """Whether a name has a word of those by which keys are named: api_key, hfToken, DB-PASSWORD."""
-    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
-    return any(SECRETS.fullmatch(word) for word in re.split(r"[^a-z0-9]+", apart.lower()))
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
