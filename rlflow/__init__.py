@@ -2,7 +2,7 @@
 
 A pipeline declares PPO or GRPO as a graph of operators; a placement says where models
 live; a compiler derives the plan. Importing this package imports neither torch nor ray;
-`compile`, `simulate`, `tune` and `run`, and what they return, are loaded once they are named.
+`compile`, `simulate`, `tune`, `run` and `eval`, and what they return, are loaded once named.
 """
 
 import importlib
@@ -32,7 +32,8 @@ from rlflow.ops.losses.preference import DPOLoss, RewardModelLoss
 from rlflow.ops.losses.user import loss
 
 if TYPE_CHECKING:
-    from rlflow.cli.door.api import compile, run, simulate, tune
+    from rlflow.cli.door.api import compile, eval, run, simulate, tune
+    from rlflow.cli.door.evaluating import Evaluation, Interval
     from rlflow.cli.door.events import IterationDone
     from rlflow.cli.door.handle import RunHandle
     from rlflow.cli.door.shown import CompiledPlan, Simulated, TunedPlacements
@@ -52,8 +53,10 @@ __all__ = [
     "DistillLoss",
     "EngineOptions",
     "Environment",
+    "Evaluation",
     "Handle",
     "ImportanceSampling",
+    "Interval",
     "IterationDone",
     "Iterations",
     "LoRA",
@@ -81,6 +84,7 @@ __all__ = [
     "ValueLoss",
     "compile",
     "data",
+    "eval",
     "loss",
     "on",
     "op",
@@ -96,9 +100,12 @@ __all__ = [
 
 _DOOR = {
     "compile": "api",
+    "eval": "api",
     "run": "api",
     "simulate": "api",
     "tune": "api",
+    "Evaluation": "evaluating",
+    "Interval": "evaluating",
     "IterationDone": "events",
     "RunHandle": "handle",
     "CompiledPlan": "shown",

@@ -67,6 +67,8 @@ best: rf.Placement = rf.tune(Path("mine.py"), devices="h100:8", top=3).placement
 part = rf.compile(mine, only="actor.rollout", from_=["runs/a:prompts"])
 run: rf.RunHandle = rf.run(mine, placement=best, callbacks=[looks], record="none", track=["none"])
 where: Path = run.wait().report()
+found: rf.Evaluation = rf.eval(where.parent, samples=4, k=[1, 4], answer=str.strip)
+score: float = found.pass_at[4].low + found.mean.value
 '''
 # A mistake a line, each where it stands, from the third on.
 MISTAKES = """import rlflow as rf

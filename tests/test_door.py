@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import keyword
+import re
 import subprocess
 import sys
 import textwrap
 import threading
 from typing import get_type_hints
 
+import click
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,7 @@ import torch
 import rlflow as rf
 from rlflow.batch import ragged, text
 from rlflow.cli.door.asking import PlanOptions, RunOptions, SearchOptions
+from rlflow.cli.door.evaluating import EvalOptions
 from rlflow.cli.door.events import RunWatch
 from rlflow.cli.door.handle import started
 from rlflow.cli.main import cli
@@ -90,16 +93,36 @@ OF_A_TERMINAL = {"json", "output", "no_color", "dry_run", "show_passes", "explai
         ("simulate", PlanOptions, {"iterations"}),
         ("tune", SearchOptions, {"max_staleness", "top"}),
         ("run", RunOptions, set()),
+        ("eval", EvalOptions, set()),
     ],
 )
 def test_a_program_has_the_options_of_the_command(command, options, beside):
-    names = {p.opts[-1].lstrip("-").replace("-", "_") for p in cli.commands[command].params}
-    words = {f"{name}_" if keyword.iskeyword(name) else name for name in names - {"pipeline"}}
+    asked = [p for p in cli.commands[command].params if isinstance(p, click.Option)]
+    names = {each.opts[-1].lstrip("-").replace("-", "_") for each in asked}
+    words = {f"{name}_" if keyword.iskeyword(name) else name for name in names}
     said = {"config" if word == "set" else word for word in words} - OF_A_TERMINAL
     own = set(inspect.signature(getattr(rf, command)).parameters) if command != "plan" else set()
 
     assert said == set(get_type_hints(options)) | beside
     assert beside <= own
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        ({"sample": 4}, "E820", "did you mean 'samples'"),
+        ({"samples": 0}, "E820", "'--samples'"),
+        ({"samples": 4, "k": 8}, "E370", "-n 8"),
+        ({"k": "many"}, "E820", "k='many'"),
+        ({"answer": "boxd"}, "E366", "did you mean 'boxed'"),
+        ({"iteration": 3}, "E361", "not the directory of a run"),
+        ({"pipeline": 3}, "E820", "pipeline=3"),
+        ({"deadline": -1.0}, "E209", "--deadline"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_is_refused_as_by_the_command(options, code, said):
+    with pytest.raises(UsageError, match=rf"(?s){code}.*{re.escape(said)}"):
+        rf.eval(GRPO, **options)
 
 
 def test_a_part_of_the_graph_is_compiled_and_played():

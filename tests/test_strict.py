@@ -112,7 +112,8 @@ def test_the_classes_that_a_user_writes_are_among_them():
     named = {name for name in rf.__all__ if inspect.isclass(getattr(rf, name))}
     walked = {kind.__name__ for kind in PUBLIC}
     plain = {"Chat", "Environment", "Handle", "Pipeline", "Row", "Step", "Token", "ToolEnvironment"}
-    given = {"CompiledPlan", "IterationDone", "RunHandle", "Simulated", "TunedPlacements"}
+    given = {"CompiledPlan", "Evaluation", "Interval", "IterationDone", "RunHandle", "Simulated"}
+    given |= {"TunedPlacements"}
     assert named - plain - given - {"Iterations", "Sampler", "Scorer"} <= walked
     with pytest.raises(RlflowError):
         rf.Iterations(True)

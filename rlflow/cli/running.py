@@ -107,7 +107,7 @@ class _Asked:
         """The command that continues the run in a directory."""
         if self.options.get("replayed"):
             return shlex.join(["rlflow", *self.options["replayed"]])
-        if self.watch is not None:
+        if self.watch is not None and self.again[0] == "run":
             return f'rf.run(..., resume="{path}")'
         words = ["--iterations", str(self.iterations), "--resume", str(path)]
         return shlex.join(["rlflow", *self.again, *(words if self.again[0] == "run" else ())])

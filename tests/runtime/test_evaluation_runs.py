@@ -10,6 +10,8 @@ import shutil
 
 import pytest
 
+import rlflow as rf
+from rlflow.cli.config import load_pipeline
 from rlflow.runtime.record.edges.reading import recorded
 from rlflow.runtime.record.metrics import read_metrics
 from tests.conftest import PIPELINES
@@ -80,6 +82,24 @@ def test_all_samples_are_recorded_for_a_look_at_the_worst(train, evaluated, rlfl
         "actor after 3 iterations"
         in json.loads((tmp_path / "mine/run.json").read_text())["evaluated"]
     )
+
+
+def test_a_program_has_what_the_command_prints(train, rlflow, tmp_path, monkeypatch, capsys):
+    run = train(GRPO, "colocate")
+    monkeypatch.chdir(tmp_path)
+    asked = {"samples": 2, "limit": 4, "answer": lambda response: response[:1]}
+    found = rf.eval(run, **asked, threads=1)
+    assert ("", "") == tuple(capsys.readouterr())
+    assert {1, 2} == found.pass_at.keys() == found.maj_at.keys()
+    assert found.mean.low <= found.mean.value <= found.mean.high
+    assert found.mean.value == pytest.approx(found.samples()["reward"].mean())
+    assert f"mean reward {found.mean.value:.4f} [{found.mean.low:.4f}" in str(found)
+    assert "actor after 3 iterations" in found._repr_html_()
+
+    pipeline = load_pipeline(str(PIPELINES / "grpo_arithmetic.py"))
+    placed = rf.eval(pipeline, placement=pipeline.placements["colocate"], limit=4, threads=1)
+    words = ("eval", PIPELINES / "grpo_arithmetic.py", "--limit", 4, "--threads", 1, "--json")
+    assert placed.as_json()["metrics"] == json.loads(rlflow(*words).out)["metrics"]
 
 
 def test_rows_of_a_file_are_asked_by_the_columns_that_it_has(train, evaluated, tmp_path):

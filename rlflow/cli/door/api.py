@@ -1,4 +1,4 @@
-"""`rf.compile`, `rf.simulate`, `rf.tune`, `rf.run`: what the commands do, for a program.
+"""`rf.compile`, `rf.simulate`, `rf.tune`, `rf.run`, `rf.eval`: what the commands do, for a program.
 
 Each goes the way of the command of its name, from the same options to the same functions.
 """
@@ -18,6 +18,7 @@ from rlflow.cli.door.asking import (
     run_values,
     target_of,
 )
+from rlflow.cli.door.evaluating import EvalOptions, Evaluation, as_evaluation, eval_values
 from rlflow.cli.door.events import Callback, RunWatch
 from rlflow.cli.door.handle import RunHandle, started
 from rlflow.cli.door.shown import CompiledPlan, Simulated, TunedPlacements, as_kind
@@ -81,6 +82,24 @@ def tune(
     engine = options.get("engine")
     found = tune_target(target, max_staleness=max_staleness, top=top, engine=engine)
     return as_kind(TunedPlacements, found)
+
+
+def eval(weights: Declaring, **options: Unpack[EvalOptions]) -> Evaluation:
+    """Sample held-out rows with some weights, as `rlflow eval` does, and wait for what they score.
+
+    `weights` are a run directory, one of its checkpoints, a model, or a pipeline for those that it
+    begins with. Options are those of the command: `samples=8` of each prompt, `k=(1, 4)`, `data`,
+    `limit`, `answer`, `passes`, `pipeline`, `placement`, `devices`, `config` and others. Nothing is
+    printed unless `quiet=False`.
+
+    Raises UsageError E360 to E370 for what cannot be evaluated, E820 for options that are not
+    understood, and what a run raises.
+    """
+    from rlflow.cli.evaluation.running import evaluate_named
+
+    found = evaluate_named(*eval_values(weights, options), watch=RunWatch(()))
+    assert found is not None, "only a dry run finds nothing"
+    return as_evaluation(found)
 
 
 def run(

@@ -102,19 +102,19 @@ def target_of(
     pipeline: Declaring, options: PlanOptions | SearchOptions, function: str, known: type
 ) -> Target:
     """The target of a command with these `known` options; UsageError E820 for those it has not."""
-    return Target(pipeline=_declared(pipeline), **_spoken(options, known, function))
+    return Target(pipeline=declared_of(pipeline), **spoken(options, known, function))
 
 
 def run_values(pipeline: Declaring, options: RunOptions) -> dict[str, Any]:
     """The values of all options of `rlflow run`: defaults, and those that a program has said."""
-    said = {"quiet": True, **_spoken(options, RunOptions, "rf.run")}
+    said = {"quiet": True, **spoken(options, RunOptions, "rf.run")}
     for name in ("run_dir", "resume", "from_weights", "save_every"):
         if said.get(name) is not None:
             said[name] = str(said[name])
     if "allow_changes" in said:
         said["allow_changes"] = ",".join(said["allow_changes"]) or None
     check_deadline(said.get("deadline"))
-    return {**read_run(["pipeline"]), **said, "pipeline": _declared(pipeline)}
+    return {**read_run(["pipeline"]), **said, "pipeline": declared_of(pipeline)}
 
 
 def of_a_plan(options: PlanOptions) -> Finding:
@@ -128,7 +128,8 @@ def of_a_plan(options: PlanOptions) -> Finding:
     )
 
 
-def _declared(pipeline: Declaring) -> Pipeline | str:
+def declared_of(pipeline: Declaring) -> Pipeline | str:
+    """What declares a pipeline, as commands take it; UsageError E820 for what does not."""
     if isinstance(pipeline, Pipeline | str):
         return pipeline
     if isinstance(pipeline, Path):
@@ -144,8 +145,11 @@ def _declared(pipeline: Declaring) -> Pipeline | str:
     )
 
 
-def _spoken(options: Mapping[str, Any], known: type, function: str) -> dict[str, Any]:
-    """Options as those of a command: the config as settings, the rest by name."""
+def spoken(options: Mapping[str, Any], known: type, function: str) -> dict[str, Any]:
+    """Options as those of a command: the config as settings, the rest by name.
+
+    Raises UsageError E820 for those that are not `known`, or of another type.
+    """
     hints = get_type_hints(known)
     findings = [_unknown(name, list(hints), function) for name in options if name not in hints]
     findings += [
@@ -186,8 +190,8 @@ def _expected(value: object, hint: Any) -> str:
 
 
 def _repeats(hint: Any) -> bool:
-    """Whether an option may be said several times."""
-    return "Sequence" in kinds_of(hint)
+    """Whether an option is a text that may be said several times."""
+    return {"Sequence", "str"} <= kinds_of(hint)
 
 
 def _several(value: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -71,15 +71,7 @@ class RunHandle:
         number a token. `node` takes rows that another node than the rollout numbers. UsageError
         E822 where pandas is missing, RunDirError E734 where nothing of it is recorded.
         """
-        from rlflow.report.samples.joined import load_samples
-
-        pandas = _pandas("run.samples()")
-        rows = [
-            {"iteration": each.iteration, "row": each.row}
-            | {name: each.value(name) for name in each.fields()}
-            for each in load_samples(self.directory, node, iterations).samples
-        ]
-        return pandas.DataFrame(rows)
+        return samples_frame(self.directory, iterations, node=node, asked="run.samples()")
 
     def stop(self, *, wait: bool = True) -> None:
         """End after what has begun, and `wait` for it; the run directory can be resumed.
@@ -154,6 +146,21 @@ class RunHandle:
         error = self._failed() if self._watch.over else None
         if error is not None:
             raise error
+
+
+def samples_frame(
+    directory: Path, iterations: Collection[int] | None, *, asked: str, node: str | None = None
+) -> pd.DataFrame:
+    """The rows that a run has recorded, as `rlflow samples` joins them; `asked` is said in E822."""
+    from rlflow.report.samples.joined import load_samples
+
+    pandas = _pandas(asked)
+    rows = [
+        {"iteration": each.iteration, "row": each.row}
+        | {name: each.value(name) for name in each.fields()}
+        for each in load_samples(directory, node, iterations).samples
+    ]
+    return pandas.DataFrame(rows)
 
 
 def started(watch: RunWatch, work: Callable[[], object]) -> RunHandle:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 Form = Literal["svg", "png", "pdf"]
 
 
-class _Shown:
+class Shown:
     """What a notebook shows: the text in a terminal's way, and as a part of a page."""
 
     def _repr_mimebundle_(
@@ -48,7 +48,7 @@ class _Shown:
         return f'{page}<div style="overflow-x: auto">{picture[picture.index("<svg") :]}</div>'
 
 
-class CompiledPlan(_Shown, Plan):
+class CompiledPlan(Shown, Plan):
     """A plan, and what can be asked of it. `str(plan)` is what `rlflow plan` prints.
 
     A notebook shows it as the table and the picture of its actions.
@@ -78,7 +78,7 @@ class CompiledPlan(_Shown, Plan):
         Path(path).write_text(dump_plan(self), encoding="utf-8")
 
 
-class Simulated(_Shown, Simulation):
+class Simulated(Shown, Simulation):
     """A plan that was played: `period`, `idle`, `latency`, `uses` by device, `spans`.
 
     `str(found)` is what `rlflow simulate` prints; a notebook shows the timeline with it.
@@ -95,7 +95,7 @@ class Simulated(_Shown, Simulation):
         return simulated_picture(self, form)
 
 
-class TunedPlacements(_Shown, Tuned):
+class TunedPlacements(Shown, Tuned):
     """The placements that a search has found, `rows`, best first; `placement` is the best.
 
     `str(found)` is what `rlflow tune` prints.

@@ -128,9 +128,11 @@ def _pipeline_options(function: F) -> F:
 def evaluate_weights(weights: str, **options: Any) -> None:
     """Sample held-out rows with some weights: mean reward, pass@k and maj@k with intervals."""
     from rlflow.cli.evaluation.running import evaluate_named
+    from rlflow.cli.evaluation.weights import named_weights
 
     again = typed_words(evaluate_weights, {"weights": weights, **options})
-    found = evaluate_named(weights, ("eval", *again), options)
+    named = named_weights(weights, options["iteration"])
+    found = evaluate_named(named, ("eval", *again), options)
     if found is None:
         return
     if options["as_json"]:

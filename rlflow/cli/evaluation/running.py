@@ -11,10 +11,11 @@ import click
 from rich.console import Console
 
 from rlflow.cli.commands import Declared, Target, declare
+from rlflow.cli.door.events import RunWatch
 from rlflow.cli.evaluation.declared import Counted, evaluation_graph, ks_of
 from rlflow.cli.evaluation.shown import Evaluated
 from rlflow.cli.evaluation.terms import Terms, answer_named, changed_terms, terms_of
-from rlflow.cli.evaluation.weights import NamedWeights, named_weights, snapshot_of
+from rlflow.cli.evaluation.weights import NamedWeights, snapshot_of
 from rlflow.cli.options import read_run
 from rlflow.cli.running import Outcome, run_as_asked
 from rlflow.errors import Finding, RunDirError, UsageError
@@ -54,23 +55,27 @@ class _Asked:
 
 
 def evaluate_named(
-    weights: str, again: tuple[str, ...], options: Mapping[str, Any]
+    named: NamedWeights,
+    again: tuple[str, ...],
+    options: Mapping[str, Any],
+    *,
+    watch: RunWatch | None = None,
 ) -> Evaluated | None:
-    """Evaluate what a text names, by the options of `rlflow eval`; None of a dry run.
+    """Evaluate what is named, by the options of `rlflow eval`; None of a dry run.
 
-    `again` are the words after `rlflow` that do so. Raises what is wrong with the words before any
-    weight is read, then what `rlflow run` raises.
+    `again` are the words after `rlflow` that do so; a program that looks on is told by `watch`.
+    Raises what is wrong with the words before any weight is read, then what `rlflow run` raises.
     """
-    asked = _asked(named_weights(weights, options["iteration"]), options)
+    asked = _asked(named, options)
     # A plan is the same for any weights of a model: a dry run writes none.
-    named = replace(asked.named, checkpoint=None) if options["dry_run"] else asked.named
+    sampled = replace(named, checkpoint=None) if options["dry_run"] else named
     near, quiet = asked.declared.pipeline.path, options["quiet"] or options["as_json"]
     with (
         telling(Console(stderr=True), quiet=quiet),
-        snapshot_of(named, asked.terms.model, near, asked.parent) as model,
+        snapshot_of(sampled, asked.terms.model, near, asked.parent) as model,
     ):
         graph = evaluation_graph(asked.declared.whole, asked.terms, model, asked.counted)
-        outcome = _launched(asked, graph, again)
+        outcome = _launched(asked, graph, again, watch)
     if outcome.run_dir is None:
         click.echo(outcome.text)
         return None
@@ -97,6 +102,7 @@ def _asked(named: NamedWeights, options: Mapping[str, Any]) -> _Asked:
         pipeline=options["pipeline"] or named.pipeline or _no_pipeline(named),
         placement=options["placement"] or (named.placement if own else None),
         settings=(*(named.settings if own else ()), *options["settings"]),
+        config=options.get("config"),
         **{key: options[key] for key in TARGET_OPTIONS},
     )
     declared = declare(target)
@@ -117,7 +123,9 @@ def _asked(named: NamedWeights, options: Mapping[str, Any]) -> _Asked:
     )
 
 
-def _launched(asked: _Asked, graph: Graph, again: tuple[str, ...]) -> Outcome:
+def _launched(
+    asked: _Asked, graph: Graph, again: tuple[str, ...], watch: RunWatch | None
+) -> Outcome:
     """Run the graph once, with all of its rows recorded, as `rlflow run` would."""
     options, whole = asked.options, asked.declared
     rollout = next(node.name for node in graph.nodes if node.op.name == "rollout")
@@ -135,7 +143,7 @@ def _launched(asked: _Asked, graph: Graph, again: tuple[str, ...]) -> Outcome:
         "parent": asked.parent,
         "again": again,
     }
-    return run_as_asked(**{**said, "as_json": options["as_json"]})
+    return run_as_asked(as_json=options["as_json"], watch=watch, **said)
 
 
 def _no_pipeline(named: NamedWeights) -> str:

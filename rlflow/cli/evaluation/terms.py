@@ -186,11 +186,14 @@ def read_data(text: str, prompt: str | None, answer: str | None) -> DataSource:
     return replace(huggingface(name, split=split or "test", **named), declared=None)
 
 
-def answer_named(name: str, names: Mapping[str, Any]) -> Answer:
+def answer_named(name: str | Answer, names: Mapping[str, Any]) -> Answer:
     """What reads the answer of a response: a known way, or a function of the pipeline's file.
 
-    `names` are those of the file. Raises UsageError E366 for what is neither.
+    `names` are those of the file; a program may give the function. Raises UsageError E366 for what
+    is neither.
     """
+    if not isinstance(name, str):
+        return name
     if name in ANSWERS:
         return ANSWERS[name]
     found = names.get(name)

@@ -17,6 +17,7 @@ from rlflow.cli.export import export_checkpoint
 from rlflow.cli.options import read_run
 from rlflow.errors import CheckpointError, Finding, UsageError, near_names
 from rlflow.graph.model import Model
+from rlflow.graph.pipeline import Pipeline
 from rlflow.modelfiles.directories import cached_models
 from rlflow.runtime.record.checkpoint import NAME_FORM, find_checkpoint, list_iterations
 from rlflow.runtime.record.manifest import MANIFEST, checkpoint_name
@@ -38,7 +39,7 @@ class NamedWeights:
     said: str
     checkpoint: Path | None = None
     path: str | None = None
-    pipeline: str | None = None
+    pipeline: str | Pipeline | None = None
     settings: tuple[str, ...] = ()
     placement: str | None = None
 
