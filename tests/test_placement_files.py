@@ -6,6 +6,8 @@ import shlex
 
 import pytest
 
+from rlflow.cli.continuing import words_of_run
+from rlflow.cli.options import read_run
 from tests.conftest import PIPELINES
 
 GSM8K = PIPELINES / "grpo_gsm8k.py"
@@ -68,3 +70,9 @@ def test_an_engine_is_named_for_all_rollouts(rlflow, command):
 def test_the_pipelines_of_gsm8k_have_a_placement_with_sglang(rlflow, name):
     result = rlflow("plan", PIPELINES / name, *ON, "--placement", "sglang")
     assert "actor@gen/sglang" in result.out, result.err
+
+
+def test_a_run_goes_on_with_the_file_that_its_placement_came_from():
+    named, filed = (read_run([str(GRPO), "--placement", said]) for said in ("split", "a/best.py"))
+    assert ("--placement", "split") == words_of_run(named, "split")[-2:]
+    assert ("--placement", "a/best.py") == words_of_run(filed, "best")[-2:]

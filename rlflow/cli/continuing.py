@@ -28,7 +28,13 @@ from rlflow.runtime.record.rundir import RunDir, latest_run
 
 
 def words_of_run(options: Mapping[str, Any], placement: str) -> tuple[str, ...]:
-    """The words after `rlflow` that say all options but those of one start of a run."""
+    """The words after `rlflow` that say all options but those of one start of a run.
+
+    `placement` is the name of the plan's; one of a file is known by the file alone.
+    """
+    typed = options["placement"]
+    if isinstance(typed, str) and typed.endswith(".py"):
+        placement = typed
     once: dict[str, Any] = {"dry_run": False, "run_dir": None, "resume": None, "iterations": None}
     once |= {"from_weights": None, "allow_changes": None}
     once |= {"profile_action": (), "profile_iterations": None}
