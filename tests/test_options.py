@@ -25,7 +25,7 @@ def values_of(option: click.Parameter) -> st.SearchStrategy:
         one = st.integers(option.type.min, 10**9)
     elif isinstance(option.type, click.Choice):
         one = st.sampled_from(option.type.choices)
-    elif "float" in option.type.name:
+    elif "float" in option.type.name or option.type.name == "time":
         one = POSITIVE
     else:
         one = TEXT

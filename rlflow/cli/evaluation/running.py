@@ -143,7 +143,7 @@ def _launched(
         "parent": asked.parent,
         "again": again,
     }
-    return run_as_asked(as_json=options["as_json"], watch=watch, **said)
+    return run_as_asked(**{**said, "as_json": options["as_json"]}, watch=watch)
 
 
 def _no_pipeline(named: NamedWeights) -> str:
