@@ -6,13 +6,14 @@ Also within a run: an evaluation changes no bit of what is trained, wherever it 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
 
 import rlflow as rf
 from rlflow.cli.config import load_pipeline
-from rlflow.runtime.record.edges.reading import recorded
+from rlflow.runtime.record.edges.reading import read_edge, recorded
 from rlflow.runtime.record.metrics import read_metrics
 from tests.conftest import PIPELINES
 from tests.runtime.whole_runs import GRPO, declared, last_checkpoint, plan_of, tensors
@@ -100,6 +101,26 @@ def test_a_program_has_what_the_command_prints(train, rlflow, tmp_path, monkeypa
     placed = rf.eval(pipeline, placement=pipeline.placements["colocate"], limit=4, threads=1)
     words = ("eval", PIPELINES / "grpo_arithmetic.py", "--limit", 4, "--threads", 1, "--json")
     assert placed.as_json()["metrics"] == json.loads(rlflow(*words).out)["metrics"]
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_workers_of_ray_sample_the_same(train, evaluated):
+    run, asked = train(GRPO, "colocate"), ("-n", 2, "--limit", 12)
+    here = evaluated(run, *asked)
+    assert here["metrics"] == evaluated(run, *asked, "--backend", "ray")["metrics"]
+
+
+@pytest.mark.skipif("RLFLOW_SGLANG_PYTHON" not in os.environ, reason="no interpreter is named")
+@pytest.mark.slow
+@pytest.mark.sglang
+def test_an_engine_of_its_own_is_given_the_weights_of_a_checkpoint(train, evaluated, tmp_path):
+    run, asked = train(GRPO, "colocate"), ("-n", 1, "--limit", 24)
+    here = evaluated(run, *asked, "--run-dir", "here")
+    there = evaluated(run, *asked, "--run-dir", "there", "--placement", "sglang")
+    tokens = [read_edge(tmp_path / f, "actor.rollout", 0)["response"] for f in ("here", "there")]
+    assert tokens[0].to_pylist() == tokens[1].to_pylist()
+    assert here["metrics"] == there["metrics"]
 
 
 def test_rows_of_a_file_are_asked_by_the_columns_that_it_has(train, evaluated, tmp_path):
