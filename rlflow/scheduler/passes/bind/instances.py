@@ -57,8 +57,12 @@ def make_instances(plan: Plan, chosen: dict[str, On]) -> tuple[Instance, ...]:
 
 
 def _as_said(instance: Instance, said: list[tuple[Node, On]]) -> Instance:
-    """The instance with what its uses say of recomputing and offloading; they have to agree."""
-    spoken = [(node, where.recompute) for node, where in said if where.recompute is not None]
+    """The instance with what its uses say of recomputing and offloading; they have to agree.
+
+    Only a backward recomputes: what updates say of it goes before what other uses say.
+    """
+    every = [(node, where.recompute) for node, where in said if where.recompute is not None]
+    spoken = [each for each in every if each[0].op.use == "train"] or every
     for node, wanted in spoken:
         texts = f"recompute={wanted}", f"recompute={spoken[0][1]}"
         if len(set(texts)) > 1:
