@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlflow.cli.measuring import LAYERS, MeasuredMachine, measure_machine, short_name
+from rlflow.cli.measuring import MeasuredMachine, measure_machine, short_name
 from rlflow.scheduler.devices.cluster import KINDS, parse_cluster
 from tests.conftest import PIPELINES
 
@@ -62,7 +62,7 @@ def test_what_was_measured_is_what_the_estimates_read(gpus, tmp_path) -> None:
     assert (5e-6, 1.5e-6) == (kind.launch, kind.replayed)
     assert kind.bus == kind.link == pytest.approx(4e11)
     assert kind.latency + 3 * kind.hop == pytest.approx(13e-6, rel=1e-3)
-    assert (1.0, LAYERS) == (kind.reached, kind.sustained)
+    assert (1.0, LAYER_SHAPES) == (kind.reached, kind.sustained)
     assert KINDS["h100"].nic == kind.nic, "what was not measured is the base's"
     assert "measured by rlflow doctor, 4 devices" == kind.source
     table = tomllib.loads(gpus.toml())

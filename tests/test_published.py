@@ -17,6 +17,7 @@ finally:
 
 PUBLISHED = rows.load()
 COUNTED = [setting for setting in PUBLISHED.settings if not setting.why_not]
+PAGE = (Path(BENCHMARKS) / "results" / "published.md").read_text(encoding="utf-8")
 QUICK = ("verl_nccl_0b6", "vllm_72b_128_128")
 
 
@@ -89,6 +90,33 @@ def test_a_counted_setting_has_predictions(name):
     found = encode.predicted(setting)
     assert not found.refused
     assert all(found.of(row.what) for row in setting.rows)
+
+
+def summary() -> dict[str, tuple[str, str]]:
+    """The committed page's summary: what is now, and the bar."""
+    lines = (PAGE.split("## By quantity")[0]).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
+    return {name: (now, bar) for name, now, bar in cells}
+
+
+def test_the_summary_does_not_get_worse():
+    found = summary()
+    assert float(found["median of abs log2(predicted / measured)"][0]) <= 0.25
+    assert float(found["worst"][0]) <= 0.9
+    assert float(found["Spearman of iterations"][0]) >= 0.9
+    assert found["pairs of placements with the faster one right"][0] == "3 of 3"
+    assert found["counted rows without a prediction"][0] == "0"
+    assert found["memory verdicts right"][0] == "2 of 2"
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_page_has_what_plans_predict_now(name):
+    (setting,) = [one for one in COUNTED if one.name == name]
+    found = encode.predicted(setting)
+    for row in setting.rows:
+        said = f"{found.of(row.what):.1f} s | {found.of(row.what) / row.value:.2f}"
+        (line,) = [x for x in PAGE.splitlines() if x.startswith(f"| {name} | {row.what} |")]
+        assert said in line
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from rlflow.cli.shell.printed import json_text
 from rlflow.scheduler.devices.cluster import HOST_MEMORY_SHARE, machine_cores, machine_memory
 from rlflow.scheduler.devices.declared import check_device_path
+from rlflow.scheduler.devices.efficiency import LAYER_SHAPES
 from rlflow.scheduler.devices.hardware import KINDS
 from rlflow.scheduler.devices.machine import Gpu
 
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from rlflow.runtime.measuring import DeviceTiming
 
 BUDGET = {"cpu": 40.0, "cuda": 120.0}
-# Of the rate of large products alone, what whole layers get: with 0.73 of the peak reached by such
-# products, the 0.4 of the peak that kinds of the table have. Assumed.
-LAYERS = 0.55
 # 25 Gb/s, and links of PCIe where there is one device: assumed where nothing is known.
 NIC = 3.125e9
 LEAST_SECONDS = 1e-7
@@ -77,7 +75,7 @@ class MeasuredMachine:
         found = self._figures_of_one() | self._figures_of_many()
         if self.kind == "cpu":
             return {"threads": self.threads, **found}
-        found |= {"memory": self.memory, "reached": 1.0, "sustained": LAYERS}
+        found |= {"memory": self.memory, "reached": 1.0, "sustained": LAYER_SHAPES}
         if not self.base:
             found.setdefault("host_link", NIC)
             found = {"link": found["host_link"], "nic": NIC, **found}

@@ -136,7 +136,7 @@ def test_each_device_is_estimated_as_its_kind() -> None:
     slow = run(costs, "ref.log_probs", on(tuple(range(8, 16))))
 
     assert fast.seconds is not None
-    assert slow.seconds == pytest.approx(fast.seconds * 989 / 312, rel=1e-6)
+    assert 2 < slow.seconds / fast.seconds < 989 / 312
 
 
 def test_groups_that_leave_their_host_pay_the_network() -> None:

@@ -8,10 +8,13 @@ import pytest
 
 from rlflow.graph.placement import Recompute
 from rlflow.modelfiles.chunks import CHUNK_BYTES, MOST, chunk_tokens
+from rlflow.scheduler.costs.imbalance import attended_pairs, fullest
 from rlflow.scheduler.costs.lengths import Lengths, Load, full_lengths
 from rlflow.scheduler.costs.roofline import MICRO_TOKENS, SUMMED, Roofline
+from rlflow.scheduler.costs.serving import Serving
 from rlflow.scheduler.devices.cluster import Cluster, cpu_cluster
-from rlflow.scheduler.devices.collectives import group_of
+from rlflow.scheduler.devices.collectives import ALONE, group_of
+from rlflow.scheduler.devices.efficiency import CACHE_READ, DRAWN_BYTES, RAMP, SCORED_BYTES
 from rlflow.scheduler.devices.hardware import KINDS, cpu_kind
 from rlflow.scheduler.models.shapes import known_shape
 
@@ -22,19 +25,45 @@ SHARDED = replace(SEVEN_B, fsdp=group_of(HOST, range(8)), gathers=True)
 BATCH = Load(rows=128, prompts=16, prompt=256, lengths=Lengths(2048, 1024.0, 0.6), peers=8)
 
 
-def test_a_decode_step_of_64_rows_takes_5_to_8_milliseconds() -> None:
-    """15.2 GB of weights and 2.6 GB of keys and values at 80 % of 3.35 TB/s: 6.6 ms."""
-    weights, cache = 7_615_616_512 * 2, 64 * 700 * 2 * 28 * 4 * 128 * 2
+def test_a_decode_step_of_64_rows_takes_7_to_10_milliseconds() -> None:
+    """15.2 GB of weights at 80 % and 2.6 GB of keys and values at 65 % of 3.35 TB/s: 6.9 ms.
 
-    assert 5e-3 < SEVEN_B.decode(64, 700) < 8e-3
-    assert SEVEN_B.decode(64, 700) == pytest.approx((weights + cache) / (0.8 * 3.35e12))
+    And 360 kernels that begin and end, and the logits.
+    """
+    weights, cache = 7_615_616_512 * 2, 64 * 700 * 2 * 28 * 4 * 128 * 2
+    logits = 64 * 152_064 * DRAWN_BYTES
+
+    assert 7e-3 < SEVEN_B.decode(64, 700) < 10e-3
+    assert SEVEN_B.decode(64, 700) == pytest.approx(
+        (weights + logits) / (0.8 * 3.35e12) + cache / (CACHE_READ * 3.35e12) + 360 * RAMP
+    )
 
 
 def test_decoding_is_bound_by_computing_for_many_rows() -> None:
     rows = 4096
+    logits = rows * 152_064 * DRAWN_BYTES / (0.8 * 3.35e12)
+    cache = rows * 57_344 / (CACHE_READ * 3.35e12)
 
-    assert SEVEN_B.decode(rows, 1) == pytest.approx(SEVEN_B.computed(rows, rows, rows))
+    beside = logits + cache + 360 * RAMP
+    assert SEVEN_B.decode(rows, 1) == pytest.approx(SEVEN_B.computed(rows, rows, 0) + beside)
     assert SEVEN_B.decode(rows, 1) > SEVEN_B.decode(64, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "tp", "rows", "seconds"),
+    [
+        ("h100", "qwen2.5-72b", 2, 1, 30.9e-3),  # vLLM, 128 and 1,024 tokens at concurrency 1
+        ("h200", "llama-3.1-8b", 1, 8, 6.5e-3),  # vLLM's latency benchmark, 128 tokens in 0.83 s
+        ("a100", "qwen2.5-7b", 1, 1, 11.9e-3),  # Qwen2.5's speed benchmark, vLLM: 84 tokens/s
+    ],
+)
+def test_steps_of_engines_are_near_published_ones(kind, shape, tp, rows, seconds) -> None:
+    cluster = Cluster(kind=KINDS[kind], count=8)
+    group = group_of(cluster, range(tp)) if tp > 1 else ALONE
+    roof = Roofline(kind=KINDS[kind], shape=known_shape(shape), size=2, tp=group)
+    engine = replace(roof, serving=Serving(captured=512))
+
+    assert 0.8 < engine.decode(rows, 128) / seconds < 1.25
 
 
 def test_two_ranks_decode_faster_but_not_twice_as_fast() -> None:
@@ -45,16 +74,38 @@ def test_two_ranks_decode_faster_but_not_twice_as_fast() -> None:
 
 def test_a_small_model_is_bound_by_its_launches() -> None:
     tiny = replace(SEVEN_B, shape=known_shape("qwen2.5-0.5b"))
+    many = replace(tiny, kind=replace(tiny.kind, launch=1e-5))
 
-    assert tiny.decode(1, 10) == pytest.approx((24 + 2) * 12 * 4e-6)
+    assert many.decode(1, 10) == pytest.approx((24 + 2) * 12 * 1e-5)
 
 
-def test_training_reaches_about_two_fifths_of_the_peak() -> None:
+def test_training_reaches_about_half_of_the_peak() -> None:
     """6 flop a parameter and token over the time of an update on 8 ranks of one host."""
-    seconds = SHARDED.update(BATCH, 7.6e9 * 4, recompute=False)
-    reached = 6 * 7.6e9 * BATCH.tokens / seconds / KINDS["h100"].flops
+    even = replace(BATCH, lengths=full_lengths(1024))
+    seconds = SHARDED.update(even, 7.6e9 * 4, recompute=False)
+    reached = 6 * 7.6e9 * even.tokens / seconds / KINDS["h100"].flops
 
-    assert 0.35 < reached < 0.45
+    assert 0.4 < reached < 0.55
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "reached"),
+    [
+        ("a100", "qwen2.5-1.5b", 0.55),
+        ("a100", "qwen2.5-7b", 0.64),
+        ("h100", "qwen2.5-1.5b", 0.40),
+        ("h100", "qwen2.5-7b", 0.46),
+        ("h100", "qwen2.5-32b", 0.57),
+    ],
+)
+def test_utilisation_follows_width_as_published_tables_have_it(kind, shape, reached) -> None:
+    """LLM Foundry's tables for FSDP, rows of 2,048 tokens: of products, with what is recomputed."""
+    roof = Roofline(kind=KINDS[kind], shape=known_shape(shape), size=2)
+    load = Load(rows=32, prompts=32, prompt=1, lengths=full_lengths(2047))
+    products = roof.kind.flops / (6 * (roof.shape.parameters - roof.shape.embedding / 2))
+
+    found = load.tokens / products / roof.update(load, 0, recompute=False)
+    assert 0.7 < found / reached < 1.3
 
 
 def test_recomputing_costs_a_third_more_but_for_the_head() -> None:
@@ -63,9 +114,24 @@ def test_recomputing_costs_a_third_more_but_for_the_head() -> None:
     plain = critic.update(BATCH, 0, recompute=False)
     assert critic.update(BATCH, 0, recompute=True) == pytest.approx(4 / 3 * plain)
 
-    body = SEVEN_B.update(BATCH, 0, recompute=False) - plain
-    assert SEVEN_B.update(BATCH, 0, recompute=True) == pytest.approx(4 / 3 * plain + body)
-    assert body == pytest.approx(4 * SEVEN_B.computed(0, 128 * BATCH.lengths.mean, 0))
+
+def test_ranks_wait_for_the_fullest_part_where_lengths_differ() -> None:
+    """Of 16 prompts a part is balanced to less than a thousandth; of one it is not at all."""
+    alone = replace(BATCH, prompts=1)
+    even = replace(alone, lengths=full_lengths(1024))
+
+    assert fullest(even) == 1.0
+    assert fullest(replace(alone, peers=1)) == 1.0
+    assert fullest(alone) > 1.05
+    assert fullest(replace(alone, rows=16)) > fullest(alone)
+    assert fullest(BATCH) == pytest.approx(1 + (fullest(alone) - 1) / 16**2, rel=0.2)
+
+
+def test_pairs_of_uneven_rows_are_more_than_those_of_their_mean() -> None:
+    even = replace(BATCH, lengths=full_lengths(1024))
+
+    assert attended_pairs(even) == pytest.approx(even.pairs)
+    assert 1.1 < attended_pairs(BATCH) / BATCH.pairs < 1.5
 
 
 def test_floats_are_computed_without_tensor_cores() -> None:
@@ -78,7 +144,7 @@ def test_a_prefill_is_bound_by_computing_and_a_decode_by_reading() -> None:
     prompts = Load(rows=16, prompts=16, prompt=2048, lengths=full_lengths(1))
 
     assert SEVEN_B.rollout(prompts) == pytest.approx(
-        SEVEN_B.computed(16 * 2048, 16, 16 * 2048**2 / 2) + SEVEN_B.decode(16, 2048.5)
+        SEVEN_B.passed(16 * 2048, 16, 16 * 2048**2 / 2) + SEVEN_B.decode(16, 2048.5)
     )
 
 
@@ -153,11 +219,13 @@ def test_a_replayed_step_takes_the_replays_of_its_kernels_at_least() -> None:
     """A few rows of a small model: launches decide without graphs, reading the weights with."""
     small = replace(SEVEN_B, shape=known_shape("qwen2.5-0.5b"))
     paged = replace(small, paged=True)
-    read = small.read(small.shape.touched(4) * 2 + 4 * 300 * small.cache_bytes)
+    slow = replace(small.kind, launch=1e-5)
 
-    assert small.overhead == small.decode(4, 300)
+    assert 26 * 12 * 1e-5 == pytest.approx(replace(small, kind=slow).decode(4, 300))
     assert 24 * 48 + 101 == paged.step_kernels
-    assert read < 4e-6 + paged.step_kernels * 1e-6 == paged.decode(4, 300)
+    assert paged.decode(4, 300) == pytest.approx(
+        small.decode(4, 300) + 4e-6 + paged.step_kernels * 1e-6
+    )
     assert small.overhead == replace(paged, streamed=True).launched(0.0)
 
 
@@ -211,7 +279,8 @@ def test_time_to_compute_again_goes_by_layers_and_what_they_leave_out() -> None:
     none, half, selective, full = (
         critic.update(BATCH, 0, recompute=how) for how in (False, 14, "selective", True)
     )
-    attention = critic.computed(0, 0, BATCH.pairs)
+    tokens, _, pairs = critic.ending(BATCH)
+    attention = critic.passed(tokens, 0, pairs) - critic.passed(tokens, 0, 0)
 
     assert half - none == pytest.approx((full - none) / 2)
     assert full - selective == pytest.approx(attention)
@@ -339,7 +408,10 @@ def test_ranks_that_share_layers_share_their_products_and_add_them_up() -> None:
 
     assert computed == SEVEN_B.computed(load.tokens, 400, load.pairs) / 2
     agreed = 2 * 28 * SHARED.tp.all_reduce(800 * 3584 * 2)
-    assert SHARED.forward(load) == pytest.approx(computed + agreed)
+    scored = 400 * 152_064 * SCORED_BYTES / (0.8 * 3.35e12) / 2
+    passed = SHARED.passed(load.tokens, 400, load.pairs)
+    assert computed < passed < SEVEN_B.passed(load.tokens, 400, load.pairs)
+    assert SHARED.forward(load) == pytest.approx(passed + agreed + scored)
 
 
 def test_an_update_gathers_twice_and_sums_gradients() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 import rlflow as rf
 from rlflow.errors import PlanError
+from rlflow.scheduler.engines.updates import BEGIN
 from rlflow.scheduler.models.quantised import misfits_blocks, spared_bytes
 from rlflow.scheduler.models.shapes import known_shape
 from rlflow.scheduler.plan.text import plan_text
@@ -39,7 +40,7 @@ def test_an_update_takes_about_half_of_what_the_load_takes(devices: str, gen: in
     plain, low = (
         planned("qwen2.5-7b", devices, engine, gen=gen, tp=tp) for engine in ("sglang", FLOAT8)
     )
-    assert 0.5 < (seconds(low) - 2.5) / (seconds(plain) - 2.5) < 0.65
+    assert 0.5 < (seconds(low) - BEGIN) / (seconds(plain) - BEGIN) < 0.65
     assert not verify(low, STAGES[-1])
     (buckets, scratch) = reshard(low).cost.holds
     assert (buckets,) == reshard(plain).cost.holds

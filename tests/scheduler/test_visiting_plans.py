@@ -58,7 +58,7 @@ def test_a_state_that_fits_is_resident() -> None:
 
 def test_seven_billion_parameters_train_on_two_devices() -> None:
     """Where no micro-batch fits beside the moments, they stay on the host, and the plan says so."""
-    plan = planned(6000)
+    plan = planned(6000, recompute=False)
     actor, part = plan.trained_instance("actor"), optimizer_of(plan)
     assert actor.offload == "optimizer"
     assert "offload=optimizer" in actor.layout()

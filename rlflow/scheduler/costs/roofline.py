@@ -14,8 +14,10 @@ from rlflow.graph.placement import Recompute
 from rlflow.graph.rules.completion_order import ended_share
 from rlflow.modelfiles.chunks import PLAIN, WIDE_BYTES, chunk_bytes
 from rlflow.modelfiles.paging import MOST_ROWS
+from rlflow.scheduler.costs.imbalance import attended_pairs, fullest
 from rlflow.scheduler.costs.lengths import Load, stages
 from rlflow.scheduler.costs.serving import Serving
+from rlflow.scheduler.devices import efficiency
 from rlflow.scheduler.devices.collectives import ALONE, Group
 from rlflow.scheduler.devices.hardware import Kind
 from rlflow.scheduler.models.activations import LayerBytes
@@ -91,8 +93,42 @@ class Roofline:
     def computed(self, tokens: float, predictions: float, pairs: float) -> float:
         """Seconds of the products of a forward; see `models/flops.py` for what is counted."""
         sizes = product_sizes(self.shape, predicts=self.predicts)
-        flops = sizes.forward(tokens, predictions, pairs)
-        return flops / (self.kind.rate(self.size) * self.kind.sustained * self.tp.ranks)
+        rate = self.kind.rate(self.size) * self.tp.ranks
+        if self.on_cpu:
+            return sizes.forward(tokens, predictions, pairs) / (rate * self.kind.sustained)
+        row = 2 * pairs / max(tokens, 1.0)
+        attention = rate * efficiency.attended(self.kind.chip, max(row, 1.0))
+        products = rate * self.kind.sustained
+        return (
+            sizes.forward(tokens, predictions, 0) / products
+            + sizes.forward(0, 0, pairs) / attention
+        )
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether its device is a processor of the host."""
+        return self.kind.name == "cpu"
+
+    def passed(self, tokens: float, predictions: float, pairs: float) -> float:
+        """Seconds of a forward's products and of all that layers compute between them.
+
+        An accelerator does one kernel after the other. Those between products read and write.
+        """
+        computed = self.computed(tokens, predictions, pairs)
+        if self.on_cpu:
+            return computed
+        seen = min(tokens, float(self.micro_tokens))
+        busy = efficiency.filled(self.kind.chip, seen, self.shape.ffn / self.tp.ranks)
+        return computed / busy + self.read(tokens * self.between)
+
+    @property
+    def between(self) -> float:
+        """Bytes of a token that kernels between products read and write, in all layers."""
+        shape, ranks, wide = self.shape, self.tp.ranks, self.size / 2
+        turned = (shape.heads + shape.kv_heads) * shape.head_dim * efficiency.ROTARY_BYTES
+        gated = shape.ffn * efficiency.GATED_BYTES
+        norms = 2 * shape.hidden * efficiency.NORM_BYTES
+        return shape.layers * wide * (norms + (turned + gated) / ranks)
 
     def read(self, size: float) -> float:
         """Seconds to read bytes from a device's memory."""
@@ -111,6 +147,18 @@ class Roofline:
         """Seconds of what is made of distributions at so many places, `each` a number."""
         return places * self.shape.vocab * each if self.predicts else 0.0
 
+    def logit(self, on_cpu: float, moved: int) -> float:
+        """Seconds of each logit: as measured of a CPU, else to read and write so many bytes."""
+        return on_cpu if self.on_cpu else self.read(moved) / self.tp.ranks
+
+    def ending(self, load: Load) -> tuple[float, float, float]:
+        """Tokens, predictions and pairs of attention of the part that is done last."""
+        predictions = load.rows * load.lengths.mean
+        if self.on_cpu:
+            return load.tokens, predictions, load.pairs
+        more = fullest(load)
+        return more * load.tokens, more * predictions, more**2 * attended_pairs(load)
+
     def brought(self) -> float:
         """Seconds to bring every layer from the host once."""
         if not self.streamed:
@@ -120,7 +168,7 @@ class Roofline:
     def launched(self, seconds: float, times: float = 1) -> float:
         """So many passes with their launches: a device runs beside them, a CPU does both."""
         overhead = times * self.overhead
-        return seconds + overhead if self.kind.name == "cpu" else max(seconds, overhead)
+        return seconds + overhead if self.on_cpu else max(seconds, overhead)
 
     def agreed(self, tokens: float) -> float:
         """Seconds of the two all-reduces a layer by which `tp` ranks add up their shares."""
@@ -134,7 +182,7 @@ class Roofline:
 
     def beside(self, computed: float, sent: float) -> float:
         """Computing while the next layer's parameters come; on a CPU one after the other."""
-        return computed + sent if self.kind.name == "cpu" else max(computed, sent)
+        return computed + sent if self.on_cpu else max(computed, sent)
 
     def passes(self, load: Load) -> int:
         """Micro-batches that rows are cut into."""
@@ -142,11 +190,12 @@ class Roofline:
 
     def forward(self, load: Load) -> float:
         """Seconds of a forward over the rows of a part."""
-        count, predictions = self.passes(load), load.rows * load.lengths.mean
-        computed = self.computed(load.tokens, predictions, load.pairs)
+        count, (tokens, predictions, pairs) = self.passes(load), self.ending(load)
+        computed = self.passed(tokens, predictions, pairs)
         one = self.launched(max(self.multiplied(computed / count, self.weights), self.brought()))
-        scored = self.over_vocabulary(predictions, self.kind.scored)
-        return count * self.beside(one, self.gathered()) + self.agreed(load.tokens) + scored
+        each = self.logit(self.kind.scored, efficiency.SCORED_BYTES)
+        scored = self.over_vocabulary(predictions, each)
+        return count * self.beside(one, self.gathered()) + self.agreed(tokens) + scored
 
     def update(self, load: Load, trained: float, *, recompute: Recompute) -> float:
         """Seconds of one optimizer step on the rows of a part.
@@ -157,24 +206,25 @@ class Roofline:
         every pass over `fsdp`, in the last one over replicas, `trained` bytes a rank. The step
         itself reads and writes what it keeps.
         """
-        count, predictions = self.passes(load), load.rows * load.lengths.mean
+        count, (tokens, predictions, pairs) = self.passes(load), self.ending(load)
         share = recomputed_layers(recompute, self.shape.layers) / self.shape.layers
         times = 3 + share
         whole = recompute is True
-        computed = (4 if whole else 3) * self.computed(load.tokens, predictions, load.pairs) / count
+        computed = (4 if whole else 3) * self.passed(tokens, predictions, pairs) / count
         if self.in_chunks and not whole:
             computed += self.computed(0, predictions, 0) / count
         if share and not whole:
-            pairs = 0 if recompute == "selective" else load.pairs
-            computed += share * self.computed(load.tokens, 0, pairs) / count
+            again = 0 if recompute == "selective" else pairs
+            computed += share * self.passed(tokens, 0, again) / count
         one = self.launched(self.multiplied(computed, times * self.weights), times)
-        one = self.beside_copies(one, times, self.layers.sent(load.tokens / count, recompute))
+        one = self.beside_copies(one, times, self.layers.sent(tokens / count, recompute))
         layers = self.shape.layers + 1
         summed = layers * self.fsdp.reduce_scatter(trained / layers)
         sent = (1 if self.kept_whole else 2) * self.gathered() + summed
-        agreed = (times - 1) * self.agreed(load.tokens)
+        agreed = (times - 1) * self.agreed(tokens)
         one = self.beside(one, sent) + self.added(trained)
-        learned = self.over_vocabulary(predictions, self.kind.learned)
+        each = self.logit(self.kind.learned, efficiency.LEARNED_BYTES)
+        learned = self.over_vocabulary(predictions, each)
         return count * one + agreed + learned + self.replicas.all_reduce(trained)
 
     def beside_copies(self, computed: float, times: float, moved: float) -> float:
@@ -182,7 +232,7 @@ class Roofline:
         if not moved:
             return computed
         copied, one = moved / (self.kind.host_link * self.kind.reached), computed / times
-        if self.kind.name == "cpu":
+        if self.on_cpu:
             return computed + 2 * copied
         return max(one, copied) + max(computed - one, copied)
 
@@ -204,7 +254,7 @@ class Roofline:
         each = 8 * max(self.size, WIDE_BYTES) + (ROUNDED if rounded else 0)
         read = self.read(each * trained)
         copied = hosted / (self.kind.host_link * self.kind.reached)
-        return read + 2 * copied if self.kind.name == "cpu" else max(read, copied)
+        return read + 2 * copied if self.on_cpu else max(read, copied)
 
     def holds(
         self, use: Use | None, load: Load, *, recompute: Recompute, numbers: int = PLAIN
@@ -237,7 +287,7 @@ class Roofline:
         """Seconds to read the prompts, each once: at once, or in passes of `PREFILL` tokens."""
         prompt = load.prompts * load.prompt
         passes = 1 if self.serving is None else max(1, math.ceil(prompt / PREFILL))
-        computed = self.computed(prompt, load.prompts, load.prompts * load.prompt**2 / 2)
+        computed = self.passed(prompt, load.prompts, load.prompts * load.prompt**2 / 2)
         one = max(self.multiplied(computed / passes, self.weights), self.brought())
         return passes * self.launched(one)
 
@@ -250,23 +300,32 @@ class Roofline:
         return self.serving.at_once(load.rows, tokens)
 
     def decode(self, rows: float, context: float) -> float:
-        """Seconds of one token for each of `rows` rows that have seen `context` tokens."""
-        computed = self.computed(rows, rows, rows * context)
+        """Seconds of one token for each of `rows` rows that have seen `context` tokens.
+
+        An accelerator reads weights, then what is cached, and is idle as each kernel begins and
+        ends; an engine in a process of its own then schedules the next step.
+        """
+        computed = self.computed(rows, rows, rows * context if self.on_cpu else 0)
         weights = self.shape.touched(rows) * self.size / self.tp.ranks - self.spared
         cache = rows * context * self.cache_bytes
-        drawn = self.over_vocabulary(rows, self.kind.drawn)
+        drawn = self.over_vocabulary(rows, self.logit(self.kind.drawn, efficiency.DRAWN_BYTES))
         if self.kind.weights:
             read = self.multiplied(computed, weights) + self.read(cache) + drawn
-        else:
+        elif self.on_cpu:
             read = max(computed, self.read(weights + cache))
+        else:
+            cached = cache / (self.kind.bandwidth * efficiency.CACHE_READ)
+            read = max(computed, self.read(weights)) + cached + drawn
+            read += self.kernels * efficiency.RAMP
         seconds = max(read, self.brought())
         if self.replays:
-            seconds = max(seconds, self.kind.launch + self.step_kernels * self.kind.replayed)
+            seconds += self.kind.launch + self.step_kernels * self.kind.replayed
         elif self.serving is not None and rows <= self.serving.captured:
-            seconds = max(seconds, self.kind.launch + self.kernels * self.kind.replayed)
+            seconds += self.kind.launch + self.kernels * self.kind.replayed
         else:
             seconds = self.launched(seconds)
-        return seconds + self.agreed(rows)
+        host = 0.0 if self.serving is None or self.on_cpu else self.serving.scheduled(rows)
+        return seconds + self.agreed(rows) + host
 
     @property
     def step_kernels(self) -> int:
@@ -292,7 +351,7 @@ class Roofline:
     @property
     def in_chunks(self) -> bool:
         """Whether forwards and updates make distributions for a few tokens at a time."""
-        return self.predicts and self.kind.name != "cpu"
+        return self.predicts and not self.on_cpu
 
     def predicted(self, predictions: float, numbers: int = PLAIN) -> int:
         """Bytes of the distributions that a forward or an update holds at a time.
@@ -335,7 +394,7 @@ class Roofline:
         activations, whole = int(self.layers.passing * tokens), self.held_whole()
         if self.in_chunks:  # Layers are done before the head begins.
             activations, logits = max((activations, 0), (0, logits), key=sum)
-        if self.kind.name != "cpu":
+        if not self.on_cpu:
             whole = max(whole, self.held_whole(twice=True) - activations - logits)
         return _largest_first(
             (ACTIVATIONS, activations), ("logits", logits), ("gathered weights", whole)
@@ -349,14 +408,14 @@ class Roofline:
         made, whole, waiting = self.gradients, self.held_whole(), 0
         summed = made.summed
         activations = int(self.layers.worked_on(tokens, recompute))
-        if self.kind.name != "cpu":
+        if not self.on_cpu:
             first = int(self.layers.left(tokens, recompute))
             layer, waiting = activations + int(self.layers.gated * tokens), made.reduced
             if first + logits + summed >= layer + waiting:
                 activations, waiting = first, 0
             else:
                 activations, logits, summed = layer, 0, 0
-        gradients = whole if self.kind.name == "cpu" else max(whole - activations, 0)
+        gradients = whole if self.on_cpu else max(whole - activations, 0)
         if self.kept_whole:  # And the last layer as it came.
             whole = int(self.weights + self.shape.layer * self.size / self.tp.ranks)
         return _largest_first(

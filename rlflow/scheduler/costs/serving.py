@@ -31,6 +31,11 @@ CAPTURED = ((20, 8, 8), (35, 48, 160), (60, 32, 160), (160, 256, 512))
 CAPTURED_AT_MOST = 512
 # Bytes of graphs for each of these rows: what SGLang's `reserve_for_graph_mb` keeps free.
 GRAPH_BYTES = 2 << 20
+# Seconds of a step in which the host schedules and the device waits, and of each row: pages,
+# samples and outputs of one request after the other in Python. An engine that did not overlap them
+# had 5 to 13 ms (vLLM, issue 6854); today's update of outputs is 1.1 us a row (vLLM, pull request
+# 46112), all of a step in its scheduler some 13 us a row (a profile of vLLM 0.27 on a CPU).
+STEP, STEP_ROW = 5e-4, 1.2e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,10 @@ class Serving:
         if self.pool is not None and found * tokens > self.pool:
             found = float(max(int(self.pool / tokens), 1))
         return found
+
+    def scheduled(self, rows: float) -> float:
+        """Seconds until the next step of so many rows is on its way."""
+        return STEP + STEP_ROW * rows
 
     @property
     def graph_bytes(self) -> int:

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from rlflow.scheduler.devices.efficiency import sustained
+
 GB = 1e9
 MIB = 2**20
 # Of an accelerator's memory, for what no plan counts: CUDA context, NCCL, segments not filled.
@@ -57,7 +59,7 @@ class Kind:
     is the least time from one kernel to the next, `replayed` the same in a captured graph;
     `latency` that before a collective's first byte, `hop` and `far_hop` that of each rank it
     passes, in one host and between hosts. `reached` is the part of the bandwidths that large
-    copies get, `sustained` the part of the rates that whole layers get. An engine's process
+    copies get, `sustained` the part of the rates that large products get. An engine's process
     keeps `engine` bytes while its weights and its pool sleep: context and workspaces.
 
     Where the threads that read weights are those that multiply, as on a CPU, a product takes both
@@ -156,7 +158,7 @@ def _gpu(
         hop=1e-6,
         far_hop=5e-6,
         reached=0.8,
-        sustained=0.4,
+        sustained=sustained(name),
         source=source,
         engine=ENGINE_ASLEEP,
         replayed=1e-6,

@@ -39,14 +39,13 @@ HOST_COPY = 10e9
 PAGEABLE = 8e9
 # A file on NVMe, written and synced by one process, and read from the page cache: assumed.
 DISK_WRITE, DISK_READ = 2e9, 8e9
-# What an engine takes of buckets on its devices: models of 30B in 61 GB in 7 s, by NCCL in verl
-# (its checkpoint engine, 8.25 GB/s to 30 replicas) and by CUDA IPC handles in slime (2025).
-LOADED = 8.25e9
+# What an engine takes of buckets on its devices, and an update of any size: the line through what
+# verl measures of 0.6B, 32B and 72B whose weights stay on their devices (0.61, 14.2 and 28.8 s by
+# NCCL, "sharded delta weight sync", 2026). 30B in pieces that are joined first took 7 s (verl's
+# checkpoint engine, slime), so it is the engine's Python that sets the rate, not its links.
+LOADED, BEGIN = 5.5e9, 0.4
 # Of the staging, in one request of an engine.
 HOST_BUCKET = 256 << 20
-# Of an update of any size: halfway from those 30B, where it is nothing, to 7B in 5.5 to 6 s by NCCL
-# in verl, where it is 4 s: assumed.
-BEGIN = 2.5
 # Bytes that quantising reads and writes in float32 for each byte that it saves: the weight and its
 # copy, magnitudes, quotients, what is clamped, and the values; one kernel after the other.
 PASSES = 48

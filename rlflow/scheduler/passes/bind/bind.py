@@ -16,6 +16,7 @@ from rlflow.graph.roles import Averaged, Drafted, Paused, Recorded, Resumed
 from rlflow.graph.rules.nesting import declared_name, keeps_surplus
 from rlflow.graph.schedule import due_text
 from rlflow.scheduler.context import Context
+from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.loop_trips import gate_before, trip_of
 from rlflow.scheduler.costs.microbatches import in_micro_batches
 from rlflow.scheduler.engines.drafters import (
@@ -24,7 +25,12 @@ from rlflow.scheduler.engines.drafters import (
     drafts_findings,
     with_drafters,
 )
-from rlflow.scheduler.engines.engines import option_findings, use_findings, with_pool
+from rlflow.scheduler.engines.engines import (
+    kept_asleep,
+    option_findings,
+    use_findings,
+    with_pool,
+)
 from rlflow.scheduler.engines.notes import noting_engines
 from rlflow.scheduler.passes.bind.averages import average_findings
 from rlflow.scheduler.passes.bind.fitted import noting_fitted
@@ -131,7 +137,15 @@ def _fitted(
         return instance
     passed = [node for node in nodes if node.averages is None]
     free = not any(node.name in said for node in nodes)
-    return in_micro_batches(instance, passed, room, context.costs, free=free)
+    left = room - left_by_engines(instance, plan, context.costs)
+    return in_micro_batches(instance, passed, left, context.costs, free=free)
+
+
+def left_by_engines(instance: Instance, plan: Plan, costs: Costs) -> int:
+    """Bytes of a device that engines beside an instance keep while they sleep."""
+    mine = set(instance.devices)
+    beside = (each for each in plan.engines if not mine.isdisjoint(each.devices))
+    return sum(kept_asleep(each, costs) for each in beside)
 
 
 def _refuse(findings: list[Finding]) -> None:
