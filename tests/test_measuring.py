@@ -10,6 +10,7 @@ import pytest
 
 from rlflow.cli.measuring import MeasuredMachine, measure_machine, short_name
 from rlflow.scheduler.devices.cluster import KINDS, parse_cluster
+from rlflow.scheduler.devices.efficiency import LAYER_SHAPES
 from tests.conftest import PIPELINES
 
 pytestmark = pytest.mark.torch

@@ -7,6 +7,7 @@ rows and lengths; neither models nor devices.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from statistics import NormalDist
 
@@ -24,9 +25,9 @@ def fullest(load: Load) -> float:
         return 1.0
     rows = max(load.rows / max(load.prompts, 1.0), 1.0)
     mean = load.lengths.mean + load.prompt / rows
-    spread = max(second_moment(load.lengths) - load.lengths.mean**2, 0.0) ** 0.5
+    spread = math.sqrt(max(second_moment(load.lengths) - load.lengths.mean**2, 0.0))
     above = NormalDist().inv_cdf((load.peers - 0.375) / (load.peers + 0.25))
-    return 1 + above * spread / mean / rows**0.5 / max(load.prompts, 1.0) ** 2
+    return 1 + above * spread / mean / math.sqrt(rows) / max(load.prompts, 1.0) ** 2
 
 
 def attended_pairs(load: Load) -> float:
