@@ -8,8 +8,13 @@ import pytest
 
 from rlflow.graph.placement import Recompute
 from rlflow.modelfiles.chunks import CHUNK_BYTES, MOST, chunk_tokens
-from rlflow.scheduler.costs.imbalance import attended_pairs, fullest
-from rlflow.scheduler.costs.lengths import Lengths, Load, full_lengths
+from rlflow.scheduler.costs.lengths import (
+    Lengths,
+    Load,
+    attended_pairs,
+    full_lengths,
+    fullest,
+)
 from rlflow.scheduler.costs.roofline import MICRO_TOKENS, SUMMED, Roofline
 from rlflow.scheduler.costs.serving import Serving
 from rlflow.scheduler.devices.cluster import Cluster, cpu_cluster

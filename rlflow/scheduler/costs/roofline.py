@@ -14,8 +14,7 @@ from rlflow.graph.placement import Recompute
 from rlflow.graph.rules.completion_order import ended_share
 from rlflow.modelfiles.chunks import PLAIN, WIDE_BYTES, chunk_bytes
 from rlflow.modelfiles.paging import MOST_ROWS
-from rlflow.scheduler.costs.imbalance import attended_pairs, fullest
-from rlflow.scheduler.costs.lengths import Load, stages
+from rlflow.scheduler.costs.lengths import Load, attended_pairs, fullest, stages
 from rlflow.scheduler.costs.serving import Serving
 from rlflow.scheduler.devices import efficiency
 from rlflow.scheduler.devices.collectives import ALONE, Group
