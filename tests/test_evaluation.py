@@ -128,6 +128,7 @@ def test_weights_are_known_by_what_lies_there(tmp_path, monkeypatch):
         (("runs/missing",), "E360", "a path that is not there"),
         ((".",), "E360", "neither run nor model"),
         (("",), "E360", "'' is nothing that has weights"),
+        (("x" * 5000,), "E360", "File name too long"),
         ((GRPO, "--iteration", 3), "E361", "not the directory of a run"),
         ((GRPO, "--passes", "reward"), "E362", "--passes 'reward>=1'"),
         ((GRPO, "--passes", "reward>=.."), "E362", "'reward>0.5'"),

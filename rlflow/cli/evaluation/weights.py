@@ -25,6 +25,7 @@ from rlflow.runtime.record.rundir import RUN_FILE, RunDir, words_again
 from rlflow.runtime.record.stages import stage
 
 NOTHING = "Nothing was started."
+SHOWN = 40
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -57,6 +58,11 @@ def named_weights(said: str, iteration: int | None) -> NamedWeights:
     path = Path(said)
     if not said:  # which is no folder, though a path without parts is this one
         raise UsageError(_nothing("''", path), summary=NOTHING)
+    try:
+        path.exists()
+    except OSError as error:  # a name that no file can have
+        what = f"{said[:SHOWN]}... is nothing that has weights"
+        raise UsageError(Finding(code="E360", what=what, got=str(error.strerror))) from None
     if (path / RUN_FILE).is_file():
         return _of_run(said, path, _checkpoint_of(path, iteration))
     if iteration is not None:

@@ -181,7 +181,12 @@ def _kube(site: Mapping[str, Any]) -> KubeSite:
 
 
 def _ssh_words(site: Mapping[str, Any]) -> list[str]:
-    return shlex.split(site["ssh_command"] or "ssh -o BatchMode=yes")
+    """The words that enter a host. Raises UsageError E380 for what no shell would read."""
+    said = site["ssh_command"] or "ssh -o BatchMode=yes"
+    try:
+        return shlex.split(said)
+    except ValueError as error:
+        raise _refused(f"--ssh-command {said} is no command: {error}") from None
 
 
 def _submitted(

@@ -208,6 +208,7 @@ REFUSED = {
     "no devices": ("E380", ("--slurm",)),
     "no host": ("E380", ("--ssh", " ,", "--devices", "cpu:2")),
     "a host twice": ("E380", ("--ssh", "a,b,a", "--devices", "cpu:4")),
+    "no command of ssh": ("E380", ("--ssh", "a", "--ssh-command", "'x", "--devices", "cpu:2")),
     "an option of ssh as a host": ("E380", ("--ssh", "-oProxyCommand=x", "--devices", "cpu:2")),
     "an option of another": ("E380", ("--slurm", "--image", "x", "--devices", "cpu:2")),
     "no time": ("E209", ("--slurm", "--time", "banana", "--devices", "cpu:2")),
