@@ -31,7 +31,12 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def text_value(config: Mapping[str, Any], *names: str) -> int:
     """A number by the first of its names that is there; 0 where none is."""
     text = text_config(config)
-    return next((int(text[name]) for name in names if text.get(name) is not None), 0)
+    return next((_number(text[name]) for name in names if text.get(name) is not None), 0)
+
+
+def _number(value: Any) -> int:
+    """A number; the largest where a config says one for each layer."""
+    return max(map(int, value), default=0) if isinstance(value, list) else int(value)
 
 
 def required(config: Mapping[str, Any], path: Path) -> Callable[..., int]:
@@ -40,7 +45,7 @@ def required(config: Mapping[str, Any], path: Path) -> Callable[..., int]:
     def get(*names: str) -> int:
         for name in names:
             if name in config:
-                return int(config[name])
+                return _number(config[name])
         raise UsageError(
             Finding(
                 code="E205",

@@ -148,6 +148,15 @@ def test_a_config_of_other_names_is_refused_for_what_it_is(tmp_path: Path) -> No
         planned(str(tmp_path), "one")
 
 
+def test_a_width_said_for_each_layer_is_read(tmp_path: Path) -> None:
+    config = {**SMALL, "model_type": "gemma3n_text", "intermediate_size": [48, 64]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    assert read_shape(tmp_path).ffn == 64
+    with pytest.raises(PlanError, match="E503"):
+        planned(str(tmp_path), "one")
+
+
 PUBLISHED = {
     "qwen3-30b-a3b": (30.5e9, 3.3e9),
     "qwen3-235b-a22b": (235e9, 22e9),
