@@ -24,8 +24,8 @@ Attention = Literal["full", "latent", "state", "own", "encoder", "none"]
 # How experts are kept: `apart` one by one in files and fused in memory, `fused` in both.
 Experts = Literal["none", "apart", "fused"]
 # Why one rank alone can hold a model: it has `buffers` and other parts that loading by shards does
-# not fill, or its `layers` are not found one by one.
-Alone = Literal["", "buffers", "layers"]
+# not fill, its `layers` are not found one by one, or its `experts` were never compared over ranks.
+Alone = Literal["", "buffers", "layers", "experts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,8 @@ DENSE = Family()
 WHOLE = replace(DENSE, cut=False)
 TIED = replace(DENSE, tied=True)
 OLDER = replace(WHOLE, biases="all", shifts=True, gated=False, tied=True, counted=False)
-MIXED = replace(WHOLE, experts="apart")
+MIXED = replace(WHOLE, experts="apart", alone="experts")
+SHARED = replace(MIXED, alone="")
 FUSED = replace(WHOLE, experts="fused")
 LATENT = Family(attention="latent", cut=False)
 STATE = Family(attention="state", cut=False, layers="linear_attention", counted=False)
@@ -110,13 +111,17 @@ FAMILIES: dict[str, Family] = {
     **_each("gemma3 gemma4 gemma4_unified phi4_multimodal fuyu",
             replace(WHOLE, alone="buffers", tied=True, counted=False)),
     # Mixtures of experts.
-    **_each("mixtral aria_text granitemoe solar_open", MIXED),
-    **_each("qwen2_moe", replace(MIXED, biases="qkv")),
-    **_each("qwen3_moe mellum", replace(MIXED, head_norms="each")),
-    **_each("olmoe flex_olmo minimax_m2", replace(MIXED, head_norms="wide")),
-    **_each("phimoe", replace(MIXED, shifts=True)),
+    **_each("mixtral", replace(SHARED, cut=True)),
+    **_each("qwen2_moe", replace(SHARED, cut=True, biases="qkv")),
+    **_each("qwen3_moe", replace(SHARED, cut=True, head_norms="each")),
+    **_each("granitemoe", SHARED),
+    **_each("olmoe flex_olmo", replace(SHARED, head_norms="wide")),
+    **_each("phimoe", replace(SHARED, shifts=True)),
+    **_each("ernie4_5_moe", replace(SHARED, tied=True, counted=False)),
+    **_each("aria_text solar_open", MIXED),
+    **_each("mellum", replace(MIXED, head_norms="each")),
+    **_each("minimax_m2", replace(MIXED, head_norms="wide")),
     **_each("glm4_moe", replace(MIXED, biases="asked")),
-    **_each("ernie4_5_moe", replace(MIXED, tied=True, counted=False)),
     **_each("cohere2_moe", replace(MIXED, tied=True, norms=1)),
     **_each("hunyuan_v1_moe granitemoeshared granitemoe_swa afmoe beam dots1 doge exaone_moe flint"
             " hy_v3 kolibri1 laguna mimo_v2_flash minimax_m3_vl_text",
@@ -176,6 +181,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
         attention="latent" if latent else "full",
         experts="apart" if experts else "none",
         cut=not experts and not latent,
+        alone="experts" if experts else "",
     )
 
 
@@ -217,18 +223,26 @@ def cannot_be_packed(path: str, what: str, got: str, expected: str = "") -> Find
     return Finding(code="E503", what=f"model {path!r} {what}", got=got, expected=expected)
 
 
-def sharding_finding(path: str, family: Family) -> Finding | None:
-    """E526, E523 or E515 where several ranks cannot hold a model; None where they can."""
+def sharding_finding(
+    path: str, family: Family, experts: int = 0, fsdp: int = 1, tp: int = 1
+) -> Finding | None:
+    """E526, E523 or E515 where several ranks cannot hold a model; None where they can.
+
+    Each of `fsdp` times `tp` ranks has whole experts of a layer, and as many as any other.
+    """
     if family.alone:
         return _alone_finding(path, family)
-    if family.experts != "apart":
+    if experts % (fsdp * tp) == 0:
         return None
+    divisors = [ranks for ranks in range(1, experts + 1) if experts % ranks == 0]
+    nearest = max(ranks for ranks in divisors if ranks <= fsdp)
+    what = f"fsdp={fsdp} does" if tp == 1 else f"fsdp={fsdp} times tp={tp} does"
     return Finding(
         code="E526",
-        what=f"the experts of model {path!r} cannot be shared out over ranks",
-        got="a mixture of experts whose files keep each expert apart, on several devices",
-        expected="one device for each use of the model",
-        fix='rf.Placement(pools={"one": 1}, ...)',
+        what=f"{what} not divide the experts of model {path!r}",
+        got=f"{experts} experts a layer, of which each rank has as many",
+        expected=f"one of {', '.join(map(str, divisors))}; other devices hold replicas",
+        fix=f"rf.on(..., fsdp={nearest})" if tp == 1 else f"rf.on(..., fsdp=1, tp={tp})",
     )
 
 
@@ -236,6 +250,14 @@ def _alone_finding(path: str, family: Family) -> Finding:
     if family.alone == "buffers":
         what = f"model {path!r} has parts beside its layers that only loading it whole fills"
         return Finding(code="E523", what=what, fix="rf.on(..., fsdp=1, tp=1)")
+    if family.alone == "experts":
+        return Finding(
+            code="E526",
+            what=f"the experts of model {path!r} cannot be shared out over ranks",
+            got="a family of mixtures that was never compared over ranks, on several devices",
+            expected="one device for each use of the model",
+            fix='rf.Placement(pools={"one": 1}, ...)',
+        )
     return Finding(
         code="E515",
         what=f"model {path!r} has no list of decoder layers, to be shared out one by one",
@@ -256,7 +278,7 @@ def stacked_finding(path: str) -> Finding:
 
 def cutting_finding(path: str, family: Family, kind: str) -> Finding | None:
     """E521 where tensor parallelism cannot cut a model; None where it can, or nobody knows."""
-    if family.alone:
+    if family.alone in ("buffers", "layers"):
         return _alone_finding(path, family)
     if family.cut:
         return None

@@ -53,8 +53,11 @@ class World:
     def alive(self):
         return bool(self.processes) and all(process.is_alive() for process in self.processes)
 
-    def run(self, function, *args, timeout=120.0):
-        """Call `function(rank, *args)` everywhere; AssertionError with tracebacks of failures."""
+    def run(self, function, *args, timeout=240.0):
+        """Call `function(rank, *args)` everywhere; AssertionError with tracebacks of failures.
+
+        Where many share a machine the first call waits for minutes: it comes after imports.
+        """
         for pipe in self.pipes:
             pipe.send((function, args))
         answers, failed = {}, {}

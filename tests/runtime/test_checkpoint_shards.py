@@ -44,13 +44,13 @@ def weights(number: int) -> dict[str, torch.Tensor]:
 
 
 def places(shape, layout: str, rank: int) -> SavedPiece:
-    """Half of a matrix on each of two ranks, along rows or columns; all of anything smaller."""
+    """Half of a weight on each of two ranks, along rows or columns; all of a vector."""
     if len(shape) < 2 or layout == "whole":
         return whole_piece(shape)
-    cut, whole = (0, 1) if layout == "rows" else (1, 0)
+    cut = 0 if layout == "rows" else 1
     half = shape[cut] // 2
-    box = [(0, 0), (0, 0)]
-    box[cut], box[whole] = ((0, half), (half, shape[cut]))[rank], (0, shape[whole])
+    box = [(0, size) for size in shape]
+    box[cut] = ((0, half), (half, shape[cut]))[rank]
     return SavedPiece(tuple(shape), tuple(box))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from rlflow.runtime.record.shards import exporting
 from rlflow.runtime.record.shards.reading import StoredTensor
 from tests.conftest import TINY
 from tests.engines import reward_models as made
+from tests.engines.mixtures import save_mixture
 from tests.runtime.test_checkpoint_shards import Ranks
 
 pytestmark = pytest.mark.torch
@@ -74,6 +76,20 @@ def test_it_is_what_the_whole_model_would_be_written_as(tmp_path, dtype, lora):
         config.pop("_name_or_path", None)
     assert left == right
     assert {path.name for path in whole.iterdir()} == {path.name for path in out.iterdir()}
+
+
+@pytest.mark.parametrize("lora", [None, {**ADAPTERS, "targets": ("q_proj", "o_proj")}])
+def test_experts_are_written_one_by_one_under_the_names_they_came_by(tmp_path, lora):
+    source = Path(save_mixture("qwen3_moe", tmp_path / "source"))
+    before = load_file(source / "model.safetensors")
+    model = load_model(str(source), dtype=torch.float32, device="cpu", lora=lora and LoRA(**lora))
+    unchanged, out = saved(tmp_path / "run", model), tmp_path / "out"
+
+    assert exporting.stream_model(
+        str(source), spec_of(torch.float32, lora), unchanged.files["m"], out
+    )
+
+    assert same(before, load_file(out / "model.safetensors"))
 
 
 def with_own_head(path):
@@ -154,10 +170,10 @@ def test_large_models_are_several_files_with_an_index(tmp_path, monkeypatch):
 
 
 def test_what_files_have_otherwise_is_written_whole(tmp_path, monkeypatch):
-    """Transformers joins some architectures' tensors: their names do not tell one from one."""
+    """Transformers turns or mixes some architectures' tensors: files have no parts of them."""
     model = trained(torch.float32)
     found = saved(tmp_path / "run", model)
-    monkeypatch.setattr(exporting, "names_in_files", lambda module: None)
+    monkeypatch.setattr(exporting, "parts_in_files", lambda module: None)
     spec = {**spec_of(torch.float32), "head": "lm"}
     export._write(TINY, spec, found, tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")

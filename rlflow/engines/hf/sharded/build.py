@@ -8,7 +8,7 @@ over the ranks that see different rows. This file knows neither training nor sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -46,14 +46,21 @@ from rlflow.engines.hf.models import TorchModel, ValueModel
 from rlflow.engines.hf.recompute import decoder_layers
 from rlflow.engines.hf.sharded.forwards import replace_cut_forwards, restore_cut_forwards
 from rlflow.engines.hf.sharded.loading import materialize
-from rlflow.engines.hf.sharded.mesh import MeshRanks
+from rlflow.engines.hf.sharded.mesh import Axis, MeshRanks
 from rlflow.engines.hf.sharded.model import ShardedModel
 from rlflow.engines.hf.sharded.tensor_parallel import Cut, Split, parallelize
 from rlflow.engines.hf.weights.filling import fill_all
+from rlflow.engines.hf.weights.names import stored_buffers
 from rlflow.engines.hf.weights.skeletons import auto, skeleton
-from rlflow.errors import Finding, UsageError
+from rlflow.errors import Finding, UsageError, known_names
 from rlflow.graph.placement import Recompute
-from rlflow.modelfiles.families import cutting_finding, family_of, sharding_finding
+from rlflow.modelfiles.configs import text_config
+from rlflow.modelfiles.families import (
+    cutting_finding,
+    experts_in,
+    family_of,
+    sharding_finding,
+)
 
 __all__ = ["ShardedModel", "load_sharded"]
 
@@ -89,11 +96,12 @@ def load_sharded(
         attention.register_attention()
         config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
         check_layers(path, config)
-        check_family(path, config, cut=ranks.sizes["tp"] > 1)
+        check_family(path, config, ranks.sizes)
         stored = None
         if head == "value" and init == "weights":
             stored = find_stored_head(path, config, fresh=fresh_head)
         module = read(path, lambda: skeleton(path, config, head, dtype, stored))
+        require_no_buffers(path, module)
     adapters = None if lora is None else adapt(module, lora, seed)
     if not trained:
         module.requires_grad_(False)
@@ -118,12 +126,24 @@ def load_sharded(
     return model
 
 
-def check_family(path: str, config: ModelConfig, *, cut: bool) -> None:
-    """Refuse a family of models that several ranks cannot hold, or that cannot be `cut`."""
-    family, kind = family_of(config.to_dict()), config.get_text_config().model_type
-    found = cutting_finding(path, family, kind) if cut else sharding_finding(path, family)
+def check_family(path: str, config: ModelConfig, sizes: Mapping[Axis, int]) -> None:
+    """Refuse a family of models that ranks of so many along each axis cannot hold."""
+    text = config.get_text_config()
+    family, experts = family_of(config.to_dict()), experts_in(text_config(config.to_dict()))
+    found = sharding_finding(path, family, experts, sizes["fsdp"], sizes["tp"])
+    if sizes["tp"] > 1:
+        found = cutting_finding(path, family, text.model_type) or found
     if found is not None:
         raise UsageError(found)
+
+
+def require_no_buffers(path: str, module: nn.Module) -> None:
+    """Refuse a model whose files hold buffers, which nothing would fill (UsageError E523)."""
+    beside = sorted(stored_buffers(module))
+    if beside:
+        what = f"the files of model {path!r} hold buffers, which loading it whole alone fills"
+        got, fix = known_names(beside), "rf.on(..., fsdp=1, tp=1)"
+        raise UsageError(Finding(code="E523", what=what, got=got, fix=fix))
 
 
 def named_cuts(module: nn.Module, split: Split | None) -> dict[str, Cut]:

@@ -1,9 +1,9 @@
 """Tensor parallelism: every rank holds a part of each layer, by the model's own plan.
 
-Projections into heads and hidden units are cut by columns, those back by rows, the embedding
-and the language-model head by vocabulary (Shoeybi et al., "Megatron-LM", arXiv:1909.08053,
-section 3). A rank's part is an ordinary, smaller parameter; what is cut where is in `Split`.
-This file knows how a layer is cut and computed, neither rows nor optimizers.
+Projections into heads and hidden units are cut by columns, those back by rows, the embedding and
+the language-model head by vocabulary (Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3);
+of experts a rank has whole ones. A rank's part is an ordinary, smaller parameter; what is cut where
+is in `Split`. This file knows how a layer is cut and computed, neither rows nor optimizers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from rlflow.contract.engines import ModelConfig
 from rlflow.engines.hf.forward.kernels import linear, low_rank
 from rlflow.engines.hf.lora import AdaptedLinear
+from rlflow.engines.hf.sharded.experts import own_experts
 from rlflow.engines.hf.sharded.mesh import chunk
 from rlflow.errors import Finding, UsageError
 from rlflow.modelfiles.families import uncut
 
-Role = Literal["columns", "rows", "whole_columns", "vocabulary", "shared"]
+Role = Literal["columns", "rows", "whole_columns", "vocabulary", "shared", "experts"]
 
 # What transformers' plans call the ways of cutting a layer.
 ROLES: dict[str, Role] = {
@@ -36,6 +37,17 @@ ROLES: dict[str, Role] = {
     "colwise_gather_output": "whole_columns",
     "colwise_rep": "whole_columns",
     "replicated_with_grad_allreduce": "shared",
+    "moe_tp_experts": "experts",
+}
+# Their ways of cutting the stacked parameters of experts, of which ranks have whole ones here.
+STACKED = (".experts.gate_up_proj", ".experts.down_proj")
+# What the plan of a family leaves out.
+BESIDE = {
+    "qwen2_moe": {
+        "layers.*.mlp.shared_expert.gate_proj": "colwise",
+        "layers.*.mlp.shared_expert.up_proj": "colwise",
+        "layers.*.mlp.shared_expert.down_proj": "rowwise",
+    }
 }
 # The plan of the Llama family, for a config that brings none.
 FAMILY = {"llama", "mistral", "qwen2", "qwen3"}
@@ -159,7 +171,11 @@ class Split:
     def take(self, layer: Any, role: Role) -> None:
         """Replace a layer's parameters by this rank's parts, and its forward by one for them."""
         self.roles[layer] = role
-        if role != "shared":
+        if role == "experts":
+            self.cut(layer, "gate_up_proj", 0)
+            self.cut(layer, "down_proj", 0)
+            self.weights[layer] = self.cuts[id(layer.gate_up_proj)]
+        elif role != "shared":
             self.cut(layer, "weight", 1 if role == "rows" else 0)
             self.weights[layer] = self.cuts[id(layer.weight)]
         if role in ("columns", "whole_columns"):
@@ -184,13 +200,15 @@ class Split:
             self.cuts[id(part)] = cut
         setattr(layer, leaf, self._made[id(whole)][1])
 
-    def forward(self, layer: Any) -> Callable[[Tensor], Tensor]:
+    def forward(self, layer: Any) -> Callable[..., Tensor]:
         """The forward of a layer that was cut, for inputs that every rank has whole."""
         role = self.roles[layer]
         if role == "vocabulary":
             return partial(self.embed, layer)
         if role == "shared":
             return partial(self.shared, layer)
+        if role == "experts":
+            return partial(self.experts, layer)
         if role == "rows":
             return partial(self.project, layer=layer)
         return lambda x: self.project(self.copied(x), layer)
@@ -247,6 +265,11 @@ class Split:
         found = nn.functional.embedding(places, layer.weight, padding)
         return self.summed(found * own[..., None])
 
+    def experts(self, layer: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """What all ranks' experts make of tokens `x`, which see the same; see `own_experts`."""
+        first = self.weights[layer].start
+        return self.summed(own_experts(layer, first, self.copied(x), chosen, self.copied(weights)))
+
     def shared(self, layer: Any, x: Tensor) -> Tensor:
         """The layer's own forward; each rank has the gradients of its part of the heads."""
         standing = Standing(layer, {"weight": self.copied(layer.weight)})
@@ -283,6 +306,8 @@ def layer_roles(module: nn.Module, config: ModelConfig, name: str) -> dict[str, 
         own = FAMILY_PLAN
     if not own:
         raise UsageError(no_plan(name, text.model_type, "no plan for tensor parallelism"))
+    own = {key: way for key, way in own.items() if not key.endswith(STACKED)}
+    own |= BESIDE.get(text.model_type, {})
     unknown = sorted({way for way in own.values() if way not in ROLES})
     if unknown:
         raise UsageError(no_plan(name, text.model_type, ", ".join(unknown)))
@@ -343,8 +368,10 @@ def undivided(layer: str, module: Any, role: Role, ranks: int) -> list[Finding]:
     """What is wrong with a layer of which some rank would have another part, or none."""
     if role == "shared":
         return []
-    size = module.weight.shape[1 if role == "rows" else 0]
-    if role in ("columns", "rows"):
+    what = {"rows": "inputs", "experts": "experts"}.get(role, "outputs")
+    whole = module.gate_up_proj if role == "experts" else module.weight
+    size = whole.shape[1 if role == "rows" else 0]
+    if role in ("columns", "rows", "experts"):
         wrong = size % ranks != 0
     else:
         wrong = chunk(size, ranks, ranks - 1)[0] == size
@@ -354,7 +381,7 @@ def undivided(layer: str, module: Any, role: Role, ranks: int) -> list[Finding]:
         Finding(
             code="E522",
             what=f"tp={ranks} does not divide layer {layer!r}",
-            got=f"{size} {'inputs' if role == 'rows' else 'outputs'}",
+            got=f"{size} {what}",
             expected=f"a multiple of {ranks}",
         )
     ]

@@ -18,9 +18,13 @@ from rlflow.contract.values import Shard
 from rlflow.engines.hf.heads import stored_names
 from rlflow.engines.hf.lora import ADDED_HEAD, DOWN, initial_down, is_adapter
 from rlflow.engines.hf.weights.names import names_in_file, tied_names
+from rlflow.engines.hf.weights.parts import StoredPart, parts_in_files
 from rlflow.engines.hf.weights.random_weights import drawn_parameters
 from rlflow.errors import Finding, UsageError, known_names
 from rlflow.modelfiles.host_memory import LOADING_PIECE
+
+# By parameter, the tensors of files that it is made of: parts of it, or it itself.
+Places = dict[str, dict[str, StoredPart | None]]
 
 
 class Filled(Protocol):
@@ -42,33 +46,72 @@ def fill_pretrained(
 
     Raises UsageError where weights are missing or of another shape.
     """
-    places = places_of(shards, module, stored_names(path))
-    lost = sorted(name for name, key in places.items() if key is None)
+    stored = stored_names(path)
+    places = places_of({name: shard.shape for name, shard in shards.items()}, module, stored)
+    lost = sorted(
+        name for name, its in places.items() if not its or any(key not in stored for key in its)
+    )
     if lost:
-        raise UsageError(
-            Finding(
-                code="E507",
-                what=f"the weights of {path!r} do not fill the model of its config.json",
-                got=f"{len(lost)} missing: {known_names(lost)}",
-            )
-        )
-    names = {name: key for name, key in places.items() if key is not None}
-    fill_named(shards, names, path, dtype)
+        raise UsageError(_unfilled(path, places, stored, lost))
+    pieces = {
+        key: piece
+        for name, its in places.items()
+        for key, part in its.items()
+        if (piece := shards[name] if part is None else part.within(shards[name])) is not None
+    }
+    fill_from_safetensors(pieces, {key: stored[key] for key in pieces}, dtype=dtype)
+
+
+def _unfilled(path: str, places: Places, stored: Collection[str], lost: list[str]) -> Finding:
+    """E507: parameters of which files lack a tensor, which is named as they would have it."""
+    missing = [
+        key
+        for name in lost
+        for key in (sorted(key for key in places[name] if key not in stored) or [name])
+    ]
+    return Finding(
+        code="E507",
+        what=f"the weights of {path!r} do not fill the model of its config.json",
+        got=f"{len(missing)} missing: {known_names(missing)}",
+    )
 
 
 def places_of(
-    names: Collection[str], module: Any, stored: Collection[str]
-) -> dict[str, str | None]:
-    """What each parameter of a module is called among tensors of its files; None where it is not.
+    shapes: Mapping[str, tuple[int, ...]], module: Any, stored: Collection[str]
+) -> Places:
+    """The tensors of files that each of a module's parameters, of those shapes, is made of.
 
-    A value head is called otherwise there, and is not found.
+    One that is the parameter has no part. Of a parameter that files have in parts all are there,
+    whether `stored` or not; of one that they do not have there is nothing, as of a value head that
+    is called otherwise there.
     """
     tied = tied_names(module)
     inner: Any = getattr(module, "body", module)
-    return {
-        name: next((key for key in names_in_file(tied[name], inner) if key in stored), None)
-        for name in names
-    }
+    found: Places = {}
+    apart: dict[str, dict[str, StoredPart]] | None = None
+    for name in shapes:
+        key = next((key for key in names_in_file(tied[name], inner) if key in stored), None)
+        if key is not None:
+            found[name] = {key: None}
+            continue
+        apart = _apart(inner, shapes) if apart is None else apart
+        parts = apart.get(name.removeprefix("body."), {})
+        found[name] = {_stored_as(key, inner, stored): part for key, part in parts.items()}
+    return found
+
+
+def _apart(inner: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, StoredPart]]:
+    """By parameter, the tensors of files that are parts of it, or all of it by another name."""
+    found: dict[str, dict[str, StoredPart]] = {}
+    own = {name.removeprefix("body."): shape for name, shape in shapes.items()}
+    for key, part in (parts_in_files(inner, own) or {}).items():
+        found.setdefault(part.own, {})[key] = part
+    return found
+
+
+def _stored_as(key: str, inner: Any, stored: Collection[str]) -> str:
+    """A tensor's name in files that may have the prefix of a model's body, or not."""
+    return next((name for name in names_in_file([key], inner) if name in stored), key)
 
 
 def fill_named(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 # What GPT-NeoX's files call the head over the vocabulary.
@@ -26,6 +25,13 @@ def repeated_parameters(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_parameters(remove_duplicate=False)} - kept.keys()
 
 
+def stored_buffers(module: nn.Module) -> set[str]:
+    """The names of buffers that a module's files hold beside its parameters."""
+    return module.state_dict().keys() - {
+        name for name, _ in module.named_parameters(remove_duplicate=False)
+    }
+
+
 def names_in_file(names: list[str], inner: Any) -> list[str]:
     """What a parameter may be called in a file: with or without the prefix of a model's body."""
     prefix = f"{inner.base_model_prefix}."
@@ -36,23 +42,3 @@ def names_in_file(names: list[str], inner: Any) -> list[str]:
         *(name.removeprefix(prefix) for name in plain),
         *(prefix + name for name in plain),
     ]
-
-
-def names_in_files(module: Any) -> dict[str, str] | None:
-    """The module's own name of every tensor of its files; None where files have other tensors.
-
-    For some architectures transformers joins tensors of the files, and takes them apart again.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    left_out = set(module._keys_to_ignore_on_save or ()) | repeated_parameters(module)
-    held = {n: t for n, t in module.state_dict().items() if n not in left_out}
-    empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in held.items()}
-    own = {id(tensor): name for name, tensor in empty.items()}
-    try:
-        stored = revert_weight_conversion(module, dict(empty))
-    except RuntimeError:  # taking tensors apart asks for numbers, which these have not
-        return None
-    if {id(tensor) for tensor in stored.values()} != own.keys():
-        return None
-    return {name: own[id(tensor)] for name, tensor in stored.items()}

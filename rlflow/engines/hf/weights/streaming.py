@@ -1,8 +1,8 @@
 """Whether a model's files hold its parameters as they are, so that each goes straight to its place.
 
-Else transformers has to make the module: it joins tensors of some architectures' files, unpacks
-quantised ones, keeps some parameters wider than it is told, and takes tied ones apart where the
-files have both. This file fills nothing.
+A parameter may be all of a tensor of theirs, or of several, such as one of each expert. Else
+transformers has to make the module: it unpacks quantised tensors, keeps some parameters wider than
+it is told, and takes tied ones apart where the files have both. This file fills nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from rlflow.contract.values import Head
 from rlflow.engines.hf.heads import find_stored_head, model_folder
 from rlflow.engines.hf.lora import ADDED_HEAD
 from rlflow.engines.hf.weights.filling import places_of
-from rlflow.engines.hf.weights.names import names_in_file, names_in_files, tied_names
+from rlflow.engines.hf.weights.names import names_in_file, stored_buffers, tied_names
+from rlflow.engines.hf.weights.parts import StoredPart, parts_in_files
 from rlflow.engines.hf.weights.skeletons import skeleton
 from rlflow.errors import UsageError
 from rlflow.modelfiles.headers import Shape, tensor_dtypes, tensor_shapes
@@ -59,10 +60,13 @@ def _fits(module: Any, path: str, dtype: torch.dtype) -> bool:
         widened |= set(getattr(inner, "_keep_in_fp32_modules", None) or ())
     quantised = getattr(inner.config, "quantization_config", None) is not None
     tied = tied_names(module)
-    beside = module.state_dict().keys() - {name for names in tied.values() for name in names}
-    if quantised or beside or (widened and dtype in (torch.float16, torch.bfloat16)):
+    if (
+        quantised
+        or stored_buffers(module)
+        or (widened and dtype in (torch.float16, torch.bfloat16))
+    ):
         return False
-    return names_in_files(inner) is not None and _are_stored(module, path, tied)
+    return parts_in_files(inner) is not None and _are_stored(module, path, tied)
 
 
 def _are_stored(module: Any, path: str, tied: Mapping[str, list[str]]) -> bool:
@@ -72,16 +76,31 @@ def _are_stored(module: Any, path: str, tied: Mapping[str, list[str]]) -> bool:
         shapes, dtypes = tensor_shapes(folder), tensor_dtypes(folder)
     except UsageError:  # whoever makes the module says what is wrong
         return False
-    own = {n: p.shape for n, p in module.named_parameters() if n.split(".")[0] != ADDED_HEAD}
+    own: dict[str, Shape] = {
+        name: tuple(parameter.shape)
+        for name, parameter in module.named_parameters()
+        if name.split(".")[0] != ADDED_HEAD
+    }
     inner = getattr(module, "body", module)
     places = places_of(own, module, shapes)
     return all(
-        key is not None
-        and shapes[key] == own[name]
-        and dtypes[key] in PLAIN
-        and _is_once(tied[name], shapes, inner)
-        for name, key in places.items()
+        its
+        and all(_is_plain(key, own[name], part, shapes, dtypes) for key, part in its.items())
+        and (None not in its.values() or _is_once(tied[name], shapes, inner))
+        for name, its in places.items()
     )
+
+
+def _is_plain(
+    key: str,
+    shape: Shape,
+    part: StoredPart | None,
+    shapes: Mapping[str, Shape],
+    dtypes: Mapping[str, str],
+) -> bool:
+    """Whether a tensor is stored, in the shape of a parameter or of its part."""
+    wanted = shape if part is None else part.shape
+    return key in shapes and shapes[key] == wanted and dtypes[key] in PLAIN
 
 
 def _is_once(names: list[str], stored: Mapping[str, Shape], inner: Any) -> bool:

@@ -20,7 +20,8 @@ from rlflow.engines.hf.heads import find_stored_head, stored_names
 from rlflow.engines.hf.loading import quiet_transformers
 from rlflow.engines.hf.lora import DOWN, UP
 from rlflow.engines.hf.models import ValueModel
-from rlflow.engines.hf.weights.names import names_in_file, names_in_files, tied_names
+from rlflow.engines.hf.weights.names import names_in_file, stored_buffers, tied_names
+from rlflow.engines.hf.weights.parts import StoredPart, parts_in_files, whole_part
 from rlflow.engines.hf.weights.skeletons import auto, skeleton
 from rlflow.engines.hf.writing import WrittenForm, files_of, valued_form
 from rlflow.errors import UsageError
@@ -47,11 +48,15 @@ def stream_model(
     if spec.get("lora") and spec["init"] != "pretrained":
         return False
     module = _skeleton(source, spec)
-    form = None if module is None else _form(module)
-    if form is None:
+    found = None if module is None else _form(module)
+    if found is None:
         return False
-    names, held = form.names, module.state_dict()
-    shapes = {name: torch.empty_like(held[own], device="meta") for name, own in names.items()}
+    form, parts = found
+    held = module.state_dict()
+    shapes = {
+        name: torch.empty(part.shape, dtype=held[part.own].dtype, device="meta")
+        for name, part in parts.items()
+    }
     form.write(str(output), {})
     with open_component(files) as stored:
         read = _reader(module, source, spec, stored)
@@ -59,72 +64,79 @@ def stream_model(
         for file, inside in shared.items():
             part = {name: shapes[name] for name in inside}
             (output / file).unlink(missing_ok=True)
-            write_file(output / file, _parts(part, names, read), EXPORT_POINTS)
+            write_file(output / file, _parts(part, parts, read), EXPORT_POINTS)
     if len(shared) > 1:
         _write_index(output, shared, shapes)
     return True
 
 
 def _skeleton(source: str, spec: Mapping[str, Any]) -> Any:
-    """The module without memory; None where it has buffers that only loading it makes."""
+    """The module without memory; None where it has buffers that only loading it makes or fills."""
     dtype, valued = getattr(torch, spec["dtype"]), spec["head"] == "value"
     with quiet_transformers():
         config = auto("AutoConfig").from_pretrained(source)
         read = valued and spec["init"] == "pretrained"
         head = find_stored_head(source, config, fresh=True) if read else None
         try:
-            return skeleton(source, config, spec["head"], dtype, head)
+            module = skeleton(source, config, spec["head"], dtype, head)
         except UsageError:
             return None
+    return None if stored_buffers(module) else module
 
 
-def _form(module: Any) -> WrittenForm | None:
-    """How a skeleton is written, by the names in its files; None where those hold other tensors."""
+def _form(module: Any) -> tuple[WrittenForm, dict[str, StoredPart]] | None:
+    """How a skeleton is written, and which parts of its tensors are those of its files.
+
+    None where files have tensors that are no parts of the skeleton's.
+    """
     if not isinstance(module, ValueModel):
-        names = names_in_files(module)
-        return (
-            None if names is None else WrittenForm(module=module, names=names, architectures=None)
-        )
+        parts = parts_in_files(module)
+        if parts is None:
+            return None
+        own = {name: part.own for name, part in parts.items()}
+        return WrittenForm(module=module, names=own, architectures=None), parts
     form = valued_form(module)
-    names = names_in_files(form.module)
-    if names is None:
+    parts = parts_in_files(form.module)
+    if parts is None:
         return None
-    of_files = {file: form.names.get(own) for file, own in names.items()}
-    beside = form.names.keys() - names.values()  # A head that the module itself does not have.
-    of_files |= {name: form.names[name] for name in beside}
-    known = {name: own for name, own in of_files.items() if own is not None}
-    return replace(form, names=known) if len(known) == len(of_files) else None
+    found = {
+        file: replace(part, own=form.names[part.own])
+        for file, part in parts.items()
+        if part.own in form.names
+    }
+    # A head that the module itself does not have.
+    beside = form.names.keys() - {part.own for part in parts.values()}
+    held = module.state_dict()
+    found |= {name: whole_part(form.names[name], held[form.names[name]]) for name in beside}
+    return (form, found) if len(found) == len(parts) + len(beside) else None
 
 
 def _reader(
     module: Any, source: str, spec: Mapping[str, Any], stored: Mapping[str, Any]
-) -> Callable[[str], Tensor]:
-    """What reads one tensor by the module's name, in its dtype."""
+) -> Callable[[str, StoredPart], Tensor]:
+    """What reads a tensor of the files that are written, by its name and part, in its dtype."""
     dtype, lora = getattr(torch, spec["dtype"]), spec.get("lora")
     scale = lora["alpha"] / lora["rank"] if lora else 0.0
     files = stored_names(source) if lora else {}
-    tied, held = tied_names(module), module.state_dict()
-    inner = getattr(module, "body", module)
+    tied, inner = tied_names(module), getattr(module, "body", module)
 
-    def base(name: str) -> Tensor:
-        key = next(key for key in names_in_file(tied[name], inner) if key in files)
+    def base(name: str, part: StoredPart) -> Tensor:
+        whole = next((key for key in names_in_file(tied[part.own], inner) if key in files), None)
+        key = whole or next(key for key in names_in_file([name], inner) if key in files)
         with safe_open(files[key], framework="pt") as opened:
-            found: Tensor = opened.get_tensor(key)
-        return found.to(dtype)
+            found: Tensor = opened.get_slice(key)[part.slices if whole else ...]
+        return found.reshape(part.shape).to(dtype)
 
-    def read(name: str) -> Tensor:
-        if name in stored:
-            found: Tensor = stored[name][...]
-            return found.to(dtype)
-        if name not in tied:
-            buffer: Tensor = held[name]
-            return buffer
-        weight = base(name)
-        layer, _, kind = name.rpartition(".")
+    def read(name: str, part: StoredPart) -> Tensor:
+        if part.own in stored:
+            found: Tensor = stored[part.own][part.slices]
+            return found.reshape(part.shape).to(dtype)
+        weight = base(name, part)
+        layer, _, kind = part.own.rpartition(".")
         if kind != "weight" or layer + DOWN not in stored:
             return weight
         wide = torch.promote_types(dtype, torch.float32)
-        down, up = (stored[layer + part][...].to(dtype).to(wide) for part in (DOWN, UP))
+        down, up = (stored[layer + leaf][...].to(dtype).to(wide) for leaf in (DOWN, UP))
         merged: Tensor = (weight.to(wide) + scale * (up @ down)).to(dtype)
         return merged
 
@@ -132,13 +144,15 @@ def _reader(
 
 
 def _parts(
-    shapes: Mapping[str, Tensor], names: Mapping[str, str], read: Callable[[str], Tensor]
+    shapes: Mapping[str, Tensor],
+    parts: Mapping[str, StoredPart],
+    read: Callable[[str, StoredPart], Tensor],
 ) -> Iterator[bytes | memoryview]:
     """The bytes of one file, a tensor at a time."""
     header, _ = header_of("model", shapes)
     yield header
     for name, shape in ordered(shapes):
-        tensor = read(names[name])
+        tensor = read(name, parts[name])
         assert (tensor.shape, tensor.dtype) == (shape.shape, shape.dtype), name
         yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
         del tensor

@@ -214,10 +214,10 @@ def layout_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Findin
 def _uncomputed(instance: Instance, model: Model, shape: Shape) -> list[Finding]:
     """What keeps the engines of this process from computing a model in its layout."""
     found = [packing_finding(model.path, shape.family)]
-    if instance.tp > 1:
-        found.append(cutting_finding(model.path, shape.family, shape.kind))
-    elif len(instance.devices) > 1:
-        found.append(sharding_finding(model.path, shape.family))
+    if len(instance.devices) > 1:
+        cut = instance.tp > 1 and cutting_finding(model.path, shape.family, shape.kind)
+        sizes = (shape.experts, instance.fsdp, instance.tp)
+        found.append(cut or sharding_finding(model.path, shape.family, *sizes))
     if isinstance(model.optimizer, Muon) and shape.family.experts != "none":
         found.append(stacked_finding(model.path))
     return [finding for finding in found if finding is not None]

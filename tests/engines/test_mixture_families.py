@@ -1,0 +1,28 @@
+"""Every family of mixtures of experts computes over ranks what it does on one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engines import mixtures, sharded_checks
+from tests.engines.test_sharded_math import STEADY
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.extra]
+
+FSDP, TP, REPLICAS = (1, 2, 1), (1, 1, 2), (2, 1, 1)
+EXACT = {"dtype": "float32", "limit": 1e-5, "spec": STEADY}
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        *((family, FSDP) for family in sorted(mixtures.KINDS)),
+        *((family, TP) for family in ("mixtral", "qwen2_moe")),
+        ("qwen3_moe", REPLICAS),
+    ],
+)
+def test_ranks_compute_what_one_does(family, shape, tmp_path, world):
+    path = mixtures.save_mixture(family, tmp_path)
+    options = {**EXACT, "limit": 1e-4} if family == "granitemoe" else EXACT  # larger activations
+
+    assert all(world(2).run(sharded_checks.with_options, path, shape, options))

@@ -1,0 +1,143 @@
+"""Mixtures of experts over ranks: shards of files that have experts apart, and one rank's math."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from rlflow.engines.hf.sharded.experts import own_experts
+from rlflow.engines.hf.weights.parts import parts_in_files
+from tests.engines import mixtures, sharded_checks, sharded_families, sharded_rollouts
+from tests.engines import sharded_states as states
+from tests.engines.test_sharded_math import STEADY
+
+pytestmark = pytest.mark.torch
+
+FSDP, TP = (1, 2, 1), (1, 1, 2)
+EXACT = {"dtype": "float32", "limit": 1e-5, "spec": STEADY}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    made = {}
+
+    def make(family):
+        if family not in made:
+            made[family] = mixtures.save_mixture(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return make
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "granitemoe"])
+def test_parts_of_parameters_are_the_tensors_that_transformers_writes(family, mixture):
+    path = mixture(family)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(path)
+        parts = parts_in_files(transformers.AutoModelForCausalLM.from_config(config))
+
+    written = load_file(f"{path}/model.safetensors")
+
+    assert parts.keys() == written.keys()
+    for name, part in parts.items():
+        assert torch.equal(whole[part.own][part.slices].reshape(part.shape), written[name]), name
+
+
+def test_tensors_that_are_turned_on_the_way_are_no_parts():
+    from rlflow.engines.hf.weights import parts
+
+    whole = torch.empty(4, 6, device="meta")
+
+    assert parts._part("w", whole, whole.T) is None
+    assert parts._part("w", whole, whole[1]).box == ((1, 2), (0, 6))
+    assert parts._part("w", whole, whole[:, 2:4]).dims == (0, 1)
+
+
+def test_two_ranks_compute_what_one_does(mixture, world):
+    for shape in (FSDP, TP):
+        options = {**EXACT, "uneven": True, "micro_tokens": 20}
+        assert all(world(2).run(sharded_checks.with_options, mixture("qwen3_moe"), shape, options))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_the_parts_of_ranks_add_up_to_what_a_layer_of_experts_computes(family, mixture):
+    model = transformers.AutoModelForCausalLM.from_pretrained(mixture(family))
+    layer = model.model.layers[1].mlp.experts
+    x = torch.randn(11, 32, requires_grad=True)
+    # Nobody chooses the third of four.
+    chosen = torch.tensor([[0, 1], [3, 0]]).repeat(6, 1)[:11]
+    weights = torch.rand(11, 2, requires_grad=True)
+    stacked = (layer.gate_up_proj, layer.down_proj)
+    expected = layer(x, chosen, weights)
+
+    halves = [
+        SimpleNamespace(
+            gate_up_proj=stacked[0][part], down_proj=stacked[1][part], act_fn=layer.act_fn
+        )
+        for part in (slice(0, 2), slice(2, 4))
+    ]
+    first, second = (own_experts(h, 2 * at, x, chosen, weights) for at, h in enumerate(halves))
+
+    assert torch.allclose(expected, first + second, atol=1e-6)
+    asked = (x, weights, *stacked)
+    wanted = torch.autograd.grad(expected.square().sum(), asked)
+    found = torch.autograd.grad((first + second).square().sum(), asked)
+    for one, other in zip(wanted, found, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_a_rank_whose_experts_nobody_chose_adds_nothing_and_has_gradients_of_zero():
+    stacked = [torch.randn(2, 8, 6), torch.randn(2, 6, 4)]
+    layer = SimpleNamespace(
+        gate_up_proj=stacked[0].requires_grad_(),
+        down_proj=stacked[1].requires_grad_(),
+        act_fn=torch.nn.functional.silu,
+    )
+
+    found = own_experts(layer, 2, torch.randn(5, 6), torch.zeros(5, 2).long(), torch.ones(5, 2))
+    found.sum().backward()
+
+    assert not found.any()
+    assert not any(weight.grad.any() for weight in stacked)
+
+
+@pytest.mark.parametrize("shape", [FSDP, TP], ids=["fsdp", "tp"])
+def test_ranks_have_whole_experts_that_are_all_of_them(shape, mixture, world):
+    assert all(world(2).run(states.shards_tile, mixture("mixtral"), shape))
+
+
+def test_a_checkpoint_goes_from_fsdp_to_one_rank_to_tp_with_the_same_bits(mixture, world, tmp_path):
+    args = (mixture("qwen3_moe"), str(tmp_path), "float32")
+
+    assert all(world(2).run(states.a_checkpoint_goes_round, *args))
+
+
+@pytest.mark.parametrize(("shape", "trained"), [(FSDP, True), (TP, False)], ids=["fsdp", "tp"])
+def test_tokens_are_those_of_one_rank(shape, trained, mixture, world):
+    assert all(world(2).run(sharded_rollouts.same_tokens, mixture("qwen3_moe"), shape, trained))
+
+
+def test_experts_that_files_lack_are_named_as_files_have_them(mixture, world, tmp_path):
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(Path(mixture("qwen3_moe")) / file, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    found = world(2).run(states.refusal, str(tmp_path), FSDP, {"trained": True})
+
+    assert all("E507" in text and "layers.1.mlp.experts.2.up_proj" in text for text in found)
+    assert all("experts.1." not in text for text in found)
+
+
+def test_experts_that_ranks_do_not_divide_are_refused(world, tmp_path):
+    path = mixtures.save_mixture("qwen3_moe", tmp_path, num_experts=3)
+
+    assert ["E526"] * 2 == world(2).run(sharded_families.refusal, path, "fsdp")
