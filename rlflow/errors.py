@@ -29,6 +29,8 @@ from functools import partial
 from typing import Any
 
 SHORT_LIST = 16
+# Letters of a name that files and directories are called by; a file system takes 255.
+LONGEST_NAME = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

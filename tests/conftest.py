@@ -115,7 +115,7 @@ def rlflow(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Result]:
     """Call it with the words after `rlflow`: runs the command in this process."""
-    from rlflow.cli.main import main
+    from rlflow.cli.main import run_command
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -124,7 +124,7 @@ def rlflow(
         capsys.readouterr()
         code = 0
         try:
-            main()
+            run_command()
         except SystemExit as ended:
             code = int(ended.code or 0)
         out, err = capsys.readouterr()

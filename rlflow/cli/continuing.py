@@ -22,6 +22,7 @@ from rlflow.runtime.record.resuming import (
     checkpoint_at,
     newest,
     require_more,
+    require_saved,
     weights_of,
 )
 from rlflow.runtime.record.rundir import RunDir, latest_run
@@ -104,11 +105,13 @@ def goes_on(
     iterations: int,
     save_every: int,
     allowed: tuple[str, ...],
+    digests: Mapping[str, str],
 ) -> dict[str, JSON] | None:
     """What run.json is to say of a run that goes on; None of one without a checkpoint.
 
-    Raises E721 and E755 before a model is loaded.
+    Raises E721, E727 and E755 before a model is loaded.
     """
+    require_saved(directory)
     saved = newest(directory)
     if saved is None:
         return None
@@ -119,6 +122,7 @@ def goes_on(
         threads=planned.cluster.threads,
         save_every=save_every,
         torch=version("torch"),
+        digests=digests,
     )
     changes = changes_since(directory, saved.identity, now, plan.graph, allowed)
     require_more(directory, saved.iteration, iterations)

@@ -37,6 +37,7 @@ from rlflow.cli.planning.command import check, plan, viz
 from rlflow.cli.recipes.command import init_pipeline, list_recipes
 from rlflow.cli.rehearsal.command import rehearse
 from rlflow.cli.shell.completion import print_completion
+from rlflow.cli.shell.leaving import leave, stop_on_terminate
 from rlflow.cli.shell.printed import hint, json_option, print_json
 from rlflow.cli.shell.values import typed_files
 from rlflow.cli.stages.replay import replay_update
@@ -264,7 +265,16 @@ def doctor(measure: bool, output: str | None, as_json: bool) -> None:
 
 
 def main() -> None:
-    """The entry point: runs a command and turns its error into a message and an exit code."""
+    """The entry point: a command and its exit code, whatever its threads do in the end."""
+    stop_on_terminate()
+    try:
+        run_command()
+    except SystemExit as ended:
+        leave(ended.code)
+
+
+def run_command() -> None:
+    """Run a command and turn its error into a message and SystemExit with its exit code."""
     debug = "--debug" in sys.argv
     try:
         cli(prog_name="rlflow", standalone_mode=False)
@@ -273,7 +283,7 @@ def main() -> None:
             traceback.print_exc()
         click.echo(painted(error.render()), err=True)
         raise SystemExit(error.exit_code) from None
-    except click.exceptions.Abort:  # what click makes of Ctrl-C
+    except (click.exceptions.Abort, KeyboardInterrupt):  # what click makes of Ctrl-C, or misses
         click.echo("stopped at once", err=True)
         raise SystemExit(INTERRUPTED) from None
     except click.ClickException as error:

@@ -18,6 +18,7 @@ from rlflow.cli.shell.times import time_of
 from rlflow.cli.shell.values import typed_fields, typed_files, typed_placements
 from rlflow.cli.stages.parts import part_options
 from rlflow.errors import Finding, UsageError
+from rlflow.graph.placement import MOST_STALE
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -126,7 +127,7 @@ def schedule_options(function: F) -> F:
         ),
         click.option(
             "--staleness",
-            type=click.IntRange(0),
+            type=click.IntRange(0, MOST_STALE),
             metavar="UPDATES",
             help="How many updates old rollout weights may be; the placement's if left out.",
         ),

@@ -44,9 +44,12 @@ from rlflow.errors import Finding, Interrupted, UsageError
 from rlflow.graph.headline import headline
 from rlflow.runtime.record.changes import drains
 from rlflow.runtime.record.edges.keeping import record_kept
+from rlflow.runtime.record.identity.digests import digests_of
+from rlflow.runtime.record.metrics import final_metrics
 from rlflow.runtime.record.resuming import has_begun
 from rlflow.runtime.record.rundir import RUNS, RunDir
 from rlflow.runtime.record.saves import SaveRule, parse_rule
+from rlflow.runtime.record.spans import read_spans
 from rlflow.runtime.record.stages import stage, telling
 from rlflow.scheduler.devices.machine import chosen_text, machine_gpus
 from rlflow.scheduler.devices.measured import Origin, costs_path
@@ -156,6 +159,7 @@ def _run(
     resume = options["resume"]
     existing = existing_run(resume, options["run_dir"], target.named) if resume else None
     if existing is not None:
+        RunDir.view(existing)
         target = in_the_same_chunks(declared, target, existing)
     missing = hub_findings(declared.graph, declared.pipeline.path, needed=True)
     if missing:
@@ -235,7 +239,6 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
     os.environ.setdefault("OMP_NUM_THREADS", str(planned.cluster.threads))
     from rlflow.report.report import summary_text
     from rlflow.runtime.display import Display
-    from rlflow.runtime.record.metrics import final_metrics
     from rlflow.runtime.record.printed import FILE, PrintedLog, printed_apart
 
     with stage("importing torch"):
@@ -249,18 +252,20 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
         printed_apart(PrintedLog(directory.logs / FILE, display.say), asked.watch is None),
     ):
         weights = weights_to_begin(asked.options, directory)
+        digests = digests_of(plan.graph, planned.declared.pipeline.path)
         begun = goes_on(
             planned,
             directory,
             iterations=asked.iterations,
             save_every=asked.saves.every,
             allowed=asked.allowed,
+            digests=digests,
         )
         _preflight(planned, asked.iterations, first_iteration(begun, weights))
         display.say(plan_text(plan))
         if planned.target.devices is None:
             display.say(f"GPUs: {chosen_text(machine_gpus())}")
-        settings = _settings(planned, asked, directory, weights)
+        settings = _settings(planned, asked, directory, weights, digests)
         profiled = profiled_actions(planned, asked.options, directory.path)
         recording = recording_noted(planned, asked.options, directory, display)
         with machine_of(planned, asked.options, profiled, recording) as machine:
@@ -293,7 +298,11 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
 
 
 def _settings(
-    planned: Planned, asked: _Asked, directory: RunDir, weights: Found | None
+    planned: Planned,
+    asked: _Asked,
+    directory: RunDir,
+    weights: Found | None,
+    digests: Mapping[str, str],
 ) -> Settings:
     """What a run needs besides its plan, as the command line says it."""
     from rlflow.runtime.run import Settings
@@ -312,6 +321,7 @@ def _settings(
         resume_line=asked.resume_line(directory.path),
         strict=asked.options["strict"],
         observer=observer_of(planned, asked.options, directory.path),
+        digests=digests,
     )
 
 
@@ -344,6 +354,7 @@ def _directory(planned: Planned, asked: _Asked) -> Iterator[RunDir]:
     """The run directory, locked; a new one in which no run began is removed again."""
     if asked.existing:
         with RunDir.open(asked.existing) as directory:
+            read_spans(directory.spans)  # what the run says in the end: damage is told now
             yield directory
         return
     wanted = asked.options["run_dir"]

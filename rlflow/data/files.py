@@ -5,6 +5,7 @@ This file knows how the two are read; what a row must look like is in `checks`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,6 +112,10 @@ class Jsonl(TableSource):
         """The size of the file, bytes."""
         return self.located().stat().st_size
 
+    def content(self) -> str:
+        """The file's size and a digest of its bytes."""
+        return content_of(self.located())
+
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         path = self.located()
         try:
@@ -182,6 +187,10 @@ class Parquet(ArrowSource):
         """The size of the file, bytes."""
         return self.located().stat().st_size
 
+    def content(self) -> str:
+        """The file's size and a digest of its bytes."""
+        return content_of(self.located())
+
     def _opened(self) -> Any:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -191,6 +200,16 @@ class Parquet(ArrowSource):
             return pq.ParquetFile(path)
         except (OSError, pa.ArrowException) as error:
             raise unreadable(path, error, self.declared) from error
+
+
+def content_of(*paths: Path) -> str:
+    """The size of files together, and a digest of their bytes. Raises OSError."""
+    digest, size = hashlib.sha256(), 0
+    for path in paths:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+            size += file.tell()
+    return f"{size:,} bytes {digest.hexdigest()[:12]}"
 
 
 def found_near(path: str | Path, declared: Source | None) -> Path | None:

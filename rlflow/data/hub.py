@@ -12,7 +12,7 @@ from typing import Any
 
 from rlflow.data.arrow import ArrowSource, limited
 from rlflow.data.checks import bad_argument, excerpt
-from rlflow.data.files import found_near
+from rlflow.data.files import content_of, found_near
 from rlflow.data.paths import declared_here, shown
 from rlflow.data.sources import Row
 from rlflow.data.tables import checked_limit, shape_of
@@ -112,6 +112,15 @@ class HuggingFace(ArrowSource):
     def stored_bytes(self) -> int:
         """The size of the data set as Arrow, bytes."""
         return int(self._dataset().data.nbytes)
+
+    def content(self) -> str:
+        """The size of the files that hold the rows, and a digest of their bytes."""
+        if self.found is None:
+            kept = self._dataset().cache_files
+            return content_of(*(Path(each["filename"]) for each in kept)) if kept else ""
+        ends = {*FORMATS, ".arrow"}
+        files = sorted(each for each in self.found.rglob("*") if each.suffix in ends)
+        return content_of(*(files if self.found.is_dir() else [self.found]))
 
     def _dataset(self) -> Any:
         return self._memo.once("dataset", self._loaded)

@@ -144,6 +144,11 @@ class Mix(DataSource):
         parts = zip(self.weights, self.names, self.sources, strict=True)
         return "mix of " + " + ".join(f"{w} {n} ({s.describe()})" for w, n, s in parts)
 
+    def content(self) -> str:
+        """What each source's rows are, by its name; nothing of those that are computed."""
+        found = zip(self.names, (source.content() for source in self.sources), strict=True)
+        return "; ".join(f"{name}: {content}" for name, content in found if content)
+
     def check(self) -> list[Finding]:
         """What is wrong with the sources, and with their columns side by side."""
         found = [finding for source in self.sources for finding in source.check()]

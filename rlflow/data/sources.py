@@ -134,6 +134,13 @@ class DataSource(ABC):
         """Whether reading the rows may need the network."""
         return False
 
+    def content(self) -> str:
+        """What the rows are now, as a short digest: "" where they follow from the declaration.
+
+        Reads files, from end to end. Raises `DataError` and OSError.
+        """
+        return ""
+
     def notes(self) -> list[str]:
         """What `check` leaves out, in sentences; [] where it reads every row."""
         return []

@@ -17,7 +17,7 @@ from pydantic import (
     model_serializer,
 )
 
-from rlflow.errors import Source
+from rlflow.errors import LONGEST_NAME, Source
 from rlflow.graph.source import declared_at
 from rlflow.graph.strict_model import Strict
 
@@ -183,7 +183,9 @@ class Model(Strict):
     @classmethod
     def _plain_name(cls, name: str) -> str:
         if not NAME.fullmatch(name):
-            raise ValueError(f"a model's name is a plain word, got {name!r}")
+            raise ValueError(f"a model's name is a plain word, got {name!r:.80}")
+        if len(name) > LONGEST_NAME:
+            raise ValueError(f"names of files begin with it: at most {LONGEST_NAME} letters")
         return name
 
     @property

@@ -16,13 +16,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+)
 
 from rlflow.contract.trackers import DEFAULT_TRACKERS, tracker_findings, tracker_names
-from rlflow.errors import Finding, GraphError, Source, UsageError, known_names, near_names
+from rlflow.errors import (
+    LONGEST_NAME,
+    Finding,
+    GraphError,
+    Source,
+    UsageError,
+    known_names,
+    near_names,
+)
 from rlflow.graph.graph import Graph
 from rlflow.graph.headline import no_numbers
-from rlflow.graph.placement import Placement, on
+from rlflow.graph.placement import MOST_STALE, Placement, on
 from rlflow.graph.rules.check import check_graph
 from rlflow.graph.source import declared_at, raised_at, short_path
 from rlflow.graph.strict_model import Strict
@@ -43,6 +58,14 @@ class Config(Strict):
 
     seed: int = 0
     iterations: int = Field(default=100, ge=1)
+
+    @field_validator("iterations")
+    @classmethod
+    def _at_least_one(cls, count: int) -> int:
+        """Hold for a field that a config declares anew, too."""
+        if count < 1:
+            raise ValueError("Input should be greater than or equal to 1")
+        return count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,16 +162,7 @@ def pipeline(
     Raises GraphError for a staleness that is no number of updates, for an unknown tracker, for what
     is no `record`, and where the function takes other than one parameter, an `rf.Config`.
     """
-    if not isinstance(staleness, int) or isinstance(staleness, bool) or staleness < 0:
-        raise GraphError(
-            Finding(
-                code="E227",
-                what=f"a pipeline with staleness={staleness!r}",
-                where=declared_at(),
-                expected="how many updates old the weights of a rollout may be: 0, 1, 2, ...",
-            )
-        )
-
+    _require_staleness(staleness)
     unknown = tracker_findings((track,) if isinstance(track, str) else tuple(track), "track=")
     if unknown:
         where = declared_at()
@@ -161,8 +175,9 @@ def pipeline(
         where = Source(
             path=short_path(code.co_filename),
             line=code.co_firstlineno,
-            text=f"def {function.__name__}(...)",
+            text=f"def {function.__name__:.80}(...)",
         )
+        _require_short(function.__name__, where)
         return Pipeline(
             name=name or function.__name__,
             function=function,
@@ -212,6 +227,32 @@ def _config_type(function: Callable[[Any], None], where: Source) -> type[Config]
             fix=f"def {function.__name__}(cfg: rf.Config): ...",
         )
     )
+
+
+def _require_staleness(staleness: object) -> None:
+    """Raise GraphError E227 for what is no number of updates, or too many."""
+    number = -1 if isinstance(staleness, bool) or not isinstance(staleness, int) else staleness
+    if not 0 <= number <= MOST_STALE:
+        raise GraphError(
+            Finding(
+                code="E227",
+                what=f"a pipeline with staleness={staleness!r}",
+                where=declared_at(),
+                expected=f"how many updates old the weights of a rollout may be: 0 to {MOST_STALE}",
+            )
+        )
+
+
+def _require_short(name: str, where: Source) -> None:
+    """Raise GraphError E130 for a name that no directory of a run can have."""
+    if len(name) > LONGEST_NAME:
+        finding = Finding(
+            code="E130",
+            what=f"a pipeline with a name of {len(name)} letters",
+            where=where,
+            expected=f"at most {LONGEST_NAME}: directories of runs are called by it",
+        )
+        raise GraphError(finding)
 
 
 def make_config(kind: type[Config], settings: Sequence[str]) -> Config:

@@ -25,6 +25,8 @@ from rlflow.graph.user.shares import devices_by_share, nearest_counts, never_who
 Offload = Literal["layers", "optimizer", "activations"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 Count = Annotated[int, Field(ge=1)]
+# Updates that rollouts may be behind: each one more is a batch that waits in memory.
+MOST_STALE = 1000
 # False for none, True for all layers, or how many of the first.
 Recompute = bool | Literal["selective"] | Count
 
@@ -136,7 +138,7 @@ class Placement(Strict):
 
     pools: dict[str, Count | str | list[int]] = Field(min_length=1)
     assign: dict[str, On]
-    staleness: int = Field(default=0, ge=0)
+    staleness: int = Field(default=0, ge=0, le=MOST_STALE)
     stream: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     pause_at: Count | None = None
 

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlflow.errors import Finding, GraphError, Source
+from rlflow.errors import LONGEST_NAME, Finding, GraphError, Source
 from rlflow.graph.fields import Field
 from rlflow.graph.graph import Binding, Declined, Node
 from rlflow.graph.model import Model
@@ -163,6 +163,15 @@ def checked_name(name: str) -> str:
     Once for each line of the user's: others are made of that name.
     """
     trace, where = _current(), declared_at()
+    if len(name) > LONGEST_NAME:
+        report_finding(
+            Finding(
+                code="E130",
+                what=f"a name of {len(name)} letters: {name!r:.60}",
+                where=where,
+                expected=f"at most {LONGEST_NAME}: files are called by it",
+            )
+        )
     known = any(found.code == "E130" and found.where == where for found in trace.findings)
     if OF_TRIP in name and not known:
         report_finding(

@@ -72,7 +72,7 @@ def _called(
         if blob is not None:
             functions[key] = pickle.loads(blob)  # noqa: S301  from our own parent
         return True, functions[key](**keywords)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # nobody presses Ctrl-C here: the function has raised it
         return False, error
 
 

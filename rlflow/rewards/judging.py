@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from rlflow.errors import RlflowError
 from rlflow.rewards.bounds import CONCURRENCY, PLAIN, Bounds, Unscorable, is_async
@@ -20,6 +22,10 @@ from rlflow.rewards.workers import Packed, WorkerLost, Workers, packed_function,
 
 Cause = Literal["raised", "timeout", "not a number", "lost"]
 Function = Callable[..., Any]
+
+_REAL = os._exit
+_LOCK = threading.Lock()
+_INSIDE: set[tuple[int, int]] = set()
 
 LARGEST = 3.4028234663852886e38  # of float32
 
@@ -98,10 +104,16 @@ def _in_order(
 
 def _kept(keep: Callable[[Any], Any], call: Callable[[], Any]) -> Any:
     try:
-        value = call()
+        with _no_exit():
+            value = call()
     except RlflowError:
         raise
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt as error:
+        # Ctrl-C comes to the main thread alone: elsewhere the function has raised it.
+        if threading.current_thread() is threading.main_thread():
+            raise
+        return failure_of(error)
+    except (Exception, SystemExit, GeneratorExit) as error:
         return failure_of(error)
     try:
         return keep(value)
@@ -194,11 +206,15 @@ async def _attempt(
 
 
 async def _awaited(function: Function, sample: Mapping[str, Any]) -> Any:
-    """The function's answer; SystemExit must not reach the event loop as itself."""
+    """The function's answer; what would end the event loop must not reach it as itself."""
     try:
         return await function(**sample)
-    except SystemExit as error:
-        raise RuntimeError(f"SystemExit: {error}") from error
+    except (SystemExit, GeneratorExit) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    except KeyboardInterrupt as error:
+        if threading.current_thread() is threading.main_thread():
+            raise
+        raise RuntimeError("KeyboardInterrupt") from error
 
 
 def _run(made: Any) -> _Judged:
@@ -206,13 +222,15 @@ def _run(made: Any) -> _Judged:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        judged: _Judged = asyncio.run(made)
+        with _no_exit():
+            judged: _Judged = asyncio.run(made)
         return judged
     found: list[_Judged | BaseException] = []
 
     def beside() -> None:
         try:
-            found.append(asyncio.run(made))
+            with _no_exit():
+                found.append(asyncio.run(made))
         except BaseException as error:
             found.append(error)
 
@@ -223,3 +241,31 @@ def _run(made: Any) -> _Judged:
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome
+
+
+@contextmanager
+def _no_exit() -> Iterator[None]:
+    """Have `os._exit` raise SystemExit where this thread calls it: a failure of that call alone.
+
+    It would end a run without a word, and with code 0 as if it were done. In a forked copy and in
+    other threads it does what it always did. What C code ends, it ends.
+    """
+    me = (os.getpid(), threading.get_ident())
+    with _LOCK:
+        again = me in _INSIDE
+        _INSIDE.add(me)
+        os._exit = _exit
+    try:
+        yield
+    finally:
+        with _LOCK:
+            if not again:
+                _INSIDE.discard(me)
+            if not _INSIDE:
+                os._exit = _REAL
+
+
+def _exit(status: int) -> NoReturn:
+    if (os.getpid(), threading.get_ident()) in _INSIDE:
+        raise SystemExit(f"os._exit({status})")
+    _REAL(status)

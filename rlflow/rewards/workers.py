@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from rlflow.userfiles import dumped, own_modules
 
 START = 60.0
 HEADER = 8
+MARK = "RLFLOW_REWARD_PROCESS"
 OWN = __name__.partition(".")[0]
 
 
@@ -64,7 +66,10 @@ class Workers:
         """
         process = self._idle.get()
         try:
-            if process is None or not process.alive():
+            if process is not None and not process.alive():
+                process.kill()  # what it has started may live on
+                process = None
+            if process is None:
                 process = _SPAWNER.submit(_Process).result()
             worked, value = process.call(function, keywords, seconds)
         except BaseException:
@@ -90,12 +95,13 @@ class _Process:
     """One child and the pipes to it."""
 
     def __init__(self) -> None:
+        self._mark = uuid.uuid4().hex
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._child = subprocess.Popen(
             [sys.executable, "-m", "rlflow.rewards.child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment | {"OMP_NUM_THREADS": "1"},
+            env=environment | {"OMP_NUM_THREADS": "1", MARK: self._mark},
             start_new_session=True,
         )
         self._known: set[str] = set()
@@ -130,10 +136,13 @@ class _Process:
         return worked, value
 
     def kill(self) -> None:
-        """End the child at once, and what it has started."""
+        """End the child at once, and what it has started, in sessions of their own too."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
+        for pid in _marked(f"{MARK}={self._mark}".encode()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for pipe in (self._child.stdin, self._child.stdout):
             if pipe is not None:
                 _close(pipe)
@@ -165,6 +174,14 @@ class _Process:
                 raise WorkerLost(f"the process of the call died ({_status(status)})")
             found += part
         return found
+
+
+def _marked(mark: bytes) -> Iterator[int]:
+    """The processes that have inherited an entry of an environment, as the kernel lists them."""
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in entry.read_bytes().split(b"\0"):
+                yield int(entry.parent.name)
 
 
 def _close(pipe: Any) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from rlflow.contract.progress import Progress, following
-from rlflow.errors import RunError
+from rlflow.errors import Finding, RunError
 from rlflow.runtime.execute.deadlines import Allowance, Deadlines
 from rlflow.runtime.execute.executor import TICK, Completion
 from rlflow.runtime.execute.stats import logged
@@ -251,7 +251,7 @@ class LocalBackend:
                 with following(watched.progress):
                     metrics, figures = self._run(action, iteration)
             except BaseException as error:  # handed to the executor, which raises it
-                made = self._failed(action, iteration, error, start)
+                made = self._failed(action, iteration, _of_a_thread(action, error), start)
             else:
                 made = Completion(
                     action=action.id,
@@ -322,3 +322,13 @@ class LocalBackend:
         if self._meter is None:
             return call(), {}
         return self._meter.around(call, beside=action.lane == "copy")
+
+
+def _of_a_thread(action: Action, error: BaseException) -> Exception:
+    """What an action raised, as an error: in this thread nobody presses Ctrl-C."""
+    if isinstance(error, Exception):
+        return error
+    what = f"{action.id} raised {type(error).__name__}: {error}".removesuffix(": ")
+    return RunError(
+        Finding(code="E751", what=what, expected="an exception that is an error, Exception")
+    )

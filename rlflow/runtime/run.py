@@ -9,18 +9,18 @@ from __future__ import annotations
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlflow.errors import Finding, Interrupted, RlflowError, RunError
+from rlflow.errors import Interrupted, NumericsError, RlflowError
 from rlflow.graph.roles import SamplingOptions
 from rlflow.runtime.display import Display
+from rlflow.runtime.ending import ended_by, last_words, span_of, trains
 from rlflow.runtime.execute.executor import Backend, Completion, Executor
 from rlflow.runtime.record.changes import identity_of
 from rlflow.runtime.record.checkpoint import (
@@ -32,6 +32,7 @@ from rlflow.runtime.record.checkpoint import (
 from rlflow.runtime.record.devices.log import DEVICE_LOG, DeviceLine, DeviceLog
 from rlflow.runtime.record.durable import JSON, fault, register_faults
 from rlflow.runtime.record.health import Health
+from rlflow.runtime.record.identity.digests import UNKNOWN, unknown_digests
 from rlflow.runtime.record.metrics import MetricsLog, read_metrics
 from rlflow.runtime.record.resuming import (
     FRESH,
@@ -44,7 +45,7 @@ from rlflow.runtime.record.resuming import (
 from rlflow.runtime.record.rundir import RunDir
 from rlflow.runtime.record.saves import LEAST, SaveRule, best_of
 from rlflow.runtime.record.shards.background import Background
-from rlflow.runtime.record.spans import Span, SpanLog
+from rlflow.runtime.record.spans import SpanLog
 from rlflow.runtime.record.stages import stage
 from rlflow.runtime.record.trackers.observer import CLOSE_SECONDS, Observer
 from rlflow.runtime.worker.node_states import SAVED, States
@@ -66,7 +67,8 @@ class Settings:
     named in `allowed` may differ from those that were saved; `weights` are where a new run begins,
     after the iterations of a checkpoint with its states where it has those.
     A `strict` run ends at the first sign that it learns nothing, or is about to break. An
-    `observer` tells trackers of it, TensorBoard where there is none.
+    `observer` tells trackers of it, TensorBoard where there is none. `digests` are those of data,
+    of functions and of models' files, part of the run's identity.
     """
 
     seed: int
@@ -82,6 +84,7 @@ class Settings:
     resume_line: str = ""
     strict: bool = False
     observer: Observer | None = None
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 class Machine(Protocol):
@@ -134,6 +137,8 @@ class Run:
         self._spans = SpanLog(directory.spans / "main.jsonl", process="main")
         self._devices = DeviceLog(directory.path / DEVICE_LOG)
         self._stopping = False
+        self._trained = False
+        self._witnessed = directory.read_run().get("saved") is True
 
     def execute(self) -> int:
         """Run to the end; returns the iterations that are done.
@@ -162,7 +167,10 @@ class Run:
             self._saving.join()
         except Exception as error:
             self._finish_saving()
-            raise self._with_log(error) from error.__cause__
+            log, line = self.directory.logs / "error.txt", self.settings.resume_line
+            diverged = isinstance(error, NumericsError) and not self._trained
+            said = ended_by(self.directory.checkpoints, self.saved) if diverged else ""
+            raise last_words(error, log, line, said) from error.__cause__
         except KeyboardInterrupt:
             wait = False
             self._saving.abandon()
@@ -201,7 +209,8 @@ class Run:
 
     def finished(self, action: Action, completion: Completion) -> None:
         """Write the span of an action instance."""
-        self._spans.record(_span(action, completion))
+        self._spans.record(span_of(action, completion))
+        self._trained |= trains(self.plan, action)
         seconds = completion.end - completion.start
         said: dict[str, Any] = {"action": action.id, "iteration": completion.iteration}
         for device, figures in completion.devices.items():
@@ -265,7 +274,7 @@ class Run:
         best = best_of(saved, self._curve, metric) if metric else None
         fault("run:save")
         self._saving.start(lambda: self._commit(done, taken, state, best), taken.give_up)
-        self.saved = done
+        self.saved, self._trained = done, False
         self._saved_at = time.monotonic()
 
     def _commit(
@@ -281,7 +290,14 @@ class Run:
             keep=self.settings.keep,
             spare=() if best is None else (best,),
         )
+        self._witness()
         fault("run:saved")
+
+    def _witness(self) -> None:
+        """Note in run.json that something was saved, so that its loss is seen."""
+        if not self._witnessed:
+            self.directory.note(saved=True)
+            self._witnessed = True
 
     def _finish_saving(self) -> None:
         """Let a save of a run that has failed end, for it is where the run continues."""
@@ -316,6 +332,8 @@ class Run:
         self.display.say(f"resuming after iteration {found.iteration} from {found.path}")
         for change in changes:
             self.display.say(f"from here on {change.line()}")
+        if unknown_digests(found.identity, known):
+            self.display.say(UNKNOWN)
         counters: Any = found.state["optimizers"]
         require_models(found, self.plan)
         with stage("reading the checkpoint"):
@@ -359,15 +377,6 @@ class Run:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def _with_log(self, error: Exception) -> Exception:
-        """The error, its traceback written to the run's logs, and the line that continues."""
-        log = self.directory.logs / "error.txt"
-        log.write_text("".join(traceback.format_exception(error)))
-        ways = f"traceback: {log}\ncontinue with: {self.settings.resume_line}"
-        if isinstance(error, RlflowError):
-            return type(error)(*error.findings, summary=f"{error.summary}\n{ways}".strip())
-        return RunError(Finding(code="E751", what=f"{type(error).__name__}: {error}"), summary=ways)
-
 
 def identity(plan: Plan, settings: Settings) -> dict[str, str]:
     """What a resumed run has to share with the one that saved: what decides its numbers."""
@@ -377,24 +386,5 @@ def identity(plan: Plan, settings: Settings) -> dict[str, str]:
         threads=settings.threads,
         save_every=settings.save_every,
         torch=version("torch"),
-    )
-
-
-def _span(action: Action, completion: Completion) -> Span:
-    moved = action.cost.moved if action.kind != "run" else None
-    moved = moved if completion.moved is None else completion.moved
-    return Span(
-        action=action.id,
-        node=action.node or "",
-        kind=action.kind,
-        iteration=completion.iteration,
-        chunk=action.chunk.index + 1 if action.chunk else 0,
-        pool=action.pool,
-        devices=action.devices,
-        start=completion.start,
-        end=completion.end,
-        predicted=action.cost.seconds,
-        bytes=moved,
-        process="main",
-        ok=completion.error is None,
+        digests=settings.digests,
     )

@@ -144,7 +144,6 @@ def test_thousands_separators_change_nothing(number):
     assert str(number) == last_number(f"that makes {number:,}.")
 
 
-@pytest.mark.slow
 @given(text=st.text())
 def test_any_text_is_taken(text):
     extract_boxed(text)
@@ -159,10 +158,10 @@ def test_any_text_is_taken(text):
     ["1e999999999", "9" * 10**6, "\\boxed{" * 10**5, "1," * 10**5, "-" * 10**5, "{" * 10**5],
 )
 def test_hostile_text_costs_no_time(text):
-    start = time.perf_counter()
+    start = time.process_time()
     extract_boxed(text)
     extract_gsm8k(text)
     last_number(text)
     same_number(text, "1")
 
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from rlflow.contract.values import Sampling
-from rlflow.engines.hf.generate.sampling import draw_tokens, invert, top_candidates
+from rlflow.engines.hf.generate.narrow import draw_narrow
+from rlflow.engines.hf.generate.sampling import (
+    draw_tokens,
+    invert,
+    require_finite,
+    top_candidates,
+)
+from rlflow.errors import NumericsError
 
 pytestmark = pytest.mark.torch
 
@@ -56,3 +63,18 @@ def test_log_probs_are_of_the_whole_distribution_under_top_k():
     sampling = Sampling(max_new_tokens=1, top_k=1)
     _, log_probs = draw_tokens(logits, torch.tensor([0.9]).double(), sampling)
     assert torch.allclose(logits.log_softmax(-1)[0, 1:2], log_probs)
+
+
+@pytest.mark.parametrize("draw", [draw_tokens, draw_narrow])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_draw_a_token_whose_log_prob_says_so(draw, temperature, value):
+    logits = torch.tensor([[0.0, 1.0, -1.0], [0.0, value, -1.0]])
+    sampling = Sampling(max_new_tokens=1, temperature=temperature)
+    tokens, log_probs = draw(logits, torch.tensor([0.5, 0.5]).double(), sampling)
+
+    assert tokens.max() < 3
+    assert [True, False] == log_probs.isfinite().tolist()
+    with pytest.raises(NumericsError, match=r"E652(?s:.*)1 of 2 sampled tokens"):
+        require_finite(log_probs)
+    require_finite(log_probs[:1])

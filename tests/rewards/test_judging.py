@@ -71,7 +71,9 @@ def test_values_come_in_the_order_of_the_samples():
     assert [0, 1, 2] == called
 
 
-@pytest.mark.parametrize("kind", [ValueError, SystemExit, RecursionError, MemoryError])
+@pytest.mark.parametrize(
+    "kind", [ValueError, SystemExit, RecursionError, MemoryError, GeneratorExit]
+)
 def test_whatever_a_function_raises_is_a_failure_of_its_sample(kind):
     def function(place):
         if place == 1:
@@ -90,6 +92,41 @@ def test_ctrl_c_is_not_a_failure():
 
     with pytest.raises(KeyboardInterrupt):
         judge(function, samples(1))
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_in_a_thread_nobody_presses_ctrl_c(awaited):
+    def plain(place):
+        raise KeyboardInterrupt
+
+    async def waiting(place):
+        raise KeyboardInterrupt
+
+    with ThreadPoolExecutor(1) as threads:
+        judged = threads.submit(judge, waiting if awaited else plain, samples(1)).result()
+    assert ["raised"] == causes(judged)
+    assert "KeyboardInterrupt" in judged.values[0].problem
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_function_that_ends_its_process_ends_its_call(awaited):
+    """Here it raises; a forked copy ends as it always did; afterwards nothing is left."""
+    real = os._exit
+
+    def plain(place):
+        copy = os.fork()
+        if copy == 0:
+            os._exit(7)
+        assert 7 == os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])
+        os._exit(0)
+
+    async def waiting(place):
+        os._exit(0)
+
+    judged = judge(waiting if awaited else plain, samples(1))
+    assert ["raised"] == causes(judged)
+    assert "os._exit(0)" in judged.values[0].problem
+    assert real is os._exit
 
 
 def test_the_first_failure_may_stop_the_calls():

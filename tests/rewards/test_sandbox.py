@@ -16,7 +16,7 @@ from rlflow.rewards.sandbox import Ran, run_python, walls_here
 from rlflow.rewards.walls import Limits
 from tests.rewards.jails import ALL, JAILED
 
-SHORT = Limits(cpu=1, wall=5)
+SHORT = Limits(cpu=1, wall=60)
 
 
 @JAILED

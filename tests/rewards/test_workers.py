@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -140,6 +141,27 @@ def test_what_a_call_started_ends_with_it(tmp_path):
     with pytest.raises(TimeoutError):
         pool.call(packed_function(leaves_a_child), {"path": str(path)}, 2)
     assert not _alive(int(path.read_text()))
+
+
+def leaves_a_daemon(path: str) -> float:
+    """A child in a session of its own, then an end without a word."""
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    Path(path).write_text(str(child.pid))
+    os._exit(0)
+
+
+def raises_ctrl_c() -> float:
+    raise KeyboardInterrupt
+
+
+def test_what_a_call_started_ends_with_a_process_that_left(tmp_path):
+    path, pool = tmp_path / "pid", Workers(1)
+    with pytest.raises(WorkerLost, match="exit code 0"):
+        pool.call(packed_function(leaves_a_daemon), {"path": str(path)}, 20)
+    assert not _alive(int(path.read_text()))
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+        pool.call(packed_function(raises_ctrl_c), {}, 20)
+    pool.close()
 
 
 def _alive(pid: int) -> bool:

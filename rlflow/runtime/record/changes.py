@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import CheckpointError, Finding, near_names
 from rlflow.graph.rules.nesting import keeps_surplus
+from rlflow.runtime.record.identity.digests import comparable, differing_parts, is_digest
 
 if TYPE_CHECKING:
     from rlflow.scheduler.plan.plan import Plan
@@ -42,9 +43,17 @@ class Change:
 
 
 def identity_of(
-    plan: Plan, *, seed: int, threads: int, save_every: int, torch: str
+    plan: Plan,
+    *,
+    seed: int,
+    threads: int,
+    save_every: int,
+    torch: str,
+    digests: Mapping[str, str],
 ) -> dict[str, str]:
     """What a resumed run has to share with the one that saved: what decides its numbers.
+
+    `digests` are those of data, of functions and of models' files.
 
     Where rollouts run ahead, those after a checkpoint start on the newest weights; what a loop
     leaves over is dropped there.
@@ -55,7 +64,7 @@ def identity_of(
         "torch": torch,
         "threads": str(threads),
     }
-    return known | ({"save_every": str(save_every)} if drains(plan) else {})
+    return {**digests, **known} | ({"save_every": str(save_every)} if drains(plan) else {})
 
 
 def drains(plan: Plan) -> bool:
@@ -70,12 +79,16 @@ def changes_of(
 ) -> tuple[Change, ...]:
     """Everything that differs between two identities; `graphs` are theirs, None where unknown."""
     found = []
+    saved, now = comparable(saved, now)
     for key in sorted({*saved, *now}):
         pair = saved.get(key, NOTHING), now.get(key, NOTHING)
         if pair[0] == pair[1]:
             continue
         if key == "graph" and graphs is not None:
             found += graph_changes(*graphs)
+        elif is_digest(key):
+            before, after = differing_parts(*pair)
+            found.append(Change(path=key, before=before, now=after))
         else:
             found.append(Change(path=key, before=pair[0], now=pair[1], fixed=key == "graph"))
     return tuple(found)

@@ -279,6 +279,25 @@ def _retire(root: Path, keep: int, spared: Collection[str]) -> None:
     _sweep(root)
 
 
+def set_aside(root: Path, iteration: int) -> Path | None:
+    """Take the checkpoint of an iteration out of those that a run goes on from; where it lies now.
+
+    None where no older one is there. At every instant LATEST names one that is there.
+    """
+    path = root / checkpoint_name(iteration)
+    found = list_checkpoints(root)
+    older = [each for each in found if each.name < path.name]
+    if path not in found or not older:
+        return None
+    aside = root / f"diverged-{iteration:06d}"
+    with disk_errors(CheckpointError, f"set {path} aside", root):
+        write_atomic(root / LATEST, f"{older[-1].name}\n".encode(), LATEST_POINTS)
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        fsync_dir(root)
+    return aside
+
+
 def find_checkpoint(root: Path, *, identity: Mapping[str, str] | None = None) -> Found | None:
     """The newest checkpoint of `root` that verifies, its tensors not loaded.
 

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 from rlflow.errors import CheckpointError, Finding, RunDirError
 from rlflow.runtime.record.changes import Change, changes_of, require_allowed
 from rlflow.runtime.record.checkpoint import (
+    LATEST,
     Found,
     find_checkpoint,
     list_checkpoints,
     stored_files,
 )
 from rlflow.runtime.record.edges.secrets import hidden_values
+from rlflow.runtime.record.identity.digests import comparable
 from rlflow.runtime.record.manifest import MANIFEST, Manifest, read_manifest, verify_checkpoint
 from rlflow.runtime.record.rundir import RUN_FILE, RunDir
 from rlflow.runtime.worker.node_states import SAVED
@@ -46,7 +48,8 @@ def changes_since(
 
     Raises CheckpointError E721 otherwise.
     """
-    if dict(saved) == dict(now):
+    pair = list(comparable(saved, now))
+    if pair[0] == pair[1]:
         return ()
     before = next((g for known, g in _graphs(directory) if known == saved.get("graph")), None)
     graphs = (
@@ -54,11 +57,19 @@ def changes_since(
     )
     found = changes_of(saved, now, graphs)
     known = directory.read_run().get("resumed")
-    pair = [dict(saved), dict(now)]
     entries = known if isinstance(known, list) else []
-    if not any(isinstance(entry, dict) and entry.get("identity") == pair for entry in entries):
+    if not any(_of_the_same(entry, saved, now) for entry in entries):
         require_allowed(str(directory.path), found, allowed)
     return found
+
+
+def _of_the_same(entry: object, saved: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Whether an earlier start went on from the same to the same, digests where both have them."""
+    pair = entry.get("identity") if isinstance(entry, dict) else None
+    if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(p, dict) for p in pair):
+        return False
+    then, there = pair
+    return all(one == other for one, other in (comparable(then, saved), comparable(there, now)))
 
 
 def has_begun(directory: RunDir) -> bool:
@@ -74,6 +85,26 @@ def newest(directory: RunDir) -> Manifest | None:
         except CheckpointError:
             continue
     return None
+
+
+def require_saved(directory: RunDir) -> None:
+    """Raise CheckpointError E727 where a run has saved, and nothing of it is left.
+
+    To begin again would cut its metrics, silently.
+    """
+    root = directory.checkpoints
+    here = list_checkpoints(root) or (root / LATEST).is_symlink() or (root / LATEST).exists()
+    if not here and directory.read_run().get("saved") is True:
+        raise CheckpointError(
+            Finding(
+                code="E727",
+                what=f"{directory.path} has saved checkpoints, and {root} has none",
+                got=f"{directory.metrics.name} and run.json of a run that saved",
+                expected="the checkpoints as they were saved",
+                fix="put them back, or begin anew with another --run-dir",
+            ),
+            summary="Nothing was started, nothing was changed.",
+        )
 
 
 def require_more(directory: RunDir, done: int, iterations: int) -> None:

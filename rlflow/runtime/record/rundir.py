@@ -101,15 +101,13 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Lock the directory of an existing run, to continue it.
-
-        Raises `RunDirError` if it is in use or is not a run directory.
-        """
+        """Lock a run's directory to continue it; `RunDirError` if it is in use, none or damaged."""
         run = cls.view(path)
+        run.read_run()
         with disk_errors(RunDirError, f"open the run directory {path}", path):
             run._lock = _lock(path)
             for entry in path.iterdir():
-                if is_leftover(entry.name):
+                if is_leftover(entry.name) and not entry.is_dir():  # which no writer leaves
                     entry.unlink()
         return run
 

@@ -66,7 +66,8 @@ class Saver:
     def take(self, orders: Mapping[str, ToWrite]) -> int:
         """Take a snapshot of what this process is to write; bytes of its files.
 
-        `orders` are by component; rows that nodes keep here are files of their own.
+        `orders` are by component; rows that nodes keep here are files of their own. Raises
+        NumericsError E652 for weights or moments that are not finite.
         """
         files: dict[str, tuple[str, dict[str, Keep]]] = {}
         for loaded in self._worker.trained():
@@ -86,7 +87,8 @@ class Saver:
         for node, kept in self._worker.store.memory.items():
             part = {n: Keep(tensor=t, resting=False) for n, t in tensors_of(kept).items()}
             files[rows_of(node) + SUFFIX] = rows_of(node), part
-        self._snapshot = take_snapshot(files, self._buffers)
+        trained = {part for each in self._worker.trained() for part in each.saved()}
+        self._snapshot = take_snapshot(files, self._buffers, trained)
         self._worker.recorder.flush()
         self._size = self._snapshot.size
         fault("save:snapshot")

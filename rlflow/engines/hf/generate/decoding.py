@@ -21,7 +21,7 @@ from rlflow.engines.hf.forward.attention import DecodeAttention, PackedAttention
 from rlflow.engines.hf.forward.packed import PackedLayout, pack_prompts
 from rlflow.engines.hf.generate.cache import KeyValueCache
 from rlflow.engines.hf.generate.rng import uniforms
-from rlflow.engines.hf.generate.sampling import draw_tokens
+from rlflow.engines.hf.generate.sampling import draw_tokens, require_finite
 from rlflow.engines.hf.models import TorchModel
 from rlflow.graph.rules.completion_order import ended_rows
 
@@ -99,15 +99,18 @@ class Responses:
     def result(self, rows: Tensor | None = None) -> Generation:
         """All rows, or those of int64 `rows`, as ragged fields on the CPU.
 
-        Called outside inference mode, so that the fields may go into a graph of gradients.
+        Called outside inference mode, so that the fields may go into a graph of gradients. Raises
+        NumericsError E652 where the logits of a token were not finite.
         """
         chosen = torch.arange(len(self.sizes)) if rows is None else rows.cpu().clone()
         sizes = self.sizes.cpu()[chosen]
         columns = torch.arange(self.tokens.shape[1])
         used = columns[None, :] < sizes[:, None]
+        log_probs = self.log_probs.cpu()[chosen][used]
+        require_finite(log_probs)
         return Generation(
             response_tokens=ragged(self.tokens.cpu()[chosen][used], sizes),
-            log_probs=ragged(self.log_probs.cpu()[chosen][used], sizes),
+            log_probs=ragged(log_probs, sizes),
             finished=self.finished.cpu()[chosen],
             rows=None if rows is None else chosen,
         )

@@ -49,7 +49,8 @@ def invert_parts(probs: Tensor, uniform: Tensor) -> Tensor:
     mass = parts.sum(-1).double().cumsum(-1)
     whole = mass[:, -1:]
     target = torch.minimum(uniform[:, None] * whole, torch.nextafter(whole, whole.new_zeros(())))
-    part = torch.searchsorted(mass, target, right=True)
+    # Of a row that is not finite none exceeds it.
+    part = torch.searchsorted(mass, target, right=True).clamp(max=parts.shape[1] - 1)
     before = torch.where(part > 0, mass.gather(1, (part - 1).clamp(min=0)), 0.0)
     own = parts.gather(1, part[:, :, None].expand(-1, 1, PART))[:, 0].double()
     place = torch.searchsorted(own.cumsum(-1), target - before, right=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlflow.contract.values import Sampling
+from rlflow.errors import Finding, NumericsError
 
 
 def draw_tokens(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -58,4 +59,23 @@ def invert(probs: Tensor, uniform: Tensor) -> Tensor:
     whole = mass[:, -1:]
     # A target that rounds up to the whole would fall beyond the last token of positive mass.
     target = torch.minimum(uniform[:, None] * whole, torch.nextafter(whole, whole.new_zeros(())))
-    return torch.searchsorted(mass, target, right=True)[:, 0]
+    # Of a row that is not finite none exceeds it: the last token, whose log-prob says so.
+    return torch.searchsorted(mass, target, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
+
+
+def require_finite(log_probs: Tensor) -> None:
+    """Raise NumericsError E652 for log-probs of drawn tokens that are not finite.
+
+    A token that was drawn has a probability above 0, so its logits were not finite, and that is
+    said of weights that have diverged.
+    """
+    bad = int((~log_probs.isfinite()).sum())
+    if bad:
+        raise NumericsError(
+            Finding(
+                code="E652",
+                what=f"the logits of {bad:,} of {len(log_probs):,} sampled tokens are not finite",
+                expected="finite logits: the weights of the model have diverged",
+                fix="a lower lr: --set lr=... --allow-changes lr, beside --resume",
+            )
+        )

@@ -7,7 +7,7 @@ never changes (a part asleep) is held as it is, and looked at again once it is w
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlflow.engines.hf.flat import beside_compute
 from rlflow.engines.pinned import pinned_pool
-from rlflow.errors import CheckpointError, Finding
+from rlflow.errors import CheckpointError, Finding, NumericsError
 from rlflow.runtime.record.checkpoint import COMPONENT_POINTS
 from rlflow.runtime.record.durable import FileRecord, disk_errors, write_file
 from rlflow.runtime.record.tensorfile import header_of, ordered
@@ -121,9 +121,13 @@ class Snapshot:
 
 
 def take_snapshot(
-    files: Mapping[str, tuple[str, Mapping[str, Keep]]], buffers: HostBuffers
+    files: Mapping[str, tuple[str, Mapping[str, Keep]]],
+    buffers: HostBuffers,
+    finite: Collection[str] = (),
 ) -> Snapshot:
     """Copy what can change, and hold what rests; `files` are by name a component's tensors.
+
+    Raises NumericsError E652 where a number of one of the components `finite` is not.
 
     Copies of a device's tensors run on a stream of their own; this waits for them. The snapshot
     is whole until the next one is taken into the same buffers.
@@ -135,10 +139,33 @@ def take_snapshot(
     with torch.no_grad(), beside_compute(moving):
         for name, (component, part) in files.items():
             tensors = {key: keep.tensor for key, keep in part.items()}
+            if component in finite:
+                _require_finite(component, tensors)
             file = found[name] = _File(*header_of(component, tensors))
             for key, _ in ordered(tensors):
                 _add(file, key, part[key], buffers)
     return Snapshot(found)
+
+
+def _require_finite(component: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise NumericsError E652 for a tensor that holds a number which is not finite.
+
+    Sums tell: one that is finite has finite parts only.
+    """
+    floats = {name: each.detach() for name, each in tensors.items() if each.is_floating_point()}
+    sums = [each.sum(dtype=torch.float64) for each in floats.values()]
+    for (name, tensor), total in zip(floats.items(), sums, strict=True):
+        if not bool(total.isfinite()) and not bool(tensor.isfinite().all()):
+            bad = int((~tensor.isfinite()).sum())
+            raise NumericsError(
+                Finding(
+                    code="E652",
+                    what=f"{component}: {name!r} is not finite, so it is not saved",
+                    got=f"{bad:,} of {tensor.numel():,} numbers are not",
+                    expected="finite weights and moments: the model has diverged",
+                    fix="a lower lr: --set lr=... --allow-changes lr, beside --resume",
+                )
+            )
 
 
 def _add(file: _File, name: str, keep: Keep, buffers: HostBuffers) -> None:
