@@ -123,7 +123,7 @@ FAMILIES: dict[str, Family] = {
     **_each("minimax_m2", replace(MIXED, head_norms="wide")),
     **_each("glm4_moe", replace(MIXED, biases="asked")),
     **_each("cohere2_moe", replace(MIXED, tied=True, norms=1)),
-    **_each("hunyuan_v1_moe granitemoeshared granitemoe_swa afmoe beam dots1 doge exaone_moe flint"
+    **_each("hunyuan_v1_moe granitemoeshared granitemoe_swa afmoe beam dots1 exaone_moe flint"
             " hy_v3 kolibri1 laguna mimo_v2_flash minimax_m3_vl_text",
             replace(MIXED, counted=False)),
     **_each("gpt_oss", replace(FUSED, biases="attention")),
@@ -149,7 +149,7 @@ FAMILIES: dict[str, Family] = {
             replace(STATE, experts="apart", layers="compressed_sparse_attention")),
     # Attention in code of its own, or with more than queries, keys and values.
     **_each("bloom falcon gptj mpt rwkv codegen gpt_neo gpt_neox_japanese openai-gpt cpmant"
-            " reformer xglm xlnet blt diffllama inkling_text inkling2_text gemma3n gemma3n_text"
+            " reformer xglm xlnet blt doge diffllama inkling_text inkling2_text gemma3n gemma3n_text"
             " gemma4_assistant gemma4_unified_assistant cohere_compass_text got_ocr2"
             " moss_transcribe_diarize", OWN),
     # Encoders, and parts of models with one.
