@@ -43,22 +43,22 @@ MULTIPROCESSORS = {
     "mi300x": 304,
 }
 
-# Of the peak, what attention over long causal rows gets: FlashAttention-2 on A100 (Dao 2023,
-# figures 5 and 6: some 190 Tflop/s of 312), 35 % of an H100 (Shah et al., "FlashAttention-3", 2024,
-# abstract). Ada's multiprocessors are of Ampere's make, an H20's peak is below its softmax's rate:
+# Of the peak, what attention over long causal rows gets: FlashAttention-2 on A100 (Dao 2023:
+# 50 to 73 %, forward and backward), 35 % of an H100 (Shah et al., "FlashAttention-3", 2024).
+# Ada's multiprocessors are of Ampere's make, an H20's peak is below its softmax's rate:
 # as A100. Others as H100: assumed.
 ATTENTION = {"a100": 0.6, "a800": 0.6, "h20": 0.6, "l40s": 0.6, "rtx4090": 0.6}
 UNKNOWN_ATTENTION = 0.35
-# Tokens of a row at which attention gets half of that: 90, 130, 160, 180 Tflop/s at 512, 1024, 2048
-# and 4096 tokens on an A100 (Dao 2023, figure 5, causal, heads of 128).
+# Tokens of a row at which attention gets half of that: assumed, after the curves of Dao 2023 over
+# lengths of 512 to 16,384 (figure 5, causal, heads of 128).
 HALF_LENGTH = 512
 
 # Seconds in which a kernel begins and ends and memory is idle, beyond what there is between two
 # kernels: decoding Llama-1B takes twice the time of its bytes at batch 1 on an H100, with about a
 # hundred kernels and 1.3 us between two (Spector et al., "No Bubbles", 2025): 0.74 ms more.
 RAMP = 4e-6
-# Of the memory's bandwidth, what attention of one token a row gets from blocks of many rows: 0.6 to
-# 0.85 on A100 and H100 (Ye et al., "FlashInfer", 2025, by lengths). Assumed, for uneven lengths.
+# Of the memory's bandwidth, what attention of one token a row gets from blocks of many rows of
+# uneven lengths: assumed, below what one stream gets (0.8).
 CACHE_READ = 0.65
 
 # Bytes that operators of PyTorch read and write one after the other, of each number: a norm in
