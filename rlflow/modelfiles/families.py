@@ -149,8 +149,8 @@ FAMILIES: dict[str, Family] = {
             replace(STATE, experts="apart", layers="compressed_sparse_attention")),
     # Attention in code of its own, or with more than queries, keys and values.
     **_each("bloom falcon gptj mpt rwkv codegen gpt_neo gpt_neox_japanese openai-gpt cpmant"
-            " reformer xglm xlnet blt doge diffllama inkling_text inkling2_text gemma3n gemma3n_text"
-            " gemma4_assistant gemma4_unified_assistant cohere_compass_text got_ocr2"
+            " reformer xglm xlnet blt doge diffllama inkling_text inkling2_text gemma3n"
+            " gemma3n_text gemma4_assistant gemma4_unified_assistant cohere_compass_text got_ocr2"
             " moss_transcribe_diarize", OWN),
     # Encoders, and parts of models with one.
     **_each("bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small"
