@@ -43,6 +43,7 @@ SHARED = {
     "E502": {"engines", "runtime"},
     "E635": {"engines", "scheduler"},
     "E637": {"ops", "scheduler"},
+    "E652": {"engines", "runtime"},
     "E712": {"runtime", "report"},
     "E714": {"runtime", "report"},
 }

@@ -17,7 +17,7 @@ ONLY = "the only checkpoint leads to it: begin a new run with other values"
 
 def trains(plan: Plan, action: Action) -> bool:
     """Whether an action changes weights."""
-    return action.node is not None and plan.graph.node(action.node).op.use == "train"
+    return any(node.name == action.node and node.op.use == "train" for node in plan.graph.nodes)
 
 
 def ended_by(checkpoints: Path, saved: int) -> str:
