@@ -22,7 +22,8 @@ def values_of(option: click.Parameter) -> st.SearchStrategy:
     if isinstance(option, click.Option) and option.is_flag:
         return st.booleans()
     if isinstance(option.type, click.IntRange):
-        one = st.integers(option.type.min, 10**9)
+        most = 10**9 if option.type.max is None else option.type.max
+        one = st.integers(option.type.min, most)
     elif isinstance(option.type, click.Choice):
         one = st.sampled_from(option.type.choices)
     elif "float" in option.type.name or option.type.name == "time":
