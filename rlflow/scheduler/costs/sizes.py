@@ -11,6 +11,7 @@ from fractions import Fraction
 
 from rlflow.graph.graph import Graph
 from rlflow.graph.model import AdamW, Muon
+from rlflow.modelfiles.host_memory import LOADING_PIECE
 from rlflow.modelfiles.visits import visiting_bytes, widened_bytes
 from rlflow.scheduler.costs.layouts import (
     CUTS,
@@ -40,6 +41,8 @@ from rlflow.scheduler.models.shapes import Shape, dtype_bytes, trained_parameter
 from rlflow.scheduler.plan.plan import Backend, Instance
 
 LAYERS_AT_ONCE = 2
+# Tensors on the host while a random one is drawn, of its size.
+TENSORS_DRAWN = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +114,24 @@ class Sizes:
         if count is None:
             return None
         return -(-(count * each - self._spared(instance)) // replicas)
+
+    def loading(self, instance: Instance) -> int:
+        """Bytes of host memory that each device's process takes while it loads an instance.
+
+        Random weights are drawn a tensor at a time, of which there are two then. Engines of their
+        own load by themselves.
+        """
+        shape, model = self.shapes[instance.model], self.graph.model(instance.model)
+        if shape is None or instance.engine_plan.in_process:
+            return 0
+        size = dtype_bytes(model)
+        if model.init == "random":
+            matrices = (rows * columns for rows, columns, _ in shape.matrices)
+            largest = max(shape.vocab * shape.hidden, *matrices, 0)
+            return max(LOADING_PIECE, TENSORS_DRAWN * largest * size)
+        if shape.made_whole and not instance.sharded:
+            return max(LOADING_PIECE, shape.parameters * size)
+        return LOADING_PIECE
 
     def visiting(self, instance: Instance) -> int:
         """Bytes that a step makes on each device of a state which is not computed with as kept."""

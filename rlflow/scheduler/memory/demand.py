@@ -12,7 +12,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.scheduler.memory.intervals import Gap, Ring, Trace
-from rlflow.scheduler.memory.profile import Memories, bytes_freed
+from rlflow.scheduler.memory.on_hosts import bytes_freed
+from rlflow.scheduler.memory.profile import Memories
 from rlflow.scheduler.plan.plan import Action, Mode, Part, Plan
 
 SUMS = 200

@@ -13,6 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from rlflow.scheduler.memory.on_hosts import (
+    HostPeak,
+    bytes_freed,
+    kept_in_place,
+    staying_names,
+    while_loading,
+)
 from rlflow.scheduler.plan.plan import HOST, Action, Part, Plan
 
 
@@ -73,11 +80,6 @@ class Memories:
             for group in self.of_part[part.name]:
                 held[group] += size
         return held
-
-
-def bytes_freed(part: Part) -> int:
-    """Bytes that a part's sleep gives back on each of its devices."""
-    return max((part.size or 0) - part.residual, 0)
 
 
 def _copied(part: Part) -> tuple[int, ...]:
@@ -254,13 +256,16 @@ class Instants:
         return {device: most[group] for device, group in self.memories.group.items()}
 
     @cached_property
-    def host_peak(self) -> tuple[int, str, tuple[tuple[int, str], ...]]:
+    def host_peak(self) -> HostPeak:
         """The most bytes in one host's memory, the move at which, and what they are of.
 
         What is offloaded is in host memory from when its sleep may start until its wake is over,
-        what has a copy there all the time, the rows that nodes keep, and what saves copy.
+        what has a copy there all the time, the rows that nodes keep, and what saves copy. What is
+        pinned stays for the next sleep of its process.
         """
-        best: tuple[int, str, tuple[tuple[int, str], ...]] = (0, "", ())
+        if self.plan.pinned:
+            return max(self._kept_in_place(), self._while_loading(), key=lambda peak: peak[0])
+        best: HostPeak = (0, "", ())
         never = self._never_awake()
         out = [move for move in self._moves if (move.kind, move.mode) == ("sleep", "offload")]
         always = [part for part in self.plan.parts if part.on_host]
@@ -287,6 +292,24 @@ class Instants:
                     held += keeping.get(host, ())
                     best = (total, move, tuple(sorted((h for h in held if h[0]), reverse=True)))
         return best
+
+    def _kept_in_place(self) -> HostPeak:
+        """The same where processes keep what they have lent."""
+        still = [part for part in self._never_awake() if not part.on_host]
+        always = [part for part in self.plan.parts if part.on_host]
+        moves = [m.id for m in self._moves if (m.kind, m.mode) == ("sleep", "offload")]
+        away = {
+            move: [*still, *(p for p in self._offloaded(move) if not p.on_host)] for move in moves
+        }
+        staying = staying_names(self.plan, self._staying, always)
+        return kept_in_place(self.plan, away or {"": still}, staying)
+
+    def _while_loading(self) -> HostPeak:
+        """The most on a host while instances are loaded; what sleeps at first is there by then."""
+        awake = self.plan.awake_at_start
+        first = [part for part, _ in self._away if part.name not in awake]
+        asleep = [part for part in (*self._never_awake(), *first) if not part.on_host]
+        return while_loading(self.plan, asleep, (p for p in self.plan.parts if p.on_host))
 
     @cached_property
     def _staying(self) -> dict[int, list[tuple[int, str]]]:

@@ -19,6 +19,7 @@ from rlflow.modelfiles.configs import read_config, text_config
 from rlflow.modelfiles.directories import model_directory
 from rlflow.modelfiles.families import DENSE, Family, family_of, packing_finding
 from rlflow.modelfiles.headers import tensor_shapes
+from rlflow.modelfiles.host_memory import made_whole
 from rlflow.modelfiles.orthogonal import is_layer_matrix
 from rlflow.modelfiles.widths import Widths, widths_of
 from rlflow.scheduler.models.known_shapes import PREFIX, known_model_type, known_widths
@@ -36,7 +37,8 @@ class Shape:
     `latent` numbers a layer are what is cached of a token, where that is less than its keys and
     values. `norms` counts the weights of norms, of which every rank of a layer has all. `matrices`
     are those of layers: rows, columns, and how many of such; none are known of experts. `family`
-    says what can be computed of it.
+    says what can be computed of it. One process makes it whole in host memory before its weights go
+    to a device where it is `made_whole`.
     """
 
     parameters: int
@@ -58,6 +60,7 @@ class Shape:
     matrices: tuple[tuple[int, int, int], ...] = ()
     family: Family = DENSE
     kind: str = ""
+    made_whole: bool = False
 
     @property
     def active(self) -> int:
@@ -121,6 +124,7 @@ def read_shape(directory: Path) -> Shape:
     if counted is None:
         counted, source = widths.parameters, "config.json"
     found = _shape_of(widths, counted, source, family=family, kind=kind)
+    found = replace(found, made_whole=made_whole(config, tensor_shapes(directory)))
     stored = stored_matrices(directory)
     return replace(found, matrices=stored) if stored and not widths.experts else found
 

@@ -23,8 +23,9 @@ from rlflow.scheduler.memory.demand import Demand, demand_of
 from rlflow.scheduler.memory.eviction import EFFORT, Residents, choose_residents, lru
 from rlflow.scheduler.memory.intervals import Trace
 from rlflow.scheduler.memory.judge import chosen_residents
+from rlflow.scheduler.memory.on_hosts import bytes_freed
 from rlflow.scheduler.memory.prefetch import Spot, placed, said, shortened
-from rlflow.scheduler.memory.profile import Instants, Memories, bytes_freed
+from rlflow.scheduler.memory.profile import Instants, Memories
 from rlflow.scheduler.passes.order import seconds_of
 from rlflow.scheduler.passes.order_and_residency import Decided, Gap, joint_orders
 from rlflow.scheduler.passes.sleep_wake import move_cost, with_moves

@@ -17,8 +17,8 @@ from rlflow.scheduler.devices.cluster import amount
 from rlflow.scheduler.engines.engines import moved_part, moving
 from rlflow.scheduler.memory.demand import Traced
 from rlflow.scheduler.memory.intervals import Trace
+from rlflow.scheduler.memory.on_hosts import bytes_freed
 from rlflow.scheduler.memory.prefetch import SleepInterval, Spot, waits
-from rlflow.scheduler.memory.profile import bytes_freed
 from rlflow.scheduler.plan.plan import Action, Cost, Dep, Instance, Mode, Part, Plan, Reason
 
 

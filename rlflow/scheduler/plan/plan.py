@@ -274,6 +274,17 @@ class SavedState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedState:
+    """Host memory that loading an instance takes: `size` bytes for each device, until it is there.
+
+    A process loads one instance after the other.
+    """
+
+    instance: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """Something a pass did or found that is not an action: a node dropped, a size unknown."""
 
@@ -305,8 +316,10 @@ class Plan:
     """A compiled pipeline: the graph that is left, and the actions in their cyclic order.
 
     `budgets` are bytes of memory of every device, and under HOST those of one host for what
-    sleeps, is `kept` there or `saved`; `peaks` has the same keys. `hosts` share the devices evenly,
-    in their order, unless `host_starts` has the first device of each.
+    sleeps, is `kept` there or `saved`, or is there while instances are loaded (`loads`); `peaks`
+    has the same keys. `hosts` share the devices evenly, in their order, unless `host_starts` has
+    the first device of each. What sleeps may be `pinned` there: in whole pages, which its process
+    keeps for what sleeps next.
     """
 
     graph: Graph
@@ -322,6 +335,8 @@ class Plan:
     parts: tuple[Part, ...] = ()
     kept: tuple[KeptRows, ...] = ()
     saved: tuple[SavedState, ...] = ()
+    loads: tuple[LoadedState, ...] = ()
+    pinned: bool = False
     actions: tuple[Action, ...] = ()
     awake_at_start: tuple[str, ...] = ()
     peaks: Mapping[int, int] = field(default_factory=dict)
@@ -387,18 +402,24 @@ class Plan:
         """The plan as plain data, stable to the byte when dumped with sorted keys.
 
         How much memory hosts have is no part of a plan that takes none of it. Nor is what nodes
-        keep, where none does, or what saves copy.
+        keep, where none does, or what saves copy and loads take.
         """
         on_host = any(action.mode == "offload" for action in self.actions)
         on_host = (
-            on_host or any(part.on_host for part in self.parts) or bool(self.kept or self.saved)
+            on_host
+            or any(part.on_host for part in self.parts)
+            or bool(self.kept or self.saved or self.loads)
         )
         budgets = {d: size for d, size in sorted(self.budgets.items()) if on_host or d != HOST}
         kept = {"kept": [asdict(each) for each in self.kept]} if self.kept else {}
         saved = {"saved": [asdict(each) for each in self.saved]} if self.saved else {}
+        loads = {"loads": [asdict(each) for each in self.loads]} if self.loads else {}
+        pinned = {"pinned": True} if self.pinned else {}
         return {
             **kept,
             **saved,
+            **loads,
+            **pinned,
             "pipeline": self.graph.name,
             "graph": self.graph.hash,
             "placement": self.placement,

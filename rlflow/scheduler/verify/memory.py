@@ -15,6 +15,10 @@ from rlflow.scheduler.plan.plan import HOST, Action, Part
 from rlflow.scheduler.verify.happens_before import Facts
 from rlflow.scheduler.verify.lanes import Line, given_back
 
+# A part that sleeps, the devices that it leaves, and its bytes on each.
+Copied = tuple[str, tuple[int, ...], int]
+PAGE = 4096
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -112,14 +116,16 @@ class Memory:
 
         More comes there only when a sleep starts, so a look at every sleep is enough. Always there
         is what parts keep on the host, what is never awake, the rows that nodes keep and the copies
-        of saves.
+        of saves. What is pinned never leaves a device's process: its most counts at all times.
         """
         plan = self.facts.plan
-        always = self._always_on_hosts()
+        always = self._parts_on_hosts() + self._beside_parts()
         copied = [part for part in plan.parts if not part.on_host and part.name in self.moves]
         offloads = [a for part in copied for a in self.moves[part.name] if _offloads(a)]
         sizes = [(part.name, leaving(part), given_back(part)) for part in copied]
         most = max(always.values(), default=0)
+        if plan.pinned:
+            return max(most, self._pinned(always, offloads, sizes), self._at_start(copied))
         for sleep in offloads:
             on_each = Counter[tuple[int, ...]]()
             for name, devices, size in sizes:
@@ -131,8 +137,38 @@ class Memory:
             most = max([most, *there.values()])
         return most
 
-    def _always_on_hosts(self) -> Counter[int]:
-        """Bytes that each host holds all the time; the controller may be on each of them."""
+    def _pinned(self, always: Counter[int], offloads: list[Action], sizes: list[Copied]) -> int:
+        """The most of a host beside which each device keeps the most that it has had there."""
+        plan, most = self.facts.plan, Counter[int]()
+        for sleep in offloads:
+            there = Counter[int]()
+            for name, devices, size in sizes:
+                if self._may_be_copied(name, sleep):
+                    there.update(dict.fromkeys(devices, whole_pages(size)))
+            most |= there
+        total = always.copy()
+        for device, size in most.items():
+            total[plan.host_of(device)] += size
+        return max(total.values(), default=0)
+
+    def _at_start(self, copied: list[Part]) -> int:
+        """The most of a host while instances are loaded, and what begins asleep is there."""
+        plan, there = self.facts.plan, self._parts_on_hosts()
+        begins = set(plan.awake_at_start)
+        for part in copied:
+            if part.name not in begins and any(map(_offloads, self.moves[part.name])):
+                self._add(there, leaving(part), whole_pages(given_back(part)))
+        largest = Counter[int]()
+        for load in plan.loads:
+            largest |= Counter(
+                dict.fromkeys(self.facts.instances[load.instance].devices, load.size)
+            )
+        for device, size in largest.items():
+            there[plan.host_of(device)] += size
+        return max(there.values(), default=0)
+
+    def _parts_on_hosts(self) -> Counter[int]:
+        """Bytes of parts that each host holds all the time."""
         plan, found = self.facts.plan, Counter[int]()
         for part in plan.parts:
             self._add(found, part.devices, part.on_host)
@@ -140,7 +176,13 @@ class Memory:
                 self._add(found, (device,), size)
             kept = part.name in self.never_awake and part.kind not in ("gradients", "pool")
             if kept and not part.on_host:
-                self._add(found, leaving(part), given_back(part))
+                size = given_back(part)
+                self._add(found, leaving(part), whole_pages(size) if plan.pinned else size)
+        return found
+
+    def _beside_parts(self) -> Counter[int]:
+        """Bytes of rows and saves that each host holds; the controller may be on each of them."""
+        plan, found = self.facts.plan, Counter[int]()
         for each in plan.saved:
             self._add(found, self.facts.instances[each.instance].devices, each.size)
         for rows in plan.kept:
@@ -189,6 +231,11 @@ class Memory:
             part: unrolled.every_turn(number[move.id] for move in own)
             for part, own in self.moves.items()
         }
+
+
+def whole_pages(size: int) -> int:
+    """Bytes of the pages in which so many bytes lie."""
+    return (size + PAGE - 1) // PAGE * PAGE
 
 
 def memory_of(facts: Facts) -> Memory:

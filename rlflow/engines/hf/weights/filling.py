@@ -25,6 +25,11 @@ from rlflow.modelfiles.host_memory import LOADING_PIECE
 
 # By parameter, the tensors of files that it is made of: parts of it, or it itself.
 Places = dict[str, dict[str, StoredPart | None]]
+# What safetensors calls dtypes, and the bytes of their numbers; others are taken as wide ones.
+FILE_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+}  # fmt: skip
+FILE_BYTES = {name: dtype.itemsize for dtype, name in FILE_DTYPES.items()}
 
 
 class Filled(Protocol):
@@ -163,18 +168,29 @@ def fill(shard: Shard, stored: Any, place: str, dtype: torch.dtype | None) -> No
         )
     if not shard.tensor.numel():
         return
-    for part, held in box_pieces(shard):
+    for part, held in box_pieces(shard, bytes_while_read(stored.get_dtype(), dtype)):
         piece = stored[tuple(slice(*bounds) for bounds in part)] if shape else stored[...]
         held.copy_(piece if dtype is None else piece.to(dtype))
 
 
-def box_pieces(shard: Shard) -> Iterator[tuple[tuple[tuple[int, int], ...], Tensor]]:
-    """Runs of rows of at most `LOADING_PIECE`, or of one row: the box of each, and its memory."""
+def bytes_while_read(stored: str, dtype: torch.dtype | None) -> int:
+    """Bytes on the host of a number `stored` so in its file: as it is there, and as rounded."""
+    read = FILE_BYTES.get(stored, 8)
+    if dtype is None or stored == FILE_DTYPES.get(dtype):
+        return read
+    return read + dtype.itemsize
+
+
+def box_pieces(shard: Shard, each: int) -> Iterator[tuple[tuple[tuple[int, int], ...], Tensor]]:
+    """Runs of rows of at most `LOADING_PIECE`, or of one row: the box of each, and its memory.
+
+    A number takes `each` bytes meanwhile.
+    """
     if not shard.box:
         yield shard.box, shard.tensor
         return
     (first, last), *rest = shard.box
-    row = shard.tensor.nbytes // (last - first)
+    row = shard.tensor.numel() // (last - first) * each
     step = max(LOADING_PIECE // max(row, 1), 1)
     for start in range(first, last, step):
         stop = min(start + step, last)

@@ -48,7 +48,7 @@ from rlflow.scheduler.passes.bind.row_checks import (
     division_findings,
     state_findings,
 )
-from rlflow.scheduler.passes.bind.saves import with_saves
+from rlflow.scheduler.passes.bind.saves import with_loads, with_saves
 from rlflow.scheduler.plan.hosts import host_findings
 from rlflow.scheduler.plan.plan import HOST, Action, Dep, Instance, Plan, Reason, Spread, Trip
 from rlflow.scheduler.plan.row_layout import Place, makes, num_parts, takes
@@ -104,7 +104,7 @@ def bind(plan: Plan, context: Context) -> Plan:
     bound = replace(plan, instances=instances, parts=parts)
     bound = noting_fitted(bound, made.instances, served, costs)
     bound = with_kept_rows(noting_engines(bound, served, context.costs), context.costs)
-    bound = with_saves(bound, context.costs)
+    bound = with_loads(with_saves(bound, context.costs), context.costs)
     places = {n.name: _place(n, chosen.get(n.name), bound) for n in plan.graph.nodes}
     _refuse(state_findings(bound.graph, places))
     spreads = _spread_rows(bound, places)

@@ -1,4 +1,4 @@
-"""What a save copies of each device, for how long training waits for it, and a note on both."""
+"""What saves copy of each device to its host, and loading takes there; notes on saves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.devices.cluster import amount
-from rlflow.scheduler.plan.plan import Plan, SavedState
+from rlflow.scheduler.plan.plan import LoadedState, Plan, SavedState
 
 
 def with_saves(plan: Plan, costs: Costs) -> Plan:
@@ -25,3 +25,12 @@ def with_saves(plan: Plan, costs: Costs) -> Plan:
         state = SavedState(instance=instance.name, size=size)
         plan = replace(plan, saved=(*plan.saved, state)).noting("checkpoint", text)
     return plan
+
+
+def with_loads(plan: Plan, costs: Costs) -> Plan:
+    """The plan with what loading takes of the hosts of accelerators, whose copies are pinned."""
+    if costs.cluster.is_cpu:
+        return plan
+    sizes = ((instance.name, costs.loading(instance)) for instance in plan.instances)
+    loads = tuple(LoadedState(instance=name, size=size) for name, size in sizes if size)
+    return replace(plan, loads=loads, pinned=True)
