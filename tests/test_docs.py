@@ -40,6 +40,10 @@ CODE = re.compile(r"\bE[1-9]\d\d\b")
 SHARED = {
     "E104": {"graph", "ops"},
     "E301": {"cli", "graph"},
+    # The table of architectures says it before a model is loaded, loading of one that is not there.
+    "E501": {"engines", "modelfiles"},
+    "E515": {"engines", "modelfiles"},
+    "E523": {"engines", "modelfiles"},
     "E502": {"engines", "runtime"},
     "E635": {"engines", "scheduler"},
     "E637": {"ops", "scheduler"},
