@@ -126,17 +126,16 @@ def _goes_on(last: Entry, entry: Entry) -> bool:
 
 
 def _held(field: Tensor) -> HeldField:
-    if not is_ragged(field):
-        return HeldField(field, None)
-    return HeldField(_values(field), offsets(field))
+    return HeldField(*_parts(field))
 
 
 def _first(field: Tensor, count: int) -> HeldField:
     """The first rows of a field; of a large one copied, so that the others can be freed."""
-    if not is_ragged(field):
-        return HeldField(_apart(field, count), None)
-    bounds = offsets(field)[: count + 1]
-    return HeldField(_apart(_values(field), int(bounds[-1])), bounds)
+    values, bounds = _parts(field)
+    if bounds is None:
+        return HeldField(_apart(values, count), None)
+    bounds = bounds[: count + 1]
+    return HeldField(_apart(values, int(bounds[-1])), bounds)
 
 
 def _apart(values: Tensor, count: int) -> Tensor:
@@ -144,10 +143,15 @@ def _apart(values: Tensor, count: int) -> Tensor:
     return values[:count] if values.nbytes <= HELD_BYTES else values[:count].clone()
 
 
-def _values(field: Tensor) -> Tensor:
-    """The flat values of a ragged field; `values()` takes a tenth of a millisecond to get them."""
-    found: Tensor | None = getattr(field, "_values", None)
-    return flat(field) if found is None else found.detach()
+def _parts(field: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The values of a field, and the bounds of its rows where it is ragged.
+
+    A question to a nested tensor takes a tenth of a millisecond; what it holds is there at once.
+    """
+    held = getattr(field, "_values", None)
+    if isinstance(held, torch.Tensor):
+        return held.detach(), offsets(field)
+    return (flat(field), offsets(field)) if is_ragged(field) else (field, None)
 
 
 def _below(fields: Sequence[HeldField]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from rlflow.runtime.record.durable import JSON
 
@@ -27,6 +28,7 @@ KEYS = re.compile(r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[abprs]-|AKIA)[
 IN_ADDRESS = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
 
 
+@lru_cache(maxsize=4096)
 def is_secret(field: str) -> bool:
     """Whether a field of rows is named like a key."""
     return SECRET.search(field) is not None
