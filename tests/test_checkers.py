@@ -52,7 +52,8 @@ def mine(config: Settings) -> None:
     prompts = ops.prompts(rf.data.jsonl("mine.jsonl"), batch=16)
     samples: rf.Handle = ops.rollout(actor, prompts, n=config.group_size, max_new_tokens=64)
     adv = ops.advantage("grpo", samples, ops.reward(length, samples))
-    ops.update(actor, samples, adv, loss=rf.PolicyLoss())
+    loss = rf.PolicyLoss("ppo_clip", clip=0.2, kl_coef=rf.AdaptiveKL(0.1, init=0.01), constant=None)
+    ops.update(actor, samples, adv, loss=loss)
 
 
 def looks(done: rf.IterationDone) -> None:
@@ -85,8 +86,14 @@ rf.on(1)
 rf.data.jsonl()
 ops.rollout(n=8)
 ops.rolout
+rf.PolicyLoss("ppo_clip", kl_coeff=0.1)
+rf.PolicyLoss("ppo_clip", old="rolout")
+rf.DPOLoss("sigmoid", betta=0.1)
+rf.Rejection("k1", hihg=2)
+rf.AdaptiveKL(0.1, horizont=1e4)
+rf.Model("actor", "models/mine", optimiser=rf.AdamW(lr=1e-5))
 """
-MARKED = [*range(3, 15)]
+MARKED = [*range(3, 21)]
 
 
 def checked_by_mypy(folder):

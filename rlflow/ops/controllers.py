@@ -5,11 +5,12 @@ The formulas are in `rlflow.ops.math.controllers`; this file holds no torch.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, Unpack
 
 from pydantic import Field, model_validator
 
 from rlflow.ops.spec import Spec
+from rlflow.ops.spec_options import AdaptiveEntropyOptions, AdaptiveKLOptions
 
 Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 AtLeast = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -31,8 +32,9 @@ class AdaptiveKL(Spec):
     per: Literal["token", "sequence"] = "token"
     """Of what the divergence is the mean: of tokens, or of the sums of whole responses."""
 
-    def __init__(self, target: float, **options: Any) -> None:
-        super().__init__(**{"target": target, **options})
+    def __init__(self, target: float, **options: Unpack[AdaptiveKLOptions]) -> None:
+        given: dict[str, Any] = {"target": target, **options}
+        super().__init__(**given)
 
 
 class AdaptiveEntropy(Spec):
@@ -52,8 +54,9 @@ class AdaptiveEntropy(Spec):
     low: AtLeast = 0.0
     high: Above = 1.0
 
-    def __init__(self, target: float, **options: Any) -> None:
-        super().__init__(**{"target": target, **options})
+    def __init__(self, target: float, **options: Unpack[AdaptiveEntropyOptions]) -> None:
+        given: dict[str, Any] = {"target": target, **options}
+        super().__init__(**given)
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

@@ -6,11 +6,12 @@ holds no torch.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, Unpack
 
 from pydantic import Field, model_validator
 
 from rlflow.ops.spec import Spec
+from rlflow.ops.spec_options import RejectionOptions
 
 Level = Literal["token", "sequence"]
 Mode = Literal["truncate", "mask"]
@@ -64,8 +65,9 @@ class Rejection(Spec):
     count: Count = "all"
     """Whether the policy term is averaged over all tokens, or over those that are kept."""
 
-    def __init__(self, statistic: str, **options: Any) -> None:
-        super().__init__(**{"statistic": statistic, **options})
+    def __init__(self, statistic: str, **options: Unpack[RejectionOptions]) -> None:
+        given: dict[str, Any] = {"statistic": statistic, **options}
+        super().__init__(**given)
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:

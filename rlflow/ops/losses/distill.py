@@ -6,13 +6,14 @@ The formulas are in `rlflow.ops.math.losses.distillation`; nothing here imports 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, Unpack
 
 from pydantic import AfterValidator, Field, model_validator
 
 from rlflow.ops.losses.base import Loss, Positive, pasted
 from rlflow.ops.losses.kinds import known_kind
 from rlflow.ops.losses.losses import AT_TOP_K, TOP_K, KLEstimator, PolicyLoss, Share
+from rlflow.ops.losses.options import DistillLossOptions
 
 Form = Literal["policy_gradient", "reward", "supervised", "forward_kl", "reverse_kl", "jsd"]
 DISTRIBUTIONS = ("forward_kl", "reverse_kl", "jsd")
@@ -65,8 +66,11 @@ class DistillLoss(PolicyLoss):
     tail: bool = False
     """Whether `forward_kl` has an outcome for all tokens but the k; nothing is held then."""
 
-    def __init__(self, form: str = "policy_gradient", **options: Any) -> None:
-        Loss.__init__(self, **{"form": form, **options})
+    def __init__(
+        self, form: str = "policy_gradient", **options: Unpack[DistillLossOptions]
+    ) -> None:
+        given: dict[str, Any] = {"form": form, **options}
+        Loss.__init__(self, **given)
 
     @property
     def estimator(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, Unpack
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -25,6 +25,7 @@ from rlflow.ops.losses.kinds import (
     Selection,
     known_kind,
 )
+from rlflow.ops.losses.options import PolicyLossOptions
 
 __all__ = [
     "KIND_OPTIONS",
@@ -142,8 +143,9 @@ class PolicyLoss(Loss):
     response_metrics: bool = False
     """Whether perplexities and divergences of whole responses are logged too."""
 
-    def __init__(self, kind: str = "ppo_clip", **options: Any) -> None:
-        super().__init__(**{"kind": kind, **options})
+    def __init__(self, kind: str = "ppo_clip", **options: Unpack[PolicyLossOptions]) -> None:
+        given: dict[str, Any] = {"kind": kind, **options}
+        super().__init__(**given)
 
     @model_validator(mode="before")
     @classmethod

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, Unpack
 
 from pydantic import AfterValidator, Field, model_validator
 
 from rlflow.errors import known_names, near_names
 from rlflow.ops.losses.base import Loss, Positive
 from rlflow.ops.losses.losses import Coefficient
+from rlflow.ops.losses.options import DPOLossOptions, RewardModelLossOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +136,9 @@ class DPOLoss(BatchwiseLoss):
     policy_weights: bool = False
     """Whether a pair counts by how likely the current policy is to write both sides (WPO)."""
 
-    def __init__(self, kind: str = "sigmoid", **options: Any) -> None:
-        super().__init__(**{"kind": kind, **options})
+    def __init__(self, kind: str = "sigmoid", **options: Unpack[DPOLossOptions]) -> None:
+        given: dict[str, Any] = {"kind": kind, **options}
+        super().__init__(**given)
 
     @property
     def reference(self) -> bool:
@@ -198,8 +200,9 @@ class RewardModelLoss(BatchwiseLoss):
     center_coef: Coefficient = 0.0
     """Weight of the squared sum of a pair's scores, which keeps their mean at 0."""
 
-    def __init__(self, kind: str = "pairwise", **options: Any) -> None:
-        super().__init__(**{"kind": kind, **options})
+    def __init__(self, kind: str = "pairwise", **options: Unpack[RewardModelLossOptions]) -> None:
+        given: dict[str, Any] = {"kind": kind, **options}
+        super().__init__(**given)
 
     @property
     def metrics(self) -> tuple[str, ...]:  # type: ignore[override]
