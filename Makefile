@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 # Compiled files are kept: hundreds of processes that tests start would compile rlflow again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-slow test-long test-sglang test-vllm test-architectures test-gpu bench-gpu test-lowest check bench bench-learning docs setup clean
+.PHONY: demo test test-fast test-slow test-long test-sglang test-vllm test-trackers test-architectures test-gpu bench-gpu test-lowest check bench bench-learning docs setup clean
 
 setup: $(STAMP)
 
@@ -58,6 +58,17 @@ test-vllm: $(STAMP)  ## the real vLLM engine on this CPU, in an environment of i
 
 test-architectures: $(STAMP)  ## check, load and compute a tiny model of every architecture of transformers; RLFLOW_ARCHITECTURES="llama phi" for some
 	$(BIN)/python -m pytest tests/architectures
+
+TRACKERS := .venv-trackers
+
+test-trackers: $(TRACKERS)/.ready  ## what wandb, MLflow and SwanLab keep of a run, read back offline, in an environment of its own
+	$(TRACKERS)/bin/python -m pytest tests/runtime/record/test_offline_trackers.py
+
+$(TRACKERS)/.ready: pyproject.toml constraints.txt constraints-trackers.txt
+	@test -x $(TRACKERS)/bin/python || $(PYTHON) -m venv $(TRACKERS)
+	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-trackers.txt -e '.[wandb,mlflow,swanlab]' hypothesis pytest pytest-timeout
+	@touch $@
 
 test-gpu:  ## what a GPU computes, holds and learns, part by part; PARTS="compute memory" for some
 	@test -d .wheels || $(MAKE) setup
@@ -125,4 +136,4 @@ docs: .venv-docs/.ready  ## the documentation as a site that works offline: buil
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-docs .venv-lowest .venv-sglang .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-bench .venv-docs .venv-lowest .venv-sglang .venv-trackers .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
