@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self, Unpack
 
 from pydantic import Field, model_validator
 
+from rlflow.ops.losses.spec_options import AdaptiveEntropyOptions, AdaptiveKLOptions
 from rlflow.ops.spec import Spec
-from rlflow.ops.spec_options import AdaptiveEntropyOptions, AdaptiveKLOptions
 
 Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 AtLeast = Annotated[float, Field(ge=0, allow_inf_nan=False)]

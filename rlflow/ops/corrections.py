@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Self, Unpack
 
 from pydantic import Field, model_validator
 
+from rlflow.ops.losses.spec_options import RejectionOptions
 from rlflow.ops.spec import Spec
-from rlflow.ops.spec_options import RejectionOptions
 
 Level = Literal["token", "sequence"]
 Mode = Literal["truncate", "mask"]

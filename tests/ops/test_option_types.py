@@ -14,7 +14,6 @@ import pytest
 from pydantic import BeforeValidator
 
 import rlflow as rf
-from rlflow.graph.model import ModelOptions
 from rlflow.ops.losses.base import Loss
 from rlflow.ops.losses.distill import DistillLoss
 from rlflow.ops.losses.preference import DPOLoss, RewardModelLoss
@@ -50,7 +49,7 @@ FILES = {
         "from rlflow.ops.corrections import ImportanceSampling, Rejection\n",
         LOSSES,
     ),
-    "rlflow/ops/spec_options.py": (
+    "rlflow/ops/losses/spec_options.py": (
         "controllers and rejections",
         "Bounds are checked at run time.",
         "",
@@ -110,14 +109,3 @@ def test_options_have_the_types_of_their_fields(path):
         (ROOT / path).write_text(text)
 
     assert text == (ROOT / path).read_text()
-
-
-def test_a_models_options_are_its_fields():
-    fields = {
-        name: spelled(field.annotation, field.metadata)
-        for name, field in rf.Model.model_fields.items()
-        if name not in ("name", "path")
-    }
-    named = {n: kind.__forward_arg__ for n, kind in ModelOptions.__annotations__.items()}
-
-    assert fields == {name: kind.replace("'", '"') for name, kind in named.items()}
