@@ -168,17 +168,17 @@ def fill(shard: Shard, stored: Any, place: str, dtype: torch.dtype | None) -> No
         )
     if not shard.tensor.numel():
         return
-    for part, held in box_pieces(shard, bytes_while_read(stored.get_dtype(), dtype)):
+    # Checkpoints hold what the shard is; a file may hold a number of another width.
+    each = shard.tensor.itemsize if dtype is None else bytes_while_read(stored.get_dtype(), dtype)
+    for part, held in box_pieces(shard, each):
         piece = stored[tuple(slice(*bounds) for bounds in part)] if shape else stored[...]
         held.copy_(piece if dtype is None else piece.to(dtype))
 
 
-def bytes_while_read(stored: str, dtype: torch.dtype | None) -> int:
+def bytes_while_read(stored: str, dtype: torch.dtype) -> int:
     """Bytes on the host of a number `stored` so in its file: as it is there, and as rounded."""
     read = FILE_BYTES.get(stored, 8)
-    if dtype is None or stored == FILE_DTYPES.get(dtype):
-        return read
-    return read + dtype.itemsize
+    return read if stored == FILE_DTYPES.get(dtype) else read + dtype.itemsize
 
 
 def box_pieces(shard: Shard, each: int) -> Iterator[tuple[tuple[tuple[int, int], ...], Tensor]]:
