@@ -2,7 +2,7 @@
 # Written by rlflow: grpo, placement fsdp, on 2 hosts.
 # 2 hosts of 1 h100 device each
 # 3 cores a host: 1 a device, 2 for the controller and functions without a model
-# 1.9 GB of memory a host: 2.4 MB that the plan counts, 1.5 GB for processes, a fifth of all for Ray's objects
+# 2.0 GB of memory a host: 67.1 MB that the plan counts, 1.5 GB for processes, a fifth of all for Ray's objects
 # 250.0 GB is the share of its server
 # HF_TOKEN: passed by name, written nowhere
 # Over the connection alone: HF_TOKEN, RAY_AUTH_TOKEN.
