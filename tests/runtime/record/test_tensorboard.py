@@ -66,7 +66,7 @@ def test_config_plan_hashes_and_picture_are_attached(tmp_path):
     }
     assert "lr = 0.1" in texts["config/text_summary"]
     assert "o.a = 1" in texts["config/text_summary"]
-    assert "api_key" not in texts["config/text_summary"]
+    assert 'api_key = "***"' in texts["config/text_summary"]
     assert "graph_hash = a hash" in texts["run/text_summary"]
     assert "actor.update on all" in texts["plan/text_summary"]
     assert png() == events.Images("graph")[0].encoded_image_string
