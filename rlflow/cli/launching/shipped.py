@@ -158,8 +158,12 @@ def _of_git(root: Path) -> list[Path] | None:
         return None
     files = sorted({Path(name) for name in listed.split("\0") if name})
     runs = {file.parent for file in files if file.name == RUN_FILE}
-    kept = [file for file in files if not any(_is_of_runs(f, runs) for f in file.parents)]
+    kept = [file for file in files if not any(_is_left(folder, runs) for folder in file.parents)]
     return [file for file in kept if (root / file).is_symlink() or (root / file).is_file()]
+
+
+def _is_left(folder: Path, runs: Collection[Path]) -> bool:
+    return folder.name in SKIPPED or _is_of_runs(folder, runs)
 
 
 def _is_of_runs(folder: Path, runs: Collection[Path]) -> bool:
