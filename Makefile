@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 # Compiled files are kept: hundreds of processes that tests start would compile rlflow again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-slow test-long test-sglang test-vllm test-trackers test-architectures test-gpu bench-gpu test-lowest check bench bench-learning docs setup clean
+.PHONY: demo test test-fast test-slow test-long fuzz test-sglang test-vllm test-trackers test-architectures test-gpu bench-gpu test-lowest check bench bench-learning docs setup clean
 
 setup: $(STAMP)
 
@@ -47,6 +47,9 @@ test-slow: $(STAMP)  ## end-to-end runs of minutes; BUT="and not extra" leaves s
 
 test-long: $(STAMP)  ## property tests with ten times the examples, drawn anew each time: for the night
 	env -u CI RLFLOW_EXAMPLES=10 $(BIN)/python -m pytest -m "hypothesis and not ray and not sglang" --timeout=3600 $(SIDE)
+
+fuzz: $(STAMP)  ## files of models with anything in them: an hour, never an error of rlflow's own
+	env -u CI RLFLOW_EXAMPLES=400 $(BIN)/python -m pytest tests/test_fuzzed_models.py --timeout=7200 -n 2
 
 test-sglang: $(STAMP)  ## the real SGLang engine on this CPU, in an environment of its own (2 GB); BUT="and not extra" leaves some out
 	PYTHON=$(PYTHON) scripts/sglang_cpu.sh .venv-sglang

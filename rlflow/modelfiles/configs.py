@@ -9,9 +9,32 @@ from typing import Any
 
 from rlflow.errors import Finding, UsageError
 
+HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+INSIDE = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
+CONTEXT = ("max_position_embeddings", "n_positions")
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# What a model has at least one of, and what it may have none of.
+POSITIVE = (*HIDDEN, *HEADS, *LAYERS, "vocab_size", "num_key_value_heads", "head_dim", *CONTEXT)
+COUNTED = (
+    *(*INSIDE, *COUNTS, "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"),
+    *("moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size"),
+    *("n_shared_experts", "moe_num_shared_experts", "first_k_dense_replace", "num_dense_layers"),
+    *("moe_layer_start_index", "decoder_sparse_step", "kv_lora_rank", "q_lora_rank"),
+    *("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+)
+# No model is larger; what counts by layers or widths ends in time.
+MOST, MOST_LAYERS = 2**40, 10_000
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """What a model's `config.json` says. Raises UsageError (E205) where that is not JSON."""
+    """What a model's `config.json` says.
+
+    Raises UsageError (E205) where that is not JSON, or where a size is none.
+    """
     path = directory / "config.json"
     try:
         found = json.loads(path.read_text())
@@ -19,7 +42,40 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise UsageError(Finding(code="E205", what=f"{path} is not JSON: {error}")) from None
     if not isinstance(found, dict):
         raise UsageError(Finding(code="E205", what=f"{path} is no JSON object"))
+    _check_values(found, path)
     return found
+
+
+def _check_values(config: Mapping[str, Any], path: Path) -> None:
+    """Raise UsageError (E205) for a value of the language model that nothing can be made of."""
+    text = text_config(config)
+    for name, value in text.items():
+        values = value if isinstance(value, list) else [value]
+        if value is None and name not in EPSILONS:
+            continue
+        if name in POSITIVE or name in COUNTED:
+            least, most = int(name in POSITIVE), MOST_LAYERS if name in LAYERS else MOST
+            good = bool(values) and all(_whole(each) and least <= each <= most for each in values)
+            expected = f"a whole number from {least} to {most:,}"
+        elif name in TOKENS:
+            good = all(map(_whole, values))
+            expected = "the number of a token, or a list of such"
+        elif name in EPSILONS:
+            good = isinstance(value, int | float) and 0 <= value < 1
+            expected = "a number from 0 to 1"
+        else:
+            continue
+        if not good:
+            raise _no_value(path, name, value, expected)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int | float) and value == value // 1 and not isinstance(value, bool)
+
+
+def _no_value(path: Path, name: str, value: object, expected: str) -> UsageError:
+    what = f"{path}: {name} is not what a model can have"
+    return UsageError(Finding(code="E205", what=what, got=f"{value!r:.80}", expected=expected))
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -44,7 +100,7 @@ def required(config: Mapping[str, Any], path: Path) -> Callable[..., int]:
 
     def get(*names: str) -> int:
         for name in names:
-            if name in config:
+            if config.get(name) is not None:
                 return _number(config[name])
         raise UsageError(
             Finding(

@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlflow.errors import Finding
-from rlflow.modelfiles.configs import text_config, text_value
+from rlflow.modelfiles.configs import COUNTS, text_config, text_value
 
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-
 # `full` and sliding windows are packed; `latent` is multi-head latent attention (MLA, DeepSeek-V2),
 # `state` layers that carry or pick something from row to row, `own` attention that transformers
 # does not let another take the place of, `encoder` an encoder or a part of an encoder-decoder.

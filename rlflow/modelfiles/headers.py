@@ -24,11 +24,30 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def indexed_names(directory: Path) -> list[str]:
-    """The files that an index of weights names; none where there is no index."""
+    """The files that an index of weights names; none where there is no index.
+
+    Raises UsageError (E205) for an index that is damaged, or that names a file elsewhere.
+    """
     index = directory / INDEX
     if not index.is_file():
         return []
-    return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        elsewhere = [name for name in names if Path(name).name != name]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        got = f"{type(error).__name__}: {error}"[:300]
+        what = f"{index} is no index of weights"
+        raise UsageError(Finding(code="E205", what=what, got=got)) from None
+    if elsewhere:
+        raise UsageError(
+            Finding(
+                code="E205",
+                what=f"{index} names a file outside of its directory",
+                got=f"{elsewhere[0]!r:.200}",
+                expected="names of files that lie beside it",
+            )
+        )
+    return names
 
 
 def tensor_shapes(directory: Path) -> dict[str, Shape]:
@@ -60,13 +79,18 @@ def _read_header(file: Path) -> dict[str, tuple[Shape, str]]:
     try:
         with file.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8))
+            if size > file.stat().st_size:
+                raise ValueError(f"a header of {size} bytes, in a file of {file.stat().st_size}")
             header = json.loads(stream.read(size))
         return {
-            name: (tuple(entry["shape"]), str(entry["dtype"]))
+            name: (tuple(map(int, entry["shape"])), str(entry["dtype"]))
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (struct.error, ValueError, KeyError, OverflowError, MemoryError) as error:
+    except (
+        *(struct.error, ValueError, KeyError, TypeError, AttributeError),
+        *(OverflowError, MemoryError),
+    ) as error:
         what = f"{file} is no safetensors file"
         got = f"{type(error).__name__}: {error}"[:300]
         raise UsageError(Finding(code="E205", what=what, got=got)) from None

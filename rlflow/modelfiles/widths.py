@@ -13,12 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlflow.modelfiles.configs import required, text_config, text_value
-from rlflow.modelfiles.families import COUNTS, Family, family_of
-
-HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+from rlflow.errors import Finding, UsageError
+from rlflow.modelfiles.configs import (
+    CONTEXT,
+    COUNTS,
+    HEADS,
+    HIDDEN,
+    INSIDE,
+    LAYERS,
+    required,
+    text_config,
+    text_value,
+)
+from rlflow.modelfiles.families import Family, family_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +193,16 @@ def widths_of(config: Mapping[str, Any], path: Path) -> Widths:
     text, family = text_config(config), family_of(config)
     get, kind = required(text, path), str(text.get("model_type"))
     hidden, heads = get(*HIDDEN), get(*HEADS)
-    ffn = text_value(text, "intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
-    ffn = ffn or 4 * hidden
+    ffn = text_value(text, *INSIDE) or 4 * hidden
+    if hidden < heads and not text_value(text, "head_dim"):
+        raise UsageError(
+            Finding(
+                code="E205",
+                what=f"{path} has more heads than a layer is wide",
+                got=f"{heads} heads, a width of {hidden}",
+                expected="heads of one number at least",
+            )
+        )
     return Widths(
         layers=get(*LAYERS),
         hidden=hidden,
@@ -196,7 +211,7 @@ def widths_of(config: Mapping[str, Any], path: Path) -> Widths:
         head_dim=text_value(text, "head_dim") or hidden // heads,
         ffn=ffn,
         vocab=get("vocab_size"),
-        context=text_value(text, "max_position_embeddings", "n_positions"),
+        context=text_value(text, *CONTEXT),
         tied=_tied(config, text, family),
         **_biases(text, family),
         head_norms=family.head_norms == "each" or bool(text.get("use_qk_norm")),
