@@ -49,9 +49,11 @@ def read_config(directory: Path) -> dict[str, Any]:
 def _check_values(config: Mapping[str, Any], path: Path) -> None:
     """Raise UsageError (E205) for a value of the language model that nothing can be made of."""
     text = text_config(config)
+    # A family may have two kinds of norms, and one of them alone; one without a number is none.
+    normed = any(text.get(name) is not None for name in EPSILONS)
     for name, value in text.items():
         values = value if isinstance(value, list) else [value]
-        if value is None and name not in EPSILONS:
+        if value is None and (normed or name not in EPSILONS):
             continue
         if name in POSITIVE or name in COUNTED:
             least, most = int(name in POSITIVE), MOST_LAYERS if name in LAYERS else MOST
