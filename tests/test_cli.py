@@ -312,6 +312,7 @@ def test_export_writes_a_model_that_a_run_starts_from(rlflow, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_export_says_which_checkpoints_are_damaged_and_that_there_is_none(rlflow, tmp_path):
     words = (*SMALL, "--set", "group_size=4", "--iterations", 2, "--save-every", 1, "-q")

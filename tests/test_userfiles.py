@@ -123,6 +123,7 @@ def test_a_reward_in_a_process_of_its_own_brings_them_along(kit):
         workers.close()
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.torch
 def test_a_plan_brings_them_to_other_processes(kit):

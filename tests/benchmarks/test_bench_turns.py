@@ -36,6 +36,7 @@ def test_a_ratio_is_the_median_over_the_pairs(ours, target, ratio, met):
     assert [met, "MFU 1%"] == list(found.row()[-2:])
 
 
+@pytest.mark.slow
 def test_turns_are_a_b_b_a_after_one_of_each():
     order = []
     seconds = in_turns(lambda: order.append("a"), lambda: order.append("b"), pairs=3, device="cpu")

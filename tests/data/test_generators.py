@@ -16,6 +16,7 @@ def prompts(source):
     return [row["prompt"] for row in source.rows()]
 
 
+@pytest.mark.slow
 @given(
     digits=st.integers(1, 2),
     operators=st.sampled_from(["+", "-", "*", "+-", "*+", "+-*"]),

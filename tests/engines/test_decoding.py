@@ -66,6 +66,7 @@ def stopping(engine, passes):
     engine.model.logits = counted
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 12, 20])
 def test_pieces_are_the_whole_and_come_as_rows_end(engine, count):
     whole = generated(engine, SAMPLED)
@@ -166,6 +167,7 @@ def paused(engine, sampling, at):
     return tokens, log_probs, finished, places
 
 
+@pytest.mark.rows(2)
 @pytest.mark.rows(4)
 @pytest.mark.parametrize(
     ("sampling", "at"),

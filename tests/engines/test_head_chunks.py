@@ -256,6 +256,7 @@ def test_a_chunk_holds_its_bytes(dtype, size, numbers, temperatures, cap):
     assert least <= counted.most < limit + beside
 
 
+@pytest.mark.rows(1)
 @pytest.mark.rows(2)
 @pytest.mark.usefixtures("exact_softmax")
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gemma2", "cohere", "granite"])
@@ -379,5 +380,6 @@ def everything(rank, path, shape):
     return not checks.differ(*made, sharded.model.shards(), 1e-9)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_head_agree_on_all_other_numbers(world, model_dir):
     assert all(world(2).run(everything, model_dir("qwen2"), (1, 1, 2)))

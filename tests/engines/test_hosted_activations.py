@@ -49,6 +49,7 @@ def everything_leaves(monkeypatch):
     monkeypatch.setattr(activations, "PIECE_BYTES", 5000)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("recompute", WAYS)
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_gradients_are_those_of_the_plain_model_bit_for_bit(family, recompute, model_dir):
@@ -82,6 +83,7 @@ def test_adapters_and_value_heads_train_the_same(recompute, deep):
         assert same(*(trained.model.named_tensors() for trained in made))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("recompute", WAYS)
 def test_two_layers_are_on_the_device_at_once(recompute, deep, monkeypatch):
     """In the forward the one that leaves and the one that computes, in the backward that and the

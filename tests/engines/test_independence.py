@@ -95,6 +95,7 @@ def drawn_as_alone(model, prompts, **how):
                 assert same(expected, getattr(made, name)), (size, first, name)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize(
     ("prompt_sizes", "response_sizes"),

@@ -140,6 +140,7 @@ def test_only_matrices_of_layers_have_one_moment() -> None:
     assert refused.value.findings[0].code == "E527"
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_are_those_of_a_resident_state(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -184,6 +185,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_ranks_step_as_one_does(shape: Any, world: Any, model_dir: Any) -> None:
     """Every matrix whole on one of them, of both ways of cutting; shares may be uneven."""

@@ -385,6 +385,7 @@ def test_a_plan_counts_the_kernels_of_a_step(long_dir, monkeypatch):
     assert abs(counted.operations - plan.step_kernels) < 0.1 * plan.step_kernels
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
 @torch.no_grad()

@@ -51,6 +51,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.rows(8)
 @pytest.mark.parametrize("transport", BETWEEN)
 @pytest.mark.parametrize(
     ("pair", "bucket"),
@@ -138,6 +139,7 @@ def test_messages_of_two_senders_are_aligned_for_themselves(call, transport):
     assert 3 + 5 * 8 == found[2][0].received
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("transport", BETWEEN)
 def test_memory_grows_by_buckets_and_not_by_the_model(call, transport):
     params = {f"p{number}": (2048, 1024) for number in range(12)}

@@ -104,6 +104,7 @@ SPREAD = [
 ]
 
 
+@pytest.mark.rows(3)
 @pytest.mark.rows(8)
 @pytest.mark.parametrize("limit", [128, 1 << 20])
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16"])

@@ -50,6 +50,7 @@ def test_greedy_equals_the_models_own(family, model_dir):
         assert seen[len(prompt) :] == row
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "gptoss", "gpt2"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_equal_those_of_the_forward(family, temperature, model_dir):

@@ -31,6 +31,7 @@ def equal(world, path, shape, **options):
     assert all(world(ranks).run(checks.with_options, path, shape, options))
 
 
+@pytest.mark.rows(2)
 @pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("shape", "family", "options"),

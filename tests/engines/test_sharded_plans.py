@@ -47,6 +47,7 @@ def test_a_way_of_cutting_that_is_not_known_is_refused(monkeypatch):
         roles(config)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 1)])
 def test_a_faster_forward_that_differs_on_one_rank_is_taken_back_on_all(shape, world, model_dir):
     found = world(2).run(states.wrong_forward_on_the_first_rank, model_dir("qwen3"), shape)

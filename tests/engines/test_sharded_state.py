@@ -51,6 +51,7 @@ def test_a_write_to_the_shards_reaches_the_next_pass(world, model_dir):
     assert all(in_all(world, states.writes_reach_the_next_pass, path, (1, 2, 1)))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("bad", ["loss", "gradient"])
 def test_a_number_that_is_not_finite_on_one_rank_changes_nothing_anywhere(bad, world, model_dir):
     path = model_dir("qwen2")
@@ -82,6 +83,7 @@ def test_no_rank_ever_holds_the_whole_model(init, world, tmp_path):
         assert sharded < 0.6 * weights
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_several_ranks_continue_what_one_saved(dtype, world, model_dir, tmp_path):
     args = (model_dir("qwen2"), (1, 2, 1), str(tmp_path), dtype)
@@ -108,6 +110,7 @@ def test_a_checkpoint_of_fewer_moments_goes_round(dtype, spec, world, model_dir,
     assert all(world(2).run(partial(states.a_checkpoint_goes_round, **spec), *args))
 
 
+@pytest.mark.slow
 def test_merged_adapters_are_those_of_one_rank(world, model_dir):
     lora = rf.LoRA(rank=3, alpha=6, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
     args = (model_dir("qwen3"), (1, 2, 2), lora)

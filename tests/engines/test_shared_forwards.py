@@ -83,6 +83,7 @@ def test_so_does_a_sharded_base(shape, dtype, world, model_dir):
     assert [(True, True)] * count == [tuple(pair) for pair in found]
 
 
+@pytest.mark.slow
 def test_ranks_keep_step_at_several_temperatures(world, model_dir):
     args = (model_dir("llama"), (1, 2, 1))
 

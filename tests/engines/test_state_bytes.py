@@ -107,6 +107,7 @@ def test_a_rank_holds_what_is_planned(shape: Any, dtype: torch.dtype, world: Any
     assert (expected.weights, expected.state) == found[0]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("optimizer", "shape"),
     [(rf.Muon(lr=1e-3), (1, 2, 1)), (rf.Muon(lr=1e-3), (1, 1, 2)), (CODED, (1, 2, 1))],

@@ -174,6 +174,7 @@ def test_rows_without_tokens(model_dir):
     assert torch.int64 == found["top_ids"].dtype
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("shape", "family", "options"),
     [

@@ -63,6 +63,7 @@ def wait(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("case", CASES)
 def test_an_update(case: str, model_of: Any, device: Any, big: bool) -> None:
     size, adapters = CASES[case]

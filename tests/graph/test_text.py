@@ -56,6 +56,7 @@ def test_every_node_of_ppo_has_one_heading():
         assert 1 == sum(line.startswith(f"  {node.name} ") and "(" in line for line in lines[6:-9])
 
 
+@pytest.mark.slow
 def test_text_is_the_same_in_every_process():
     program = (
         "from rlflow.graph.text import graph_text\n"

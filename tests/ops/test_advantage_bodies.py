@@ -149,6 +149,7 @@ def test_group_estimators_on_parts(case):
         require_equal(body, call_of(batch, params), parts, close=nearly)
 
 
+@pytest.mark.slow
 @FEW
 @given(split_batches())
 def test_token_baselines_on_parts(case):
@@ -158,6 +159,7 @@ def test_token_baselines_on_parts(case):
     require_equal(advantage.optimal_token_baseline, call, parts, close=nearly)
 
 
+@pytest.mark.slow
 @FEW
 @given(split_batches(whole_groups=False))
 def test_row_estimators_on_parts(case):

@@ -92,6 +92,7 @@ def told(rlflow, tmp_path, monkeypatch):
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_scores_and_samples_are_those_of_the_built_in_ops(told):
     lines = told("one")

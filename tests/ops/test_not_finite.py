@@ -73,6 +73,7 @@ def test_no_token_loss_makes_a_number_of_what_is_none(kind, data):
     assert unread or counted or not made[row].isfinite().all()
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(LOSSES), st.data())
 def test_a_forward_that_is_not_finite_spoils_the_step_and_masked_tokens_never_do(spec, data):

@@ -144,6 +144,7 @@ def test_a_users_op_may_write_into_what_it_is_given():
 # --- groups ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @FEW
 @given(split_batches())
 def test_group_relative_advantages(case):
@@ -153,6 +154,7 @@ def test_group_relative_advantages(case):
     require_equal(advantage.rloo, call_of(batch, {"single": "reward"}), parts)
 
 
+@pytest.mark.slow
 @FEW
 @given(split_batches())
 def test_group_relative_advantages_with_a_kl_in_the_reward(case):
@@ -163,6 +165,7 @@ def test_group_relative_advantages_with_a_kl_in_the_reward(case):
     require_equal(advantage.rloo, call, parts, close=nearly)
 
 
+@pytest.mark.slow
 @FEW
 @given(split_batches())
 def test_token_advantages_of_rows_that_are_not_whitened(case):
@@ -320,6 +323,7 @@ def test_parts_make_the_steps_of_the_whole_together(case, spec, epochs, mini_bat
             assert float(value) == pytest.approx(joined, rel=1e-6, abs=1e-6), name
 
 
+@pytest.mark.slow
 @FEW
 @given(split_batches(whole_groups=False), st.integers(1, 4))
 def test_without_groups_rows_are_cut_by_their_numbers(case, mini_batches):

@@ -238,6 +238,7 @@ def test_new_groups_fill_up_where_older_ones_are_wanted_and_too_few():
         assert {max(iteration - 1, 0)} == set(made.fields["made"].tolist())
 
 
+@pytest.mark.slow
 def test_every_group_is_drawn_about_as_often():
     ages = [
         i - m for i, made in enumerate(drawn(300, keep=2, sample=2)) for m in made.fields["made"]

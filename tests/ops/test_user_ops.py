@@ -180,6 +180,7 @@ def moving(cfg: rf.Config):
 """
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_state(rlflow, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "moving.py").write_text(FILE)

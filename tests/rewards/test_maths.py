@@ -38,6 +38,7 @@ def test_an_answer_without_mathematics_is_a_failure_of_the_data():
     assert "no mathematics in the answer ''" in failure.problem
 
 
+@pytest.mark.slow
 def test_a_comparison_that_takes_for_ever_is_a_timeout(monkeypatch):
     monkeypatch.setattr(maths, "SECONDS", 0.5)
     values = judged([(r"\boxed{9^{9^{9^{9}}}}", "1"), ("1", "1")])

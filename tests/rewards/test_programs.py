@@ -70,6 +70,7 @@ def test_tests_that_cannot_be_read(text):
         scored(RIGHT, text)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("tests", [ASSERTIONS, "\n".join(ASSERTIONS)])
 def test_assertions_about_what_a_program_defines(tests):
     assert 1.0 == scored(f"So:\n```python\n{RIGHT}```", tests)
@@ -85,6 +86,7 @@ def test_inputs_and_outputs():
     assert 0.0 == scored("print(3 * int(input()))", DOUBLES)
 
 
+@pytest.mark.slow
 def test_the_share_of_tests_that_pass():
     assert 0.5 == scored("print(4)", DOUBLES, partial=True)
     assert 0.0 == scored("print(4)", DOUBLES)

@@ -33,6 +33,7 @@ def test_an_environment_behind_a_link_is_seen(isolation, tmp_path):
     assert (0, "42\n\n") == (made.returncode, made.stdout), made.stderr
 
 
+@pytest.mark.rows(1)
 @ALL
 def test_a_program_reads_its_input_and_writes_its_output(isolation):
     program = "import sys\nprint(sys.stdin.read().upper(), end='')\nprint('e', file=sys.stderr)"
@@ -45,6 +46,7 @@ def test_much_input_that_nobody_reads(isolation):
     assert "1\n" == run_python("print(1)", "x" * 1_000_000, isolation=isolation).stdout
 
 
+@pytest.mark.rows(3)
 @ALL
 @pytest.mark.parametrize(
     ("program", "code"),
@@ -54,6 +56,7 @@ def test_the_exit_code_is_that_of_the_program(isolation, program, code):
     assert code == run_python(program, isolation=isolation).code
 
 
+@pytest.mark.rows(8)
 @ALL
 @pytest.mark.parametrize(
     ("program", "error"),
@@ -72,6 +75,7 @@ def test_what_a_program_may_not_do(isolation, program, error):
     assert ran.stderr.rstrip().splitlines()[-1].partition(":")[0].endswith(error)
 
 
+@pytest.mark.rows(1)
 @ALL
 def test_a_server_of_this_machine_is_out_of_reach(isolation):
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -91,6 +95,7 @@ def test_what_is_shown_is_read_only(isolation):
     assert "[1, 1]\n" == run_python(program, isolation=isolation).stdout
 
 
+@pytest.mark.rows(1)
 @ALL
 def test_a_spin_is_ended_by_processor_time(isolation):
     ran = run_python("while True: pass", limits=SHORT, isolation=isolation)
@@ -104,12 +109,14 @@ def test_a_program_that_waits_is_ended_by_the_wall_clock(isolation):
     assert "wall clock" == run_python(program, limits=limits, isolation=isolation).cut
 
 
+@pytest.mark.rows(1)
 @ALL
 def test_endless_output_is_cut(isolation):
     ran = run_python("while True: print('x' * 1000)", isolation=isolation)
     assert ("output", 2**20) == (ran.cut, len(ran.stdout))
 
 
+@pytest.mark.rows(1)
 @ALL
 def test_the_environment_stays_outside(isolation, monkeypatch, tmp_path):
     monkeypatch.setenv("CANARY", "secret")
@@ -120,6 +127,7 @@ def test_the_environment_stays_outside(isolation, monkeypatch, tmp_path):
     assert str(tmp_path) not in ran.stdout
 
 
+@pytest.mark.rows(1)
 @ALL
 def test_the_folder_is_empty_and_gone_afterwards(isolation, tmp_path, monkeypatch):
     monkeypatch.setattr(walls.tempfile, "tempdir", str(tmp_path))

@@ -79,6 +79,7 @@ def test_the_wall_clock_holds_where_nobody_outside_looks(isolation):
         outside.wait()
 
 
+@pytest.mark.rows(5)
 @JAILED
 @pytest.mark.parametrize(
     "call",
@@ -109,6 +110,7 @@ def test_clone_of_the_new_kind_falls_back(isolation):
     )
 
 
+@pytest.mark.rows(1)
 @JAILED
 def test_many_processes_have_no_more_memory_than_one(isolation):
     """Each below the limit of a process, all together above it."""

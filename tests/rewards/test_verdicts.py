@@ -92,6 +92,7 @@ def test_a_verdict_cannot_be_forged(attack):
     assert 0.0 == scored(ATTACKS[attack], f"{ANY}\nassert held")
 
 
+@pytest.mark.slow
 def test_predicates_and_members_are_those_of_data():
     program = f"{LIAR}def f(x): return Liar()"
     for test in ("f(1).startswith('a')", "4 in f(1)", "f(1).issuperset({4})", "f(1) == 'a'"):
@@ -180,6 +181,7 @@ HOLD = [
 ]
 
 
+@pytest.mark.slow
 def test_what_tests_may_ask():
     """One jail for all of them; each is a function, so that the first that fails is named."""
     listed = [f"exec({test!r}, globals())" for test in HOLD]

@@ -93,6 +93,7 @@ def test_of_every_second_iteration_the_others_leave_it_as_it_is(run):
     assert not same(found(2, "actor"), found(3, "actor"))
 
 
+@pytest.mark.slow
 def test_without_decay_it_is_the_actor_and_the_kl_is_nothing(run):
     found = run(decay=0)
     assert same(found(3, "actor"), found(3, "ref"))
@@ -117,6 +118,7 @@ def test_weights_that_sleep_while_the_actor_learns_are_the_same(run):
     assert "sleep:ref@all/weights" in {name.partition("#")[0] for name in slept}
 
 
+@pytest.mark.slow
 def test_of_adapters_each_half_is_averaged_by_itself(run):
     found = run(rank=2, decay=0.5)
     assert all(name.endswith(("lora_A", "lora_B")) for name in found(3, "ref"))
@@ -125,6 +127,7 @@ def test_of_adapters_each_half_is_averaged_by_itself(run):
     assert apart(found(2, "ref"), found(3, "ref")) > 1e-3
 
 
+@pytest.mark.slow
 def test_of_weights_in_bfloat16_it_is_a_float32_average(run):
     found = run(dtype="bfloat16")
     assert {"torch.float32"} == {str(w.dtype) for w in found(3, "ref").values()}

@@ -102,6 +102,7 @@ def drafted_path() -> Path:
     return FILE.parents[2] / "pipelines" / "assets" / "arith-tiny"
 
 
+@pytest.mark.slow
 def test_a_reshard_fills_the_drafter_one_update_behind(log: list[Any]) -> None:
     plan, worker = worker_of(split("sglang"), check_sync=True)
     found = turns(plan, worker, 3)

@@ -82,6 +82,7 @@ def test_an_environment_that_never_ends_is_bounded_and_counted(train, tmp_path):
     assert "16 of 16 episodes of iteration 0 did not end" in result.err
 
 
+@pytest.mark.slow
 def test_an_episode_has_no_more_tokens_than_said(train):
     for line in numbers(train(AGAIN, "together", *sets("ends=never", "max_tokens=11", "turns=6"))):
         assert 1 == line["episodes/truncated"]
@@ -110,6 +111,7 @@ def test_or_its_episodes_are_left_out(train, tmp_path):
     assert "E624" in result.err
 
 
+@pytest.mark.slow
 def test_one_turn_is_a_rollout(train):
     for line in numbers(train(AGAIN, "together", *sets("turns=1"))):
         assert (1, 0) == (line["episodes/turns"], line["episodes/told"])

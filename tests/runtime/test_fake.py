@@ -157,6 +157,7 @@ def drawn_plans(draw):
     return plan
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(plan=drawn_plans(), seed=st.integers(0, 999))
 def test_plans_of_drawn_graphs_keep_the_invariants_in_every_interleaving(plan, seed):

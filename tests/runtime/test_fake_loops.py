@@ -196,6 +196,7 @@ def test_seeds_try_every_number_of_trips():
     assert len(plans()) <= SEEDS
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(25))
 @given(data=st.data(), graph=loops() | nests(), seed=st.integers(0, 999))
 def test_plans_of_drawn_loops_keep_the_invariants(data, graph, seed):

@@ -151,6 +151,7 @@ def test_another_distance_of_checkpoints_is_another_run_where_rows_are_kept(trai
 # --- rows without a reward ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rows_without_a_reward_are_counted_as_the_mean_over_trips(train):
     """Groups with such a row count by their other rows, and plain numbers of trips may differ."""
     lines = numbers(train(MIXED, "together", "--iterations", 3, "--set", "lost=true"))
@@ -180,6 +181,7 @@ def test_too_few_groups_stop_the_run_with_what_was_found(train, tmp_path):
     assert not list(read_metrics(run / "metrics.jsonl"))
 
 
+@pytest.mark.slow
 def test_others_fill_up_where_that_is_declared(train):
     words = ("together", "--set", "multiple=1", "--set", "at_most=2", "--set", "exhausted=fill")
     for line in numbers(train(MIXED, *words, "--iterations", 2)):
@@ -191,6 +193,7 @@ def test_others_fill_up_where_that_is_declared(train):
 # --- a state that goes round ----------------------------------------------------------------
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("placement", ["together", "apart"])
 def test_a_state_goes_round_until_every_row_is_done(train, placement):
     """Samples 0 to 3 of a prompt aim at 1, 2, 3 and 1: three trips, 4 * (1 + 2 + 3 + 1)."""

@@ -95,6 +95,7 @@ def test_episodes_are_drawn_until_enough_groups_differ(train):
     assert 2 <= max(len(copies) for copies in drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("what", [TURNS, DRAWN, TWICE], ids=["turns", "drawn", "twice"])
 def test_what_did_not_run_leaves_nothing_behind(what):

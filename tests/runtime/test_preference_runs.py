@@ -106,6 +106,7 @@ def test_online_dpo(run, kind, steps):
     assert any(line["actor.update/reward_margin"] for line in lines)
 
 
+@pytest.mark.slow
 def test_iterations_of_ties_alone_train_nothing(run):
     same = ONLINE_DPO.replace("closeness, samples", "never, samples")
     same = same.replace(", missing_eos_penalty=1.0", "")

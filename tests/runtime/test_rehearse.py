@@ -93,6 +93,7 @@ def test_a_rank_of_several_holds_its_shards_alone(placement: str, devices: str) 
     assert seen["gathered weights"]
 
 
+@pytest.mark.slow
 def test_a_plan_that_counts_otherwise_is_refused() -> None:
     """Too little and too much alike."""
     _, (found,) = rehearsed("grpo_arithmetic.py", devices="h100:1", settings=SMALL)

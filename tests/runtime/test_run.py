@@ -31,6 +31,7 @@ def test_a_reshard_is_where_weights_have_to_move_and_nowhere_else(train):
     assert "reshard" not in kinds(train(GRPO, "colocate"))
 
 
+@pytest.mark.slow
 def test_another_seed_changes_the_numbers(train):
     one, two = numbers(train(GRPO, "split")), numbers(train(GRPO, "split", "--set", "seed=1"))
     assert one[0] != two[0]

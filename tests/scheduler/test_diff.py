@@ -91,6 +91,7 @@ def test_a_comparison_as_json_keeps_both_sides_apart():
     assert ["newest (on-policy)", "<= 1 update old"] == document["figures"]["rollout weights"]
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_saved_plan_comes_back_whole(name, tmp_path):
     plan = EXAMPLES[name]().plan

@@ -117,6 +117,7 @@ def example(request: pytest.FixtureRequest) -> Compiled:
     return EXAMPLES[request.param]()
 
 
+@pytest.mark.rows(4)
 def test_examples_hold_after_every_pass_and_play(example: Compiled) -> None:
     holds_and_plays(example)
 

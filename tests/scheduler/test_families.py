@@ -106,6 +106,7 @@ def written(folder: Path, family: str) -> Path:
     return folder
 
 
+@pytest.mark.rows(20)
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_plan_refuses_from_the_config_what_cannot_be_computed(

@@ -81,6 +81,7 @@ def test_a_replica_that_sleeps_for_nothing_is_rejected(engine: str) -> None:
         assert [f"{part.name} sleeps on {[*part.stays]}, where it would have fitted"] == said
 
 
+@pytest.mark.slow
 def test_a_replica_sleeps_as_a_whole() -> None:
     """Two replicas of two ranks: the first rank of the first one is beside training."""
     placement = hybrid(ENGINES["sglang"], tp=2)

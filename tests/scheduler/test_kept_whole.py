@@ -127,6 +127,7 @@ def test_where_products_hide_the_gathers_nothing_is_chosen() -> None:
     assert not beside(longest=16_384).trained_instance("actor").kept_whole
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("memory", [18, 22, 28, 36, 40, 42, 44, 48, 80])
 def test_the_choice_costs_no_plan_its_memory_and_none_its_seconds(
     memory: int, tmp_path: Path

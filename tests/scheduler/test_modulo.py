@@ -176,6 +176,7 @@ def test_schedules_that_overlap_have_no_kernel() -> None:
         kernel_of(SPLIT, Schedule(period=5.0, starts=(0.0, 4.0, 5.0)))
 
 
+@pytest.mark.slow
 @given(problem=problems())
 def test_a_schedule_honours_edges_and_resources(problem: Problem) -> None:
     found = search(problem)

@@ -108,6 +108,7 @@ def test_trips_of_a_loop_take_turns() -> None:
     assert [*last, *turns] == shared_edges(plan.graph)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(25))
 @given(
     inside=st.sampled_from([None, True, False]),

@@ -270,6 +270,7 @@ def test_staleness_is_used_where_allowed_only():
     assert stale.best.period <= fresh.best.period
 
 
+@pytest.mark.slow
 def test_a_written_placement_with_more_staleness_than_allowed_is_left_out():
     late = SPLIT.model_copy(update={"staleness": 2})
     late = rf.Placement.model_validate(late.model_dump())
@@ -329,6 +330,7 @@ def test_written_placements_are_listed_with_their_rank():
         assert shown.plan.timing == tried.plan.timing
 
 
+@pytest.mark.slow
 def test_a_written_placement_that_is_the_best_keeps_its_name():
     best = search_placements(grpo(), {}, cpu_cluster(2)).best.placement
     by_hand = rf.Placement(

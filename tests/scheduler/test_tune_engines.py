@@ -225,6 +225,7 @@ def roles_with(graph, where):
     return moves_of(graph, where, {}, "sglang").roles
 
 
+@pytest.mark.slow
 def test_beside_an_engine_the_embedded_one_is_still_found():
     """On a CPU a reshard through another process costs more than it brings."""
     where = cpu_cluster(2, threads=1, memory=1e9)

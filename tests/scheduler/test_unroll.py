@@ -345,6 +345,7 @@ def reaches(plan: Plan, action: Action, wanted: set[str]) -> bool:
     return wanted <= seen
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40))
 @given(data=st.data(), graph=loops(), backend=st.sampled_from([None, "ray"]))
 def test_plans_of_drawn_loops_verify_and_play(data: st.DataObject, graph: Graph, backend) -> None:

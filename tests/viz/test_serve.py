@@ -52,6 +52,7 @@ def test_the_address_is_of_this_machine_and_opens_the_page(served: PageServer):
     assert "connect-src 'self'" in body
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("path", ["/", "/?token=", "/?token=wrong", "/new?token=wrong", "/x"])
 def test_without_the_token_nothing_is_told(served: PageServer, path: str):
     status, body = asked(served, path)
@@ -64,6 +65,7 @@ def test_another_sites_name_does_not_lead_here(served: PageServer, host: str):
     assert 403 == asked(served, with_token(served, "/"), Host=host)[0]
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     "path",
     ["/run.json", "/../run.json", "/%2e%2e/run.json", "//etc/passwd", "/new/../../../etc/passwd",
@@ -73,6 +75,7 @@ def test_no_path_leads_to_a_file(served: PageServer, path: str):
     assert 404 == asked(served, with_token(served, path))[0]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 def test_there_is_nothing_to_write(served: PageServer, method: str):
     assert 501 == asked(served, with_token(served, "/"), method)[0]

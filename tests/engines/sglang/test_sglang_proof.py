@@ -208,6 +208,7 @@ os._exit(1)
 """
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_after_each_restoring_is_not_started_for_ever(tmp_path):
     script = tmp_path / "dies.py"
     script.write_text(DIES)

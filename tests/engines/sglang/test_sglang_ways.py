@@ -262,6 +262,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_an_engine_whose_worker_is_killed(tmp_path):
     script, model, other = tmp_path / "engine.py", tmp_path / "rlflow-model-1", tmp_path / "other"
     script.write_text(ENGINE)

@@ -105,6 +105,7 @@ def parts_of(spec, leaf, mask, terms, cut):
     return sum(losses), combine(metrics)
 
 
+@pytest.mark.rows(20)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_cut_has_the_gradient_of_the_whole(name, split):

@@ -163,6 +163,7 @@ def padded(seed, *, rows_only, fill=0.0):
     return log_probs.requires_grad_(), old, advantages, mask
 
 
+@pytest.mark.rows(40)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("rows_only", [True, False])
 @pytest.mark.parametrize("seed", range(4))

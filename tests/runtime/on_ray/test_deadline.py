@@ -83,6 +83,7 @@ def mortal(session):
     return actor, pid
 
 
+@pytest.mark.slow
 def test_values_come_in_the_order_they_were_asked_for(pair):
     slow, quick = pair
     refs = [slow.after.remote(0.2, "slow"), quick.after.remote(0, "quick")]
@@ -122,6 +123,7 @@ def told(answer):
     return RewardError(FINDING) if answer == "wrong" else None
 
 
+@pytest.mark.slow
 def test_an_error_that_is_told_ends_the_wait_while_others_hang(pair, monkeypatch):
     monkeypatch.setattr(deadline, "GRACE", 0.2)
     hanging = pair[0].after.remote(3, None)
@@ -134,6 +136,7 @@ def test_an_error_that_is_told_ends_the_wait_while_others_hang(pair, monkeypatch
     ray.get(hanging)
 
 
+@pytest.mark.slow
 def test_a_death_is_the_cause_of_an_error_that_is_told(pair, mortal):
     actor, _ = mortal
 
@@ -191,6 +194,7 @@ def test_a_death_explains_the_connections_it_broke(pair, mortal):
         wait([echo, death], 30, doing="updating", who={0: "rank 0", 1: "rank 1"})
 
 
+@pytest.mark.slow
 def test_a_worker_stopped_by_us_and_one_that_never_was(mortal):
     hanging = mortal[0].after.remote(300, None)
     ray.kill(mortal[0])
@@ -234,6 +238,7 @@ def test_what_ray_says_of_a_death_is_put_plainly(detail, said):
     assert said in cause_of(lost(detail))
 
 
+@pytest.mark.slow
 def test_causes_of_what_is_no_death():
     outer = RuntimeError("outer")
     outer.__cause__ = ValueError("first line\nthe reason")

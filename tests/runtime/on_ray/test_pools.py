@@ -148,6 +148,7 @@ reports = st.builds(
 places = st.tuples(reports, st.integers(0, 9))
 
 
+@pytest.mark.slow
 @given(st.lists(places, unique_by=lambda place: place[0].pid), st.randoms(use_true_random=False))
 def test_the_order_does_not_depend_on_the_order_of_asking(found, random):
     shuffled = random.sample(found, len(found))

@@ -197,6 +197,7 @@ def test_nothing_is_left_of_an_embedded_cluster_however_its_controller_ends(end,
     assert not left_after(15, directory.exists)
 
 
+@pytest.mark.slow
 def test_workers_on_a_running_cluster_end_with_their_controller(drivers):
     _, directory, pids = drivers["two nodes", "SIGKILL"].finish()
 

@@ -95,6 +95,7 @@ def judged(blob):
     return result.stdout.strip()
 
 
+@pytest.mark.slow
 def test_functions_and_the_modules_beside_them_travel_by_value(compiled, tmp_path):
     plan, file = compiled("good")
     blob = tmp_path / "blob"

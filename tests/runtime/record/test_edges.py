@@ -199,6 +199,7 @@ def test_a_record_of_a_later_version_is_refused(tmp_path):
         read_edge(tmp_path, "n", 0)
 
 
+@pytest.mark.slow
 def test_reading_needs_no_torch(tmp_path):
     write_edge(tmp_path, edge({"reward": torch.ones(2)}, range(2)))
     code = (
