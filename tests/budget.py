@@ -2,7 +2,7 @@
 
 `make test` draws a quarter of the examples that a test asks for, and of a table that says
 `pytest.mark.rows(n)` it runs n rows: others each week, so that all have their turn. Of the slow
-tests of a file CI runs a third. `make test-slow` runs every row, `make test-long` ten times
+tests of a file CI runs a quarter. `make test-slow` runs every row, `make test-long` ten times
 the examples; `pytest` by hand runs what it is told.
 """
 

@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _rows_of_other_weeks(items: list[pytest.Item]) -> set[str]:
-    """Of a table that says so all but as many rows, of a file's slow tests all but a third."""
+    """Of a table that says so all but as many rows, of a file's slow tests all but a quarter."""
     counts: dict[str, int] = {}
     drawn_from: dict[str, list[str]] = {}
     for item in items:
@@ -75,7 +75,7 @@ def _rows_of_other_weeks(items: list[pytest.Item]) -> set[str]:
                 counts[table] = mark.args[0]
     left_out: set[str] = set()
     for table, rows in drawn_from.items():
-        left_out |= set(rows) - drawn(rows, counts.get(table, -(-len(rows) // 3)))
+        left_out |= set(rows) - drawn(rows, counts.get(table, -(-len(rows) // 4)))
     return left_out
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from rlflow.graph.text import WIDTH, graph_text
 from tests.viz.examples import ppo, small_graph
 
