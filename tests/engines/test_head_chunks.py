@@ -330,6 +330,7 @@ def test_a_head_that_computes_something_else_is_not_taken(model_dir, monkeypatch
     assert checked_head(model, plain, other, always=True) is None
 
 
+@pytest.mark.slow
 @pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("shape", "family"),

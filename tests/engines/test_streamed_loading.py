@@ -104,6 +104,7 @@ def plan_says_whole(path):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("stored", "dtype", "tied", "parts"),
@@ -126,6 +127,7 @@ def test_a_piece_of_a_tensor_is_all_that_the_host_holds(
     assert not plan_says_whole(path)
 
 
+@pytest.mark.slow
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("more", [{"head": "value"}, {"lora": ADAPTERS}], ids=["value", "lora"])
 def test_heads_and_adapters_take_no_more(files, for_another_device, more):
@@ -143,6 +145,7 @@ def test_random_weights_are_on_the_host_one_tensor_at_a_time(files, for_another_
     assert most <= left + 1.05 * drawn < 4 * model.module.num_parameters()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stored", "dtype", "tied"),
     [

@@ -79,6 +79,7 @@ def pipe() -> Iterator[Any]:
     assert process.exitcode == 0
 
 
+@pytest.mark.slow
 def test_another_process_reads_what_is_trained_here(pipe: Any, device: Any, big: bool) -> None:
     """Twice, with other weights; bfloat16 and float32, a weight larger than a bucket among them."""
     rows, width = (60_000, 4096) if big else (600, 64)

@@ -215,6 +215,7 @@ def changed(plan, changes):
     return replace(plan, actions=actions)
 
 
+@pytest.mark.slow
 def test_the_monitor_sees_a_piece_in_the_place_of_another():
     plan = paused_in_pieces()
     first, second = legs(plan)[:2]

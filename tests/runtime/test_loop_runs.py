@@ -61,11 +61,12 @@ def test_every_trip_draws_prompts_of_its_own(train):
     assert len(set(named)) == len(named)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
         pytest.param((), id="finish"),
-        pytest.param(("--set", "ignore_eos=true"), id="prompts", marks=pytest.mark.slow),
+        pytest.param(("--set", "ignore_eos=true"), id="prompts"),
     ],
 )
 def test_chunks_bring_the_same_tokens(train, words):
