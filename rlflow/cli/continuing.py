@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,11 +29,20 @@ from rlflow.runtime.record.resuming import (
 )
 from rlflow.runtime.record.rundir import RunDir, latest_run
 
+LAUNCHED = "RLFLOW_LAUNCHED"
+"""The variable in which a launch tells its run how it was launched: the words after `rlflow`."""
+
+
+def launched_words() -> list[str]:
+    """The words after `rlflow` that launched this run; none of a run that one typed."""
+    return shlex.split(os.environ.get(LAUNCHED, ""))
+
 
 def words_of_run(options: Mapping[str, Any], placement: str) -> tuple[str, ...]:
     """The words after `rlflow` that say all options but those of one start of a run.
 
-    `placement` is the name of the plan's; one of a file is known by the file alone.
+    `placement` is the name of the plan's; one of a file is known by the file alone. The cluster of
+    a launched run is gone when the run is: nothing that is done again may wait for its address.
     """
     typed = options["placement"]
     if isinstance(typed, str) and typed.endswith(".py"):
@@ -39,6 +50,8 @@ def words_of_run(options: Mapping[str, Any], placement: str) -> tuple[str, ...]:
     once: dict[str, Any] = {"dry_run": False, "run_dir": None, "resume": None, "iterations": None}
     once |= {"from_weights": None, "allow_changes": None}
     once |= {"profile_action": (), "profile_iterations": None}
+    if launched_words():
+        once |= {"address": None, "wait": None}
     return ("run", *run_words({**options, **once, "placement": placement}))
 
 

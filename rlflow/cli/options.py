@@ -276,9 +276,8 @@ def run_options(function: F) -> F:
         json_option,
         click.option(
             "--wait",
-            type=click.IntRange(0),
-            default=0,
-            metavar="SECONDS",
+            type=time_of("--wait", bare=True),
+            metavar="TIME",
             help="With --address: how long the cluster may take to have room.",
         ),
         click.option("--address", metavar="HOST:PORT", help="Join a running Ray cluster."),

@@ -32,6 +32,7 @@ from rlflow.cli.continuing import (
     goes_on,
     in_the_same_chunks,
     iterations_of,
+    launched_words,
     weights_to_begin,
     words_of_run,
 )
@@ -112,8 +113,10 @@ class _Asked:
             return shlex.join(["rlflow", *self.options["replayed"]])
         if self.watch is not None and self.again[0] == "run":
             return f'rf.run(..., resume="{path}")'
+        if self.again[0] != "run":
+            return shlex.join(["rlflow", *self.again])
         words = ["--iterations", str(self.iterations), "--resume", str(path)]
-        return shlex.join(["rlflow", *self.again, *(words if self.again[0] == "run" else ())])
+        return shlex.join(["rlflow", *(launched_words() or self.again), *words])
 
 
 def run_as_asked(
@@ -155,7 +158,7 @@ def _run(
     if findings:
         raise UsageError(*findings, summary=NOTHING)
     if address is not None:
-        target = replace(target, rooms=rooms_at(address, target, wait=options["wait"]))
+        target = replace(target, rooms=rooms_at(address, target, wait=options["wait"] or 0.0))
     resume = options["resume"]
     existing = existing_run(resume, options["run_dir"], target.named) if resume else None
     if existing is not None:

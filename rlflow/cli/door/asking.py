@@ -91,7 +91,7 @@ class RunOptions(PlacedOptions, total=False):
     keep: int
     keep_best: str | None
     address: str | None
-    wait: int
+    wait: float | None
     strict: bool
     check_sync: bool
     deadline: float | None

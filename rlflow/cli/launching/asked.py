@@ -40,6 +40,7 @@ from rlflow.scheduler.devices.declared import is_device_file, parse_bytes
 
 Where = Literal["slurm", "k8s", "ssh"]
 NOTHING = "Nothing was submitted."
+RESTARTS = 10
 # What a run is told once: where it is, and how it begins.
 ONCE: dict[str, Any] = {
     "run_dir": None,
@@ -88,6 +89,7 @@ def asked_launch(
     job = LaunchJob(
         name=plan.graph.name,
         title=title_of(plan.graph.name, plan.placement, version("rlflow-engine"), need),
+        launched=site["launched"],
         words=words,
         first=_option("--from-weights", options["from_weights"]),
         again=("--allow-changes", options["allow_changes"]) if options["allow_changes"] else (),
@@ -99,7 +101,7 @@ def asked_launch(
         setup=site["setup"],
         variables=variables,
         need=need,
-        restarts=site["restarts"],
+        restarts=RESTARTS if site["restarts"] is None else site["restarts"],
         time=site["time"],
         raw=site["lines"],
     )

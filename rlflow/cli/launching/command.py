@@ -56,9 +56,8 @@ def site_options(function: F) -> F:
         click.option(
             "--restarts",
             type=click.IntRange(0),
-            default=10,
-            show_default=True,
-            help="How often it is put back in the queue after it lost its hosts.",
+            help="Slurm, Kubernetes: how often it is put back in the queue after it lost its "
+            "hosts; 10 by default.",
         ),
     ):
         function = option(function)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
+from rlflow.cli.continuing import LAUNCHED
 from rlflow.cli.launching.hosts import HostNeed
 from rlflow.cli.launching.variables import LaunchVariables
 from rlflow.runtime.ray.cluster.niceness import NICENESS, VARIABLE
@@ -26,15 +27,17 @@ FIND_ADDRESS = (
 class LaunchJob:
     """A run on a cluster. All paths are absolute, and are those of the hosts.
 
-    `words` are those after `rlflow`, without the run's directory; `first` and `again` are said
-    only where the run starts, and where it goes on. `code` is the folder that it starts in,
-    `beside` the one beside the run directory with what belongs to the launch. `programs` is the
-    folder of `rlflow` and `ray`, empty where `setup` finds them. `time` are the seconds that it
-    may take.
+    `launched` are the words after `rlflow` that launch it, but for the run's directory and the
+    iterations in all. `words` are those after `rlflow`, without the run's directory; `first` and
+    `again` are said only where the run starts, and where it goes on. `code` is the folder that it
+    starts in, `beside` the one beside the run directory with what belongs to the launch. `programs`
+    is the folder of `rlflow` and `ray`, empty where `setup` finds them. `time` are the seconds that
+    it may take.
     """
 
     name: str
     title: str
+    launched: tuple[str, ...]
     words: tuple[str, ...]
     first: tuple[str, ...]
     again: tuple[str, ...]
@@ -79,7 +82,13 @@ class LaunchJob:
             "else",
             f"  way=({' '.join(['--run-dir', run, *map(shlex.quote, self.first)])})",
             "fi",
+            "# The line that continues the run is that of a launch: this cluster ends with it.",
+            f"export {LAUNCHED}={shlex.quote(shlex.join(self.launched))}",
         ]
+
+    def continued(self) -> str:
+        """The line that launches the run again, from where it was typed first."""
+        return shlex.join(["rlflow", *self.launched, "--resume", self.run_dir])
 
     def command(self, address: str) -> str:
         """The run as one types it; `address` is shell, empty where no cluster is joined."""

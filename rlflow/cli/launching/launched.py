@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from rlflow.cli.launching.asked import AskedLaunch, Where, asked_launch
+from rlflow.cli.launching.asked import ONCE, AskedLaunch, Where, asked_launch
+from rlflow.cli.launching.command import launch_run
 from rlflow.cli.launching.kuberay import (
     CODE,
     MOST_ARCHIVE,
@@ -22,6 +23,7 @@ from rlflow.cli.launching.shipped import too_much
 from rlflow.cli.launching.slurm import SlurmSite, batch_script
 from rlflow.cli.launching.ssh import run_by_ssh, ssh_text
 from rlflow.cli.launching.submit import require_program, submit, unpack_code
+from rlflow.cli.options import typed_words
 from rlflow.cli.shell.printed import print_json
 from rlflow.errors import Finding, UsageError
 from rlflow.scheduler.devices.cluster import amount
@@ -29,12 +31,12 @@ from rlflow.scheduler.devices.cluster import amount
 NOTHING = "Nothing was submitted."
 # Options that one kind of cluster alone has.
 OWN: Mapping[Where, tuple[str, ...]] = {
-    "slurm": ("partition", "account", "srun", "lines", "time"),
-    "k8s": ("image", "namespace", "volume", "secret", "time"),
+    "slurm": ("partition", "account", "srun", "lines", "time", "restarts"),
+    "k8s": ("image", "namespace", "volume", "secret", "time", "restarts"),
     "ssh": ("ssh_command",),
 }
 SITE = (
-    *("hosts", "memory", "ship", "code_at", "setup", "env", "restarts"),
+    *("hosts", "memory", "ship", "code_at", "setup", "env"),
     *dict.fromkeys(name for names in OWN.values() for name in names),
 )
 
@@ -44,12 +46,14 @@ def launch_as_asked(
 ) -> None:
     """Write, ship and submit a run, or print all that; takes the options of `rlflow launch`."""
     where = _one_kind(slurm=slurm, k8s=k8s, ssh=ssh)
+    typed = {**options, "slurm": slurm, "k8s": k8s, "ssh": ssh}
     site = {name: options.pop(name) for name in SITE}
     machines = [] if ssh is None else _machines(ssh)
     _require_own(where, site)
     if where == "k8s":
         _require_kube(site)
     site |= {"volumes": read_volumes(site["volume"]), "hosts": _hosts(site["hosts"], machines)}
+    site |= {"launched": _launched(typed)}
     asked = asked_launch(where, options, site, folder=CODE if where == "k8s" else None)
     text = _written(asked, site, machines)
     if not dry_run:
@@ -60,6 +64,13 @@ def launch_as_asked(
         click.echo(text, nl=False)
         _told(asked)
         click.echo("dry run: nothing was written or submitted", err=True)
+
+
+def _launched(typed: Mapping[str, Any]) -> tuple[str, ...]:
+    """The words after `rlflow` that launch as it was typed, but for what is said of one start."""
+    time = typed["time"]
+    again = {**typed, **ONCE, "iterations": None, "time": None if time is None else f"{time:g}s"}
+    return ("launch", *typed_words(launch_run, again))
 
 
 def _one_kind(*, slurm: bool, k8s: bool, ssh: str | None) -> Where:
@@ -92,13 +103,15 @@ def _machines(said: str) -> list[str]:
 
 def _require_own(where: Where, site: Mapping[str, Any]) -> None:
     """Raise UsageError E380 for options that another kind of cluster has."""
-    for kind, names in OWN.items():
-        said = [name for name in names if site[name] and name not in OWN[where]]
+    for names in OWN.values():
+        others = [name for name in names if name not in OWN[where]]
+        said = [name for name in others if site[name] is not None and site[name] != ()]
         if said:
             option = {"lines": "--line"}.get(said[0], "--" + said[0].replace("_", "-"))
+            has = [f"--{each}" for each, own in OWN.items() if said[0] in own]
             image = where == "slurm" and said[0] == "image"
             raise _refused(
-                f"{option} is an option of --{kind}",
+                f"{option} is an option of {' and '.join(has)}",
                 got=f"--{where}",
                 fix="--srun '--container-image=IMAGE'" if image else f"leave out {option}",
             )
@@ -199,7 +212,7 @@ def _submitted(
         hosts = machines[: job.need.hosts]
         code = run_by_ssh(job, hosts, _ssh_words(site), asked.archive)
         if code:
-            click.echo(f"go on with the same line and --resume {job.run_dir}", err=True)
+            click.echo(f"continue with: {job.continued()}", err=True)
         if as_json:
             _emit(asked, submitted=True, code=code)
         raise SystemExit(code)

@@ -114,6 +114,7 @@ def _signals(job: LaunchJob) -> list[str]:
 
 
 def _end(job: LaunchJob) -> list[str]:
+    stuck = f"put back {job.restarts} times; continue with: {job.continued()}"
     return [
         "run=$!",
         "# A signal ends a wait, not the run; the last wait has the exit code.",
@@ -124,7 +125,7 @@ def _end(job: LaunchJob) -> list[str]:
         f'  if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.restarts} ]; then',
         '    scontrol requeue "$SLURM_JOB_ID"',
         "  else",
-        f'    echo "put back {job.restarts} times; go on with: rlflow launch ... --resume" >&2',
+        f"    echo {shlex.quote(stuck)} >&2",
         "  fi",
         "fi",
         'exit "$code"',

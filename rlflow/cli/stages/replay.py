@@ -78,5 +78,5 @@ def replay_update(
         click.echo(json.dumps(found.as_json(), indent=1, sort_keys=True, ensure_ascii=False))
     else:
         click.echo("\n".join(replayed_lines(found, everything=everything)))
-    if exit_code and not found.same:
+    if exit_code and found.same is False:
         raise SystemExit(1)

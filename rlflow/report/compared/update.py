@@ -50,10 +50,15 @@ class Replayed:
         return [name for name, (was, now) in pairs if was is not None and repr(was) != repr(now)]
 
     @property
-    def same(self) -> bool:
-        """Whether no bit differs of what both have left."""
+    def same(self) -> bool | None:
+        """Whether no bit differs; None where all that both have left is equal, but not weights.
+
+        Weights are not compared where the run keeps no checkpoint from after the iteration.
+        """
         moved = any(each.same is False or each.same_state is False for each in self.weights)
-        return not (self.differing or moved or any(self.rows.values()))
+        if self.differing or moved or any(self.rows.values()):
+            return False
+        return None if any(each.same is None for each in self.weights) else True
 
     def as_json(self) -> dict[str, Any]:
         """As plain data."""

@@ -117,12 +117,12 @@ def _rows(node: str, row: RowDifference | None) -> str:
 
 
 def _verdict(found: Replayed) -> str:
-    if not found.same and found.changed:
+    if found.same is False and found.changed:
         return "the replay differs from the run, as what was changed makes it"
-    if not found.same:
+    if found.same is False:
         return "the replay differs from the run, though nothing was said to be another"
     equal = "figures and rows" if found.rows else "figures"
-    if any(each.same is None for each in found.weights):
+    if found.same is None:
         return (
             f"{equal} that both have are equal, bit for bit; weights were not compared: the run "
             f"keeps no checkpoint from after iteration {found.iteration}"

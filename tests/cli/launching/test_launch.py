@@ -19,7 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from rlflow.cli.continuing import LAUNCHED, words_of_run
 from rlflow.cli.launching.variables import is_key
+from rlflow.cli.options import read_run
 from tests.conftest import PIPELINES, TINY
 
 HERE = Path(__file__).parent
@@ -202,6 +204,20 @@ def test_a_run_goes_on_from_its_directory(launch, project):
     assert (2, True) == (anew.code, "error[E711]" in anew.err and f"--resume {run}" in anew.err)
 
 
+def test_what_continues_a_launched_run_joins_no_cluster_that_is_gone(launch, monkeypatch):
+    program = launch("--ssh", "a,b", *TWO, "--iterations", "9", "--dry-run").out
+    (told,) = re.findall(rf"export {LAUNCHED}='(.*)'", program)
+    joined = read_run(["p.py", "--backend", "ray", "--address", "10.0.0.1:6379", "--wait", "10m"])
+
+    typed = words_of_run(joined, "x")
+    monkeypatch.setenv(LAUNCHED, told)
+    launched = words_of_run(joined, "x")
+
+    assert f"launch pipelines/grpo_arithmetic.py {' '.join(TWO[:-2])} --ssh a,b" == told
+    assert typed[-4:] == ("--address", "10.0.0.1:6379", "--wait", "600")
+    assert typed[:-4] == launched
+
+
 REFUSED = {
     "no kind": ("E380", ("--devices", "cpu:2")),
     "two kinds": ("E380", ("--slurm", "--k8s", "--devices", "cpu:2")),
@@ -214,6 +230,7 @@ REFUSED = {
     "no time": ("E209", ("--slurm", "--time", "banana", "--devices", "cpu:2")),
     "a time without a unit": ("E209", (*KUBE, "--time", "60", "--devices", "cpu:2")),
     "a time of hosts by ssh": ("E380", ("--ssh", "a", "--time", "1h", "--devices", "cpu:2")),
+    "restarts by ssh": ("E380", ("--ssh", "a", "--restarts", "0", "--devices", "cpu:2")),
     "no image": ("E380", ("--k8s", "--devices", "cpu:2")),
     "no volume": ("E380", ("--k8s", "--image", "x", "--devices", "cpu:2")),
     "no secret": ("E380", (*KUBE, "--env", "HF_TOKEN", "--devices", "cpu:2")),

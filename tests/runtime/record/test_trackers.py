@@ -109,6 +109,35 @@ def test_one_that_refuses_is_given_up_after_some_iterations(tmp_path):
     assert tracker.closed
 
 
+def test_one_that_fails_as_it_closes_has_all_points_and_says_so(tmp_path):
+    tracker = Kept()
+    tracker.close = lambda: refuse("flush")
+
+    said, _ = observe(tmp_path, {"wandb": lambda *_: tracker}, range(3))
+
+    assert ["tracker wandb was not closed: OSError: no flush"] == said
+    assert [0, 1, 2] == [iteration for iteration, _ in tracker.points]
+
+
+@pytest.mark.parametrize("fails", ["import no_such_part", "raise SystemExit(3)", "1 / 0"])
+def test_a_package_that_fails_at_import_is_named_with_what_mends_it(tmp_path, monkeypatch, fails):
+    (tmp_path / "swanlab.py").write_text(fails)
+    monkeypatch.syspath_prepend(tmp_path)
+    said = []
+    observer = Observer(tmp_path, names=chosen_trackers(("swanlab",), ()))
+
+    observer.begin(said.append)
+    observer.write(0, {"reward": 1.0})
+    observer.close()
+
+    assert said[0].startswith(
+        "tracker swanlab cannot be opened: ImportError: package 'swanlab' is installed and fails "
+        "at import ("
+    )
+    assert 'pip install "rlflow-engine[swanlab]"' in said[0]
+    assert said[0].endswith("; the run goes on without it")
+
+
 def test_one_that_refuses_now_and_then_gets_the_rest(tmp_path):
     tracker = Kept(lambda n: refuse(n) if n == 2 else None)
 

@@ -152,7 +152,7 @@ def test_both_updates_are_printed_side_by_side(tmp_path):
     )  # fmt: skip
     text = "\n".join(replayed_lines(found))
 
-    assert not found.same
+    assert found.same is False
     assert "changed   actor.optimizer.lr: 0.1 -> 0.2" in text
     assert "1 of 2 figures are equal in every bit" in text
     assert "actor.update/kl" not in text
@@ -174,6 +174,7 @@ def test_weights_that_are_not_compared_are_said_with_why(tmp_path):
     text = "\n".join(replayed_lines(found))
 
     assert "the replay moved them by 2: not compared" in text
+    assert found.as_json()["same"] is None
     assert "norm of the update" not in text
     assert "figures that both have are equal, bit for bit; weights were not compared: " in text
     assert "the run keeps no checkpoint from after iteration 1\n" in text
@@ -219,7 +220,7 @@ def test_an_update_again_is_equal_and_with_another_rate_beside_it(rlflow, tmp_pa
     assert {"actor.rollout": None} == sampled["rows"]
 
     found = replay(rlflow, run, "--iteration", 1, "--set", "lr=1e-3")
-    assert not found["same"]
+    assert found["same"] is False
     assert [["actor.optimizer.lr", "0.0002", "0.001"]] == found["changed"]
     assert ["actor.update/lr"] == found["differing"]
     (weights,) = found["weights"]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
@@ -177,6 +178,14 @@ def _missing(name: str) -> Finding:
 
 
 def _opened(name: str) -> Opened:
-    """What opens a tracker; its file is loaded in the thread that needs it."""
+    """What opens a tracker; it is loaded in the thread that needs it.
+
+    Raises ImportError for a package that is there and fails while it is imported, in any way.
+    """
+    try:
+        import_module(TRACKERS[name])
+    except BaseException as error:  # SystemExit too: of a package, this is no end of a run
+        what = f"package {TRACKERS[name]!r} is installed and fails at import"
+        raise ImportError(f"{what} ({type(error).__name__}: {error}): {INSTALL[name]}") from error
     found: Opened = resolve_name(f"rlflow.runtime.record.trackers.{CLASSES[name]}")
     return found

@@ -66,6 +66,8 @@ if [ -e /shared/mine/run.json ]; then
 else
   way=(--run-dir /shared/mine)
 fi
+# The line that continues the run is that of a launch: this cluster ends with it.
+export RLFLOW_LAUNCHED='launch pipelines/grpo_arithmetic.py --placement fsdp --devices h100:2 --hosts 2 --setup '"'"'source /env/bin/activate'"'"' --env HF_TOKEN --ssh one,me@two'
 rlflow run /shared/mine.launch/code/pipelines/grpo_arithmetic.py --placement fsdp --devices h100:2 --threads 1 --backend ray --address $address:6379 --wait 600 "${way[@]}" < /dev/null &
 started=$!
 { cat > /dev/null || true; kill -TERM "$started" 2> /dev/null; } <&0 &
