@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from rlflow.cli.launching.asked import ONCE, AskedLaunch, Where, asked_launch
-from rlflow.cli.launching.command import launch_run
 from rlflow.cli.launching.kuberay import (
     CODE,
     MOST_ARCHIVE,
@@ -70,7 +69,7 @@ def _launched(typed: Mapping[str, Any]) -> tuple[str, ...]:
     """The words after `rlflow` that launch as it was typed, but for what is said of one start."""
     time = typed["time"]
     again = {**typed, **ONCE, "iterations": None, "time": None if time is None else f"{time:g}s"}
-    return ("launch", *typed_words(launch_run, again))
+    return ("launch", *typed_words(click.get_current_context().command, again))
 
 
 def _one_kind(*, slurm: bool, k8s: bool, ssh: str | None) -> Where:
