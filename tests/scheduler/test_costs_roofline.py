@@ -435,6 +435,18 @@ def test_an_update_gathers_twice_and_sums_gradients() -> None:
     assert twice.update(load, 1e9, recompute=False) == pytest.approx(base + two.all_reduce(1e9))
 
 
+def test_ranks_send_gradients_of_all_that_they_share() -> None:
+    """Each keeps an eighth of the sum, and sends the other seven; on PCIe that is what lasts."""
+    slow = Cluster(kind=KINDS["l40s"], count=8)
+    roof = replace(SHARDED, kind=slow.kind, fsdp=group_of(slow, range(8)), kept_whole=True)
+    sent = roof.shared_out(4e9)
+    assert sent == pytest.approx(8 * 4e9 * 7 / 8 / roof.fsdp.bandwidth, rel=0.02)
+    few = Load(rows=1, prompts=1, prompt=8, lengths=full_lengths(8))
+    seconds = [roof.update(few, size, recompute=False) for size in (4e9, 0.0)]
+    none = roof.shared_out(0.0)
+    assert seconds[0] - seconds[1] == pytest.approx(sent - none)
+
+
 def test_an_optimizer_step_is_bound_by_its_memory() -> None:
     """Eight floats a parameter: three read and written, the gradient read twice."""
     assert SEVEN_B.step(1e9) == pytest.approx(32e9 / (0.8 * 3.35e12))

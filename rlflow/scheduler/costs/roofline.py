@@ -179,6 +179,15 @@ class Roofline:
         layers = self.shape.layers + 1
         return layers * self.fsdp.all_gather(self.weights / layers)
 
+    def shared_out(self, trained: float) -> float:
+        """Seconds until a rank has its `trained` bytes of the sum of all gradients of a pass.
+
+        A reduce-scatter a layer of what all ranks will have of it. On CPU devices that is taken to
+        be as much as one of them will have.
+        """
+        layers, ranks = self.shape.layers + 1, 1 if self.on_cpu else self.fsdp.ranks
+        return layers * self.fsdp.reduce_scatter(ranks * trained / layers)
+
     def beside(self, computed: float, sent: float) -> float:
         """Computing while the next layer's parameters come; on a CPU one after the other."""
         return computed + sent if self.on_cpu else max(computed, sent)
@@ -217,9 +226,7 @@ class Roofline:
             computed += share * self.passed(tokens, 0, again) / count
         one = self.launched(self.multiplied(computed, times * self.weights), times)
         one = self.beside_copies(one, times, self.layers.sent(tokens / count, recompute))
-        layers = self.shape.layers + 1
-        summed = layers * self.fsdp.reduce_scatter(trained / layers)
-        sent = (1 if self.kept_whole else 2) * self.gathered() + summed
+        sent = (1 if self.kept_whole else 2) * self.gathered() + self.shared_out(trained)
         agreed = (times - 1) * self.agreed(tokens)
         one = self.beside(one, sent) + self.added(trained)
         each = self.logit(self.kind.learned, efficiency.LEARNED_BYTES)
