@@ -41,12 +41,13 @@ def alike(expected, found, limit=1e-5):
     assert (flat(expected.log_probs) - flat(found.log_probs)).abs().max() < limit
 
 
-def same_tokens(rank, path, shape, is_trained):
+def same_tokens(rank, path, shape, is_trained, paged=None):
     """Greedy and sampled responses are those of one rank; ranks of a part agree bit for bit."""
     options = {"dtype": torch.float32, "device": "cpu"}
     model = load_sharded(path, mesh=mesh(*shape), trained=is_trained, **options)
-    sharded = ShardedRollout(model)
-    one = TorchRollout(load_model(path, **options))
+    # On blocks: slots for two prompts of two samples, or for one of three; the others wait.
+    sharded = ShardedRollout(model, paged=paged, rows_at_once=4)
+    one = TorchRollout(load_model(path, **options), paged=paged, rows_at_once=4)
     part = model.ranks.place("fsdp") * 100
     for sampling in (GREEDY, SAMPLED):
         found = generated(sharded, sampling, part)
@@ -58,10 +59,11 @@ def same_tokens(rank, path, shape, is_trained):
     return True
 
 
-def same_pieces(rank, path, shape, is_trained, count):
+def same_pieces(rank, path, shape, is_trained, count, paged=None):
     """The pieces of a generation are the whole, bit for bit, in the order in which rows end."""
     options = {"dtype": torch.float32, "device": "cpu"}
-    sharded = ShardedRollout(load_sharded(path, mesh=mesh(*shape), trained=is_trained, **options))
+    model = load_sharded(path, mesh=mesh(*shape), trained=is_trained, **options)
+    sharded = ShardedRollout(model, paged=paged)
     part = sharded.model.ranks.place("fsdp") * 100
     whole = generated(sharded, RAGGED, part)
     sizes = lengths(whole.response_tokens).tolist()
@@ -107,19 +109,32 @@ def training_goes_on_after(rank, path, shape):
     return True
 
 
-def first_rank_decides(rank, path, shape):
+def first_rank_decides(rank, path, shape, paged, new_tokens):
     """The ranks draw what the first drew, and stop when it was told to, whatever others think."""
     model = load_sharded(path, mesh=mesh(*shape), trained=False, dtype=torch.float32, device="cpu")
-    rollout = ShardedRollout(model)
+    rollout = ShardedRollout(model, paged=paged)
     asked = []
 
     def told():
         asked.append(rank)
-        return rank == 1 or len(asked) == 4
+        return rank == 1 or len(asked) == (2 if paged else 4)
 
     rollout.told_to_stop = told
-    sampling = Sampling(max_new_tokens=12, temperature=1.0, n=2)
+    sampling = Sampling(max_new_tokens=new_tokens, temperature=1.0, n=2)
     found = generated(rollout, sampling, offset=50 * rank)
     everyone = model.ranks.gather(flat(found.response_tokens).tolist(), ("tp",))
     assert all(tokens == everyone[0] for tokens in everyone)
     return lengths(found.response_tokens).tolist()
+
+
+def gathered_weights_are_read(rank, path, shape):
+    """Numbers that a forward reads: this rank's pieces, and all while they are gathered."""
+    model = load_sharded(path, mesh=mesh(*shape), trained=True, dtype=torch.float32, device="cpu")
+
+    def read():
+        return sum(part.numel() for part in model.computed_with())
+
+    pieces = read()
+    with model.gathered():
+        whole = read()
+    return pieces, whole, sum(parameter.numel() for parameter in model.parameters.values())

@@ -31,6 +31,27 @@ def test_tokens_are_those_of_one_rank(shape, family, trained, world, model_dir):
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize(
+    ("shape", "family", "trained"),
+    [
+        pytest.param((1, 1, 2), "qwen3", False, id="tp2"),
+        pytest.param((1, 2, 1), "llama", True, id="fsdp2-trained"),
+        pytest.param((1, 2, 2), "qwen2", True, id="fsdp2xtp2-trained"),
+    ],
+)
+def test_tokens_on_a_pool_of_blocks_are_those_of_one_rank(shape, family, trained, world, model_dir):
+    assert all(in_all(world, rollouts.same_tokens, model_dir(family), shape, trained, True))
+
+
+def test_pieces_on_a_pool_of_blocks_are_the_whole(world, model_dir):
+    path = model_dir("qwen2")
+
+    found = in_all(world, rollouts.same_pieces, path, (1, 1, 2), False, 3, True)
+
+    assert all(sizes > 2 for sizes in found)
+
+
+@pytest.mark.rows(1)
+@pytest.mark.parametrize(
     ("shape", "trained", "count"),
     [
         pytest.param((1, 1, 2), False, 3, id="tp2"),
@@ -54,7 +75,19 @@ def test_training_goes_on_as_if_nothing_had_been_generated(shape, world, model_d
     assert all(in_all(world, rollouts.training_goes_on_after, model_dir("qwen2"), shape))
 
 
-def test_the_first_rank_decides_on_tokens_and_on_stopping(world, model_dir):
-    found = in_all(world, rollouts.first_rank_decides, model_dir("qwen2"), (1, 1, 2))
+# Between windows of 8 tokens the host hears of a window what was said after the one before.
+@pytest.mark.parametrize(
+    ("paged", "new_tokens", "made"), [(False, 12, 4), (True, 60, 33)], ids=["columns", "blocks"]
+)
+def test_the_first_rank_decides_on_tokens_and_stops(paged, new_tokens, made, world, model_dir):
+    options = paged, new_tokens
+    found = in_all(world, rollouts.first_rank_decides, model_dir("qwen2"), (1, 1, 2), *options)
 
-    assert [[4] * 8] * 2 == found
+    assert [[made] * 8] * 2 == found
+
+
+def test_replays_are_of_the_weights_that_were_gathered(world, model_dir):
+    found = in_all(world, rollouts.gathered_weights_are_read, model_dir("qwen2"), (1, 2, 1))
+
+    assert sum(pieces for pieces, _, _ in found) == found[0][1]
+    assert all(whole == every for _, whole, every in found)

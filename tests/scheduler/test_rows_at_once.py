@@ -68,6 +68,16 @@ def test_a_model_that_fits_with_fewer_rows_at_once_is_planned_so(tmp_path: Path)
     assert (actor.rows_at_once,) == tuple(i.rows_at_once for i in read_plan(saved).instances)
 
 
+def test_ranks_that_share_each_layer_have_slots_for_as_many_rows_as_fit() -> None:
+    """Keys and values of a token are half as many on each of two ranks, and so are the weights."""
+    placement = rf.Placement(pools={"all": 2}, assign={"*": rf.on("all", tp=2)})
+    cluster = parse_cluster("rtx4090:2", 2)
+    plan = compile_plan(of_rows(1024, 4096), placement, cluster, name="p").plan
+    (actor,), (alone,) = plan.instances, planned(batch=1024, new=4096).instances
+    assert alone.rows_at_once < actor.rows_at_once < MOST_ROWS
+    assert all(plan.peaks[rank] <= plan.budget(rank) for rank in (0, 1))
+
+
 def test_where_all_rows_fit_nothing_is_said_of_them() -> None:
     plan = planned(batch=256, kind="h100")
     (actor,) = plan.instances

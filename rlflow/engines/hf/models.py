@@ -304,6 +304,10 @@ class TorchModel(Resident):
         """The storage of all weights that live on the device, frozen ones first."""
         return [*self.frozen.buffers.values(), *self.trained.buffers.values()]
 
+    def computed_with(self) -> list[Tensor]:
+        """What a forward reads on the device, by which it is known whether that has moved."""
+        return self.buffers()
+
     def num_bytes(self) -> int:
         """Bytes of all weights, wherever they are."""
         hosted = 0 if self.layers is None else self.layers.num_bytes()

@@ -138,7 +138,7 @@ def _sharded(
     )
     micro, visiting = instance.micro_tokens, instance.offload == "optimizer"
     train = ShardedTrainEngine(model, optimizer, micro_tokens=micro, visiting=visiting)
-    return model, train, ShardedRollout(model)
+    return model, train, ShardedRollout(model, rows_at_once=instance.rows_at_once)
 
 
 def _engine(instance: Instance, spec: Model, path: str, how: Mapping[str, object]) -> Parts:

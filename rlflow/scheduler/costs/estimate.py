@@ -394,5 +394,5 @@ def keeps_workspace(roof: Roofline) -> bool:
 
 
 def paged_there(instance: Instance, kind: str) -> bool:
-    """Whether rollouts of an instance have a pool of blocks: those of one process on a device."""
-    return kind != "cpu" and not instance.engine_plan.own_process and not instance.sharded
+    """Whether rollouts of an instance have a pool of blocks: the embedded engine's on a device."""
+    return kind != "cpu" and not instance.engine_plan.own_process

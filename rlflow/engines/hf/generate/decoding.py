@@ -89,6 +89,17 @@ class Responses:
         """The tokens of the live rows and their log-probs; see `sampling.choose`."""
         return draw_tokens(logits, uniform, self.sampling)
 
+    def agreed(self, tokens: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """What is kept of a draw of `[rows]` tokens, of those of several ranks that draw it."""
+        return tokens, log_probs
+
+    def stop_said(self) -> Tensor | None:
+        """Whether to stop, int64 `[1]` on the device, where one rank decides that for several."""
+        return None
+
+    def heard(self, stop: bool) -> None:
+        """Take note of what `stop_said` has said."""
+
     def ended(self) -> Tensor:
         """The rows that have ended, int64: the shortest first, of equal ones the first."""
         going = torch.zeros(len(self.sizes), dtype=torch.bool, device=self.live.device)

@@ -114,7 +114,10 @@ class PagedDecoding(Decoding):
 
     def _learn(self) -> None:
         """Read the oldest look; responses know which rows had not ended then."""
-        self.known = self.looks.popleft().read()
+        found = self.looks.popleft().read()
+        self.known, said = np.split(found, [len(self.lengths)])
+        if len(said):
+            self.responses.heard(bool(said[0]))
         going = torch.from_numpy(np.flatnonzero(self.known >= 0))
         self.responses.live = to_device(going, self.model.device)
 
@@ -224,7 +227,7 @@ class PagedDecoding(Decoding):
     def addresses(self) -> tuple[int, ...]:
         """Where the weights and the pools lie, which a replay reads."""
         pools = [part for pair in self.cache.pools.values() for part in pair]
-        return tuple(part.data_ptr() for part in (*self.model.buffers(), *pools))
+        return tuple(part.data_ptr() for part in (*self.model.computed_with(), *pools))
 
     def settled(self) -> int:
         """The rows that had ended when last looked, and were no longer than any that went on."""

@@ -28,13 +28,16 @@ Places = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How many tokens rows have, negative of those that have ended, as it was at some time."""
+    """How many tokens rows have, negative of those that have ended, as it was at some time.
+
+    One number more, where several ranks draw, is whether the first of them was told to stop.
+    """
 
     counts: Tensor
     arrived: torch.cuda.Event | None
 
     def read(self) -> Places:
-        """The numbers int64 `[rows]`, once the device is as far."""
+        """The numbers int64 `[rows]` or `[rows + 1]`, once the device is as far."""
         if self.arrived is not None:
             self.arrived.synchronize()
         found: Places = self.counts.numpy()
@@ -53,6 +56,7 @@ class SteppedRows:
     ) -> None:
         self.model = model
         self.cache = cache
+        self.responses = responses
         self.sampling = responses.sampling
         self.stops = responses.stops
         self.nobody, self.width = responses.tokens.shape
@@ -98,7 +102,7 @@ class SteppedRows:
 
     def keep(self, row: Tensor, logits: Tensor, uniform: Tensor) -> None:
         """Draw, and note what live rows have drawn and which of them go on."""
-        tokens, log_probs = draw_narrow(logits, uniform, self.sampling)
+        tokens, log_probs = self.responses.agreed(*draw_narrow(logits, uniform, self.sampling))
         live, counts = self.live[row], self.counts[row]
         # Rows that have ended write to the row that is nobody's.
         place = torch.where(live, row, self.nobody)
@@ -114,7 +118,9 @@ class SteppedRows:
     def look(self) -> Look:
         """Begin to bring the present counts to the host."""
         mine = slice(0, self.nobody)
-        counts = to_host_soon(torch.where(self.live[mine], self.counts[mine], -self.counts[mine]))
+        counts = torch.where(self.live[mine], self.counts[mine], -self.counts[mine])
+        said = self.responses.stop_said()
+        counts = to_host_soon(counts if said is None else torch.cat([counts, said]))
         arrived: Any = None
         if self.row.device.type == "cuda":
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -204,6 +204,10 @@ class ShardedModel(TorchModel):
         """The storage of this rank's pieces as bytes, those of frozen weights first."""
         return [*self.frozen_buffers(), *self.storages(self.trained_names())]
 
+    def computed_with(self) -> list[Tensor]:
+        """What a forward reads: whole parameters where they are gathered, and else the pieces."""
+        return [local(parameter) for parameter in self.module.parameters()]
+
     def frozen_buffers(self) -> list[Tensor]:
         """The storage of what training does not change."""
         return self.storages(self.parameters.keys() - self.trained_names())

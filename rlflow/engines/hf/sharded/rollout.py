@@ -13,6 +13,7 @@ from rlflow.engines.hf.generate.decoding import Responses
 from rlflow.engines.hf.generate.speculative import Draft
 from rlflow.engines.hf.rollout import EVERYTHING, TorchRollout
 from rlflow.engines.hf.sharded.model import ShardedModel
+from rlflow.modelfiles.paging import MOST_ROWS
 
 
 class AgreedResponses(Responses):
@@ -33,22 +34,42 @@ class AgreedResponses(Responses):
         """What the first rank has drawn; with it comes whether it was told to stop."""
         tokens, log_probs = super().choose(logits, uniform)
         told = tokens.new_full((1,), self.rollout.told_to_stop())
-        said = torch.cat([tokens.double(), log_probs.double(), told.double()])
-        said = self.rollout.model.ranks.first_says(said, "tp")
-        self.rollout.ended = bool(said[-1])
+        said = self.first_says(torch.cat([tokens.double(), log_probs.double(), told.double()]))
+        self.heard(bool(said[-1]))
         tokens, log_probs = said[:-1].view(2, -1)
         return tokens.long(), log_probs.float()
+
+    def agreed(self, tokens: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """What the first rank has drawn."""
+        said = self.first_says(torch.stack([tokens.double(), log_probs.double()]))
+        return said[0].long(), said[1].float()
+
+    def stop_said(self) -> Tensor | None:
+        """Whether the first rank was told to stop."""
+        return self.first_says(self.live.new_full((1,), self.rollout.told_to_stop()))
+
+    def heard(self, stop: bool) -> None:
+        """Ranks end a generation after the same token."""
+        self.rollout.ended = stop
+
+    def first_says(self, values: Tensor) -> Tensor:
+        """Those of the first of the ranks that share each layer, in place."""
+        return self.rollout.model.ranks.first_says(values, "tp")
 
 
 class ShardedRollout(TorchRollout):
     """Generates with the ranks that share each layer of `model`, which all get the same prompts.
 
     All ranks of the mesh call `generate` equally often. Ranks along `fsdp` first gather the
-    parameters of their layers, whole, and then generate each by themselves.
+    parameters of their layers, whole, and then generate each by themselves. On a pool of blocks
+    the first rank's draws reach the others within a step, and that it was told to stop with what
+    the host reads of a window of steps.
     """
 
-    def __init__(self, model: ShardedModel) -> None:
-        super().__init__(model, paged=False)
+    def __init__(
+        self, model: ShardedModel, *, paged: bool | None = None, rows_at_once: int = MOST_ROWS
+    ) -> None:
+        super().__init__(model, paged=paged, rows_at_once=rows_at_once)
         self.model: ShardedModel = model
         self.ended = False
 
@@ -70,6 +91,7 @@ class ShardedRollout(TorchRollout):
         self, sampling: Sampling, key: SampleKey, sample_ids: Tensor, reach: Reach
     ) -> Responses:
         """Rows without tokens, on which the ranks agree."""
+        self.ended = False
         return AgreedResponses(self, sampling, key, sample_ids, reach)
 
     def told_to_stop(self) -> bool:
