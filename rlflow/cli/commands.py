@@ -9,22 +9,19 @@ import contextlib
 import sys
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from rlflow.cli.config import load_pipeline, named_placement, trace_error
 from rlflow.cli.options import chunks_said
+from rlflow.cli.planning.missing_models import hub_findings, missing_model_findings
 from rlflow.cli.stages.parts import part_placement, taken_part
 from rlflow.data import DataSource
-from rlflow.errors import DataError, Finding, RlflowError, UsageError, near_names
+from rlflow.errors import DataError, Finding, PlanError, RlflowError, UsageError, near_names
 from rlflow.graph.cut.part import GraphPart
 from rlflow.graph.graph import Graph
-from rlflow.graph.model import Model
 from rlflow.graph.pipeline import Config, Pipeline, make_config
 from rlflow.graph.placement import Placement
 from rlflow.graph.roles import Drawn
-from rlflow.modelfiles.directories import cached_models, model_directory
-from rlflow.modelfiles.hub import on_the_hub
 from rlflow.scheduler.compile import Compiled, compile_plan
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.devices.cluster import Cluster, parse_cluster
@@ -37,6 +34,7 @@ from rlflow.scheduler.plan.explain import explain
 from rlflow.scheduler.plan.plan import Backend, Plan
 from rlflow.scheduler.plan.text import table
 from rlflow.scheduler.search.engines import made_by
+from rlflow.scheduler.search.remedies import with_remedies
 from rlflow.scheduler.simulate.overlap import overlapping
 
 NOTHING = "Nothing was started."
@@ -246,60 +244,14 @@ def _compiled(
             optimize=target.optimize or 0.0,
             notes=declared.part.notes,
         )
+    except PlanError as error:
+        ways: Any = {"near": near, "backend": target.backend}
+        raise with_remedies(error, graph, placement, cluster, **ways) from None
     except DataError as error:
         raise UsageError(*error.findings, summary=NOTHING) from None
     except UsageError as error:
         findings = missing_model_findings(declared.graph, near) or list(error.findings)
         raise UsageError(*findings, summary=NOTHING) from None
-
-
-def missing_model_findings(graph: Graph, near: Path | None) -> list[Finding]:
-    """The models of a graph that are not where it says, each at the line that declares it."""
-    findings: list[Finding] = []
-    for model in graph.models:
-        if model.path.startswith(PREFIX):
-            continue
-        try:
-            model_directory(model.path, near)
-        except UsageError as error:
-            findings += [replace(finding, where=model.where) for finding in error.findings]
-    return findings
-
-
-def hub_findings(graph: Graph, near: Path | None, *, needed: bool) -> list[Finding]:
-    """E528 for models that are not on this machine, and that the hub does not have.
-
-    Where they are `needed` now, also for those that it cannot be asked for.
-    """
-    findings = []
-    wrong = missing_model_findings(graph, near)
-    for model in () if wrong else graph.models:
-        if model.path.startswith(PREFIX) or model_directory(model.path, near) is not None:
-            continue
-        answer = on_the_hub(model.path)
-        if answer == "missing" or (needed and answer != "there"):
-            findings.append(_not_found(model, answer))
-    return findings
-
-
-def _not_found(model: Model, answer: str) -> Finding:
-    """A model that is neither here nor to be had."""
-    why = {
-        "missing": "the hub has no model of that name that may be seen without another HF_TOKEN",
-        "unreachable": "the hub does not answer",
-        "offline": "HF_HUB_OFFLINE is set, so the hub is not asked",
-    }
-    fetched = f"hf download {model.path} --local-dir models/{model.path.rpartition('/')[2]}"
-    local = f'rf.Model("{model.name}", "models/{model.path.rpartition("/")[2]}", ...)'
-    return Finding(
-        code="E528",
-        what=f"model {model.path!r} is not on this machine",
-        where=model.where,
-        got=why[answer],
-        expected="a directory with config.json, or the name of a hub model",
-        near=near_names(model.path, cached_models()),
-        fix="" if answer == "missing" else f"{fetched}   with a network, then {local}",
-    )
 
 
 def data_findings(graph: Graph, *, remote: bool = False) -> list[Finding]:

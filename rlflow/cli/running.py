@@ -22,7 +22,6 @@ from rlflow.cli.commands import (
     costs_of,
     data_findings,
     declare,
-    hub_findings,
     peaks_of,
     plan_declared,
 )
@@ -39,6 +38,7 @@ from rlflow.cli.continuing import (
 from rlflow.cli.interpreters import missing_engines
 from rlflow.cli.looking.recording import recording_asked, recording_noted
 from rlflow.cli.machines import backend_joining, machine_of, rooms_at
+from rlflow.cli.planning.missing_models import hub_findings
 from rlflow.cli.stages.parts import require_trained
 from rlflow.cli.tracing.observing import check_observed, observer_of, profiled_actions
 from rlflow.errors import Finding, Interrupted, UsageError

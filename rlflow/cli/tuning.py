@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlflow.cli.commands import NOTHING, Target, cluster_of, declare, missing_model_findings
+from rlflow.cli.commands import NOTHING, Target, cluster_of, declare
 from rlflow.cli.config import named_placement
 from rlflow.cli.options import repeated
+from rlflow.cli.planning.missing_models import missing_model_findings
 from rlflow.errors import DataError, Finding, UsageError
 from rlflow.scheduler.devices.cluster import machine_cores
 from rlflow.scheduler.passes.staleness import allowed

@@ -26,7 +26,7 @@ Fits = Callable[[Instance], bool]
 def in_micro_batches(
     instance: Instance, nodes: Sequence[Node], room: int, costs: Costs, *, free: bool = False
 ) -> Instance:
-    """The instance with micro-batches as large as fit `room` bytes; as it is where none do.
+    """The instance with micro-batches as large as fit `room` bytes; if none do, what needs least.
 
     They are halved from `MICRO_TOKENS` down, and no smaller than needed. Where none fits, an
     optimizer's state stays on the host, unless that is where the devices have their memory; and
@@ -39,15 +39,22 @@ def in_micro_batches(
         return all(needed(node, tried, costs) <= room for node in nodes)
 
     found = largest_fit(instance, fits)
-    if found is not None or not instance.trained:
-        return found or instance
+    if found is not None:
+        return found
+    least = replace(instance, micro_tokens=LEAST_TOKENS)
+    if not instance.trained:
+        return least
     ways = [instance]
     if instance.offload is None and not costs.cluster.is_cpu:
         ways.append(replace(instance, offload="optimizer"))
     shape = costs.shapes[instance.model]
     layers = shape.layers if free and shape is not None else 0
     fitting = [fit for way in ways for fit in ways_of(way, layers, fits)]
-    return min(fitting, key=lambda fit: instance_seconds(fit, nodes, costs), default=instance)
+    if fitting:
+        return min(fitting, key=lambda fit: instance_seconds(fit, nodes, costs))
+    again = [least, replace(least, recompute=True)] if layers else [least]
+    tried = (replace(each, offload=way.offload) for way in ways for each in again)
+    return min(tried, key=lambda way: max(needed(node, way, costs) for node in nodes))
 
 
 def with_rows(instance: Instance, nodes: Sequence[Node], room: int, costs: Costs) -> Instance:
@@ -68,7 +75,7 @@ def with_rows(instance: Instance, nodes: Sequence[Node], room: int, costs: Costs
     each = max(costs.load(n, row_parts(n, instance)).in_blocks().n for n in paged)
     counts = range(each, MOST_ROWS + 1, each)
     found = bisect_left(counts, True, key=too_many)
-    return of(counts[found - 1]) if found else instance
+    return of(counts[max(found - 1, 0)])
 
 
 def _in_blocks(node: Node, instance: Instance, costs: Costs) -> bool:

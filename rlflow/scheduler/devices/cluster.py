@@ -152,6 +152,14 @@ class Cluster:
         groups = tuple((replace(kind, **figures), count) for kind, count in self.groups)
         return replace(self, kind=replace(self.kind, **figures), groups=groups)
 
+    def enlarged(self, count: int) -> Cluster | None:
+        """So many devices at least, where more of the kind may be had: not of CPUs, nor mixed."""
+        if count <= self.count:
+            return self
+        if self.is_cpu or self.groups:
+            return None
+        return replace(self, count=count, hosts=max(self.hosts, _hosts(self.kind, count)))
+
     def describe(self) -> str:
         """The printed form: kinds, counts, memory each, threads each."""
         threads = f", {self.threads} thread{'s' if self.threads > 1 else ''}"

@@ -214,9 +214,16 @@ def _noting(plan: Plan, demand: Demand, trace: Trace, choice: Residents, decided
     return plan.noting("residency", text)
 
 
-def too_large(plan: Plan, memories: Memories) -> list[Finding]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TooLarge(Finding):
+    """E401, and the bytes that an action lacks on the device where it lacks most."""
+
+    lacks: int = 0
+
+
+def too_large(plan: Plan, memories: Memories) -> list[TooLarge]:
     """A finding for every action that does not fit with all that it does not need asleep."""
-    found: list[tuple[int, Finding]] = []
+    found: list[TooLarge] = []
     for action in plan.actions:
         worst = max(
             (_alone(plan, memories, action, group) for group in memories.on[action.devices]),
@@ -224,8 +231,8 @@ def too_large(plan: Plan, memories: Memories) -> list[Finding]:
             default=None,
         )
         if worst is not None and worst.over > 0:
-            found.append((worst.over, _does_not_fit(plan, action, worst)))
-    return [finding for _, finding in sorted(found, key=lambda each: -each[0])]
+            found.append(_does_not_fit(plan, action, worst))
+    return sorted(found, key=lambda finding: -finding.lacks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,17 +266,18 @@ def _alone(plan: Plan, memories: Memories, action: Action, device: int) -> _Alon
     )
 
 
-def _does_not_fit(plan: Plan, action: Action, need: _Alone) -> Finding:
+def _does_not_fit(plan: Plan, action: Action, need: _Alone) -> TooLarge:
     rows = [f"{amount(size)} {name}" for size, name in need.holders]
     total, budget = sum(size for size, _ in need.holders), plan.budget(need.device)
     takes, has = distinct_amounts(total, budget)
-    return Finding(
+    return TooLarge(
         code="E401",
         what=f"action {action.id!r} does not fit on {device_name(plan, need.device)}",
         where=plan.graph.node(action.node).where if action.node else None,
         got=f"{takes} at once while {action.id} runs:\n" + "\n".join(rows),
         expected=f"at most {has}, the memory of the device",
         fix=f"more devices in the pool, {_less_at_once(plan, action)}",
+        lacks=need.over,
     )
 
 

@@ -163,7 +163,7 @@ def placement_source(placement: Placement) -> str:
     pools = ", ".join(
         f'"{name}": {_pool_source(wanted)}' for name, wanted in placement.pools.items()
     )
-    assign = ", ".join(f'"{key}": {_on_source(where)}' for key, where in placement.assign.items())
+    assign = ", ".join(f'"{key}": {on_source(where)}' for key, where in placement.assign.items())
     rest = "".join(
         f", {name}={value!r}"
         for name, value in (("staleness", placement.staleness), ("stream", placement.stream))
@@ -180,7 +180,8 @@ def _pool_source(wanted: int | str | list[int]) -> str:
     return repr(wanted)
 
 
-def _on_source(where: On) -> str:
+def on_source(where: On) -> str:
+    """An assignment as Python that makes it; it says what was said."""
     said = where.model_dump(exclude_none=True, exclude={"pool"})
     if isinstance(where.engine, EngineOptions):
         said["engine"] = where.engine

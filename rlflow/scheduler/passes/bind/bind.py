@@ -39,6 +39,7 @@ from rlflow.scheduler.passes.bind.instances import (
     layout_findings,
     make_instances,
     memory_parts,
+    pool_findings,
     serving_instance,
     trained_twice,
 )
@@ -84,6 +85,7 @@ def bind(plan: Plan, context: Context) -> Plan:
             if node.role(Drafted):
                 beside = drafting_instance(made, node, serving)
                 served.setdefault(beside.name, []).append(node)
+    _refuse([f for i in made.instances if i.name in served for f in pool_findings(i, plan)])
     said = {name for name, where in chosen.items() if where.recompute is not None}
     instances = tuple(
         _fitted(instance, served[instance.name], made, context, said)

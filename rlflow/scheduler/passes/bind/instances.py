@@ -156,20 +156,28 @@ def trained_twice(plan: Plan, instances: tuple[Instance, ...]) -> list[Finding]:
     return findings
 
 
+def pool_findings(instance: Instance, plan: Plan) -> list[Finding]:
+    """A finding where an instance's ranks do not divide its pool: it has no rank to size then."""
+    count, ranks = len(instance.devices), instance.fsdp * instance.tp
+    if count % ranks == 0:
+        return []
+    return [
+        Finding(
+            code="E212",
+            where=plan.graph.model(instance.model).where,
+            what=f"{instance.name}: fsdp={instance.fsdp} x tp={instance.tp} does not fit "
+            f"pool {instance.pool!r} of {count} devices",
+            got=f"{count} % {ranks} = {count % ranks}",
+        )
+    ]
+
+
 def layout_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Finding]:
     """What is wrong with an instance's layout: for its pool, for its model, for its use."""
-    count, ranks = len(instance.devices), instance.fsdp * instance.tp
+    wrong_pool = pool_findings(instance, plan)
+    if wrong_pool:
+        return wrong_pool
     model = plan.graph.model(instance.model)
-    if count % ranks:
-        return [
-            Finding(
-                code="E212",
-                where=model.where,
-                what=f"{instance.name}: fsdp={instance.fsdp} x tp={instance.tp} does not fit "
-                f"pool {instance.pool!r} of {count} devices",
-                got=f"{count} % {ranks} = {count % ranks}",
-            )
-        ]
     findings = _offload_findings(instance, plan) if instance.offload == "layers" else []
     if instance.compiled and (instance.tp > 1 or instance.offload == "layers"):
         findings.append(_not_compiled(instance, plan))
