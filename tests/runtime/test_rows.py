@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from rlflow.errors import RunError, Source
 from rlflow.graph.user import dispatch
 from rlflow.graph.user.dispatch import register_dispatch
-from rlflow.runtime.execute.rows import balanced, cuts, dispatched, generated, row_positions
+from rlflow.runtime.execute.rows import (
+    balanced,
+    cuts,
+    dispatched,
+    generated,
+    row_positions,
+    sub_groups,
+)
 from tests.budget import examples
 
 SIZES = st.integers(0, 1000)
@@ -159,6 +166,37 @@ def test_no_rows_give_empty_parts():
     nothing = np.empty(0, dtype=np.int64)
 
     assert [[], [], []] == lists(balanced(nothing, nothing, 3)) == lists(balanced(nothing, None, 3))
+
+
+@given(grouped(max_groups=4, max_parts=16))
+def test_groups_are_cut_into_runs_of_their_rows_so_that_no_part_is_empty(case):
+    tokens, groups, parts = case
+
+    ids = sub_groups(groups, parts)
+
+    assert len(set(ids.tolist())) >= min(parts, len(groups))
+    pieces = {}
+    for group in set(groups.tolist()):
+        own = ids[groups == group]
+        assert sorted(own.tolist()) == own.tolist()
+        sizes = np.bincount(own - own[0])
+        assert sizes.max() - sizes[sizes > 0].min() <= 1
+        pieces[group] = set(own.tolist())
+    assert sum(map(len, pieces.values())) == len(set(ids.tolist()))
+
+    taken, kept = dispatched("balanced rows", tokens, groups, parts)
+    assert lists(taken) == lists(kept)
+    assert list(range(len(tokens))) == sorted(itertools.chain.from_iterable(lists(taken)))
+    assert min(parts, len(groups)) == sum(len(part) > 0 for part in taken)
+
+
+def test_two_groups_of_four_over_four_parts_go_in_pairs():
+    groups = np.repeat(np.array([7, 3]), 4)
+
+    taken, _ = dispatched("balanced rows", np.zeros(8, dtype=np.int64), groups, 4)
+
+    assert [[0, 1], [2, 3], [4, 5], [6, 7]] == lists(taken)
+    assert [0, 0, 1, 1, 2, 2, 3, 3] == sorted(sub_groups(groups, 3).tolist())
 
 
 @given(grouped(), st.randoms(use_true_random=False))

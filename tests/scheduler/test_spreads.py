@@ -12,7 +12,9 @@ from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Graph
 from rlflow.scheduler.plan.plan import HOST, Action, Plan, Spread
+from rlflow.scheduler.verify.verify import verify
 from tests.scheduler.examples import COLOCATE, compiled_with, grpo, ppo
+from tests.scheduler.player import play
 from tests.scheduler.strategies import exact, graph_of, judged
 
 WHOLE_ON_HOST = Spread(parts=((HOST,),))
@@ -208,27 +210,77 @@ def test_a_model_op_that_cannot_be_cut_has_all_rows_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "uneven", "codes"),
+    ("per", "batch", "uneven", "codes"),
     [
-        (8, "pad", []),
-        (5, "pad", []),
-        (4, "refuse", []),
-        (5, "refuse", ["E214"]),
-        (3, "pad", ["E214"]),
+        ("row", 8, "pad", []),
+        ("row", 5, "pad", []),
+        ("row", 4, "refuse", []),
+        ("row", 5, "refuse", ["E214"]),
+        ("row", 3, "refuse", ["E214"]),
+        ("row", 3, "pad", []),
+        ("row", 1, "pad", ["E214"]),
+        ("group", 3, "pad", ["E214"]),
     ],
 )
 def test_prompts_are_refused_where_parts_would_be_empty_or_the_op_wants_them_even(
-    batch: int, uneven: str, codes: list[str]
+    per: str, batch: int, uneven: str, codes: list[str]
 ) -> None:
-    """`batch` prompts on four ranks."""
+    """`batch` prompts with two samples on four ranks."""
     assign = {"*": rf.on("all"), "judge": rf.on("four")}
     placement = rf.Placement(pools={"all": 1, "four": 4}, assign=assign)
-    graph = judging("row", uneven=uneven, batch=batch)
+    graph = judging(per, uneven=uneven, batch=batch)
 
     if codes:
         assert codes == refused(lambda: compiled_with(graph, placement))
-    else:
-        assert compiled_with(graph, placement)
+        return
+    plan = compiled_with(graph, placement).plan
+    taken, _ = spreads(plan, "judge")
+    assert taken is not None
+    assert ("balanced" if batch >= 4 else "balanced rows") == taken.rule
+    assert [] == play(plan, seed=batch)
+
+
+def on_trainers(graph: Graph) -> Plan:
+    assign = {"*": rf.on("gen"), "actor.train": rf.on("train")}
+    placement = rf.Placement(pools={"gen": 1, "train": 4}, assign=assign)
+    return compiled_with(graph, placement).plan
+
+
+def test_samples_of_a_prompt_lie_apart_where_an_update_has_more_ranks_than_prompts() -> None:
+    plan = on_trainers(judging("row", batch=3))
+
+    apart = Spread(parts=((1,), (2,), (3,), (4,)), rule="balanced rows")
+    assert (apart, None) == spreads(plan, "actor.update")
+    (carried,) = (
+        a for a in transfers(plan).values() if (a.node, a.pool) == ("actor.rollout", "train")
+    )
+    assert "balanced by tokens, the samples of a prompt apart, over 4 ranks" in carried.reason.text
+    assert [] == play(plan, seed=0)
+
+
+def test_the_verifier_refuses_groups_that_are_cut_for_nothing() -> None:
+    plan = on_trainers(judging("row", batch=8))
+
+    def cut(spread: Spread | None) -> Spread | None:
+        if spread is None or spread.rule != "balanced":
+            return spread
+        return replace(spread, rule="balanced rows")
+
+    actions = (replace(a, takes=cut(a.takes), makes=cut(a.makes)) for a in plan.actions)
+    (broken,) = verify(replace(plan, actions=tuple(actions)), "timing")
+    assert "actor.update cuts groups over 4 parts, and there are 8 prompts" == broken
+
+
+def test_losses_that_compare_samples_have_them_on_one_rank() -> None:
+    def declare() -> None:
+        actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=3)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
+        pairs = ops.pair(samples, ops.reward(exact, samples))
+        ref = rf.Model("ref", "models/mid")
+        ops.update(actor, samples, pairs, ops.log_probs(ref, samples), loss=rf.DPOLoss())
+
+    assert ["E214"] == refused(lambda: on_trainers(graph_of(declare)))
 
 
 def test_prompts_of_a_mini_batch_have_to_reach_every_rank() -> None:
@@ -242,12 +294,15 @@ def test_prompts_of_a_mini_batch_have_to_reach_every_rank() -> None:
 
     graph = graph_of(declare)
     with pytest.raises(PlanError) as found:
-        compiled_with(graph, on_pool(4))
+        compiled_with(graph, on_pool(8))
 
     (finding,) = found.value.findings
     assert ("E214", "8 prompts, 4 mini-batches of them") == (finding.code, finding.got)
-    assert "actor.update: 2 prompts do not split over 4 ranks" in finding.what
-    assert compiled_with(graph, on_pool(2))
+    assert "actor.update: 2 prompts do not split over 8 ranks" in finding.what
+    for devices, rule in ((4, "balanced rows"), (2, "balanced")):
+        taken, _ = spreads(compiled_with(graph, on_pool(devices)).plan, "actor.update")
+        assert taken is not None
+        assert rule == taken.rule
 
 
 def test_one_transfer_serves_everybody_who_reads_rows_alike() -> None:

@@ -27,6 +27,18 @@ def mini_batches(node: Node) -> int:
     return 1 if learning is None else int(learning.mini_batches)
 
 
+def groups_may_part(node: Node) -> bool:
+    """Whether the samples of a prompt may lie on several ranks: each is computed by itself.
+
+    That holds of ops by row that make no rows of others, and of updates whose loss reads neither
+    groups nor pairs: its sums are of all ranks in any case.
+    """
+    learning = node.role(Learning)
+    if learning is not None:
+        return not {"group", "pair"}.intersection(learning.loss.needs())
+    return node.op.per == "row" and node.op.rows in ("same", "none")
+
+
 def in_background(node: Node) -> bool:
     """Whether nothing is to wait for a node that could do something else."""
     learning = node.role(Learning)

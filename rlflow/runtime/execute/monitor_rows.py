@@ -13,7 +13,7 @@ from rlflow.runtime.execute.monitor_trips import Instance, Trips
 from rlflow.scheduler.plan.plan import Action, Chunk, Plan, Spread
 
 # Rules by which rows that lie right for one action lie right for the next one.
-LASTING = ("whole", "balanced", "generated")
+LASTING = ("whole", "balanced", "balanced rows", "generated")
 
 
 class RowBooks:

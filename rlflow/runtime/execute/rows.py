@@ -72,6 +72,26 @@ def balanced(tokens: Rows, groups: Rows | None, parts: int) -> list[Rows]:
     return _by_part(part_of[member], parts)
 
 
+def sub_groups(groups: Rows, parts: int) -> Rows:
+    """Ids `[rows]` of pieces of groups, so many that every part may have one.
+
+    Each group is cut into equally many consecutive runs of its rows, or into its rows. As few as
+    make `parts` of them: rows of a prompt that stay together read it once.
+    """
+    _, member, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    order = np.argsort(member, kind="stable")
+    begins = np.cumsum(sizes) - sizes
+    place = np.empty(len(groups), dtype=np.int64)
+    place[order] = np.arange(len(groups)) - begins[member[order]]
+    pieces = -(-parts // max(len(sizes), 1))
+    most = int(sizes.max(initial=1))
+    while pieces < most and int(np.minimum(sizes, pieces).sum()) < parts:
+        pieces += 1
+    pieces = min(pieces, most)
+    found: Rows = member * pieces + place * np.minimum(sizes, pieces)[member] // sizes[member]
+    return found
+
+
 def generated(parents: Sequence[Rows], factor: int) -> list[Rows]:
     """The rows made of each part's parents: p * factor + 0 .. factor - 1 of every parent p."""
     children = np.arange(factor, dtype=np.int64)
@@ -89,8 +109,9 @@ def dispatched(
 ) -> tuple[list[Rows], list[Rows]]:
     """The rows each part takes by a rule, and those of them whose results are kept.
 
-    `rule` is `whole`, `balanced` or the name of a registered pair; `tokens` and `groups` are as
-    in `balanced`. Kept rows stand in the order they were taken in, every row in one part.
+    `rule` is `whole`, `balanced`, `balanced rows`, or the name of a registered pair; `tokens` and
+    `groups` are as in `balanced`. Kept rows stand in the order they were taken in, every row in one
+    part.
     Raises RunError naming the function, what it returned and what was expected, where a
     registered pair leaves a row out, keeps one twice, gives a number that is no row or another
     number of parts, or with `whole_groups` tears a group apart.
@@ -99,7 +120,9 @@ def dispatched(
         assert parts == 1, f"rows that are not shared out have one part, not {parts}"
         everything = [np.arange(len(tokens), dtype=np.int64)]
         return everything, everything
-    if rule == "balanced":
+    if rule in ("balanced", "balanced rows"):
+        if groups is not None and rule == "balanced rows":
+            groups = sub_groups(groups, parts)
         made = balanced(tokens, groups, parts)
         return made, made
     pair = dispatch_pair(rule)

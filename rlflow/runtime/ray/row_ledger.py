@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from rlflow.graph.graph import Node
 from rlflow.graph.roles import SamplingOptions
+from rlflow.graph.user.dispatch import RULES
 from rlflow.runtime.execute.flow import Flow
 from rlflow.runtime.execute.rows import chunk_rows, dispatched, generated, row_positions
 from rlflow.runtime.ray.exchange import Exchange, exchange
@@ -88,9 +89,7 @@ class RowLedger:
     def keep(self, action: Action, iteration: int) -> dict[int, Rows]:
         """For each device the places of the rows whose results stay; empty where all do."""
         spread = action.takes
-        if action.kind != "run" or spread is None or spread.rule in ("whole", "balanced"):
-            return {}
-        if spread.rule == "generated":
+        if action.kind != "run" or spread is None or spread.rule in RULES:
             return {}
         taken, kept = self._partition(action, iteration, spread)
         found: dict[int, Rows] = {}

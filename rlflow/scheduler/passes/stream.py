@@ -25,6 +25,7 @@ from rlflow.graph.roles import SamplingOptions
 from rlflow.graph.rules.check import most_rows, num_prompts
 from rlflow.graph.rules.completion_order import ended_rows
 from rlflow.graph.rules.steps import in_background, steps_in_order
+from rlflow.graph.user.dispatch import RULES
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.costs.pieces import COUNTS, chunk_piece
 from rlflow.scheduler.engines.engines import own_pools
@@ -221,7 +222,7 @@ def _in_steps(graph: Graph, count: int) -> Iterator[str]:
 def _way(root: Node, run: Action, followed: bool) -> By:
     """By what the rows of a rollout are cut; steps that follow it take whole prompts."""
     alike = root.as_a(SamplingOptions).ignore_eos or root.op.resumed is None
-    own_rule = run.takes is not None and run.takes.rule not in ("whole", "balanced", "generated")
+    own_rule = run.takes is not None and run.takes.rule not in RULES
     return "prompts" if alike or own_rule or followed else "finish"
 
 

@@ -125,7 +125,11 @@ def _shared_out(spread: Spread) -> str:
     """How rows lie over several parts, in words."""
     if len(spread.parts) == 1:
         return ", all on each rank" if len(spread.devices) > 1 else ""
-    rules = {"balanced": "balanced by tokens", "generated": "as generated"}
+    rules = {
+        "balanced": "balanced by tokens",
+        "balanced rows": "balanced by tokens, the samples of a prompt apart,",
+        "generated": "as generated",
+    }
     each = "parts" if len(spread.devices) > len(spread.parts) else "ranks"
     return f", {rules.get(spread.rule, f'by {spread.rule}')} over {len(spread.parts)} {each}"
 

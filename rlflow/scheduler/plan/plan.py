@@ -109,7 +109,8 @@ class Spread:
     """The layout of a batch's rows over devices: `parts[i]` are the devices that hold part i.
 
     `rule` says which rows a part has. `whole`: there is one part, with all rows. `balanced`: parts
-    have about equally many tokens, and groups stay together. `generated`: rows lie where the rows
+    have about equally many tokens, and groups stay together. `balanced rows`: groups are cut, as
+    there are fewer of them than parts. `generated`: rows lie where the rows
     that they were made of lay. Any other name is a registered dispatch function.
     """
 

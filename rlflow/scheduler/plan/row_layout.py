@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rlflow.graph.graph import Node
+from rlflow.graph.graph import Graph, Node
+from rlflow.graph.rules.check import most_rows, num_prompts, row_counts
+from rlflow.graph.rules.steps import groups_may_part, mini_batches
 from rlflow.graph.user.dispatch import RULES
 from rlflow.scheduler.plan.plan import HOST, Action, Chunk, Instance, Spread
 
@@ -79,6 +81,30 @@ def takes(
     if how == "parts" or stays is not None:
         return stays or made[node.sources[0]]
     return Spread(parts=parts, rule="balanced" if how == "split" else how)
+
+
+def cut_groups(graph: Graph, node: Node, taken: Spread | None) -> Spread | None:
+    """The layout with the samples of a prompt on several ranks, where that is what it takes.
+
+    There are fewer prompts than parts, rows enough, and the node computes each row by itself.
+    """
+    if taken is None or taken.rule != "balanced" or node.op.uneven == "refuse":
+        return taken
+    if not groups_may_part(node):
+        return taken
+    groups, rows = (each // mini_batches(node) for each in least_rows(graph, node))
+    parts = len(taken.parts)
+    return replace(taken, rule="balanced rows") if groups < parts <= rows else taken
+
+
+def least_rows(graph: Graph, node: Node) -> tuple[int, int]:
+    """The fewest prompts that a node's rows descend from in an iteration, and the fewest rows."""
+    groups, rows = num_prompts(graph, node), most_rows(graph, node)
+    if groups is None or rows is None:
+        return 0, 0
+    counts = row_counts(graph, node)
+    least = groups if counts is None else min(groups, counts.least)
+    return least, rows * least // max(groups, 1)
 
 
 def makes(node: Node, place: Place, taken: Spread | None) -> Spread | None:

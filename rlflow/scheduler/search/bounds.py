@@ -21,6 +21,7 @@ from rlflow.scheduler.engines.engines import engine_parts, with_pool
 from rlflow.scheduler.passes.bind.instances import layout_findings
 from rlflow.scheduler.passes.bind.row_checks import division_findings
 from rlflow.scheduler.plan.plan import MICRO_TOKENS, Cost, Instance, Plan, Spread
+from rlflow.scheduler.plan.row_layout import cut_groups
 from rlflow.scheduler.search.space import (
     Candidate,
     Choice,
@@ -262,7 +263,7 @@ def _undivided(graph: Graph, node: Node, instance: Instance, parts: int) -> bool
         parts=instance.tp_groups,
         rule="balanced" if node.op.dispatched == "split" else node.op.dispatched,
     )
-    return bool(division_findings(graph, node, spread))
+    return bool(division_findings(graph, node, cut_groups(graph, node, spread)))
 
 
 class PeriodBounds:

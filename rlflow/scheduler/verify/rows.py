@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from rlflow.graph.graph import Edge, Node
-from rlflow.graph.rules.check import most_rows, num_prompts
+from rlflow.graph.roles import Learning
+from rlflow.graph.rules.check import most_rows, num_prompts, row_counts
 from rlflow.scheduler.plan.plan import HOST, Action, Chunk, Spread
 from rlflow.scheduler.verify.happens_before import Facts, runs_only_with
 
-OWN_RULES = ("whole", "balanced", "generated")
+OWN_RULES = ("whole", "balanced", "balanced rows", "generated")
 
 Carried = tuple[str, Spread | None, Chunk | None]
 
@@ -180,11 +181,28 @@ def _is_dispatched(facts: Facts, node: Node, a: Action, spread: Spread) -> Itera
     elif _goes_on(facts, node, a):
         if spread != facts.runs[str(node.rows_of)][0].makes:
             yield f"{a.id} takes {spread.describe()}, an engine has cached its rows elsewhere"
+    elif how == "split" and spread.rule == "balanced rows":
+        yield from _may_be_cut(facts, node, a, len(spread.parts))
     elif spread.rule != ("balanced" if how == "split" else how):
         yield f"{a.id} takes parts by the rule {spread.rule}, its op says {how}"
     cut = len(spread.parts) > 1 and how in ("split", "parts")
     if cut and node.op.per == "batch" and not node.op.collective:
         yield f"{a.id} is a batch op and gets its rows in {len(spread.parts)} parts"
+
+
+def _may_be_cut(facts: Facts, node: Node, a: Action, parts: int) -> Iterator[str]:
+    """The samples of a prompt lie apart where prompts are too few, and nothing is of a group."""
+    learning = node.role(Learning)
+    together = node.op.per == "group" or node.op.rows == "expand"
+    if learning is not None:
+        together = any(name in learning.loss.needs() for name in ("group", "pair"))
+    if together:
+        yield f"{a.id} cuts groups, and computes with groups"
+    prompts, counts = num_prompts(facts.plan.graph, node), row_counts(facts.plan.graph, node)
+    fewest = prompts if counts is None or prompts is None else min(prompts, counts.least)
+    steps = 1 if learning is None else learning.mini_batches
+    if fewest is None or fewest // steps >= parts:
+        yield f"{a.id} cuts groups over {parts} parts, and there are {fewest} prompts"
 
 
 def _goes_on(facts: Facts, node: Node, a: Action) -> bool:

@@ -52,7 +52,7 @@ from rlflow.scheduler.passes.bind.row_checks import (
 from rlflow.scheduler.passes.bind.saves import with_loads, with_saves
 from rlflow.scheduler.plan.hosts import host_findings
 from rlflow.scheduler.plan.plan import HOST, Action, Dep, Instance, Plan, Reason, Spread, Trip
-from rlflow.scheduler.plan.row_layout import Place, makes, num_parts, takes
+from rlflow.scheduler.plan.row_layout import Place, cut_groups, makes, num_parts, takes
 
 Versions = tuple[tuple[str, int], ...]
 
@@ -172,7 +172,8 @@ def _spread_rows(
     for name in plan.graph.order():
         node, place = plan.graph.node(name), places[name]
         findings += dispatch_findings(node, place, made)
-        taken = takes(node, place, made, _grown(node, places, made))
+        lying = takes(node, place, made, _grown(node, places, made))
+        taken = cut_groups(plan.graph, node, lying)
         findings += division_findings(plan.graph, node, taken)
         left = makes(node, place, taken)
         found[name] = taken, left

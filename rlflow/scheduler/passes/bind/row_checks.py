@@ -111,7 +111,8 @@ def _parts_findings(node: Node, place: Place, made: Mapping[str, Spread]) -> lis
 def division_findings(graph: Graph, node: Node, taken: Spread | None) -> list[Finding]:
     """E214 where parts would be empty, or differ though the op refuses that.
 
-    Rows are shared out by prompt, the samples of one together, and mini-batch by mini-batch.
+    Rows are shared out by prompt, the samples of one together, and mini-batch by mini-batch; by
+    row where `cut_groups` has said so.
     """
     groups = num_prompts(graph, node)
     if taken is None or groups is None or len(taken.parts) == 1:
@@ -132,6 +133,7 @@ def division_findings(graph: Graph, node: Node, taken: Spread | None) -> list[Fi
             where=node.where,
             got=f"{groups} prompts{within}" + ("" if even else _differing(counts)),
             expected=f"{parts} or more" if too_few else f"a multiple of {parts}",
+            fix="a larger batch, or tp= so that ranks share the prompts" if node.model else "",
         )
     ]
 
