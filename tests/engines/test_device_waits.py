@@ -34,7 +34,8 @@ def on_meta(path, kernel, monkeypatch):
     restore_forwards(model.module)
     model.module.to("meta")
     replace_forwards(model.module)
-    monkeypatch.setattr("rlflow.engines.hf.forward.spans.flash_fits", lambda *_: kernel)
+    by = "varlen" if kernel else "blocks"
+    monkeypatch.setattr("rlflow.engines.hf.forward.spans.attends_by", lambda *_: by)
     model.predictor = take_head_apart(model.module, model.config)
     return TrainEngine(model, None, micro_tokens=None)
 

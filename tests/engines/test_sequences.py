@@ -294,7 +294,7 @@ def test_no_mask_is_made_for_a_device(window, monkeypatch):
         tracemalloc.stop()
     tokens = layout.real
     assert made[0] > 4 * 200 * 300 > 150 * tokens > made[1]
-    monkeypatch.setattr("rlflow.engines.hf.forward.spans.flash_fits", lambda *_: True)
+    monkeypatch.setattr("rlflow.engines.hf.forward.spans.attends_by", lambda *_: "varlen")
     q, k, v = (
         torch.empty(tokens, heads, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
         for heads in (HEADS, 1, 1)

@@ -1,7 +1,8 @@
 """Part A further: attention over sequences and distributions in chunks, against float64 on the CPU.
 
 The kernel that a device takes is compared with plain products, in outputs and all gradients, with
-and without windows and sinks; what a forward and a backward hold is counted by the device.
+and without windows, sinks and soft caps; what a forward and a backward hold is counted by the
+device. A GPU takes FlexAttention for soft caps and float32, which is compiled there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from rlflow.engines.hf.forward.attention import PackedAttention, Traits
 from rlflow.engines.hf.forward.chunks import ChunkedScores
 from rlflow.engines.hf.forward.packed import pack
-from rlflow.engines.hf.forward.sequences import Visible, flash_fits
+from rlflow.engines.hf.forward.sequences import Visible, attends_by
 from rlflow.engines.hf.forward.shares import Projection, WantedNumbers
 from rlflow.modelfiles.chunks import CHUNK_BYTES, chunk_bytes
 from tests.gpu.test_compute import apart, batch_of
@@ -26,7 +27,9 @@ HEADS, KV_HEADS = 8, 2
 BOUND = 2e-2
 
 
-def attended(dtype: Any, device: Any, size: Any, sunk: bool, window: int | None) -> Any:
+def attended(
+    dtype: Any, device: Any, size: Any, sunk: bool, window: int | None, softcap: float | None
+) -> Any:
     """Outputs and gradients of q, k, v and sinks, float64 on the CPU; equal numbers everywhere."""
     groups, n, prompt, response, width = size
     batch = batch_of(50, groups=groups, n=n, prompt=prompt, response=response)
@@ -36,30 +39,33 @@ def attended(dtype: Any, device: Any, size: Any, sunk: bool, window: int | None)
     drawn = [torch.randn(shape, generator=made).bfloat16() for shape in shapes]
     q, k, v, weight = (x.to(device, dtype).requires_grad_() for x in drawn)
     sinks = torch.linspace(-1, 1, HEADS).to(device, dtype).requires_grad_() if sunk else None
-    traits = Traits(scaling=width**-0.5, window=window, sinks=sinks)
+    traits = Traits(scaling=width**-0.5, window=window, softcap=softcap, sinks=sinks)
     output = PackedAttention(layout).attend(0, q, k, v, traits)
     inputs = [q, k, v, *([sinks] if sinks is not None else [])]
     grads = torch.autograd.grad(output, inputs, weight.detach())
-    seen = Visible(scale=traits.scaling, causal=True, window=window)
-    assert flash_fits(q, v, seen) == (device.type == "cuda" and dtype == torch.bfloat16)
+    seen = Visible(scale=traits.scaling, causal=True, window=window, softcap=softcap)
+    by = "varlen" if dtype == torch.bfloat16 and softcap is None else "flex"
+    assert attends_by(q, v, seen) == ("masks" if device.type == "cpu" else by)
     return [x.detach().double().cpu() for x in (output, *grads)]
 
 
 @pytest.mark.parametrize("window", [None, 7, 600])
+@pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("sunk", [False, True])
 def test_attention_without_masks_is_that_of_float64(
-    device: Any, big: bool, window: int | None, sunk: bool
+    device: Any, big: bool, window: int | None, sunk: bool, softcap: float | None
 ) -> None:
     size = (3, 4, 700, 500, 64) if big else (3, 4, 20, 15, 16)
-    expected = attended(torch.float64, torch.device("cpu"), size, sunk, window)
+    expected = attended(torch.float64, torch.device("cpu"), size, sunk, window, softcap)
     for dtype in (torch.bfloat16, torch.float32):
-        found = attended(dtype, device, size, sunk, window)
+        found = attended(dtype, device, size, sunk, window, softcap)
         bound = BOUND if dtype == torch.bfloat16 else 1e-5
         for one, other in zip(expected, found, strict=True):
             assert apart(one, other) < bound
 
 
-def test_a_long_row_takes_memory_for_its_tokens(gpu: Any) -> None:
+@pytest.mark.parametrize("softcap", [None, 50.0])
+def test_a_long_row_takes_memory_for_its_tokens(gpu: Any, softcap: float | None) -> None:
     """32,768 tokens: a mask alone would be 1.07 GB; a tensor of them is 32 MB."""
     batch = batch_of(50, groups=1, n=2, prompt=16_384, response=16_384)
     torch.cuda.reset_peak_memory_stats(gpu)
@@ -69,9 +75,30 @@ def test_a_long_row_takes_memory_for_its_tokens(gpu: Any) -> None:
         torch.randn(layout.real, heads, 64, dtype=torch.bfloat16, device=gpu, requires_grad=True)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    PackedAttention(layout).attend(0, q, k, v, Traits(scaling=0.125)).sum().backward()
+    traits = Traits(scaling=0.125, softcap=softcap)
+    PackedAttention(layout).attend(0, q, k, v, traits).sum().backward()
     one = layout.real * HEADS * 64 * 2
     assert torch.cuda.max_memory_allocated(gpu) - before < 20 * one < 2**30
+
+
+def test_flex_attention_is_compiled_once_for_all_numbers_of_tokens(gpu: Any) -> None:
+    """And for all windows: of micro-batches of new sizes none waits for a compiler."""
+    from torch._dynamo.utils import counters
+
+    graphs = []
+    for prompt, window in ((300, None), (421, 64), (977, None), (1500, 200)):
+        batch = batch_of(50, groups=2, n=3, prompt=prompt, response=200)
+        layout = pack(batch["prompt_tokens"], batch["response_tokens"], gpu)
+        q, k, v = (
+            torch.randn(
+                layout.real, heads, 64, dtype=torch.bfloat16, device=gpu, requires_grad=True
+            )
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        traits = Traits(scaling=0.125, softcap=50.0, window=window)
+        PackedAttention(layout).attend(0, q, k, v, traits).sum().backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 1 == len(set(graphs))
 
 
 def scored(dtype: Any, device: Any, size: Any, limit: int) -> Any:

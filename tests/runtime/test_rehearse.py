@@ -204,9 +204,10 @@ def test_the_kernel_of_an_accelerator_attends_in_a_rehearsal() -> None:
     q, v = (torch.empty(5, 4, size, dtype=torch.bfloat16) for size in (64, 64))
     seen = Visible(scale=1.0, causal=True, window=None, softcap=None)
     with without_data(NoData(), 1):
-        assert spans.flash_fits(q, v, seen)
-        assert not spans.flash_fits(q.float(), v.float(), seen)
-        assert not spans.flash_fits(q, v, replace(seen, softcap=30.0))
+        assert "varlen" == spans.attends_by(q, v, seen)
+        assert "flex" == spans.attends_by(q.float(), v.float(), seen)
+        assert "flex" == spans.attends_by(q, v, replace(seen, softcap=30.0))
+        assert "blocks" == spans.attends_by(q.double(), v.double(), seen)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ other is what they have themselves. This file knows no plan.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -26,7 +27,12 @@ from rlflow.engines import pinned
 from rlflow.engines.hf import loading
 from rlflow.engines.hf.flat import in_storage
 from rlflow.engines.hf.forward import spans
-from rlflow.engines.hf.forward.sequences import FLASH_DTYPES, FLASH_LARGEST, FLASH_STEP, Visible
+from rlflow.engines.hf.forward.sequences import (
+    Visible,
+    attention_asked,
+    kernel_options,
+    kernel_parameters,
+)
 from rlflow.engines.hf.models import TorchModel
 from rlflow.engines.hf.optim.adamw import AdamWState
 from rlflow.engines.hf.sharded import build
@@ -34,6 +40,7 @@ from rlflow.engines.hf.sharded import model as sharded
 from rlflow.engines.hf.sharded.mesh import MeshRanks
 from rlflow.engines.hf.sharded.optim import ShardedAdamW
 from rlflow.engines.hf.weights.skeletons import skeleton
+from rlflow.modelfiles.kernels.attention import AttentionBy, attention_choice
 from rlflow.runtime.rehearse.live import ELSEWHERE, KindOf, LiveStorages
 
 DEVICE = "meta"
@@ -127,7 +134,8 @@ def without_data(live: LiveStorages, ranks: int) -> Iterator[None]:
         replace(group, "_validate_no_meta_params", lambda _: None)
         replace(loading, "skeleton_for", empty_module)
         replace(pinned, "host_zeros", lambda count, dtype, _: one_zero((count,), dtype))
-        replace(spans, "flash_fits", taken_by_flash)
+        replace(spans, "attends_by", attends_on_cuda)
+        replace(spans, "attend_flex", attended_by_flex)
         replace(sharded, "in_storage", in_no_storage)
         for owner, name, kind in (
             (loading, "skeleton_for", ELSEWHERE),
@@ -177,11 +185,28 @@ def counted_as(live: LiveStorages, method: Any, kind: str) -> Any:
     return call
 
 
-def taken_by_flash(q: Tensor, v: Tensor, seen: Visible) -> bool:
-    """Whether torch's kernel would take such queries and values on a CUDA device."""
-    size = q.shape[-1]
-    fits = q.dtype in FLASH_DTYPES and seen.softcap is None and v.shape[-1] == size
-    return fits and not size % FLASH_STEP and size <= FLASH_LARGEST
+def attends_on_cuda(q: Tensor, v: Tensor, seen: Visible) -> AttentionBy:
+    """What would compute attention of such queries and values on a CUDA device."""
+    asked = attention_asked(q, v, seen)
+    return attention_choice(dataclasses.replace(asked, device="cuda", compiles=True)).by
+
+
+def attended_by_flex(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, *, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """In the place of FlexAttention, which knows no such device: an operator that keeps the same.
+
+    Both keep queries, keys, values, output and log-sums, and make gradients of the first three.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    tokens, runs = len(q), torch.empty(2, dtype=torch.int32, device=DEVICE)
+    seen = Visible(scale=scale, causal=True)
+    output, sums = varlen_attn(
+        q, k, v, runs, runs, tokens, tokens,
+        **kernel_options(seen, kernel_parameters(), grouped=q.shape[1] != k.shape[1]),
+    )  # fmt: skip
+    return output, sums
 
 
 def no_outputs(module: Any, *_: Any) -> Tensor:

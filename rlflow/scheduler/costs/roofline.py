@@ -13,6 +13,7 @@ from rlflow.graph.op import Use
 from rlflow.graph.placement import Recompute
 from rlflow.graph.rules.completion_order import ended_share
 from rlflow.modelfiles.chunks import PLAIN, WIDE_BYTES, chunk_bytes
+from rlflow.modelfiles.kernels.attention import AttentionAsked, AttentionChoice, attention_choice
 from rlflow.modelfiles.paging import MOST_ROWS
 from rlflow.scheduler.costs.lengths import Load, attended_pairs, fullest, stages
 from rlflow.scheduler.costs.serving import Serving
@@ -32,6 +33,9 @@ GRADIENT_COPIES, LAYERS_GATHERED = 4, 2
 # Bytes that are read and written to make two moments wide and round them: 36 numbers for each.
 ROUNDED = 2 * 36 * 4
 SCORE_BYTES = 8
+# Chips whose torch is one for ROCm, and dtypes by the bytes of a number.
+ROCM = ("mi300x",)
+DTYPES = {2: "bfloat16", 4: "float32"}
 # Tokens of prompts that an engine reads in one pass.
 PREFILL = 8192
 
@@ -100,8 +104,34 @@ class Roofline:
         products = rate * self.kind.sustained
         return (
             sizes.forward(tokens, predictions, 0) / products
-            + sizes.forward(0, 0, pairs) / attention
+            + sizes.forward(0, 0, pairs) / (attention * self.attention_share)
+            + self.scores_in_blocks(pairs)
         )
+
+    @property
+    def attention(self) -> AttentionChoice:
+        """What computes attention on its devices."""
+        asked = AttentionAsked(
+            device="cpu" if self.on_cpu else "cuda",
+            dtype=DTYPES.get(self.size, "float64"),
+            head=self.shape.head_dim,
+            value=self.shape.head_dim,
+            softcap=self.shape.softcap,
+            rocm=self.kind.chip in ROCM,
+        )
+        return attention_choice(asked)
+
+    @property
+    def attention_share(self) -> float:
+        """What its kernel gets of FlashAttention-2's rate."""
+        return efficiency.FLEX_SHARE if self.attention.by == "flex" else 1.0
+
+    def scores_in_blocks(self, pairs: float) -> float:
+        """Seconds to read and write all scores, of whole squares, where blocks are multiplied."""
+        if self.attention.by != "blocks":
+            return 0.0
+        scores = 2 * pairs * self.shape.heads * self.shape.layers / self.tp.ranks
+        return self.read(scores * efficiency.BLOCK_BYTES)
 
     @property
     def on_cpu(self) -> bool:
@@ -222,7 +252,7 @@ class Roofline:
         if self.in_chunks and not whole:
             computed += self.computed(0, predictions, 0) / count
         if share and not whole:
-            again = 0 if recompute == "selective" else pairs
+            again = 0 if recompute == "selective" and self.layers.keeps_attention else pairs
             computed += share * self.passed(tokens, 0, again) / count
         one = self.launched(self.multiplied(computed, times * self.weights), times)
         one = self.beside_copies(one, times, self.layers.sent(tokens / count, recompute))
@@ -351,8 +381,13 @@ class Roofline:
     @property
     def layers(self) -> LayerBytes:
         """What its layers hold on a rank."""
-        hosted = self.hosts_activations
-        return LayerBytes(shape=self.shape, size=self.size, ranks=self.tp.ranks, hosted=hosted)
+        return LayerBytes(
+            shape=self.shape,
+            size=self.size,
+            ranks=self.tp.ranks,
+            hosted=self.hosts_activations,
+            keeps_attention=self.attention.by != "flex",
+        )
 
     @property
     def in_chunks(self) -> bool:

@@ -49,6 +49,12 @@ MULTIPROCESSORS = {
 # as A100. Others as H100: assumed.
 ATTENTION = {"a100": 0.6, "a800": 0.6, "h20": 0.6, "l40s": 0.6, "rtx4090": 0.6}
 UNKNOWN_ATTENTION = 0.35
+# Of FlashAttention-2's rate, what a kernel gets that FlexAttention compiles: 90 % forward, and 85 %
+# backward, which is two thirds of the time (Dong et al., PyTorch's blog, August 2024).
+FLEX_SHARE = 0.87
+# Bytes that blocks of matrix products read and write of each score of a forward, counted of
+# `PlainSequences`: to float32, by the scale, its log-sum, its power, and that in the model's dtype.
+BLOCK_BYTES = 40
 # Tokens of a row at which attention gets half of that: assumed, after the curves of Dao 2023 over
 # lengths of 512 to 16,384 (figure 5, causal, heads of 128).
 HALF_LENGTH = 512

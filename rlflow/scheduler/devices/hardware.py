@@ -332,8 +332,7 @@ KINDS = {
 # What plans for a kind take for granted, beside its figures; they say so.
 TAKEN_FOR_GRANTED = {
     "mi300x": "mi300x is planned as NVIDIA's GPUs are: that ROCm's kernels, its collectives and "
-    "its handles of device memory do what theirs do. rlflow was not run on it, and attends by "
-    "blocks there, so that passes over long rows are slower than estimated"
+    "its handles of device memory do what theirs do. rlflow was not run on it"
 }
 
 

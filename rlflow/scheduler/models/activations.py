@@ -18,13 +18,15 @@ from rlflow.scheduler.models.shapes import Shape
 class LayerBytes:
     """The layers of a model in numbers of `size` bytes, each shared by `ranks`.
 
-    What they leave to a backward goes to the host in between if they are `hosted`.
+    What they leave to a backward goes to the host in between if they are `hosted`. Where a layer
+    is computed again but for its attention, what that made is kept if it `keeps_attention`.
     """
 
     shape: Shape
     size: int
     ranks: int = 1
     hosted: bool = False
+    keeps_attention: bool = True
 
     @property
     def kept(self) -> float:
@@ -72,7 +74,7 @@ class LayerBytes:
         there = layers_on_device if self.hosted else int
         left = there(self.shape.layers - again) * self.kept * tokens
         left += there(again) * self.shape.hidden * self.size * tokens
-        if recompute == "selective":
+        if recompute == "selective" and self.keeps_attention:
             left += again * self.attended * tokens
         return left
 

@@ -20,6 +20,7 @@ from rlflow.modelfiles.directories import model_directory
 from rlflow.modelfiles.families import DENSE, Family, family_of, packing_finding
 from rlflow.modelfiles.headers import tensor_shapes
 from rlflow.modelfiles.host_memory import made_whole
+from rlflow.modelfiles.kernels.attention import softcap_of
 from rlflow.modelfiles.orthogonal import is_layer_matrix
 from rlflow.modelfiles.widths import Widths, widths_of
 from rlflow.scheduler.models.known_shapes import PREFIX, known_model_type, known_widths
@@ -38,7 +39,8 @@ class Shape:
     values. `norms` counts the weights of norms, of which every rank of a layer has all. `matrices`
     are those of layers: rows, columns, and how many of such; none are known of experts. `family`
     says what can be computed of it. One process makes it whole in host memory before its weights go
-    to a device where it is `made_whole`.
+    to a device where it is `made_whole`. Scores of attention have a `softcap` where that is not
+    None.
     """
 
     parameters: int
@@ -61,6 +63,7 @@ class Shape:
     family: Family = DENSE
     kind: str = ""
     made_whole: bool = False
+    softcap: float | None = None
 
     @property
     def active(self) -> int:
@@ -124,7 +127,8 @@ def read_shape(directory: Path) -> Shape:
     if counted is None:
         counted, source = widths.parameters, "config.json"
     found = _shape_of(widths, counted, source, family=family, kind=kind)
-    found = replace(found, made_whole=made_whole(config, tensor_shapes(directory)))
+    whole = made_whole(config, tensor_shapes(directory))
+    found = replace(found, made_whole=whole, softcap=softcap_of(text_config(config)))
     stored = stored_matrices(directory)
     return replace(found, matrices=stored) if stored and not widths.experts else found
 

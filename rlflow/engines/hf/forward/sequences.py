@@ -3,7 +3,8 @@
 A sequence is a run of queries on a run of keys. `FlashSequences` computes them by torch's
 `varlen_attn` (Dao, "FlashAttention-2", arXiv:2307.08691), `PlainSequences` a block of queries at a
 time by matrix products, on any device and dtype, and with soft caps. Both give the log of the
-softmax's sum beside the output, and take both for the backward pass. This file knows no layout.
+softmax's sum beside the output, and take both for the backward pass. `attends_by` says which it
+is, or that FlexAttention computes the whole layout. This file knows no layout.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,12 +22,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlflow.batch import to_device
+from rlflow.modelfiles.kernels.attention import (
+    FLASH_CAPABILITY,
+    AttentionAsked,
+    AttentionBy,
+    attention_choice,
+)
 
 # Scores that are worked on at a time where no kernel does it, of all heads.
 SCORES_AT_ONCE = 1 << 24
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
-# What torch's kernel takes: sizes of heads in steps, up to a limit, from Ampere on.
-FLASH_STEP, FLASH_LARGEST, FLASH_CAPABILITY = 8, 256, (8, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,25 +179,47 @@ def flash_window(seen: Visible) -> tuple[int, int]:
     return (-1 if seen.window is None else seen.window - 1, 0)
 
 
-def flash_fits(q: Tensor, v: Tensor, seen: Visible) -> bool:
-    """Whether torch's kernel takes such queries and values, and can be told what they see.
+def attends_by(q: Tensor, v: Tensor, seen: Visible) -> AttentionBy:
+    """What computes attention of such queries and values, on their device."""
+    return attention_choice(attention_asked(q, v, seen)).by
 
-    Where there is no CUDA at all a CUDA tensor is one that stands for another machine's. With ROCm
-    the kernel gives its log-sums padded, `[sequences, heads, longest]`, and is not used.
+
+def attention_asked(q: Tensor, v: Tensor, seen: Visible) -> AttentionAsked:
+    """What is asked of a device, and what it and this build of torch can.
+
+    Where there is no CUDA at all a CUDA tensor is one that stands for another machine's.
     """
-    size = q.shape[-1]
-    if torch.version.hip is not None:
-        return False
-    if q.device.type != "cuda" or q.dtype not in FLASH_DTYPES or seen.softcap is not None:
-        return False
-    wanted = {"scale"} if seen.window is None else {"scale", "window_size"}
-    if not wanted <= kernel_parameters():
-        return False
-    if size % FLASH_STEP or size > FLASH_LARGEST or v.shape[-1] != size:
-        return False
-    if not torch.cuda.is_available():
-        return True
-    return torch.cuda.get_device_capability(q.device) >= FLASH_CAPABILITY
+    return AttentionAsked(
+        device=q.device.type,
+        dtype=str(q.dtype).removeprefix("torch."),
+        head=q.shape[-1],
+        value=v.shape[-1],
+        softcap=seen.softcap,
+        window=seen.window,
+        capability=capability_of(q.device),
+        rocm=torch.version.hip is not None,
+        compiles=compiles_kernels() or not torch.cuda.is_available(),
+        knows_windows="window_size" in kernel_parameters(),
+    )
+
+
+def flash_fits(q: Tensor, v: Tensor, seen: Visible) -> bool:
+    """Whether torch's kernel takes such queries and values, and can be told what they see."""
+    return attends_by(q, v, seen) == "varlen"
+
+
+@cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """A GPU's, and of a device that is not here the least that is asked for."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return FLASH_CAPABILITY
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def compiles_kernels() -> bool:
+    """Whether Triton is there, which torch's wheels for GPUs need and those for CPUs do without."""
+    return find_spec("triton") is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 Prompts stand first, then the own tokens of all rows. Every prompt and every row attends to itself,
 causally; and the rows of a group, all together, attend to their prompt, which is there once. The
-two are merged by their log-sums. This file knows no kernel and no model.
+two are merged by their log-sums, or computed at once with a mask of blocks. This file knows no
+kernel and no model.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlflow.batch import to_device
+from rlflow.engines.hf.forward.flex.attention import attend_flex
+from rlflow.engines.hf.forward.flex.block_masks import block_mask, seen_keys
 from rlflow.engines.hf.forward.prefixes import Index
 from rlflow.engines.hf.forward.sequences import (
     FlashSequences,
@@ -25,9 +28,12 @@ from rlflow.engines.hf.forward.sequences import (
     SequenceAttention,
     Sequences,
     Visible,
-    flash_fits,
+    attends_by,
     sequences,
 )
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class AttentionMemory:
@@ -95,6 +101,15 @@ class Spans:
     prefix_length: Index
     device: torch.device
     windows: dict[int, tuple[Sequences, Tensor]] = field(default_factory=dict)
+    masks: dict[int | None, BlockMask] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> BlockMask:
+        """Which blocks of tokens see which, made once for all layers of a window, or of none."""
+        if window not in self.masks:
+            seen = seen_keys(self.start, self.length, self.prefix_start, self.prefix_length, window)
+            with torch.inference_mode(False):
+                self.masks[window] = block_mask(seen, self.device)
+        return self.masks[window]
 
     def within(self, window: int) -> tuple[Sequences, Tensor]:
         """Runs on the keys that `window` lets them see, and int64 which flat tokens those are.
@@ -177,15 +192,35 @@ def attend_spans(
 ) -> Tensor:
     """The attention output `[tokens, heads, size]` of flat q, and k, v `[tokens, kv_heads, size]`.
 
-    Torch's kernel has no soft cap, and takes neither float32 nor odd sizes of heads: those are
-    computed by plain products a block at a time, which is slower.
+    What torch's kernel does not take, such as a soft cap or float32, FlexAttention computes; what
+    neither takes, plain products a block at a time, which are slower (`attention_choice`).
     """
     seen = Visible(scale=scale, causal=True, window=window, softcap=softcap)
-    way: SequenceAttention = FlashSequences() if flash_fits(q, v, seen) else PlainSequences()
+    by = attends_by(q, v, seen)
+    if by == "flex" and len(q):
+        return attend_masked(q, k, v, sinks, spans, seen)
+    way: SequenceAttention = FlashSequences() if by == "varlen" else PlainSequences()
     output: Tensor = MergedAttention.apply(  # type: ignore[no-untyped-call]
         q, k, v, sinks, spans, seen, way
     )
     return output
+
+
+def attend_masked(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spans: Spans, seen: Visible
+) -> Tensor:
+    """The same by one kernel for all that a token sees; a sink is merged by its log-sum.
+
+    Torch differentiates it, the log-sums too, and an `AttentionMemory` keeps nothing of it: where
+    a backward computes a layer again, it computes this again.
+    """
+    output, sums = attend_flex(
+        q, k, v, spans.mask(seen.window), scale=seen.scale, softcap=seen.softcap
+    )
+    if sinks is None:
+        return output
+    joined = torch.logaddexp(sums, sinks.to(sums.dtype)[:, None])
+    return (output * weight_of(sums, joined)).to(q.dtype)
 
 
 class MergedAttention(torch.autograd.Function):

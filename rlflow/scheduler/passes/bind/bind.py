@@ -44,6 +44,7 @@ from rlflow.scheduler.passes.bind.instances import (
     trained_twice,
 )
 from rlflow.scheduler.passes.bind.kept_rows import with_kept_rows
+from rlflow.scheduler.passes.bind.kernels import noting_kernels
 from rlflow.scheduler.passes.bind.row_checks import (
     dispatch_findings,
     division_findings,
@@ -104,7 +105,7 @@ def bind(plan: Plan, context: Context) -> Plan:
     costs = context.costs
     parts = tuple(part for i in instances for part in memory_parts(i, served[i.name], costs))
     bound = replace(plan, instances=instances, parts=parts)
-    bound = noting_fitted(bound, made.instances, served, costs)
+    bound = noting_kernels(noting_fitted(bound, made.instances, served, costs), costs)
     bound = with_kept_rows(noting_engines(bound, served, context.costs), context.costs)
     bound = with_loads(with_saves(bound, context.costs), context.costs)
     places = {n.name: _place(n, chosen.get(n.name), bound) for n in plan.graph.nodes}

@@ -1,0 +1,1 @@
+"""Which kernels compute what of a model: rules that engines and plans share."""
