@@ -64,13 +64,14 @@ test-architectures: $(STAMP)  ## check, load and compute a tiny model of every a
 
 TRACKERS := .venv-trackers
 
-test-trackers: $(TRACKERS)/.ready  ## what wandb, MLflow and SwanLab keep of a run, read back offline, in an environment of its own
+test-trackers: $(TRACKERS)/.ready  ## what wandb, trackio, MLflow and SwanLab keep of a run, read back offline, in an environment of its own
 	$(TRACKERS)/bin/python -m pytest tests/runtime/record/test_offline_trackers.py
 
 $(TRACKERS)/.ready: pyproject.toml constraints.txt constraints-trackers.txt
 	@test -x $(TRACKERS)/bin/python || $(PYTHON) -m venv $(TRACKERS)
 	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-trackers.txt -e '.[wandb,mlflow,swanlab]' hypothesis pytest pytest-timeout
+	grep -v '^pillow==' constraints.txt > $(TRACKERS)/constraints.txt
+	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TRACKERS)/constraints.txt -c constraints-trackers.txt -e '.[wandb,trackio,mlflow,swanlab]' hypothesis pytest pytest-timeout
 	@touch $@
 
 test-gpu:  ## what a GPU computes, holds and learns, part by part; PARTS="compute memory" for some

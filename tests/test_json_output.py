@@ -24,6 +24,7 @@ WORDS = {
     "doctor": (),
     "eval": ("RUN", "-n", 2, "--limit", 4, "--threads", 1),
     "export": ("RUN", "-o", "weights"),
+    "idle": ("RUN",),
     "init": ("mine", "--model", TINY, "--data", "mine.jsonl"),
     "launch": (GRPO, "--slurm", "--devices", "cpu:2", "--dry-run"),
     "plan": (GRPO, *PLAN),

@@ -76,6 +76,7 @@ DOORS = {
     "cli.evaluation.command": "runs are reached when something is evaluated",
     "cli.launching.command": "a command loads what it needs, not what others need",
     "cli.looking.bisect": "rows are read where runs are compared",
+    "cli.looking.idle": "spans are read once there is a run",
     "cli.looking.report": "the page is made once there is a run",
     "cli.looking.watch": "the page is made once there is a run",
     "cli.planning.command": "a command loads what it needs, not what others need",

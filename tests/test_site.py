@@ -12,9 +12,11 @@ import re
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import rlflow
 from rlflow import data, ops, rewards
+from rlflow.cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -51,6 +53,23 @@ def test_the_reference_has_every_public_name():
         public |= {f"{module.__name__}.{name}" for name in module.__all__}
 
     assert sorted(public) == sorted(re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE))
+
+
+def test_the_page_of_the_command_line_has_every_command():
+    path = DOCS / "reference" / "cli.md"
+    if os.environ.get("RLFLOW_WRITE_DOCS"):
+        first = path.read_text().partition("```console")[0]
+        parts = [f"## {name}\n\n{helped(name)}" for name in sorted(cli.commands)]
+        path.write_text("\n".join([first + helped(), *parts]))
+
+    assert sorted(cli.commands) == re.findall(r"^## (\w+)$", path.read_text(), re.MULTILINE)
+
+
+def helped(*words: str) -> str:
+    """What `--help` of a command prints, as a block of a console."""
+    found = CliRunner().invoke(cli, [*words, "--help"], prog_name="rlflow", terminal_width=80)
+    command = " ".join(("rlflow", *words))
+    return f"```console\n$ {command} --help\n{found.output.rstrip()}\n```\n"
 
 
 def shown() -> list[tuple[str, str, str, str]]:

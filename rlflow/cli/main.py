@@ -20,6 +20,7 @@ from rlflow.cli.commands import Target
 from rlflow.cli.evaluation.command import evaluate_weights
 from rlflow.cli.launching.command import launch_run
 from rlflow.cli.looking.bisect import bisect_runs
+from rlflow.cli.looking.idle import why_idle
 from rlflow.cli.looking.report import report
 from rlflow.cli.looking.samples import show_samples
 from rlflow.cli.looking.watch import watch_run
@@ -70,7 +71,7 @@ def cli(debug: bool) -> None:
 
 for command in (check, viz, plan, rehearse, list_recipes, init_pipeline, print_completion):
     cli.add_command(command)
-for command in (report, trace, watch_run, show_samples, bisect_runs, evaluate_weights):
+for command in (report, trace, why_idle, watch_run, show_samples, bisect_runs, evaluate_weights):
     cli.add_command(command)
 cli.add_command(launch_run)
 cli.add_command(replay_update)

@@ -222,7 +222,8 @@ def observing_options(function: F) -> F:
             "--track",
             multiple=True,
             metavar="NAME",
-            help="Tell the run to tensorboard, wandb, mlflow, swanlab (wandb=PROJECT), or to none.",
+            help="Tell the run to tensorboard, wandb, trackio, mlflow, swanlab (wandb=PROJECT), "
+            "or to none.",
         ),
     ):
         function = option(function)

@@ -13,6 +13,7 @@ from rlflow.errors import Finding, known_names, near_names
 TRACKERS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
+    "trackio": "trackio",
     "mlflow": "mlflow",
     "swanlab": "swanlab",
 }
@@ -21,7 +22,7 @@ INSTALL = {
     **{name: f'pip install "rlflow-engine[{name}]"' for name in TRACKERS if name != "tensorboard"},
 }
 # Those in which runs are of a project: the pipeline's name, or what is said behind `=`.
-WITH_PROJECT = ("wandb", "mlflow", "swanlab")
+WITH_PROJECT = ("wandb", "trackio", "mlflow", "swanlab")
 DEFAULT_TRACKERS = ("tensorboard",)
 NO_TRACKER = "none"
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from rlflow.report.interactive import timeline as module
-from rlflow.report.interactive.causes import released_by
-from rlflow.report.interactive.timeline import OUTSIDE, device_groups_of, timeline
+from rlflow.report.interactive.timeline import OUTSIDE, timeline
 from rlflow.report.runfiles import read_run_files
+from rlflow.report.waiting.causes import released_by
+from rlflow.report.waiting.gaps import device_groups_of
 from rlflow.runtime.record.spans import Span
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.simulate.blame import waited_for

@@ -6,35 +6,21 @@ and rows by their places in lists. This file knows no picture.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from rlflow.report.charts.look import Document, document_lane
-from rlflow.report.interactive.causes import released_by
-from rlflow.report.runfiles import RunFiles, device_label, iteration_windows, median_iteration
+from rlflow.report.charts.look import Document
+from rlflow.report.runfiles import RunFiles, iteration_windows, median_iteration
+from rlflow.report.waiting.gaps import SHORTEST_GAP, DeviceGaps, DeviceGroup, device_groups_of
 from rlflow.runtime.record.devices.log import DEVICE_LOG, read_device_lines
 from rlflow.runtime.record.spans import Span
-from rlflow.scheduler.simulate.blame import waited_for
 
 MOST_SPANS = 60_000
-SHORTEST_GAP = 0.002
-"""A shorter gap, as a share of an iteration of median length, is not told."""
 MOST_CAUSES = 4
 OUTSIDE = -1
 """Stands for time in which no action ran that was waited for."""
 
 MEMORY = {"peak": "by the device's allocator", "peak_rss": "the most of its process until then"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceGroup:
-    """Devices that ran the same spans, by their places in the list of all."""
-
-    label: str
-    devices: tuple[int, ...]
-    places: tuple[int, ...]
 
 
 def timeline(files: RunFiles, wanted: int | None = None) -> dict[str, Any]:
@@ -43,7 +29,8 @@ def timeline(files: RunFiles, wanted: int | None = None) -> dict[str, Any]:
     spans, left_out = _bounded(files.spans, windows)
     groups = device_groups_of(spans, files.plan)
     names = list(dict.fromkeys(span.action for span in spans))
-    causes = _Gaps(spans, files.plan, {name: n for n, name in enumerate(names)}, not left_out)
+    place = {name: n for n, name in enumerate(names)}
+    gaps = DeviceGaps(spans, files.plan, whole=not left_out)
     middle = median_iteration(files.spans)
     shortest = 0.0
     if middle is not None:
@@ -52,8 +39,8 @@ def timeline(files: RunFiles, wanted: int | None = None) -> dict[str, Any]:
     return {
         "names": names,
         "rows": [_row(group, files.plan) for group in groups],
-        "spans": _columns(spans, groups, names, causes.released) | {"held": held},
-        "gaps": [causes.of(group, shortest) for group in groups],
+        "spans": _columns(spans, groups, names, gaps.released) | {"held": held},
+        "gaps": [_told(gaps, group, shortest, place) for group in groups],
         "iterations": [[i, _micro(start), _micro(end)] for i, (start, end) in windows.items()],
         "begin": middle if wanted is None else wanted,
         "memory": MEMORY.get(figure, ""),
@@ -64,31 +51,6 @@ def timeline(files: RunFiles, wanted: int | None = None) -> dict[str, Any]:
 def _micro(seconds: float) -> int:
     """Seconds as whole microseconds."""
     return round(seconds * 1e6)
-
-
-def device_groups_of(spans: Sequence[Span], plan: Document | None) -> list[DeviceGroup]:
-    """Devices joined where they ran the same spans, in the order of their numbers; host last."""
-    ran: dict[int, list[int]] = defaultdict(list)
-    for place, span in enumerate(spans):
-        for device in span.devices:
-            ran[device].append(place)
-    joined: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
-    for device in sorted(ran, key=lambda d: (d < 0, d)):
-        pool = device_label(device, plan).partition("[")[0]
-        joined[pool, tuple(ran[device])].append(device)
-    return [
-        DeviceGroup(label=_label(pool, devices), devices=tuple(devices), places=places)
-        for (pool, places), devices in joined.items()
-    ]
-
-
-def _label(pool: str, devices: Sequence[int]) -> str:
-    """`host`, `train[0]`, `train[0:4]`, `gen[1,3]`, as a simulation prints them."""
-    first, last = devices[0], devices[-1]
-    if first < 0:
-        return pool
-    whole = len(devices) > 1 and list(devices) == list(range(first, last + 1))
-    return f"{pool}[{f'{first}:{last + 1}' if whole else ','.join(map(str, devices))}]"
 
 
 def _row(group: DeviceGroup, plan: Document | None) -> dict[str, Any]:
@@ -155,40 +117,19 @@ def _memory(files: RunFiles, spans: Sequence[Span]) -> tuple[list[int | None], s
     return [None if held is None else int(held) for held in found], figure
 
 
-class _Gaps:
-    """Times in which devices ran nothing, and what they waited for.
-
-    Where iterations are left out, so are the gaps from one iteration to another.
-    """
-
-    def __init__(
-        self, spans: Sequence[Span], plan: Document | None, place: Mapping[str, int], whole: bool
-    ) -> None:
-        self.spans, self.place, self.whole = spans, place, whole
-        self.released = released_by(spans, plan)
-        copies = {a["id"] for a in plan["actions"] if document_lane(a) == "copy"} if plan else set()
-        self.computing = [span.action not in copies for span in spans]
-
-    def of(self, group: DeviceGroup, shortest: float) -> list[Any]:
-        """[start, end, place of the span after it, [[action, microseconds], ...]] of each gap."""
-        found: list[Any] = []
-        if group.devices[0] < 0:
-            return found
-        own = [place for place in group.places if self.computing[place]]
-        free, turn = (self.spans[own[0]].start, self.spans[own[0]].iteration) if own else (0.0, 0)
-        for place in own:
-            span = self.spans[place]
-            if span.start - free > shortest and (self.whole or span.iteration == turn):
-                causes = self._causes(place, free)
-                found.append([_micro(free), _micro(span.start), place, causes])
-            free, turn = max(free, span.end), span.iteration
-        return found
-
-    def _causes(self, place: int, free: float) -> list[list[int]]:
-        """The actions waited for with their microseconds, the longest first, small ones dropped."""
-        seconds: dict[int, float] = defaultdict(float)
-        for at, start, end in waited_for(self.spans, self.released, place, free):
-            cause = OUTSIDE if at is None else self.place[self.spans[at].action]
-            seconds[cause] += end - start
-        ranked = sorted(seconds.items(), key=lambda item: (-item[1], item[0]))
-        return [[cause, _micro(length)] for cause, length in ranked[:MOST_CAUSES]]
+def _told(
+    gaps: DeviceGaps, group: DeviceGroup, shortest: float, place: Mapping[str, int]
+) -> list[list[Any]]:
+    """[start, end, place of the span after it, [[action, microseconds], ...]] of each gap."""
+    return [
+        [
+            _micro(gap.start),
+            _micro(gap.end),
+            gap.place,
+            [
+                [OUTSIDE if name is None else place[name], _micro(seconds)]
+                for name, seconds in gap.causes[:MOST_CAUSES]
+            ],
+        ]
+        for gap in gaps.of(group, shortest)
+    ]

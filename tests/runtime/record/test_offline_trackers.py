@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import struct
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tests.runtime.record.test_tensorboard import png
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 SECRET = "sk-" + "e" * 30
+HIDDEN = {"api_key": "***", "model": "small"}
+LOGGED = "select step, metrics from metrics order by step, id"
 POINTS = {0: {"reward/mean": 0.5}, 1: {"reward/mean": 0.75, "loss": 2.0}}
 
 
@@ -26,6 +29,8 @@ def run(tmp_path, monkeypatch):
         "HOME": str(tmp_path / "home"),
         "WANDB_MODE": "offline",
         "SWANLAB_MODE": "offline",
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "HF_HUB_OFFLINE": "1",
         "MLFLOW_TRACKING_URI": (tmp_path / "mlruns").as_uri(),
         "MLFLOW_ALLOW_FILE_STORE": "true",
         "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -103,7 +108,7 @@ def test_wandb(run):
         if "reward/mean" in p
     }
     assert ("mine", "grpo-1", "a1b2c3") == (told.project, told.display_name, told.run_id)
-    assert (0.25, {"model": "small"}) == (config["lr"], config["judge"])
+    assert (0.25, HIDDEN) == (config["lr"], config["judge"])
     assert "the hash of the graph" == config["rlflow"]["graph_hash"]
     (table,) = run.glob("wandb/offline-run-*/files/media/table/samples/*.table.json")
     found = json.loads(table.read_text())
@@ -112,6 +117,35 @@ def test_wandb(run):
     assert "actor.update on all" in plan.read_text()
     assert 1 == len(list(run.glob("wandb/offline-run-*/files/media/images/graph*.png")))
     assert {"wandb": "a1b2c3"} == read_ids(run)
+
+
+def test_trackio(run, tmp_path):
+    pytest.importorskip("trackio")
+    observed(run, "trackio=mine")
+
+    # Its directory is read once, when it is imported: what was written is read as SQLite.
+    (file,) = (tmp_path / "trackio").glob("mine*.db")
+    with sqlite3.connect(file) as database:
+        database.row_factory = sqlite3.Row
+        logged = [(row["step"], json.loads(row["metrics"])) for row in database.execute(LOGGED)]
+        (told,) = database.execute("select * from configs").fetchall()
+
+    scalars = [(step, {k: v for k, v in m.items() if k in POINTS[1]}) for step, m in logged]
+    assert sorted(POINTS.items()) == [point for point in scalars if point[1]]
+    config = json.loads(told["config"])
+    assert ("grpo-1", 0.25, HIDDEN) == (
+        told["run_name"],
+        config["lr"],
+        config["judge"],
+    )
+    assert "the hash of the graph" == config["rlflow"]["graph_hash"]
+    rest = {name: (step, value) for step, m in logged for name, value in m.items()}
+    step, table = rest["samples/rollout"]
+    assert (1, [{"text": "yes", "reward": 0.75}]) == (step, table["_value"])
+    assert "actor.update on all" in rest["plan"][1]["_value"]
+    picture = tmp_path / "trackio" / "media" / rest["graph"][1]["file_path"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert {"trackio": told["run_id"]} == read_ids(run)
 
 
 def test_mlflow(run):
@@ -130,7 +164,7 @@ def test_mlflow(run):
 
     assert [(0, 0.5), (1, 0.75)] == [(point.step, point.value) for point in history]
     assert ("grpo-1", "FINISHED") == (told.info.run_name, told.info.status)
-    assert {"lr": "0.25", "judge.model": "small"} == told.data.params
+    assert {"lr": "0.25", "judge.model": "small", "judge.api_key": "***"} == told.data.params
     assert "the hash of the graph" == told.data.tags["rlflow.graph_hash"]
     assert b"1  actor.update on all" == attached("plan.txt")
     assert png() == attached("graph.png")

@@ -41,6 +41,7 @@ FILE_POINTS = register_atomic_faults("trackers:file")
 CLASSES = {
     "tensorboard": "to_tensorboard:TensorBoardLog",
     "wandb": "to_wandb:WandbTracker",
+    "trackio": "to_trackio:TrackioTracker",
     "mlflow": "to_mlflow:MlflowTracker",
     "swanlab": "to_swanlab:SwanlabTracker",
 }
