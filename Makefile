@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 # Compiled files are kept: hundreds of processes that tests start would compile rlflow again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-slow test-long fuzz test-sglang test-vllm test-trackers test-architectures test-gpu bench-gpu test-lowest check bench bench-learning docs setup clean
+.PHONY: demo test test-fast test-slow test-long chaos fuzz test-sglang test-vllm test-trackers test-architectures test-gpu bench-gpu test-lowest check bench bench-learning docs setup clean
 
 setup: $(STAMP)
 
@@ -37,16 +37,24 @@ SIDE   := -n 3 --dist loadfile
 ROWS   := all
 
 test: $(STAMP)  ## all tests but the slow ones
-	RLFLOW_ROWS=week $(BIN)/python -m pytest -m "not slow" $(SIDE)
+	RLFLOW_ROWS=week $(BIN)/python -m pytest -m "not slow and not chaos" $(SIDE)
 
 test-fast: $(STAMP)  ## the tests that need no torch
-	$(BIN)/python -m pytest -m "not torch and not slow"
+	$(BIN)/python -m pytest -m "not torch and not slow and not chaos"
 
 test-slow: $(STAMP)  ## end-to-end runs of minutes; BUT="and not extra" leaves some out, ROWS=week other rows each week
 	RLFLOW_ROWS=$(ROWS) $(BIN)/python -m pytest -m "slow and not sglang and not vllm $(BUT)" $(SIDE)
 
 test-long: $(STAMP)  ## property tests with ten times the examples, drawn anew each time: for the night
 	env -u CI RLFLOW_EXAMPLES=10 $(BIN)/python -m pytest -m "hypothesis and not ray and not sglang" --timeout=3600 $(SIDE)
+
+# Rows of the matrix, drawn by SEED; all of them where SAMPLE is empty.
+SAMPLE :=
+SEED   := 0
+
+chaos: $(STAMP)  ## every fault of the matrix in whole runs, and what was left; SAMPLE=20 SEED=3 draws some
+	RLFLOW_CHAOS_SAMPLE=$(SAMPLE) RLFLOW_CHAOS_SEED=$(SEED) RLFLOW_CHAOS_REPORT=$(if $(SAMPLE),build/chaos.md,benchmarks/results/chaos.md) \
+		$(BIN)/python -m pytest tests/chaos -m chaos --no-showlocals -p no:cacheprovider
 
 fuzz: $(STAMP)  ## files of models with anything in them: an hour, never an error of rlflow's own
 	env -u CI RLFLOW_EXAMPLES=400 $(BIN)/python -m pytest tests/test_fuzzed_models.py --timeout=7200 -n 2
@@ -88,7 +96,7 @@ TORCH_LOWEST ?= $(patsubst torch==%,%,$(filter torch==%,$(shell cat constraints-
 TORCH_INDEX  ?= https://download.pytorch.org/whl/cpu
 
 test-lowest: $(LOWEST)/.ready  ## tests but the slow ones, the demo and a Ray run on the lowest versions that pyproject.toml declares
-	$(LOWEST)/bin/python -m pytest -m "not slow" $(SIDE)
+	$(LOWEST)/bin/python -m pytest -m "not slow and not chaos" $(SIDE)
 	rm -rf runs/lowest runs/lowest-ray
 	$(LOWEST)/bin/rlflow run pipelines/grpo_arithmetic.py --run-dir runs/lowest
 	$(LOWEST)/bin/rlflow run pipelines/grpo_arithmetic.py --placement split --backend ray --threads 1 --iterations 3 --run-dir runs/lowest-ray

@@ -8,6 +8,9 @@ live; a compiler derives the plan. Importing this package imports neither torch 
 import importlib
 from typing import TYPE_CHECKING
 
+from rlflow.cli.shell import early as _early  # noqa: F401  before all others: signals may come
+
+# isort: split
 from rlflow import data, ops, rewards
 from rlflow.data import Chat
 from rlflow.envs import Environment, Step, ToolEnvironment

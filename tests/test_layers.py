@@ -60,6 +60,7 @@ SEES = {
 }
 # And beyond that, for a reason.
 BESIDES = {
+    ("rlflow", "cli.shell.early"): "signals may come while it is imported",
     ("runtime.preflight", "scheduler.models"): "prompts are measured against a model's context",
     ("runtime.ray.cluster.clusters", "scheduler.devices"): "a store has a share of the memory",
     ("runtime.record.calibration", "scheduler.costs"): "a run is kept for later estimates",

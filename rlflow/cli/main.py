@@ -38,7 +38,8 @@ from rlflow.cli.planning.command import check, plan, viz
 from rlflow.cli.recipes.command import init_pipeline, list_recipes
 from rlflow.cli.rehearsal.command import rehearse
 from rlflow.cli.shell.completion import print_completion
-from rlflow.cli.shell.leaving import leave, stop_on_terminate
+from rlflow.cli.shell.early import STOPPED
+from rlflow.cli.shell.leaving import leave, stop_on_signals
 from rlflow.cli.shell.printed import hint, json_option, print_json
 from rlflow.cli.shell.values import typed_files
 from rlflow.cli.stages.replay import replay_update
@@ -46,7 +47,6 @@ from rlflow.cli.tracing.command import trace
 from rlflow.errors import RlflowError
 
 BUG = 70
-INTERRUPTED = 130
 
 EXAMPLES = """\b
 Examples:
@@ -267,11 +267,15 @@ def doctor(measure: bool, output: str | None, as_json: bool) -> None:
 
 def main() -> None:
     """The entry point: a command and its exit code, whatever its threads do in the end."""
-    stop_on_terminate()
+    code: str | int | None = 0
     try:
+        stop_on_signals()
         run_command()
     except SystemExit as ended:
-        leave(ended.code)
+        code = ended.code
+    except KeyboardInterrupt:  # while the end of a command was told
+        code = STOPPED
+    leave(code)
 
 
 def run_command() -> None:
@@ -286,7 +290,7 @@ def run_command() -> None:
         raise SystemExit(error.exit_code) from None
     except (click.exceptions.Abort, KeyboardInterrupt):  # what click makes of Ctrl-C, or misses
         click.echo("stopped at once", err=True)
-        raise SystemExit(INTERRUPTED) from None
+        raise SystemExit(STOPPED) from None
     except click.ClickException as error:
         error.show()
         raise SystemExit(error.exit_code) from None

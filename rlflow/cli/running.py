@@ -39,6 +39,7 @@ from rlflow.cli.interpreters import missing_engines
 from rlflow.cli.looking.recording import recording_asked, recording_noted
 from rlflow.cli.machines import backend_joining, machine_of, rooms_at
 from rlflow.cli.planning.missing_models import hub_findings
+from rlflow.cli.shell.leaving import said_if_ended
 from rlflow.cli.stages.parts import require_trained
 from rlflow.cli.tracing.observing import check_observed, observer_of, profiled_actions
 from rlflow.errors import Finding, Interrupted, UsageError
@@ -379,10 +380,11 @@ def _directory(planned: Planned, asked: _Asked) -> Iterator[RunDir]:
 @contextmanager
 def _interrupted(asked: _Asked, directory: RunDir) -> Iterator[None]:
     """Say what a Ctrl-C that stops at once has left: a run to continue, or nothing at all."""
+    left = f"continue with: {asked.resume_line(directory.path)}"
     try:
-        yield
+        with said_if_ended(left):
+            yield
     except KeyboardInterrupt:
-        left = f"continue with: {asked.resume_line(directory.path)}"
         if not has_begun(directory):
             left = f"no iteration had begun, so {directory.path} was removed"
         raise Interrupted(summary=f"stopped at once; {left}") from None

@@ -30,6 +30,13 @@ class Bounds:
     retries: int = 0
     backoff: float = 1.0
 
+    @property
+    def longest(self) -> float:
+        """Seconds that a call takes at most with all its repetitions; 0 where nothing limits it."""
+        if self.timeout is None:
+            return 0.0
+        return (self.retries + 1) * self.timeout + self.backoff * (2**self.retries - 1)
+
 
 PLAIN = Bounds()
 

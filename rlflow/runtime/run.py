@@ -366,7 +366,11 @@ class Run:
         def on_signal(number: int, frame: FrameType | None) -> None:
             if self._stopping:
                 executor.interrupt()
-                raise KeyboardInterrupt
+                then = previous[signal.Signals(number)]
+                if not callable(then):
+                    raise KeyboardInterrupt
+                then(number, frame)  # as this program does at other times
+                return
             self.stop()
             self.display.warn("stopping after what has begun; Ctrl-C again stops at once")
 

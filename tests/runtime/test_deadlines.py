@@ -16,6 +16,9 @@ from rlflow.cli.commands import Target, compile_target
 from rlflow.contract.progress import Progress, advance, following
 from rlflow.engines.process.client.load import PATIENCE
 from rlflow.errors import RunError
+from rlflow.graph.graph import Graph, Node
+from rlflow.ops.scoring import REWARD, Policy
+from rlflow.rewards.bounds import Bounds
 from rlflow.runtime.execute import deadlines
 from rlflow.runtime.execute.deadlines import FIRST, FLOOR, SLOWEST, UNKNOWN, Deadlines
 from rlflow.runtime.execute.executor import Executor
@@ -56,7 +59,24 @@ def test_a_tiny_action_fails_sooner_than_in_ten_minutes():
 
 def test_what_no_table_times_has_the_floor_of_the_unknown():
     assert UNKNOWN == allowed(costing(None), 0.1).seconds
-    assert UNKNOWN == allowed(costing(0.1, devices=(HOST,)), 0.1).seconds
+    assert UNKNOWN + FIRST == allowed(costing(0.1, devices=(HOST,))).seconds
+
+
+def test_what_the_host_has_done_once_tells_how_long_it_takes():
+    assert FLOOR == allowed(costing(None, devices=(HOST,)), 0.1).seconds
+    assert 500 == allowed(costing(None, devices=(HOST,)), 50.0).seconds
+
+
+def test_a_reward_may_be_silent_for_as_long_as_its_calls_may_take():
+    """Three calls of 400 s, and 2 s and 4 s between them."""
+    bounds = Bounds(timeout=400.0, retries=2, backoff=2.0)
+    node = Node(name="judge", op=REWARD, inputs=(), params=(("policy", Policy(bounds=bounds)),))
+    entry = replace(costing(None, devices=(HOST,)), node="judge")
+    plan = plan_of(entry)
+    known = Deadlines(replace(plan, graph=Graph(name="made", nodes=(node,), models=())))
+    known.took(entry.id, 0.1)
+
+    assert FLOOR + 1206 == known.of(entry).seconds
 
 
 def test_an_action_of_an_engine_waits_for_one_that_replaces_it():

@@ -1,44 +1,102 @@
 """How a command ends early: with its exit code, whatever its threads are doing.
 
 A thread inside of native code that the interpreter wants to end takes the process with it, by
-SIGABRT: so where such threads are left, the process ends without asking them.
+SIGABRT; a signal that comes while the interpreter ends kills it by that signal. So the process
+ends without asking either: once all that runs at its end has run, by `os._exit`.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
+from rlflow.cli.shell.early import STOPPED
+
 # Seconds for what is registered to run at the end, before the process ends in any case.
 PATIENCE = 10.0
+# Signals after which a command does not wait for its own cleaning up.
+AT_ONCE = 3
 
 
-def stop_on_terminate() -> None:
-    """Have SIGTERM stop a command as Ctrl-C does, from its first import on."""
+@dataclass(slots=True)
+class _Signals:
+    """How many have come that end this command, and what it says where it ends uncleaned."""
 
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
+    come: int = 0
+    said: str = ""
 
-    signal.signal(signal.SIGTERM, stop)
+
+_signals = _Signals()
+
+
+def stop_on_signals() -> None:
+    """Have Ctrl-C and SIGTERM stop a command: the first raises KeyboardInterrupt.
+
+    One more, while it cleans up, changes nothing; the third ends the process as it is.
+    """
+    _handle(_stop)
+
+
+@contextlib.contextmanager
+def said_if_ended(text: str) -> Iterator[None]:
+    """Within it, what a process says that ends before it has cleaned up."""
+    before, _signals.said = _signals.said, text
+    try:
+        yield
+    finally:
+        _signals.said = before
 
 
 def leave(ended: str | int | None) -> NoReturn:
-    """End the process with an exit code; at once where threads are left that nobody can end."""
-    left = [t for t in threading.enumerate() if t.daemon and t is not threading.current_thread()]
-    if not left or not isinstance(ended, int):
-        raise SystemExit(ended) from None
-    code = ended
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    last = threading.Timer(PATIENCE, os._exit, (code,))
-    last.daemon = True
-    last.start()
+    """End the process with an exit code, which no signal and no thread changes any more."""
+    if isinstance(ended, str):
+        sys.stderr.write(f"{ended}\n")
+    code = ended if isinstance(ended, int) else int(ended is not None)
+
+    def hurry(number: int, frame: FrameType | None) -> None:
+        _signals.come += 1
+        if _signals.come >= AT_ONCE:
+            os._exit(code)
+
+    _handle(hurry)
+    if any(thread.daemon for thread in _others()):
+        last = threading.Timer(PATIENCE, os._exit, (code,))
+        last.daemon = True
+        last.start()
+    for thread in _others():
+        if not thread.daemon:
+            thread.join()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
     os._exit(code)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    _signals.come += 1
+    if _signals.come >= AT_ONCE:
+        os.write(2, f"stopped at once; {_signals.said}\n".replace("; \n", "\n").encode())
+        os._exit(STOPPED)
+    if _signals.come == 1:
+        raise KeyboardInterrupt
+
+
+def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Handle both signals by one function; who ignores Ctrl-C from its start goes on to."""
+    signal.signal(signal.SIGTERM, handler)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _others() -> list[threading.Thread]:
+    """The threads of this process besides the one that calls."""
+    return [each for each in threading.enumerate() if each is not threading.current_thread()]

@@ -1,7 +1,8 @@
 """How long an action may be silent before a run is given up, and why so long.
 
 Ten times what it is expected to take, by the plan or by this run so far, and never less than a
-floor; a first call also compiles, warms up and reads. Silence is counted anew with every sign of
+floor; a first call also compiles, warms up and reads. A reward whose calls have a time limit may be
+silent for as long as they may. Silence is counted anew with every sign of
 progress: what is slow but moves goes on, and what hangs is named in a bounded time. `--deadline`
 sets one limit for all instead, on the whole of an action. Knows the plan, no backend.
 """
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlflow.errors import Finding, RunError
+from rlflow.ops.scoring import Policy
 from rlflow.scheduler.plan.plan import Action, Plan
 
 FACTOR = 10.0
@@ -70,13 +72,24 @@ class Deadlines:
     def _least(self, action: Action) -> float:
         """Seconds of silence that are never too long for an action.
 
-        An engine that is lost meanwhile is started again, and says nothing until it is there.
+        An engine that is lost meanwhile is started again, and says nothing until it is there. What
+        the host has done before, rewards above all, tells by itself how long it takes.
         """
         used = {action.instance, *action.targets}
         starts = [e.engine_plan.settings.start_seconds for e in self.plan.engines if e.name in used]
         if starts:
             return UNKNOWN + max(starts)
-        return UNKNOWN if action.cost.seconds is None or action.on_host else FLOOR
+        known = (
+            bool(self._longest[action.id]) if action.on_host else action.cost.seconds is not None
+        )
+        return (FLOOR if known else UNKNOWN) + self._calling(action)
+
+    def _calling(self, action: Action) -> float:
+        """Seconds that a call of the action's function may take by what its user allows it."""
+        if action.node is None or not self.plan.graph.has_node(action.node):
+            return 0.0
+        policy = dict(self.plan.graph.node(action.node).params).get("policy")
+        return policy.bounds.longest if isinstance(policy, Policy) else 0.0
 
     def for_files(self, size: int) -> float:
         """Seconds allowed to read or write so many bytes of files; at least those of an answer."""

@@ -30,6 +30,8 @@ from rlflow.scheduler.plan.plan import Action, Plan
 
 GRACE = 3.0
 TICK = 0.5
+# Seconds for a sign of life of a process from which an answer is late.
+PROBE = 5.0
 # Ranks are asked how far they are after this share of what they are allowed.
 ASK_AFTER = 0.5
 NOTHING = (0, "")
@@ -303,7 +305,12 @@ class RayBackend:
         return lost
 
     def _late(self, flight: Flight) -> RlflowError:
-        missing = [self._ranks.name(device) for device in flight.waiting]
+        """The error for a flight that is late; who answers nothing at all is the one to blame.
+
+        The others that have not answered wait for it, in a collective or for its rows.
+        """
+        silent = self._ranks.silent(PROBE)
+        missing = [self._ranks.name(device) for device in silent or flight.waiting]
         last = sorted({said for _, said in flight.moves.values() if said})
         return self._deadlines.late(
             flight.action, flight.iteration, flight.allowed, who=missing, last="; ".join(last)

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlflow.errors import RlflowError
 from rlflow.runtime.execute.deadlines import Deadlines
 from rlflow.runtime.ray.backend import RayBackend
-from rlflow.runtime.ray.cluster.deadline import wait
+from rlflow.runtime.ray.cluster.deadline import NoAnswer, wait
 from rlflow.runtime.ray.cluster.session import Session
 from rlflow.runtime.ray.made import Failed
 from rlflow.runtime.ray.pools import (
@@ -300,9 +300,17 @@ class RayMachine:
         seconds: float,
         moving: Callable[[], bool] = lambda: False,
     ) -> dict[int, Any]:
-        """What ranks answer in so many seconds, while none is `moving`; raises the first error."""
+        """What ranks answer in so many seconds, while none is `moving`; raises the first error.
+
+        Where one does not answer all are stopped: nothing that is asked later would wait for less.
+        """
         who = {place: self.ranks.name(device) for place, device in enumerate(asked)}
-        found = wait([*asked.values()], seconds, doing=doing, who=who, told=failure, moving=moving)
+        refs = [*asked.values()]
+        try:
+            found = wait(refs, seconds, doing=doing, who=who, told=failure, moving=moving)
+        except NoAnswer:
+            self.ranks.kill()
+            raise
         return dict(zip(asked, found, strict=True))
 
 

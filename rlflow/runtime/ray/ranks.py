@@ -75,6 +75,15 @@ class Ranks:
         """Every actor, the host's last."""
         return [self._actors[device] for device in self.everybody()]
 
+    def silent(self, seconds: float) -> tuple[int, ...]:
+        """The devices whose process gives no sign of life within so many seconds.
+
+        One that only waits answers, for progress is asked beside what it does: these are frozen.
+        """
+        asked = {actor.progress.remote("", 0): device for device, actor in self._actors.items()}
+        _, late = ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
+        return tuple(sorted(asked[reference] for reference in late))
+
     def kill(self) -> None:
         """Stop every process now."""
         for actor in self._actors.values():

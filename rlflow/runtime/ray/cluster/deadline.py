@@ -16,7 +16,7 @@ from rlflow.errors import Finding, RlflowError, RunError
 from rlflow.runtime.ray.cluster.alive import require_cluster
 from rlflow.runtime.ray.cluster.causes import LOST, cause_of, unwrapped
 
-__all__ = ["cause_of", "wait"]
+__all__ = ["NoAnswer", "cause_of", "wait"]
 
 Names: TypeAlias = Mapping[int, str] | Mapping[str, str]
 GRACE = 3.0
@@ -115,8 +115,12 @@ def _most_telling(
     return lost
 
 
-def _late(missing: Sequence[str], asked: int, doing: str, seconds: float) -> RunError:
-    return RunError(
+class NoAnswer(RunError):
+    """Somebody who was asked has not answered in time."""
+
+
+def _late(missing: Sequence[str], asked: int, doing: str, seconds: float) -> NoAnswer:
+    return NoAnswer(
         Finding(
             code="E775",
             what=f"{doing}: no answer within {seconds:.3g} s",

@@ -98,6 +98,7 @@ class Observer:
     ) -> None:
         """Wait so long, in all, for trackers to take what waits; the rest is said and left.
 
+        With no seconds nobody waits, and nothing is said.
         `record` has rows written that wait, in so many seconds, for those who have tables of them.
         """
         until = time.monotonic() + seconds
@@ -106,7 +107,7 @@ class Observer:
                 record(RECORD_SECONDS)
         for feed in self._feeds:
             feed.end()
-        for feed in self._feeds:
+        for feed in self._feeds if seconds else ():
             feed.join(until - time.monotonic())
         self._feeds = []
 

@@ -1,0 +1,62 @@
+"""A small pipeline whose reward does what the environment asks for, at one of its calls.
+
+`RLFLOW_CHAOS_ACT=name@n` does it at the n-th call of a process, and makes the file of
+`RLFLOW_CHAOS_FIRED` first, by which a row knows that its fault has fired.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import rlflow as rf
+from rlflow import ops
+
+TINY = Path(__file__).resolve().parents[2] / "pipelines" / "assets" / "arith-tiny"
+ACT, FIRED = "RLFLOW_CHAOS_ACT", "RLFLOW_CHAOS_FIRED"
+CALLS = [0]
+
+
+class Config(rf.Config):
+    """`timeout` above 0 has every call in a process of its own."""
+
+    iterations: int = 5
+    timeout: float = 0.0
+    on_error: str = "error"
+    lr: float = 1e-3
+
+
+def judge(response: str) -> float:
+    """A number that follows from the text alone, so that every iteration learns something."""
+    CALLS[0] += 1
+    name, _, at = os.environ.get(ACT, "").partition("@")
+    value = float(zlib.crc32(response.encode()) % 5)
+    if name and CALLS[0] == int(at or 1):
+        from tests.chaos import acts
+
+        Path(os.environ[FIRED]).touch()
+        act: Callable[[float], Any] = getattr(acts, name)
+        return act(value)  # type: ignore[no-any-return]
+    return value
+
+
+@rf.pipeline(
+    placements={
+        "one": rf.Placement(pools={"cpus": 1}, assign={"*": rf.on("cpus")}),
+        "fsdp": rf.Placement(pools={"cpus": 2}, assign={"*": rf.on("cpus", fsdp=2)}),
+    }
+)
+def faulted(cfg: Config) -> None:
+    actor = rf.Model("actor", str(TINY), optimizer=rf.AdamW(lr=cfg.lr))
+    prompts = ops.prompts(rf.data.arithmetic(digits=2, test_size=9), batch=4)
+    samples = ops.rollout(actor, prompts, n=4, max_new_tokens=8)
+    limits: dict[str, Any] = {}
+    if cfg.timeout:
+        limits = {"timeout": cfg.timeout, "concurrency": 2, "on_error": cfg.on_error}
+        limits |= {} if cfg.on_error == "error" else {"max_failures": 0.5}
+    reward = ops.reward(judge, samples, **limits)
+    adv = ops.advantage("grpo", samples, reward)
+    ops.update(actor, samples, adv, loss=rf.PolicyLoss("ppo_clip"))

@@ -1,0 +1,66 @@
+"""`make chaos`: every row of the matrix, or a sample of them; a page says what became of each.
+
+RLFLOW_CHAOS_SAMPLE=n draws so many rows by RLFLOW_CHAOS_SEED; RLFLOW_CHAOS_REPORT is the page.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.matrix import Row, sample
+from tests.chaos.report import Told
+from tests.chaos.scene import Scene
+from tests.chaos.table import ROWS, why_not
+
+COUNT = int(os.environ.get("RLFLOW_CHAOS_SAMPLE") or 0)
+SEED = int(os.environ.get("RLFLOW_CHAOS_SEED") or 0)
+CHOSEN = sample(ROWS, COUNT, SEED) if COUNT else ROWS
+
+pytestmark = [pytest.mark.torch, pytest.mark.chaos, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="session")
+def home():
+    """Where runs without an accident are, the same for all rows of a session."""
+    folder = Path(tempfile.mkdtemp(prefix="whole-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize("row", CHOSEN, ids=lambda row: row.id)
+def test_row(row: Row, home: Path, told: list[Told]):
+    missing = why_not(row)
+    if missing:
+        told.append(Told(row, "not run", 0.0, missing))
+        pytest.skip(missing)
+    # A short path: sockets in it have names of a hundred letters at most.
+    folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
+    scene = Scene(folder, SEED * 1_000_003 + zlib.crc32(row.id.encode()), home)
+    left: list[str] = []
+    outcome, began = "failed", time.monotonic()
+    seconds = 0.0
+    try:
+        assert row.inject is not None
+        row.inject(scene)
+        seconds = time.monotonic() - began
+        left = scene.left()
+        if scene.skipped:
+            outcome = "not run"
+            pytest.skip(scene.skipped)
+        assert scene.fired, "the fault has not fired"
+        assert [] == left
+        assert seconds <= row.seconds, f"{seconds:.0f} s, later than its deadline"
+        outcome = "holds"
+    finally:
+        seconds = seconds or time.monotonic() - began
+        scene.close()
+        told.append(Told(row, outcome, seconds, scene.skipped or "; ".join(left)))
+        if outcome == "holds":
+            shutil.rmtree(folder, ignore_errors=True)

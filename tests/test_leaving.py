@@ -1,0 +1,88 @@
+"""Signals at any moment of a command: it ends with its own exit code, once it has cleaned up."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+BEGIN = "import os, signal, sys\n"
+HIT = "os.kill(os.getpid(), signal.{})\n"
+COMMAND = "from rlflow.cli.shell.leaving import leave, said_if_ended, stop_on_signals\n"
+LEAVING = """
+import atexit, threading
+stop_on_signals()
+atexit.register(lambda: (os.kill(os.getpid(), signal.{0}), print("cleaned")))
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+try:
+    os.kill(os.getpid(), signal.{0})
+except KeyboardInterrupt:
+    leave(130)
+"""
+IMPATIENT = """
+stop_on_signals()
+try:
+    with said_if_ended("continue with: rlflow run"):
+        try:
+            os.kill(os.getpid(), signal.{0})
+        finally:
+            os.kill(os.getpid(), signal.{0})
+            print("cleaning", flush=True)
+            os.kill(os.getpid(), signal.{0})
+finally:
+    print("never")
+"""
+
+
+def run(program, **more):
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        **more,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ('sys.argv[0] = "/usr/bin/rlflow"\nimport rlflow.cli.shell.early\n' + HIT, "nothing had"),
+        (COMMAND + LEAVING, "cleaned"),
+        (COMMAND + IMPATIENT, "cleaning"),
+    ],
+    ids=["while it is imported", "while it cleans up", "thrice"],
+)
+def test_a_signal_ends_a_command_with_130(program, said, name):
+    code, out, err = run(program.replace("{}", name).replace("{0}", name))
+
+    assert 130 == code, err
+    assert said in out + err
+    assert "Traceback" not in err
+    assert "never" not in out
+    if said == "cleaning":
+        assert "stopped at once; continue with: rlflow run" in err
+
+
+def test_a_program_that_imports_rlflow_keeps_its_own_signals():
+    code, _, _ = run("import rlflow\n" + HIT.format("SIGTERM"))
+
+    assert -signal.SIGTERM == code
+
+
+def test_who_ignores_ctrl_c_from_its_start_goes_on_to_ignore_it():
+    """As a shell has it for what is started in the background of a script."""
+    program = COMMAND + "stop_on_signals()\n" + HIT.format("SIGINT") + 'print("goes on")\n'
+
+    def ignoring():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    assert (0, "goes on\n") == run(program, preexec_fn=ignoring)[:2]
