@@ -22,6 +22,7 @@ from rlflow.graph.user.engines import VLLM, SGLang
 from rlflow.graph.user.iterations import Iterations
 from rlflow.graph.user.models import Sampler, Scorer
 from rlflow.graph.user.op import op
+from rlflow.graph.user.routers import Router
 from rlflow.graph.user.speculative import Speculative
 from rlflow.ops.controllers import AdaptiveEntropy, AdaptiveKL
 from rlflow.ops.corrections import ImportanceSampling, Rejection
@@ -69,6 +70,7 @@ __all__ = [
     "PolicyLoss",
     "Rejection",
     "RewardModelLoss",
+    "Router",
     "Row",
     "RunHandle",
     "SFTLoss",
