@@ -25,6 +25,7 @@ from rlflow.graph.user.engines import VLLM, SGLang
 from rlflow.graph.user.iterations import Iterations
 from rlflow.graph.user.models import Sampler, Scorer
 from rlflow.graph.user.op import op
+from rlflow.graph.user.routers import Router
 from rlflow.graph.user.speculative import Speculative
 from rlflow.ops.controllers import AdaptiveEntropy, AdaptiveKL
 from rlflow.ops.corrections import ImportanceSampling, Rejection
@@ -72,6 +73,7 @@ __all__ = [
     "PolicyLoss",
     "Rejection",
     "RewardModelLoss",
+    "Router",
     "Row",
     "RunHandle",
     "SFTLoss",

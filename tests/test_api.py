@@ -32,6 +32,7 @@ PUBLIC = [
     "PolicyLoss",
     "Rejection",
     "RewardModelLoss",
+    "Router",
     "Row",
     "RunHandle",
     "SFTLoss",

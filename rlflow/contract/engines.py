@@ -214,6 +214,26 @@ class OptimizerSpec(Protocol):
         """The lowest rate of a schedule, as a part of `lr`."""
 
 
+class RouterSpec(Protocol):
+    """How routers of a mixture of experts are trained beside an update's loss."""
+
+    @property
+    def balance_coef(self) -> float:
+        """Of the load-balancing loss."""
+
+    @property
+    def balance_over(self) -> str:
+        """Of what that is the loss: each `layer`, or all layers of a `model` as one."""
+
+    @property
+    def z_coef(self) -> float:
+        """Of the router z-loss."""
+
+    @property
+    def bias_rate(self) -> float:
+        """What a step adds to an expert's bias, or takes from it."""
+
+
 class Optimizer(Protocol):
     """The state of an optimizer; `asleep` while it is on the host."""
 

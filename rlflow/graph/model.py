@@ -20,6 +20,7 @@ from pydantic import (
 from rlflow.errors import LONGEST_NAME, Source
 from rlflow.graph.source import declared_at
 from rlflow.graph.strict_model import Strict
+from rlflow.graph.user.routers import Router
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
@@ -138,7 +139,8 @@ class Model(Strict):
     `path` is a directory in Hugging Face form or the name of a hub model. `head` is
     `lm` for a causal language model, `value` for the same body with a scalar head.
     `init="random"` starts from fresh weights drawn from the run's seed. With `lora` the
-    weights stay as they are and adapters are trained.
+    weights stay as they are and adapters are trained. `router` keeps the experts of a mixture in
+    balance while it is trained.
     """
 
     name: str
@@ -146,6 +148,7 @@ class Model(Strict):
     head: Literal["lm", "value"] = "lm"
     optimizer: AdamW | Muon | Average | None = None
     lora: LoRA | None = None
+    router: Router | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     init: Literal["pretrained", "random"] = "pretrained"
     _where: Source | None = PrivateAttr(default=None)
@@ -167,17 +170,23 @@ class Model(Strict):
                 "rows of adapters are too short for moments in blocks of 256, and all of them take "
                 'little: leave out moments="int8"'
             )
+        if self.router is not None and (self.optimizer is None or self.averaged):
+            raise ValueError("router= says how routers are trained, so it needs optimizer=")
+        if self.lora is not None and self.router is not None and self.router.bias_rate:
+            raise ValueError("lora= trains adapters alone, and bias_rate= changes a weight beside")
         if self.averaged and self.dtype == "bfloat16":
             raise ValueError("an average moves by less than bfloat16 can tell: dtype='float32'")
         self._where = declared_at()
 
     @model_serializer(mode="wrap")
-    def _without_absent_adapters(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Plain data; a model without adapters has no key for them, nor one in a graph's hash."""
+    def _without_absent_parts(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Plain data; a model without adapters has no key for them, nor one in a graph's hash.
+
+        Nor one without what is said of routers.
+        """
         found: dict[str, Any] = dump(self)
-        if self.lora is None:
-            found.pop("lora", None)
-        return found
+        absent = [name for name in ("lora", "router") if getattr(self, name) is None]
+        return {name: value for name, value in found.items() if name not in absent}
 
     @field_validator("name")
     @classmethod
@@ -211,4 +220,6 @@ class Model(Strict):
             parts.append(self.optimizer.describe())
         if self.lora is not None:
             parts.append(self.lora.describe())
+        if self.router is not None:
+            parts.append(self.router.describe())
         return "  ".join(parts)

@@ -17,8 +17,8 @@ from rlflow.engines.hf.checking import check_rows
 from rlflow.engines.hf.forward.attention import PackedAttention
 from rlflow.engines.hf.forward.packed import pack
 from rlflow.engines.hf.loading import load_model, quiet_transformers
+from rlflow.engines.hf.microbatches import flat_places
 from rlflow.engines.hf.rollout import TorchRollout
-from rlflow.engines.hf.train import flat_places
 from rlflow.engines.hf.writing import save_model
 from rlflow.errors import RunError, UsageError
 

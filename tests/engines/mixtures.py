@@ -25,6 +25,11 @@ KINDS = {
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
+    "glm4_moe": {
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        **{"head_dim": 8, "n_shared_experts": 1, "first_k_dense_replace": 1},
+        **{"n_group": 1, "topk_group": 1},
+    },
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
 }
 

@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlflow.batch import lengths, select_rows
 from rlflow.engines.hf.layerwise import compiled
 from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.microbatches import flat_places
 from rlflow.engines.hf.sharded.build import load_sharded
 from rlflow.engines.hf.sharded.mesh import AXES
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
-from rlflow.engines.hf.train import TrainEngine, flat_places
+from rlflow.engines.hf.train import TrainEngine
 from rlflow.modelfiles import coded
 from tests.engines.examples import Spec, exact, rows, weighted
 

@@ -14,7 +14,8 @@ from rlflow.batch import flat, make_batch, ragged_like
 from rlflow.engines.hf.forward.fused import replace_forwards, restore_forwards
 from rlflow.engines.hf.forward.head import take_head_apart
 from rlflow.engines.hf.loading import load_model
-from rlflow.engines.hf.train import TrainEngine, add_metrics, numbers_of
+from rlflow.engines.hf.microbatches import add_metrics, numbers_of
+from rlflow.engines.hf.train import TrainEngine
 from rlflow.ops.bodies.update import loss_function
 from rlflow.ops.math.aggregate import Totals
 from tests.engines.examples import rows

@@ -11,8 +11,9 @@ import torch
 from rlflow.batch import flat, lengths, make_batch, ragged_rows, row_index, select_rows
 from rlflow.engines.hf.forward import packed
 from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.microbatches import cut_by_tokens
 from rlflow.engines.hf.optim.rates import learning_rate
-from rlflow.engines.hf.train import TrainEngine, cut_by_tokens
+from rlflow.engines.hf.train import TrainEngine
 from rlflow.errors import RunError, UsageError
 from tests.engines.examples import (
     Spec,

@@ -21,7 +21,7 @@ from rlflow.batch import (
 )
 from rlflow.engines.hf.forward import vocabulary
 from rlflow.engines.hf.forward.vocabulary import Chosen, distributions, likeliest, sum_pi_squared
-from rlflow.engines.hf.train import flat_places
+from rlflow.engines.hf.microbatches import flat_places
 from rlflow.errors import RunError
 from rlflow.runtime.ray.packing import packed_rows, unpacked_rows
 from tests.engines import sharded_checks as checks

@@ -37,6 +37,8 @@ from rlflow.engines.hf.layerwise.compiled import compile_layers
 from rlflow.engines.hf.lora import AdapterSpec, adapt
 from rlflow.engines.hf.models import TorchModel, ValueModel
 from rlflow.engines.hf.recompute import recompute_layers
+from rlflow.engines.hf.routing.routers import lead_routers
+from rlflow.engines.hf.weights.corrections import weigh_corrections
 from rlflow.engines.hf.weights.filling import fill_all
 from rlflow.engines.hf.weights.skeletons import auto
 from rlflow.engines.hf.weights.streaming import streamed_skeleton
@@ -124,7 +126,11 @@ def treat_layers(
     recompute: Recompute,
     hosts_activations: bool,
 ) -> None:
-    """Do to the decoder layers of a model what its placement asks for, from the inside out."""
+    """Do to the decoder layers of a model what its placement asks for, from the inside out.
+
+    Routers of experts follow passes from then on.
+    """
+    model.routers = lead_routers(model.module)
     if compiled:
         compile_layers(model.module)
     if recompute:
@@ -241,6 +247,7 @@ def build(
             torch.manual_seed(seed)
             return _drawn(config, head, dtype, fresh_head)
     module = pretrained(path, config, head, dtype)
+    weigh_corrections(module)
     if head == "value":
         stored = find_stored_head(path, config, fresh=fresh_head)
         module = ValueModel(module, config.get_text_config().hidden_size, stored)
@@ -254,6 +261,7 @@ def _drawn(config: ModelConfig, head: Head, dtype: torch.dtype, fresh_head: bool
     """The module with random weights; a head is zero where it is to be trained."""
     maker = auto("AutoModelForCausalLM" if head == "lm" else "AutoModel")
     module: nn.Module = maker.from_config(config, dtype=dtype, attn_implementation="eager")
+    weigh_corrections(module)
     if head == "lm":
         return module
     valued = ValueModel(module, config.get_text_config().hidden_size)

@@ -6,7 +6,7 @@ knows neither optimizers nor sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
@@ -71,11 +71,13 @@ class TorchModel(Resident):
 
     With `adapters` they are what training changes, and the other weights are frozen. Weights
     of `layers` live on the host; those are the ones that are given and taken by name. A language
-    model has a `predictor` where its head can be computed apart from its body. What autograd saves
-    of layers may lie on the host as `activations`.
+    model has a `predictor` where its head can be computed apart from its body, and a mixture of
+    experts the `routers` of its layers. What autograd saves of layers may lie on the host as
+    `activations`.
     """
 
     predictor: Predictor | None = None
+    routers: Sequence[nn.Module] = ()
     activations: HostedActivations | None = None
 
     def __init__(

@@ -8,36 +8,34 @@ loss is a function that it is given.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rlflow.batch import (
-    Batch,
-    column_index,
-    flat,
-    lengths,
-    make_batch,
-    ragged_like,
-    ragged_rows,
-    select_rows,
-)
-from rlflow.contract.engines import OptimizerSpec
+from rlflow.batch import Batch, lengths, select_rows
+from rlflow.contract.engines import OptimizerSpec, RouterSpec
 from rlflow.contract.progress import advance
 from rlflow.contract.values import LossFunction, Shard, StepResult, Temperature
 from rlflow.engines.hf.forward.ahead import PackedRows, PackingAhead
-from rlflow.engines.hf.forward.attention import PackedAttention
 from rlflow.engines.hf.forward.head import Predictor
 from rlflow.engines.hf.forward.packed import prompt_groups
 from rlflow.engines.hf.forward.token_scores import token_scores, widen
-from rlflow.engines.hf.forward.vocabulary import CHOSEN, IDS, SUMS, TOP, distributions
+from rlflow.engines.hf.forward.vocabulary import CHOSEN, SUMS, TOP, distributions
+from rlflow.engines.hf.microbatches import (
+    add_metrics,
+    chosen_ids,
+    cut_by_tokens,
+    in_batch_order,
+    nothing,
+    numbers_of,
+    one_token,
+)
 from rlflow.engines.hf.models import TorchModel
 from rlflow.engines.hf.optim.adamw import AdamWState
 from rlflow.engines.hf.optim.kinds import WHOLE, Kinds, optimizer_kind
+from rlflow.engines.hf.routing.following import FollowedRouters
 from rlflow.errors import Finding, RunError
 from rlflow.modelfiles.chunks import CHUNK_BYTES
 
@@ -53,7 +51,7 @@ class TrainEngine:
     `chunk_bytes`; None makes them all at once on a CPU, and in chunks of `CHUNK_BYTES` on an
     accelerator. A model without a `predictor` makes them all at once anywhere. The state of a
     `visiting` optimizer stays on the host. Micro-batches are packed `ahead` by a thread beside, on
-    CUDA where nothing is said.
+    CUDA where nothing is said. `router` says how the routers of a mixture of experts are trained.
     """
 
     steps_with: Kinds = WHOLE
@@ -67,8 +65,10 @@ class TrainEngine:
         chunk_bytes: int | None = None,
         visiting: bool = False,
         ahead: bool | None = None,
+        router: RouterSpec | None = None,
     ) -> None:
         self.model = model
+        self.routers = FollowedRouters(model, router, self.total_of_rows)
         on_cpu = model.device.type == "cpu"
         self.packing = PackingAhead(model.device, beside=ahead)
         self.chunk_bytes = CHUNK_BYTES if chunk_bytes is None and not on_cpu else chunk_bytes
@@ -90,9 +90,9 @@ class TrainEngine:
         """Per response token in the batch's order: flat float32 `[total]`, on the CPU.
 
         `outputs` names log_probs, entropy (nats), values, or what `vocabulary.distributions`
-        makes, with `top_k` and the batch's `top_ids`; a value belongs to the state
-        before its token. Log-probs and entropy are of log_softmax(logits / temperature), for
-        several temperatures `[total, temperatures]`.
+        makes, with `top_k` and the batch's `top_ids`; none of them runs the layers alone. A value
+        belongs to the state before its token. Log-probs and entropy are of log_softmax(logits /
+        temperature), for several temperatures `[total, temperatures]`.
         float64 models give float64. Raises RunError while the model is asleep.
         """
         parts = list(self.micro_batches(batch))
@@ -102,7 +102,7 @@ class TrainEngine:
             computed.append(self.compute(micro, outputs, temperature, top_k))
             advance(1, "micro-batches")
         for _ in range(len(parts), passes):
-            self.compute(one_token(batch), outputs, temperature, top_k)
+            self.fill(batch, outputs, temperature, top_k)
         return in_batch_order(batch, [rows for rows, _ in parts], computed)
 
     def passes(self, own: int) -> int:
@@ -127,6 +127,7 @@ class TrainEngine:
         RunError without an optimizer or while asleep.
         """
         optimizer = self.require_optimizer()
+        self.routers.begin(batch, self.count_routing)
         optimizer.zero_grad()
         total: dict[str, Tensor] = {}
         for _, micro in self.packing.over(self.micro_batches(batch)):
@@ -142,11 +143,13 @@ class TrainEngine:
     def finish(self, metrics: dict[str, float], max_grad_norm: float | None) -> StepResult:
         """Update the weights with the gradients of the whole batch, if all is finite."""
         optimizer = self.require_optimizer()
+        metrics = self.routers.end(metrics)
         norm = float(optimizer.grad_norm())
         applied = math.isfinite(norm) and math.isfinite(metrics.get("loss", 0.0))
         if applied:
             clip = max_grad_norm is not None and norm > max_grad_norm
-            optimizer.step(max_grad_norm / norm if clip and max_grad_norm is not None else 1.0)
+            with self.routers.corrected():
+                optimizer.step(max_grad_norm / norm if clip and max_grad_norm is not None else 1.0)
             self.model.version += 1
         return StepResult(metrics=metrics, grad_norm=norm, applied=applied)
 
@@ -161,10 +164,15 @@ class TrainEngine:
         self.require_context(layout.longest)
         if not layout.predictions:
             return nothing(batch, outputs, temperature, top_k, self.model.device)
+        if not outputs:
+            with self.routers.attention(layout) as attention:
+                one = layout.targets[:1]
+                self.model.logits(layout.tokens, layout.positions, attention, one)
+            return {}
         if self.chunk_bytes is not None and self.model.predictor is not None:
             return self.in_chunks(packed, batch, outputs, temperature, top_k)
-        attention = PackedAttention(layout)
-        logits = self.model.logits(layout.tokens, layout.positions, attention, layout.targets)
+        with self.routers.attention(layout) as attention:
+            logits = self.model.logits(layout.tokens, layout.positions, attention, layout.targets)
         if len(logits) > layout.predictions:
             logits = logits[: layout.predictions]
         if self.model.head == "value":
@@ -197,12 +205,29 @@ class TrainEngine:
             ids, tokens = chosen_ids(batch), packed.responses
             return predictor.scores(hidden, tokens, ids, outputs, given, top_k, limit)
 
-        found: dict[str, Tensor] = self.model.predicted(
-            layout.tokens, layout.positions, PackedAttention(layout), layout.targets, compute
-        )
+        with self.routers.attention(layout) as state:
+            found: dict[str, Tensor] = self.model.predicted(
+                layout.tokens, layout.positions, state, layout.targets, compute
+            )
         if not several:
             found |= {name: found[name][:, 0] for name in SCORES if name in found}
         return {name: found[name] for name in outputs}
+
+    def fill(
+        self, like: Batch, outputs: Collection[str], temperature: Temperature, top_k: int = 0
+    ) -> dict[str, Tensor]:
+        """A pass that is nobody's rows, which ranks make where others have some."""
+        with self.routers.filling():
+            return self.compute(one_token(like), outputs, temperature, top_k)
+
+    def count_routing(self, batch: Batch) -> None:
+        """Let routers see what all rows of a batch choose."""
+        with torch.no_grad():
+            self.forward(batch, outputs=(), temperature=1.0)
+
+    def total_of_rows(self, values: Tensor) -> Tensor:
+        """A tensor added up over all who have other rows of a batch."""
+        return values
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor | None, Batch]]:
         """Rows int64 and the micro-batch of them; None and the batch where it is not cut."""
@@ -286,111 +311,3 @@ class TrainEngine:
         """Bring the optimizer's state back."""
         if self.optimizer is not None:
             self.optimizer.wake()
-
-
-def chosen_ids(batch: Batch) -> Tensor | None:
-    """At which ids of each response token log-probs may be asked for, int64 `[total, k]`."""
-    ids = batch.get(IDS, None)
-    return None if ids is None else flat(ids)
-
-
-def nothing(
-    batch: Batch,
-    outputs: Collection[str],
-    temperature: Temperature,
-    top_k: int,
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """What a forward makes of no response token."""
-    several = (len(temperature),) if isinstance(temperature, tuple) else ()
-    ids = chosen_ids(batch)
-    width: dict[str, tuple[int, ...]] = {"top_log_probs": (top_k,), "top_ids": (top_k,)}
-    width["log_probs_at"] = () if ids is None else tuple(ids.shape[1:])
-    return {
-        name: torch.zeros(
-            (0, *width.get(name, several)),
-            dtype=torch.int64 if name == "top_ids" else None,
-            device=device,
-        )
-        for name in outputs
-    }
-
-
-def one_token(like: Batch) -> Batch:
-    """The smallest row that a model can be asked about, with ids where another batch has them."""
-    token = ragged_rows([[0]], torch.int64)
-    fields = {"prompt_tokens": token, "response_tokens": token}
-    ids = chosen_ids(like)
-    if ids is not None:
-        fields[IDS] = ragged_like(torch.arange(ids.shape[1])[None], token)
-    return make_batch(fields, 1)
-
-
-def numbers_of(metrics: Mapping[str, Tensor]) -> dict[str, float]:
-    """0-d metrics as numbers, brought from their device all at once."""
-    if not metrics:
-        return {}
-    read = torch.stack([value.double() for value in metrics.values()]).tolist()
-    return dict(zip(metrics, read, strict=True))
-
-
-def add_metrics(total: dict[str, Tensor], metrics: Mapping[str, Tensor]) -> None:
-    """Add the metrics of a micro-batch to those of the batch."""
-    for name, value in metrics.items():
-        now = value.detach()
-        if name not in total:
-            total[name] = now
-        elif name.endswith("_max"):
-            total[name] = torch.maximum(total[name], now)
-        else:
-            total[name] = total[name] + now
-
-
-def in_batch_order(
-    batch: Batch, cuts: list[Tensor | None], computed: list[dict[str, Tensor]]
-) -> dict[str, Tensor]:
-    """Outputs of micro-batches, whose rows `cuts` has, in the batch's order, on the CPU."""
-    if len(cuts) == 1:
-        return {name: values.cpu() for name, values in computed[0].items()}
-    size = lengths(batch["response_tokens"])
-    places = torch.cat([flat_places(size, rows) for rows in cuts])
-    whole = {}
-    for name in computed[0]:
-        joined = torch.cat([values[name].cpu() for values in computed])
-        whole[name] = torch.empty_like(joined).index_copy_(0, places, joined)
-    return whole
-
-
-def flat_places(size: Tensor, rows: Tensor | None) -> Tensor:
-    """Where the flat values of `rows` lie among all rows' of lengths `size`, int64."""
-    if rows is None:
-        return torch.arange(int(size.sum()))
-    picked = size[rows]
-    starts = (size.cumsum(0) - size)[rows]
-    return torch.repeat_interleave(starts, picked) + column_index(picked)
-
-
-def cut_by_tokens(
-    groups: np.ndarray[Any, np.dtype[np.int64]],
-    prompts: np.ndarray[Any, np.dtype[np.int64]],
-    responses: np.ndarray[Any, np.dtype[np.int64]],
-    budget: int,
-) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
-    """Cut rows into micro-batches of at most `budget` tokens, int64 row numbers each.
-
-    Rows of one prompt (`groups` has its first row) stand together and count it once; a row
-    beyond the budget is a micro-batch of its own. Order within the batch is kept otherwise.
-    """
-    cuts: list[list[int]] = []
-    room, last = 0, -1
-    for row in np.argsort(groups, kind="stable").tolist():
-        own = int(responses[row])
-        whole = own + int(prompts[row])
-        needed = own if groups[row] == last else whole
-        if not cuts or needed > room:
-            cuts.append([])
-            room, needed = budget, whole
-        cuts[-1].append(row)
-        room -= needed
-        last = groups[row]
-    return [np.array(cut, dtype=np.int64) for cut in cuts]

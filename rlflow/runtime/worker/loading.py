@@ -18,6 +18,7 @@ from rlflow.engines.hf.train import TrainEngine
 from rlflow.errors import Finding, UsageError
 from rlflow.graph.model import AdamW, LoRA, Model, Muon
 from rlflow.graph.placement import Recompute
+from rlflow.graph.user.routers import Router
 from rlflow.runtime.worker.loaded import Loaded
 from rlflow.scheduler.plan.instance import engines_of
 from rlflow.scheduler.plan.plan import Instance
@@ -95,10 +96,11 @@ def load_instance(
         }
         chosen = spec.optimizer if isinstance(spec.optimizer, AdamW | Muon) else None
         optimizer = chosen if instance.trained else None
+        router = spec.router if instance.trained else None
         if mesh is None:
-            parts = _whole(instance, optimizer, path, common)
+            parts = _whole(instance, optimizer, router, path, common)
         else:
-            parts = _sharded(instance, optimizer, path, mesh, common)
+            parts = _sharded(instance, optimizer, router, path, mesh, common)
     model, train, rollout = parts
     return Loaded(
         instance=instance,
@@ -110,18 +112,29 @@ def load_instance(
     )
 
 
-def _whole(instance: Instance, optimizer: AdamW | Muon | None, path: str, common: Common) -> Parts:
+def _whole(
+    instance: Instance,
+    optimizer: AdamW | Muon | None,
+    router: Router | None,
+    path: str,
+    common: Common,
+) -> Parts:
     """Model, training and rollout of an instance that lies in one process."""
     layers: Literal["layers"] | None = "layers" if instance.offload == "layers" else None
     model = load_model(path, **common, offload=layers)
     model.name = instance.name
     micro, visiting = instance.micro_tokens, instance.offload == "optimizer"
-    train = TrainEngine(model, optimizer, micro_tokens=micro, visiting=visiting)
+    train = TrainEngine(model, optimizer, micro_tokens=micro, visiting=visiting, router=router)
     return model, train, TorchRollout(model, rows_at_once=instance.rows_at_once)
 
 
 def _sharded(
-    instance: Instance, optimizer: AdamW | Muon | None, path: str, mesh: DeviceMesh, common: Common
+    instance: Instance,
+    optimizer: AdamW | Muon | None,
+    router: Router | None,
+    path: str,
+    mesh: DeviceMesh,
+    common: Common,
 ) -> Parts:
     """Model, training and rollout of this process's shards of an instance."""
     from rlflow.engines.hf.sharded.build import load_sharded
@@ -137,7 +150,9 @@ def _sharded(
         **common,
     )
     micro, visiting = instance.micro_tokens, instance.offload == "optimizer"
-    train = ShardedTrainEngine(model, optimizer, micro_tokens=micro, visiting=visiting)
+    train = ShardedTrainEngine(
+        model, optimizer, micro_tokens=micro, visiting=visiting, router=router
+    )
     return model, train, ShardedRollout(model, rows_at_once=instance.rows_at_once)
 
 

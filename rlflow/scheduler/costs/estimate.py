@@ -152,7 +152,7 @@ class Costs(Sizes):
         elif node.op.use == "forward":
             seconds = roof.forward(load) + likeliest_seconds(node, roof, load)
         else:
-            learning = node.role(Learning)
+            learning, router = node.role(Learning), self.graph.model(node.model).router
             epochs = 1 if learning is None else learning.epochs
             batches = mini_batches(node) * piece.share
             trained = self._trained_per_rank(instance) or 0
@@ -163,7 +163,9 @@ class Costs(Sizes):
                 step += orthogonal_seconds(roof, matrices)
             step += roof.read(CODED * self.coded(instance)[0])
             one = roof.update(load, sent, recompute=instance.recomputes) + step
-            first = getattr(learning and learning.loss, "forwards", 0) * roof.forward(load)
+            before = getattr(learning and learning.loss, "forwards", 0)
+            before += bool(router is not None and router.balance_coef)
+            first = before * roof.forward(load)
             seconds = epochs * batches * (first + one + likeliest_seconds(node, roof, load))
         found = () if keeps_workspace(roof) else self._holds(node, instance, roof, load)
         found = tuple(h for h in found if not piece.leg or h[0] not in (CACHE, DRAFTS))

@@ -108,6 +108,8 @@ def model(declared: Model | None, shape: Shape | None, instance: Instance | None
         trained += " by muon"
     if instance.trained and getattr(declared.optimizer, "moments", None) == "int8":
         trained += " in 8 bits"
+    if instance.trained and declared.router is not None:
+        trained += f" {declared.router.describe()}"
     layout = f"{instance.layout()} on {len(instance.devices)}"
     if instance.engine_plan.own_process:
         said = timed_options(instance.engine_plan.settings).items()

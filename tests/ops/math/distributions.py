@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlflow.engines.hf import train
+from rlflow.engines.hf import microbatches
 from rlflow.ops.math.losses.distillation import forward_kl_at, top_k_jsd
 
 
@@ -25,5 +25,5 @@ def combine(parts):
     """The metrics of a step from those of its micro-batches, as a trainer adds them up."""
     total = {}
     for part in parts:
-        train.add_metrics(total, part)
+        microbatches.add_metrics(total, part)
     return total

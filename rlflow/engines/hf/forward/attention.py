@@ -132,11 +132,17 @@ def _attention_forward(
 
 
 class PackedAttention:
-    """Attention of whole rows in a layout; fills `cache` with the keys and values, if given."""
+    """Attention of whole rows in a layout; fills `cache` with the keys and values, if given.
 
-    def __init__(self, layout: PackedLayout, cache: PromptCache | None = None) -> None:
+    `routing` is what routers of experts follow in the same pass, None for nothing.
+    """
+
+    def __init__(
+        self, layout: PackedLayout, cache: PromptCache | None = None, routing: object = None
+    ) -> None:
         self.layout = layout
         self.cache = cache
+        self.routing = routing
         self.biases: dict[tuple[int, torch.dtype, int], Tensor] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: Traits) -> Tensor:

@@ -65,6 +65,7 @@ class PackedLayout:
     the one block is the flat sequence itself. `targets` has, for each of `predictions` response
     tokens in the batch's order, the flat position that predicts it, and is filled up likewise.
     `longest` is the longest row's length. With `spans` there are no blocks; prompts stand first.
+    `rows` is the order itself, on the host.
     """
 
     tokens: Tensor
@@ -76,10 +77,11 @@ class PackedLayout:
     predictions: int
     longest: int
     spans: Spans | None = None
+    rows: FlatOrder | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
+class FlatOrder:
     """The flat order, as arrays: prompts `[groups]`, rows that have inputs `[rows]`.
 
     Rows are sorted by group. `row_start` and `row_length` are those of a row's own tokens, which
@@ -138,9 +140,8 @@ def pack(
     width = sizes[first] + np.bincount(group, inputs, len(first)).astype(np.int64)
     tree = dense and width.max(initial=0) <= tree_width
     shared = prefixes(group, inputs, starts, values) if tree else unshared_rows(group)
-    prompt_starts = offsets(prompt_tokens).cpu().numpy()[:-1]
     rows = flat_order(
-        prompt_starts[first],
+        offsets(prompt_tokens).cpu().numpy()[first],
         sizes[first],
         starts + len(flat(prompt_tokens)),
         inputs,
@@ -161,8 +162,7 @@ def pack_prompts(
     sizes = lengths(prompt_tokens).cpu().numpy()
     if len(sizes) and not sizes.min():
         raise RunError(empty_prompt(int(sizes.argmin())))
-    none = np.empty(0, dtype=np.int64)
-    starts = offsets(prompt_tokens).cpu().numpy()[:-1]
+    none, starts = np.empty(0, dtype=np.int64), offsets(prompt_tokens).cpu().numpy()[:-1]
     rows = flat_order(starts, sizes, none, none, none, unshared_rows(none))
     last, width = rows.group_start + sizes - 1, TREE_WIDTH if dense else None
     return lay_out(rows, flat(prompt_tokens), last, device, width)
@@ -187,7 +187,7 @@ def flat_order(
     prefixes: Prefixes,
     *,
     prompts_first: bool = False,
-) -> _Rows:
+) -> FlatOrder:
     """Put every prompt before its rows' own tokens; find each flat token's source.
 
     Or all prompts before all rows, those first that have a row with tokens of its own.
@@ -209,7 +209,7 @@ def flat_order(
     within = np.arange(int(length.sum())) - np.repeat(start, length)
     place = np.empty(groups + rows, dtype=np.int64)
     place[by_group] = start
-    return _Rows(
+    return FlatOrder(
         group_start=place[:groups],
         group_length=prompt_length + added,
         prompt_length=prompt_length,
@@ -223,7 +223,7 @@ def flat_order(
     )
 
 
-def targets(rows: _Rows, order: Index, responses: Index) -> Index:
+def targets(rows: FlatOrder, order: Index, responses: Index) -> Index:
     """For each response token, in the batch's order, the flat token that predicts it.
 
     `order` names the rows of the batch, of `responses` tokens each, in flat order.
@@ -238,7 +238,7 @@ def targets(rows: _Rows, order: Index, responses: Index) -> Index:
 
 
 def lay_out(
-    rows: _Rows, source: Tensor, predictors: Index, device: torch.device, tree_width: int | None
+    rows: FlatOrder, source: Tensor, predictors: Index, device: torch.device, tree_width: int | None
 ) -> PackedLayout:
     """Choose the blocks, or spans without a width, and move everything to the device."""
     width = int(rows.group_length.max(initial=0))
@@ -246,17 +246,17 @@ def lay_out(
     blocks, slots = list[Block](), None
     if tree_width is not None:
         blocks, slots = tree_block(rows, width) if width <= tree_width else row_blocks(rows)
-    real, predictions = len(rows.source), len(predictors)
     return PackedLayout(
         tokens=to_device(source[fill_up(rows.source, slots)], device),
         positions=to_device(fill_up(rows.positions, slots), device),
         blocks=tuple(on_device(block, device) for block in blocks),
         slots=None if slots is None else to_device(fill_up(slots, slots), device),
         targets=to_device(fill_up(predictors, slots), device),
-        real=real,
-        predictions=predictions,
+        real=len(rows.source),
+        predictions=len(predictors),
         longest=int(longest),
         spans=None if tree_width is not None else spans(rows, device),
+        rows=rows,
     )
 
 
@@ -282,7 +282,7 @@ def on_device(block: Block, device: torch.device) -> Block:
     )
 
 
-def tree_block(rows: _Rows, width: int) -> tuple[list[Block], Index | None]:
+def tree_block(rows: FlatOrder, width: int) -> tuple[list[Block], Index | None]:
     """One square per group: its prompt, then its rows, a token seeing those that lead to it."""
     groups, total = len(rows.group_length), len(rows.source)
     width = max(width, LEAST_WIDTH)
@@ -318,7 +318,7 @@ def tree_block(rows: _Rows, width: int) -> tuple[list[Block], Index | None]:
     return [block], None if dense else slots
 
 
-def ancestors(rows: _Rows) -> tuple[Index, Index]:
+def ancestors(rows: FlatOrder) -> tuple[Index, Index]:
     """Pairs of flat tokens of one row, the later one and each that it comes after."""
     whole = rows.row_length + rows.row_shared
     longest = int(whole.max(initial=0))
@@ -333,7 +333,7 @@ def ancestors(rows: _Rows) -> tuple[Index, Index]:
     return query, path[row][before]
 
 
-def row_blocks(rows: _Rows) -> tuple[list[Block], Index]:
+def row_blocks(rows: FlatOrder) -> tuple[list[Block], Index]:
     """One rectangle for each bucket of prompts of like lengths, and of rows."""
     slots = np.empty(len(rows.source), dtype=np.int64)
     none = np.zeros_like(rows.prompt_length)

@@ -53,9 +53,12 @@ def compile_layers(module: nn.Module) -> None:
 def chosen(
     plain: Callable[..., Left], compiled: Callable[..., Left], *args: Any, **kwargs: Any
 ) -> Left:
-    """The compiled forward where whole rows are packed and nothing keeps keys and values."""
+    """The compiled forward where whole rows are packed and nothing keeps keys and values.
+
+    Nor is there anything that routers follow, which is in the forwards that are not compiled.
+    """
     state = current_state()
-    packed = isinstance(state, PackedAttention) and state.cache is None
+    packed = isinstance(state, PackedAttention) and state.cache is None and state.routing is None
     return compiled(*args, **kwargs) if packed else plain(*args, **kwargs)
 
 

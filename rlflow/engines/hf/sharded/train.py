@@ -15,11 +15,13 @@ from torch import Tensor
 from rlflow.batch import Batch, lengths
 from rlflow.contract.progress import advance
 from rlflow.contract.values import LossFunction, StepResult, Temperature
+from rlflow.engines.hf.microbatches import add_metrics, numbers_of, one_token
 from rlflow.engines.hf.optim.kinds import Kinds
 from rlflow.engines.hf.sharded.grouped import ShardedInt8AdamW, ShardedMuon
+from rlflow.engines.hf.sharded.mesh import ROWS
 from rlflow.engines.hf.sharded.model import ShardedModel
 from rlflow.engines.hf.sharded.optim import ShardedAdamW
-from rlflow.engines.hf.train import TrainEngine, add_metrics, numbers_of, one_token
+from rlflow.engines.hf.train import TrainEngine
 
 SHARDED: Kinds = {"adamw": ShardedAdamW, "int8": ShardedInt8AdamW, "muon": ShardedMuon}
 
@@ -52,6 +54,8 @@ class ShardedTrainEngine(TrainEngine):
         Metrics, the gradient's norm and whether the step was applied are of all ranks' rows, and
         equal on every rank.
         """
+        self.require_optimizer()
+        self.routers.begin(batch, self.count_routing)
         self.require_optimizer().zero_grad()
         parts = [part for part in self.micro_batches(batch) if len(part[1])]
         micros = self.packing.over(parts)
@@ -63,7 +67,8 @@ class ShardedTrainEngine(TrainEngine):
                 _, micro = next(micros)
                 add_metrics(total, self.backward(micro, loss_fn, outputs, temperature))
             else:
-                self.backward(one_token(batch), None, outputs, temperature)
+                with self.routers.filling():
+                    self.backward(one_token(batch), None, outputs, temperature)
             advance(1, "micro-batches")
         return self.finish(self.metrics(total), max_grad_norm)
 
@@ -94,8 +99,13 @@ class ShardedTrainEngine(TrainEngine):
         """One forward pass, also where there is no response token."""
         if int(lengths(batch["response_tokens"]).sum()):
             return super().compute(batch, outputs, temperature, top_k)
-        found = super().compute(one_token(batch), outputs, temperature, top_k)
+        found = self.fill(batch, outputs, temperature, top_k)
         return {name: values[:0] for name, values in found.items()}
+
+    def total_of_rows(self, values: Tensor) -> Tensor:
+        """A tensor added up over the ranks that have other rows."""
+        ranks = self.model.ranks
+        return ranks.total(values.to(ranks.device), ROWS).to(values.device)
 
     def metrics(self, own: dict[str, Tensor]) -> dict[str, float]:
         """The metrics of all rows, of those of every part's rows."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rlflow.contract.engines import ModelConfig
 from rlflow.contract.values import Head
 from rlflow.engines.hf.models import ValueModel
+from rlflow.engines.hf.weights.corrections import weigh_corrections
 from rlflow.errors import Finding, UsageError
 from rlflow.modelfiles.heads import Head as StoredHead
 
@@ -29,7 +30,7 @@ def skeleton(
 ) -> nn.Module:
     """The module with its parameters on the meta device and its buffers in place, on the CPU.
 
-    A value head has the form of that which is `stored`.
+    A value head has the form of that which is `stored`; biases of routers are parameters.
     Raises UsageError for buffers that the architecture cannot compute again.
     """
     maker = auto("AutoModelForCausalLM" if head == "lm" else "AutoModel")
@@ -39,6 +40,7 @@ def skeleton(
         if head == "value":
             built = ValueModel(module, config.get_text_config().hidden_size, stored)
             built.value_head.to(dtype)
+        weigh_corrections(module)
     for layer in module.modules():
         names = [name for name, _ in layer.named_buffers(recurse=False)]
         for name in names:

@@ -21,6 +21,7 @@ from rlflow.modelfiles.families import (
     sharding_finding,
     stacked_finding,
 )
+from rlflow.modelfiles.mixtures.routers import router_finding
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.microbatches import hosted_activations
 from rlflow.scheduler.engines.engines import engine_parts
@@ -228,6 +229,9 @@ def _uncomputed(instance: Instance, model: Model, shape: Shape) -> list[Finding]
         found.append(cut or sharding_finding(model.path, shape.family, *sizes))
     if isinstance(model.optimizer, Muon) and shape.family.experts != "none":
         found.append(stacked_finding(model.path))
+    if model.router is not None:
+        corrected = bool(model.router.bias_rate)
+        found.append(router_finding(model.path, shape.kind, corrected=corrected))
     return [finding for finding in found if finding is not None]
 
 

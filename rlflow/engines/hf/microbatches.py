@@ -1,0 +1,125 @@
+"""Batches cut into micro-batches of bounded tokens, and what was computed of them put together.
+
+This file knows neither models nor optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlflow.batch import Batch, column_index, flat, lengths, make_batch, ragged_like, ragged_rows
+from rlflow.contract.values import Temperature
+from rlflow.engines.hf.forward.vocabulary import IDS
+
+
+def chosen_ids(batch: Batch) -> Tensor | None:
+    """At which ids of each response token log-probs may be asked for, int64 `[total, k]`."""
+    ids = batch.get(IDS, None)
+    return None if ids is None else flat(ids)
+
+
+def nothing(
+    batch: Batch,
+    outputs: Collection[str],
+    temperature: Temperature,
+    top_k: int,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """What a forward makes of no response token."""
+    several = (len(temperature),) if isinstance(temperature, tuple) else ()
+    ids = chosen_ids(batch)
+    width: dict[str, tuple[int, ...]] = {"top_log_probs": (top_k,), "top_ids": (top_k,)}
+    width["log_probs_at"] = () if ids is None else tuple(ids.shape[1:])
+    return {
+        name: torch.zeros(
+            (0, *width.get(name, several)),
+            dtype=torch.int64 if name == "top_ids" else None,
+            device=device,
+        )
+        for name in outputs
+    }
+
+
+def one_token(like: Batch) -> Batch:
+    """The smallest row that a model can be asked about, with ids where another batch has them."""
+    token = ragged_rows([[0]], torch.int64)
+    fields = {"prompt_tokens": token, "response_tokens": token}
+    ids = chosen_ids(like)
+    if ids is not None:
+        fields[IDS] = ragged_like(torch.arange(ids.shape[1])[None], token)
+    return make_batch(fields, 1)
+
+
+def numbers_of(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    """0-d metrics as numbers, brought from their device all at once."""
+    if not metrics:
+        return {}
+    read = torch.stack([value.double() for value in metrics.values()]).tolist()
+    return dict(zip(metrics, read, strict=True))
+
+
+def add_metrics(total: dict[str, Tensor], metrics: Mapping[str, Tensor]) -> None:
+    """Add the metrics of a micro-batch to those of the batch."""
+    for name, value in metrics.items():
+        now = value.detach()
+        if name not in total:
+            total[name] = now
+        elif name.endswith("_max"):
+            total[name] = torch.maximum(total[name], now)
+        else:
+            total[name] = total[name] + now
+
+
+def in_batch_order(
+    batch: Batch, cuts: list[Tensor | None], computed: list[dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Outputs of micro-batches, whose rows `cuts` has, in the batch's order, on the CPU."""
+    if len(cuts) == 1:
+        return {name: values.cpu() for name, values in computed[0].items()}
+    size = lengths(batch["response_tokens"])
+    places = torch.cat([flat_places(size, rows) for rows in cuts])
+    whole = {}
+    for name in computed[0]:
+        joined = torch.cat([values[name].cpu() for values in computed])
+        whole[name] = torch.empty_like(joined).index_copy_(0, places, joined)
+    return whole
+
+
+def flat_places(size: Tensor, rows: Tensor | None) -> Tensor:
+    """Where the flat values of `rows` lie among all rows' of lengths `size`, int64."""
+    if rows is None:
+        return torch.arange(int(size.sum()))
+    picked = size[rows]
+    starts = (size.cumsum(0) - size)[rows]
+    return torch.repeat_interleave(starts, picked) + column_index(picked)
+
+
+def cut_by_tokens(
+    groups: np.ndarray[Any, np.dtype[np.int64]],
+    prompts: np.ndarray[Any, np.dtype[np.int64]],
+    responses: np.ndarray[Any, np.dtype[np.int64]],
+    budget: int,
+) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
+    """Cut rows into micro-batches of at most `budget` tokens, int64 row numbers each.
+
+    Rows of one prompt (`groups` has its first row) stand together and count it once; a row
+    beyond the budget is a micro-batch of its own. Order within the batch is kept otherwise.
+    """
+    cuts: list[list[int]] = []
+    room, last = 0, -1
+    for row in np.argsort(groups, kind="stable").tolist():
+        own = int(responses[row])
+        whole = own + int(prompts[row])
+        needed = own if groups[row] == last else whole
+        if not cuts or needed > room:
+            cuts.append([])
+            room, needed = budget, whole
+        cuts[-1].append(row)
+        room -= needed
+        last = groups[row]
+    return [np.array(cut, dtype=np.int64) for cut in cuts]

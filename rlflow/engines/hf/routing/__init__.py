@@ -1,0 +1,1 @@
+"""Routers of mixtures of experts: what they chose and are to choose, and how they are trained."""

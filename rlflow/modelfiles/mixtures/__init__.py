@@ -1,0 +1,1 @@
+"""What configs say of mixtures of experts, beyond their sizes."""
