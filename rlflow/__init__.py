@@ -23,6 +23,7 @@ from rlflow.graph.user.dispatch import register_dispatch
 from rlflow.graph.user.engine_options import EngineOptions, register_engine
 from rlflow.graph.user.engines import VLLM, SGLang
 from rlflow.graph.user.iterations import Iterations
+from rlflow.graph.user.lengths import Length, Lengths
 from rlflow.graph.user.models import Sampler, Scorer
 from rlflow.graph.user.op import op
 from rlflow.graph.user.routers import Router
@@ -63,6 +64,8 @@ __all__ = [
     "Interval",
     "IterationDone",
     "Iterations",
+    "Length",
+    "Lengths",
     "LoRA",
     "Model",
     "Muon",

@@ -22,6 +22,8 @@ PUBLIC = [
     "Interval",
     "IterationDone",
     "Iterations",
+    "Length",
+    "Lengths",
     "LoRA",
     "Model",
     "Muon",

@@ -40,6 +40,9 @@ CODE = re.compile(r"\bE[1-9]\d\d\b")
 SHARED = {
     "E104": {"graph", "ops"},
     "E301": {"cli", "graph"},
+    # Lengths of a run are read by the command; words and files by pipelines too.
+    "E355": {"cli", "graph"},
+    "E357": {"cli", "graph"},
     # The table of architectures says it before a model is loaded, loading of one that is not there.
     "E501": {"engines", "modelfiles"},
     "E515": {"engines", "modelfiles"},

@@ -83,7 +83,7 @@ def test_what_is_no_option_is_said(options, said):
 
 
 # What commands have for a terminal: a program prints, writes and compares what it was given.
-OF_A_TERMINAL = {"json", "output", "no_color", "dry_run", "show_passes", "explain"}
+OF_A_TERMINAL = {"json", "output", "no_color", "dry_run", "show_passes", "explain", "range"}
 
 
 @pytest.mark.parametrize(

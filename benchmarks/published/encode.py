@@ -20,7 +20,7 @@ import rlflow as rf
 from published.rows import Setting
 from rlflow import ops
 from rlflow.errors import PlanError
-from rlflow.scheduler.costs.lengths import Lengths
+from rlflow.scheduler.costs.lengths import ResponseLengths
 
 ENGINE = "vllm"
 # Lengths of GSM8K: a sync moves the same bytes whatever responses are.
@@ -233,7 +233,7 @@ def measured_lengths(config: Config, mean: float, devices: int) -> dict[str, Any
 
     graph = published.trace(config)
     key = lengths_key(graph, graph.node("actor.rollout"), config.limit)
-    longest = Lengths(config.limit, mean).expected_longest(config.prompts * config.samples)
+    longest = ResponseLengths(config.limit, mean).expected_longest(config.prompts * config.samples)
     sample = Sample("run", 1, 1.0, 0.0, length=mean, longest=longest)
     ran = Ran(pipeline=graph.name, devices=devices, staleness=0)
     return MeasuredCosts().adding([(key, ran, sample)]).to_json()

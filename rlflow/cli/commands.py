@@ -13,6 +13,7 @@ from typing import Any
 
 from rlflow.cli.config import load_pipeline, named_placement, trace_error
 from rlflow.cli.options import chunks_said
+from rlflow.cli.planning.lengths import asked_lengths
 from rlflow.cli.planning.missing_models import hub_findings, missing_model_findings
 from rlflow.cli.stages.parts import part_placement, taken_part
 from rlflow.data import DataSource
@@ -22,14 +23,15 @@ from rlflow.graph.graph import Graph
 from rlflow.graph.pipeline import Config, Pipeline, make_config
 from rlflow.graph.placement import Placement
 from rlflow.graph.roles import Drawn
+from rlflow.graph.user.lengths import Lengths
 from rlflow.scheduler.compile import Compiled, compile_plan
 from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.origins import Prompts
 from rlflow.scheduler.devices.cluster import Cluster, parse_cluster
 from rlflow.scheduler.devices.machine import machine_gpus, usable
 from rlflow.scheduler.models.flops import product_sizes
 from rlflow.scheduler.models.known_shapes import PREFIX, parse_model_shape
 from rlflow.scheduler.models.shapes import model_shape
-from rlflow.scheduler.plan.diff import PlanDiff, compare
 from rlflow.scheduler.plan.explain import explain
 from rlflow.scheduler.plan.plan import Backend, Plan
 from rlflow.scheduler.plan.text import table
@@ -54,6 +56,7 @@ class Target:
     reserve: str | None = None
     backend: Backend | None = None
     model_shape: str | None = None
+    lengths: str | Lengths | None = None
     staleness: int | None = None
     stream: str | None = None
     pause_at: int | None = None
@@ -115,6 +118,8 @@ def _declared(target: Target) -> Declared:
         raise trace_error(pipeline, error) from None
     if target.model_shape:
         graph = with_shapes(graph, target.model_shape)
+    if target.lengths is not None:
+        graph = replace(graph, lengths=asked_lengths(target.lengths))
     part = taken_part(graph, target.only, target.from_)
     return Declared(pipeline=pipeline, config=config, whole=graph, part=part)
 
@@ -195,6 +200,7 @@ def costs_of(planned: Planned) -> Costs:
         shapes={model.name: model_shape(model, near) for model in declared.graph.models},
         backend=plan.backend,
         staleness=plan.staleness,
+        prompts=Prompts(near),
     )
 
 
@@ -327,24 +333,3 @@ def explain_action(plan: Plan, name: str) -> str:
         )
     action = plan.action(name)
     return explain(plan, action, overlapping(plan, action))
-
-
-def diff_placements(pipeline: str, placements: tuple[str, ...], **options: Any) -> PlanDiff:
-    """Compile two placements of one pipeline and compare their plans."""
-    shape = options.get("model_shape")
-    declared = declare(Target(pipeline=pipeline, settings=options["settings"], model_shape=shape))
-    names = placements or tuple(declared.pipeline.placements)[:2]
-    if len(names) != 2:
-        raise UsageError(
-            Finding(
-                code="E207",
-                what=f"diff compares two placements, got {len(names)}",
-                expected=", ".join(declared.pipeline.placements),
-                fix=f"rlflow diff {pipeline} --placement A --placement B",
-            )
-        )
-    plans = []
-    for name in names:
-        target = Target(pipeline=pipeline, placement=name, **options)
-        plans.append(plan_declared(declared, target).compiled.plan)
-    return compare(plans[0], plans[1])

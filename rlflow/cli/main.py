@@ -26,9 +26,11 @@ from rlflow.cli.looking.samples import show_samples
 from rlflow.cli.looking.watch import watch_run
 from rlflow.cli.options import (
     engine_option,
+    lengths_option,
     memory_options,
     model_shape_option,
     plan_options,
+    range_option,
     repeated,
     run_options,
     schedule_options,
@@ -163,6 +165,7 @@ def simulate_pipeline(
 @cli.command("tune")
 @target_options
 @model_shape_option
+@lengths_option
 @click.option(
     "--max-staleness",
     type=click.IntRange(0),
@@ -215,11 +218,13 @@ def tune_pipeline(
 @schedule_options
 @model_shape_option
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the plans differ.")
+@range_option
 @json_option
 def diff(
     targets: tuple[str, ...],
     placements: tuple[str, ...],
     exit_code: bool,
+    ranged: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -227,7 +232,7 @@ def diff(
     from rlflow.cli.simulating import diff_of
     from rlflow.scheduler.plan.diff import diff_text
 
-    found = diff_of(targets, placements, **options)
+    found = diff_of(targets, placements, ranged=ranged, **options)
     if as_json:
         print_json(found.as_json())
     else:

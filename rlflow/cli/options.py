@@ -69,6 +69,20 @@ model_shape_option = click.option(
 )
 
 
+range_option = click.option(
+    "--range",
+    "ranged",
+    is_flag=True,
+    help="Say the iteration as a range on CPU devices too, as of accelerators always.",
+)
+lengths_option = click.option(
+    "--lengths",
+    metavar="WORDS",
+    help="Tokens that plans count with: prompt=512,response=mean:1800,p95:4000,max:8192; or a "
+    "file of lengths, or a RUN; else the pipeline's, what was measured before, or assumed.",
+)
+
+
 def target_options(function: F) -> F:
     """The options by which every command is told what to look at."""
     for option in (
@@ -108,6 +122,7 @@ def schedule_options(function: F) -> F:
     """The options that change a schedule: staleness, pauses, chunks, the seconds of a solver."""
     for option in (
         engine_option,
+        lengths_option,
         click.option(
             "--optimize",
             type=click.FloatRange(min=0, min_open=True),

@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlflow.cli.commands import Target, compile_target, diff_placements
+from rlflow.cli.commands import Target, compile_target
+from rlflow.cli.planning.compared import diff_placements
 from rlflow.errors import Finding, PlanError, UsageError, known_names, near_names
 from rlflow.scheduler.plan.diff import PlanDiff, compare
 from rlflow.scheduler.plan.plan import Plan
@@ -118,10 +119,12 @@ def diff_saved(first: Path, second: Path) -> PlanDiff:
     return compare(*plans, names=(str(first), str(second)))
 
 
-def diff_of(targets: tuple[str, ...], placements: tuple[str, ...], **options: Any) -> PlanDiff:
+def diff_of(
+    targets: tuple[str, ...], placements: tuple[str, ...], *, ranged: bool = False, **options: Any
+) -> PlanDiff:
     """Compare two placements of a pipeline, or two saved plans; UsageError for anything else."""
     if len(targets) == 1:
-        return diff_placements(targets[0], placements, **options)
+        return diff_placements(targets[0], placements, ranged=ranged, **options)
     given = [name.replace("_", "-") for name, value in options.items() if value]
     given += ["placement"] if placements else []
     saved = all(target.endswith(".json") for target in targets)

@@ -36,6 +36,7 @@ from rlflow.graph.roles import (
 )
 from rlflow.graph.rules.counts import Counts
 from rlflow.graph.schedule import ALWAYS, Window, is_due, written
+from rlflow.graph.user.lengths import Lengths
 
 EdgeKind = Literal["data", "weights", "order", "state"]
 R = TypeVar("R", bound=Role)
@@ -202,6 +203,8 @@ class Graph:
     staleness: int = 0
     source: Source | None = None
     headline: tuple[str, ...] = ()
+    lengths: Lengths | None = None
+    """What is said of prompts' and responses' lengths: estimates read it, and no hash does."""
 
     def node(self, name: str) -> Node:
         """The node of that name; KeyError if there is none."""

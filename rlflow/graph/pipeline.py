@@ -42,6 +42,8 @@ from rlflow.graph.rules.check import check_graph
 from rlflow.graph.source import declared_at, raised_at, short_path
 from rlflow.graph.strict_model import Strict
 from rlflow.graph.trace import tracing
+from rlflow.graph.user.length_files import declared_lengths
+from rlflow.graph.user.lengths import Lengths
 from rlflow.graph.user.recording import RecordRule, read_rules
 
 # The names of the modules that files of pipelines are loaded as.
@@ -85,6 +87,7 @@ class Pipeline:
     headline: tuple[str, ...] = ()
     track: tuple[str, ...] = DEFAULT_TRACKERS
     record: tuple[RecordRule, ...] | None = None
+    lengths: Lengths | None = None
     where: Source | None = None
     path: Path | None = None
 
@@ -110,6 +113,7 @@ class Pipeline:
             staleness=self.staleness,
             source=self.where,
             headline=self.headline,
+            lengths=self.lengths,
         )
         trace.findings += no_numbers(self.headline, graph.nodes, self.where)
         findings = [*trace.findings, *check_graph(graph, complete=not trace.findings)]
@@ -147,6 +151,7 @@ def pipeline(
     headline: str | Sequence[str] = (),
     track: str | Sequence[str] = DEFAULT_TRACKERS,
     record: str | Sequence[str] = (),
+    lengths: Lengths | str | Path | None = None,
     name: str | None = None,
 ) -> Callable[[Callable[[Any], None]], Pipeline]:
     """Make a pipeline of a function of one config that calls ops.
@@ -158,16 +163,21 @@ def pipeline(
     the rewards that updates learn from. `track` names where runs are told besides their directory:
     `tensorboard`, or `none`. `record` says which nodes' rows a run writes, each as `--record` does:
     `NODE`, `NODE=every:N`, or `none`; by default 8 groups of rollouts with what belongs to them.
+    `lengths` says what plans count with for prompts and responses: `rf.Lengths`, the words of
+    `--lengths`, or a file; that option wins over it.
 
     Raises GraphError for a staleness that is no number of updates, for an unknown tracker, for what
-    is no `record`, and where the function takes other than one parameter, an `rf.Config`.
+    is no `record` and what says no `lengths`, and where the function takes other than one
+    parameter, an `rf.Config`.
     """
     _require_staleness(staleness)
     unknown = tracker_findings((track,) if isinstance(track, str) else tuple(track), "track=")
     if unknown:
         where = declared_at()
         raise GraphError(*(dataclasses.replace(finding, where=where) for finding in unknown))
-    rules = read_rules(record, GraphError, declared_at())
+    at = declared_at()
+    rules = read_rules(record, GraphError, at)
+    given = declared_lengths(lengths, GraphError, at, *([Path(at.path).parent] if at else []))
 
     def decorate(function: Callable[[Any], None]) -> Pipeline:
         _require_plain(function)
@@ -187,6 +197,7 @@ def pipeline(
             headline=(headline,) if isinstance(headline, str) else tuple(headline),
             track=tracker_names(track),
             record=rules,
+            lengths=given,
             where=where,
             path=Path(code.co_filename),
         )

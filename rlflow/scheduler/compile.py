@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rlflow.errors import Finding, InvariantError, PlanError, UsageError
@@ -17,6 +17,9 @@ from rlflow.graph.graph import Graph
 from rlflow.graph.placement import Placement
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.origins import Prompts
+from rlflow.scheduler.costs.rows.assumptions import seconds_rest_on
+from rlflow.scheduler.costs.rows.given import check_lengths
 from rlflow.scheduler.devices.cluster import Cluster, mixed_pools
 from rlflow.scheduler.devices.hardware import TAKEN_FOR_GRANTED
 from rlflow.scheduler.models.heads import head_findings, head_notes
@@ -74,7 +77,16 @@ class Compiled:
 
     def noting(self, rule: str, text: str) -> Compiled:
         """The same with one more note on the plan."""
-        plan = self.plan.noting(rule, text)
+        return self._with(self.plan.noting(rule, text))
+
+    def resting_on(self, costs: Costs) -> Compiled:
+        """The same with the words for what its seconds rest on, where it has any."""
+        if self.plan.timing is None:
+            return self
+        known = replace(costs, graph=self.plan.graph)
+        return self._with(replace(self.plan, inputs=seconds_rest_on(self.plan, known)))
+
+    def _with(self, plan: Plan) -> Compiled:
         return Compiled(plan=plan, stages=(*self.stages[:-1], (self.stages[-1][0], plan)))
 
 
@@ -112,7 +124,9 @@ def compile_plan(
         raise PlanError(*findings)
     chosen: Backend = backend or ("ray" if not_local(placement, cluster) else "local")
     if costs is None:
-        costs = Costs(graph=graph, cluster=cluster, shapes=_checked_shapes(graph, near))
+        shapes = _checked_shapes(graph, near)
+        costs = Costs(graph=graph, cluster=cluster, shapes=shapes, prompts=Prompts(near))
+        check_lengths(graph)
     staleness = allowed(graph, placement)
     context = Context(
         placement=placement,
@@ -134,7 +148,8 @@ def compile_plan(
     )
     plan = _noting_devices(plan, placement, cluster, chosen=backend is None)
     plan = _noting_graph(plan, notes, near)
-    return _keeping_whole(plan, context, verified=verified)
+    made = _keeping_whole(plan, context, verified=verified)
+    return made.resting_on(context.costs) if verified else made
 
 
 def _keeping_whole(plan: Plan, context: Context, *, verified: bool) -> Compiled:
@@ -300,7 +315,11 @@ def _too_few_devices(placement: Placement, cluster: Cluster, name: str) -> Findi
 
 def dump_plan(plan: Plan) -> str:
     """The plan as JSON text, stable to the byte."""
-    document = {"hash": plan.hash, **plan.to_json(), "declared": asdict_graph(plan)}
+    beside: dict[str, object] = {"declared": asdict_graph(plan), "inputs": list(plan.inputs)}
+    if plan.range is not None:
+        beside["range"] = plan.range.as_json()
+        beside["worlds"] = asdict(plan.range)
+    document = {"hash": plan.hash, **plan.to_json(), **beside}
     return json.dumps(document, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
 
 

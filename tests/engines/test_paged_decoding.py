@@ -25,7 +25,7 @@ from rlflow.engines.hf.generate.waits import HostWaits
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.modelfiles.paging import BLOCK, LOOK, blocks_for, pool_blocks
-from rlflow.scheduler.costs.lengths import Lengths, Load
+from rlflow.scheduler.costs.lengths import Load, ResponseLengths
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.devices.hardware import KINDS
 from rlflow.scheduler.models.shapes import read_shape
@@ -132,7 +132,7 @@ def test_a_pool_for_fewer_rows_draws_the_same_tokens(most, long_dir):
     assert max(most // 2, 1) * 2 == len(made.running)
     shape = read_shape(Path(long_dir))
     plan = Roofline(kind=KINDS["h100"], shape=shape, size=4, paged=True, rows_at_once=most)
-    load_of = Load(rows=8, prompts=4, prompt=140, lengths=Lengths(20, 10.0))
+    load_of = Load(rows=8, prompts=4, prompt=140, lengths=ResponseLengths(20, 10.0))
     assert dict(plan.rollout_holds(load_of))["KV cache"] == made.cache.num_bytes()
 
 
@@ -286,7 +286,7 @@ def test_the_pools_bytes_are_what_the_rule_says(long_dir):
 def test_a_plan_counts_the_pool_to_the_byte(prompt, n, new, long_dir):
     shape = read_shape(Path(long_dir))
     plan = Roofline(kind=KINDS["h100"], shape=shape, size=4, paged=True)
-    rows = Load(rows=3 * n, prompts=3, prompt=prompt, lengths=Lengths(new, new / 2))
+    rows = Load(rows=3 * n, prompts=3, prompt=prompt, lengths=ResponseLengths(new, new / 2))
     made = decoding(load(long_dir), [LONG[0][:prompt]] * 3, Sampling(max_new_tokens=new, n=n))
     with torch.inference_mode():
         made.step()

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from rlflow.scheduler.costs.lengths import (
     STEPS,
-    Lengths,
+    ResponseLengths,
     assumed,
     fitted_lengths,
     full_lengths,
@@ -18,7 +18,7 @@ from rlflow.scheduler.costs.lengths import (
 )
 
 LENGTHS = st.builds(
-    lambda longest, share, spread: Lengths(longest, max(1.0, share * longest), spread),
+    lambda longest, share, spread: ResponseLengths(longest, max(1.0, share * longest), spread),
     st.integers(2, 5000),
     st.floats(0.05, 0.9),
     st.sampled_from([0.2, 0.6, 1.2]),
@@ -26,7 +26,7 @@ LENGTHS = st.builds(
 
 
 @given(LENGTHS)
-def test_survival_falls_from_one_to_nothing(lengths: Lengths) -> None:
+def test_survival_falls_from_one_to_nothing(lengths: ResponseLengths) -> None:
     values = [lengths.survival(lengths.longest * n / 20) for n in range(21)]
 
     assert 1.0 == values[0]
@@ -35,12 +35,14 @@ def test_survival_falls_from_one_to_nothing(lengths: Lengths) -> None:
 
 
 @given(LENGTHS)
-def test_the_mean_is_the_one_asked_for(lengths: Lengths) -> None:
+def test_the_mean_is_the_one_asked_for(lengths: ResponseLengths) -> None:
     assert lengths.expected_longest(1) == pytest.approx(lengths.mean, rel=0.02, abs=0.6)
 
 
 @given(LENGTHS, st.integers(1, 200))
-def test_more_rows_have_a_longer_longest_within_the_limit(lengths: Lengths, rows: int) -> None:
+def test_more_rows_have_a_longer_longest_within_the_limit(
+    lengths: ResponseLengths, rows: int
+) -> None:
     some, more = lengths.expected_longest(rows), lengths.expected_longest(2 * rows)
 
     assert some <= more + 1e-9
@@ -56,7 +58,7 @@ def test_responses_of_one_length_take_just_that() -> None:
 
 def test_two_tokens_by_hand() -> None:
     """Half of the rows end after the first of two tokens: of 2, 3/4 of the time one goes on."""
-    lengths = Lengths(2, 1.5, 0.6)
+    lengths = ResponseLengths(2, 1.5, 0.6)
     first, second = stages(lengths, 2, 1)
 
     assert (0.5, 1.0, 1.0) == (first.age, first.tokens, first.goes_on)
@@ -82,14 +84,14 @@ def test_stages_are_few_and_cover_every_token() -> None:
 
 @pytest.mark.parametrize("spread", [0.2, 0.5, 1.0])
 def test_a_fit_finds_the_spread_that_was_measured(spread: float) -> None:
-    true = Lengths(4096, 500.0, spread)
+    true = ResponseLengths(4096, 500.0, spread)
 
     assert spread == fitted_lengths(4096, 500.0, true.expected_longest(256), 256).spread
 
 
 def test_a_long_tail_costs_more_than_a_short_one() -> None:
     """512 rows of 500 tokens in the mean: nobody reaches 2000 with a spread of 0.2."""
-    short, long = Lengths(8192, 500.0, 0.2), Lengths(8192, 500.0, 1.0)
+    short, long = ResponseLengths(8192, 500.0, 0.2), ResponseLengths(8192, 500.0, 1.0)
 
     assert short.expected_longest(512) < 1000
     assert long.expected_longest(512) > 4000

@@ -9,8 +9,8 @@ import pytest
 from rlflow.graph.placement import Recompute
 from rlflow.modelfiles.chunks import CHUNK_BYTES, MOST, chunk_tokens
 from rlflow.scheduler.costs.lengths import (
-    Lengths,
     Load,
+    ResponseLengths,
     attended_pairs,
     full_lengths,
     fullest,
@@ -27,7 +27,7 @@ HOST = Cluster(kind=KINDS["h100"], count=8)
 SEVEN_B = Roofline(kind=KINDS["h100"], shape=known_shape("qwen2.5-7b"), size=2)
 SHARED = replace(SEVEN_B, tp=group_of(HOST, range(2)))
 SHARDED = replace(SEVEN_B, fsdp=group_of(HOST, range(8)), gathers=True)
-BATCH = Load(rows=128, prompts=16, prompt=256, lengths=Lengths(2048, 1024.0, 0.6), peers=8)
+BATCH = Load(rows=128, prompts=16, prompt=256, lengths=ResponseLengths(2048, 1024.0, 0.6), peers=8)
 
 
 def test_a_decode_step_of_64_rows_takes_7_to_10_milliseconds() -> None:
@@ -162,8 +162,8 @@ def test_a_rollout_of_one_length_is_steps_times_tokens() -> None:
 
 
 def test_a_long_tail_takes_longer_than_the_same_tokens_evenly() -> None:
-    even = replace(BATCH, lengths=Lengths(2048, 700.0, 0.1))
-    tail = replace(BATCH, lengths=Lengths(2048, 700.0, 1.0))
+    even = replace(BATCH, lengths=ResponseLengths(2048, 700.0, 0.1))
+    tail = replace(BATCH, lengths=ResponseLengths(2048, 700.0, 1.0))
 
     assert SEVEN_B.rollout(tail) > 1.5 * SEVEN_B.rollout(even)
 
@@ -180,7 +180,7 @@ def test_the_cache_is_held_at_the_longest_whatever_the_mean() -> None:
     holds = dict(SEVEN_B.rollout_holds(BATCH))
 
     assert 57_344 * 128 * (256 + 2048) == holds["KV cache"]
-    short = replace(BATCH, lengths=Lengths(2048, 10.0, 0.2))
+    short = replace(BATCH, lengths=ResponseLengths(2048, 10.0, 0.2))
     assert holds == dict(SEVEN_B.rollout_holds(short))
 
 
@@ -241,7 +241,7 @@ def test_what_a_pass_holds_by_hand() -> None:
     A backward finds those norms in float32 as well. A forward holds its layers or its logits, an
     update what its layers keep and logits, or one layer with what its backward makes.
     """
-    load = Load(rows=10, prompts=10, prompt=30, lengths=Lengths(20, 10.0))
+    load = Load(rows=10, prompts=10, prompt=30, lengths=ResponseLengths(20, 10.0))
     token = (4 * 3584 + 2 * 32 * 128 + 3 * 18_944) * 2
     forward = dict(SEVEN_B.pass_holds(load, train=False, recompute=False))
     train = dict(SEVEN_B.pass_holds(load, train=True, recompute=False))
@@ -265,7 +265,7 @@ def test_what_a_backward_computes_again_by_hand() -> None:
     A layer that is computed again comes when those after it are done. Its backward makes as much
     again of gate, up and their product.
     """
-    load = Load(rows=10, prompts=10, prompt=30, lengths=Lengths(20, 10.0))
+    load = Load(rows=10, prompts=10, prompt=30, lengths=ResponseLengths(20, 10.0))
     critic = replace(SEVEN_B, predicts=False)
 
     def held(recompute: Recompute) -> int:
@@ -300,7 +300,7 @@ def test_distributions_are_held_for_one_chunk() -> None:
     Of likeliest tokens, with twice as many numbers alive, half as many tokens.
     """
     cut = replace(SHARED, trains_vocabulary=True)
-    short = Load(rows=100, prompts=100, prompt=1, lengths=Lengths(20, 10.0))
+    short = Load(rows=100, prompts=100, prompt=1, lengths=ResponseLengths(20, 10.0))
     held = [dict(each.pass_holds(short, train=True, recompute=False)) for each in (SEVEN_B, cut)]
 
     assert [882 * 152_064 * 8, 1765 * 76_032 * 8] == [each["logits"] for each in held]
@@ -458,7 +458,7 @@ def test_a_backward_holds_the_gradients_of_what_is_whole() -> None:
     def gathered(roof: Roofline, load: Load, *, train: bool) -> int:
         return dict(roof.pass_holds(load, train=train, recompute=False))["gathered weights"]
 
-    few = Load(rows=1, prompts=1, prompt=1, lengths=Lengths(1, 1.0))
+    few = Load(rows=1, prompts=1, prompt=1, lengths=ResponseLengths(1, 1.0))
     on_cpu = replace(SHARDED, kind=cpu_cluster(1).kind)
     whole = gathered(SHARDED, BATCH, train=False)
     assert whole == gathered(SHARDED, BATCH, train=True)

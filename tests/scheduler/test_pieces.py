@@ -15,8 +15,8 @@ from rlflow.graph.rules.completion_order import ended_rows
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.lengths import (
-    Lengths,
     Load,
+    ResponseLengths,
     after,
     assumed,
     before,
@@ -120,7 +120,7 @@ LOADS = st.builds(
     prompt=st.sampled_from([1, 16, 300]),
     lengths=st.one_of(
         st.sampled_from([8, 64, 1000]).map(assumed),
-        st.builds(Lengths, st.just(512), st.sampled_from([3.0, 90.0, 400.0]), st.just(1.0)),
+        st.builds(ResponseLengths, st.just(512), st.sampled_from([3.0, 90.0, 400.0]), st.just(1.0)),
         st.just(full_lengths(64)),
     ),
     peers=st.sampled_from([1, 4]),
@@ -151,7 +151,7 @@ def test_pieces_have_fewer_rows_the_longer_those_are() -> None:
     assert [(0, 4), (4, 7), (7, 9), (9, 10)] == [
         (ended_rows(10, i, 4), ended_rows(10, i + 1, 4)) for i in range(4)
     ]
-    lengths = Lengths(1000, 200.0, 0.8)
+    lengths = ResponseLengths(1000, 200.0, 0.8)
     means = [between(lengths, *piece.bounds).mean for piece in pieces]
     assert means == sorted(means)
     whole_mean = sum(m * piece.share for m, piece in zip(means, pieces, strict=True))
@@ -189,7 +189,7 @@ def test_what_follows_reads_a_prompt_for_every_row() -> None:
 def test_a_response_is_what_comes_before_a_pause_and_after_it(
     longest: int, share: float, spread: float, at: float
 ) -> None:
-    lengths = Lengths(longest, max(1.0, share * longest), spread)
+    lengths = ResponseLengths(longest, max(1.0, share * longest), spread)
     stop = min(max(1, int(at * longest)), longest - 1)
     first, (rest, goes_on) = before(lengths, stop), after(lengths, stop)
 

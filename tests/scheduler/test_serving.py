@@ -14,7 +14,7 @@ from hypothesis import given, settings
 import rlflow as rf
 from rlflow.scheduler.costs import serving
 from rlflow.scheduler.costs.estimate import Costs
-from rlflow.scheduler.costs.lengths import Lengths, Load, assumed, full_lengths, stages
+from rlflow.scheduler.costs.lengths import Load, ResponseLengths, assumed, full_lengths, stages
 from rlflow.scheduler.costs.measurement_keys import timed_options
 from rlflow.scheduler.costs.roofline import PREFILL, Roofline
 from rlflow.scheduler.costs.serving import Serving, pool_size, serving_of
@@ -58,7 +58,7 @@ def served(options: rf.EngineOptions, kind: Kind = KINDS["h100"], tp: int = 1) -
     return found
 
 
-def steps(lengths: Lengths, rows: int, room: float) -> float:
+def steps(lengths: ResponseLengths, rows: int, room: float) -> float:
     return sum(s.tokens * s.goes_on for s in stages(lengths, rows, 1, room))
 
 
@@ -76,7 +76,7 @@ def test_a_wave_of_two_lengths_by_hand() -> None:
     Both places decode one token. Then a row has ended in one of them, in expectation: one
     place has half of a row's second token in it, and one begins anew.
     """
-    lengths = Lengths(2, 1.5, 0.6)
+    lengths = ResponseLengths(2, 1.5, 0.6)
     first, second, third = stages(lengths, 3, 1, 2.0)
     assert (0.5, 2.0, 1.0, 0.0) == (first.age, first.live, first.goes_on, first.ended)
     alive = lengths.survival(1.0)
@@ -90,7 +90,7 @@ def test_a_wave_of_two_lengths_by_hand() -> None:
 
 LENGTHS = st.one_of(
     st.builds(
-        Lengths,
+        ResponseLengths,
         st.just(512),
         st.sampled_from([30.0, 200.0, 400.0]),
         st.sampled_from([0.2, 0.6, 1.0]),
@@ -103,7 +103,7 @@ LENGTHS = st.one_of(
 @settings(max_examples=examples(40))
 @given(lengths=LENGTHS, rows=st.integers(1, 300), share=st.floats(0.05, 1.5))
 def test_waiting_decodes_the_same_tokens_in_no_fewer_steps(
-    lengths: Lengths, rows: int, share: float
+    lengths: ResponseLengths, rows: int, share: float
 ) -> None:
     room = float(max(int(rows * share), 1))
     apart, together = stages(lengths, rows, 1, room), stages(lengths, rows, 1)
@@ -119,7 +119,7 @@ def test_waiting_decodes_the_same_tokens_in_no_fewer_steps(
 @pytest.mark.parametrize("spread", [0.3, 0.6, 1.0])
 def test_waiting_takes_as_long_as_drawn_rows_do(rows: int, room: int, spread: float) -> None:
     """Rows of drawn lengths in so many places, each taken again as soon as it is free."""
-    lengths, drawn = Lengths(512, 250.0, spread), random.Random(rows)
+    lengths, drawn = ResponseLengths(512, 250.0, spread), random.Random(rows)
     found = []
     for _ in range(30):
         places = [0.0] * room
@@ -129,7 +129,7 @@ def test_waiting_takes_as_long_as_drawn_rows_do(rows: int, room: int, spread: fl
     assert steps(lengths, rows, room) == pytest.approx(fmean(found), rel=0.1)
 
 
-def length_of(lengths: Lengths, chance: float) -> int:
+def length_of(lengths: ResponseLengths, chance: float) -> int:
     """The length that a share `chance` of responses is longer than."""
     low, high = 0, lengths.longest
     while low < high:
@@ -140,7 +140,7 @@ def length_of(lengths: Lengths, chance: float) -> int:
 
 def test_rows_wait_for_requests_and_for_the_pool() -> None:
     """A row has its response, 30 tokens in the mean, and its share of a prompt: 5 of 10."""
-    load = Load(rows=64, prompts=32, prompt=10, lengths=Lengths(60, 30.0))
+    load = Load(rows=64, prompts=32, prompt=10, lengths=ResponseLengths(60, 30.0))
     few = replace(SEVEN_B, serving=Serving(slots=16))
     tight = replace(SEVEN_B, serving=Serving(pool=35 * 9 + 34))
     both = replace(SEVEN_B, serving=Serving(slots=7, pool=35 * 9))
@@ -157,7 +157,7 @@ def test_rows_wait_for_requests_and_for_the_pool() -> None:
 @pytest.mark.parametrize("legs", [2, 4])
 def test_while_rows_wait_no_leg_is_over(legs: int) -> None:
     """One of those that wait may be the shortest; legs take as long as the whole."""
-    load = Load(rows=64, prompts=64, prompt=10, lengths=Lengths(512, 200.0))
+    load = Load(rows=64, prompts=64, prompt=10, lengths=ResponseLengths(512, 200.0))
     roof = replace(SEVEN_B, serving=Serving(slots=8))
     found = [roof.rollout(load, leg, legs) for leg in range(legs)]
     assert sum(found) == pytest.approx(roof.rollout(load))

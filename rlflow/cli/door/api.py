@@ -22,6 +22,7 @@ from rlflow.cli.door.evaluating import EvalOptions, Evaluation, as_evaluation, e
 from rlflow.cli.door.events import Callback, RunWatch
 from rlflow.cli.door.handle import RunHandle, started
 from rlflow.cli.door.shown import CompiledPlan, Simulated, TunedPlacements, as_kind
+from rlflow.cli.planning.compared import with_range
 from rlflow.cli.simulating import simulate_plan
 from rlflow.cli.tuning import tune_target
 from rlflow.errors import UsageError
@@ -35,13 +36,14 @@ def compile(pipeline: Declaring, **options: Unpack[PlanOptions]) -> CompiledPlan
     the command: `placement` by name or as a value, the first of the pipeline if left out;
     `devices="h100:8"`, this machine's if left out; `config={"lr": 1e-5}`, `backend`, `threads`,
     `model_shape`, `engine`, `staleness`, `stream`, `pause_at`, `optimize`, `host_memory`,
-    `reserve`; `only="actor.rollout"` and `from_="runs/a:actor.rollout"` take a part of the graph.
+    `reserve`, `lengths`; `only="actor.rollout"` and `from_="runs/a:actor.rollout"` take a part of
+    the graph. The plan's `range` is that of its period, for accelerators.
 
     Raises UsageError for options that are not understood (E820), GraphError where the pipeline is
     wrong, PlanError where it does not fit.
     """
     planned = compile_target(target_of(pipeline, options, "rf.compile", PlanOptions))
-    return as_kind(CompiledPlan, planned.compiled.plan)
+    return as_kind(CompiledPlan, with_range(planned))
 
 
 def simulate(

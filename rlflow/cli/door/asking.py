@@ -18,6 +18,7 @@ from rlflow.cli.shell.times import check_deadline
 from rlflow.errors import Finding, UsageError, near_names
 from rlflow.graph.pipeline import Config, Pipeline
 from rlflow.graph.placement import Placement
+from rlflow.graph.user.lengths import Lengths
 from rlflow.scheduler.plan.plan import Backend
 from rlflow.strict import kinds_of, problem
 
@@ -45,8 +46,10 @@ class PlacedOptions(TargetOptions, total=False):
     """What a plan and a run are told alike besides; each is the command's option of that name.
 
     `only` names nodes, `from_` edges of records as `"runs/a:actor.rollout"`: one text, or several.
+    `lengths` is `rf.Lengths`, the option's words, a file or a run.
     """
 
+    lengths: str | Path | Lengths | None
     only: str | Sequence[str]
     from_: str | Sequence[str]
     staleness: int | None
@@ -65,6 +68,7 @@ class SearchOptions(TargetOptions, total=False):
     """What a search is made for; each is the option of that name of `rlflow tune`."""
 
     model_shape: str | None
+    lengths: str | Path | Lengths | None
 
 
 class RunOptions(PlacedOptions, total=False):
@@ -166,6 +170,8 @@ def spoken(options: Mapping[str, Any], known: type, function: str) -> dict[str, 
     }
     if said.get("stream") is not None:
         said["stream"] = str(said["stream"])
+    if isinstance(said.get("lengths"), Path):
+        said["lengths"] = str(said["lengths"])
     config = options.get("config")
     if isinstance(config, Mapping):
         said["settings"] = tuple(f"{name}={_text(value)}" for name, value in config.items())

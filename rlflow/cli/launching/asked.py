@@ -203,6 +203,8 @@ def _words(options: Mapping[str, Any], planned: Planned, root: Path, code: str) 
     if is_device_file(devices):
         devices = _on_hosts(devices, root, code)
     values |= {"placement": placement, "devices": devices}
+    if options["lengths"] is not None:  # A file of them, or a run, is read here.
+        values["lengths"] = str(planned.declared.graph.lengths)
     sources = (text.rpartition(":") for text in options["from_"])
     values["from_"] = tuple(f"{Path(run).absolute()}:{node}" for run, _, node in sources)
     return ("run", *run_words(values))

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from rlflow.cli.commands import Target, compile_target, declare
-from rlflow.cli.options import plan_options, repeated
+from rlflow.cli.options import plan_options, range_option, repeated
 from rlflow.cli.shell.printed import hint, json_option, print_json
 from rlflow.errors import UsageError
 
@@ -73,18 +73,21 @@ def viz(
 @click.option("--show-passes", is_flag=True, help="Print the plan after every pass.")
 @click.option("--explain", metavar="ACTION", help="Everything about one action.")
 @click.option("--config", "show_config", is_flag=True, help="Print the resolved config.")
+@range_option
 @json_option
 @click.option("-o", "--output", metavar="FILE", help="Write the plan as JSON to a file.")
 def plan(
     show_passes: bool,
     explain: str | None,
     show_config: bool,
+    ranged: bool,
     as_json: bool,
     output: str | None,
     **options: Any,
 ) -> None:
     """Compile a placement and print every action, with its reason."""
     from rlflow.cli.commands import config_lines, explain_action
+    from rlflow.cli.planning.compared import with_range
     from rlflow.scheduler.compile import dump_plan
     from rlflow.scheduler.plan.text import plan_text
 
@@ -92,11 +95,14 @@ def plan(
         other = "--show-passes" if show_passes else "--explain" if explain else "--config"
         raise click.UsageError(f"--json prints the whole plan, {other} a part of it: give one")
     found = compile_target(Target(**options))
+    made = found.compiled.plan
+    if not (show_config or explain or show_passes):
+        made = with_range(found, asked=ranged)
     if output:
-        Path(output).write_text(dump_plan(found.compiled.plan))
+        Path(output).write_text(dump_plan(made))
         hint(f"wrote {output}")
     if as_json:
-        click.echo(dump_plan(found.compiled.plan), nl=False)
+        click.echo(dump_plan(made), nl=False)
         return
     if show_config:
         click.echo("\n".join(config_lines(found)))
@@ -108,7 +114,7 @@ def plan(
         for title, stage in found.compiled.stages:
             click.echo(f"after {title}\n{plan_text(stage)}\n")
     else:
-        click.echo(plan_text(found.compiled.plan))
+        click.echo(plan_text(made))
     again = repeated(options, found.compiled.plan.placement, run=True)
     if options["model_shape"] is None:
         hint(f"next: rlflow run {again}     picture: rlflow viz {again} --level plan -o plan.svg")

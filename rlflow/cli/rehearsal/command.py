@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rlflow.cli.commands import Target, compile_target
+from rlflow.cli.commands import Target, compile_target, costs_of
 from rlflow.cli.options import model_shape_option, schedule_options, target_options
 from rlflow.cli.shell.printed import json_option, print_json
 from rlflow.errors import Finding, PlanError, UsageError
@@ -60,7 +60,7 @@ def rehearse_target(target: Target) -> tuple[Plan, list[Rehearsal]]:
     plan, near = planned.compiled.plan, planned.declared.pipeline.path
     shapes = {model.name: model_shape(model, near) for model in plan.graph.models}
     require_rehearsable(planned.cluster, shapes)
-    costs = Costs(graph=plan.graph, cluster=planned.cluster, shapes=shapes, backend=plan.backend)
+    costs = costs_of(planned)
     from rlflow.runtime.rehearse.rehearse import rehearse_on
 
     with tempfile.TemporaryDirectory(prefix="rlflow-rehearse-") as folder:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from rlflow.graph.graph import Node
-from rlflow.graph.roles import Averaged, Drafted, Drawn, Learning, Paused, Resumed, SamplingOptions
-from rlflow.graph.rules.check import longest_response, most_rows, num_prompts, row_counts
+from rlflow.graph.roles import Averaged, Drafted, Learning
+from rlflow.graph.rules.check import num_prompts, row_counts
 from rlflow.graph.rules.steps import mini_batches
 from rlflow.modelfiles.orthogonal import orthogonal_flops
 from rlflow.scheduler.costs import measurement_keys as keys
@@ -27,24 +27,13 @@ from rlflow.scheduler.costs.distributions import (
     likeliest_seconds,
     with_drafts,
 )
-from rlflow.scheduler.costs.lengths import (
-    Lengths,
-    Load,
-    assumed,
-    before,
-    between,
-    fitted_lengths,
-    full_lengths,
-    joined_lengths,
-)
-from rlflow.scheduler.costs.origins import Prompts, origins, response_tokens
+from rlflow.scheduler.costs.lengths import Load
 from rlflow.scheduler.costs.pieces import WHOLE, Piece, as_measured
 from rlflow.scheduler.costs.roofline import CACHE, Holds, Roofline
+from rlflow.scheduler.costs.rows.expected import ExpectedRows
 from rlflow.scheduler.costs.serving import serving_of
-from rlflow.scheduler.costs.sizes import Sizes
 from rlflow.scheduler.devices.collectives import copy_bandwidth, group_of, staging
 from rlflow.scheduler.devices.hardware import OBJECT_STORE, STORE_SECONDS
-from rlflow.scheduler.devices.measured import Record
 from rlflow.scheduler.models.quantised import spared_bytes
 from rlflow.scheduler.models.shapes import Shape, dtype_bytes
 from rlflow.scheduler.plan.plan import ActionKind, Cost, Instance, Transport
@@ -61,44 +50,20 @@ NOT_HERE = "the model's files are not here"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs(Sizes):
+class Costs(ExpectedRows):
     """Estimates of seconds and bytes for one graph on one cluster."""
 
-    prompts: Prompts = field(default_factory=Prompts, compare=False, repr=False)
-
-    def rows(self, node: Node) -> int:
-        """Rows that a node works on in one iteration; those of its data for an evaluation."""
-        if node.op.name == "evaluate":
-            drawn = node.as_a(Drawn)
-            return int(drawn.limit or drawn.data.size() or 1)
-        return most_rows(self.graph, node) or 1
-
-    def tokens(self, node: Node) -> tuple[int, int]:
-        """Prompt and response tokens of a row, at their longest, wherever rows come from.
-
-        A prompt is taken to be as many tokens as the longest of the first rows of local
-        data has characters, or an assumed number where the data is elsewhere.
-        """
-        found = origins(self.graph, node)
-        prompt = max(self.prompts.tokens(self.graph, origin) for origin in found)
-        return prompt, int(longest_response(self.graph, node) or max(map(response_tokens, found)))
-
-    def lengths(self, node: Node) -> Lengths:
-        """How long the responses of a node's rows get: as measured in earlier runs, or assumed."""
-        if (paused := node.role(Paused)) is not None:
-            return before(self.lengths(node.without(Paused)), paused.until)
-        _, longest = self.tokens(node)
-        found = origins(self.graph, node)
-        if len(found) > 1:
-            return joined_lengths([(self.rows(one), self.lengths(one)) for one in found], longest)
-        (origin,) = found
-        if (sampling := origin.role(SamplingOptions)) is not None and sampling.ignore_eos:
-            return full_lengths(longest)
-        record = self._record(keys.lengths_key(self.graph, origin, longest))
-        if record is None or record.setting.pipeline != self.graph.name:
-            return assumed(longest)
-        last = record.chosen[-1]
-        return fitted_lengths(longest, last.length, last.longest, self.rows(origin))
+    @property
+    def unsaid(self) -> Costs:
+        """The same, of a graph whose lengths nobody has said."""
+        return Costs(
+            graph=replace(self.graph, lengths=None),
+            cluster=self.cluster,
+            shapes=self.shapes,
+            backend=self.backend,
+            staleness=self.staleness,
+            prompts=self.prompts,
+        )
 
     def fields(self, node: Node, names: tuple[str, ...]) -> int:
         """Bytes of a node's outputs of those names, of all rows."""
@@ -110,16 +75,32 @@ class Costs(Sizes):
         estimate = self.table(node, instance, parts, piece)
         if not self.cluster.measured.records or (instance is not None and estimate.seconds is None):
             return estimate
-        record = self._record(self.run_key(node, instance, parts, piece))
+        if self.graph.lengths is not None and instance is not None:
+            return self._as_said(node, instance, parts, piece, estimate)
+        record = self.record_of(self.run_key(node, instance, parts, piece))
         if record is not None:
             return as_measured(estimate, record, self.setting)
         for other in piece.relatives:
-            record = self._record(self.run_key(node, instance, parts, other))
+            record = self.record_of(self.run_key(node, instance, parts, other))
             seconds = self.table(node, instance, parts, other).seconds
             if record is not None and seconds and estimate.seconds is not None:
                 found = as_measured(estimate, record, self.setting, estimate.seconds / seconds)
                 return replace(found, source=f"{found.source}, {piece.as_part_of(other)}")
         return self.with_dispatch(estimate)
+
+    def _as_said(
+        self, node: Node, instance: Instance, parts: int, piece: Piece, estimate: Cost
+    ) -> Cost:
+        """What was measured at other lengths, times what those that are said change of it."""
+        found = self.unsaid.run(node, instance, parts, piece)
+        before = self.unsaid.table(node, instance, parts, piece).seconds
+        if not before or found.seconds is None or estimate.seconds is None:
+            return estimate
+        if found.source.startswith(estimate.source):
+            return self.with_dispatch(estimate)
+        share = estimate.seconds / before
+        source = found.source if share == 1 else f"{found.source}, by the lengths"
+        return replace(estimate, seconds=found.seconds * share, source=source)
 
     def table(
         self, node: Node, instance: Instance | None, parts: int, piece: Piece = WHOLE
@@ -203,37 +184,6 @@ class Costs(Sizes):
         held = dict(self.working(node, instance, parts))
         return held.get(CACHE, 0) + held.get(DRAFTS, 0)
 
-    def load(self, node: Node, parts: int, piece: Piece = WHOLE) -> Load:
-        """The rows of one pass: of an update those of a mini-batch, in whichever piece it is.
-
-        The legs of a rollout have all rows; those of a rollout that goes on are prompts.
-        """
-        if node.op.use == "train":
-            return self._load(node, parts, mini_batches(node))
-        load = self._load(node, parts, 1 / (1 if piece.leg else piece.share))
-        if (resumed := node.role(Resumed)) is not None:
-            return load.going_on(resumed.first)
-        if node.op.name == "act":
-            return load.later_turn(int(node.as_a(SamplingOptions).max_new_tokens or 0))
-        if piece.loose:
-            prompts = min(load.prompts / piece.share, load.rows)
-            return replace(load, prompts=prompts, lengths=between(load.lengths, *piece.bounds))
-        return load
-
-    def _load(self, node: Node, parts: int, cuts: float) -> Load:
-        """The rows of one part in one of so many cuts of an iteration; whole rows at least."""
-        rows = self.rows(node)
-        prompts = num_prompts(self.graph, node) or rows
-        prompt, _ = self.tokens(node)
-        share = parts * cuts
-        return Load(
-            rows=max(rows / share, 1.0),
-            prompts=max(prompts / share, 1.0),
-            prompt=prompt,
-            lengths=self.lengths(node),
-            peers=parts,
-        )
-
     def roofline_of(self, node: Node, instance: Instance, shape: Shape) -> Roofline:
         """A model as a node uses it: rows of a drafted rollout have columns, not blocks."""
         roof = self.roofline(instance, shape)
@@ -306,13 +256,15 @@ class Costs(Sizes):
         )
         if not self.cluster.measured.records:
             return estimate
-        record = self._record(self.copy_key(moved, beside, to_host=to_host))
+        record = self.record_of(self.copy_key(moved, beside, to_host=to_host))
         if record is not None:
             return as_measured(estimate, record, self.setting)
         return self.with_dispatch(estimate)
 
     def run_key(self, node: Node, instance: Instance | None, parts: int, piece: Piece) -> str:
         """What a run is measured under: equal for equal work on equal hardware."""
+        if self.graph.lengths is not None:
+            return self.unsaid.run_key(node, instance, parts, piece)
         shape = None if node.model is None else self.shapes.get(node.model)
         prompt, longest = self.tokens(node)
         rows = self.rows(node)
@@ -341,16 +293,13 @@ class Costs(Sizes):
     def _hardware(self, devices: Sequence[int]) -> str:
         return keys.hardware(self.cluster.kind_of(max([0, *devices])).name, self.cluster.threads)
 
-    def _record(self, key: str) -> Record | None:
-        return self.cluster.measured.find(key, self.setting)
-
     def dispatch_key(self) -> str:
         """What the wait between actions is measured under."""
         return keys.key_of_parts(self._hardware(()), self.backend, "dispatch")
 
     def with_dispatch(self, estimate: Cost) -> Cost:
         """An estimate, with the measured wait until any action is started."""
-        record = self._record(self.dispatch_key())
+        record = self.record_of(self.dispatch_key())
         if record is None or estimate.seconds is None:
             return estimate
         source = f"{estimate.source}; dispatch {record.source}"

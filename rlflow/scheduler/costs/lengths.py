@@ -1,7 +1,8 @@
 """How long responses get: a distribution, so that the longest of many rows costs what it costs.
 
 Lengths are those of a log-normal variable cut off at the limit, as the lengths of generated
-text roughly are: many short ones, a long tail, and some that reach the limit. A `Load` is the rows
+text roughly are: many short ones, a long tail, and some that reach the limit; or those that were
+seen. A `Load` is the rows
 that a use sees, with such lengths, and how they lie in blocks of a pool: the embedded engine's
 rollouts on an accelerator allocate by the same rule, `rlflow.modelfiles.paging`. Knows no model.
 """
@@ -10,12 +11,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from statistics import NormalDist
+from statistics import NormalDist, fmean, pvariance
 
-from rlflow.modelfiles.paging import BLOCK, MOST_ROWS, bucket, pool_blocks, rows_at_once
+from rlflow.modelfiles.paging import MOST_ROWS
+from rlflow.scheduler.costs.rows.paged import PagedRows, paged_rows
 
 ASSUMED_MEAN = 0.5
 ASSUMED_SPREAD = 0.6
@@ -26,6 +29,8 @@ FEW_WAVES = 16
 RARE = 1e-6
 HALVINGS = 30
 NEARLY_ALL = 0.98
+# Lengths of a sample that are kept: the longest, and the others evenly.
+MOST_SEEN = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,47 +49,58 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """Tokens of a response: `mean` of those cut off at `longest`; `spread` of their logarithm.
+class ResponseLengths:
+    """Tokens of a response: `mean` of those cut off at `end`; `spread` of their logarithm.
 
-    A spread of 0 is a fixed length.
+    A spread of 0 is a fixed length. None is longer than `longest`, the limit, for which there has
+    to be memory; where it is known that they all end before, `reach` says where. A `sample` of
+    lengths that were seen, in order and evenly taken, has their distribution instead.
     """
 
     longest: int
     mean: float
     spread: float = ASSUMED_SPREAD
+    reach: int = 0
+    sample: tuple[float, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Tokens of the longest that there may be in expectation."""
+        return self.reach or self.longest
 
     @property
     def fixed(self) -> bool:
         """Whether every response is taken to be as long as the others."""
-        return self.spread <= 0 or self.mean >= NEARLY_ALL * self.longest
+        return self.spread <= 0 or self.mean >= NEARLY_ALL * self.end
 
     def survival(self, tokens: float) -> float:
         """The probability that a response is longer than so many tokens."""
-        if tokens >= self.longest:
+        if tokens >= self.end:
             return 0.0
         if self.fixed:
             return 1.0 if tokens < self.mean else 0.0
+        if self.sample:
+            return 1 - bisect_right(self.sample, tokens) / len(self.sample)
         if tokens <= 0:
             return 1.0
-        return _longer(_location(self), self.spread, tokens)
+        return _longer(location(self), self.spread, tokens)
 
     def expected_longest(self, rows: float) -> float:
         """The expected length of the longest of so many responses: sum of 1 - F(t)^rows."""
         return sum(stage.tokens * stage.goes_on for stage in stages(self, rows, 1))
 
 
-def assumed(longest: int) -> Lengths:
+def assumed(longest: int) -> ResponseLengths:
     """Lengths where nothing is measured: half of the limit in the mean, a tail up to it."""
-    return Lengths(longest, max(1.0, ASSUMED_MEAN * longest))
+    return ResponseLengths(longest, max(1.0, ASSUMED_MEAN * longest))
 
 
-def full_lengths(longest: int) -> Lengths:
+def full_lengths(longest: int) -> ResponseLengths:
     """Responses that all reach the limit."""
-    return Lengths(longest, float(longest), 0.0)
+    return ResponseLengths(longest, float(longest), 0.0)
 
 
-def joined_lengths(parts: Sequence[tuple[float, Lengths]], longest: int) -> Lengths:
+def joined_lengths(parts: Sequence[tuple[float, ResponseLengths]], longest: int) -> ResponseLengths:
     """Lengths of several kinds of rows together, each with how many there are.
 
     The mean is exact; the spread is that of the kind which spreads the most.
@@ -92,23 +108,49 @@ def joined_lengths(parts: Sequence[tuple[float, Lengths]], longest: int) -> Leng
     rows = sum(many for many, _ in parts)
     mean = sum(many * kind.mean for many, kind in parts) / max(rows, 1)
     alike = len({kind.mean for _, kind in parts}) == 1
-    spread = max(kind.spread for _, kind in parts)
-    return Lengths(longest, mean, spread or (0.0 if alike else ASSUMED_SPREAD))
+    spread = max(kind.spread for _, kind in parts) or (0.0 if alike else ASSUMED_SPREAD)
+    reach = max(kind.end for _, kind in parts) if any(kind.reach for _, kind in parts) else 0
+    return ResponseLengths(longest, mean, spread, reach)
+
+
+def as_seen(longest: int, seen: Sequence[float]) -> ResponseLengths:
+    """Lengths as they were seen, of `longest` tokens at the most, by an even sample of them."""
+    ordered = sorted(max(min(length, float(longest)), 0.0) for length in seen)
+    if len(ordered) > MOST_SEEN:
+        step = len(ordered) / MOST_SEEN
+        ordered = [*(ordered[int((n + 0.5) * step)] for n in range(MOST_SEEN - 1)), ordered[-1]]
+    mean = max(fmean(ordered), 1.0)
+    reach = max(math.ceil(ordered[-1]), 1)
+    alike = ordered[0] == ordered[-1]
+    spread = 0.0 if alike else math.sqrt(math.log(1 + pvariance(ordered) / mean**2))
+    return ResponseLengths(longest, mean, spread, reach, () if alike else tuple(ordered))
+
+
+def scaled_lengths(lengths: ResponseLengths, mean: float, spread: float) -> ResponseLengths:
+    """Lengths with another mean and another spread, each times so much; fixed ones as they are."""
+    if lengths.fixed:
+        return lengths
+    if lengths.sample:
+        return as_seen(lengths.longest, [length * mean for length in lengths.sample])
+    scaled = min(max(lengths.mean * mean, 1.0), NEARLY_ALL * lengths.end)
+    return replace(lengths, mean=scaled, spread=lengths.spread * spread)
 
 
 @lru_cache(maxsize=256)
-def fitted_lengths(longest: int, mean: float, greatest: float, rows: int) -> Lengths:
+def fitted_lengths(longest: int, mean: float, greatest: float, rows: int) -> ResponseLengths:
     """Lengths of a measured mean whose longest of `rows` is about as long as was measured.
 
     The spread is the one of a short list that comes nearest.
     """
     mean = min(max(mean, 1.0), float(longest))
-    found = [Lengths(longest, mean, spread) for spread in SPREADS]
+    found = [ResponseLengths(longest, mean, spread) for spread in SPREADS]
     return min(found, key=lambda one: abs(one.expected_longest(rows) - greatest))
 
 
 @lru_cache(maxsize=1024)
-def stages(lengths: Lengths, rows: float, ranks: int, room: float = math.inf) -> tuple[Stage, ...]:
+def stages(
+    lengths: ResponseLengths, rows: float, ranks: int, room: float = math.inf
+) -> tuple[Stage, ...]:
     """Decoding cut into stages, for `rows` rows on each of `ranks` ranks that end together.
 
     Of n rows, n S(t) live at token t in expectation, and any of n m rows on m ranks with
@@ -120,8 +162,8 @@ def stages(lengths: Lengths, rows: float, ranks: int, room: float = math.inf) ->
     )
 
 
-def _stages(lengths: Lengths, rows: float, ranks: int) -> Iterator[Stage]:
-    for start, tokens in _grid(lengths.longest):
+def _stages(lengths: ResponseLengths, rows: float, ranks: int) -> Iterator[Stage]:
+    for start, tokens in _grid_of(lengths):
         alive = lengths.survival(start + tokens / 2 - 0.5)
         goes_on = _any_of(alive, rows * ranks)
         if goes_on < 1e-9:
@@ -130,12 +172,12 @@ def _stages(lengths: Lengths, rows: float, ranks: int) -> Iterator[Stage]:
         yield Stage(start + tokens / 2, tokens, live, goes_on, 1 - alive)
 
 
-def _crowded(lengths: Lengths, rows: float, ranks: int, room: float) -> Iterator[Stage]:
+def _crowded(lengths: ResponseLengths, rows: float, ranks: int, room: float) -> Iterator[Stage]:
     """The same in equal steps: how many rows begin in each follows from those that end in it.
 
     Of those that began j steps before, S(j) live; the sum over j are all that live.
     """
-    grid = list(_grid(lengths.longest))
+    grid = list(_grid_of(lengths))
     reach = max(start + tokens for start, tokens in grid if lengths.survival(start) > RARE)
     count = min(math.ceil(reach), STEPS if rows <= FEW_WAVES * room else FEW_STEPS)
     width = reach / count
@@ -167,36 +209,60 @@ def _grid(longest: int) -> Iterator[tuple[float, float]]:
         yield float(start), float(longest * (number + 1) // count - start)
 
 
+def _grid_of(lengths: ResponseLengths) -> Iterator[tuple[float, float]]:
+    """The stages of all tokens that there may be, where the end is known narrower at the start.
+
+    Most of those that are said end far before the longest: the kth of n starts at its square.
+    """
+    if not lengths.reach or lengths.end <= STEPS:
+        yield from _grid(lengths.end)
+        return
+    starts = [lengths.end * number**2 / STEPS**2 for number in range(STEPS + 1)]
+    for start, end in itertools.pairwise(starts):
+        yield start, end - start
+
+
 def _any_of(alive: float, rows: float) -> float:
     """1 - (1 - alive)^rows, without loss of digits for small `alive`."""
     return 1.0 if alive >= 1 else -math.expm1(rows * math.log1p(-alive))
 
 
-def before(lengths: Lengths, tokens: int) -> Lengths:
+def before(lengths: ResponseLengths, tokens: int) -> ResponseLengths:
     """Lengths of responses that are stopped after so many tokens."""
     if lengths.fixed:
         return full_lengths(min(tokens, lengths.longest))
+    if lengths.sample:
+        return as_seen(tokens, [min(length, tokens) for length in lengths.sample])
+    if lengths.reach and lengths.reach <= tokens:
+        return replace(lengths, longest=tokens)
     mean = sum(width * lengths.survival(start + width / 2 - 0.5) for start, width in _grid(tokens))
-    return Lengths(tokens, max(1.0, mean), lengths.spread)
+    return ResponseLengths(tokens, max(1.0, mean), lengths.spread)
 
 
-def between(lengths: Lengths, since: float, until: float) -> Lengths:
+def between(lengths: ResponseLengths, since: float, until: float) -> ResponseLengths:
     """Lengths of those responses that are the shares `since` to `until` to end."""
+    if lengths.sample:
+        count = len(lengths.sample)
+        first, end = (round(share * count) for share in (since, until))
+        return as_seen(lengths.longest, lengths.sample[first:end] or lengths.sample[-1:])
     mean = 0.0
-    for start, width in _grid(lengths.longest):
+    for start, width in _grid_of(lengths):
         longer = lengths.survival(start + width / 2 - 0.5) - (1 - until)
         mean += width * min(max(longer / (until - since), 0.0), 1.0)
-    return Lengths(lengths.longest, min(max(mean, 1.0), float(lengths.longest)), lengths.spread)
+    return replace(lengths, mean=min(max(mean, 1.0), float(lengths.end)))
 
 
-def after(lengths: Lengths, tokens: int) -> tuple[Lengths, float]:
+def after(lengths: ResponseLengths, tokens: int) -> tuple[ResponseLengths, float]:
     """How much longer those get that have so many tokens and go on, and what share does."""
     share = lengths.survival(tokens)
     if lengths.fixed or not share:
         return full_lengths(max(lengths.longest - tokens, 1)), share
+    longest, end = lengths.longest - tokens, lengths.end - tokens
+    if lengths.sample:
+        return as_seen(longest, [each - tokens for each in lengths.sample if each > tokens]), share
     rest = (lengths.mean - before(lengths, tokens).mean) / share
-    longest = lengths.longest - tokens
-    return Lengths(longest, min(max(rest, 1.0), float(longest)), lengths.spread), share
+    mean, reach = min(max(rest, 1.0), float(end)), end if lengths.reach else 0
+    return ResponseLengths(longest, mean, lengths.spread, reach), share
 
 
 def _longer(location: float, spread: float, tokens: float) -> float:
@@ -204,9 +270,9 @@ def _longer(location: float, spread: float, tokens: float) -> float:
 
 
 @lru_cache(maxsize=256)
-def _location(lengths: Lengths) -> float:
-    """The location at which the cut-off lengths have their mean, by bisection."""
-    low, high = -(lengths.spread**2) - 3.0, math.log(lengths.longest) + 4 * lengths.spread + 3.0
+def location(lengths: ResponseLengths) -> float:
+    """The location of the logarithm at which cut-off lengths have their mean, by bisection."""
+    low, high = -(lengths.spread**2) - 3.0, math.log(lengths.end) + 4 * lengths.spread + 3.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         if _cut_off_mean(middle, lengths) < lengths.mean:
@@ -216,10 +282,10 @@ def _location(lengths: Lengths) -> float:
     return (low + high) / 2
 
 
-def _cut_off_mean(location: float, lengths: Lengths) -> float:
+def _cut_off_mean(location: float, lengths: ResponseLengths) -> float:
     """The mean of the lengths cut off at the limit: the sum over t of S(t), where S(0) is 1."""
     total = 0.0
-    for start, tokens in _grid(lengths.longest):
+    for start, tokens in _grid_of(lengths):
         at = start + tokens / 2 - 0.5
         total += tokens * (1.0 if at <= 0 else _longer(location, lengths.spread, at))
     return total
@@ -230,20 +296,27 @@ class Load:
     """Rows of one part: `rows` of `prompts` prompts of `prompt` tokens, responses as `lengths`.
 
     `peers` parts end together. Rows of a prompt share it. `most` are the rows that there may be,
-    where `rows` is how many there are in expectation.
+    where `rows` is how many there are in expectation; `prompt` is the longest prompt, and `usual`
+    the mean one where that is known to be shorter.
     """
 
     rows: float
     prompts: float
     prompt: int
-    lengths: Lengths
+    lengths: ResponseLengths
     peers: int = 1
     most: float | None = None
+    usual: float | None = None
+
+    @property
+    def mean_prompt(self) -> float:
+        """Tokens of a prompt, in expectation."""
+        return self.prompt if self.usual is None else self.usual
 
     @property
     def tokens(self) -> float:
         """Tokens that a forward sees, in expectation."""
-        return self.prompts * self.prompt + self.rows * self.lengths.mean
+        return self.prompts * self.mean_prompt + self.rows * self.lengths.mean
 
     @property
     def most_tokens(self) -> float:
@@ -258,9 +331,9 @@ class Load:
     @property
     def pairs(self) -> float:
         """Pairs of a token and one that it attends to, in expectation."""
-        mean = self.lengths.mean
-        of_responses = self.rows * mean * (self.prompt + mean / 2)
-        return self.prompts * self.prompt**2 / 2 + of_responses
+        mean, prompt = self.lengths.mean, self.mean_prompt
+        of_responses = self.rows * mean * (prompt + mean / 2)
+        return self.prompts * prompt**2 / 2 + of_responses
 
     def in_blocks(self, most: int = MOST_ROWS) -> PagedRows:
         """The most rows that there may be, in blocks of a pool for at most `most` at once."""
@@ -272,56 +345,19 @@ class Load:
         """The rows that have not ended after `first` tokens: prompts that are as much longer."""
         rest, share = after(self.lengths, first)
         rows = max(self.rows * share, 1.0)
-        longer = replace(self, prompt=self.prompt + first, lengths=rest)
+        longer = replace(self.with_prompt(first), lengths=rest)
         return replace(longer, rows=rows, prompts=rows, most=max(self.rows, rows))
 
     def later_turn(self, new: int) -> Load:
         """The rows of a later turn of so many tokens: what is there so far are their prompts."""
         before = max(self.lengths.longest - new, 0)
-        longer = replace(self, prompts=self.rows, prompt=self.prompt + before)
+        longer = replace(self.with_prompt(before), prompts=self.rows)
         return replace(longer, lengths=assumed(new))
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PagedRows:
-    """Rows of prompts of one length: `n` of each, of at most `new` tokens, `most` of them at once.
-
-    Of a prompt all decode together, also where those are more.
-    """
-
-    prompts: int
-    prompt: int
-    n: int
-    new: int
-    most: int = MOST_ROWS
-
-    @property
-    def pool(self) -> int:
-        """Tokens that the pool has room for."""
-        return _pool(self.prompts, self.prompt, self.n, self.new, self.most) * BLOCK
-
-    @property
-    def at_once(self) -> int:
-        """Rows that decode at once at the most."""
-        return rows_at_once(self.prompts * self.n, self.n, self.most)
-
-    @property
-    def slots(self) -> int:
-        """Rows of the largest step."""
-        return bucket(self.at_once)
-
-
-def paged_rows(
-    rows: float, prompts: float, prompt: int, new: int, most: int = MOST_ROWS
-) -> PagedRows:
-    """The rows of a part, whole numbers of them."""
-    n = max(math.ceil(rows / max(prompts, 1.0)), 1)
-    return PagedRows(prompts=math.ceil(rows / n), prompt=prompt, n=n, new=new, most=most)
-
-
-@lru_cache(maxsize=1024)
-def _pool(prompts: int, prompt: int, n: int, new: int, most: int) -> int:
-    return pool_blocks((prompt,) * prompts, n, new, most)
+    def with_prompt(self, more: int) -> Load:
+        """The rows, each with so many tokens more in its prompt."""
+        usual = None if self.usual is None else self.usual + more
+        return replace(self, prompt=self.prompt + more, usual=usual)
 
 
 def fullest(load: Load) -> float:
@@ -334,7 +370,7 @@ def fullest(load: Load) -> float:
     if load.peers < 2 or load.lengths.fixed:
         return 1.0
     rows = max(load.rows / max(load.prompts, 1.0), 1.0)
-    mean = load.lengths.mean + load.prompt / rows
+    mean = load.lengths.mean + load.mean_prompt / rows
     spread = math.sqrt(max(second_moment(load.lengths) - load.lengths.mean**2, 0.0))
     above = NormalDist().inv_cdf((load.peers - 0.375) / (load.peers + 0.25))
     return 1 + above * spread / mean / math.sqrt(rows) / max(load.prompts, 1.0) ** 2
@@ -342,15 +378,20 @@ def fullest(load: Load) -> float:
 
 def attended_pairs(load: Load) -> float:
     """Pairs of a token and one that it attends to, where rows are of many lengths."""
-    lengths = load.lengths
+    lengths, prompt = load.lengths, load.mean_prompt
     own = lengths.mean**2 if lengths.fixed else second_moment(lengths)
-    of_responses = load.rows * (lengths.mean * load.prompt + own / 2)
-    return load.prompts * load.prompt**2 / 2 + of_responses
+    of_responses = load.rows * (lengths.mean * prompt + own / 2)
+    return load.prompts * prompt**2 / 2 + of_responses
 
 
 @lru_cache(maxsize=256)
-def second_moment(lengths: Lengths) -> float:
+def second_moment(lengths: ResponseLengths) -> float:
     """The mean of the squares of the lengths: twice the sum over t of t S(t)."""
-    width = lengths.longest / STEPS
-    middles = ((step + 0.5) * width for step in range(STEPS))
-    return 2 * sum(width * at * lengths.survival(at) for at in middles)
+    if lengths.sample:
+        return sum(length**2 for length in lengths.sample) / len(lengths.sample)
+    if lengths.reach:
+        middles = ((start + width / 2, width) for start, width in _grid_of(lengths))
+        return 2 * sum(width * at * lengths.survival(at) for at, width in middles)
+    width = lengths.end / STEPS
+    evenly = ((step + 0.5) * width for step in range(STEPS))
+    return 2 * sum(width * at * lengths.survival(at) for at in evenly)

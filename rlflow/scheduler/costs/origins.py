@@ -5,16 +5,17 @@ Rows of several row sets below each other have several makers. Knows graphs; no 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.roles import Drawn, SamplingOptions
 from rlflow.graph.rules.nesting import nodes_within
+from rlflow.scheduler.models.known_shapes import PREFIX
+from rlflow.scheduler.models.prompts import PromptTokens, counted_prompts
+from rlflow.scheduler.models.tokenizers import tokenizer_file
 
-ASSUMED_PROMPT_TOKENS = 64
 ASSUMED_RESPONSE_TOKENS = 256
-LOOKED_AT = 64
-MOST_ROWS = 300_000
 
 
 def origins(graph: Graph, node: Node) -> tuple[Node, ...]:
@@ -34,17 +35,25 @@ def origins(graph: Graph, node: Node) -> tuple[Node, ...]:
 
 
 class Prompts:
-    """Tokens of the longest prompt of each data, which is read once for all that is estimated."""
+    """Tokens of the prompts of each data, which is read once for all that is estimated.
 
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, int]] = {}
+    Models are looked for `near` the pipeline's file.
+    """
 
-    def tokens(self, graph: Graph, origin: Node) -> int:
-        """Tokens of the longest prompt of the rows that a node has made."""
-        data = _data_of(graph, origin)
-        if id(data) not in self._known:
-            self._known[id(data)] = data, _longest(data)
-        return self._known[id(data)][1]
+    def __init__(self, near: Path | None = None) -> None:
+        self.near = near
+        self._known: dict[tuple[int, Path | None], tuple[Any, PromptTokens]] = {}
+
+    def tokens(self, graph: Graph, origin: Node, *, counted: bool) -> PromptTokens:
+        """Tokens of the prompts of the rows that a node has made, `counted` by its tokenizer."""
+        data, file = _data_of(graph, origin), None
+        if counted and origin.model is not None:
+            path = graph.model(origin.model).path
+            file = None if path.startswith(PREFIX) else tokenizer_file(path, self.near)
+        key = id(data), file
+        if key not in self._known:
+            self._known[key] = data, counted_prompts(data, file)
+        return self._known[key][1]
 
 
 def _data_of(graph: Graph, origin: Node) -> Any:
@@ -55,13 +64,6 @@ def _data_of(graph: Graph, origin: Node) -> Any:
             return None
         origin = parents[0]
     return drawn.data
-
-
-def _longest(data: Any) -> int:
-    """Tokens of the longest prompt: as its first rows have characters, where they are here."""
-    if data is None or data.remote or (data.size() or MOST_ROWS) >= MOST_ROWS:
-        return ASSUMED_PROMPT_TOKENS
-    return max(len(str(row["prompt"])) for row in data.rows()[:LOOKED_AT])
 
 
 def response_tokens(origin: Node) -> int:

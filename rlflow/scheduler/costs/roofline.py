@@ -310,20 +310,20 @@ class Roofline:
         """
         total = self.gathered() if self.gathers else 0.0
         if not leg:
-            total += self.agreed(load.prompts * load.prompt) + self.prefill(load)
+            total += self.agreed(load.prompts * load.mean_prompt) + self.prefill(load)
         since = ended_share(leg, legs)
         until = 2.0 if leg + 1 == legs else ended_share(leg + 1, legs)
         for stage in stages(load.lengths, load.rows, load.peers, self.at_once(load)):
             if since <= stage.ended < until:
-                step = self.decode(stage.live, load.prompt + stage.age)
+                step = self.decode(stage.live, load.mean_prompt + stage.age)
                 total += stage.tokens * stage.goes_on * step
         return total
 
     def prefill(self, load: Load) -> float:
         """Seconds to read the prompts, each once: at once, or in passes of `PREFILL` tokens."""
-        prompt = load.prompts * load.prompt
+        prompt, each = load.prompts * load.mean_prompt, load.mean_prompt
         passes = 1 if self.serving is None else max(1, math.ceil(prompt / PREFILL))
-        computed = self.passed(prompt, load.prompts, load.prompts * load.prompt**2 / 2)
+        computed = self.passed(prompt, load.prompts, load.prompts * each**2 / 2)
         one = max(self.multiplied(computed / passes, self.weights), self.brought())
         return passes * self.launched(one)
 
@@ -332,7 +332,7 @@ class Roofline:
         if self.serving is None:
             room = load.in_blocks(self.rows_at_once).at_once if self.paged else load.rows
             return min(load.rows, room)
-        tokens = load.lengths.mean + load.prompts * load.prompt / load.rows
+        tokens = load.lengths.mean + load.prompts * load.mean_prompt / load.rows
         return self.serving.at_once(load.rows, tokens)
 
     def decode(self, rows: float, context: float) -> float:

@@ -110,10 +110,10 @@ def differences_of(sampled_by: str, scored_by: str, near: Path | None) -> list[s
     """Ids of one tokenizer that are other text in the other, each in words; the lowest first."""
     if sampled_by == scored_by or PREFIX in (sampled_by[: len(PREFIX)], scored_by[: len(PREFIX)]):
         return []
-    files = [_file(path, near) for path in (sampled_by, scored_by)]
+    files = [tokenizer_file(path, near) for path in (sampled_by, scored_by)]
     if files[0] is None or files[1] is None:
         return []
-    made, read = (_content(str(file), file.stat().st_mtime_ns) for file in files if file)
+    made, read = (tokenizer_content(file) for file in files if file)
     if made.digest == read.digest:
         return []
     return [
@@ -123,7 +123,8 @@ def differences_of(sampled_by: str, scored_by: str, near: Path | None) -> list[s
     ]
 
 
-def _file(path: str, near: Path | None) -> Path | None:
+def tokenizer_file(path: str, near: Path | None) -> Path | None:
+    """The `tokenizer.json` of a model whose files are here; None where there is none."""
     folder = model_directory(path, near)
     file = None if folder is None else folder / TOKENIZER
     return file if file is not None and file.is_file() else None
@@ -149,9 +150,14 @@ class Content:
         return {**found, **added}
 
 
+def tokenizer_content(file: Path) -> Content:
+    """What a tokenizer's file says, read once as long as it does not change."""
+    return _content(str(file), file.stat().st_mtime_ns)
+
+
 @functools.lru_cache(maxsize=8)
 def _content(path: str, _changed: int) -> Content:
-    """A tokenizer's file, read once as long as it does not change."""
+    """The content of a file of which the time of change is known."""
     return Content(Path(path).read_bytes())
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlflow.scheduler.devices.cluster import amount
+from rlflow.scheduler.plan.period_range import Contest, contest
 from rlflow.scheduler.plan.plan import HOST, Action, Plan
 from rlflow.scheduler.plan.text import (
     action_what,
@@ -33,6 +34,7 @@ class PlanDiff:
     only: tuple[tuple[str, ...], tuple[str, ...]]
     moved: tuple[tuple[str, str, str], ...]
     same: bool
+    contest: Contest | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The comparison as plain data; of each figure the first plan's and the second's."""
@@ -40,6 +42,7 @@ class PlanDiff:
             "placements": list(self.names),
             "same": self.same,
             "figures": {label: [first, second] for label, first, second in self.rows},
+            "range": None if self.contest is None else self.contest.as_json(),
             "only": [list(only) for only in self.only],
             "moved": [
                 {"node": node, "from": here, "to": there} for node, here, there in self.moved
@@ -56,7 +59,15 @@ def compare(first: Plan, second: Plan, names: tuple[str, str] | None = None) -> 
         only=(_only(first, second), _only(second, first)),
         moved=tuple(_moved_nodes(first, second)),
         same=first.hash == second.hash,
+        contest=_contest(first, second),
     )
+
+
+def _contest(first: Plan, second: Plan) -> Contest | None:
+    """The plans world by world; None where one has no range."""
+    if first.range is None or second.range is None:
+        return None
+    return contest(first.range, second.range)
 
 
 def _only(plan: Plan, other: Plan) -> tuple[str, ...]:
@@ -88,6 +99,7 @@ def _figures(plans: tuple[Plan, Plan]) -> list[tuple[str, Read]]:
     rows: list[tuple[str, Read]] = [
         ("devices", _devices),
         ("iteration, estimated", lambda plan: _timed(plan, "period")),
+        *([("range, 90 %", _range)] if any(plan.range for plan in plans) else []),
         ("bound by devices", lambda plan: _timed(plan, "resource_bound")),
         ("bound by chain", lambda plan: _timed(plan, "recurrence_bound")),
         ("what binds", _binding),
@@ -116,6 +128,13 @@ def _devices(plan: Plan) -> str:
 
 def _timed(plan: Plan, field: str) -> str:
     return duration(getattr(plan.timing, field) if plan.timing else None)
+
+
+def _range(plan: Plan) -> str:
+    """The 90 % of worlds of a plan that has been played in many."""
+    if plan.range is None:
+        return "?"
+    return f"{duration(plan.range.low)} to {duration(plan.range.high)}"
 
 
 def _binding(plan: Plan) -> str:
@@ -178,6 +197,22 @@ def diff_text(diff: PlanDiff) -> str:
     if diff.moved:
         rows = [(node, f"{a} -> {b}") for node, a, b in diff.moved]
         lines += ["", "  moved", *table(rows, "    ")]
+    if diff.contest is not None and not diff.same:
+        lines += ["", f"  {contest_text(*diff.names, diff.contest)}"]
     if diff.same:
         lines.append("  the plans are equal")
     return "\n".join(lines)
+
+
+def contest_text(first: str, second: str, found: Contest) -> str:
+    """Whether one plan is faster than another by more than what is uncertain, in words."""
+    if found.times < 1:
+        turned = Contest(
+            times=1 / found.times, low=1 / found.high, high=1 / found.low, wins=1 - found.wins
+        )
+        return contest_text(second, first, turned)
+    span = f"{found.low:.2f}x to {found.high:.2f}x in 90 % of the worlds"
+    told = f"{first} is {found.times:.2f}x as fast as {second}, {span}"
+    if found.told:
+        return f"{told}: more than what is uncertain"
+    return f"{told}: not told apart (faster in {100 * found.wins:.0f} %)"

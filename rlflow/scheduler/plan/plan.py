@@ -22,6 +22,7 @@ from typing import Any, Literal
 from rlflow.graph.graph import Graph
 from rlflow.graph.schedule import ALWAYS, Window, is_due
 from rlflow.scheduler.plan.instance import MICRO_TOKENS, Instance, Part, PartKind, engines_of
+from rlflow.scheduler.plan.period_range import PeriodRange
 
 __all__ = [
     "HOST",
@@ -343,6 +344,10 @@ class Plan:
     peaks: Mapping[int, int] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
     timing: Timing | None = None
+    inputs: tuple[str, ...] = ()
+    """What seconds rest on, each with where it is from, in words; no part of the content hash."""
+    range: PeriodRange | None = None
+    """The period in many worlds, where it was asked for; no part of the content hash either."""
 
     def budget(self, device: int) -> int:
         """Bytes of memory of a device, of one host for HOST; 0 where none is known."""

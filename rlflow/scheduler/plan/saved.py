@@ -25,6 +25,7 @@ from rlflow.graph.roles import ALL
 from rlflow.graph.rules.counts import Counts
 from rlflow.graph.schedule import ALWAYS, Window
 from rlflow.graph.user.engine_options import EngineOptions, options_from_json
+from rlflow.scheduler.plan.period_range import PeriodRange
 from rlflow.scheduler.plan.plan import (
     Action,
     Instance,
@@ -99,6 +100,8 @@ def plan_from_json(document: Mapping[str, Any]) -> Plan:
         peaks={int(device): peak for device, peak in document["peaks"].items()},
         notes=_built(tuple[Note, ...], document["notes"]),
         timing=_built(Timing | None, document["timing"]),
+        inputs=tuple(document.get("inputs", ())),
+        range=_built(PeriodRange | None, document.get("worlds")),
     )
 
 

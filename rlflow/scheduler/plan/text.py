@@ -11,6 +11,7 @@ from rlflow.graph.roles import LoopEnd, Recalling
 from rlflow.scheduler.devices.cluster import amount
 from rlflow.scheduler.devices.hardware import CPU_PROCESS
 from rlflow.scheduler.plan.lags import largest_lag
+from rlflow.scheduler.plan.period_range import PeriodRange
 from rlflow.scheduler.plan.plan import HOST, Action, Instance, Plan, Spread, Timing
 
 TRANSPORTS = {
@@ -173,11 +174,21 @@ def _timing_lines(plan: Plan, timing: Timing) -> list[str]:
     idle_text = "" if idle is None else f"   idle {100 * idle:.0f} % of device time"
     lines = [
         f"  iteration, estimated: {duration(timing.period)}{latency}{idle_text}",
+        *([] if plan.range is None else [f"  range: {range_text(plan.range)}"]),
         f"  bounds: {bound_text(plan, timing)}",
     ]
     if timing.critical:
         lines.append(f"  critical cycle: {cycle_text(timing.critical)}")
-    return [*lines, f"  estimates from: {sources_text(plan)}"]
+    lines.append(f"  estimates from: {sources_text(plan)}")
+    return [*lines, f"  inputs: {', '.join(plan.inputs)}"] if plan.inputs else lines
+
+
+def range_text(found: PeriodRange) -> str:
+    """A period as a range: its median, 90 % of the worlds, and what they differ in."""
+    causes = ", ".join(f"{cause} {100 * share:.0f} %" for cause, share in found.shares)
+    within = f"{duration(found.low)} to {duration(found.high)}"
+    told = f"{within} in 90 % of {len(found.periods)} worlds, median {duration(found.median)}"
+    return f"{told}   (varies by {causes})" if causes else told
 
 
 def sources_text(plan: Plan) -> str:

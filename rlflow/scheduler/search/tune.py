@@ -16,6 +16,8 @@ from rlflow.graph.graph import Graph
 from rlflow.graph.placement import Placement, on
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.context import Context
+from rlflow.scheduler.costs.origins import Prompts
+from rlflow.scheduler.costs.rows.given import check_lengths
 from rlflow.scheduler.devices.cluster import Cluster, amount
 from rlflow.scheduler.models.shapes import Shape, model_shape
 from rlflow.scheduler.passes.rewrite import rewrite
@@ -91,7 +93,8 @@ def search_placements(
     """
     limits = limits or SearchLimits()
     shapes = {model.name: model_shape(model, near) for model in graph.models}
-    costs = KnownCosts(graph=graph, cluster=cluster, shapes=shapes)
+    check_lengths(graph)
+    costs = KnownCosts(graph=graph, cluster=cluster, shapes=shapes, prompts=Prompts(near))
     plan = _rewritten(graph, cluster, costs)
     _check_known(plan.graph, shapes)
     roles = with_engines(placed_uses(plan.graph), placements, limits.engine, costs)

@@ -48,6 +48,7 @@ def simulation_text(found: Simulation) -> str:
         *turn_text(found),
         "",
         f"  estimates from: {sources_text(plan)}",
+        *([f"  inputs: {', '.join(plan.inputs)}"] if plan.inputs else []),
     ]
     return "\n".join(lines)
 

@@ -1,0 +1,84 @@
+"""What seconds of a plan rest on, in one line: said, measured, counted or assumed.
+
+Of lengths, of drafted tokens, of rewards and of the rates of devices. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from rlflow.graph.graph import Node
+from rlflow.graph.roles import Calling, Drafted, Paused, SamplingOptions
+from rlflow.graph.rules.nesting import declared_name
+from rlflow.scheduler.costs import measurement_keys as keys
+from rlflow.scheduler.costs.estimate import HOST_SECONDS_PER_ROW, Costs
+from rlflow.scheduler.costs.rows.given import ninety_fifth
+from rlflow.scheduler.devices.cluster import Cluster
+from rlflow.scheduler.plan.plan import Plan
+
+
+def seconds_rest_on(plan: Plan, costs: Costs) -> tuple[str, ...]:
+    """What the seconds of a plan rest on, each with where it is from."""
+    rollouts = [node for node in plan.graph.nodes if node.op.name == "rollout"]
+    found = _by_node(rollouts, [responses_text(node, costs) for node in rollouts])
+    found += _by_node(rollouts, [prompts_text(node, costs) for node in rollouts])
+    drafting = any(node.role(Drafted) is not None for node in rollouts)
+    if drafting or any(instance.engine_plan.drafts for instance in plan.instances):
+        found.append("drafted tokens: none counts (assumed)")
+    if any(node.role(Calling) is not None for node in plan.graph.nodes):
+        found.append(f"rewards {HOST_SECONDS_PER_ROW * 1e6:g} us a row (assumed)")
+    return (*found, *rates_text(costs.cluster))
+
+
+def _by_node(nodes: list[Node], texts: list[str]) -> list[str]:
+    """Texts of nodes, equal ones once; with names where they differ. Trips count as one node."""
+    named = {declared_name(node.name): text for node, text in zip(nodes, texts, strict=True)}
+    if len(set(named.values())) < 2:
+        return list(dict.fromkeys(named.values()))
+    return [f"{text} of {name}" for name, text in named.items()]
+
+
+def responses_text(node: Node, costs: Costs) -> str:
+    """Lengths of a rollout's responses, and where they are from."""
+    lengths = costs.lengths(node.without(Paused) if node.role(Paused) is not None else node)
+    _, longest = costs.tokens(node)
+    sampling = node.role(SamplingOptions)
+    if sampling is not None and sampling.ignore_eos:
+        return f"responses of {longest:,} tokens (ignore_eos)"
+    said = None if costs.graph.lengths is None else costs.graph.lengths.responses
+    if said is None:
+        record = costs.record_of(keys.lengths_key(costs.graph, node, longest))
+        known = record is not None and record.setting.pipeline == costs.graph.name
+        source = "assumed: half of the limit"
+        source = record.source if record is not None and known else source
+        tail = ""
+    else:
+        source = costs.graph.lengths.source if costs.graph.lengths else ""
+        known = said.p95 is not None or said.seen
+        tail = f", 95 % within {amount_of(ninety_fifth(lengths))}"
+        tail += "" if known else " (assumed tail)"
+    told = f"responses {amount_of(lengths.mean)} tokens in the mean{tail}"
+    return f"{told}, {lengths.end:,} at most ({source})"
+
+
+def amount_of(tokens: float) -> str:
+    """Tokens as they are printed: `3.5`, `12`, `1,800`."""
+    return f"{tokens:,.0f}" if tokens >= 10 else f"{round(tokens, 1):g}"
+
+
+def prompts_text(node: Node, costs: Costs) -> str:
+    """Lengths of a rollout's prompts, and where they are from."""
+    found = costs.prompt_tokens(node)
+    if found.mean is None or found.mean == found.longest:
+        return f"prompts {found.longest:,} ({found.how})"
+    return f"prompts {amount_of(found.mean)} in the mean, {found.longest:,} at most ({found.how})"
+
+
+def rates_text(cluster: Cluster) -> tuple[str, ...]:
+    """What part of their peaks accelerators are taken to reach; rates of CPUs are measured ones."""
+    told = []
+    for kind, _ in cluster.kinds:
+        if kind.name == "cpu":
+            continue
+        own = kind.family and kind.name != kind.family
+        source = "as declared" if own else "published"
+        told.append(f"products at {100 * kind.sustained:.0f} % of {kind.chip}'s peak ({source})")
+    return tuple(dict.fromkeys(told)) or ("rates of cpu (table)",)

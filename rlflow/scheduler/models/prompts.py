@@ -1,0 +1,129 @@
+"""Tokens of prompts, counted in a sample of their data by the tokenizer that will read them.
+
+Needs no torch: the package `tokenizers` reads a `tokenizer.json` by itself. What was counted is
+kept by the digests of tokenizer and texts, so that a tokenizer is loaded once for a data set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rlflow.scheduler.models.tokenizers import tokenizer_content
+
+ASSUMED_PROMPT_TOKENS = 64
+LOOKED_AT = 64
+SAMPLED = 256
+MOST_ROWS = 300_000
+MOST_KEPT = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTokens:
+    """Tokens of the `longest` prompt, and of the `mean` one where they were counted; `how`."""
+
+    longest: int
+    how: str
+    mean: float | None = None
+
+
+NOT_LOADED = PromptTokens(longest=ASSUMED_PROMPT_TOKENS, how="assumed: the data is not loaded")
+
+
+class PromptRows(Protocol):
+    """What is asked of a data source: whether rows are here, how many, and the rows."""
+
+    @property
+    def remote(self) -> bool:
+        """Whether reading the rows may need the network."""
+
+    def size(self) -> int | None:
+        """How many rows there are; None where only reading them would tell."""
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """The rows, each with a `prompt`."""
+
+
+def counted_prompts(data: PromptRows | None, tokenizer: Path | None) -> PromptTokens:
+    """Tokens of the prompts of a data source, by the `tokenizer.json` of their model.
+
+    Of rows that are here, up to 256 evenly taken are tokenized, as text, without a chat template.
+    Without a tokenizer's file a prompt counts as many tokens as the longest of the first 64 has
+    characters; data that may need the network is not loaded, and a number is assumed.
+    """
+    if data is None or data.remote or (data.size() or MOST_ROWS) >= MOST_ROWS:
+        return NOT_LOADED
+    rows = data.rows()
+    if tokenizer is None:
+        first = rows[:LOOKED_AT]
+        longest = max(len(str(row["prompt"])) for row in first)
+        return PromptTokens(longest=longest, how=f"characters of {len(first)} rows")
+    step = max(len(rows) / SAMPLED, 1.0)
+    taken = [rows[int(number * step)] for number in range(min(len(rows), SAMPLED))]
+    texts = [_text(row["prompt"]) for row in taken]
+    longest, total = _kept(tokenizer, texts)
+    mean = max(total / len(texts), 1.0)
+    return PromptTokens(longest=max(longest, 1), mean=mean, how=f"tokens of {len(texts)} rows")
+
+
+def _text(prompt: object) -> str:
+    """A prompt as text: of a conversation what its messages say."""
+    if isinstance(prompt, str):
+        return prompt
+    messages = prompt if isinstance(prompt, list) else [prompt]
+    said = (each.get("content", each) if isinstance(each, dict) else each for each in messages)
+    return "\n".join(map(str, said))
+
+
+def _kept(tokenizer: Path, texts: Sequence[str]) -> list[int]:
+    """Tokens of the longest text and of all, as they were counted before, or now and kept."""
+    said = json.dumps(texts, ensure_ascii=True).encode()
+    key = f"{tokenizer_content(tokenizer).digest[:32]}-{hashlib.sha256(said).hexdigest()[:32]}"
+    file = _cache()
+    known = _read(file)
+    if key not in known:
+        known = {**known, key: _counted(tokenizer, texts)}
+        _write(file, dict(list(known.items())[-MOST_KEPT:]))
+    return known[key]
+
+
+def _counted(tokenizer: Path, texts: Sequence[str]) -> list[int]:
+    """Tokens of the longest text and of all; those that a tokenizer adds by itself count."""
+    from tokenizers import Tokenizer
+
+    made = Tokenizer.from_file(str(tokenizer))
+    counts = [len(made.encode(text).ids) for text in texts]
+    return [max(counts), sum(counts)]
+
+
+def _cache() -> Path:
+    """Where counts are kept."""
+    folder = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(folder) / "rlflow" / "prompts.json"
+
+
+def _read(file: Path) -> dict[str, list[int]]:
+    """The counts in the file; none where it cannot be read."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: each for key, each in found.items() if isinstance(each, list) and len(each) == 2}
+
+
+def _write(file: Path, known: dict[str, list[int]]) -> None:
+    """Keep the counts, where there is room for them: without they are counted again."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(known), encoding="utf-8")
+        draft.replace(file)
+    except OSError:
+        draft.unlink(missing_ok=True)
