@@ -52,7 +52,9 @@ class ShardedTrainEngine(TrainEngine):
         Metrics, the gradient's norm and whether the step was applied are of all ranks' rows, and
         equal on every rank.
         """
-        self.require_optimizer().zero_grad()
+        optimizer = self.require_optimizer()
+        assert isinstance(optimizer, ShardedAdamW)
+        optimizer.zero_grad()
         parts = [part for part in self.micro_batches(batch) if len(part[1])]
         micros = self.packing.over(parts)
         passes = max(1, self.passes(len(parts)))
@@ -65,6 +67,7 @@ class ShardedTrainEngine(TrainEngine):
             else:
                 self.backward(one_token(batch), None, outputs, temperature)
             advance(1, "micro-batches")
+        optimizer.add_parts()
         return self.finish(self.metrics(total), max_grad_norm)
 
     def backward(
