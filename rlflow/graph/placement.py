@@ -41,7 +41,9 @@ class On(Strict):
     the rest again (Chen et al. 2016); with a number n that holds of the first n layers alone, and
     with `"selective"` what the attention of each layer makes is kept beside its input. With
     `reshard_after_forward=False` layers that `fsdp` ranks share stay whole from an update's forward
-    to its backward (stage 2 of ZeRO for weights, stage 3 for the rest).
+    to its backward (stage 2 of ZeRO for weights, stage 3 for the rest). With `sequence=True` `tp`
+    ranks share the tokens of norms and residuals, between the blocks of which each has a part
+    (Korthikanti et al. 2022, section 4.2.2); for updates and log-probs.
     `offload="layers"` keeps a frozen model on the host and copies it in layer by layer;
     `offload="optimizer"` keeps the moments of a trained one there, and master weights beside lower
     ones, and brings them piece by piece while a step uses them. A plan does so by itself where an
@@ -61,6 +63,7 @@ class On(Strict):
     weights: Literal["shared", "own"] | None = None
     recompute: Recompute | None = None
     reshard_after_forward: bool | None = None
+    sequence: bool | None = None
     offload: Offload | tuple[Offload, ...] | None = None
     compile: bool | None = None
 

@@ -284,6 +284,22 @@ def cutting_finding(path: str, family: Family, kind: str) -> Finding | None:
     return uncut(path, kind, got)
 
 
+def sequence_finding(path: str, family: Family) -> Finding | None:
+    """E530 where the ranks of `tp` cannot share a model's tokens; None where they can."""
+    return None if family.experts == "none" else unshared_sequence(path, "experts")
+
+
+def unshared_sequence(path: str, got: str) -> Finding:
+    """E530: a model whose tokens the ranks of `tp` cannot share."""
+    return Finding(
+        code="E530",
+        what=f"the ranks of tp= cannot share the tokens of model {path!r}",
+        got=f"{got} in a block that every rank computes whole",
+        expected="attention and feed-forward layers of which each rank has a part (no mixture)",
+        fix="rf.on(..., sequence=False)",
+    )
+
+
 def uncut(path: str, kind: str, got: str, expected: str = "") -> Finding:
     """E521: an architecture that nobody says how to cut."""
     return Finding(

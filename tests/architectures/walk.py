@@ -116,7 +116,7 @@ def save_drawn(config, path, found):
 
 def shared_out(found, world, path):
     """What two ranks do, by layout; a plan that is refused only has to be refused."""
-    for layout in ("fsdp", "tp"):
+    for layout in ("fsdp", "tp", "sequence"):
         try:
             ran = world.run(on_ranks, path, layout, timeout=120)
         except AssertionError as error:

@@ -24,7 +24,7 @@ from rlflow.errors import RunError, UsageError
 
 RUNS = "runs"
 NEW_TOKENS = 6
-SHAPES = {"fsdp": (1, 2, 1), "tp": (1, 1, 2)}
+SHAPES = {"fsdp": (1, 2, 1), "tp": (1, 1, 2), "sequence": (1, 1, 2)}
 LIMIT = 1e-2
 KEY = SampleKey(seed=0, iteration=0, stream="rollout")
 
@@ -119,19 +119,20 @@ def on_ranks(rank, path, layout):
     """
     warnings.simplefilter("ignore")
     differences = {}
-    found = outcome(lambda: differences.update(differences_on(path, SHAPES[layout])))
+    sequence = layout == "sequence"
+    found = outcome(lambda: differences.update(differences_on(path, SHAPES[layout], sequence)))
     worst = max(differences, key=lambda name: differences[name], default=None)
     if worst is not None and not differences[worst] <= LIMIT:
         return f"{worst} differs by {differences[worst]:.2g}"
     return found
 
 
-def differences_on(path, shape):
+def differences_on(path, shape, sequence):
     """How far log-probs and gradients are from those of one rank, over the largest of each."""
     from tests.engines import sharded_checks as checks
     from tests.engines.examples import rows, weighted
 
-    one, sharded = checks.pair(path, shape, dtype=torch.float32)
+    one, sharded = checks.pair(path, shape, dtype=torch.float32, sequence=sequence)
     batch = rows(n=4)
     chosen = checks.own_rows(sharded, len(batch), False)
     mine = select_rows(batch, chosen)

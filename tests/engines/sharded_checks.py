@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from functools import cache
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rlflow.batch import lengths, select_rows
 from rlflow.engines.hf.layerwise import compiled
@@ -19,6 +22,22 @@ from rlflow.engines.hf.train import TrainEngine
 from rlflow.modelfiles import coded
 from tests.engines.examples import Spec, exact, rows, weighted
 
+
+class Messages(TorchDispatchMode):
+    """Counts what ranks send each other within the block, in `count` and in bytes, by operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.size = Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func.overloadpacket.__name__
+            self.count[name] += 1
+            self.size[name] += sum(t.nbytes for t in tree_leaves(args[0]) if torch.is_tensor(t))
+        return func(*args, **(kwargs or {}))
+
+
 KINDS = {"lm": ("log_probs", "entropy"), "value": ("values",)}
 
 
@@ -29,12 +48,20 @@ def mesh(*shape):
 
 
 def pair(
-    path, shape, *, micro_tokens=None, spec=None, dtype=torch.float64, chunk_bytes=None, **options
+    path,
+    shape,
+    *,
+    micro_tokens=None,
+    spec=None,
+    dtype=torch.float64,
+    chunk_bytes=None,
+    sequence=False,
+    **options,
 ):
     """Engines of one rank, and of the ranks of a mesh, which alone has chunks."""
     spec = spec or Spec()
     shared = {"dtype": dtype, "device": "cpu", **options}
-    model = load_sharded(path, mesh=mesh(*shape), trained=True, **shared)
+    model = load_sharded(path, mesh=mesh(*shape), trained=True, sequence=sequence, **shared)
     sharded = ShardedTrainEngine(model, spec, micro_tokens=micro_tokens, chunk_bytes=chunk_bytes)
     model = load_model(path, **shared)
     if dtype == torch.float64:

@@ -14,12 +14,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlflow.batch import flat, select_rows
+from rlflow.batch import flat, ragged_rows, select_rows
+from rlflow.contract.values import SampleKey, Sampling
 from rlflow.engines.hf import host_states
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.recompute import decoder_layers
 from rlflow.engines.hf.sharded import forwards as sharded_forwards
 from rlflow.engines.hf.sharded.build import load_sharded
+from rlflow.engines.hf.sharded.rollout import ShardedRollout
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.engines.hf.weights.filling import fill_from_safetensors
@@ -30,7 +32,7 @@ from rlflow.runtime.record.shards.places import assign_writers
 from rlflow.runtime.worker.loaded import Loaded
 from rlflow.runtime.worker.saving import Saver, restore_components, shards_of
 from tests.engines.examples import Spec, one_step, rows
-from tests.engines.sharded_checks import differ, gradients, mesh, own_rows, pair
+from tests.engines.sharded_checks import Messages, differ, gradients, mesh, own_rows, pair
 
 
 def trained(path, shape, dtype=torch.float32, spec=None, **options):
@@ -465,3 +467,67 @@ def layers_kept_whole_step_alike(rank, path, shape):
         for part in kept.model._parts():
             assert all(isinstance(p, DTensor) for p in part.parameters())
     return same(contents(again), contents(kept))
+
+
+def the_sequence_is_shared(rank, path, shape):
+    """Layers see half of the tokens, rounded up, and blocks all; rollouts have all everywhere.
+
+    Instead of an all-reduce a block there is a reduce-scatter, and an all-gather before it.
+    """
+    plain, shared = trained(path, shape), trained(path, shape, sequence=True)
+    batch = part_of(plain, rows())
+    plain.micro_tokens = shared.micro_tokens = None
+    total = len(shared.packing.rows(batch).layout.tokens)
+    sent = []
+    for engine in (plain, shared):
+        seen = tokens_seen(engine.model.module)
+        with Messages() as messages:
+            engine.forward(batch, outputs=("log_probs",), temperature=1.0)
+        sent.append(messages.count)
+    assert set(seen["layers"]) == {-(-total // 2)}
+    assert set(seen["blocks"]) == {total}
+    blocks = len(seen["blocks"])
+    assert blocks == 2 * len(seen["layers"]) == 4
+    # The embedding is summed too, where it is cut, and the last hidden states are gathered.
+    sums = blocks + ("model.embed_tokens.weight" in shared.model.cuts)
+    assert sent[0]["allreduce_"] == sent[1]["allreduce_"] + sums
+    assert sent[1]["_reduce_scatter_base_"] == sums
+    assert sent[1]["_allgather_base_"] == blocks + 1
+
+    for each in seen.values():
+        each.clear()
+    prompts = ragged_rows([[3, 4, 5]], torch.int64)
+    sampling = Sampling(max_new_tokens=2, temperature=0.0)
+    key = SampleKey(seed=0, iteration=0, stream="rollout")
+    ShardedRollout(shared.model).generate(prompts, sampling, key, torch.arange(1))
+    assert seen["layers"] == seen["blocks"][::2]
+    assert seen["layers"][-1] == 1
+
+    layers = len(decoder_layers(shared.model.module))
+    norms = [name for name in shared.model.parameters if "norm" in name.split(".")[-2]]
+    heads = [name for name in norms if "self_attn" in name]
+    assert shared.model.seen_in_part == set(norms) - set(heads)
+    assert len(shared.model.seen_in_part) % layers == 1
+    shared.optimizer.zero_grad()
+    one_step(shared, batch)
+    with Messages() as messages:
+        shared.optimizer.add_parts()
+    assert not messages.count, "gradients are gone after their step"
+    return True
+
+
+def tokens_seen(module):
+    """How many tokens layers, and their blocks, are called with from now on, in lists by kind."""
+    seen = {"layers": [], "blocks": []}
+
+    def watch(kind, layer):
+        def note(_, args, kwargs):
+            seen[kind].append((args[0] if args else kwargs["hidden_states"]).shape[-2])
+
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+
+    for layer in decoder_layers(module).values():
+        watch("layers", layer)
+        for block in (layer.self_attn, layer.mlp):
+            watch("blocks", block)
+    return seen

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.torch
 LORA = rf.LoRA(rank=3, alpha=6, targets=("q_proj", "o_proj", "down_proj"))
 CUT = {"uneven": True, "micro_tokens": 20}
 HOSTING = {"hosts_activations": True}
+SEQUENCE = {"sequence": True, "micro_tokens": 20}
 
 
 def path_of(family, model_dir):
@@ -46,6 +47,11 @@ def equal(world, path, shape, **options):
         pytest.param((1, 1, 2), "tiny", {}, id="tp2-uneven-vocabulary"),
         pytest.param((1, 1, 2), "mistral", {}, id="tp2-window"),
         pytest.param((1, 1, 2), "llama", {"lora": LORA}, id="tp2-lora"),
+        pytest.param((1, 1, 2), "qwen2", SEQUENCE, id="sequence-tied"),
+        pytest.param((1, 1, 2), "qwen3", {**SEQUENCE, "recompute": 1}, id="sequence-recompute"),
+        pytest.param((1, 1, 2), "llama", {**SEQUENCE, "head": "value"}, id="sequence-value"),
+        pytest.param((1, 1, 2), "llama", {**SEQUENCE, "lora": LORA}, id="sequence-lora"),
+        pytest.param((1, 1, 2), "tiny", {**SEQUENCE, **HOSTING}, id="sequence-hosting"),
     ],
 )
 def test_two_ranks_compute_what_one_does(shape, family, options, world, model_dir):
@@ -64,6 +70,8 @@ def test_two_ranks_compute_what_one_does(shape, family, options, world, model_di
         pytest.param((1, 2, 2), "qwen2", {"uneven": True, "init": "random", "seed": 7}, id="drawn"),
         pytest.param((2, 1, 2), "tiny", CUT, id="dp2xtp2"),
         pytest.param((1, 2, 2), "qwen3", {**CUT, "lora": LORA}, id="fsdp2xtp2-lora"),
+        pytest.param((1, 2, 2), "qwen2", {**CUT, "sequence": True}, id="sequence-fsdp2xtp2"),
+        pytest.param((2, 1, 2), "mistral", SEQUENCE, id="sequence-dp2xtp2"),
     ],
 )
 def test_four_ranks_compute_what_one_does(shape, family, options, world, model_dir):

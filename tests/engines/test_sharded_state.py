@@ -145,6 +145,12 @@ def test_weights_that_are_missing_are_named(world, model_dir, tmp_path):
     assert all("E507" in text and "layers.1.mlp.up_proj" in text for text in found)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_ranks_that_share_the_sequence_have_their_tokens(family, world, model_dir):
+    """Bytes of a pass are those of sums; the norms are added up once, in one message."""
+    assert in_all(world, states.the_sequence_is_shared, model_dir(family), (1, 1, 2)) == [True] * 2
+
+
 @pytest.mark.slow
 def test_layers_kept_whole_step_alike(world):
     assert all(in_all(world, states.layers_kept_whole_step_alike, str(TINY), (1, 2, 1)))

@@ -247,6 +247,8 @@ def test_rows_fill_micro_batches(sizes: Any, micro: int, steps: int, expected: i
         ("grpo_gsm8k.py", {"reshard_after_forward": False}, "h100:8", "qwen2.5-7b", 64),
         ("grpo_gsm8k.py", {"recompute": "selective"}, "h100:8", "qwen2.5-7b", 64),
         ("grpo_gsm8k.py", {"recompute": 14, "tp": 2}, "h100:8", "qwen2.5-7b", 64),
+        ("grpo_gsm8k.py", {"tp": 2}, "h100:8", "qwen2.5-7b", 64),
+        ("grpo_gsm8k.py", {"tp": 2, "sequence": False}, "h100:8", "qwen2.5-7b", 64),
         ("grpo_gsm8k.py", {}, "h100:64", "qwen2.5-32b", 512),
         ("ppo_gsm8k.py", "split", "h100:8", "qwen2.5-7b", 64),
         ("ppo_gsm8k.py", "colocate", "h100:8", "qwen2.5-7b", 64),

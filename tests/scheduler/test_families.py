@@ -68,19 +68,25 @@ CONFIGS: dict[str, dict[str, object]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"num_local_experts": 4},
 }
-# What is refused on one device, on two by fsdp, and on two by tp.
+# What is refused on one device, on two by fsdp, by tp, and by tp with the sequence shared.
 REFUSED = {
-    "phi3": ("", "", "E521"),
-    "bloom": ("E503", "E503", "E503"),
-    "glm4_moe": ("", "E526", "E521"),
-    "gpt_oss": ("", "", "E521"),
+    "phi3": ("", "", "E521", "E521"),
+    "bloom": ("E503",) * 4,
+    "glm4_moe": ("", "E526", "E521", "E521"),
+    "gpt_oss": ("", "", "E521", "E521"),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), ("", "", "", "E530")),
     **dict.fromkeys(
         ("deepseek_v3", "deepseek_v2", "minicpm3", "qwen3_next", "lfm2", "llama4_text"),
-        ("E503", "E503", "E503"),
+        ("E503",) * 4,
     ),
 }
 COUNTED = [f for f in CONFIGS if REFUSED.get(f, "")[:1] != ("E503",)]
-LAYOUTS = {"one": {}, "fsdp": {"fsdp": 2}, "tp": {"tp": 2}}
+LAYOUTS = {
+    "one": {},
+    "fsdp": {"fsdp": 2},
+    "tp": {"tp": 2},
+    "sequence": {"tp": 2, "sequence": True},
+}
 
 
 def declared(path: str) -> None:
@@ -113,7 +119,7 @@ def test_a_plan_refuses_from_the_config_what_cannot_be_computed(
     family: str, layout: str, tmp_path: Path
 ) -> None:
     path = str(written(tmp_path / "model", family))
-    code = REFUSED.get(family, ("", "", ""))[list(LAYOUTS).index(layout)]
+    code = REFUSED.get(family, ("",) * 4)[list(LAYOUTS).index(layout)]
 
     if not code:
         assert planned(path, layout).actions

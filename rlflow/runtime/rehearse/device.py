@@ -44,7 +44,7 @@ from rlflow.modelfiles.kernels.attention import AttentionBy, attention_choice
 from rlflow.runtime.rehearse.live import ELSEWHERE, KindOf, LiveStorages
 
 DEVICE = "meta"
-# What collectives leave in their first argument.
+# What collectives of FSDP leave in their first argument, which is flat.
 SENT = {"_allgather_base_": "gathered weights", "_reduce_scatter_base_": "gradients"}
 # Operators by which a copy on the host begins.
 LIKE = {"empty_like", "zeros_like"}
@@ -61,7 +61,7 @@ class NoData(LiveStorages):  # type: ignore[no-untyped-call]
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operator makes; zeros where it reads data of the device."""
         name = func.overloadpacket.__name__
-        if name in SENT and without_values(args[0]):
+        if name in SENT and without_values(args[0]) and args[0].ndim == 1:
             self.relabel(args[0], SENT[name])
         if name == "split_with_sizes_copy":
             for whole in kwargs.get("out", ()):

@@ -147,6 +147,7 @@ def _sharded(
         trained=instance.trained,
         name=instance.name,
         kept_whole=instance.kept_whole,
+        sequence=instance.sequence,
         **common,
     )
     micro, visiting = instance.micro_tokens, instance.offload == "optimizer"

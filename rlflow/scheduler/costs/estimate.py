@@ -185,9 +185,10 @@ class Costs(ExpectedRows):
         return held.get(CACHE, 0) + held.get(DRAFTS, 0)
 
     def roofline_of(self, node: Node, instance: Instance, shape: Shape) -> Roofline:
-        """A model as a node uses it: rows of a drafted rollout have columns, not blocks."""
+        """A model as a node uses it: drafted rows have no blocks, rollouts no sequence to share."""
         roof = self.roofline(instance, shape)
-        return replace(roof, paged=False) if node.role(Drafted) is not None else roof
+        drafted, rolls = node.role(Drafted) is not None, node.op.use == "rollout"
+        return replace(roof, paged=roof.paged and not drafted, sequence=roof.sequence and not rolls)
 
     def roofline(self, instance: Instance, shape: Shape) -> Roofline:
         """A model on an instance's ranks: a mesh (replicas, fsdp, tp), row-major."""
@@ -203,6 +204,7 @@ class Costs(ExpectedRows):
             gathers=instance.fsdp > 1 or (instance.sharded and low),
             streamed=instance.offload == "layers",
             kept_whole=instance.kept_whole,
+            sequence=instance.sequence,
             hosts_activations=instance.hosts_activations,
             micro_tokens=instance.micro_tokens,
             trains_vocabulary=instance.trained and model.lora is None,

@@ -11,16 +11,64 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from rlflow.graph.graph import Node
+from rlflow.modelfiles.families import sequence_finding
 from rlflow.modelfiles.hosted import in_pieces
 from rlflow.modelfiles.paging import MOST_ROWS
 from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.devices.measured import NOTHING
 from rlflow.scheduler.plan.plan import MICRO_TOKENS, Instance
 
 LEAST_TOKENS = 1024
 
 Fits = Callable[[Instance], bool]
+
+
+def fitted_to_room(
+    instance: Instance,
+    nodes: Sequence[Node],
+    room: int,
+    costs: Costs,
+    *,
+    free: bool = False,
+    sequence: bool | None = None,
+) -> Instance:
+    """`in_micro_batches`, with ranks along `tp` that share the `sequence`, or all have all tokens.
+
+    Where nobody says which, accelerators do what takes less, and what fits: that is decided by
+    shapes and tables, not by measurements, which are of one layout.
+    """
+    fit = partial(in_micro_batches, nodes=nodes, room=room, costs=costs, free=free)
+    if instance.tp == 1 or set(instance.uses) == {"rollout"}:
+        return fit(instance)
+    shared = replace(instance, sequence=True)
+    if sequence is not None:
+        return fit(shared if sequence else instance)
+    shape = costs.shapes[instance.model]
+    if shape is None or sequence_finding("", shape.family) or costs.cluster.is_cpu:
+        return fit(instance)
+    tables = without_measurements(costs)
+
+    def worth(way: Instance) -> tuple[bool, float]:
+        fits = all(needed(node, way, costs) <= room for node in nodes)
+        return not fits, instance_seconds(way, nodes, tables)
+
+    return min(fit(shared), fit(instance), key=worth)
+
+
+def without_measurements(costs: Costs) -> Costs:
+    """The estimates without measurements; themselves where there are none."""
+    if not costs.cluster.measured.records:
+        return costs
+    return Costs(
+        graph=costs.graph,
+        cluster=replace(costs.cluster, measured=NOTHING),
+        shapes=costs.shapes,
+        backend=costs.backend,
+        staleness=costs.staleness,
+    )
 
 
 def in_micro_batches(

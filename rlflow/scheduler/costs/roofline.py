@@ -57,7 +57,8 @@ class Roofline:
     tokens, or one row. With `trains_vocabulary` a backward has a gradient of the embedding. A
     `paged` rollout has a pool of blocks for `rows_at_once` rows, and graphs unless layers are
     `streamed`. A rank holds `spared` bytes fewer of weights than it computes with. What an update
-    keeps of its layers goes to the host and comes back where it `hosts_activations`.
+    keeps of its layers goes to the host and comes back where it `hosts_activations`. Ranks of `tp`
+    share the `sequence` in forwards and updates, or add up all tokens.
     """
 
     kind: Kind
@@ -67,6 +68,7 @@ class Roofline:
     gathers: bool = False
     streamed: bool = False
     kept_whole: bool = False
+    sequence: bool = False
     hosts_activations: bool = False
     serving: Serving | None = None
     micro_tokens: int = MICRO_TOKENS
@@ -152,11 +154,14 @@ class Roofline:
 
     @property
     def between(self) -> float:
-        """Bytes of a token that kernels between products read and write, in all layers."""
+        """Bytes of a token that kernels between products read and write, in all layers.
+
+        Norms those of a rank's own tokens, where ranks share the sequence.
+        """
         shape, ranks, wide = self.shape, self.tp.ranks, self.size / 2
         turned = (shape.heads + shape.kv_heads) * shape.head_dim * efficiency.ROTARY_BYTES
         gated = shape.ffn * efficiency.GATED_BYTES
-        norms = 2 * shape.hidden * efficiency.NORM_BYTES
+        norms = 2 * self.layers.between * efficiency.NORM_BYTES
         return shape.layers * wide * (norms + (turned + gated) / ranks)
 
     def read(self, size: float) -> float:
@@ -204,6 +209,16 @@ class Roofline:
         summed = self.tp.all_reduce(tokens * self.shape.hidden * self.size)
         return 2 * self.shape.layers * summed
 
+    def agreed_passing(self, tokens: float) -> float:
+        """The same in a forward or an update, where each rank may have its part of the sum.
+
+        A reduce-scatter after a block, and an all-gather before the next one.
+        """
+        if not self.sequence:
+            return self.agreed(tokens)
+        size = tokens * self.shape.hidden * self.size
+        return 2 * self.shape.layers * (self.tp.reduce_scatter(size) + self.tp.all_gather(size))
+
     def gathered(self) -> float:
         """Seconds until all layers have been whole once: an all-gather each."""
         layers = self.shape.layers + 1
@@ -233,7 +248,8 @@ class Roofline:
         one = self.launched(max(self.multiplied(computed / count, self.weights), self.brought()))
         each = self.logit(self.kind.scored, efficiency.SCORED_BYTES)
         scored = self.over_vocabulary(predictions, each)
-        return count * self.beside(one, self.gathered()) + self.agreed(tokens) + scored
+        agreed = self.agreed_passing(tokens)
+        return count * self.beside(one, self.gathered()) + agreed + scored
 
     def update(self, load: Load, trained: float, *, recompute: Recompute) -> float:
         """Seconds of one optimizer step on the rows of a part.
@@ -257,7 +273,7 @@ class Roofline:
         one = self.launched(self.multiplied(computed, times * self.weights), times)
         one = self.beside_copies(one, times, self.layers.sent(tokens / count, recompute))
         sent = (1 if self.kept_whole else 2) * self.gathered() + self.shared_out(trained)
-        agreed = (times - 1) * self.agreed(tokens)
+        agreed = (times - 1) * self.agreed_passing(tokens)
         one = self.beside(one, sent) + self.added(trained)
         each = self.logit(self.kind.learned, efficiency.LEARNED_BYTES)
         learned = self.over_vocabulary(predictions, each)
@@ -385,6 +401,7 @@ class Roofline:
             shape=self.shape,
             size=self.size,
             ranks=self.tp.ranks,
+            sequence=self.tp.ranks if self.sequence else 1,
             hosted=self.hosts_activations,
             keeps_attention=self.attention.by != "flex",
         )

@@ -18,20 +18,27 @@ from rlflow.scheduler.models.shapes import Shape
 class LayerBytes:
     """The layers of a model in numbers of `size` bytes, each shared by `ranks`.
 
-    What they leave to a backward goes to the host in between if they are `hosted`. Where a layer
-    is computed again but for its attention, what that made is kept if it `keeps_attention`.
+    Those have all tokens between the blocks of a layer, or of `sequence` ranks each a part. What
+    layers leave to a backward goes to the host in between if they are `hosted`. Where a layer is
+    computed again but for its attention, what that made is kept if it `keeps_attention`.
     """
 
     shape: Shape
     size: int
     ranks: int = 1
+    sequence: int = 1
     hosted: bool = False
     keeps_attention: bool = True
 
     @property
+    def between(self) -> float:
+        """Numbers of a token that lie between blocks on a rank: the input of one."""
+        return self.shape.hidden / self.sequence
+
+    @property
     def kept(self) -> float:
         """Bytes of a token for a layer's backward; below float32 norms keep float32 copies."""
-        return self.passing + (0 if self.size >= WIDE_BYTES else 8 * self.shape.hidden)
+        return self.passing + (0 if self.size >= WIDE_BYTES else 8 * self.between)
 
     @property
     def passing(self) -> float:
@@ -39,11 +46,12 @@ class LayerBytes:
 
         In and out of two norms; queries, keys, values and what attention makes of them; gate,
         up and their product (Korthikanti et al. 2022, for gated layers whose unit is computed
-        again). The first are on every rank whole.
+        again). What goes into blocks is on every rank whole, and so is what goes into norms where
+        ranks do not share the sequence.
         """
         shape = self.shape
         cut = 2 * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.ffn
-        return (4 * shape.hidden + cut / self.ranks) * self.size
+        return (2 * self.between + 2 * shape.hidden + cut / self.ranks) * self.size
 
     @property
     def attended(self) -> float:
@@ -73,7 +81,7 @@ class LayerBytes:
         again = recomputed_layers(recompute, self.shape.layers)
         there = layers_on_device if self.hosted else int
         left = there(self.shape.layers - again) * self.kept * tokens
-        left += there(again) * self.shape.hidden * self.size * tokens
+        left += there(again) * self.between * self.size * tokens
         if recompute == "selective" and self.keeps_attention:
             left += again * self.attended * tokens
         return left
@@ -82,4 +90,4 @@ class LayerBytes:
         """Bytes that go to the host in a forward, and come back in its backward."""
         leaving = layers_on_host(self.shape.layers) if self.hosted else 0
         again = min(recomputed_layers(recompute, self.shape.layers), leaving)
-        return (again * self.shape.hidden * self.size + (leaving - again) * self.kept) * tokens
+        return (again * self.between * self.size + (leaving - again) * self.kept) * tokens

@@ -21,6 +21,7 @@ Rows = list[tuple[str, str]]
 # Notes on what a plan chose of an instance, so that it fits or takes less.
 LAYOUT = {"offload", "recompute", "reshard"}
 ROWS = "rows at once"
+SEQUENCE = "sequence"
 
 
 def explain(plan: Plan, action: Action, overlap: Sequence[str] = ()) -> str:
@@ -49,11 +50,13 @@ def _chosen(plan: Plan, action: Action) -> list[str]:
     name = action.node or ""
     use = plan.graph.node(name).op.use if plan.graph.has_node(name) else None
     rolls = {action.instance} if use == "rollout" else set()
+    passes = {action.instance} if use == "forward" else trained
     found = []
     for note in plan.notes:
         named = {word.removesuffix(",") for word in note.text.split()}
         parts = {word.split("/")[0] for word in named}
-        if (note.rule in LAYOUT and trained & parts) or (note.rule == ROWS and rolls & named):
+        of_rule = {**dict.fromkeys(LAYOUT, trained & parts), SEQUENCE: passes & named}
+        if of_rule.get(note.rule) or (note.rule == ROWS and rolls & named):
             found.append(note.text)
     return found
 

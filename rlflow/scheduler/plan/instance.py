@@ -68,6 +68,7 @@ class Instance:
     layer, and therefore the rows. A forward pass sees at most `micro_tokens` tokens, or one row.
     An update's backward computes layers again that `recompute` names, or the `recompute_first`.
     Layers gathered for an update's forward are `kept_whole` until its backward, or gathered again.
+    Ranks along `tp` that share the `sequence` have a part of the tokens each between its blocks.
     `offload` names what stays in host memory and visits the devices: the layers of a frozen model,
     or the optimizer's state of a trained one. That one `hosts_activations` there as well, from the
     forward of an update to its backward. Layers are `compiled` for updates and log-probs, or run as
@@ -90,6 +91,7 @@ class Instance:
     recompute: bool | Literal["selective"] = False
     recompute_first: int | None = None
     kept_whole: bool = False
+    sequence: bool = False
     offload: Literal["layers", "optimizer"] | None = None
     hosts_activations: bool = False
     compiled: bool = False
@@ -191,6 +193,7 @@ class Instance:
         """The printed layout."""
         parts = [f"fsdp={self.fsdp}"] if self.fsdp > 1 else []
         parts += [f"tp={self.tp}"] if self.tp > 1 else []
+        parts += ["sequence"] if self.sequence else []
         parts += [f"x{self.replicas}"] if self.replicas > 1 else []
         parts = parts or ["whole"]
         parts += self.engine_plan.told()
@@ -209,7 +212,7 @@ class Instance:
         """As plain data; keys for an engine, a drafter or fewer rows only where it has them."""
         found = asdict(self)
         rare = ("drafter", "draft_tokens", "inside", "kept_whole", "recompute_first")
-        for name in (*rare, "hosts_activations", "compiled"):
+        for name in (*rare, "hosts_activations", "compiled", "sequence"):
             if not found[name]:
                 del found[name]
         if self.rows_at_once == MOST_ROWS:

@@ -15,7 +15,7 @@ from rlflow.graph.graph import Graph, Node
 from rlflow.graph.roles import Drafted
 from rlflow.graph.rules.steps import steps_in_order
 from rlflow.scheduler.costs.estimate import Costs
-from rlflow.scheduler.costs.microbatches import in_micro_batches
+from rlflow.scheduler.costs.microbatches import fitted_to_room
 from rlflow.scheduler.costs.pieces import WHOLE, Piece
 from rlflow.scheduler.engines.engines import engine_parts, with_pool
 from rlflow.scheduler.passes.bind.instances import layout_findings
@@ -180,7 +180,7 @@ class Figures:
             instance = with_pool(instance, role.nodes, room, self.costs)
         else:
             free = not choice.layout.recomputes
-            instance = in_micro_batches(instance, role.nodes, room, self.costs, free=free)
+            instance = fitted_to_room(instance, role.nodes, room, self.costs, free=free)
         seconds, need, at = [], 0, role.nodes[0].name
         why: Why | None = "layout" if layout_findings(instance, self.plan, self.costs) else None
         held = 0

@@ -89,6 +89,14 @@ def current_state() -> AttentionState:
     return state
 
 
+def packed_tokens() -> int | None:
+    """Tokens of the pass in progress, of whole rows that no cache keeps; None in any other."""
+    state = _current.get()
+    if isinstance(state, PackedAttention) and state.cache is None:
+        return len(state.layout.tokens)
+    return None
+
+
 def register_attention() -> None:
     """Make the implementation known to transformers; repeating it changes nothing.
 

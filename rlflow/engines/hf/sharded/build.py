@@ -48,6 +48,7 @@ from rlflow.engines.hf.sharded.forwards import replace_cut_forwards, restore_cut
 from rlflow.engines.hf.sharded.loading import materialize
 from rlflow.engines.hf.sharded.mesh import Axis, MeshRanks
 from rlflow.engines.hf.sharded.model import ShardedModel
+from rlflow.engines.hf.sharded.sequence import share_sequence
 from rlflow.engines.hf.sharded.tensor_parallel import Cut, Split, parallelize
 from rlflow.engines.hf.weights.filling import fill_all
 from rlflow.engines.hf.weights.names import stored_buffers
@@ -59,6 +60,7 @@ from rlflow.modelfiles.families import (
     cutting_finding,
     experts_in,
     family_of,
+    sequence_finding,
     sharding_finding,
 )
 
@@ -79,16 +81,17 @@ def load_sharded(
     hosts_activations: bool = False,
     compiled: bool = False,
     kept_whole: bool = False,
+    sequence: bool = False,
     name: str = "",
     lora: AdapterSpec | None = None,
     fresh_head: bool = True,
 ) -> ShardedModel:
     """Load this rank's shards of a causal language model, or of its body with a value head.
 
-    All ranks of `mesh`, with axes `replicate`, `fsdp` and `tp`, call it alike. Options are
-    those of `load_model`, and the weights those that it would load. Weights that are `trained`
-    and of a `dtype` below float32 are kept in float32, and computed with in `dtype`. Raises
-    UsageError as `load_model` does, and for a model that cannot be cut over `tp` ranks.
+    All ranks of `mesh`, with axes `replicate`, `fsdp` and `tp`, call it alike. Options and weights
+    are those of `load_model`. Weights that are `trained` and of a `dtype` below float32 are kept in
+    float32, and computed with in `dtype`. Ranks along `tp` may share the `sequence`. Raises
+    UsageError as `load_model` does, and where `tp` ranks cannot share a model, or its tokens.
     """
     check_path(path, init)
     ranks = MeshRanks(mesh, torch.device(device))
@@ -96,10 +99,9 @@ def load_sharded(
         attention.register_attention()
         config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
         check_layers(path, config)
-        check_family(path, config, ranks.sizes)
-        stored = None
-        if head == "value" and init == "weights":
-            stored = find_stored_head(path, config, fresh=fresh_head)
+        check_family(path, config, ranks.sizes, sequence=sequence)
+        valued = head == "value" and init == "weights"
+        stored = find_stored_head(path, config, fresh=fresh_head) if valued else None
         module = read(path, lambda: skeleton(path, config, head, dtype, stored))
         require_no_buffers(path, module)
     adapters = None if lora is None else adapt(module, lora, seed)
@@ -121,18 +123,22 @@ def load_sharded(
     model.settle()
     with quiet_transformers():
         use_packed_attention(module, path)
+    share_sequence(model, split if sequence else None)
     _check(model, plain, split)
     treat_layers(model, ranks.device, compiled, recompute, hosts_activations)
     return model
 
 
-def check_family(path: str, config: ModelConfig, sizes: Mapping[Axis, int]) -> None:
+def check_family(
+    path: str, config: ModelConfig, sizes: Mapping[Axis, int], *, sequence: bool = False
+) -> None:
     """Refuse a family of models that ranks of so many along each axis cannot hold."""
     text = config.get_text_config()
     family, experts = family_of(config.to_dict()), experts_in(text_config(config.to_dict()))
     found = sharding_finding(path, family, experts, sizes["fsdp"], sizes["tp"])
     if sizes["tp"] > 1:
         found = cutting_finding(path, family, text.model_type) or found
+        found = found or (sequence_finding(path, family) if sequence else None)
     if found is not None:
         raise UsageError(found)
 

@@ -75,13 +75,13 @@ def shared_norm(layer: Any, split: Split, x: Tensor) -> Tensor:
 
 
 def project(x: Tensor, layer: Any, split: Split | None) -> Tensor:
-    """A linear layer's output; `x` is a `copied` one where the layer is cut by columns."""
+    """A linear layer's output; `x` is an `entered` one where the layer is cut by columns."""
     return linear_forward(layer, x) if split is None else split.project(x, layer)
 
 
 def _cut_feed_forward(layer: Any, split: Split | None, x: Tensor) -> Tensor:
     """The forward of down(silu(gate(x)) * up(x))."""
-    x = x if split is None else split.copied(x)
+    x = x if split is None else split.entered(x)
     gate, up = (project(x, part, split) for part in (layer.gate_proj, layer.up_proj))
     return project(gated_unit(gate, up), layer.down_proj, split)
 
@@ -95,7 +95,7 @@ def _attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The forward of an attention layer on packed `hidden_states [1, tokens, size]`."""
-    x = hidden_states[0] if split is None else split.copied(hidden_states[0])
+    x = hidden_states[0] if split is None else split.entered(hidden_states[0])
     q, k, v = (
         project(x, part, split).view(len(x), -1, layer.head_dim)
         for part in (layer.q_proj, layer.k_proj, layer.v_proj)

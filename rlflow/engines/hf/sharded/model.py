@@ -31,8 +31,11 @@ class ShardedModel(TorchModel):
     Every rank of the mesh calls `logits` equally often, those of one row part with the same
     tokens. Weights computed with in `dtype` may be kept in float32. `cuts` says which part of
     a parameter, by name, this rank's layers have. Layers are `kept_whole` from a forward to its
-    backward, or gathered again.
+    backward, or gathered again. Weights `seen_in_part` are held by all ranks along `tp` and have
+    gradients of a rank's own tokens.
     """
+
+    seen_in_part: frozenset[str] = frozenset()
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from rlflow.contract.engines import OptimizerSpec
 from rlflow.contract.values import Shard
 from rlflow.engines.hf.host_states import KeptStates, Range, pieces_of
 from rlflow.engines.hf.optim.adamw import FULL, LOW, MASTER, MOMENTS, AdamWState
+from rlflow.engines.hf.sharded.mesh import Axis
 from rlflow.engines.hf.sharded.model import ShardedModel, local
 from rlflow.engines.pinned import ALIGNMENT
 
@@ -84,6 +85,21 @@ class ShardedAdamW(AdamWState):
 
     def accumulate(self) -> None:
         """Nothing: backward passes add to the shards of gradients themselves."""
+
+    def add_parts(self) -> None:
+        """Add up, over the ranks that share the tokens, gradients of a rank's own; all take part.
+
+        Once a step, and in one message: they are few numbers.
+        """
+        seen = sorted(self.model.seen_in_part & self.parameters.keys())
+        parts = [local(grad) for n in seen if (grad := self.parameters[n].grad) is not None]
+        if not parts:
+            return
+        axes: tuple[Axis] = ("tp",)
+        whole = self.model.ranks.total(torch.cat([part.reshape(-1) for part in parts]), axes)
+        sizes = [part.numel() for part in parts]
+        for part, total in zip(parts, torch.split(whole, sizes), strict=True):
+            part.copy_(total.view(part.shape))
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradient of each shard, zero where there is none."""

@@ -21,10 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from rlflow.contract.engines import ModelConfig
+from rlflow.engines.hf.forward.attention import packed_tokens
 from rlflow.engines.hf.forward.kernels import linear, low_rank
 from rlflow.engines.hf.lora import AdaptedLinear
 from rlflow.engines.hf.sharded.experts import own_experts
 from rlflow.engines.hf.sharded.mesh import chunk
+from rlflow.engines.hf.sharded.token_parts import OutOfBlock
 from rlflow.errors import Finding, UsageError
 from rlflow.modelfiles.families import uncut
 
@@ -154,8 +156,11 @@ class Standing:
 class Split:
     """One rank's parts of a model's layers over the one-dimensional `mesh`.
 
-    `roles` says how a layer is cut, `cuts` what a parameter, by its identity, is a part of.
+    `roles` says how a layer is cut, `cuts` what a parameter, by its identity, is a part of. With
+    `sequence` ranks have parts of the tokens outside of the blocks that are cut (`sequence`).
     """
+
+    sequence = False
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -211,7 +216,8 @@ class Split:
             return partial(self.experts, layer)
         if role == "rows":
             return partial(self.project, layer=layer)
-        return lambda x: self.project(self.copied(x), layer)
+        into = self.entered if role == "columns" else self.copied
+        return lambda x: self.project(into(x), layer)
 
     def copied(self, x: Tensor) -> Tensor:
         """See `Copied`."""
@@ -220,9 +226,14 @@ class Split:
         output: Tensor = Copied.apply(x, self.group)  # type: ignore[no-untyped-call]
         return output
 
+    def entered(self, x: Tensor) -> Tensor:
+        """The tokens that a block begins with, which `sequence` has brought together before it."""
+        return x if self.sequence and packed_tokens() is not None else self.copied(x)
+
     def summed(self, x: Tensor) -> Tensor:
-        """See `Summed`."""
-        output: Tensor = Summed.apply(x, self.group)  # type: ignore[no-untyped-call]
+        """The sum of the ranks' values `[..., tokens, size]`, or of it this rank's tokens."""
+        shared = self.sequence and packed_tokens() is not None
+        output: Tensor = (OutOfBlock if shared else Summed).apply(x, self.group)  # type: ignore[no-untyped-call]
         return output
 
     def project(self, x: Tensor, layer: Any) -> Tensor:

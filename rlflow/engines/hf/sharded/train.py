@@ -54,9 +54,10 @@ class ShardedTrainEngine(TrainEngine):
         Metrics, the gradient's norm and whether the step was applied are of all ranks' rows, and
         equal on every rank.
         """
-        self.require_optimizer()
+        optimizer = self.require_optimizer()
+        assert isinstance(optimizer, ShardedAdamW)
         self.routers.begin(batch, self.count_routing)
-        self.require_optimizer().zero_grad()
+        optimizer.zero_grad()
         parts = [part for part in self.micro_batches(batch) if len(part[1])]
         micros = self.packing.over(parts)
         passes = max(1, self.passes(len(parts)))
@@ -70,6 +71,7 @@ class ShardedTrainEngine(TrainEngine):
                 with self.routers.filling():
                     self.backward(one_token(batch), None, outputs, temperature)
             advance(1, "micro-batches")
+        optimizer.add_parts()
         return self.finish(self.metrics(total), max_grad_norm)
 
     def backward(

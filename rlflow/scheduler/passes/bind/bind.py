@@ -6,7 +6,7 @@ of a kind together. Time and memory come later.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from rlflow.errors import Finding, PlanError, known_names, near_names
@@ -18,7 +18,7 @@ from rlflow.graph.schedule import due_text
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.loop_trips import gate_before, trip_of
-from rlflow.scheduler.costs.microbatches import in_micro_batches
+from rlflow.scheduler.costs.microbatches import fitted_to_room
 from rlflow.scheduler.engines.drafters import (
     drafter_findings,
     drafting_instance,
@@ -40,6 +40,7 @@ from rlflow.scheduler.passes.bind.instances import (
     make_instances,
     memory_parts,
     pool_findings,
+    said_of_sequence,
     serving_instance,
     trained_twice,
 )
@@ -87,9 +88,8 @@ def bind(plan: Plan, context: Context) -> Plan:
                 beside = drafting_instance(made, node, serving)
                 served.setdefault(beside.name, []).append(node)
     _refuse([f for i in made.instances if i.name in served for f in pool_findings(i, plan)])
-    said = {name for name, where in chosen.items() if where.recompute is not None}
     instances = tuple(
-        _fitted(instance, served[instance.name], made, context, said)
+        _fitted(instance, served[instance.name], made, context, chosen)
         for instance in made.instances
         if instance.name in served
     )
@@ -121,11 +121,11 @@ def bind(plan: Plan, context: Context) -> Plan:
 
 
 def _fitted(
-    instance: Instance, nodes: list[Node], plan: Plan, context: Context, said: Collection[str]
+    instance: Instance, nodes: list[Node], plan: Plan, context: Context, chosen: Mapping[str, On]
 ) -> Instance:
     """The instance with the uses of all the nodes that it serves, in micro-batches that fit.
 
-    Of nodes that are `said` a placement says what is recomputed.
+    What is recomputed, and whether ranks share the sequence, is free where no placement says it.
     """
     used = {node.op.use or "forward" for node in nodes}
     instance = replace(
@@ -139,9 +139,10 @@ def _fitted(
     if instance.engine_plan.lies_inside:
         return instance
     passed = [node for node in nodes if node.averages is None]
-    free = not any(node.name in said for node in nodes)
+    free = not any(chosen[node.name].recompute is not None for node in nodes)
     left = room - left_by_engines(instance, plan, context.costs)
-    return in_micro_batches(instance, passed, left, context.costs, free=free)
+    sequence = said_of_sequence(instance, [(node, chosen[node.name]) for node in nodes])
+    return fitted_to_room(instance, passed, left, context.costs, free=free, sequence=sequence)
 
 
 def left_by_engines(instance: Instance, plan: Plan, costs: Costs) -> int:

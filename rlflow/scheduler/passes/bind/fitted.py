@@ -8,7 +8,7 @@ from dataclasses import replace
 from rlflow.graph.graph import Node
 from rlflow.modelfiles.paging import MOST_ROWS
 from rlflow.scheduler.costs.estimate import Costs
-from rlflow.scheduler.costs.microbatches import instance_seconds
+from rlflow.scheduler.costs.microbatches import instance_seconds, row_parts
 from rlflow.scheduler.devices.cluster import amount
 from rlflow.scheduler.plan.plan import Instance, Plan
 from rlflow.scheduler.plan.text import duration
@@ -23,7 +23,7 @@ def noting_fitted(
     """The plan with a note for whatever was chosen of itself so that an update fits.
 
     An optimizer's state that stays on the host, layers that are computed again and slots for fewer
-    rows, with what `served` nodes take longer for it.
+    rows, with what `served` nodes take longer for it; and of ranks that share the sequence.
     """
     before = {instance.name: instance for instance in declared}
     for part in plan.parts:
@@ -38,7 +38,26 @@ def noting_fitted(
             plan = _noting_recomputed(plan, instance, nodes, costs)
         if instance.rows_at_once != MOST_ROWS:
             plan = _noting_rows(plan, instance, nodes, costs)
+        if instance.sequence:
+            plan = plan.noting("sequence", _of_sequence(instance, nodes, costs))
     return plan
+
+
+def _of_sequence(instance: Instance, nodes: Sequence[Node], costs: Costs) -> str:
+    """What ranks that share the sequence hold less, in the use that holds most, and take less."""
+    whole = replace(instance, sequence=False)
+    text = f"ranks of {instance.name} share the tokens of norms and residuals, between the blocks "
+    text += f"that tp={instance.tp} cuts (sequence=True)"
+    passed = [node for node in nodes if node.op.use != "rollout" and node.averages is None]
+    if costs.shapes[instance.model] is None or not passed:
+        return text
+    held = [
+        max(costs.held(node, each, row_parts(node, each)) for node in passed)
+        for each in (whole, instance)
+    ]
+    more = instance_seconds(instance, nodes, costs) - instance_seconds(whole, nodes, costs)
+    how = "longer" if more > 0 else "shorter"
+    return f"{text}: {amount(held[0] - held[1])} less, {duration(abs(more))} {how} by estimate"
 
 
 def _noting_recomputed(plan: Plan, instance: Instance, nodes: Sequence[Node], costs: Costs) -> Plan:

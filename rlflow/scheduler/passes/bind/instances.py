@@ -18,6 +18,7 @@ from rlflow.graph.placement import On, Recompute
 from rlflow.modelfiles.families import (
     cutting_finding,
     packing_finding,
+    sequence_finding,
     sharding_finding,
     stacked_finding,
 )
@@ -79,6 +80,23 @@ def _as_said(instance: Instance, said: list[tuple[Node, On]]) -> Instance:
     how = replace(recomputing(instance, again), offload=offload, kept_whole=kept)
     compiled = set(instance.uses) != {"rollout"} and any(where.compile for _, where in said)
     return replace(how, hosts_activations=hosts, compiled=compiled)
+
+
+def said_of_sequence(instance: Instance, said: Sequence[tuple[Node, On]]) -> bool | None:
+    """Whether uses beside rollouts say that ranks share the sequence; PlanError unless they agree.
+
+    Only what goes over whole rows has a sequence to share.
+    """
+    spoken = [
+        (node, where.sequence)
+        for node, where in said
+        if where.sequence is not None and node.op.use != "rollout"
+    ]
+    for node, wanted in spoken:
+        if wanted is not spoken[0][1]:
+            texts = f"sequence={wanted}", f"sequence={spoken[0][1]}"
+            raise PlanError(_two_layouts(node, instance, *texts))
+    return spoken[0][1] if spoken else None
 
 
 def recomputing(instance: Instance, again: Recompute) -> Instance:
@@ -227,6 +245,7 @@ def _uncomputed(instance: Instance, model: Model, shape: Shape) -> list[Finding]
         cut = instance.tp > 1 and cutting_finding(model.path, shape.family, shape.kind)
         sizes = (shape.experts, instance.fsdp, instance.tp)
         found.append(cut or sharding_finding(model.path, shape.family, *sizes))
+        found.append(sequence_finding(model.path, shape.family) if instance.sequence else None)
     if isinstance(model.optimizer, Muon) and shape.family.experts != "none":
         found.append(stacked_finding(model.path))
     if model.router is not None:

@@ -10,10 +10,8 @@ from dataclasses import replace
 
 from rlflow.graph.graph import Node
 from rlflow.scheduler.context import Context
-from rlflow.scheduler.costs.estimate import Costs
-from rlflow.scheduler.costs.microbatches import instance_seconds, needed
+from rlflow.scheduler.costs.microbatches import instance_seconds, needed, without_measurements
 from rlflow.scheduler.devices.cluster import amount
-from rlflow.scheduler.devices.measured import NOTHING
 from rlflow.scheduler.passes.bind.bind import place_of
 from rlflow.scheduler.plan.plan import Instance, Plan
 from rlflow.scheduler.plan.text import duration
@@ -57,15 +55,7 @@ def _updates(instance: Instance, plan: Plan, context: Context) -> list[Node]:
 
 def by_tables(context: Context) -> Context:
     """A context that knows of no measurements, and whose plans nothing improves."""
-    known = context.costs
-    costs = Costs(
-        graph=known.graph,
-        cluster=replace(known.cluster, measured=NOTHING),
-        shapes=known.shapes,
-        backend=known.backend,
-        staleness=known.staleness,
-    )
-    return replace(context, costs=costs, optimize=0.0)
+    return replace(context, costs=without_measurements(context.costs), optimize=0.0)
 
 
 def estimated_period(plan: Plan) -> float:
