@@ -26,14 +26,16 @@ from tests.engines.examples import Spec, exact, rows, weighted
 class Messages(TorchDispatchMode):
     """Counts what ranks send each other within the block, in `count` and in bytes, by operator."""
 
-    def __init__(self):
+    def __init__(self, told=None):
         super().__init__()
-        self.count, self.size = Counter(), Counter()
+        self.count, self.size, self.told = Counter(), Counter(), told
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             name = func.overloadpacket.__name__
             self.count[name] += 1
+            if self.told is not None:
+                self.told(name)
             self.size[name] += sum(t.nbytes for t in tree_leaves(args[0]) if torch.is_tensor(t))
         return func(*args, **(kwargs or {}))
 

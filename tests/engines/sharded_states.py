@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from rlflow.engines.hf import host_states
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.recompute import decoder_layers
 from rlflow.engines.hf.sharded import forwards as sharded_forwards
-from rlflow.engines.hf.sharded.build import load_sharded
+from rlflow.engines.hf.sharded.build import gather_ahead, load_sharded
 from rlflow.engines.hf.sharded.rollout import ShardedRollout
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 from rlflow.engines.hf.train import TrainEngine
@@ -531,3 +532,55 @@ def tokens_seen(module):
         for block in (layer.self_attn, layer.mlp):
             watch("blocks", block)
     return seen
+
+
+def layers_are_gathered_ahead(rank, path, shape):
+    """The next layer's gather is asked for before a layer computes, to the same bits.
+
+    FSDP2 alone asks for it when that layer has computed; in a backward it is ahead by itself.
+    """
+    plain, ahead = trained(path, shape), trained(path, shape)
+    plain.micro_tokens = ahead.micro_tokens = None
+    gather_ahead(ahead.model.module)
+    batch = part_of(plain, rows())
+    layers = ["gather", "begin 0", "end 0", "gather", "begin 1", "end 1"]
+    forwards = [["gather", *layers], ["gather", "gather", "gather", *layers[1:3], *layers[4:]]]
+    for engine, forward in zip((plain, ahead), forwards, strict=True):
+        with watched_layers(engine.model.module) as events:
+            results = one_step(engine, batch)
+        assert results.applied
+        assert events[: len(forward)] == forward, events
+        # The last layer, the first one; then what they leave goes to the ranks.
+        after = [event for event in events[len(forward) :] if event in ("gather", "scatter")]
+        assert after == ["gather", "gather", "scatter", "scatter", "scatter"], events
+    assert one_step(plain, batch) == one_step(ahead, batch)
+    return same(contents(plain), contents(ahead))
+
+
+@contextmanager
+def watched_layers(module):
+    """What happens within the block: gathers, reduce-scatters, when layers begin and end."""
+    events = []
+    names = {"_allgather_base_": "gather", "_reduce_scatter_base_": "scatter"}
+    before = []
+
+    def watch(index, layer):
+        plain = layer.forward
+
+        def forward(*args, **kwargs):
+            events.append(f"begin {index}")
+            made = plain(*args, **kwargs)
+            events.append(f"end {index}")
+            return made
+
+        before.append((layer, vars(layer).get("forward")))
+        layer.forward = forward
+
+    for index, layer in enumerate(decoder_layers(module).values()):
+        watch(index, layer)
+    with Messages(lambda name: name in names and events.append(names[name])):
+        yield events
+    for layer, forward in before:
+        vars(layer).pop("forward")
+        if forward is not None:
+            layer.forward = forward

@@ -154,3 +154,7 @@ def test_ranks_that_share_the_sequence_have_their_tokens(family, world, model_di
 @pytest.mark.slow
 def test_layers_kept_whole_step_alike(world):
     assert all(in_all(world, states.layers_kept_whole_step_alike, str(TINY), (1, 2, 1)))
+
+
+def test_layers_are_gathered_ahead(world):
+    assert all(in_all(world, states.layers_are_gathered_ahead, str(TINY), (1, 2, 1)))

@@ -89,6 +89,8 @@ def test_sharding_has_the_options_that_are_used():
     assert {"param_dtype", "reduce_dtype"} <= set(names(MixedPrecisionPolicy))
     assert {"recurse", "reshard_after_forward"} <= set(names(FSDPModule.set_reshard_after_forward))
     assert "requires_all_reduce" in names(FSDPModule.set_requires_all_reduce)
+    assert "requires_gradient_sync" in names(FSDPModule.set_requires_gradient_sync)
+    assert "modules" in names(FSDPModule.set_modules_to_forward_prefetch)
     assert {"run_check", "shape", "stride"} <= set(names(DTensor.from_local))
 
 

@@ -195,6 +195,20 @@ def share_out(
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
     module.forward = opaque(module.forward)
+    if ranks.device.type != "cpu":
+        gather_ahead(module)
+
+
+def gather_ahead(module: nn.Module) -> None:
+    """Gather each layer before the one before it computes, and the first before the embedding.
+
+    FSDP2 alone gathers it when that one's work is queued: beside it only where the host is ahead of
+    the device. In a backward it gathers ahead by itself. Two layers are whole at a time.
+    """
+    layers = list(decoder_layers(module).values())
+    for part, following in zip([module, *layers], layers, strict=False):
+        assert isinstance(part, FSDPModule)
+        part.set_modules_to_forward_prefetch([following])
 
 
 def opaque(forward: Any) -> Any:
