@@ -15,7 +15,9 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -143,9 +145,27 @@ def select_field(field: Tensor, index: Tensor) -> Tensor:
     """The rows `index` of one field."""
     if not is_ragged(field):
         return field[index]
+    bounds = offsets(field)
+    if bounds.device.type == "cpu" and index.device.type == "cpu":
+        places, ends = _places(bounds.numpy(), index.numpy())
+        return torch.nested.nested_tensor_from_jagged(flat(field)[places], ends)
     size = lengths(field)[index]
-    starts = offsets(field)[:-1][index]
+    starts = bounds[:-1][index]
     return ragged(flat(field)[torch.repeat_interleave(starts, size) + column_index(size)], size)
+
+
+def _places(bounds: NDArray[np.int64], index: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Where the values of some rows lie among all, and the bounds of those rows.
+
+    By numpy, which takes two thirds of torch's time where rows are few.
+    """
+    starts = bounds[:-1][index]
+    sizes = bounds[1:][index] - starts
+    ends = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=ends[1:])
+    places = np.arange(ends[-1])
+    places += np.repeat(starts - ends[:-1], sizes)
+    return torch.from_numpy(places), torch.from_numpy(ends)
 
 
 def joined_rows(first: Tensor, second: Tensor) -> Tensor:

@@ -91,8 +91,8 @@ def run_by_ssh(
 ) -> int:
     """Ship the code, start Ray on the hosts and the run on the first; returns its exit code.
 
-    Ctrl-C or SIGTERM stops the run after what has begun. Raises RunError E385 where a host
-    cannot be reached or takes no files.
+    Ctrl-C or SIGTERM stops the run after what has begun, a second one at once. Raises RunError
+    E385 where a host cannot be reached or takes no files.
     """
     for host in hosts:
         _prepare(job, host, words, archive)
@@ -130,10 +130,14 @@ def _held(lines: Sequence[str]) -> str:
 
 
 def _until_it_ends() -> list[str]:
-    """Wait for what was started; the end of the connection stops it."""
+    """Wait for what was started; a line that comes stops it, and a second one at once.
+
+    The end of the connection stops it where no line has.
+    """
     return [
         "started=$!",
-        '{ cat > /dev/null || true; kill -TERM "$started" 2> /dev/null; } <&0 &',
+        'stop() { kill -TERM "$started" 2> /dev/null || true; }',
+        '{ told=; while read -r _; do told=1; stop; done; [ -n "$told" ] || stop; } <&0 &',
         "watching=$!",
         "code=0",
         'wait "$started" || code=$?',
@@ -211,15 +215,23 @@ def _close(started: subprocess.Popen[bytes]) -> None:
             started.stdin.close()
 
 
+def _tell(started: subprocess.Popen[bytes]) -> None:
+    """Send the line that stops what a host runs; nothing where the connection is gone."""
+    if started.stdin is not None:
+        with contextlib.suppress(OSError, ValueError):
+            started.stdin.write(b"stop\n")
+            started.stdin.flush()
+
+
 @contextlib.contextmanager
 def _stopping(started: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Within it, Ctrl-C and SIGTERM stop the run on its host, which saves and ends."""
+    """Within it, Ctrl-C and SIGTERM stop the run on its host, as they would one that runs here."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        _close(started)
+        _tell(started)
 
     previous = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -75,9 +75,7 @@ def piece_of(
     if limit is None:
         return TakenRows(fields={n: _held(field) for n, field in fields.items()}, rows=numbers)
     if rows is None:
-        count = min(limit, total)
-        first = {name: _first(field, count) for name, field in fields.items()}
-        return TakenRows(fields=first, rows=numbers[:count])
+        return TakenRows(fields=_first(fields, min(limit, total)), rows=numbers[:limit])
     places = torch.nonzero(rows < limit).flatten()
     chosen = {name: _held(select_field(field, places)) for name, field in fields.items()}
     return TakenRows(fields=chosen, rows=rows[places])
@@ -86,8 +84,8 @@ def piece_of(
 def joined(entries: Sequence[Entry]) -> tuple[dict[str, Tensor], Tensor]:
     """The fields of entries of one kind below each other, and their rows' numbers."""
     pieces = [piece for entry in entries for piece in entry.pieces]
-    names = pieces[0].fields
-    fields = {name: _below([piece.fields[name] for piece in pieces]) for name in names}
+    bounds: dict[tuple[int, ...], Tensor] = {}
+    fields = {name: _below([p.fields[name] for p in pieces], bounds) for name in pieces[0].fields}
     return fields, torch.cat([piece.rows for piece in pieces])
 
 
@@ -129,13 +127,23 @@ def _held(field: Tensor) -> HeldField:
     return HeldField(*_parts(field))
 
 
-def _first(field: Tensor, count: int) -> HeldField:
-    """The first rows of a field; of a large one copied, so that the others can be freed."""
-    values, bounds = _parts(field)
-    if bounds is None:
-        return HeldField(_apart(values, count), None)
-    bounds = bounds[: count + 1]
-    return HeldField(_apart(values, int(bounds[-1])), bounds)
+def _first(fields: Mapping[str, Tensor], count: int) -> dict[str, HeldField]:
+    """The first rows of fields; of a large one copied, so that the others can be freed.
+
+    Fields of a token each have the same bounds, which are cut once.
+    """
+    found: dict[str, HeldField] = {}
+    cuts: dict[int, tuple[Tensor, int]] = {}
+    for name, field in fields.items():
+        values, bounds = _parts(field)
+        if bounds is None:
+            found[name] = HeldField(_apart(values, count), None)
+            continue
+        cut = cuts.get(id(bounds))
+        if cut is None:
+            cut = cuts[id(bounds)] = bounds[: count + 1], int(bounds[count])
+        found[name] = HeldField(_apart(values, cut[1]), cut[0])
+    return found
 
 
 def _apart(values: Tensor, count: int) -> Tensor:
@@ -154,12 +162,16 @@ def _parts(field: Tensor) -> tuple[Tensor, Tensor | None]:
     return (flat(field), offsets(field)) if is_ragged(field) else (field, None)
 
 
-def _below(fields: Sequence[HeldField]) -> Tensor:
-    """The field of all rows, on the CPU."""
-    values = [field.values.detach().cpu() for field in fields]
-    whole = torch.cat(values) if len(values) > 1 else values[0]
-    sizes = [np.diff(field.bounds.cpu().numpy()) for field in fields if field.bounds is not None]
-    if not sizes:
+def _below(fields: Sequence[HeldField], known: dict[tuple[int, ...], Tensor]) -> Tensor:
+    """The field of all rows, on the CPU; `known` are the joined bounds of fields before it."""
+    values = [field.values for field in fields]
+    whole = (torch.cat(values) if len(values) > 1 else values[0]).detach().cpu()
+    bounds = [field.bounds for field in fields if field.bounds is not None]
+    if not bounds:
         return whole
-    bounds = np.concatenate([np.zeros(1, np.int64), *sizes]).cumsum()
-    return torch.nested.nested_tensor_from_jagged(whole, torch.from_numpy(bounds))
+    key = tuple(map(id, bounds))
+    if key not in known:
+        sizes = [np.diff(each.cpu().numpy()) for each in bounds]
+        joined_bounds = np.concatenate([np.zeros(1, np.int64), *sizes]).cumsum()
+        known[key] = torch.from_numpy(joined_bounds)
+    return torch.nested.nested_tensor_from_jagged(whole, known[key])

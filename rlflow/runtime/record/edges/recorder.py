@@ -112,7 +112,7 @@ class Recorder:
                 self._take(chosen, action, iteration, made)
         except Exception as error:
             self._failed(error, 1)
-        return made.without(chosen.extra)
+        return made.without(chosen.extra) if chosen.extra else made
 
     def notes(self) -> Notes:
         """What became of the record so far."""

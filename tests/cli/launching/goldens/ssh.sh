@@ -20,7 +20,8 @@ cd /shared/mine.launch/code
 export RAY_AUTH_MODE=token
 ray start --block --head --node-ip-address=$address --port=6379 --include-dashboard=false --num-cpus=1 --num-gpus=1 --object-store-memory=50000000000 < /dev/null > /shared/mine.launch/ray-0.log 2>&1 &
 started=$!
-{ cat > /dev/null || true; kill -TERM "$started" 2> /dev/null; } <&0 &
+stop() { kill -TERM "$started" 2> /dev/null || true; }
+{ told=; while read -r _; do told=1; stop; done; [ -n "$told" ] || stop; } <&0 &
 watching=$!
 code=0
 wait "$started" || code=$?
@@ -42,7 +43,8 @@ export RAY_AUTH_MODE=token
 until (exec 3<> /dev/tcp/$address/6379) 2> /dev/null; do sleep 1; done
 ray start --block --address=$address:6379 --num-cpus=1 --num-gpus=1 --object-store-memory=50000000000 < /dev/null > /shared/mine.launch/ray-1.log 2>&1 &
 started=$!
-{ cat > /dev/null || true; kill -TERM "$started" 2> /dev/null; } <&0 &
+stop() { kill -TERM "$started" 2> /dev/null || true; }
+{ told=; while read -r _; do told=1; stop; done; [ -n "$told" ] || stop; } <&0 &
 watching=$!
 code=0
 wait "$started" || code=$?
@@ -70,7 +72,8 @@ fi
 export RLFLOW_LAUNCHED='launch pipelines/grpo_arithmetic.py --placement fsdp --devices h100:2 --hosts 2 --setup '"'"'source /env/bin/activate'"'"' --env HF_TOKEN --ssh one,me@two'
 rlflow run /shared/mine.launch/code/pipelines/grpo_arithmetic.py --placement fsdp --devices h100:2 --threads 1 --backend ray --address $address:6379 --wait 600 "${way[@]}" < /dev/null &
 started=$!
-{ cat > /dev/null || true; kill -TERM "$started" 2> /dev/null; } <&0 &
+stop() { kill -TERM "$started" 2> /dev/null || true; }
+{ told=; while read -r _; do told=1; stop; done; [ -n "$told" ] || stop; } <&0 &
 watching=$!
 code=0
 wait "$started" || code=$?
