@@ -84,6 +84,8 @@ def test_what_is_no_option_is_said(options, said):
 
 # What commands have for a terminal: a program prints, writes and compares what it was given.
 OF_A_TERMINAL = {"json", "output", "no_color", "dry_run", "show_passes", "explain", "range"}
+# A program calls `rf.tune` for each size.
+OF_A_TERMINAL |= {"sweep", "price"}
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ DOORS = {
     "cli.looking.report": "the page is made once there is a run",
     "cli.looking.watch": "the page is made once there is a run",
     "cli.planning.command": "a command loads what it needs, not what others need",
+    "cli.planning.sweeping": "pictures are drawn where they are asked for",
     "cli.rehearsal.command": "torch is loaded once a plan is rehearsed",
     "cli.looking.samples": "rows are read, and tokenizers loaded, where samples are looked at",
     "cli.simulating": "pictures are drawn where they are asked for",

@@ -174,12 +174,37 @@ def simulate_pipeline(
 )
 @engine_option
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="How many.")
+@click.option(
+    "--sweep",
+    metavar="devices=A..B",
+    help="Search at each size, doubled, or a list: devices=8,96; -o draws .png, .svg or .pdf.",
+)
+@click.option(
+    "--price",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="COST",
+    help="With --sweep: what an hour of a device costs.",
+)
 @json_option
 @click.option("-o", "--output", metavar="FILE.py", help="Write the best placement to a file.")
 def tune_pipeline(
-    max_staleness: int | None, top: int, as_json: bool, output: str | None, **options: Any
+    max_staleness: int | None,
+    top: int,
+    sweep: str | None,
+    price: float | None,
+    as_json: bool,
+    output: str | None,
+    **options: Any,
 ) -> None:
     """Search pools, sizes and layouts for the placement with the shortest iteration."""
+    if sweep is not None:
+        from rlflow.cli.planning.sweeping import print_sweep
+
+        limits = {"max_staleness": max_staleness, "top": top}
+        print_sweep(sweep, price, output, options, as_json=as_json, limits=limits)
+        return
+    if price is not None:
+        raise click.UsageError("--price is of a sweep: give --sweep devices=8..512 too")
     from rlflow.cli.tuning import next_words, tune_target, write_placement
     from rlflow.scheduler.search.text import tuned_json, tuned_text
 

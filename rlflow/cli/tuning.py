@@ -23,12 +23,13 @@ def tune_target(
     max_staleness: int | None = None,
     top: int = 10,
     engine: str | None = None,
+    families: bool = False,
 ) -> Tuned:
     """Search placements of a pipeline on the devices asked for, or the cores of this machine.
 
     Staleness is used up to `max_staleness`; left out, as far as the pipeline or a placement of
     it allows. With a placement named it alone is what the search has to beat. An `engine` that is
-    named makes all rollouts.
+    named makes all rollouts. With `families` the best of each family is kept too.
     """
     declared = declare(target)
     pipeline = declared.pipeline
@@ -38,7 +39,7 @@ def tune_target(
     if max_staleness is None:
         max_staleness = max(allowed(declared.graph, given) for given in placements.values())
     cluster = cluster_of(target, machine_cores())
-    limits = SearchLimits(staleness=max_staleness, top=top, engine=engine)
+    limits = SearchLimits(staleness=max_staleness, top=top, engine=engine, families=families)
     near, backend = pipeline.path, target.backend
     try:
         return search_placements(

@@ -68,7 +68,7 @@ def draw_curves(files: RunFiles) -> tuple[bytes, bytes] | None:
         png, svg = io.BytesIO(), io.BytesIO()
         figure.savefig(png, format="png", dpi=PNG_DPI)
         figure.savefig(svg, format="svg", metadata={"Date": None})
-    return png.getvalue(), _bare_svg(svg.getvalue())
+    return png.getvalue(), bare_svg(svg.getvalue())
 
 
 def write_curves(files: RunFiles) -> None:
@@ -148,6 +148,6 @@ def _finish(axes: Any, title: str, ylabel: str) -> None:
     axes.tick_params(length=3, color=FAINT)
 
 
-def _bare_svg(svg: bytes) -> bytes:
+def bare_svg(svg: bytes) -> bytes:
     """An svg without the block that names vocabularies on the net."""
     return re.sub(rb"\s*<metadata>.*?</metadata>", b"", svg, flags=re.DOTALL)

@@ -8,6 +8,7 @@ from typing import Any
 from rlflow.graph.placement import On, Placement, in_shares
 from rlflow.graph.user.engine_options import EngineOptions
 from rlflow.scheduler.devices.cluster import amount
+from rlflow.scheduler.plan.diff import contest_text
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.plan.text import counted, duration, idle_share, table
 from rlflow.scheduler.search.search import Tried
@@ -41,6 +42,9 @@ def tuned_text(tuned: Tuned) -> str:
     ]
     lines += [f"  does not fit: {name}: {why}" for name, why in tuned.misfits.items()]
     lines.append(f"  {_effort(tuned)}")
+    inputs = tuned.best.plan.inputs
+    lines += [f"  inputs: {', '.join(inputs)}"] if inputs else []
+    lines += [f"  {text}" for text in told_apart(tuned)]
     lines += [f"  {_compared(tuned)}", "", f"  {placement_source(as_written(tuned, tuned.best))}"]
     return "\n".join([*lines, *_simpler(tuned)])
 
@@ -131,6 +135,15 @@ def _compared(tuned: Tuned) -> str:
     return f"best, {times:.2f}x as fast as {other.name}; to paste into the pipeline's placements:"
 
 
+def told_apart(tuned: Tuned) -> list[str]:
+    """Whether the best differs from its rival by more than what is uncertain; nothing on a CPU."""
+    if tuned.contest is None or tuned.rival is None:
+        return []
+    own = tuned.best.name or "#1"
+    other = tuned.rival.name or "#2"
+    return [contest_text(own, other, tuned.contest)]
+
+
 def _simpler(tuned: Tuned) -> list[str]:
     """The row with the fewest pools that takes hardly longer than the best, if that has more."""
     best = tuned.best
@@ -219,6 +232,8 @@ def tuned_json(tuned: Tuned) -> dict[str, Any]:
         "refused": dict(tuned.refused),
         "looked_at": tuned.looked_at,
         "compiled": tuned.compiled,
+        "contest": None if tuned.contest is None else tuned.contest.as_json(),
+        "inputs": list(tuned.best.plan.inputs),
         "best": placement_source(as_written(tuned, tuned.best)),
     }
 

@@ -7,8 +7,8 @@ been verified.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rlflow.errors import Finding, PlanError
@@ -16,18 +16,22 @@ from rlflow.graph.graph import Graph
 from rlflow.graph.placement import Placement, on
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.context import Context
+from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.origins import Prompts
 from rlflow.scheduler.costs.rows.given import check_lengths
 from rlflow.scheduler.devices.cluster import Cluster, amount
 from rlflow.scheduler.models.shapes import Shape, model_shape
 from rlflow.scheduler.passes.rewrite import rewrite
+from rlflow.scheduler.plan.period_range import Contest, contest
 from rlflow.scheduler.plan.plan import Backend, Plan
 from rlflow.scheduler.plan.text import counted
 from rlflow.scheduler.search.bounds import Figure, Figures, KnownCosts, PeriodBounds
 from rlflow.scheduler.search.candidates import Moves
 from rlflow.scheduler.search.engines import by_engine, with_engines
+from rlflow.scheduler.search.families import placement_family
 from rlflow.scheduler.search.search import Search, Tried
 from rlflow.scheduler.search.space import Choice, divisions, placed_uses, unions
+from rlflow.scheduler.simulate.ranges import period_range
 
 STREAMS = (1, 2, 4, 8)
 MOST_PLANS = 240
@@ -40,7 +44,8 @@ class SearchLimits:
     """What placements may use: most staleness, counts of chunks; how many are shown.
 
     `plans` is how many are compiled, about; by the size of graph and cluster if None. `engine`
-    makes all rollouts; left out, the embedded one or another that a placement names.
+    makes all rollouts; left out, the embedded one or another that a placement names. With
+    `families` the best of each family of placements is kept beside those that are shown.
     """
 
     staleness: int = 0
@@ -48,6 +53,7 @@ class SearchLimits:
     top: int = 10
     plans: int | None = None
     engine: str | None = None
+    families: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +62,8 @@ class Tuned:
 
     `written` are those of the pipeline that fit, each with its rank; `misfits` the others, with
     the reason. `refused` counts placements that do not fit, by reason; `samples` are rows that
-    an iteration trains on.
+    an iteration trains on. Two placements are told apart where they differ by more than what is
+    uncertain (`scheduler/simulate/ranges.py`).
     """
 
     rows: tuple[Tried, ...]
@@ -68,6 +75,16 @@ class Tuned:
     samples: int
     graph: Graph
     cluster: Cluster
+    tokens: float = 0.0
+    """Tokens of those samples' responses, in expectation."""
+    rival: Tried | None = None
+    """What the best is compared with: the best of the pipeline's own, else the second of kinds."""
+    contest: Contest | None = None
+    """The best beside its rival in many worlds; None on CPU devices, or where there is none."""
+    costs: Costs | None = field(default=None, repr=False, compare=False)
+    """The estimates that placements were compared by."""
+    families: tuple[Tried, ...] = ()
+    """The best of each family that no row is of, where they were asked for."""
 
     @property
     def best(self) -> Tried:
@@ -130,7 +147,7 @@ def search_placements(
     search.climb()
     if not search.ranks:
         raise search.one_reason() or PlanError(_nothing_fits(plan.graph, search, cluster))
-    return _result(plan.graph, search, limits.top, cluster)
+    return _result(plan.graph, search, limits, cluster)
 
 
 def _plans(graph: Graph, cluster: Cluster) -> int:
@@ -139,8 +156,9 @@ def _plans(graph: Graph, cluster: Cluster) -> int:
     return min(MOST_PLANS, max(LEAST_PLANS, NODES_TIMES_DEVICES // size))
 
 
-def _result(graph: Graph, search: Search, top: int, cluster: Cluster) -> Tuned:
+def _result(graph: Graph, search: Search, limits: SearchLimits, cluster: Cluster) -> Tuned:
     """What the search found; plans that are shown are compiled whole, as `plan` does it."""
+    top = limits.top
 
     def whole(tried: Tried) -> Tried:
         plan = search.compiler(tried.placement, tried.name or "tuned", True)
@@ -154,6 +172,11 @@ def _result(graph: Graph, search: Search, top: int, cluster: Cluster) -> Tuned:
     ]
     costs = search.moves.figures.costs
     updates = [node for model in graph.models for node in graph.updates(model.name)]
+    taken = max(updates or graph.nodes, key=costs.rows, default=None)
+    samples = 0 if taken is None else costs.rows(taken)
+    shown = {placement_family(row) for row in rows}
+    others = {placement_family(t): t for t in search.ranked()[::-1]} if limits.families else {}
+    rival = _rival(rows, [tried for _, tried in written])
     return Tuned(
         rows=tuple(rows),
         written=tuple(sorted(written, key=lambda pair: (pair[0], pair[1].rank()))),
@@ -161,10 +184,33 @@ def _result(graph: Graph, search: Search, top: int, cluster: Cluster) -> Tuned:
         refused=dict(sorted(search.moves.refused.items())),
         looked_at=search.moves.looked_at,
         compiled=search.compiled,
-        samples=max((costs.rows(node) for node in updates or graph.nodes), default=0),
+        samples=samples,
         graph=graph,
         cluster=cluster,
+        tokens=0.0 if taken is None else samples * costs.lengths(taken).mean,
+        rival=rival,
+        contest=None if rival is None else contest_of(rows[0], rival, costs),
+        costs=costs,
+        families=tuple(whole(tried) for name, tried in others.items() if name not in shown),
     )
+
+
+def _rival(rows: Sequence[Tried], written: Sequence[Tried]) -> Tried | None:
+    """What the best is compared with, where it is not of the pipeline itself."""
+    if not rows[0].name and written:
+        return min(written, key=Tried.rank)
+    return rows[1] if len(rows) > 1 else None
+
+
+def contest_of(first: Tried, second: Tried, costs: Costs) -> Contest | None:
+    """Two placements world by world; None on CPU devices, which a run makes exact."""
+    if costs.cluster.is_cpu:
+        return None
+    found = []
+    for plan in (first.plan, second.plan):
+        known = replace(costs, graph=plan.graph, backend=plan.backend, staleness=plan.staleness)
+        found.append(period_range(plan, known))
+    return None if found[0] is None or found[1] is None else contest(found[0], found[1])
 
 
 def _rewritten(graph: Graph, cluster: Cluster, costs: KnownCosts) -> Plan:

@@ -1,0 +1,82 @@
+"""The printed form of a sweep: a row a size, and where another family of placements wins."""
+
+from __future__ import annotations
+
+from rlflow.scheduler.plan.text import duration, idle_share, table
+from rlflow.scheduler.search.sweep import Crossover, Sweep, SweepSize
+from rlflow.scheduler.search.text import placed_text, rate
+
+HARDLY = 1.005
+
+
+def sweep_text(sweep: Sweep, name: str, price: float | None) -> str:
+    """The whole answer: a table, and where the winner changes, in words."""
+    money = "device hours / M tokens" if price is None else "cost / M tokens"
+    headings = (
+        "devices",
+        "iteration",
+        "samples/s",
+        "tokens/s",
+        money,
+        "idle",
+        "winner",
+        "over the next",
+        "placement",
+    )
+    rows = [_row(size, price) for size in sweep.sizes if size.tuned is not None]
+    lines = [f"{name} on {sweep.kind}, by number of devices", "", *table([headings, *rows]), ""]
+    lines += [f"  {size.devices} devices: {size.refused}" for size in sweep.sizes if size.refused]
+    lines += [f"  {text}" for text in crossover_texts(sweep)]
+    inputs = next((s.tuned.best.plan.inputs for s in sweep.sizes[::-1] if s.tuned), ())
+    return "\n".join([*lines, *([f"  inputs: {', '.join(inputs)}"] if inputs else [])])
+
+
+def _row(size: SweepSize, price: float | None) -> tuple[str, ...]:
+    family = size.winner
+    best = size.families[family]
+    idle = idle_share(best.plan)
+    hours = size.hours_per_million(family)
+    return (
+        f"{size.devices}{' (between)' if size.between else ''}",
+        duration(best.period),
+        rate(size.samples_per_second(family)),
+        rate(size.tokens_per_second(family)),
+        rate(hours if price is None else hours * price),
+        "?" if idle is None else f"{100 * idle:.0f} %",
+        family,
+        _over_next(size),
+        placed_text(best.plan),
+    )
+
+
+def _over_next(size: SweepSize) -> str:
+    """How much faster the winner is than the best of another family."""
+    others = list(size.families.items())[1:]
+    if not others:
+        return "-"
+    name, second = others[0]
+    times = second.period / size.families[size.winner].period
+    return f"{times:.2f}x {name}"
+
+
+def crossover_texts(sweep: Sweep) -> list[str]:
+    """Where another family wins, a line each; one line where the same wins at every size."""
+    if not sweep.crossovers:
+        winners = {size.winner for size in sweep.sizes if size.winner}
+        return [f"{' and '.join(sorted(winners))} wins at every size"]
+    return [_crossed(crossover, sweep) for crossover in sweep.crossovers]
+
+
+def _crossed(found: Crossover, sweep: Sweep) -> str:
+    text = f"{found.family} wins from {found.devices} {sweep.kind} on"
+    if found.times > HARDLY:
+        text += f", {found.times:.2f}x as fast as {found.over} there"
+    text += f"; {found.over} still wins at {found.before}"
+    own = [s for s in sweep.sizes if s.devices >= found.devices and s.winner == found.family]
+    contests = [(size.devices, size.contest) for size in own if size.contest is not None]
+    if not contests:
+        return text
+    told = next((devices for devices, contest in contests if contest.told), None)
+    if told is None:
+        return f"{text}; within what is uncertain at each size"
+    return f"{text}; by more than what is uncertain from {told} on"

@@ -1,0 +1,138 @@
+"""Sweeps over cluster sizes: where another family wins, by curves whose crossing is known."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from rlflow.cli.planning.sweeping import swept_kind, swept_sizes
+from rlflow.errors import Finding, PlanError, UsageError
+from rlflow.report.charts.sweep import sweep_picture
+from rlflow.scheduler.devices.cluster import cpu_cluster
+from rlflow.scheduler.search.families import placement_family
+from rlflow.scheduler.search.search import Tried
+from rlflow.scheduler.search.sweep import Crossover, sweep_sizes
+from rlflow.scheduler.search.sweep_text import crossover_texts, sweep_text
+from rlflow.scheduler.search.tune import Tuned
+from tests.scheduler.examples import COLOCATE, SPLIT, compiled_with, grpo
+
+PLACEMENTS = {"colocate": COLOCATE, "split": SPLIT}
+
+
+@functools.cache
+def plan_of(family):
+    return compiled_with(grpo(), PLACEMENTS[family]).plan
+
+
+def tried(family, period):
+    placement, plan = PLACEMENTS[family], plan_of(family)
+    timed = replace(plan, timing=replace(plan.timing, period=period))
+    return Tried(name="", placement=placement, plan=timed)
+
+
+def tuned(devices):
+    """Colocated 640 / n + 2 seconds, split 720 / n + 1: equal at 80 devices. Below 16 none fits."""
+    if devices < 16:
+        raise PlanError(Finding(code="E240", what="no placement fits"))
+    found = [tried("colocate", 640 / devices + 2), tried("split", 720 / devices + 1)]
+    return Tuned(
+        rows=tuple(sorted(found, key=lambda one: one.period)),
+        written=(),
+        misfits={},
+        refused={},
+        looked_at=2,
+        compiled=2,
+        samples=512,
+        graph=plan_of("split").graph,
+        cluster=cpu_cluster(devices),
+        tokens=512 * 100.0,
+    )
+
+
+def test_the_crossing_is_found_between_two_sizes():
+    told = []
+    found = sweep_sizes([8, 16, 32, 64, 128], tuned, "h100", told.append)
+    assert (Crossover(family="split", over="colocate", devices=88, before=80, times=1.0),) == (
+        replace(found.crossovers[0], times=1.0),
+    )
+    assert found.crossovers[0].times == pytest.approx((640 / 88 + 2) / (720 / 88 + 1))
+    assert [8, 16, 32, 64, 80, 88, 96, 128] == [size.devices for size in found.sizes]
+    assert [80, 88, 96] == [size.devices for size in found.sizes if size.between]
+    assert ["colocate"] * 4 + ["split"] * 3 == [size.winner for size in found.sizes[1:]]
+    (text,) = crossover_texts(found)
+    assert text == (
+        "split wins from 88 h100 on, 1.01x as fast as colocate there; colocate still wins at 80"
+    )
+    assert len(found.sizes) == len(told)
+
+
+def test_figures_of_a_size_by_hand():
+    (size,) = sweep_sizes([128], tuned, "h100", str).sizes
+    period = 720 / 128 + 1
+    assert size.samples_per_second("split") == pytest.approx(512 / period)
+    assert size.tokens_per_second("split") == pytest.approx(51200 / period)
+    hours = 128 * period / 3600 / 51200 * 1e6
+    assert size.hours_per_million("split") == pytest.approx(hours)
+
+
+def test_the_table_the_json_and_the_picture_have_all_sizes():
+    found = sweep_sizes([8, 16, 128], tuned, "h100", str)
+    text = sweep_text(found, "grpo", 2.5)
+    assert "8 devices: no placement fits" in text
+    assert "cost / M tokens" in text
+    document = found.as_json(2.5)
+    assert [None, "colocate"] == [size["winner"] for size in document["sizes"][:2]]
+    split = document["sizes"][-1]["families"]["split"]
+    assert split["cost_per_million_tokens"] == 2.5 * split["device_hours_per_million_tokens"]
+    svg = sweep_picture(found, "a sweep", "svg").decode()
+    assert all(word in svg for word in ("colocate", "split", "from 88", "Throughput"))
+
+
+def test_what_fits_nowhere_and_what_is_wrong_is_raised():
+    with pytest.raises(PlanError, match="E240"):
+        sweep_sizes([2, 4, 8], tuned, "h100", str)
+
+    def unknown(devices):
+        raise PlanError(Finding(code="E241", what="a model of unknown size"))
+
+    told = []
+    with pytest.raises(PlanError, match="E241"):
+        sweep_sizes([2, 4], unknown, "h100", told.append)
+    assert 1 == len(told)
+
+
+def test_one_winner_is_said_to_win_everywhere():
+    found = sweep_sizes([16, 32], tuned, "h100", str)
+    assert ["colocate wins at every size"] == crossover_texts(found)
+    assert "colocate" == placement_family(found.sizes[0].families["colocate"])
+
+
+@pytest.mark.parametrize(
+    ("said", "sizes"),
+    [
+        ("devices=8..64", [8, 16, 32, 64]),
+        ("devices=8..100", [8, 16, 32, 64, 100]),
+        ("devices=8..8", [8]),
+        ("devices=96,8,96", [8, 96]),
+    ],
+)
+def test_sizes_are_doubled_or_listed(said, sizes):
+    assert sizes == swept_sizes(said)
+
+
+@pytest.mark.parametrize(
+    "said", ["device=8..64", "8..64", "devices=64..8", "devices=0..8", "devices=8,x", "devices="]
+)
+def test_other_sweeps_are_refused(said):
+    with pytest.raises(UsageError, match="E359"):
+        swept_sizes(said)
+
+
+def test_a_sweep_is_of_one_kind():
+    assert ("h100", "") == swept_kind("h100:8")
+    assert ("cpu", "@4GB") == swept_kind("cpu:2@4GB")
+    for devices in (None, "h100:8,a100:8", "mine.toml"):
+        with pytest.raises(UsageError, match="E359"):
+            swept_kind(devices)
