@@ -16,13 +16,16 @@
     `-- Interrupted           130   Ctrl-C: stopped cleanly, a line says how to continue
 
 A message has up to five parts: what, where it was declared, got and expected, the
-nearest names, and the fix as a line to paste. This file knows how they are laid out,
-and nothing about graphs, plans or tensors.
+nearest names, and the fix as a line to paste. Much of it comes from outside: answers of judges,
+text of models, names of files; so nothing in it reaches a terminal as more than letters, and no
+line of it can be taken for one of ours. This file knows how messages are laid out, and nothing
+about graphs, plans or tensors.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +34,11 @@ from typing import Any
 SHORT_LIST = 16
 # Letters of a name that files and directories are called by; a file system takes 255.
 LONGEST_NAME = 100
+# What a terminal obeys instead of showing: control characters but for tab and end of line, marks
+# that turn the direction of text, other ends of lines, and halves of letters.
+OBEYED = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +67,10 @@ class Finding:
 
     def lines(self) -> list[str]:
         """The finding as it is printed, without colour."""
-        rows = [f"error[{self.code}]: {self.what}"]
+        what, *more = printable(self.what).splitlines() or [""]
+        rows = [f"error[{self.code}]: {what}", *(f"  {'':<12} {line}" for line in more)]
         if self.where is not None:
-            rows.append(f"  {self.where}   {self.where.text}".rstrip())
+            rows.append(printable(f"  {self.where}   {self.where.text}".rstrip()))
         parts = (
             ("got", self.got),
             ("expected", self.expected),
@@ -69,11 +78,19 @@ class Finding:
             ("fix", self.fix),
         )
         for label, value in parts:
-            first, *rest = value.splitlines() or [""]
+            first, *rest = printable(value).splitlines() or [""]
             if value:
                 rows.append(f"  {label:<12} {first}")
                 rows.extend(f"  {'':<12} {line}" for line in rest)
         return rows
+
+
+def printable(text: str) -> str:
+    """Text from outside as a terminal may have it: what it would obey is written as its code.
+
+    Ends of lines and tabs stay. Text that is printable is the same.
+    """
+    return OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class RlflowError(Exception):
@@ -93,7 +110,7 @@ class RlflowError(Exception):
     def render(self) -> str:
         """All findings, the summary last."""
         rows = [line for finding in self.findings for line in finding.lines()]
-        return "\n".join([*rows, self.summary] if self.summary else rows)
+        return "\n".join([*rows, printable(self.summary)] if self.summary else rows)
 
 
 class UsageError(RlflowError):

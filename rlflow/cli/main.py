@@ -46,7 +46,7 @@ from rlflow.cli.shell.printed import hint, json_option, print_json
 from rlflow.cli.shell.values import typed_files
 from rlflow.cli.stages.replay import replay_update
 from rlflow.cli.tracing.command import trace
-from rlflow.errors import RlflowError
+from rlflow.errors import RlflowError, printable
 
 BUG = 70
 
@@ -89,7 +89,7 @@ def run_pipeline(as_json: bool, **options: Any) -> None:
     if as_json:
         print_json(outcome.as_json())
     elif outcome.text:
-        click.echo(outcome.text)
+        click.echo(printable(outcome.text))
 
 
 @cli.command(no_args_is_help=True)
@@ -315,7 +315,7 @@ def run_command() -> None:
         cli(prog_name="rlflow", standalone_mode=False)
     except RlflowError as error:
         if debug:
-            traceback.print_exc()
+            click.echo(printable(traceback.format_exc()), err=True)
         click.echo(painted(error.render()), err=True)
         raise SystemExit(error.exit_code) from None
     except (click.exceptions.Abort, KeyboardInterrupt):  # what click makes of Ctrl-C, or misses
@@ -342,7 +342,8 @@ def bug(error: Exception) -> int:
     """Write a traceback to a file and say where; returns the exit code of a bug."""
     with tempfile.NamedTemporaryFile("w", prefix="rlflow-bug-", suffix=".txt", delete=False) as log:
         log.write("".join(traceback.format_exception(error)))
-    click.echo(f"error[E900]: a bug in rlflow: {type(error).__name__}: {error}", err=True)
+    said = printable(f"{type(error).__name__}: {error}").replace("\n", "\n  ")
+    click.echo(f"error[E900]: a bug in rlflow: {said}", err=True)
     click.echo(f"  traceback    {log.name}\n  please report it with that file", err=True)
     return BUG
 

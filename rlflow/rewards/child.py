@@ -11,6 +11,7 @@ import ctypes
 import io
 import os
 import pickle
+import resource
 import signal
 import sys
 import threading
@@ -19,6 +20,11 @@ from typing import Any, BinaryIO, NoReturn
 
 HEADER = 8
 PR_SET_PDEATHSIG = 1
+# Letters of a printed line that travel: the parent holds no more of a function that never ends one.
+LONGEST = 64 * 2**10
+# Of the machine's memory, what this process may take; and how readily the kernel ends it, of 1000,
+# where there is none left: the run itself is worth more.
+SHARE, EXPENDABLE = 0.5, "500"
 WRITING = threading.RLock()
 
 
@@ -26,6 +32,7 @@ def main() -> None:
     """Answer calls until the input ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _bound()
     answers = os.fdopen(os.dup(1), "wb")
     calls = os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)
@@ -45,6 +52,20 @@ def main() -> None:
         _write(answers, _answer(number, worked, value))
 
 
+def _bound() -> None:
+    """Leave the memory of the machine to the run: a function that takes it fails, alone."""
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    most, (_, hard) = int(SHARE * pages * size), resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or most <= hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123  one line, at each start
+            file.write(EXPENDABLE)
+    except OSError:  # a container may not let it
+        return
+
+
 class _Told(io.TextIOBase):
     """What is printed, as lines that go to the parent; those of a forked copy to standard error."""
 
@@ -60,8 +81,10 @@ class _Told(io.TextIOBase):
             return sys.stderr.write(text)
         with WRITING:
             *lines, self._begun = (self._begun + text).split("\n")
+            if len(self._begun) > LONGEST:
+                lines, self._begun = [*lines, self._begun], ""
             for line in lines:
-                _write(self._answers, pickle.dumps(line))
+                _write(self._answers, pickle.dumps(line[: LONGEST + 1]))
         return len(text)
 
 

@@ -24,6 +24,11 @@ from rlflow.errors import Finding, RewardError
 from rlflow.rewards import cgroup
 from rlflow.strict import require
 
+# What the weakest of them is, and what it does not hold.
+UNHELD = (
+    "an audit hook and limits, no wall: native code gets round them to files that this user may "
+    "read or write, to processes of this user and to the network"
+)
 Isolation = Literal["auto", "bubblewrap", "namespaces", "limits"]
 Bounded = Literal["auto", "required", "none"]
 JAIL = Path(__file__).with_name("jail.py")
@@ -69,8 +74,10 @@ class Walls:
 
     def describe(self) -> str:
         """One line for people."""
-        names = {"limits": "an audit hook and limits, no wall", "namespaces": "namespaces"}
+        names = {"limits": UNHELD, "namespaces": "namespaces"}
         found = [names.get(self.isolation, self.isolation)]
+        if self.isolation == "limits" and os.geteuid() == 0:
+            found.append("this user is root, who may do all of that: run as another")
         if self.home:
             found.append(f"a cgroup below {self.home}")
         return "; ".join([" and ".join(found), *self.without])

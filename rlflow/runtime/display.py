@@ -14,6 +14,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from rlflow.errors import printable
 from rlflow.scheduler.plan.plan import Action
 
 SECONDS_BETWEEN_LINES = 2.0
@@ -59,12 +60,13 @@ class Display:
     def say(self, text: str) -> None:
         """A plain line."""
         if not self.quiet:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """A line that is shown in any case."""
+        """A line that is shown in any case; where it has several, the others stand below it."""
+        shown = printable(text).replace("\n", "\n  ")
         self.console.print(
-            f"warning: {text}", style="yellow", highlight=False, markup=False, soft_wrap=True
+            f"warning: {shown}", style="yellow", highlight=False, markup=False, soft_wrap=True
         )
 
     @contextmanager

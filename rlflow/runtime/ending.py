@@ -5,10 +5,10 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-from rlflow.errors import Finding, RlflowError, RunError
+from rlflow.errors import Finding, RlflowError, RunError, printable
 from rlflow.runtime.execute.executor import Completion
 from rlflow.runtime.record.checkpoint import set_aside
-from rlflow.runtime.record.durable import disk_errors
+from rlflow.runtime.record.durable import disk_errors, open_private
 from rlflow.runtime.record.spans import Span
 from rlflow.scheduler.plan.plan import Action, Plan
 
@@ -37,7 +37,8 @@ def last_words(error: Exception, log: Path, resume_line: str, said: str = "") ->
     A disk that takes no traceback is said in its place: what has failed before stays the error.
     """
     try:
-        log.write_text("".join(traceback.format_exception(error)))
+        with open_private(log, "w") as file:
+            file.write(printable("".join(traceback.format_exception(error))))
         kept = f"traceback: {log}"
     except OSError as unwritten:
         kept = f"the traceback could not be written to {log}: {unwritten.strerror}"

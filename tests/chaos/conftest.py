@@ -1,37 +1,30 @@
-"""What became of each row, kept for the page that is written in the end."""
+"""What became of each row, on the page that is written after each of them."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.chaos import report
-
-TOLD: list[report.Told] = []
+from tests.chaos.report import Told, write
 
 
 @pytest.fixture(scope="session")
-def told() -> list[report.Told]:
-    """The rows so far."""
-    return TOLD
+def tell() -> Callable[[Told], None]:
+    """Takes what became of a row; the page is that of all so far, whatever ends the session."""
+    from tests.chaos.table import ROWS
 
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    session.config.stash[BEGAN] = time.monotonic()
-
-
-BEGAN = pytest.StashKey[float]()
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the page where one is asked for."""
+    told: list[Told] = []
+    began = time.monotonic()
     path = os.environ.get("RLFLOW_CHAOS_REPORT")
-    if path and TOLD:
-        from tests.chaos.table import ROWS
+    seed = int(os.environ.get("RLFLOW_CHAOS_SEED") or 0)
 
-        took = time.monotonic() - session.config.stash.get(BEGAN, time.monotonic())
-        seed = int(os.environ.get("RLFLOW_CHAOS_SEED") or 0)
-        report.write(TOLD, len(ROWS), seed, took, Path(path))
+    def take(each: Told) -> None:
+        told.append(each)
+        if path:
+            write(told, len(ROWS), seed, time.monotonic() - began, Path(path))
+
+    return take

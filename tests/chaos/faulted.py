@@ -27,6 +27,7 @@ class Config(rf.Config):
     timeout: float = 0.0
     on_error: str = "error"
     lr: float = 1e-3
+    model: str = str(TINY)
 
 
 def judge(response: str) -> float:
@@ -50,7 +51,7 @@ def judge(response: str) -> float:
     }
 )
 def faulted(cfg: Config) -> None:
-    actor = rf.Model("actor", str(TINY), optimizer=rf.AdamW(lr=cfg.lr))
+    actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=cfg.lr))
     prompts = ops.prompts(rf.data.arithmetic(digits=2, test_size=9), batch=4)
     samples = ops.rollout(actor, prompts, n=4, max_new_tokens=8)
     limits: dict[str, Any] = {}

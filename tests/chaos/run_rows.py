@@ -34,17 +34,16 @@ def points() -> tuple[str, ...]:
 
 def killed_at(point: str, scene: Scene) -> None:
     """Kill at the second pass of a point, or at the first where there is no second; go on."""
-    resume = point.startswith("metrics:truncate")
-    if resume:  # it is passed where a run goes on
-        assert KILLED == scene.run(RLFLOW_FAULT="run:iteration=kill9@4").code
+    resume = point.startswith("metrics:truncate")  # it is passed where a run goes on
     for at in (2, 1):
-        result = scene.run(RLFLOW_FAULT=f"{point}=kill9@{at}", resume=resume or at == 1)
+        scene.run_dir = scene.folder / f"run-{at}"
+        if resume:
+            assert KILLED == scene.run(RLFLOW_FAULT="run:iteration=kill9@4").code
+        result = scene.run(RLFLOW_FAULT=f"{point}=kill9@{at}", resume=resume)
         if result.code == KILLED:
             scene.fired += 1
             break
         assert 0 == result.code, result.err
-        scene.run_dir = scene.folder / "again"
-        resume = False
     assert scene.fired, f"{point} is not passed"
     if (scene.run_dir / "run.json").exists():
         scene.continues()

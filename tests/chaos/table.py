@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 from functools import partial
 
 from tests.chaos.matrix import Expectation, Row
+from tests.chaos.outside_rows import outside_rows
 from tests.chaos.run_rows import run_rows
 from tests.chaos.scene import Scene
 from tests.conftest import ROOT
@@ -432,7 +433,8 @@ def tested_rows() -> list[Row]:
 
 
 ROWS: list[Row] = sorted(
-    [*run_rows(), *tested_rows(), *MISSING], key=lambda row: "KDRSGNCX".index(row.id[0])
+    [*run_rows(), *outside_rows(), *tested_rows(), *MISSING],
+    key=lambda row: "KDRSGNCX".index(row.id[0]),
 )
 
 

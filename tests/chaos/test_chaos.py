@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,16 +36,16 @@ def home():
 
 
 @pytest.mark.parametrize("row", CHOSEN, ids=lambda row: row.id)
-def test_row(row: Row, home: Path, told: list[Told]):
+def test_row(row: Row, home: Path, tell: Callable[[Told], None]):
     missing = why_not(row)
     if missing:
-        told.append(Told(row, "not run", 0.0, missing))
+        tell(Told(row, "not run", 0.0, missing))
         pytest.skip(missing)
     # A short path: sockets in it have names of a hundred letters at most.
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
     scene = Scene(folder, SEED * 1_000_003 + zlib.crc32(row.id.encode()), home)
     left: list[str] = []
-    outcome, began = "failed", time.monotonic()
+    outcome, why, began = "failed", "", time.monotonic()
     seconds = 0.0
     try:
         assert row.inject is not None
@@ -58,9 +59,12 @@ def test_row(row: Row, home: Path, told: list[Told]):
         assert [] == left
         assert seconds <= row.seconds, f"{seconds:.0f} s, later than its deadline"
         outcome = "holds"
+    except AssertionError as error:
+        why = (str(error).splitlines() or [""])[0][:160]
+        raise
     finally:
         seconds = seconds or time.monotonic() - began
         scene.close()
-        told.append(Told(row, outcome, seconds, scene.skipped or "; ".join(left)))
+        tell(Told(row, outcome, seconds, scene.skipped or "; ".join([*left, *filter(None, [why])])))
         if outcome == "holds":
             shutil.rmtree(folder, ignore_errors=True)

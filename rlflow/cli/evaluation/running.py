@@ -18,7 +18,7 @@ from rlflow.cli.evaluation.terms import Terms, answer_named, changed_terms, term
 from rlflow.cli.evaluation.weights import NamedWeights, snapshot_of
 from rlflow.cli.options import read_run
 from rlflow.cli.running import Outcome, run_as_asked
-from rlflow.errors import Finding, RunDirError, UsageError
+from rlflow.errors import Finding, RunDirError, UsageError, printable
 from rlflow.graph.cut.part import GraphPart
 from rlflow.graph.graph import Graph
 from rlflow.modelfiles.directories import model_directory
@@ -77,7 +77,7 @@ def evaluate_named(
         graph = evaluation_graph(asked.declared.whole, asked.terms, model, asked.counted)
         outcome = _launched(asked, graph, again, watch)
     if outcome.run_dir is None:
-        click.echo(outcome.text)
+        click.echo(printable(outcome.text))
         return None
     kept = asked.named.path or asked.terms.model.path  # what stays of the snapshot: a tokenizer
     with RunDir.open(outcome.run_dir) as directory:

@@ -8,6 +8,7 @@ import click
 
 from rlflow.cli.shell.printed import json_option, print_json
 from rlflow.cli.shell.values import typed_files
+from rlflow.errors import printable
 
 EXAMPLES = """\b
 Examples:
@@ -32,6 +33,6 @@ def bisect_runs(one: str, other: str, exit_code: bool, as_json: bool) -> None:
     if as_json:
         print_json(found.as_json())
     else:
-        click.echo("\n".join(parting_lines(found, one, other)))
+        click.echo(printable("\n".join(parting_lines(found, one, other))))
     if exit_code and not found.same:
         raise SystemExit(1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rlflow.cli.shell.printed import json_option
+from rlflow.cli.shell.printed import escaped, json_option
 from rlflow.cli.shell.values import typed_files
 from rlflow.errors import Finding, UsageError
 
@@ -70,7 +70,8 @@ def show_samples(run_dir: str, **options: Any) -> None:
     limit = options["limit"] or (500 if options["page"] else 10)
     shown = ordered[: len(ordered) if options["group"] is not None else limit]
     if options["as_json"]:
-        click.echo(json.dumps([s.as_json() for s in shown], sort_keys=True, ensure_ascii=False))
+        text = json.dumps([s.as_json() for s in shown], sort_keys=True, ensure_ascii=False)
+        click.echo(escaped(text))
     elif not shown:
         click.echo(_none(found, options["group"]), err=True)
     elif options["page"]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+
+from rlflow.cli.shell.printed import print_json
 
 EXAMPLES = """\b
 Examples:
@@ -75,7 +76,7 @@ def replay_update(
 
     found = replayed(Path(run_dir), iteration, **options)
     if as_json:
-        click.echo(json.dumps(found.as_json(), indent=1, sort_keys=True, ensure_ascii=False))
+        print_json(found.as_json())
     else:
         click.echo("\n".join(replayed_lines(found, everything=everything)))
     if exit_code and found.same is False:

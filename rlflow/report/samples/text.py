@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from rlflow.errors import printable
 from rlflow.report.samples.colours import colour_scale
 from rlflow.report.samples.joined import RESPONSE, RecordedSample, Samples
 
@@ -62,7 +63,7 @@ def side_by_side(shown: Sequence[RecordedSample]) -> RenderableType:
     panels = [
         Panel(_words(each), title=_scores(each), subtitle=_size(each), width=38) for each in shown
     ]
-    prompt = Text(str(first.value("prompt") or ""))
+    prompt = Text(printable(str(first.value("prompt") or "")))
     title = f"iteration {first.iteration}   group {first.group}   prompt"
     return Group(Panel(prompt, title=title, title_align="left"), Columns(panels))
 
@@ -77,7 +78,7 @@ def tokens(sample: RecordedSample, what: str, decode: Decode | None) -> Renderab
     shown = Text()
     scale = [0.0] * len(ids) if values is None else colour_scale(what, values)
     for word, number in zip(words, scale, strict=True):
-        shown.append(word, style=_style(number))
+        shown.append(printable(word), style=_style(number))
     missing = f"no {what} is recorded of these rows" if values is None else legend(what)
     title = f"iteration {sample.iteration}   row {sample.row}   {_title(sample)}"
     prompt = Text(_line(sample.value("prompt"), LONG), style="dim")
@@ -122,7 +123,7 @@ def _size(sample: RecordedSample) -> str:
 
 def _words(sample: RecordedSample) -> Text:
     response = sample.value("response")
-    return Text(response if isinstance(response, str) else "(no text is recorded)")
+    return Text(printable(response) if isinstance(response, str) else "(no text is recorded)")
 
 
 def _any(shown: Sequence[RecordedSample], name: str) -> bool:
@@ -137,5 +138,5 @@ def _line(text: object, most: int) -> str:
     """Text on one line, cut where it is long."""
     if not isinstance(text, str):
         return ""
-    line = text.replace("\n", "⏎")
+    line = printable(text.replace("\n", "⏎"))
     return line if len(line) <= most else f"{line[: most - 1]}…"

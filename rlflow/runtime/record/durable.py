@@ -27,9 +27,10 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TextIO, TypeAlias
 
 from rlflow.errors import Finding, RlflowError, UsageError, near_names
 
@@ -44,6 +45,8 @@ FAULT_FORM = re.compile(
 )
 FLOAT_TAG = "$float"
 READ_SIZE = 1 << 20
+# Permissions of files that anybody may read, and of those that may hold what is like a key.
+SHARED, PRIVATE = 0o666, 0o600
 
 
 class InjectedFault(RuntimeError):
@@ -177,7 +180,9 @@ def register_file_faults(prefix: str) -> str:
     return prefix
 
 
-def write_file(path: Path, parts: Iterable[bytes | memoryview], points: str) -> FileRecord:
+def write_file(
+    path: Path, parts: Iterable[bytes | memoryview], points: str, *, mode: int = SHARED
+) -> FileRecord:
     """Write a new file of `parts` and fsync it, hashing each byte once on its way out.
 
     The directory entry is not yet durable: see `fsync_dir`. Raises `OSError`; the caller
@@ -185,7 +190,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview], points: str) -> 
     """
     digest = hashlib.sha256()
     size = 0
-    with path.open("xb") as file:
+    with open(path, "xb", opener=partial(os.open, mode=mode)) as file:
         for part in parts:
             file.write(part)
             digest.update(part)
@@ -203,15 +208,16 @@ def register_atomic_faults(prefix: str) -> str:
     return register_file_faults(prefix)
 
 
-def write_atomic(path: Path, data: bytes, points: str) -> None:
+def write_atomic(path: Path, data: bytes, points: str, *, mode: int = SHARED) -> None:
     """Replace a file by `data`: at every instant `path` is the old file or the new one, whole.
 
+    A link is replaced, not followed. `mode` are its permissions, before the process's own mask.
     Raises `OSError` after removing the temporary file; a kill leaves it behind under a name
     that `is_leftover` knows.
     """
     temporary = temporary_name(path)
     try:
-        write_file(temporary, [data], points)
+        write_file(temporary, [data], points, mode=mode)
         temporary.rename(path)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -219,6 +225,15 @@ def write_atomic(path: Path, data: bytes, points: str) -> None:
     fault(f"{points}:rename")
     fsync_dir(path.parent)
     fault(f"{points}:dirsync")
+
+
+def open_private(path: Path, mode: Literal["a", "w"] = "a") -> TextIO:
+    """A text file to write to, for its user alone; OSError where its name is a link."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, PRIVATE)
+
+    return open(path, mode, encoding="utf-8", errors="replace", opener=opener)
 
 
 def append(file: FileIO, data: bytes) -> None:

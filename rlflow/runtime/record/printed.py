@@ -15,8 +15,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 
+from rlflow.errors import printable
+from rlflow.runtime.record.durable import open_private
+
 Line = tuple[str, str]
 FILE = "printed.txt"
+# Bytes of that file, and letters of a line in it: a function may print without an end.
+LARGEST = 64 * 2**20
+LONGEST = 64 * 2**10
 
 _ACTING: ContextVar[str] = ContextVar("rlflow_acting", default="")
 _ACTIVE: list[str] = []
@@ -62,8 +68,10 @@ class Printed(io.TextIOBase):
             action, begun = self._begun.pop(own, (actor(), ""))
             *lines, rest = (begun + text).split("\n")
             for line in lines:
-                self._keep((action, line))
-            if rest:
+                self._keep((action, _cut(line)))
+            if len(rest) > LONGEST:
+                self._keep((action, _cut(rest)))
+            elif rest:
                 self._begun[own] = (actor() if lines else action, rest)
         return len(text)
 
@@ -78,6 +86,12 @@ class Printed(io.TextIOBase):
             for line in self._begun.values():
                 self._keep(line)
             self._begun.clear()
+
+
+def _cut(line: str) -> str:
+    """A line as it is kept, with how much of it is not."""
+    more = len(line) - LONGEST
+    return line if more <= 0 else f"{line[:LONGEST]}... ({more:,} more letters)"
 
 
 @contextlib.contextmanager
@@ -129,22 +143,31 @@ def _errors_instead() -> Iterator[None]:
 
 
 class PrintedLog:
-    """The file of a run that keeps printed lines; it is made with the first one."""
+    """The file of a run that keeps printed lines; it is made with the first one.
+
+    It is for its user alone, and no larger than `LARGEST`: what is printed beyond that is lost.
+    """
 
     def __init__(self, path: Path, told: Callable[[str], None]) -> None:
         self._path = path
         self._told = told
         self._lock = threading.Lock()
+        self._full = False
 
     def keep(self, line: Line) -> None:
-        """Append a line; the first one of a run is told."""
+        """Append a line; the first one of a run is told, and the last that there is room for."""
         action, text = line
         with self._lock:
             if self._told is not _nobody:
                 self._told(f"what functions print is in {self._path}")
                 self._told = _nobody
-            with self._path.open("a", encoding="utf-8", errors="replace") as file:
-                file.write(f"{action or '?'}: {text}\n")
+            if self._full:
+                return
+            with open_private(self._path) as file:
+                file.write(f"{action or '?'}: {printable(text)}\n")
+                self._full = file.tell() > LARGEST
+                if self._full:
+                    file.write(f"?: more than {LARGEST:,} bytes: what follows is not kept\n")
 
 
 def _nobody(text: str) -> None:

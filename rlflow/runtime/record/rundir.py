@@ -20,12 +20,9 @@ import os
 import shlex
 import shutil
 import socket
-import subprocess
-import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 from typing import Self
@@ -33,6 +30,7 @@ from typing import Self
 from rlflow.errors import Finding, RunDirError, near_names
 from rlflow.runtime.record.durable import (
     JSON,
+    PRIVATE,
     disk_errors,
     exact_json,
     exact_value,
@@ -41,13 +39,13 @@ from rlflow.runtime.record.durable import (
     write_atomic,
 )
 from rlflow.runtime.record.edges.secrets import hidden_facts, hidden_values
+from rlflow.runtime.record.identity.ownership import require_own_files
+from rlflow.runtime.record.identity.provenance import git_state, package_versions
 
 RUNS = Path("runs")
 PEAKS_FILE = "peaks.json"
 RUN_FILE = "run.json"
 LOCK_FILE = "lock"
-PACKAGES = ("rlflow-engine", "torch", "transformers", "tensordict", "safetensors", "numpy")
-GIT_SECONDS = 5.0
 FILE_POINTS = register_atomic_faults("rundir:file")
 
 
@@ -113,10 +111,14 @@ class RunDir:
 
     @classmethod
     def view(cls, path: Path) -> Self:
-        """A run directory to read from, in use or not. Raises `RunDirError` if it is none."""
+        """A run directory to read from, in use or not.
+
+        Raises `RunDirError` if it is none, and if what is in it lies elsewhere.
+        """
         with disk_errors(RunDirError, f"open the run directory {path}", path):
             if not (path / RUN_FILE).is_file():
                 raise _not_a_run(path)
+            require_own_files(path)
         return cls(path, None)
 
     def __enter__(self) -> Self:
@@ -155,7 +157,7 @@ class RunDir:
                 earlier = self.path / "graphs"
                 earlier.mkdir(exist_ok=True)
                 number = len(list(earlier.iterdir())) + 1
-                write_atomic(earlier / f"{number}.json", before.encode(), FILE_POINTS)
+                write_atomic(earlier / f"{number}.json", before.encode(), FILE_POINTS, mode=PRIVATE)
         self._write("graph.json", text)
 
     def graphs(self) -> list[str]:
@@ -196,8 +198,8 @@ class RunDir:
             "again": list(again) or ["run", pipeline],
             "started": datetime.now(UTC).isoformat(timespec="microseconds"),
             "host": socket.gethostname(),
-            "git": _git_state(),
-            "versions": _versions(),
+            "git": git_state(),
+            "versions": package_versions(),
         }
         self._write_json(RUN_FILE, hidden_facts(facts))
 
@@ -206,7 +208,7 @@ class RunDir:
 
     def _write(self, name: str, text: str) -> None:
         with disk_errors(RunDirError, f"write {self.path / name}", self.path):
-            write_atomic(self.path / name, text.encode(), FILE_POINTS)
+            write_atomic(self.path / name, text.encode(), FILE_POINTS, mode=PRIVATE)
 
 
 def words_again(run: Mapping[str, JSON]) -> list[str]:
@@ -271,7 +273,7 @@ def _fresh_path(parent: Path, name: str) -> Path:
 def _lock(path: Path) -> int:
     """Take the lock of a run directory; the kernel drops it when the process dies."""
     file = path / LOCK_FILE
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -362,37 +364,3 @@ def _read_run(path: Path) -> Mapping[str, JSON]:
             )
         )
     return run
-
-
-def _versions() -> dict[str, JSON]:
-    """The version of Python and of each package, None where it is not installed."""
-    found: dict[str, JSON] = {"python": sys.version.split()[0]}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
-
-
-def _git_state() -> dict[str, JSON] | None:
-    """Commit of the working directory and whether tracked files differ; None outside git."""
-    commit = _git("rev-parse", "HEAD")
-    if commit is None:
-        return None
-    changes = _git("--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
-
-
-def _git(*arguments: str) -> str | None:
-    """What git prints; None without git, outside a repository, or if it takes too long."""
-    program = shutil.which("git")
-    if program is None:
-        return None
-    try:
-        done = subprocess.run(  # noqa: S603 - a fixed program with fixed arguments
-            [program, *arguments], capture_output=True, text=True, timeout=GIT_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

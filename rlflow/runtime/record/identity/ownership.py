@@ -1,0 +1,42 @@
+"""Whether the files of a run are its own: a link in their place leads elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlflow.errors import Finding, RunDirError
+
+# What a run writes by itself. Trackers keep links of their own in theirs, and checkpoints are
+# looked at where they are read.
+FOLDERS = ("spans", "logs", "records", "graphs", "profiles")
+FILES = frozenset(
+    (
+        *("run.json", "config.json", "graph.json", "plan.json", "plan.txt", "peaks.json", "lock"),
+        *("metrics.jsonl", "devices.jsonl", "trackers.json", "checkpoints", *FOLDERS),
+    )
+)
+
+
+def require_own_files(path: Path) -> None:
+    """Raise RunDirError (E715) where a run's own file or folder is a link.
+
+    What is appended there would land elsewhere, and what is read there is not the run's.
+    """
+    inside = [entry for name in FOLDERS for entry in _in(path / name)]
+    own = [entry for entry in _in(path) if entry.name in FILES]
+    names = [str(each.relative_to(path)) for each in (*own, *inside) if each.is_symlink()]
+    if names:
+        raise RunDirError(
+            Finding(
+                code="E715",
+                what=f"the run directory {path} has links in the place of files",
+                got=", ".join(names[:5]),
+                expected="files and directories of its own; the run directory itself may be a link",
+                fix="put what they lead to in their place",
+            )
+        )
+
+
+def _in(path: Path) -> list[Path]:
+    """What is in a directory; nothing where there is none."""
+    return sorted(path.iterdir()) if path.is_dir() else []
