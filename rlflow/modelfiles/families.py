@@ -14,7 +14,7 @@ from rlflow.errors import Finding
 from rlflow.modelfiles.configs import COUNTS, text_config, text_value
 
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
-# `full` and sliding windows are packed; `latent` is multi-head latent attention (MLA, DeepSeek-V2),
+# `full` and sliding windows are packed, and so is `latent`, multi-head latent attention (MLA);
 # `state` layers that carry or pick something from row to row, `own` attention that transformers
 # does not let another take the place of, `encoder` an encoder or a part of an encoder-decoder.
 # Of `none` transformers makes no causal language model.
@@ -127,9 +127,10 @@ FAMILIES: dict[str, Family] = {
     **_each("gpt_oss", replace(FUSED, biases="attention")),
     **_each("jetmoe", replace(FUSED, tied=True, counted=False)),
     # Latent attention.
-    **_each("deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash axk1",
-            replace(LATENT, experts="apart")),
-    **_each("minicpm3 youtu", LATENT),
+    **_each("deepseek_v2 deepseek_v3 glm4_moe_lite", replace(LATENT, experts="apart")),
+    **_each("axk1", replace(LATENT, experts="apart", counted=False)),
+    **_each("longcat_flash", replace(LATENT, experts="apart", alone="experts", counted=False)),
+    **_each("minicpm3 youtu", replace(LATENT, tied=True)),
     # Layers that carry something from token to token, or pick tokens.
     **_each("mamba mamba2 falcon_mamba bamba falcon_h1 recurrent_gemma olmo_hybrid qwen3_5_text"
             " qwen3_5 xlstm", STATE),
@@ -156,7 +157,7 @@ FAMILIES: dict[str, Family] = {
             " musicgen_melody mvp pegasus plbart prophetnet rembert roberta roberta-prelayernorm"
             " roc_bert roformer trocr whisper xlm xlm-roberta xlm-roberta-xl xmod", ENCODER),
     # Known to transformers as language models, and not made of what their files say.
-    **_each("emu3 mllama dbrx", NONE),
+    **_each("emu3 mllama dbrx mistral4", NONE),
 }  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def packing_finding(path: str, family: Family) -> Finding | None:
 
     E501 where transformers has no causal language model for the config.
     """
-    if family.attention == "full":
+    if family.attention in ("full", "latent"):
         return None
     if family.attention == "none":
         return Finding(
@@ -204,7 +205,6 @@ def packing_finding(path: str, family: Family) -> Finding | None:
             expected="a causal language model that transformers knows, with safetensors weights",
         )
     why = {
-        "latent": ("multi-head latent attention", "keys as wide as values"),
         "own": ("attention in code of its own", "attention that transformers lets be replaced"),
         "encoder": ("an encoder, or a part of a model with one", "a decoder by itself"),
         "state": (family.layers, "attention layers only: " + ", ".join(sorted(PACKED_LAYERS))),

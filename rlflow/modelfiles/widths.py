@@ -204,7 +204,7 @@ def widths_of(config: Mapping[str, Any], path: Path) -> Widths:
             )
         )
     return Widths(
-        layers=get(*LAYERS),
+        layers=_layers(text, kind) or get(*LAYERS),
         hidden=hidden,
         heads=heads,
         kv_heads=text_value(text, "num_key_value_heads") or heads,
@@ -223,6 +223,11 @@ def widths_of(config: Mapping[str, Any], path: Path) -> Widths:
         **_experts(text, kind, ffn),
         **_latent(text),
     )
+
+
+def _layers(text: Mapping[str, Any], kind: str) -> int:
+    """Layers of a family that counts them otherwise: LongCat's have two attentions each."""
+    return 2 * text_value(text, "num_layers") if kind == "longcat_flash" else 0
 
 
 def _biases(text: Mapping[str, Any], family: Family) -> dict[str, bool]:
@@ -267,6 +272,8 @@ def _experts(text: Mapping[str, Any], kind: str, ffn: int) -> dict[str, Any]:
 def _dense_layers(text: Mapping[str, Any]) -> int:
     """How many layers have no experts: the first ones, or all but every so many."""
     layers = text_value(text, "num_hidden_layers", "n_layer")
+    if text.get("mlp_layer_types"):
+        return min(layers, list(text["mlp_layer_types"]).count("dense"))
     first = text_value(text, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
     every = text_value(text, "decoder_sparse_step") or 1
     plain = set(text.get("mlp_only_layers") or ())

@@ -50,6 +50,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.0,
         "moe_intermediate_size": 24,
     },
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "dots3_note_text": {"num_key_value_heads": 4},
     "gemma4_text": {"pad_token_id": 0},
     "gemma4_unified_text": {"pad_token_id": 0},

@@ -391,8 +391,8 @@ class Roofline:
 
     @property
     def cache_bytes(self) -> float:
-        """Bytes of keys and values of one token on each rank."""
-        return self.shape.cached * self.size / self.tp.ranks
+        """Bytes of keys and values of one token on each rank; latents are whole on all of them."""
+        return self.shape.cached_on_each(self.tp.ranks) * self.size
 
     @property
     def layers(self) -> LayerBytes:

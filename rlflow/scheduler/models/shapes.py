@@ -97,6 +97,10 @@ class Shape:
             return self.layers * self.latent
         return 2 * self.layers * self.kv_heads * self.head_dim
 
+    def cached_on_each(self, tp: int) -> float:
+        """Of those numbers what each of `tp` ranks has: its heads' part, or all of the latents."""
+        return self.cached if self.latent else self.cached / tp
+
     def linear(self, name: str) -> tuple[int, int] | None:
         """Input and output width of the linear layer of that name; None where none is known."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim

@@ -58,8 +58,11 @@ class AttentionState(Protocol):
 class PromptCache(Protocol):
     """What keeps keys and values of prompts."""
 
-    def fill(self, layer: int, k: Tensor, v: Tensor, layout: PackedLayout) -> None:
-        """Keep a layer's, of all flat tokens."""
+    def fill(self, layer: int, parts: tuple[Tensor, ...], layout: PackedLayout) -> None:
+        """Keep a layer's keys and values, of all flat tokens.
+
+        Latents are alone: values are the first columns of what keys are.
+        """
 
 
 _current: ContextVar[AttentionState | None] = ContextVar("rlflow_attention", default=None)
@@ -136,11 +139,16 @@ def _attention_forward(
     )
     layer: int = module.layer_idx  # type: ignore[assignment]
     q, k, v = (part.transpose(1, 2)[0] for part in (query, key, value))
-    return current_state().attend(layer, q, k, v, traits)[None], None
+    state, latent = current_state(), getattr(module, "latent_projection", None)
+    if latent is None or isinstance(state, PackedAttention):
+        return state.attend(layer, q, k, v, traits)[None], None
+    return latent.widened(state.attend(layer, latent.absorbed(q), k, v, traits))[None], None
 
 
 class PackedAttention:
     """Attention of whole rows in a layout; fills `cache` with the keys and values, if given.
+
+    Where keys and values are made of `latents` of a layer, these are what the cache gets.
 
     `routing` is what routers of experts follow in the same pass, None for nothing.
     """
@@ -151,12 +159,14 @@ class PackedAttention:
         self.layout = layout
         self.cache = cache
         self.routing = routing
+        self.latents: dict[int, Tensor] = {}
         self.biases: dict[tuple[int, torch.dtype, int], Tensor] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: Traits) -> Tensor:
         """The attention output of every flat token."""
         if self.cache is not None:
-            self.cache.fill(layer, k, v, self.layout)
+            latent = self.latents.pop(layer, None)
+            self.cache.fill(layer, (k, v) if latent is None else (latent,), self.layout)
         window = traits.window
         if window is not None and window >= self.layout.longest:
             window = None
@@ -349,7 +359,7 @@ class DecodeAttention:
         scores = scores + self.cache.bias(scores.dtype, traits.window, seen)[:, None, None]
         probs = probabilities(scores.view(rows, heads, 1, seen), traits)
         output = mix_values(probs.reshape(rows * kv_heads, -1, seen), values.flatten(0, 1))
-        return output.view(rows, heads, head_size)
+        return output.view(rows, heads, -1)
 
 
 class RaggedAttention:
