@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlflow.engines.hf.forward.packed import Block, PackedLayout
 from rlflow.engines.hf.forward.spans import attend_spans, once
-from rlflow.engines.hf.generate.cache import KeyValueCache, RaggedCache
+from rlflow.engines.hf.generate.cache import KeyValueCache, RaggedCache, States
 from rlflow.errors import Finding, RunError
 from rlflow.modelfiles.families import cannot_be_packed
 
@@ -63,6 +63,9 @@ class PromptCache(Protocol):
 
         Latents are alone: values are the first columns of what keys are.
         """
+
+    def fill_states(self, layer: int, states: States) -> None:
+        """Keep what a layer carries from the ends of all prompts, a line each."""
 
 
 _current: ContextVar[AttentionState | None] = ContextVar("rlflow_attention", default=None)
@@ -148,9 +151,9 @@ def _attention_forward(
 class PackedAttention:
     """Attention of whole rows in a layout; fills `cache` with the keys and values, if given.
 
-    Where keys and values are made of `latents` of a layer, these are what the cache gets.
-
-    `routing` is what routers of experts follow in the same pass, None for nothing.
+    Where keys and values are made of `latents` of a layer, these are what the cache gets. `runs`
+    are those of `mixers.states`, once they were asked for; `routing` is what routers of experts
+    follow in the same pass, None for nothing.
     """
 
     def __init__(
@@ -160,6 +163,7 @@ class PackedAttention:
         self.cache = cache
         self.routing = routing
         self.latents: dict[int, Tensor] = {}
+        self.runs: Any = None
         self.biases: dict[tuple[int, torch.dtype, int], Tensor] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: Traits) -> Tensor:

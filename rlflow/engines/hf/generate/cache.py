@@ -14,6 +14,8 @@ from torch import Tensor
 
 from rlflow.engines.hf.forward.packed import LEAST_WIDTH, PackedLayout
 
+# What a layer carries from token to token, rows first, by what it is and its number.
+States = dict[tuple[str, int], Tensor]
 # A few dropped rows stay to make the count a multiple of this: see packed.MULTIPLE.
 MULTIPLE = 8
 # Columns for new tokens at first; the buffers double when these are full.
@@ -44,7 +46,8 @@ def keys_and_values(stored: tuple[Tensor, ...], size: int) -> tuple[Tensor, Tens
 class KeyValueCache:
     """Buffers `[rows, kv_heads, columns, head_size]` for keys and values of each layer.
 
-    Of latents there is one buffer, of whose columns the first are the values.
+    Of latents there is one buffer, of whose columns the first are the values. `states` are those
+    of layers that carry some, `[rows, ...]`.
 
     `prompt_lengths` int64 `[prompts]`; every prompt has `n` rows at first, prompt-major, which may
     make up to `max_new_tokens` tokens, and branch until there are `branches` times as many. All
@@ -69,6 +72,7 @@ class KeyValueCache:
         self.lengths = prompt_lengths.to(device).repeat_interleave(n)
         self.ragged = bool((prompt_lengths != self.width).any())
         self.buffers: dict[int, tuple[Tensor, ...]] = {}
+        self.states: dict[int, States] = {}
         self.prompt_places: Tensor | None = None
         self.biases: dict[tuple[torch.dtype, int | None, int], Tensor] = {}
 
@@ -76,6 +80,14 @@ class KeyValueCache:
         """Keep the flat keys and values of all prompts, once for each of their rows."""
         least = min(part.shape[-1] for part in parts)
         self.buffers[layer] = tuple(self.spread(part, layout, least) for part in parts)
+
+    def fill_states(self, layer: int, states: States) -> None:
+        """Keep the states after all prompts, once for each of their rows."""
+        kept = {}
+        for name, each in states.items():
+            kept[name] = each.new_zeros(self.room, *each.shape[1:])
+            kept[name][: self.rows] = each.repeat_interleave(self.n, 0)
+        self.states[layer] = kept
 
     def spread(self, flat: Tensor, layout: PackedLayout, least: int) -> Tensor:
         """Flat tokens `[tokens, kv_heads, head_size]` to a buffer of all rows.
@@ -173,6 +185,9 @@ class KeyValueCache:
         for pair in self.buffers.values():
             for buffer in pair:
                 buffer[place, :, :seen] = buffer[source, :, :seen]
+        for states in self.states.values():
+            for state in states.values():
+                state[place] = state[source]
         lengths = self.lengths[parents]
         self.rows = min(self.room, -(-left // MULTIPLE) * MULTIPLE)
         self.lengths = lengths.new_full((self.rows,), self.width)

@@ -21,7 +21,7 @@ from rlflow.batch import to_device
 from rlflow.engines.hf.forward.attention import Traits, mix_values, probabilities, score_traits
 from rlflow.engines.hf.forward.packed import PackedLayout
 from rlflow.engines.hf.forward.sequences import FLASH_DTYPES, Visible, flash_fits
-from rlflow.engines.hf.generate.cache import keys_and_values, stored_parts
+from rlflow.engines.hf.generate.cache import States, keys_and_values, stored_parts
 from rlflow.modelfiles.paging import BLOCK, blocks_for
 
 NOBODYS = 0
@@ -86,16 +86,22 @@ class PagedCache:
     Of latents there is one, whose first columns are the values. They are made with the first
     prompts and stay; `takes_runs` says whether the kernel reads them as `BlockRuns`. `table` int32
     `[slots, width]` is what the rows in the slots of a step have; `places` and `sources` say where
-    the next prompts' tokens go.
+    the next prompts' tokens go. `states` are those of layers that carry some, a line for each of
+    `rows` and one that is nobody's; `begun` are the rows of the next prompts.
     """
 
-    def __init__(self, blocks: int, slots: int, width: int, device: torch.device) -> None:
+    def __init__(
+        self, blocks: int, slots: int, width: int, device: torch.device, rows: int = 0
+    ) -> None:
         self.blocks = blocks
         self.device = device
         self.pools: dict[int, tuple[Tensor, ...]] = {}
         self.takes_runs = False
+        self.states: dict[int, States] = {}
+        self.rows = rows
         self.table = torch.zeros(slots, width, dtype=torch.int32, device=device)
         self.places = self.sources = torch.empty(0, dtype=torch.int64, device=device)
+        self.begun = self.places
 
     def expect(self, prompts: list[int], sizes: NDArray[np.int64], held: RowBlocks) -> None:
         """Say where tokens of prompts go that are filled in next, in this order.
@@ -117,6 +123,8 @@ class PagedCache:
                 places.append((own + rest - whole * BLOCK).reshape(-1))
                 sources.append(np.tile(start + rest, held.n))
             start += size
+        begun = (np.array(prompts)[:, None] * held.n + np.arange(held.n)).reshape(-1)
+        self.begun = to_device(torch.from_numpy(begun), self.device)
         self.places, self.sources = (
             to_device(torch.from_numpy(np.concatenate(each)), self.device)
             for each in (places, sources)
@@ -132,6 +140,15 @@ class PagedCache:
             self.takes_runs = kernel_takes_runs(parts[0].device, parts[0].dtype)
         for pool, flat in zip(self.pools[layer], parts, strict=True):
             pool.index_copy_(0, self.places, flat.index_select(0, self.sources))
+
+    def fill_states(self, layer: int, states: States) -> None:
+        """Keep the states after the prompts that are expected, once for each of their rows."""
+        held = self.states.setdefault(layer, {})
+        for name, each in states.items():
+            if name not in held:
+                held[name] = each.new_zeros(self.rows + 1, *each.shape[1:])
+            times = len(self.begun) // len(each)
+            held[name].index_copy_(0, self.begun, each.repeat_interleave(times, 0))
 
     def take_out(self, blocks: Table) -> list[Tensor]:
         """Copies of blocks of all pools in host memory, whose copying need not be over."""
@@ -150,8 +167,9 @@ class PagedCache:
         ]
 
     def num_bytes(self) -> int:
-        """Bytes of all pools."""
-        return sum(part.nbytes for pair in self.pools.values() for part in pair)
+        """Bytes of all pools, and of states."""
+        pooled = sum(part.nbytes for parts in self.pools.values() for part in parts)
+        return pooled + sum(each.nbytes for held in self.states.values() for each in held.values())
 
 
 def to_host_soon(x: Tensor) -> Tensor:
@@ -183,8 +201,17 @@ class PagedAttention:
     token of somebody's, and what comes of it nobody reads.
     """
 
-    def __init__(self, cache: PagedCache, table: Tensor, positions: Tensor, live: Tensor) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        table: Tensor,
+        positions: Tensor,
+        live: Tensor,
+        row: Tensor | None = None,
+    ) -> None:
         self.cache = cache
+        self.row = torch.arange(len(live), device=live.device) if row is None else row
+        self.kept_row = torch.where(live, self.row, cache.rows)
         self.table = table.long()
         inside = positions % BLOCK
         block = self.table.gather(1, (positions // BLOCK)[:, None])[:, 0]
