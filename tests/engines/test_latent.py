@@ -29,7 +29,7 @@ from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.mixers.padded import PaddedValues
 from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.engines.hf.writing import save_model
-from rlflow.scheduler.costs.lengths import Lengths, Load
+from rlflow.scheduler.costs.lengths import Load
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.devices.hardware import KINDS
 from rlflow.scheduler.models.shapes import read_shape
@@ -216,7 +216,7 @@ def test_a_plan_counts_a_pool_of_latents_to_the_byte(latent_dir):
     with torch.inference_mode():
         made.step()
     plan = Roofline(kind=KINDS["h100"], shape=read_shape(Path(path)), size=4, paged=True)
-    load_of = Load(rows=6, prompts=3, prompt=5, lengths=Lengths(20, 10.0))
+    load_of = Load(rows=6, prompts=3, prompt=5, lengths=ResponseLengths(20, 10.0))
 
     assert dict(plan.rollout_holds(load_of))["KV cache"] == made.cache.num_bytes()
 
