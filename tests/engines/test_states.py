@@ -17,7 +17,7 @@ from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.mixers.states import row_runs
 from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.errors import RunError
-from rlflow.scheduler.costs.lengths import Load
+from rlflow.scheduler.costs.lengths import Load, ResponseLengths
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.devices.hardware import KINDS
 from rlflow.scheduler.models.shapes import read_shape
