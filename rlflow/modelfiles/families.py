@@ -14,11 +14,14 @@ from rlflow.errors import Finding
 from rlflow.modelfiles.configs import COUNTS, text_config, text_value
 
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
-# `full` and sliding windows are packed; `latent` is multi-head latent attention (MLA, DeepSeek-V2),
+# What layers of a `hybrid` model are called besides.
+CARRYING_LAYERS = {"linear_attention", "conv", "hybrid", "moe", "mlp", "mamba", "attention"}
+# `full` and sliding windows are packed, and so is `latent`, multi-head latent attention (MLA);
+# `hybrid` models have layers that carry a state from token to token, computed row by row;
 # `state` layers that carry or pick something from row to row, `own` attention that transformers
 # does not let another take the place of, `encoder` an encoder or a part of an encoder-decoder.
 # Of `none` transformers makes no causal language model.
-Attention = Literal["full", "latent", "state", "own", "encoder", "none"]
+Attention = Literal["full", "latent", "hybrid", "state", "own", "encoder", "none"]
 # How experts are kept: `apart` one by one in files and fused in memory, `fused` in both.
 Experts = Literal["none", "apart", "fused"]
 # Why one rank alone can hold a model: it has `buffers` and other parts that loading by shards does
@@ -63,6 +66,7 @@ MIXED = replace(WHOLE, experts="apart", alone="experts")
 SHARED = replace(MIXED, alone="")
 FUSED = replace(WHOLE, experts="fused")
 LATENT = Family(attention="latent", cut=False)
+HYBRID = Family(attention="hybrid", cut=False, counted=False)
 STATE = Family(attention="state", cut=False, layers="linear_attention", counted=False)
 OWN = Family(attention="own", cut=False, counted=False)
 ENCODER = Family(attention="encoder", cut=False, counted=False)
@@ -127,18 +131,23 @@ FAMILIES: dict[str, Family] = {
     **_each("gpt_oss", replace(FUSED, biases="attention")),
     **_each("jetmoe", replace(FUSED, tied=True, counted=False)),
     # Latent attention.
-    **_each("deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash axk1",
-            replace(LATENT, experts="apart")),
-    **_each("minicpm3 youtu", LATENT),
+    **_each("deepseek_v2 deepseek_v3 glm4_moe_lite", replace(LATENT, experts="apart")),
+    **_each("axk1", replace(LATENT, experts="apart", counted=False)),
+    **_each("longcat_flash", replace(LATENT, experts="apart", alone="experts", counted=False)),
+    **_each("minicpm3 youtu", replace(LATENT, tied=True)),
     # Layers that carry something from token to token, or pick tokens.
-    **_each("mamba mamba2 falcon_mamba bamba falcon_h1 recurrent_gemma olmo_hybrid qwen3_5_text"
-            " qwen3_5 xlstm", STATE),
-    **_each("lfm2 lfm3", replace(STATE, layers="conv")),
-    **_each("lfm2_moe", replace(STATE, layers="conv", experts="apart")),
+    **_each("mamba2 bamba olmo_hybrid qwen3_5 qwen3_5_text lfm2 lfm3", HYBRID),
+    **_each("falcon_h1", replace(HYBRID, alone="buffers")),
+    **_each("qwen3_next qwen3_5_moe qwen3_5_moe_text granitemoehybrid nemotron_h lfm2_moe",
+            replace(HYBRID, experts="apart")),
+    **_each("kimi_linear bailing_hybrid", replace(HYBRID, experts="apart", alone="experts")),
+    # Selective scans of transformers that begin with a state of zeros alone.
+    **_each("mamba falcon_mamba", replace(STATE, layers="mamba")),
+    **_each("jamba", replace(STATE, layers="mamba", experts="apart")),
+    **_each("recurrent_gemma xlstm", STATE),
     **_each("hrm_text", replace(STATE, layers="layers that are passed several times")),
-    **_each("zamba zaya", replace(STATE, layers="hybrid")),
-    **_each("qwen3_next qwen3_5_moe qwen3_5_moe_text jamba granitemoehybrid zamba2 nemotron_h"
-            " minimax kimi_linear bailing_hybrid", replace(STATE, experts="apart")),
+    **_each("zamba zamba2 zaya", replace(STATE, layers="hybrid")),
+    **_each("minimax", replace(STATE, experts="apart")),
     **_each("llama4 llama4_text", replace(STATE, experts="fused", layers="chunked_attention")),
     **_each("glm_moe_dsa deepseek_v32 axk2 dots3_note dots3_note_text hy_v4 qwen4_exp"
             " qwen4_exp_text",
@@ -156,7 +165,7 @@ FAMILIES: dict[str, Family] = {
             " musicgen_melody mvp pegasus plbart prophetnet rembert roberta roberta-prelayernorm"
             " roc_bert roformer trocr whisper xlm xlm-roberta xlm-roberta-xl xmod", ENCODER),
     # Known to transformers as language models, and not made of what their files say.
-    **_each("emu3 mllama dbrx", NONE),
+    **_each("emu3 mllama dbrx mistral4", NONE),
 }  # fmt: skip
 
 
@@ -168,7 +177,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
         return NONE
     others = sorted(set(text.get("layer_types") or ()) - PACKED_LAYERS)
     experts = experts_in(text)
-    if others and (known is None or known.attention in ("full", "state")):
+    if known is not None and known.attention == "hybrid" and CARRYING_LAYERS.issuperset(others):
+        return known
+    if others and (known is None or known.attention in ("full", "hybrid", "state")):
         base = known or Family(experts="apart" if experts else "none")
         return replace(base, attention="state", layers=", ".join(others))
     if known is not None:
@@ -194,7 +205,7 @@ def packing_finding(path: str, family: Family) -> Finding | None:
 
     E501 where transformers has no causal language model for the config.
     """
-    if family.attention == "full":
+    if family.attention in ("full", "latent", "hybrid"):
         return None
     if family.attention == "none":
         return Finding(
@@ -204,7 +215,6 @@ def packing_finding(path: str, family: Family) -> Finding | None:
             expected="a causal language model that transformers knows, with safetensors weights",
         )
     why = {
-        "latent": ("multi-head latent attention", "keys as wide as values"),
         "own": ("attention in code of its own", "attention that transformers lets be replaced"),
         "encoder": ("an encoder, or a part of a model with one", "a decoder by itself"),
         "state": (family.layers, "attention layers only: " + ", ".join(sorted(PACKED_LAYERS))),
@@ -219,6 +229,16 @@ def packing_finding(path: str, family: Family) -> Finding | None:
 def cannot_be_packed(path: str, what: str, got: str, expected: str = "") -> Finding:
     """E503: a model that cannot be packed."""
     return Finding(code="E503", what=f"model {path!r} {what}", got=got, expected=expected)
+
+
+def undrafted(name: str) -> Finding:
+    """E598: layers that carry states, which cannot forget tokens that a drafter proposed."""
+    return Finding(
+        code="E598",
+        what=f"{name} carries states from token to token, and takes no token back",
+        expected="attention layers only, of a model and of its drafter",
+        fix="ops.rollout(...) without drafter=",
+    )
 
 
 def sharding_finding(

@@ -27,6 +27,10 @@ from rlflow.modelfiles.configs import (
 )
 from rlflow.modelfiles.families import Family, family_of
 
+# Kinds of layers that do not attend, and kinds that carry a state from token to token.
+NOT_ATTENDING = {"linear_attention", "conv", "mamba", "moe", "mlp"}
+STATEFUL = {"linear_attention", "conv", "mamba", "hybrid"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
@@ -38,7 +42,9 @@ class Widths:
     together. `norms` counts those of a layer as wide as it; 0 are norms without weights, and with
     `shifts` they have biases. `experts` of `expert_ffn` stand in all layers but
     `dense`, of which a token takes `chosen`, with `shared_ffn` beside them. `latent` is the rank
-    of keys and values, `query_rank` that of queries, 0 where they are projected at once.
+    of keys and values, `query_rank` that of queries, 0 where they are projected at once. So many
+    layers are `without_attention`; a row carries the inputs that convolutions have `convolved` last
+    and the `recurrent` numbers of states, of all layers.
     """
 
     layers: int
@@ -71,6 +77,9 @@ class Widths:
     rope_dim: int = 0
     nope_dim: int = 0
     value_dim: int = 0
+    without_attention: int = 0
+    convolved: int = 0
+    recurrent: int = 0
 
     @property
     def embedding(self) -> int:
@@ -204,7 +213,8 @@ def widths_of(config: Mapping[str, Any], path: Path) -> Widths:
             )
         )
     return Widths(
-        layers=get(*LAYERS),
+        layers=_layers(text, kind) or get(*LAYERS),
+        **_carried(text, hidden),
         hidden=hidden,
         heads=heads,
         kv_heads=text_value(text, "num_key_value_heads") or heads,
@@ -223,6 +233,62 @@ def widths_of(config: Mapping[str, Any], path: Path) -> Widths:
         **_experts(text, kind, ffn),
         **_latent(text),
     )
+
+
+def _layers(text: Mapping[str, Any], kind: str) -> int:
+    """Layers of a family that counts them otherwise, 0 of others: LongCat's have two attentions."""
+    if kind == "longcat_flash":
+        return 2 * text_value(text, "num_layers")
+    return 0 if text_value(text, *LAYERS) else len(text.get("layers_block_type") or ())
+
+
+def _carried(text: Mapping[str, Any], hidden: int) -> dict[str, int]:
+    """What a config says of layers without attention, and of states that rows carry."""
+    kinds = _kinds(text)
+    carrying = sum(kind in STATEFUL for kind in kinds)
+    convolved, recurrent = _state_of_layer(text, hidden)
+    return {
+        "without_attention": sum(kind in NOT_ATTENDING for kind in kinds),
+        "convolved": carrying * convolved,
+        "recurrent": carrying * recurrent,
+    }
+
+
+def _kinds(text: Mapping[str, Any]) -> list[str]:
+    """The kinds of layers, one by one; empty where all have attention and nothing else."""
+    said = text.get("layer_types") or text.get("layers_block_type")
+    if said:
+        return list(said)
+    layers, every = text_value(text, *LAYERS), text_value(text, "full_attention_interval")
+    if every and text_value(text, "linear_num_value_heads"):
+        return [("linear", "full")[(at + 1) % every == 0] + "_attention" for at in range(layers)]
+    full = text.get("full_attn_idxs")
+    if full:
+        return ["full_attention" if at in full else "conv" for at in range(layers)]
+    pattern = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+    if text.get("hybrid_override_pattern"):
+        return [pattern.get(letter, "mlp") for letter in str(text["hybrid_override_pattern"])]
+    return ["hybrid"] * layers if text.get("model_type") == "falcon_h1" else []
+
+
+def _state_of_layer(text: Mapping[str, Any], hidden: int) -> tuple[int, int]:
+    """Numbers that a row carries through a layer: of a convolution's inputs, and of a state.
+
+    Gated delta rules have a matrix of keys by values for each head (arXiv:2412.06464, section 2),
+    Mamba-2 one of a head by a state (arXiv:2405.21060, section 2).
+    """
+    heads = text_value(text, "linear_num_value_heads")
+    if heads:
+        key, value = (text_value(text, f"linear_{each}_head_dim") for each in ("key", "value"))
+        wide = 2 * key * text_value(text, "linear_num_key_heads") + value * heads
+        return wide * text_value(text, "linear_conv_kernel_dim"), heads * key * value
+    heads = text_value(text, "mamba_n_heads", "mamba_num_heads")
+    if heads:
+        size = text_value(text, "mamba_d_head", "mamba_head_dim")
+        state = text_value(text, "mamba_d_state", "ssm_state_size")
+        wide = heads * size + 2 * text_value(text, "mamba_n_groups", "n_groups") * state
+        return wide * text_value(text, "mamba_d_conv", "conv_kernel"), heads * size * state
+    return hidden * text_value(text, "conv_L_cache"), 0
 
 
 def _biases(text: Mapping[str, Any], family: Family) -> dict[str, bool]:
@@ -267,6 +333,8 @@ def _experts(text: Mapping[str, Any], kind: str, ffn: int) -> dict[str, Any]:
 def _dense_layers(text: Mapping[str, Any]) -> int:
     """How many layers have no experts: the first ones, or all but every so many."""
     layers = text_value(text, "num_hidden_layers", "n_layer")
+    if text.get("mlp_layer_types"):
+        return min(layers, list(text["mlp_layer_types"]).count("dense"))
     first = text_value(text, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
     every = text_value(text, "decoder_sparse_step") or 1
     plain = set(text.get("mlp_only_layers") or ())

@@ -11,8 +11,8 @@ from rlflow.modelfiles.families import (
 )
 
 ATTENTION = {
-    "full": "packed", "latent": "latent (MLA)", "own": "code of its own",
-    "encoder": "an encoder's", "none": "not loaded",
+    "full": "packed", "latent": "latent (MLA)", "hybrid": "states, row by row",
+    "own": "code of its own", "encoder": "an encoder's", "none": "not loaded",
 }  # fmt: skip
 EXPERTS = {"none": "", "apart": "mixture", "fused": "mixture, fused in files"}
 START = """# Models

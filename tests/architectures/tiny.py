@@ -9,6 +9,7 @@ WIDTHS = {
     32: "hidden_size n_embd d_model dim emb_dim input_hidden_size embedding_size",
     48: "intermediate_size ffn_hidden_size n_inner decoder_ffn_dim encoder_ffn_dim d_inner"
     " ffn_dim dense_intermediate_size shared_expert_intermediate_size shared_intermediate_size"
+    " moe_shared_expert_intermediate_size"
     " intermediate_size_mlp attention_hidden_size mlp_intermediate_size",
     24: "moe_intermediate_size expert_ffn_hidden_size",
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads"
@@ -50,6 +51,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.0,
         "moe_intermediate_size": 24,
     },
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "dots3_note_text": {"num_key_value_heads": 4},
     "gemma4_text": {"pad_token_id": 0},
     "gemma4_unified_text": {"pad_token_id": 0},

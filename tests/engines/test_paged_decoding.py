@@ -438,7 +438,7 @@ def test_runs_of_blocks_merge_to_the_whole(window, sinks, monkeypatch):
     )
     q = torch.randn(4, 4, 8, generator=made)
     state = PagedAttention(cache, table, positions, live)
-    expected = state.attend_gathered(q, *cache.pools[0], traits)
+    expected = state.attend_gathered(q, cache.pools[0], q.shape[-1], traits)
     found = state.attend_runs(q, *cache.pools[0], traits)
     assert torch.isfinite(found).all()
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

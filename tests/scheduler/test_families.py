@@ -75,12 +75,11 @@ REFUSED = {
     "glm4_moe": ("", "E526", "E521", "E521"),
     "gpt_oss": ("", "", "E521", "E521"),
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), ("", "", "", "E530")),
-    **dict.fromkeys(
-        ("deepseek_v3", "deepseek_v2", "minicpm3", "qwen3_next", "lfm2", "llama4_text"),
-        ("E503",) * 4,
-    ),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v2", "minicpm3"), ("", "", "E521", "E521")),
+    **dict.fromkeys(("qwen3_next", "lfm2"), ("", "", "E521", "E521")),
+    "llama4_text": ("E503",) * 4,
 }
-COUNTED = [f for f in CONFIGS if REFUSED.get(f, "")[:1] != ("E503",)]
+COUNTED = [f for f in CONFIGS if family_of({"model_type": f}).counted]
 LAYOUTS = {
     "one": {},
     "fsdp": {"fsdp": 2},
@@ -197,8 +196,17 @@ def test_a_mixture_is_planned_on_one_device_with_all_of_its_memory() -> None:
     assert seconds["actor.rollout"] < slower["actor.rollout"] / 2
     assert seconds["actor.update"] < slower["actor.update"]  # steps of all parameters included
     assert planned("shape:qwen3-30b-a3b", "fsdp", "cpu:2@2000GB").actions
-    with pytest.raises(PlanError, match="E503"):
+    assert planned("shape:deepseek-v3", "fsdp", "cpu:2@20000GB").actions
+    with pytest.raises(PlanError, match="E401"):
         planned("shape:deepseek-v3", "fsdp", "h100:2")
+
+
+def test_a_token_of_latent_attention_is_cached_as_its_latent_on_every_rank() -> None:
+    """61 layers of 512 + 64 numbers (DeepSeek-V3, arXiv:2412.19437, section 4.2)."""
+    latent, dense = known_shape("deepseek-v3"), known_shape("qwen2.5-7b")
+
+    assert 61 * 576 == latent.cached_on_each(1) == latent.cached_on_each(8)
+    assert 28 * 2 * 512 == dense.cached_on_each(1) == 4 * dense.cached_on_each(4)
 
 
 @pytest.mark.torch

@@ -35,6 +35,8 @@ from rlflow.engines.hf.layers import HostLayers
 from rlflow.engines.hf.layerwise.activations import offload_activations
 from rlflow.engines.hf.layerwise.compiled import compile_layers
 from rlflow.engines.hf.lora import AdapterSpec, adapt
+from rlflow.engines.hf.mixers.latent import use_latents
+from rlflow.engines.hf.mixers.states import use_states
 from rlflow.engines.hf.models import TorchModel, ValueModel
 from rlflow.engines.hf.recompute import recompute_layers
 from rlflow.engines.hf.routing.routers import lead_routers
@@ -298,6 +300,8 @@ def use_packed_attention(module: nn.Module, path: str) -> None:
     if body.config._attn_implementation != attention.NAME:
         what = "computes attention in code of its own, which cannot be packed"
         raise UsageError(cannot_be_packed(path, what, type(body).__name__))
+    use_latents(module)
+    use_states(module)
 
 
 def load_tokenizer(path: str) -> Tokenizer:

@@ -84,7 +84,7 @@ def lacks_varlen(asked: AttentionAsked) -> str | None:
         "has no soft cap": asked.softcap is not None,
         f"has no {asked.dtype}": asked.dtype not in FLASH_DTYPES,
         "of this torch knows no window": asked.window is not None and not asked.knows_windows,
-        "has values as wide as keys": asked.head != asked.value,
+        "takes no values wider than keys": asked.value > asked.head,
         f"takes no head of {asked.head}": bool(too_wide),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -61,7 +61,9 @@ def token_bytes(instance: Instance, sizes: Sizes) -> float:
     """
     names = [each.model for each in models_in(instance)]
     found = ((sizes.graph.model(name), sizes.shapes[name]) for name in names)
-    return sum(shape.cached * dtype_bytes(model) for model, shape in found if shape) / instance.tp
+    return sum(
+        shape.cached_on_each(instance.tp) * dtype_bytes(model) for model, shape in found if shape
+    )
 
 
 def reserved(instance: Instance) -> int:

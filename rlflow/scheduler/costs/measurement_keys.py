@@ -126,7 +126,10 @@ def drafter(graph: Graph, shapes: Mapping[str, Shape | None], name: str | None) 
 
 
 UNTIMED = ("source", "family", "kind", "matrices")
-OF_SOME = ("idle", "experts", "chosen", "latent")
+OF_SOME = (
+    *("idle", "experts", "chosen", "latent"),
+    *("without_attention", "convolved", "recurrent"),
+)
 
 
 @functools.cache

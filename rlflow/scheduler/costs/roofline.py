@@ -359,7 +359,8 @@ class Roofline:
         """
         computed = self.computed(rows, rows, rows * context if self.on_cpu else 0)
         weights = self.shape.touched(rows) * self.size / self.tp.ranks - self.spared
-        cache = rows * context * self.cache_bytes
+        # What a row carries is read and written.
+        cache = rows * (context * self.cache_bytes + 2 * self.shape.carried(self.size))
         drawn = self.over_vocabulary(rows, self.logit(self.kind.drawn, efficiency.DRAWN_BYTES))
         if self.kind.weights:
             read = self.multiplied(computed, weights) + self.read(cache) + drawn
@@ -391,8 +392,8 @@ class Roofline:
 
     @property
     def cache_bytes(self) -> float:
-        """Bytes of keys and values of one token on each rank."""
-        return self.shape.cached * self.size / self.tp.ranks
+        """Bytes of keys and values of one token on each rank; latents are whole on all of them."""
+        return self.shape.cached_on_each(self.tp.ranks) * self.size
 
     @property
     def layers(self) -> LayerBytes:
@@ -509,15 +510,17 @@ class Roofline:
         """
         rows = load.most or load.rows
         prompts = rows if load.most else load.prompts
-        tokens = max(prompts * load.prompt, rows)
-        cache = int(rows * load.longest_row * self.cache_bytes)
+        tokens, carried = max(prompts * load.prompt, rows), self.shape.carried(self.size)
+        cache = int(rows * load.longest_row * self.cache_bytes) + int(rows * carried)
         if self.serving is not None:
             tokens, cache, rows = min(tokens, PREFILL), 0, self.serving.rows(rows)
         graphs = 0
         if self.paged:
             blocks = load.in_blocks(self.rows_at_once)
             tokens = min(tokens, max(blocks.at_once // blocks.n * load.prompt, blocks.at_once))
-            cache, rows = int(blocks.pool * self.cache_bytes), blocks.slots
+            # States have a line for every row, and one that is nobody's.
+            states = int((load.rows + 1) * carried)
+            cache, rows = int(blocks.pool * self.cache_bytes) + states, blocks.slots
             graphs = int(self.scores(rows) + self.layers.passing * rows) if self.replays else 0
         activations = self.layers.passing * tokens
         return _largest_first(

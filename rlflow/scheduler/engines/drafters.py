@@ -13,8 +13,10 @@ from rlflow.errors import Finding
 from rlflow.graph.graph import Node
 from rlflow.graph.placement import On
 from rlflow.graph.roles import Drafted, SamplingOptions
+from rlflow.modelfiles.families import undrafted
 from rlflow.scheduler.costs.drafting import models_in
 from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.plan.plan import Instance, Plan
 
@@ -68,11 +70,15 @@ def drafting_instance(plan: Plan, node: Node, served: Instance) -> Instance:
 
 
 def drafter_findings(
-    plan: Plan, instances: Sequence[Instance], served: Mapping[str, Sequence[Node]]
+    plan: Plan,
+    instances: Sequence[Instance],
+    served: Mapping[str, Sequence[Node]],
+    shapes: Mapping[str, Shape | None],
 ) -> list[Finding]:
     """E261 for every rollout here whose weights or whose drafter's are cut over ranks.
 
-    `served` has the nodes of each instance; rollouts in engines of their own are left out.
+    E598 where layers of one of the two carry states. `served` has the nodes of each instance;
+    rollouts in engines of their own are left out.
     """
     findings = []
     of = {node.name: i for i in instances for node in served[i.name] if node.model == i.model}
@@ -80,6 +86,10 @@ def drafter_findings(
         if of[node.name].engine_plan.own_process:
             continue
         beside = drafting_instance(plan, node, of[node.name])
+        for name in (of[node.name].model, beside.model):
+            shape = shapes[name]
+            if shape is not None and shape.family.attention == "hybrid":
+                findings.append(replace(undrafted(f"model {name!r}"), where=node.where))
         cut = [f"{i.name}: {i.layout()}" for i in (of[node.name], beside) if i.fsdp * i.tp > 1]
         if cut:
             findings.append(

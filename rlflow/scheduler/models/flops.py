@@ -24,7 +24,10 @@ TRAINED_FORWARDS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductSizes:
-    """What the products of a model are made of: parameters of its layers and head, and widths."""
+    """What the products of a model are made of: parameters of its layers and head, and widths.
+
+    `layers` are those with attention.
+    """
 
     body: int
     head: int
@@ -50,7 +53,7 @@ def product_sizes(shape: Shape, *, predicts: bool) -> ProductSizes:
     return ProductSizes(
         body=max(shape.active - shape.embedding, 0),
         head=shape.vocab * shape.hidden if predicts else 0,
-        layers=shape.layers,
+        layers=shape.attending,
         heads=shape.heads,
         head_dim=shape.head_dim,
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 from rlflow.errors import UsageError
 from rlflow.graph.model import Model
+from rlflow.modelfiles.chunks import WIDE_BYTES
 from rlflow.modelfiles.configs import read_config, text_config
 from rlflow.modelfiles.directories import model_directory
 from rlflow.modelfiles.families import DENSE, Family, family_of, packing_finding
@@ -36,11 +37,12 @@ class Shape:
     `ffn` is the width inside a feed-forward layer that a token passes. Of the parameters `idle`
     are experts that a token does not choose; `experts` a layer, of which it takes `chosen`.
     `latent` numbers a layer are what is cached of a token, where that is less than its keys and
-    values. `norms` counts the weights of norms, of which every rank of a layer has all. `matrices`
-    are those of layers: rows, columns, and how many of such; none are known of experts. `family`
-    says what can be computed of it. One process makes it whole in host memory before its weights go
-    to a device where it is `made_whole`. Scores of attention have a `softcap` where that is not
-    None.
+    values. So many layers are `without_attention`; a row carries the inputs that convolutions have
+    `convolved` last, and the `recurrent` numbers of states. `norms` counts the weights of norms, of
+    which every rank of a layer has all. `matrices` are those of layers: rows, columns, and how many
+    of such; none are known of experts. `family` says what can be computed of it. One process makes
+    it whole in host memory before its weights go to a device where it is `made_whole`. Scores of
+    attention have a `softcap` where that is not None.
     """
 
     parameters: int
@@ -58,6 +60,9 @@ class Shape:
     experts: int = 0
     chosen: int = 0
     latent: int = 0
+    without_attention: int = 0
+    convolved: int = 0
+    recurrent: int = 0
     norms: int = 0
     matrices: tuple[tuple[int, int, int], ...] = ()
     family: Family = DENSE
@@ -93,9 +98,21 @@ class Shape:
     @property
     def cached(self) -> int:
         """Numbers that a token's keys and values are, over all layers."""
-        if self.latent:
-            return self.layers * self.latent
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        each = self.latent or 2 * self.kv_heads * self.head_dim
+        return self.attending * each
+
+    @property
+    def attending(self) -> int:
+        """Layers with attention."""
+        return self.layers - self.without_attention
+
+    def carried(self, size: int) -> int:
+        """Bytes of the states of a row in all layers; those of recurrences are float32."""
+        return self.convolved * size + self.recurrent * WIDE_BYTES
+
+    def cached_on_each(self, tp: int) -> float:
+        """Of those numbers what each of `tp` ranks has: its heads' part, or all of the latents."""
+        return self.cached if self.latent else self.cached / tp
 
     def linear(self, name: str) -> tuple[int, int] | None:
         """Input and output width of the linear layer of that name; None where none is known."""
@@ -164,6 +181,9 @@ def _shape_of(
         experts=widths.experts,
         chosen=widths.chosen,
         latent=widths.latent + widths.rope_dim if widths.latent else 0,
+        without_attention=widths.without_attention,
+        convolved=widths.convolved,
+        recurrent=widths.recurrent,
         norms=widths.norm_weights,
         matrices=() if widths.experts else widths.layer_matrices,
         family=family,

@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlflow.engines.hf.forward.packed import Block, PackedLayout
 from rlflow.engines.hf.forward.spans import attend_spans, once
-from rlflow.engines.hf.generate.cache import KeyValueCache, RaggedCache
+from rlflow.engines.hf.generate.cache import KeyValueCache, RaggedCache, States
 from rlflow.errors import Finding, RunError
 from rlflow.modelfiles.families import cannot_be_packed
 
@@ -58,8 +58,14 @@ class AttentionState(Protocol):
 class PromptCache(Protocol):
     """What keeps keys and values of prompts."""
 
-    def fill(self, layer: int, k: Tensor, v: Tensor, layout: PackedLayout) -> None:
-        """Keep a layer's, of all flat tokens."""
+    def fill(self, layer: int, parts: tuple[Tensor, ...], layout: PackedLayout) -> None:
+        """Keep a layer's keys and values, of all flat tokens.
+
+        Latents are alone: values are the first columns of what keys are.
+        """
+
+    def fill_states(self, layer: int, states: States) -> None:
+        """Keep what a layer carries from the ends of all prompts, a line each."""
 
 
 _current: ContextVar[AttentionState | None] = ContextVar("rlflow_attention", default=None)
@@ -136,13 +142,18 @@ def _attention_forward(
     )
     layer: int = module.layer_idx  # type: ignore[assignment]
     q, k, v = (part.transpose(1, 2)[0] for part in (query, key, value))
-    return current_state().attend(layer, q, k, v, traits)[None], None
+    state, latent = current_state(), getattr(module, "latent_projection", None)
+    if latent is None or isinstance(state, PackedAttention):
+        return state.attend(layer, q, k, v, traits)[None], None
+    return latent.widened(state.attend(layer, latent.absorbed(q), k, v, traits))[None], None
 
 
 class PackedAttention:
     """Attention of whole rows in a layout; fills `cache` with the keys and values, if given.
 
-    `routing` is what routers of experts follow in the same pass, None for nothing.
+    Where keys and values are made of `latents` of a layer, these are what the cache gets. `runs`
+    are those of `mixers.states`, once they were asked for; `routing` is what routers of experts
+    follow in the same pass, None for nothing.
     """
 
     def __init__(
@@ -151,12 +162,15 @@ class PackedAttention:
         self.layout = layout
         self.cache = cache
         self.routing = routing
+        self.latents: dict[int, Tensor] = {}
+        self.runs: Any = None
         self.biases: dict[tuple[int, torch.dtype, int], Tensor] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: Traits) -> Tensor:
         """The attention output of every flat token."""
         if self.cache is not None:
-            self.cache.fill(layer, k, v, self.layout)
+            latent = self.latents.pop(layer, None)
+            self.cache.fill(layer, (k, v) if latent is None else (latent,), self.layout)
         window = traits.window
         if window is not None and window >= self.layout.longest:
             window = None
@@ -349,7 +363,7 @@ class DecodeAttention:
         scores = scores + self.cache.bias(scores.dtype, traits.window, seen)[:, None, None]
         probs = probabilities(scores.view(rows, heads, 1, seen), traits)
         output = mix_values(probs.reshape(rows * kv_heads, -1, seen), values.flatten(0, 1))
-        return output.view(rows, heads, head_size)
+        return output.view(rows, heads, -1)
 
 
 class RaggedAttention:

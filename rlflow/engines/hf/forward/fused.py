@@ -100,9 +100,10 @@ def replace_forwards(module: nn.Module) -> None:
 
 
 def restore_forwards(module: nn.Module) -> None:
-    """Give every layer its own forward back."""
+    """Give every layer its own forward back; one that carries states stays called row by row."""
     for layer in module.modules():
-        vars(layer).pop("forward", None)
+        if not hasattr(layer, "carries_state"):
+            vars(layer).pop("forward", None)
 
 
 def _faster_forward(layer: nn.Module) -> Any:

@@ -345,7 +345,7 @@ def row_blocks(rows: FlatOrder) -> tuple[list[Block], Index]:
         (rows.group_start, rows.prompt_length, none, none),
         (rows.row_start, rows.row_length, prefix_start, prefix_size),
     ):
-        for chosen in _buckets(size):
+        for chosen in alike_lengths(size):
             block = rectangle(
                 start[chosen], size[chosen], before_start[chosen], before_size[chosen]
             )
@@ -358,7 +358,7 @@ def row_blocks(rows: FlatOrder) -> tuple[list[Block], Index]:
     return blocks, slots
 
 
-def _buckets(row_length: Index) -> list[Index]:
+def alike_lengths(row_length: Index) -> list[Index]:
     """Split rows that have inputs so that padding stays below half of every bucket."""
     ascending = np.argsort(row_length, kind="stable")
     remaining = ascending[row_length[ascending] > 0]

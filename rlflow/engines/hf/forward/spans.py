@@ -31,6 +31,7 @@ from rlflow.engines.hf.forward.sequences import (
     attends_by,
     sequences,
 )
+from rlflow.engines.hf.mixers.padded import PaddedValues
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -192,6 +193,8 @@ def attend_spans(
 ) -> Tensor:
     """The attention output `[tokens, heads, size]` of flat q, and k, v `[tokens, kv_heads, size]`.
 
+    Values may be narrower than keys, and the output is as wide as they are.
+
     What torch's kernel does not take, such as a soft cap or float32, FlexAttention computes; what
     neither takes, plain products a block at a time, which are slower (`attention_choice`).
     """
@@ -200,6 +203,8 @@ def attend_spans(
     if by == "flex" and len(q):
         return attend_masked(q, k, v, sinks, spans, seen)
     way: SequenceAttention = FlashSequences() if by == "varlen" else PlainSequences()
+    if by == "varlen" and v.shape[-1] < q.shape[-1]:
+        way = PaddedValues(way)
     output: Tensor = MergedAttention.apply(  # type: ignore[no-untyped-call]
         q, k, v, sinks, spans, seen, way
     )

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from rlflow.engines.hf.forward.packed import LEAST_WIDTH, PackedLayout
 
+# What a layer carries from token to token, rows first, by what it is and its number.
+States = dict[tuple[str, int], Tensor]
 # A few dropped rows stay to make the count a multiple of this: see packed.MULTIPLE.
 MULTIPLE = 8
 # Columns for new tokens at first; the buffers double when these are full.
@@ -31,8 +33,21 @@ def filled_up(columns: int, head_size: int) -> int:
     return -(-least // LEAST_WIDTH) * LEAST_WIDTH
 
 
+def stored_parts(stored: tuple[Tensor, ...], k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """What is stored beside what of new keys and values goes there; latents are keys alone."""
+    return list(zip(stored, (k, v)[: len(stored)], strict=True))
+
+
+def keys_and_values(stored: tuple[Tensor, ...], size: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of `size`; those of latents are the first columns of the keys."""
+    return stored[0], stored[0][..., :size] if len(stored) == 1 else stored[1]
+
+
 class KeyValueCache:
     """Buffers `[rows, kv_heads, columns, head_size]` for keys and values of each layer.
+
+    Of latents there is one buffer, of whose columns the first are the values. `states` are those
+    of layers that carry some, `[rows, ...]`.
 
     `prompt_lengths` int64 `[prompts]`; every prompt has `n` rows at first, prompt-major, which may
     make up to `max_new_tokens` tokens, and branch until there are `branches` times as many. All
@@ -56,16 +71,29 @@ class KeyValueCache:
         self.column = self.width - 1
         self.lengths = prompt_lengths.to(device).repeat_interleave(n)
         self.ragged = bool((prompt_lengths != self.width).any())
-        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.buffers: dict[int, tuple[Tensor, ...]] = {}
+        self.states: dict[int, States] = {}
         self.prompt_places: Tensor | None = None
         self.biases: dict[tuple[torch.dtype, int | None, int], Tensor] = {}
 
-    def fill(self, layer: int, k: Tensor, v: Tensor, layout: PackedLayout) -> None:
+    def fill(self, layer: int, parts: tuple[Tensor, ...], layout: PackedLayout) -> None:
         """Keep the flat keys and values of all prompts, once for each of their rows."""
-        self.buffers[layer] = (self.spread(k, layout), self.spread(v, layout))
+        least = min(part.shape[-1] for part in parts)
+        self.buffers[layer] = tuple(self.spread(part, layout, least) for part in parts)
 
-    def spread(self, flat: Tensor, layout: PackedLayout) -> Tensor:
-        """Flat tokens `[tokens, kv_heads, head_size]` to a buffer of all rows."""
+    def fill_states(self, layer: int, states: States) -> None:
+        """Keep the states after all prompts, once for each of their rows."""
+        kept = {}
+        for name, each in states.items():
+            kept[name] = each.new_zeros(self.room, *each.shape[1:])
+            kept[name][: self.rows] = each.repeat_interleave(self.n, 0)
+        self.states[layer] = kept
+
+    def spread(self, flat: Tensor, layout: PackedLayout, least: int) -> Tensor:
+        """Flat tokens `[tokens, kv_heads, head_size]` to a buffer of all rows.
+
+        `least` is the smaller size of keys and values.
+        """
         prompts = self.rows // self.n
         _, heads, size = flat.shape
         if self.ragged:
@@ -79,7 +107,7 @@ class KeyValueCache:
             flat = flat.index_select(0, self.prompt_places)
         else:
             flat = flat[: layout.real]
-        buffer = flat.new_zeros(self.room, heads, filled_up(self.columns, size), size)
+        buffer = flat.new_zeros(self.room, heads, filled_up(self.columns, least), size)
         by_prompt = buffer[: self.rows].view(prompts, self.n, heads, -1, size)
         by_head = flat.view(prompts, self.width, heads, size).transpose(1, 2)
         by_prompt[:, :, :, : self.width] = by_head[:, None]
@@ -95,31 +123,32 @@ class KeyValueCache:
     def grow(self) -> None:
         """Make room for twice as many new tokens, or for all that there may be."""
         columns = min(self.limit, self.width + 2 * (self.columns - self.width))
-        for layer, pair in self.buffers.items():
-            self.buffers[layer] = (self.widen(pair[0], columns), self.widen(pair[1], columns))
+        for layer, parts in self.buffers.items():
+            filled = filled_up(columns, min(part.shape[-1] for part in parts))
+            self.buffers[layer] = tuple(self.widen(part, filled) for part in parts)
         self.columns = columns
 
     def widen(self, buffer: Tensor, columns: int) -> Tensor:
         """A buffer of the live rows with more columns, which are zero."""
         _, heads, before, size = buffer.shape
-        wider = buffer.new_zeros(self.room, heads, filled_up(columns, size), size)
+        wider = buffer.new_zeros(self.room, heads, columns, size)
         wider[: self.rows, :, :before] = buffer[: self.rows]
         return wider
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put `[rows, kv_heads, head_size]` into the open columns; what any live row has seen."""
-        for buffer, tokens in zip(self.buffers[layer], (k, v), strict=True):
+        for buffer, tokens in stored_parts(self.buffers[layer], k, v):
             if self.ragged:
                 row = torch.arange(self.rows, device=tokens.device)
                 buffer[row, :, self.open_column()] = tokens
             else:
                 buffer[: self.rows, :, self.column] = tokens
-        return self.seen(layer)
+        return self.seen(layer, v.shape[-1])
 
-    def seen(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the live rows, filled up with columns that are hidden."""
-        keys, values = self.buffers[layer]
-        columns = filled_up(self.column + 1, keys.shape[-1])
+    def seen(self, layer: int, size: int) -> tuple[Tensor, Tensor]:
+        """Keys of the live rows and values of `size`, filled up with columns that are hidden."""
+        keys, values = keys_and_values(self.buffers[layer], size)
+        columns = filled_up(self.column + 1, min(keys.shape[-1], size))
         return keys[: self.rows, :, :columns], values[: self.rows, :, :columns]
 
     def open_column(self) -> Tensor:
@@ -156,6 +185,9 @@ class KeyValueCache:
         for pair in self.buffers.values():
             for buffer in pair:
                 buffer[place, :, :seen] = buffer[source, :, :seen]
+        for states in self.states.values():
+            for state in states.values():
+                state[place] = state[source]
         lengths = self.lengths[parents]
         self.rows = min(self.room, -(-left // MULTIPLE) * MULTIPLE)
         self.lengths = lengths.new_full((self.rows,), self.width)
@@ -203,9 +235,9 @@ class RaggedCache(KeyValueCache):
         """Put `[rows * span, kv_heads, head_size]` into the open columns; all seen by any row."""
         rows, span = self.open_columns.shape
         row = torch.arange(rows, device=k.device)[:, None]
-        for buffer, tokens in zip(self.buffers[layer], (k, v), strict=True):
+        for buffer, tokens in stored_parts(self.buffers[layer], k, v):
             buffer[row, :, self.open_columns] = tokens.view(rows, span, *tokens.shape[1:])
-        return self.seen(layer)
+        return self.seen(layer, v.shape[-1])
 
     def sees(self, window: int | None, columns: int) -> Tensor:
         """Whether the token in an open column sees a column, bool `[rows, span, columns]`."""

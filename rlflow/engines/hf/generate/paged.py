@@ -21,6 +21,7 @@ from rlflow.batch import to_device
 from rlflow.engines.hf.forward.attention import Traits, mix_values, probabilities, score_traits
 from rlflow.engines.hf.forward.packed import PackedLayout
 from rlflow.engines.hf.forward.sequences import FLASH_DTYPES, Visible, flash_fits
+from rlflow.engines.hf.generate.cache import States, keys_and_values, stored_parts
 from rlflow.modelfiles.paging import BLOCK, blocks_for
 
 NOBODYS = 0
@@ -82,18 +83,25 @@ class RowBlocks:
 class PagedCache:
     """Pools `[blocks * BLOCK, kv_heads, head_size]` of keys and of values, a pair for each layer.
 
-    They are made with the first prompts and stay; `takes_runs` says whether the kernel reads them
-    as `BlockRuns`. `table` int32 `[slots, width]` is what the rows
-    in the slots of a step have; `places` and `sources` say where the next prompts' tokens go.
+    Of latents there is one, whose first columns are the values. They are made with the first
+    prompts and stay; `takes_runs` says whether the kernel reads them as `BlockRuns`. `table` int32
+    `[slots, width]` is what the rows in the slots of a step have; `places` and `sources` say where
+    the next prompts' tokens go. `states` are those of layers that carry some, a line for each of
+    `rows` and one that is nobody's; `begun` are the rows of the next prompts.
     """
 
-    def __init__(self, blocks: int, slots: int, width: int, device: torch.device) -> None:
+    def __init__(
+        self, blocks: int, slots: int, width: int, device: torch.device, rows: int = 0
+    ) -> None:
         self.blocks = blocks
         self.device = device
-        self.pools: dict[int, tuple[Tensor, Tensor]] = {}
+        self.pools: dict[int, tuple[Tensor, ...]] = {}
         self.takes_runs = False
+        self.states: dict[int, States] = {}
+        self.rows = rows
         self.table = torch.zeros(slots, width, dtype=torch.int32, device=device)
         self.places = self.sources = torch.empty(0, dtype=torch.int64, device=device)
+        self.begun = self.places
 
     def expect(self, prompts: list[int], sizes: NDArray[np.int64], held: RowBlocks) -> None:
         """Say where tokens of prompts go that are filled in next, in this order.
@@ -115,21 +123,32 @@ class PagedCache:
                 places.append((own + rest - whole * BLOCK).reshape(-1))
                 sources.append(np.tile(start + rest, held.n))
             start += size
+        begun = (np.array(prompts)[:, None] * held.n + np.arange(held.n)).reshape(-1)
+        self.begun = to_device(torch.from_numpy(begun), self.device)
         self.places, self.sources = (
             to_device(torch.from_numpy(np.concatenate(each)), self.device)
             for each in (places, sources)
         )
 
-    def fill(self, layer: int, k: Tensor, v: Tensor, layout: PackedLayout) -> None:
+    def fill(self, layer: int, parts: tuple[Tensor, ...], layout: PackedLayout) -> None:
         """Keep the flat keys and values of the prompts that are expected."""
         if layer not in self.pools:
             # What is read and hidden is multiplied by 0, so it has to be a number.
-            self.pools[layer] = tuple(  # type: ignore[assignment]
-                flat.new_zeros(self.blocks * BLOCK, *flat.shape[1:]) for flat in (k, v)
+            self.pools[layer] = tuple(
+                flat.new_zeros(self.blocks * BLOCK, *flat.shape[1:]) for flat in parts
             )
-            self.takes_runs = kernel_takes_runs(k.device, k.dtype)
-        for pool, flat in zip(self.pools[layer], (k, v), strict=True):
+            self.takes_runs = kernel_takes_runs(parts[0].device, parts[0].dtype)
+        for pool, flat in zip(self.pools[layer], parts, strict=True):
             pool.index_copy_(0, self.places, flat.index_select(0, self.sources))
+
+    def fill_states(self, layer: int, states: States) -> None:
+        """Keep the states after the prompts that are expected, once for each of their rows."""
+        held = self.states.setdefault(layer, {})
+        for name, each in states.items():
+            if name not in held:
+                held[name] = each.new_zeros(self.rows + 1, *each.shape[1:])
+            times = len(self.begun) // len(each)
+            held[name].index_copy_(0, self.begun, each.repeat_interleave(times, 0))
 
     def take_out(self, blocks: Table) -> list[Tensor]:
         """Copies of blocks of all pools in host memory, whose copying need not be over."""
@@ -148,8 +167,9 @@ class PagedCache:
         ]
 
     def num_bytes(self) -> int:
-        """Bytes of all pools."""
-        return sum(part.nbytes for pair in self.pools.values() for part in pair)
+        """Bytes of all pools, and of states."""
+        pooled = sum(part.nbytes for parts in self.pools.values() for part in parts)
+        return pooled + sum(each.nbytes for held in self.states.values() for each in held.values())
 
 
 def to_host_soon(x: Tensor) -> Tensor:
@@ -181,8 +201,17 @@ class PagedAttention:
     token of somebody's, and what comes of it nobody reads.
     """
 
-    def __init__(self, cache: PagedCache, table: Tensor, positions: Tensor, live: Tensor) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        table: Tensor,
+        positions: Tensor,
+        live: Tensor,
+        row: Tensor | None = None,
+    ) -> None:
         self.cache = cache
+        self.row = torch.arange(len(live), device=live.device) if row is None else row
+        self.kept_row = torch.where(live, self.row, cache.rows)
         self.table = table.long()
         inside = positions % BLOCK
         block = self.table.gather(1, (positions // BLOCK)[:, None])[:, 0]
@@ -193,22 +222,26 @@ class PagedAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: Traits) -> Tensor:
         """`q [rows, heads, size]` on everything the rows have seen, itself included."""
-        keys, values = self.cache.pools[layer]
-        keys.index_copy_(0, self.place, k)
-        values.index_copy_(0, self.place, v)
+        pools = self.cache.pools[layer]
+        for pool, tokens in stored_parts(pools, k, v):
+            pool.index_copy_(0, self.place, tokens)
         seen = Visible(scale=traits.scaling, causal=False, softcap=traits.softcap)
-        if self.cache.takes_runs and flash_fits(q, v, seen):
-            return self.attend_runs(q, keys, values, traits)
-        return self.attend_gathered(q, keys, values, traits)
+        alike = len(pools) == 2 and q.shape[-1] == v.shape[-1]
+        if self.cache.takes_runs and alike and flash_fits(q, v, seen):
+            return self.attend_runs(q, *pools, traits)
+        return self.attend_gathered(q, pools, v.shape[-1], traits)
 
-    def attend_gathered(self, q: Tensor, keys: Tensor, values: Tensor, traits: Traits) -> Tensor:
+    def attend_gathered(
+        self, q: Tensor, pools: tuple[Tensor, ...], value_size: int, traits: Traits
+    ) -> Tensor:
         """By matrix products on copies of the blocks, one layer's at a time."""
         rows, heads, size = q.shape
-        kv_heads = keys.shape[1]
-        key, value = (
+        kv_heads = pools[0].shape[1]
+        copies = tuple(
             pool.view(-1, BLOCK, *pool.shape[1:])[self.table].flatten(1, 2).transpose(1, 2)
-            for pool in (keys, values)
+            for pool in pools
         )
+        key, value = keys_and_values(copies, value_size)
         columns = key.shape[2]
         queries = q.reshape(rows * kv_heads, heads // kv_heads, size)
         scores = torch.bmm(queries, key.flatten(0, 1).transpose(1, 2)).mul_(traits.scaling)
@@ -289,7 +322,7 @@ def kernel_takes_runs(device: torch.device, dtype: torch.dtype) -> bool:
     made = torch.Generator(device).manual_seed(0)
     trial = PagedCache(6, 2, 3, device)
     shape = (6 * BLOCK, 2, 64)
-    trial.pools[0] = tuple(  # type: ignore[assignment]
+    trial.pools[0] = tuple(
         torch.randn(shape, generator=made, device=device).to(dtype) for _ in range(2)
     )
     q = torch.randn(2, 4, 64, generator=made, device=device).to(dtype)
@@ -297,7 +330,7 @@ def kernel_takes_runs(device: torch.device, dtype: torch.dtype) -> bool:
     positions = torch.tensor([2 * BLOCK + 17, BLOCK - 1], device=device)
     trait = Traits(scaling=0.125)
     state = PagedAttention(trial, table, positions, torch.ones_like(positions, dtype=torch.bool))
-    expected = state.attend_gathered(q, *trial.pools[0], trait)
+    expected = state.attend_gathered(q, trial.pools[0], 64, trait)
     if not flash_fits(q, q, Visible(scale=trait.scaling, causal=False)):
         return False
     try:

@@ -69,7 +69,7 @@ class PagedDecoding(Decoding):
         self.held = RowBlocks(blocks, rows, self.n, most)
         self.unshared = blocks - 1
         self.reserve = max(own_blocks(int(size), self.width) for size in self.sizes)
-        self.cache = PagedCache(blocks, bucket(self.at_once), most, model.device)
+        self.cache = PagedCache(blocks, bucket(self.at_once), most, model.device, rows)
         self.state: SteppedRows | None = SteppedRows(
             model, responses, self.lengths, bucket(self.at_once), self.cache
         )
@@ -226,7 +226,8 @@ class PagedDecoding(Decoding):
 
     def addresses(self) -> tuple[int, ...]:
         """Where the weights and the pools lie, which a replay reads."""
-        pools = [part for pair in self.cache.pools.values() for part in pair]
+        pools = [part for parts in self.cache.pools.values() for part in parts]
+        pools += [each for held in self.cache.states.values() for each in held.values()]
         return tuple(part.data_ptr() for part in (*self.model.computed_with(), *pools))
 
     def settled(self) -> int:
@@ -242,6 +243,6 @@ class PagedDecoding(Decoding):
         self.responses.live = self.responses.live[:0]
         self.state = None
         self.replays = Replays(None, tuple)
-        self.cache.pools = {}
+        self.cache.pools, self.cache.states = {}, {}
         self.aside = {}
         return False

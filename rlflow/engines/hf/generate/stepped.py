@@ -95,7 +95,7 @@ class SteppedRows:
         row = self.row[:size]
         positions = (self.lengths[row] + self.counts[row] - 1).clamp(min=0)
         table = self.cache.table[:size, :width]
-        attention = PagedAttention(self.cache, table, positions, self.live[row])
+        attention = PagedAttention(self.cache, table, positions, self.live[row], row)
         logits = self.model.logits(self.last[row], positions, attention, None)
         self.keep(row, logits, self.numbers[:size].index_select(1, self.turn)[:, 0])
         self.turn += 1

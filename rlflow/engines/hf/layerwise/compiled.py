@@ -71,7 +71,10 @@ def _as_written(module: nn.Module, configs: dict[int, Any]) -> nn.Module:
     twin: nn.Module = object.__new__(type(module))  # A class of FSDP makes no copies.
     own = vars(twin)
     own.update(vars(module))
-    own.pop("forward", None)
+    if "carries_state" in own:
+        own["forward"] = torch.compiler.disable(own["forward"])  # type: ignore[no-untyped-call]
+    else:
+        own.pop("forward", None)
     own["_modules"] = {
         name: part if part is None else _as_written(part, configs)
         for name, part in module._modules.items()

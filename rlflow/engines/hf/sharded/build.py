@@ -51,9 +51,8 @@ from rlflow.engines.hf.sharded.model import ShardedModel
 from rlflow.engines.hf.sharded.sequence import share_sequence
 from rlflow.engines.hf.sharded.tensor_parallel import Cut, Split, parallelize
 from rlflow.engines.hf.weights.filling import fill_all
-from rlflow.engines.hf.weights.names import stored_buffers
 from rlflow.engines.hf.weights.skeletons import auto, skeleton
-from rlflow.errors import Finding, UsageError, known_names
+from rlflow.errors import Finding, UsageError
 from rlflow.graph.placement import Recompute
 from rlflow.modelfiles.configs import text_config
 from rlflow.modelfiles.families import (
@@ -103,7 +102,6 @@ def load_sharded(
         valued = head == "value" and init == "weights"
         stored = find_stored_head(path, config, fresh=fresh_head) if valued else None
         module = read(path, lambda: skeleton(path, config, head, dtype, stored))
-        require_no_buffers(path, module)
     adapters = None if lora is None else adapt(module, lora, seed)
     if not trained:
         module.requires_grad_(False)
@@ -141,15 +139,6 @@ def check_family(
         found = found or (sequence_finding(path, family) if sequence else None)
     if found is not None:
         raise UsageError(found)
-
-
-def require_no_buffers(path: str, module: nn.Module) -> None:
-    """Refuse a model whose files hold buffers, which nothing would fill (UsageError E523)."""
-    beside = sorted(stored_buffers(module))
-    if beside:
-        what = f"the files of model {path!r} hold buffers, which loading it whole alone fills"
-        got, fix = known_names(beside), "rf.on(..., fsdp=1, tp=1)"
-        raise UsageError(Finding(code="E523", what=what, got=got, fix=fix))
 
 
 def named_cuts(module: nn.Module, split: Split | None) -> dict[str, Cut]:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from rlflow.contract.progress import advance
 from rlflow.contract.values import Shard
+from rlflow.engines.hf.flat import whole_shards
 from rlflow.engines.hf.heads import stored_names
 from rlflow.engines.hf.lora import ADDED_HEAD, DOWN, initial_down, is_adapter
-from rlflow.engines.hf.weights.names import names_in_file, tied_names
+from rlflow.engines.hf.weights.names import names_in_file, stored_buffers, tied_names
 from rlflow.engines.hf.weights.parts import StoredPart, parts_in_files
 from rlflow.engines.hf.weights.random_weights import drawn_parameters
 from rlflow.errors import Finding, UsageError, known_names
@@ -45,9 +46,11 @@ class Filled(Protocol):
 
 
 def fill_pretrained(
-    shards: Mapping[str, Shard], module: Any, path: str, dtype: torch.dtype
+    shards: Mapping[str, Shard], module: Any, path: str, dtype: torch.dtype | None
 ) -> None:
     """Fill shards from the weights at `path`, a directory or hub name, rounded to `dtype`.
+
+    Without one they are rounded to what they are kept in.
 
     Raises UsageError where weights are missing or of another shape.
     """
@@ -84,7 +87,7 @@ def _unfilled(path: str, places: Places, stored: Collection[str], lost: list[str
 def places_of(
     shapes: Mapping[str, tuple[int, ...]], module: Any, stored: Collection[str]
 ) -> Places:
-    """The tensors of files that each of a module's parameters, of those shapes, is made of.
+    """The tensors of files that each of a module's tensors, of those shapes, is made of.
 
     One that is the parameter has no part. Of a parameter that files have in parts all are there,
     whether `stored` or not; of one that they do not have there is nothing, as of a value head that
@@ -95,7 +98,8 @@ def places_of(
     found: Places = {}
     apart: dict[str, dict[str, StoredPart]] | None = None
     for name in shapes:
-        key = next((key for key in names_in_file(tied[name], inner) if key in stored), None)
+        own = tied.get(name, [name])
+        key = next((key for key in names_in_file(own, inner) if key in stored), None)
         if key is not None:
             found[name] = {key: None}
             continue
@@ -215,6 +219,12 @@ def fill_adapters(shards: Mapping[str, Shard], seed: int, dtype: torch.dtype) ->
             shard.tensor.copy_(down[tuple(slice(*bounds) for bounds in shard.box)])
 
 
+def whole_buffers(module: nn.Module) -> dict[str, Shard]:
+    """The buffers that a module's files hold, each whole: every rank of a model has all of them."""
+    held = module.state_dict()
+    return whole_shards({name: held[name] for name in sorted(stored_buffers(module))})
+
+
 def fill_all(
     shards: Mapping[str, Shard],
     model: Filled,
@@ -225,7 +235,8 @@ def fill_all(
 ) -> None:
     """Fill all shards of a model: from `path`, or with what `make` draws where it is given.
 
-    A fresh head and the outer half of adapters stay zero.
+    A fresh head and the outer half of adapters stay zero, and buffers of a drawn model what they
+    are at first.
     """
     fill_adapters(shards, seed, model.dtype)
     plain = {name: shard for name, shard in shards.items() if not is_adapter(name)}
@@ -235,6 +246,7 @@ def fill_all(
     heads = {name for name in plain if name.startswith(f"{ADDED_HEAD}.")}
     body = {name: shard for name, shard in plain.items() if name not in heads}
     fill_pretrained(body, model.module, path, model.dtype)
+    fill_pretrained(whole_buffers(model.module), model.module, path, None)
     stored = getattr(model.module, "stored_head", None)
     if stored is not None:
         names = {f"{ADDED_HEAD}.{inside}": key for inside, key in stored.stored().items()}

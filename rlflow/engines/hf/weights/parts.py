@@ -7,12 +7,14 @@ parameter it is which box. This file reads nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlflow.contract.values import Box, Shard
@@ -79,7 +81,7 @@ def parts_in_files(
     }
     own = {_storage(tensor): name for name, tensor in empty.items()}
     try:
-        with _Uncopied():
+        with _Uncopied(), _as_written(module):
             stored = revert_weight_conversion(module, dict(empty))
     except RuntimeError:  # taking tensors apart asks for numbers, which these have not
         return None
@@ -92,6 +94,17 @@ def parts_in_files(
     parts = {name: part for name, part in found.items() if part is not None}
     complete = len(parts) == len(stored) and _cover(parts.values(), empty)
     return parts if complete else None
+
+
+@contextmanager
+def _as_written(module: Any) -> Iterator[None]:
+    """Within it a module that FSDP has given a class is of the class that transformers knows."""
+    given = type(module)
+    module.__class__ = next(each for each in given.__mro__ if not issubclass(each, FSDPModule))
+    try:
+        yield
+    finally:
+        module.__class__ = given
 
 
 def whole_part(own: str, tensor: Tensor) -> StoredPart:

@@ -41,10 +41,12 @@ def skeleton(
             built = ValueModel(module, config.get_text_config().hidden_size, stored)
             built.value_head.to(dtype)
         weigh_corrections(module)
+    wide = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     for layer in module.modules():
         names = [name for name, _ in layer.named_buffers(recurse=False)]
         for name in names:
-            setattr(layer, name, undefined(getattr(layer, name)))
+            buffer = undefined(getattr(layer, name))
+            setattr(layer, name, buffer.float() if name in wide else buffer)
         if names:
             module._init_weights(layer)
         lost = [name for name in names if getattr(layer, name).isnan().any()]

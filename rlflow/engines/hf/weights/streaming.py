@@ -60,17 +60,15 @@ def _fits(module: Any, path: str, dtype: torch.dtype) -> bool:
         widened |= set(getattr(inner, "_keep_in_fp32_modules", None) or ())
     quantised = getattr(inner.config, "quantization_config", None) is not None
     tied = tied_names(module)
-    if (
-        quantised
-        or stored_buffers(module)
-        or (widened and dtype in (torch.float16, torch.bfloat16))
-    ):
+    # Buffers are wide in a skeleton, too.
+    widened = {part for part in widened if any(part in name for name in tied)}
+    if quantised or (widened and dtype in (torch.float16, torch.bfloat16)):
         return False
     return parts_in_files(inner) is not None and _are_stored(module, path, tied)
 
 
 def _are_stored(module: Any, path: str, tied: Mapping[str, list[str]]) -> bool:
-    """Whether each parameter is one tensor of the files, of its shape and of plain numbers."""
+    """Whether each tensor is one of the files, of its shape and of plain numbers."""
     folder = model_folder(path)
     try:
         shapes, dtypes = tensor_shapes(folder), tensor_dtypes(folder)
@@ -81,12 +79,14 @@ def _are_stored(module: Any, path: str, tied: Mapping[str, list[str]]) -> bool:
         for name, parameter in module.named_parameters()
         if name.split(".")[0] != ADDED_HEAD
     }
+    held = module.state_dict()
+    own |= {name: tuple(held[name].shape) for name in stored_buffers(module)}
     inner = getattr(module, "body", module)
     places = places_of(own, module, shapes)
     return all(
         its
         and all(_is_plain(key, own[name], part, shapes, dtypes) for key, part in its.items())
-        and (None not in its.values() or _is_once(tied[name], shapes, inner))
+        and (None not in its.values() or _is_once(tied.get(name, [name]), shapes, inner))
         for name, its in places.items()
     )
 

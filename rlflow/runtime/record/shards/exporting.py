@@ -71,7 +71,7 @@ def stream_model(
 
 
 def _skeleton(source: str, spec: Mapping[str, Any]) -> Any:
-    """The module without memory; None where it has buffers that only loading it makes or fills."""
+    """The module without memory; None where it has buffers that only loading it makes."""
     dtype, valued = getattr(torch, spec["dtype"]), spec["head"] == "value"
     with quiet_transformers():
         config = auto("AutoConfig").from_pretrained(source)
@@ -81,7 +81,8 @@ def _skeleton(source: str, spec: Mapping[str, Any]) -> Any:
             module = skeleton(source, config, spec["head"], dtype, head)
         except UsageError:
             return None
-    return None if stored_buffers(module) else module
+    # Buffers that a run has changed are in its checkpoint, others in the files that it began with.
+    return module
 
 
 def _form(module: Any) -> tuple[WrittenForm, dict[str, StoredPart]] | None:
@@ -117,17 +118,23 @@ def _reader(
     """What reads a tensor of the files that are written, by its name and part, in its dtype."""
     dtype, lora = getattr(torch, spec["dtype"]), spec.get("lora")
     scale = lora["alpha"] / lora["rank"] if lora else 0.0
-    files = stored_names(source) if lora else {}
+    buffers = stored_buffers(module)
+    files = stored_names(source) if lora or (buffers and spec["init"] == "pretrained") else {}
     tied, inner = tied_names(module), getattr(module, "body", module)
+    held = module.state_dict()
 
     def base(name: str, part: StoredPart) -> Tensor:
-        whole = next((key for key in names_in_file(tied[part.own], inner) if key in files), None)
+        own = tied.get(part.own, [part.own])
+        whole = next((key for key in names_in_file(own, inner) if key in files), None)
         key = whole or next(key for key in names_in_file([name], inner) if key in files)
         with safe_open(files[key], framework="pt") as opened:
             found: Tensor = opened.get_slice(key)[part.slices if whole else ...]
-        return found.reshape(part.shape).to(dtype)
+        return found.reshape(part.shape).to(held[part.own].dtype)
 
     def read(name: str, part: StoredPart) -> Tensor:
+        if part.own in buffers and part.own not in stored:
+            drawn: Tensor = held[part.own]
+            return base(name, part) if files else drawn
         if part.own in stored:
             found: Tensor = stored[part.own][part.slices]
             return found.reshape(part.shape).to(dtype)

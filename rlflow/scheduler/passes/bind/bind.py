@@ -95,7 +95,7 @@ def bind(plan: Plan, context: Context) -> Plan:
     )
     findings = trained_twice(plan, instances)
     findings += [f for i in instances for f in layout_findings(i, plan, context.costs)]
-    findings += drafter_findings(made, instances, served)
+    findings += drafter_findings(made, instances, served, context.costs.shapes)
     for engine in (each for each in instances if each.engine_plan.drafts):
         findings += drafts_findings(engine, served[engine.name], context.costs)
     for instance in instances:

@@ -1,0 +1,1 @@
+"""Layers that mix tokens otherwise than by plain attention: latents, and states of rows."""
