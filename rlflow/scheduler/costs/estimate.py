@@ -235,6 +235,8 @@ class Costs(Sizes):
     def roofline_of(self, node: Node, instance: Instance, shape: Shape) -> Roofline:
         """A model as a node uses it: rows of a drafted rollout have columns, not blocks."""
         roof = self.roofline(instance, shape)
+        if (node.op.use or "forward") in instance.tf32:
+            roof = replace(roof, tf32=True)
         return replace(roof, paged=False) if node.role(Drafted) is not None else roof
 
     def roofline(self, instance: Instance, shape: Shape) -> Roofline:
