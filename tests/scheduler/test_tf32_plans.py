@@ -33,7 +33,11 @@ PLAIN, TF32 = rf.on("all"), rf.on("all", tf32=True)
 
 def test_a_use_that_says_so_is_priced_by_the_rate_of_tf32(tmp_path: Path) -> None:
     """Of the update alone: its products take less, those of rollouts and log-probs as much."""
-    plain, plan = planned({"*": PLAIN}), planned({"*": PLAIN, "actor.train": TF32})
+    sharded = {"reshard_after_forward": True}
+    plain, plan = (
+        planned({"*": PLAIN, "actor.train": rf.on("all", **sharded, **how)})
+        for how in ({}, {"tf32": True})
+    )
     assert ("train",) == plan.trained_instance("actor").tf32
     trained = plan.trained_instance("actor")
     assert trained.layout().endswith(" tf32")
@@ -57,7 +61,7 @@ def test_a_use_that_says_so_is_priced_by_the_rate_of_tf32(tmp_path: Path) -> Non
     saved = tmp_path / "plan.json"
     saved.write_text(dump_plan(plan))
     assert ("train",) == read_plan(saved).trained_instance("actor").tf32
-    assert planned({"*": rf.on("all", tf32=False)}).hash == plain.hash
+    assert planned({"*": rf.on("all", tf32=False)}).hash == planned({"*": PLAIN}).hash
 
 
 def test_all_uses_print_the_word_alone() -> None:
