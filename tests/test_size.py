@@ -13,6 +13,7 @@ from tests.sources import FILES, PACKAGE, nodes, tree
 LONG = {
     "graph/graph.py": "a graph with its edges, which follow from its nodes, and its plain data",
     "scheduler/costs/roofline.py": "seconds and bytes of a use, by the same rates",
+    "scheduler/devices/hardware.py": "a table of kinds, each with its sources, and their rates",
     "scheduler/plan/plan.py": "a plan and all that its actions are made of, read side by side",
 }
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try)

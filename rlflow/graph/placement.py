@@ -49,7 +49,9 @@ class On(Strict):
     ones, and brings them piece by piece while a step uses them. A plan does so by itself where an
     update does not fit otherwise. `offload="activations"` keeps there what the layers of an update
     save for its backward, or with `recompute` their inputs. Several are a list of them.
-    With `compile=True` torch compiles the layers of updates and log-probs.
+    With `compile=True` torch compiles the layers of updates and log-probs. With `tf32=True` matrix
+    products of a float32 model take 10 bits of its factors' fractions on NVIDIA's GPUs, and add up
+    in float32, for the uses that say so.
 
     `engine` generates for a rollout. `torch` is embedded in the worker. `sglang`, `vllm` and
     registered engines run in a process of their own for each replica; their options are a value,
@@ -66,6 +68,7 @@ class On(Strict):
     sequence: bool | None = None
     offload: Offload | tuple[Offload, ...] | None = None
     compile: bool | None = None
+    tf32: bool | None = None
 
     @field_validator("offload", mode="before")
     @classmethod

@@ -213,7 +213,10 @@ def test_a_mask_of_long_rows_takes_three_numbers_a_token_and_one_a_pair_of_block
 
 @pytest.mark.usefixtures("by_flex")
 def test_layouts_windows_and_caps_share_one_trace(monkeypatch):
-    """Numbers of tokens, windows, scales and caps are no constants; outputs and gradients agree."""
+    """Numbers of tokens, windows, scales and caps are no constants; outputs and gradients agree.
+
+    Where by chance there are as many blocks as heads, torch takes both for one and traces again.
+    """
     traced = []
 
     def counted(graph, inputs):
@@ -222,7 +225,7 @@ def test_layouts_windows_and_caps_share_one_trace(monkeypatch):
 
     made = torch.compile(attention.capped_scores, backend=counted, dynamic=True, fullgraph=True)
     monkeypatch.setattr(attention, "compiled", lambda *_: made)
-    for prompt, window, cap in ((130, None, 2.0), (150, 9, 3.5), (400, 70, 4.0)):
+    for prompt, window, cap in ((300, None, 2.0), (410, 9, 3.5), (150, 70, 4.0)):
         layout = packed(rows(prompt_sizes=(prompt, 20), n=2))
         traits = Traits(scaling=1 / cap, softcap=cap, window=window)
         expected, found = (attended(layout, traits, by, monkeypatch) for by in ("blocks", "flex"))

@@ -6,7 +6,7 @@ Knows engines and one instance; neither the plan's order nor other instances.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,8 @@ from rlflow.engines.hf.generate.speculative import Draft
 from rlflow.engines.hf.models import TorchModel
 from rlflow.engines.hf.optim.rates import learning_rate
 from rlflow.engines.hf.rollout import TorchRollout
+from rlflow.engines.tf32 import changes_products, tf32_products
+from rlflow.graph.op import Use
 from rlflow.scheduler.plan.instance import ASLEEP, POOLED, STARTED
 from rlflow.scheduler.plan.plan import Instance, PartKind
 
@@ -289,3 +291,12 @@ class InUse:
         self._loaded.model.require_ready()
         source._loaded.model.require_ready()
         move(self._loaded.trained_shards(), source._loaded.trained_shards(), decay)
+
+
+def products_of(loaded: Loaded | None, use: Use | None) -> AbstractContextManager[None]:
+    """What a use of an instance computes within: TF32 where its placement says so and it counts."""
+    if loaded is None or (use or "forward") not in loaded.instance.tf32:
+        return nullcontext()
+    model = loaded.model
+    asked = isinstance(model, TorchModel) and changes_products(model.dtype, model.device)
+    return tf32_products(on=asked)

@@ -39,7 +39,7 @@ from rlflow.runtime.worker.device_memory import (
     leaving_memory,
 )
 from rlflow.runtime.worker.drafting import drafter_within, drafting_in
-from rlflow.runtime.worker.loaded import InUse, Loaded
+from rlflow.runtime.worker.loaded import InUse, Loaded, products_of
 from rlflow.runtime.worker.loading import load_instance, loading
 from rlflow.runtime.worker.node_states import NodeStates
 from rlflow.runtime.worker.reading import Reading, fields_read
@@ -203,7 +203,8 @@ class Worker:
         loaded = self.loaded[action.instance] if action.instance else None
         require_versions(self.plan, action, iteration, self.loaded)
         call = self._call(action, node, iteration, loaded)
-        output = _body(node.op.body)(call)
+        with products_of(loaded, node.op.use):
+            output = _body(node.op.body)(call)
         self.store.leave(node.name, output.surplus)
         if output.memory is not None:
             self.store.memory[node.name] = output.memory

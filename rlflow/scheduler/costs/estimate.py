@@ -187,8 +187,13 @@ class Costs(ExpectedRows):
     def roofline_of(self, node: Node, instance: Instance, shape: Shape) -> Roofline:
         """A model as a node uses it: drafted rows have no blocks, rollouts no sequence to share."""
         roof = self.roofline(instance, shape)
-        drafted, rolls = node.role(Drafted) is not None, node.op.use == "rollout"
-        return replace(roof, paged=roof.paged and not drafted, sequence=roof.sequence and not rolls)
+        use, drafted = node.op.use or "forward", node.role(Drafted) is not None
+        return replace(
+            roof,
+            paged=roof.paged and not drafted,
+            sequence=roof.sequence and use != "rollout",
+            tf32=use in instance.tf32,
+        )
 
     def roofline(self, instance: Instance, shape: Shape) -> Roofline:
         """A model on an instance's ranks: a mesh (replicas, fsdp, tp), row-major."""

@@ -19,7 +19,7 @@ from rlflow.scheduler.costs.lengths import Load, attended_pairs, fullest, stages
 from rlflow.scheduler.costs.serving import Serving
 from rlflow.scheduler.devices import efficiency
 from rlflow.scheduler.devices.collectives import ALONE, Group
-from rlflow.scheduler.devices.hardware import Kind
+from rlflow.scheduler.devices.hardware import ROCM, Kind
 from rlflow.scheduler.models.activations import LayerBytes
 from rlflow.scheduler.models.flops import product_sizes, recomputed_layers
 from rlflow.scheduler.models.gradients import WholeGradients
@@ -33,8 +33,6 @@ GRADIENT_COPIES, LAYERS_GATHERED = 4, 2
 # Bytes that are read and written to make two moments wide and round them: 36 numbers for each.
 ROUNDED = 2 * 36 * 4
 SCORE_BYTES = 8
-# Chips whose torch is one for ROCm, and dtypes by the bytes of a number.
-ROCM = ("mi300x",)
 DTYPES = {2: "bfloat16", 4: "float32"}
 # Tokens of prompts that an engine reads in one pass.
 PREFILL = 8192
@@ -58,7 +56,8 @@ class Roofline:
     `paged` rollout has a pool of blocks for `rows_at_once` rows, and graphs unless layers are
     `streamed`. A rank holds `spared` bytes fewer of weights than it computes with. What an update
     keeps of its layers goes to the host and comes back where it `hosts_activations`. Ranks of `tp`
-    share the `sequence` in forwards and updates, or add up all tokens.
+    share the `sequence` in forwards and updates, or add up all tokens. Products of float32 numbers
+    go by `tf32`, where the device has it.
     """
 
     kind: Kind
@@ -76,6 +75,7 @@ class Roofline:
     paged: bool = False
     rows_at_once: int = MOST_ROWS
     spared: int = 0
+    tf32: bool = False
     tp: Group = ALONE
     fsdp: Group = ALONE
     replicas: Group = ALONE
@@ -98,7 +98,7 @@ class Roofline:
     def computed(self, tokens: float, predictions: float, pairs: float) -> float:
         """Seconds of the products of a forward; see `models/flops.py` for what is counted."""
         sizes = product_sizes(self.shape, predicts=self.predicts)
-        rate = self.kind.rate(self.size) * self.tp.ranks
+        rate = self.kind.rate(self.size, tf32=self.tf32) * self.tp.ranks
         if self.on_cpu:
             return sizes.forward(tokens, predictions, pairs) / (rate * self.kind.sustained)
         row = 2 * pairs / max(tokens, 1.0)

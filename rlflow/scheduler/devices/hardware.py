@@ -44,6 +44,10 @@ CPU_SOURCE = (
 )
 
 
+# Chips whose torch is one for ROCm.
+ROCM = ("mi300x",)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """A kind of device; bandwidths in B/s in one direction, rates in flop/s, times in seconds.
@@ -104,14 +108,27 @@ class Kind:
         return self.memory * (1 - self.reserve)
 
     @property
+    def has_tf32(self) -> bool:
+        """Whether torch multiplies float32 numbers by TF32 on it: as its figures say, not by ROCm.
+
+        There torch 2.13 asks for an environment variable (`HIPBLASLT_ALLOW_TF32`).
+        """
+        return self.flops_tf32 > 0 and self.chip not in ROCM
+
+    @property
     def chip(self) -> str:
         """The kind of the table that it is of, or its own name."""
         return self.family or self.name
 
-    def rate(self, itemsize: int) -> float:
-        """Peak flop/s of products of numbers of so many bytes; doubles at half unless said."""
+    def rate(self, itemsize: int, *, tf32: bool = False) -> float:
+        """Peak flop/s of products of numbers of so many bytes; doubles at half unless said.
+
+        With `tf32` that of float32 ones by TensorFloat-32, where the kind has a figure for it.
+        """
         if itemsize <= 2:
             return self.flops
+        if tf32 and itemsize == 4 and self.has_tf32:
+            return self.flops_tf32
         return self.flops32 if itemsize == 4 else self.flops64 or self.flops32 / 2
 
 

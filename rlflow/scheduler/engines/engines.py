@@ -88,6 +88,7 @@ def option_findings(node: Node, where: On, costs: Costs) -> list[Finding]:
         "reshard_after_forward": where.reshard_after_forward,
         "compile": where.compile or None,
         "sequence": where.sequence or None,
+        "tf32": where.tf32 or None,
         "weights": where.weights if where.weights == "shared" else None,
     }
     wrong = [f"{name}={value}" for name, value in said.items() if value is not None]

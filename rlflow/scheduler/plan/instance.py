@@ -72,12 +72,12 @@ class Instance:
     `offload` names what stays in host memory and visits the devices: the layers of a frozen model,
     or the optimizer's state of a trained one. That one `hosts_activations` there as well, from the
     forward of an update to its backward. Layers are `compiled` for updates and log-probs, or run as
-    they are. A pool of blocks has slots for `rows_at_once` rows of a rollout; the others wait, and
-    a prompt's begin together. With `options` every replica is an engine in a process of
-    its own. The first device of a replica owns that process: rows lie there, and weights arrive
-    there whole. In such an engine the model `drafter` may propose `draft_tokens` tokens at a time.
-    The drafter is an instance of its own, `inside` that of the engine, and sleeps and wakes with
-    the engine's weights.
+    they are. Uses in `tf32` multiply float32 numbers by TensorFloat-32. A pool of blocks has slots
+    for `rows_at_once` rows of a rollout; the others wait, and a prompt's begin together. With
+    `options` every replica is an engine in a process of its own. The first device of a replica owns
+    that process: rows lie there, and weights arrive there whole. In such an engine the model
+    `drafter` may propose `draft_tokens` tokens at a time. The drafter is an instance of its own,
+    `inside` that of the engine, and sleeps and wakes with the engine's weights.
     """
 
     name: str
@@ -95,6 +95,7 @@ class Instance:
     offload: Literal["layers", "optimizer"] | None = None
     hosts_activations: bool = False
     compiled: bool = False
+    tf32: tuple[Use, ...] = ()
     micro_tokens: int = MICRO_TOKENS
     rows_at_once: int = MOST_ROWS
     options: EngineOptions | None = None
@@ -204,6 +205,9 @@ class Instance:
         told = ",".join(each for each in offloads if each)
         parts += [f"offload={told}"] if told else []
         parts += ["compile"] if self.compiled else []
+        everywhere = set(self.uses) <= set(self.tf32)
+        told = "tf32" if everywhere else f"tf32={','.join(self.tf32)}"
+        parts += [told] if self.tf32 else []
         parts += [f"micro={self.micro_tokens}"] if self.micro_tokens != MICRO_TOKENS else []
         parts += [f"rows={self.rows_at_once}"] if self.rows_at_once != MOST_ROWS else []
         return " ".join(parts)
@@ -212,7 +216,7 @@ class Instance:
         """As plain data; keys for an engine, a drafter or fewer rows only where it has them."""
         found = asdict(self)
         rare = ("drafter", "draft_tokens", "inside", "kept_whole", "recompute_first")
-        for name in (*rare, "hosts_activations", "compiled", "sequence"):
+        for name in (*rare, "hosts_activations", "compiled", "sequence", "tf32"):
             if not found[name]:
                 del found[name]
         if self.rows_at_once == MOST_ROWS:

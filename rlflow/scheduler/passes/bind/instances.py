@@ -79,7 +79,18 @@ def _as_said(instance: Instance, said: list[tuple[Node, On]]) -> Instance:
     kept = kept and instance.fsdp > 1
     how = replace(recomputing(instance, again), offload=offload, kept_whole=kept)
     compiled = set(instance.uses) != {"rollout"} and any(where.compile for _, where in said)
-    return replace(how, hosts_activations=hosts, compiled=compiled)
+    return replace(how, hosts_activations=hosts, compiled=compiled, tf32=_tf32_uses(instance, said))
+
+
+def _tf32_uses(instance: Instance, said: list[tuple[Node, On]]) -> tuple[Use, ...]:
+    """The uses that multiply by TF32; all nodes of a use have to agree."""
+    by_use: dict[Use, bool] = {}
+    for node, where in said:
+        wanted, use = bool(where.tf32), node.op.use or "forward"
+        if by_use.setdefault(use, wanted) != wanted:
+            texts = f"tf32={wanted}", f"tf32={not wanted}"
+            raise PlanError(_two_layouts(node, instance, *texts))
+    return tuple(use for use in USES if by_use.get(use))
 
 
 def said_of_sequence(instance: Instance, said: Sequence[tuple[Node, On]]) -> bool | None:

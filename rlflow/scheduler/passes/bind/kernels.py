@@ -9,12 +9,30 @@ NAMES = {"flex": "FlexAttention", "blocks": "blocks of matrix products, slowly"}
 
 
 def noting_kernels(plan: Plan, costs: Costs) -> Plan:
-    """The plan with a note for attention that torch's varlen kernel does not compute."""
+    """The plan with notes on attention that torch's varlen kernel does not compute, and on TF32."""
     for instance in plan.instances:
         text = attention_note(instance, costs)
         if text is not None:
             plan = plan.noting("attention", text)
+        if instance.tf32:
+            plan = plan.noting("tf32", tf32_note(instance, plan, costs))
     return plan
+
+
+def tf32_note(instance: Instance, plan: Plan, costs: Costs) -> str:
+    """What TF32 changes of an instance, or why it changes nothing."""
+    uses = " and ".join(instance.tf32)
+    dtype = plan.graph.model(instance.model).dtype
+    kind = costs.cluster.kind_of(instance.devices[0])
+    if dtype != "float32":
+        return f"{instance.name} ({uses}) is {dtype}, which TF32 does not change"
+    if not kind.has_tf32:
+        return f"{instance.name} ({uses}) runs on {kind.name}, which has no TF32: nothing changes"
+    return (
+        f"{instance.name} ({uses}) multiplies float32 numbers by TF32, 10 bits of a fraction "
+        f"instead of 23: {kind.flops_tf32 / 1e12:.0f} Tflop/s at the most instead of "
+        f"{kind.flops32 / 1e12:.0f}"
+    )
 
 
 def attention_note(instance: Instance, costs: Costs) -> str | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # What lowers the traced function: inductor makes the kernel of an accelerator.
 BACKEND = "inductor"
 # One kernel for few and many queries: that for few has no place for each query's own keys.
-OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
+_OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}
 # With and without gradient, in several dtypes, numbers of heads and models; torch gives up at 8.
 MOST_VARIANTS = 64
 
@@ -43,7 +43,7 @@ def scaled_scores(
 
     output, more = flex_attention(
         q, k, v, score_mod=scaled, block_mask=mask, scale=1.0, enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=AuxRequest(lse=True), kernel_options=OPTIONS,
+        return_aux=AuxRequest(lse=True), kernel_options=_OPTIONS,
     )  # fmt: skip
     return output, more.lse
 
@@ -59,7 +59,7 @@ def capped_scores(
 
     output, more = flex_attention(
         q, k, v, score_mod=bounded, block_mask=mask, scale=1.0, enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=AuxRequest(lse=True), kernel_options=OPTIONS,
+        return_aux=AuxRequest(lse=True), kernel_options=_OPTIONS,
     )  # fmt: skip
     return output, more.lse
 
@@ -86,13 +86,26 @@ def attend_flex(
     numbers = (scale, 1.0) if softcap is None else (scale / softcap, softcap)
     form = constants(numbers, torch.promote_types(q.dtype, torch.float32), q.device)
     attend = compiled(scaled_scores if softcap is None else capped_scores, BACKEND)
-    by_head = (x.transpose(0, 1)[None] for x in (q, k, v))
-    output, sums = attend(*by_head, mask, form)
+    output, sums = attend(heads_first(q), heads_first(k), heads_first(v), mask, form)
     return output[0].transpose(0, 1), sums[0]
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """Of `[tokens, heads, size]`, `[1, heads, tokens, size]` in which tokens alone may change.
+
+    Torch takes sizes that are equal once for one, as of heads and of blocks of a mask.
+    """
+    found = x.transpose(0, 1)[None]
+    sizes: Any = torch._dynamo
+    sizes.mark_static(found, (1, 3))
+    return found
 
 
 @cache
 def constants(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The numbers on a device, made once by its own kernels."""
+    """The numbers on a device, made once by its own kernels; how many is no size that changes."""
     with torch.inference_mode(False):
-        return torch.stack([torch.full((), x, dtype=dtype, device=device) for x in numbers])
+        found = torch.stack([torch.full((), x, dtype=dtype, device=device) for x in numbers])
+    sizes: Any = torch._dynamo
+    sizes.mark_static(found)
+    return found
