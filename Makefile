@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 # Compiled files are kept: hundreds of processes that tests start would compile rlflow again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-slow test-long chaos fuzz test-sglang test-vllm test-trackers test-architectures test-gpu bench-gpu test-lowest check bench bench-learning docs setup clean
+.PHONY: demo test test-fast test-slow test-long chaos fuzz test-sglang test-vllm test-trackers test-triton test-architectures test-gpu bench-gpu test-lowest check bench bench-learning docs setup clean
 
 setup: $(STAMP)
 
@@ -80,6 +80,16 @@ $(TRACKERS)/.ready: pyproject.toml constraints.txt constraints-trackers.txt
 	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	grep -v '^pillow==' constraints.txt > $(TRACKERS)/constraints.txt
 	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TRACKERS)/constraints.txt -c constraints-trackers.txt -e '.[wandb,trackio,mlflow,swanlab]' hypothesis pytest pytest-timeout
+	@touch $@
+
+TRITON := .venv-triton
+
+test-triton: $(STAMP) $(TRITON)/.ready  ## Triton's kernels, interpreted on the CPU and compiled for GPUs that need not be there; 190 MB
+	PYTHONPATH=$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 TRITON_CACHE_DIR=$(CURDIR)/$(TRITON)/.cache \
+		$(BIN)/python -m pytest tests/engines/test_head_kernel.py
+
+$(TRITON)/.ready: constraints-triton.txt $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON) -r constraints-triton.txt
 	@touch $@
 
 test-gpu:  ## what a GPU computes, holds and learns, part by part; PARTS="compute memory" for some

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 device=${DEVICE:-cuda:0}
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # The others take what they are given on a CPU: `make bench` has them.
-parts="vs_torch vs_generate"
+parts="vs_torch vs_generate vs_head"
 [ "$device" = cpu ] || parts="$parts vs_sglang vs_trl"
 failed=()
 for part in ${PARTS:-$parts}; do

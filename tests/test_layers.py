@@ -92,6 +92,7 @@ DOORS = {
     "cli.stages.replaying": "torch is loaded where two updates are compared",
     "cli.tracing.command": "a run's files are read once one is traced",
     "cli.export": "torch is loaded once there is something to write",
+    "engines.hf.forward.head_kernel.rows": "Triton is loaded where its kernels compute",
     "graph.placement": "a declaration is found where one is made",
     "report.render": "each form of picture loads its own library",
     "runtime.local": "saving is loaded where a checkpoint is due",

@@ -133,7 +133,7 @@ def test_a_model_for_longer_rows_is_the_same_but_for_its_context(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.extra
-@pytest.mark.parametrize("name", ["vs_torch", "vs_generate"])
+@pytest.mark.parametrize("name", ["vs_torch", "vs_generate", "vs_head"])
 def test_a_comparison_runs_small_on_a_cpu(name):
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)

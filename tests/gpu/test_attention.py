@@ -14,6 +14,7 @@ import torch
 
 from rlflow.engines.hf.forward.attention import PackedAttention, Traits
 from rlflow.engines.hf.forward.chunks import ChunkedScores
+from rlflow.engines.hf.forward.head_kernel.rows import kernels_fit
 from rlflow.engines.hf.forward.packed import pack
 from rlflow.engines.hf.forward.sequences import Visible, attends_by
 from rlflow.engines.hf.forward.shares import Projection, WantedNumbers
@@ -101,8 +102,11 @@ def test_flex_attention_is_compiled_once_for_all_numbers_of_tokens(gpu: Any) -> 
     assert 1 == len(set(graphs))
 
 
-def scored(dtype: Any, device: Any, size: Any, limit: int) -> Any:
-    """Log-probs, entropies and the gradients of hidden states and weight."""
+def scored(dtype: Any, device: Any, size: Any, limit: int, cap: float | None) -> Any:
+    """Log-probs, entropies and the gradients of hidden states and weight.
+
+    On a GPU by Triton's kernels, but in float64.
+    """
     tokens, width, vocabulary = size
     made = torch.Generator().manual_seed(4)
     hidden = torch.randn(tokens, width, generator=made).bfloat16()
@@ -110,18 +114,23 @@ def scored(dtype: Any, device: Any, size: Any, limit: int) -> Any:
     hidden, weight = (x.to(device, dtype).requires_grad_() for x in (hidden, weight))
     chosen = torch.randint(vocabulary, (tokens,), generator=made).to(device)
     wanted = WantedNumbers(temperatures=(0.8,), limit=limit, entropy=True)
-    form = Projection(size=vocabulary)
+    form = Projection(size=vocabulary, cap=cap)
+    by_kernels = device.type == "cuda" and dtype != torch.float64
+    assert by_kernels == kernels_fit(hidden, wanted, chosen=False, biased=False)
     made = ChunkedScores.apply(hidden, weight, None, chosen, None, wanted, form)[:2]  # type: ignore[no-untyped-call]
     grads = torch.autograd.grad((made[0] - 0.3 * made[1]).sum(), (hidden, weight))
     return [x.detach().double().cpu() for x in (*made, *grads)]
 
 
-def test_chunks_of_distributions_are_those_of_float64(device: Any, big: bool) -> None:
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_chunks_of_distributions_are_those_of_float64(
+    device: Any, big: bool, cap: float | None
+) -> None:
     size = (600, 128, 20_000) if big else (60, 16, 200)
     limit = chunk_bytes(size[0] / 7, size[2], 2)
-    expected = scored(torch.float64, torch.device("cpu"), size, limit)
+    expected = scored(torch.float64, torch.device("cpu"), size, limit, cap)
     for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, BOUND)):
-        for one, other in zip(expected, scored(dtype, device, size, limit), strict=True):
+        for one, other in zip(expected, scored(dtype, device, size, limit, cap), strict=True):
             assert apart(one, other) < bound
 
 

@@ -18,6 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlflow.engines.hf.forward.head_kernel.rows import (
+    RowPulls,
+    kernels_fit,
+    numbers_by_row,
+    pull_rows,
+)
 from rlflow.engines.hf.forward.kernels import product
 from rlflow.engines.hf.forward.shares import (
     ChunkNumbers,
@@ -71,7 +77,13 @@ class ChunkedScores(torch.autograd.Function):
         """`weight [part of the vocabulary, in]` and its `bias` are this rank's."""
         ctx.set_materialize_grads(False)
         chunks: list[list[ChunkNumbers]] = []
+        ctx.by_rows = kernels_fit(hidden, asked, chosen=ids is not None, biased=bias is not None)
         for part in chunks_of(hidden, weight, asked, form):
+            if ctx.by_rows:
+                raw = product(hidden[part], weight)
+                chunks.append([numbers_by_row(raw, tokens[part], asked, form)])
+                del raw
+                continue
             logits = logits_of(product(hidden[part], weight, bias), form)
             at = None if ids is None else ids[part]
             chunks.append(
@@ -109,24 +121,19 @@ class ChunkedScores(torch.autograd.Function):
         sums = [Sums(*kept[i : i + 2]) for i in range(0, len(kept), 2)]
         whole = (entropy, squared, rest)
         for part in chunks_of(hidden, weight, asked, form):
-            logits = logits_of(product(hidden[part], weight, bias), form)
-            total = None
-            for place, temperature in enumerate(asked.temperatures):
-                scores = scores_at(logits, temperature, asked, keep=form.cap is not None)
-                one = pulled_scores(
-                    scores, sums[place], pulls_of(grads, place, part), whole, place, part,
-                    tokens[part], None if ids is None else ids[part], form,
+            if ctx.by_rows:
+                pulls = row_pulls(grads, sums[0], entropy, part)
+                low = pull_rows(product(hidden[part], weight), tokens[part], pulls, asked, form)
+            else:
+                at = None if ids is None else ids[part]
+                total = pulled_product(
+                    logits_of(product(hidden[part], weight, bias), form), grads, sums, whole, part,
+                    tokens[part], at, asked, form,
                 )  # fmt: skip
-                one = one if temperature == 1 else one.div_(temperature)
-                total = one if total is None else total.add_(one)
-                del scores, one
-            assert total is not None
-            total = through_form(total, logits, form)
-            del logits
-            if grad_bias is not None:
-                grad_bias += total.sum(0)
-            low = total.to(hidden.dtype)
-            del total
+                if grad_bias is not None:
+                    grad_bias += total.sum(0)
+                low = total.to(hidden.dtype)
+                del total
             if grad_hidden is not None:
                 grad_hidden[part] = product(low, weight.t())
             if into is not None:
@@ -180,6 +187,47 @@ def scores_at(
     if keep or len(asked.temperatures) > 1:
         return logits / temperature
     return logits if temperature == 1 else logits.div_(temperature)
+
+
+def pulled_product(
+    logits: Tensor,
+    grads: tuple[Tensor | None, ...],
+    sums: list[Sums],
+    whole: tuple[Tensor | None, Tensor | None, Tensor | None],
+    part: slice,
+    tokens: Tensor,
+    ids: Tensor | None,
+    asked: WantedNumbers,
+    form: Projection,
+) -> Tensor:
+    """The gradient of the product that gave a chunk's `logits`, which are overwritten.
+
+    Of all temperatures, in float32 or wider.
+    """
+    total = None
+    for place, temperature in enumerate(asked.temperatures):
+        scores = scores_at(logits, temperature, asked, keep=form.cap is not None)
+        one = pulled_scores(
+            scores, sums[place], pulls_of(grads, place, part), whole, place, part, tokens, ids, form
+        )
+        one = one if temperature == 1 else one.div_(temperature)
+        total = one if total is None else total.add_(one)
+        del scores, one
+    assert total is not None
+    return through_form(total, logits, form)
+
+
+def row_pulls(
+    grads: tuple[Tensor | None, ...], sums: Sums, entropy: Tensor | None, part: slice
+) -> RowPulls:
+    """What the kernels' backward has of a chunk's tokens."""
+    own = pulls_of(grads, 0, part)
+    return RowPulls(
+        level=sums.greatest[part] + sums.log_sum[part],
+        entropy=None if entropy is None else entropy[part, 0],
+        on_log_prob=own.log_probs,
+        on_entropy=own.entropy,
+    )
 
 
 def pulls_of(grads: tuple[Tensor | None, ...], place: int, part: slice) -> Pulls:

@@ -1,0 +1,1 @@
+"""Distributions over a vocabulary by two Triton kernels, which read each logit once."""
