@@ -41,8 +41,12 @@ def exact_match(response: str, answer: str) -> float:
     }
 )
 def distill(cfg: Config) -> None:
-    init = "random" if cfg.untrained else "pretrained"
-    student = rf.Model("student", cfg.student, init=init, optimizer=rf.AdamW(lr=cfg.lr))
+    student = rf.Model(
+        "student",
+        cfg.student,
+        init="random" if cfg.untrained else "pretrained",
+        optimizer=rf.AdamW(lr=cfg.lr),
+    )
     teacher = rf.Model("teacher", cfg.teacher)
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=cfg.prompts_per_iteration)
     samples = ops.rollout(student, prompts, n=2, max_new_tokens=12)

@@ -43,8 +43,12 @@ def placed(train: int, gen: int) -> rf.Placement:
 )
 def drafted_grpo(cfg: Config) -> None:
     actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=cfg.lr))
-    init = "random" if cfg.untrained else "pretrained"
-    drafter = rf.Model("drafter", cfg.drafter, init=init, optimizer=rf.AdamW(lr=1e-3))
+    drafter = rf.Model(
+        "drafter",
+        cfg.drafter,
+        init="random" if cfg.untrained else "pretrained",
+        optimizer=rf.AdamW(lr=1e-3),
+    )
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=cfg.prompts_per_iteration)
     many, drafts = cfg.group_size, cfg.draft_tokens
     samples = ops.rollout(

@@ -78,11 +78,10 @@ def in_turns(devices: int, tp: int, share: float | None = None) -> rf.Placement:
     }
 )
 def ppo_gsm8k(cfg: Config) -> None:
-    low = {"dtype": "bfloat16"}
-    actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=cfg.lr), **low)
+    actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=cfg.lr), dtype="bfloat16")
     adam = rf.AdamW(lr=cfg.critic_lr)
-    critic = rf.Model("critic", cfg.model, head="value", optimizer=adam, **low)
-    ref = rf.Model("ref", cfg.model, **low)
+    critic = rf.Model("critic", cfg.model, head="value", optimizer=adam, dtype="bfloat16")
+    ref = rf.Model("ref", cfg.model, dtype="bfloat16")
     local = Path(cfg.data).is_file() or cfg.data != "openai/gsm8k"
     rows = rf.data.huggingface(
         cfg.data,

@@ -48,7 +48,8 @@ everything = {"*": rf.on("all")}
     record="actor.rollout=every:10",
 )
 def mine(config: Settings) -> None:
-    actor = rf.Model("actor", "models/mine", optimizer=rf.AdamW(lr=config.lr))
+    actor = rf.Model("actor", "models/mine", optimizer=rf.AdamW(lr=config.lr), lora=rf.LoRA(rank=8))
+    rf.Model("critic", "models/mine", head="value", dtype="bfloat16", init="random")
     prompts = ops.prompts(rf.data.jsonl("mine.jsonl"), batch=16)
     samples: rf.Handle = ops.rollout(actor, prompts, n=config.group_size, max_new_tokens=64)
     adv = ops.advantage("grpo", samples, ops.reward(length, samples))
@@ -91,8 +92,12 @@ rf.PolicyLoss("ppo_clip", old="rolout")
 rf.DPOLoss("sigmoid", betta=0.1)
 rf.Rejection("k1", hihg=2)
 rf.AdaptiveKL(0.1, horizont=1e4)
+rf.Model("actor", "models/mine", optimiser=rf.AdamW(lr=1e-5))
+rf.Model("actor", "models/mine", optimizer="adamw")
+rf.Model("actor", "models/mine", dtype="float16")
+rf.Model("actor", "models/mine", lora=8)
 """
-MARKED = [*range(3, 20)]
+MARKED = [*range(3, 24)]
 
 
 def checked_by_mypy(folder):

@@ -7,7 +7,7 @@ safetensors files by the scheduler, weights by the engines.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from pydantic import (
     Field,
@@ -133,6 +133,16 @@ class LoRA(Strict):
         return f"lora(rank={self.rank}, alpha={self.alpha:g}, targets={'+'.join(self.targets)})"
 
 
+class ModelOptions(TypedDict, total=False):
+    """What `rf.Model` takes beside a name and a path: its own fields, for type checkers."""
+
+    head: Literal["lm", "value"]
+    optimizer: AdamW | Muon | Average | None
+    lora: LoRA | None
+    dtype: Literal["float32", "bfloat16", "float64"]
+    init: Literal["pretrained", "random"]
+
+
 class Model(Strict):
     """A model by name; given an optimizer it is trainable, or the average of one that is.
 
@@ -153,8 +163,9 @@ class Model(Strict):
     init: Literal["pretrained", "random"] = "pretrained"
     _where: Source | None = PrivateAttr(default=None)
 
-    def __init__(self, name: str, path: str, **options: Any) -> None:
-        super().__init__(**{"name": name, "path": path, **options})
+    def __init__(self, name: str, path: str, **options: Unpack[ModelOptions]) -> None:
+        fields: dict[str, Any] = {"name": name, "path": path, **options}
+        super().__init__(**fields)
 
     def model_post_init(self, context: object, /) -> None:
         """Refuse adapters that nothing trains; note where the model was declared."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ import pytest
 from rlflow.batch import ragged, text
 from rlflow.report.interactive.serve import WatchedRun, serving_page
 from rlflow.report.report import write_report
+from rlflow.report.runfiles import read_run_files
+from rlflow.report.waiting.idle import idle_iteration
 from rlflow.runtime.record.edges.names import About
 from rlflow.runtime.record.edges.writing import edge_table, write_edge
 from rlflow.scheduler.plan.plan import Plan
@@ -101,7 +104,9 @@ def test_axe_finds_nothing(tab: Tab, axe: str, name: str):
     assert tab.run("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_every_action_of_an_iteration_is_a_bar_and_gaps_say_why(tab: Tab, split: Plan):
+def test_every_action_of_an_iteration_is_a_bar_and_gaps_say_why(
+    tab: Tab, split: Plan, runs: list[Path]
+):
     told = tab.run("[...document.querySelectorAll('#gantt g.span:not(.other)')]"
                    ".map(g => g.getAttribute('aria-label'))")  # fmt: skip
     for action in split.actions:
@@ -109,7 +114,16 @@ def test_every_action_of_an_iteration_is_a_bar_and_gaps_say_why(tab: Tab, split:
     gaps = tab.run("[...document.querySelectorAll('#gantt g.gap')]"
                    ".map(g => g.getAttribute('aria-label'))")  # fmt: skip
     assert any("idle for" in gap and "It waited for: " in gap for gap in gaps)
-    assert any(line.startswith("gen[1] idle ") for line in texts(tab, ".idle li"))
+    # As `rlflow idle` says it: of a gap over the edge of an iteration the part within it.
+    printed = idle_iteration(read_run_files(runs[0]), 2)
+    for line, each in zip(texts(tab, ".idle li"), printed.devices, strict=True):
+        told = re.fullmatch(rf"{re.escape(each.label)} idle ([.\d]+) % of .*", line)
+        assert told is not None, line
+        assert 100 * each.seconds / printed.seconds == pytest.approx(float(told[1]), abs=0.6)
+        name, seconds = next(cause for cause in each.causes if cause[0] is not None)
+        told = re.search(rf"([.\d]+) % {re.escape(str(name))}", line)
+        assert told is not None, line
+        assert 100 * seconds / printed.seconds == pytest.approx(float(told[1]), abs=0.6)
     assert tab.run("document.querySelectorAll('#gantt .held, #gantt .proven').length") > 2
 
 

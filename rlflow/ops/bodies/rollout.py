@@ -75,7 +75,7 @@ def rollout(call: Call) -> Output:
         "group": group,
         "sample": sample,
     }
-    for name in call.wanted - CARRIED_BY_ENGINE:
+    for name in sorted(call.wanted - CARRIED_BY_ENGINE):
         fields[name] = select_field(inputs[name], parent)
     kept = {name: value for name, value in fields.items() if name in call.wanted}
     metrics = _sampled(call, made) if until is None else {"paused": mean_of(~made.finished)}

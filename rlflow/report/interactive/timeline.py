@@ -16,7 +16,6 @@ from rlflow.runtime.record.devices.log import DEVICE_LOG, read_device_lines
 from rlflow.runtime.record.spans import Span
 
 MOST_SPANS = 60_000
-MOST_CAUSES = 4
 OUTSIDE = -1
 """Stands for time in which no action ran that was waited for."""
 
@@ -120,7 +119,10 @@ def _memory(files: RunFiles, spans: Sequence[Span]) -> tuple[list[int | None], s
 def _told(
     gaps: DeviceGaps, group: DeviceGroup, shortest: float, place: Mapping[str, int]
 ) -> list[list[Any]]:
-    """[start, end, place of the span after it, [[action, microseconds], ...]] of each gap."""
+    """[start, end, place of the span after it, [[action, microseconds], ...]] of each gap.
+
+    The actions waited for are in the order of time, so that a part of a gap has its own.
+    """
     return [
         [
             _micro(gap.start),
@@ -128,7 +130,7 @@ def _told(
             gap.place,
             [
                 [OUTSIDE if name is None else place[name], _micro(seconds)]
-                for name, seconds in gap.causes[:MOST_CAUSES]
+                for name, seconds in gap.pieces
             ],
         ]
         for gap in gaps.of(group, shortest)

@@ -32,19 +32,32 @@ class DeviceGroup:
 class DeviceGap:
     """A time in which devices ran nothing before the span at `place`, None where no more came.
 
-    `causes` are the actions waited for with their seconds, the longest first, which add up to the
-    gap; None stands for time in which no action ran that was waited for.
+    `pieces` are the actions waited for with their seconds, in the order of time; None stands for
+    time in which no action ran that was waited for. They add up to the gap.
     """
 
     start: float
     end: float
     place: int | None
-    causes: tuple[tuple[str | None, float], ...]
+    pieces: tuple[tuple[str | None, float], ...]
 
     @property
     def seconds(self) -> float:
         """How long nothing ran."""
         return self.end - self.start
+
+    @property
+    def causes(self) -> list[tuple[str | None, float]]:
+        """The actions waited for with their seconds in sum, the longest first."""
+        return ranked(self.pieces)
+
+
+def ranked(pieces: Iterable[tuple[str | None, float]]) -> list[tuple[str | None, float]]:
+    """Seconds added up by action, the longest first."""
+    sums: dict[str | None, float] = defaultdict(float)
+    for name, seconds in pieces:
+        sums[name] += seconds
+    return sorted(sums.items(), key=lambda item: (-item[1], item[0] or ""))
 
 
 def device_groups_of(spans: Sequence[Span], plan: Document | None) -> list[DeviceGroup]:
@@ -131,10 +144,9 @@ class DeviceGaps:
         end: float,
         pieces: Iterable[tuple[int | None, float, float]],
     ) -> DeviceGap:
-        seconds: dict[str | None, float] = defaultdict(float)
-        for at, began, ended in pieces:
+        found: list[tuple[str | None, float]] = []
+        for at, began, ended in reversed([*pieces]):
             inside = min(ended, end) - max(began, start)
             if inside > 0:
-                seconds[None if at is None else self.spans[at].action] += inside
-        ranked = sorted(seconds.items(), key=lambda item: (-item[1], item[0] or ""))
-        return DeviceGap(start=start, end=end, place=place, causes=tuple(ranked))
+                found.append((None if at is None else self.spans[at].action, inside))
+        return DeviceGap(start=start, end=end, place=place, pieces=tuple(found))

@@ -6,7 +6,6 @@ where iterations overlap, what devices did for others meanwhile is no gap.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from rlflow.report.waiting.gaps import (
     DeviceGaps,
     DeviceGroup,
     device_groups_of,
+    ranked,
 )
 from rlflow.scheduler.plan.text import counted, duration, table
 from rlflow.scheduler.simulate.text import MOST_CAUSES, SMALLEST_SHARE, percent
@@ -58,11 +58,7 @@ class IdleDevices:
     @property
     def causes(self) -> Causes:
         """The actions waited for with their seconds in all gaps, the longest first."""
-        sums: dict[str | None, float] = defaultdict(float)
-        for gap in self.gaps:
-            for name, seconds in gap.causes:
-                sums[name] += seconds
-        return sorted(sums.items(), key=lambda item: (-item[1], item[0] or ""))
+        return ranked(cause for gap in self.gaps for cause in gap.causes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

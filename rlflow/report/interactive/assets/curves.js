@@ -57,7 +57,9 @@ function drawCurves() {
 
 function listNames() {
   const all = [...new Set(page.data.curves.flatMap((metrics) => Object.keys(metrics)))].sort();
-  const shown = all.filter((key) => key.toLowerCase().includes(curves.filter));
+  const found = all.filter((key) => key.toLowerCase().includes(curves.filter));
+  const isDrawn = (key) => curves.chosen.has(key);
+  const shown = [...found.filter(isDrawn), ...found.filter((key) => !isDrawn(key))];
   curves.names.replaceChildren(...shown.map((key) => make("button", {type: "button", "aria-pressed": curves.chosen.has(key), onclick: () => {
     if (!curves.chosen.delete(key)) curves.chosen.add(key);
     drawCurves();

@@ -50,11 +50,25 @@ function pan(share) {
   drawGantt();
 }
 
+// What was waited for between two moments of a gap, the longest first.
+function causesOf([start, end, , pieces], from = start, to = end) {
+  const by = new Map();
+  let at = start;
+  for (const [cause, micro] of pieces) {
+    const inside = Math.min(at + micro, to) - Math.max(at, from);
+    if (inside > 0) by.set(cause, (by.get(cause) ?? 0) + inside);
+    at += micro;
+  }
+  return longest(by);
+}
+const longest = (by) => [...by].sort((a, b) => b[1] - a[1]);
+
 function causesText(causes, length) {
   return causes.map(([cause, micro]) => `${percent(micro / length)} ${cause < 0
     ? "outside the plan's actions (dispatch, a save, the controller)" : page.data.timeline.names[cause]}`).join(", ");
 }
-function gapText([from, to, place, causes], row) {
+function gapText(gap, row) {
+  const [from, to, place] = gap, causes = causesOf(gap).slice(0, 4);
   const next = spanAt(place);
   return `${page.data.timeline.rows[row].label} idle for ${seconds((to - from) / 1e6)} before ${next.name} of iteration ${next.iteration}.\nIt waited for: ${causesText(causes, to - from)}`;
 }
@@ -73,13 +87,13 @@ function iterationIdle(number) {
     if (row.host) return null;
     const by = new Map();
     let idle = 0;
-    for (const [from, to, , causes] of gaps[r]) {
-      const inside = Math.min(to, end) - Math.max(from, start);
+    for (const gap of gaps[r]) {
+      const inside = Math.min(gap[1], end) - Math.max(gap[0], start);
       if (inside <= 0) continue;
       idle += inside;
-      for (const [cause, micro] of causes) by.set(cause, (by.get(cause) ?? 0) + micro * inside / (to - from));
+      for (const [cause, micro] of causesOf(gap, start, end)) by.set(cause, (by.get(cause) ?? 0) + micro);
     }
-    const causes = [...by].sort((a, b) => b[1] - a[1]).slice(0, 5);
+    const causes = longest(by).slice(0, 5);
     const why = idle ? `, waiting for: ${causesText(causes, end - start)}` : "";
     return `${row.label} idle ${percent(idle / (end - start))} of iteration ${number}${why}`;
   }).filter(Boolean);
@@ -118,7 +132,7 @@ function bar(span, row, top, x) {
 
 function gapBar(gap, row, top, x) {
   const left = Math.max(x(gap[0]), LEFT), right = Math.min(x(gap[1]), gantt.width), width = Math.max(1, right - left);
-  const cause = gap[3][0]?.[0] ?? -1;
+  const cause = causesOf(gap)[0]?.[0] ?? -1;
   const name = cause < 0 ? "" : page.data.timeline.names[cause];
   const group = draw("g", {class: "gap", role: "button", tabindex: "-1", "data-key": `${row}:gap${gap[2]}`, "data-at": gap[0]},
     draw("rect", {x: left, y: top, width, height: STRIP - 3, rx: 2}));
