@@ -29,11 +29,15 @@ BARS = {"median": 0.4, "worst": 1.0, "spearman": 0.9, "pairs": 0.9}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A row beside its prediction; `predicted` is None where the plan has none, or was refused."""
+    """A row beside its prediction; `predicted` is None where the plan has none, or was refused.
+
+    `span` is the plan's range of an iteration.
+    """
 
     setting: Setting
     row: Row
     predicted: float | None
+    span: tuple[float, float] | None = None
     refused: str = ""
 
     @property
@@ -87,7 +91,9 @@ def compare(settings: Iterable[Setting]) -> list[Compared]:
 
 def _compared(setting: Setting, row: Row, prediction: Prediction) -> Compared:
     said = prediction.of(row.what)
-    return Compared(setting=setting, row=row, predicted=said, refused=prediction.refused)
+    span = prediction.span if row.what == "iteration" else None
+    refused = prediction.refused
+    return Compared(setting=setting, row=row, predicted=said, span=span, refused=refused)
 
 
 def counted(found: Sequence[Compared]) -> list[Compared]:
@@ -153,6 +159,8 @@ def summary(found: Sequence[Compared], published: Published) -> list[tuple[str, 
     """What is asked of the whole, each figure beside its bar."""
     wrong, two = errors(found), pairs(found)
     right = sum(pair.right for pair in two)
+    ranged = [(one.row.value, one.span) for one in found if one.span is not None]
+    inside = sum(low <= value <= high for value, (low, high) in ranged)
     memory = [one for one in found if one.row.what == "memory"]
     every = [row for setting in published.settings for row in setting.rows]
     refused = sum(one.predicted is None for one in found)
@@ -165,6 +173,7 @@ def summary(found: Sequence[Compared], published: Published) -> list[tuple[str, 
         ("median of abs log2(predicted / measured)", f"{middle:.2f}", f"{BARS['median']}"),
         ("worst", f"{worst:.2f}", f"{BARS['worst']}"),
         ("Spearman of iterations", f"{spearman(found):.2f}", f"{BARS['spearman']}"),
+        ("iterations within the plan's 90 % range", f"{inside} of {len(ranged)}", "9 in 10"),
         ("pairs of placements with the faster one right", f"{right} of {len(two)}", "9 in 10"),
         ("memory verdicts right", f"{sum(bool(m.predicted) for m in memory)} of {len(memory)}", ""),
     ]

@@ -1,26 +1,21 @@
 """A published setting as a pipeline, a placement and options; and what its plan predicts.
 
-Goes through the public door: `rf.compile` and `rf.simulate`. A mean length of responses is told
-to the plan as a run would tell it, in a file of measured costs that holds nothing else; the tail
-is the one that plans assume. Knows nothing of what was measured.
+Goes through the public door: `rf.compile` and `rf.simulate`. Lengths are given as a user gives
+them; the tail of responses is the one that plans assume. Knows nothing of what was measured.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import rlflow as rf
 from published.rows import Setting
 from rlflow import ops
 from rlflow.errors import PlanError
-from rlflow.scheduler.costs.lengths import ResponseLengths
 
 ENGINE = "vllm"
 # Lengths of GSM8K: a sync moves the same bytes whatever responses are.
@@ -57,6 +52,8 @@ class Prediction:
     """What a plan says of a setting: seconds by quantity, or why there is no plan."""
 
     seconds: Mapping[str, float]
+    span: tuple[float, float] | None = None
+    """Seconds of an iteration in 90 % of the plan's worlds."""
     refused: str = ""
     too_large: bool = False
 
@@ -162,13 +159,15 @@ def devices_of(setting: Setting) -> int:
 def compiled(setting: Setting) -> rf.CompiledPlan:
     """The plan of a setting; PlanError where there is none."""
     config, said = config_of(setting), setting.said
-    with lengths_told(config, said.get("response_mean"), devices_of(setting)):
+    mean = None if config.fixed else said.get("response_mean")
+    with unmeasured():
         return rf.compile(
             published,
             placement=placement_of(setting),
             config=config,
             devices=said["devices"],
             model_shape=said["shape"],
+            lengths=rf.Lengths(prompt=config.prompt_tokens, response=mean),
         )
 
 
@@ -179,7 +178,8 @@ def predicted(setting: Setting) -> Prediction:
     except PlanError as error:
         first = error.findings[0]
         return Prediction(seconds={}, refused=first.what, too_large=first.code == TOO_LARGE)
-    return Prediction(seconds=seconds_of(plan))
+    span = None if plan.range is None else (plan.range.low, plan.range.high)
+    return Prediction(seconds=seconds_of(plan), span=span)
 
 
 def seconds_of(plan: rf.CompiledPlan) -> dict[str, float]:
@@ -209,31 +209,13 @@ def sync_of(plan: rf.CompiledPlan) -> float:
 
 
 @contextmanager
-def lengths_told(config: Config, mean: float | None, devices: int) -> Iterator[None]:
-    """Have plans find a mean length of responses, where it is said and not that of the limit."""
+def unmeasured() -> Iterator[None]:
+    """Have plans take nothing from earlier runs on this machine."""
     before = os.environ.get(VARIABLE)
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "costs.json"
-        os.environ[VARIABLE] = str(path) if mean and not config.fixed else "off"
-        if mean and not config.fixed:
-            path.write_text(json.dumps(measured_lengths(config, mean, devices)), encoding="utf-8")
-        try:
-            yield
-        finally:
-            os.environ.pop(VARIABLE)
-            if before is not None:
-                os.environ[VARIABLE] = before
-
-
-def measured_lengths(config: Config, mean: float, devices: int) -> dict[str, Any]:
-    """A file of costs with one record: the mean, and the longest that the assumed tail gives."""
-    from rlflow.scheduler.costs.measurement_keys import lengths_key
-    from rlflow.scheduler.devices.measured import MeasuredCosts, Sample
-    from rlflow.scheduler.devices.measured import Setting as Ran
-
-    graph = published.trace(config)
-    key = lengths_key(graph, graph.node("actor.rollout"), config.limit)
-    longest = ResponseLengths(config.limit, mean).expected_longest(config.prompts * config.samples)
-    sample = Sample("run", 1, 1.0, 0.0, length=mean, longest=longest)
-    ran = Ran(pipeline=graph.name, devices=devices, staleness=0)
-    return MeasuredCosts().adding([(key, ran, sample)]).to_json()
+    os.environ[VARIABLE] = "off"
+    try:
+        yield
+    finally:
+        os.environ.pop(VARIABLE)
+        if before is not None:
+            os.environ[VARIABLE] = before

@@ -53,6 +53,15 @@ def test_a_length_is_a_number_of_tokens(value):
         rf.Length(value)
 
 
+def test_values_are_said_in_words_that_are_read():
+    """A tail that no log-normal variable has is said as the longest that one has."""
+    seen = rf.Lengths(response=rf.Length.of([1] * 90 + [1000] * 10))
+    again = read_lengths(str(seen))
+    assert again.responses.mean == pytest.approx(100.9)
+    assert again.responses.p95 == 389
+    assert 1000 == again.responses.max
+
+
 def test_values_have_their_own_figures():
     length = rf.Length.of([1, 2, 3, 4, 90])
     assert (20, 90, 90) == (length.mean, length.p95, length.max)

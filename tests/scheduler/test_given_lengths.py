@@ -27,6 +27,7 @@ from rlflow.scheduler.costs.lengths import (
     between,
     scaled_lengths,
 )
+from rlflow.scheduler.costs.rows.assumptions import seconds_rest_on
 from rlflow.scheduler.costs.rows.given import given_lengths, ninety_fifth
 from rlflow.scheduler.devices.cluster import parse_cluster
 from rlflow.scheduler.devices.measured import MeasuredCosts, Sample
@@ -209,3 +210,19 @@ def test_a_mean_prompt_counts_for_seconds_and_the_longest_for_memory():
     assert roof.rollout(usual) == roof.rollout(short) < roof.rollout(long)
     held = [sum(size for _, size in roof.rollout_holds(load)) for load in (usual, long, short)]
     assert held[0] == held[1] > held[2]
+
+
+def test_the_line_says_where_each_is_from():
+    """Rates and rewards count as measured once no action of them is assumed."""
+    graph, cluster = grpo(), parse_cluster("cpu:1", 1)
+    plan = compile_plan(graph, COLOCATE, cluster).plan
+    costs = Costs(graph=plan.graph, cluster=cluster, shapes=shapes_of(plan.graph))
+    assert ("rewards 5 us a row (assumed)", "rates of cpu (table)") == plan.inputs[-2:]
+    measured = tuple(
+        replace(action, cost=replace(action.cost, source="measured, 3 runs"))
+        for action in plan.actions
+    )
+    told = seconds_rest_on(replace(plan, actions=measured), costs)
+    assert ("rewards (measured)", "rates (measured)") == told[-2:]
+    h100 = compile_plan(graph, COLOCATE, parse_cluster("h100:1", 1)).plan
+    assert "products at 72 % of h100's peak (published)" == h100.inputs[-1]

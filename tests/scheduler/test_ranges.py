@@ -118,8 +118,8 @@ def test_worlds_are_standard_normal_and_fall_evenly():
     assert fmean(values) == pytest.approx(0, abs=1e-9)
     assert pstdev(values) == pytest.approx(1, rel=0.02)
     assert values == normal_draws("anything") != normal_draws("other")
-    logs = [math.log(value) for value in rates("generation", "layout", 0.3)]
-    assert pstdev(logs) == pytest.approx(0.3, rel=0.15)
+    logs = [math.log(value) for value in rates("layout", 0.3, 0.4)]
+    assert pstdev(logs) == pytest.approx(math.sqrt(0.3**2 + 0.4**2 / 2), rel=0.1)
 
 
 def test_scaled_lengths_scale_what_is_not_fixed():
@@ -150,6 +150,7 @@ def rms(values):
 
 def test_spreads_of_rates_are_the_residuals_of_published_rows():
     of = published_ratios()
+    assert uncertainty.ITERATION == pytest.approx(rms(of["iteration"]), abs=0.03)
     assert uncertainty.GENERATION == pytest.approx(rms(of["generation"]), abs=0.03)
     assert uncertainty.TRAINING == pytest.approx(rms(of["training"]), abs=0.03)
     assert uncertainty.FORWARD == pytest.approx(

@@ -65,8 +65,10 @@ class Length:
         return cls(mean, max(ordered[place], math.ceil(mean)), max(ordered), ordered)
 
     def __str__(self) -> str:
-        """The words of `--lengths` for it, without the values."""
+        """The words of `--lengths` for it; values become figures, as far as words can say them."""
         said = {name: getattr(self, name) for name in FIGURES}
+        if self.values and self.p95 is not None:
+            said["p95"] = min(self.p95, math.floor(MOST_TAIL * self.mean))
         if set(filter(said.get, said)) == {"mean"}:
             return f"{self.mean:g}"
         return ",".join(f"{name}:{value:g}" for name, value in said.items() if value is not None)

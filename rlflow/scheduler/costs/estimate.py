@@ -46,6 +46,7 @@ MUON_PASSES = 4
 # Bytes that are read and written to make two moments of 8 bits wide and to code them.
 CODED = 2 * 50
 TABLE = "model shape and device table"
+HOST_WORK = "assumed per row of host work"
 NOT_HERE = "the model's files are not here"
 
 
@@ -117,7 +118,7 @@ class Costs(ExpectedRows):
     def _of_all(self, node: Node, instance: Instance | None, parts: int, piece: Piece) -> Cost:
         if instance is None or node.model is None:
             seconds = HOST_SECONDS + HOST_SECONDS_PER_ROW * self.rows(node) / parts * piece.share
-            return Cost(seconds=seconds, source="assumed per row of host work")
+            return Cost(seconds=seconds, source=HOST_WORK)
         shape = self.shapes[node.model]
         if shape is None:
             return Cost(seconds=None, transient=None, source=NOT_HERE)

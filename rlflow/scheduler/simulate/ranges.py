@@ -32,9 +32,9 @@ from rlflow.scheduler.simulate.uncertainty import WORLDS, normal_draws, rates
 ALMOST = 1 + 1e-9
 EFFICIENCY, LENGTHS, IMBALANCE = "efficiency", "lengths", "imbalance"
 SPREADS = {
-    "rollout": ("generation", uncertainty.GENERATION),
-    "train": ("training", uncertainty.TRAINING),
-    "forward": ("forward", uncertainty.FORWARD),
+    "rollout": uncertainty.GENERATION,
+    "train": uncertainty.TRAINING,
+    "forward": uncertainty.FORWARD,
 }
 
 
@@ -114,18 +114,15 @@ def _factors(
     if action.on_host:
         return Factors({EFFICIENCY: even, LENGTHS: even, IMBALANCE: even})
     if action.kind != "run" or action.instance is None:
-        spread = _spread(action, costs, uncertainty.COPIES)
-        return Factors(
-            {EFFICIENCY: rates("copies", own, spread, seed), LENGTHS: even, IMBALANCE: even}
-        )
+        values = rates(own, *_spreads(action, costs, uncertainty.COPIES), seed)
+        return Factors({EFFICIENCY: values, LENGTHS: even, IMBALANCE: even})
     node, instance = plan.graph.node(str(action.node)), plan.instance(action.instance)
     piece, parts = piece_done(action), work_parts(plan, action)
     key = declared_name(node.name), instance, parts, piece, action.cost.source
     if key not in known:
-        work, spread = SPREADS.get(str(node.op.use), SPREADS["forward"])
-        layout = f"{instance.model} {instance.layout()} on {len(instance.devices)}"
-        spread = _spread(action, costs, spread)
-        values = rates(work, f"{work} {layout}", spread, seed)
+        table = SPREADS.get(str(node.op.use), uncertainty.FORWARD)
+        own = f"{node.op.use} {instance.model} {instance.layout()} on {len(instance.devices)}"
+        values = rates(own, *_spreads(action, costs, table), seed)
         changed = _by_lengths(action, plan, costs, seed)
         known[key] = Factors(
             {EFFICIENCY: values, LENGTHS: changed, IMBALANCE: _uneven(action, plan, costs, seed)}
@@ -133,11 +130,13 @@ def _factors(
     return known[key]
 
 
-def _spread(action: Action, costs: Costs, table: float) -> float:
-    """How far the rates behind an action's seconds may be off."""
+def _spreads(action: Action, costs: Costs, table: float) -> tuple[float, float]:
+    """How far the rates behind an action's seconds may be off: with all others, and its kind's."""
     if action.cost.source.startswith(("measured", "profile")):
-        return uncertainty.MEASURED
-    return uncertainty.CPU_TABLE if costs.cluster.is_cpu else table
+        return 0.0, uncertainty.MEASURED
+    if costs.cluster.is_cpu:
+        return uncertainty.CPU_TABLE, 0.0
+    return uncertainty.ITERATION, table
 
 
 def _by_lengths(action: Action, plan: Plan, costs: Costs, seed: int) -> list[float]:

@@ -14,11 +14,14 @@ from statistics import NormalDist
 WORLDS = 200
 
 # Root mean square of ln(predicted / measured) over the counted rows of published results, by what
-# is predicted (`benchmarks/results/published.md`): so far the rates of accelerators may be off, a
+# is predicted (`benchmarks/results/published.md`): so far estimates for accelerators may be off, a
 # bias among it. Forwards are the rows of old log-probs and of the reference.
 GENERATION, TRAINING, FORWARD, COPIES = 0.163, 0.130, 0.359, 0.315
-# Of that variance, the part that is a placement's own, as layouts and what runs beside them are;
-# the rest is of the kind of work, and the same for two placements. Assumed.
+# The same of whole iterations: what the device and the system have of it all actions share, and so
+# do two placements.
+ITERATION = 0.208
+# Of the variance of a kind of work, the part that is a placement's own, as layouts and what runs
+# beside them are, beyond what all actions share. Assumed.
 OWN = 0.5
 # The same of plans for a CPU, by tables and after a run (`benchmarks/results/prediction.md`). Rows
 # were shorter than the tables assume, so this has the lengths in it.
@@ -45,12 +48,12 @@ def normal_draws(name: str, seed: int = 0, worlds: int = WORLDS) -> tuple[float,
     return tuple(values)
 
 
-def rates(work: str, own: str, spread: float, seed: int = 0) -> list[float]:
+def rates(own: str, shared: float, spread: float, seed: int = 0) -> list[float]:
     """What each world multiplies the seconds of an action by.
 
-    Of two parts, one of its kind of `work` and one of what is its `own`, that have together the
-    `spread`.
+    Of two parts: one that all actions share, of so large a spread, and what is its `own` of the
+    `spread` of its kind of work.
     """
-    shared, alone = spread * math.sqrt(1 - OWN), spread * math.sqrt(OWN)
-    pairs = zip(normal_draws(f"rate {work}", seed), normal_draws(f"own {own}", seed), strict=True)
+    alone = spread * math.sqrt(OWN)
+    pairs = zip(normal_draws("shared", seed), normal_draws(f"own {own}", seed), strict=True)
     return [math.exp(shared * one + alone * other) for one, other in pairs]

@@ -9,7 +9,8 @@ from rlflow.graph.graph import Node
 from rlflow.graph.roles import Calling, Drafted, Paused, SamplingOptions
 from rlflow.graph.rules.nesting import declared_name
 from rlflow.scheduler.costs import measurement_keys as keys
-from rlflow.scheduler.costs.estimate import HOST_SECONDS_PER_ROW, Costs
+from rlflow.scheduler.costs.estimate import HOST_SECONDS_PER_ROW, HOST_WORK, TABLE, Costs
+from rlflow.scheduler.costs.origins import origins
 from rlflow.scheduler.costs.rows.given import ninety_fifth
 from rlflow.scheduler.devices.cluster import Cluster
 from rlflow.scheduler.plan.plan import Plan
@@ -18,13 +19,22 @@ from rlflow.scheduler.plan.plan import Plan
 def seconds_rest_on(plan: Plan, costs: Costs) -> tuple[str, ...]:
     """What the seconds of a plan rest on, each with where it is from."""
     rollouts = [node for node in plan.graph.nodes if node.op.name == "rollout"]
+    trained = [node for node in plan.graph.nodes if node.op.use == "train"]
+    rollouts = rollouts or [made for node in trained for made in origins(plan.graph, node)]
     found = _by_node(rollouts, [responses_text(node, costs) for node in rollouts])
     found += _by_node(rollouts, [prompts_text(node, costs) for node in rollouts])
     drafting = any(node.role(Drafted) is not None for node in rollouts)
     if drafting or any(instance.engine_plan.drafts for instance in plan.instances):
         found.append("drafted tokens: none counts (assumed)")
-    if any(node.role(Calling) is not None for node in plan.graph.nodes):
-        found.append(f"rewards {HOST_SECONDS_PER_ROW * 1e6:g} us a row (assumed)")
+    sources = {action.cost.source for action in plan.actions}
+    calling = {node.name for node, _ in plan.graph.having(Calling) if node.model is None}
+    if calling:
+        told = {action.cost.source for action in plan.actions if action.node in calling}
+        assumed = told & {HOST_WORK}
+        each = f"rewards {HOST_SECONDS_PER_ROW * 1e6:g} us a row (assumed)"
+        found.append(each if assumed else "rewards (measured)")
+    if not any(source.startswith(TABLE) for source in sources):
+        return (*found, "rates (measured)")
     return (*found, *rates_text(costs.cluster))
 
 
