@@ -29,7 +29,6 @@ def exact_match(response: str, answer: str) -> float:
 
 
 def placed(train: int, gen: int) -> rf.Placement:
-    """Both models learn on some devices; rollouts are on others."""
     assign = {"*": rf.on("train"), "actor.rollout": rf.on("gen")}
     return rf.Placement(pools={"train": train, "gen": gen}, assign=assign)
 

@@ -225,9 +225,10 @@ class Recorded(Role):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calling(Role):
-    """It calls a function of the user's that is one of its options."""
+    """It calls a function of the user's, one of its options; a `policy` may limit its calls."""
 
     function: Any
+    policy: Any = None
 
 
 ALL: tuple[type[Role], ...] = (

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlflow.errors import Finding, RunError
+from rlflow.graph.roles import Calling
 from rlflow.ops.scoring import Policy
 from rlflow.scheduler.plan.plan import Action, Plan
 
@@ -88,7 +89,8 @@ class Deadlines:
         """Seconds that a call of the action's function may take by what its user allows it."""
         if action.node is None or not self.plan.graph.has_node(action.node):
             return 0.0
-        policy = dict(self.plan.graph.node(action.node).params).get("policy")
+        calling = self.plan.graph.node(action.node).role(Calling)
+        policy = None if calling is None else calling.policy
         return policy.bounds.longest if isinstance(policy, Policy) else 0.0
 
     def for_files(self, size: int) -> float:
