@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -270,3 +272,55 @@ def test_plans_of_real_shapes_are_within_five_percent(
     models = {"actor.update", "ref.log_probs", SAVE}
     models |= {"critic.update", "critic.values"} if pipeline.startswith("ppo") else set()
     assert {a.action for each in found for a in each.actions} == models
+
+
+GEMMA = """
+import rlflow as rf
+from rlflow import ops
+
+
+def length(response: str) -> float:
+    return float(len(response))
+
+
+WHERE = rf.Placement(pools={{"all": 1}}, assign={{"*": rf.on("all", {on})}})
+
+
+@rf.pipeline(placements={{"all": WHERE}})
+def grpo(cfg: rf.Config):
+    adam = rf.AdamW(lr=1e-6)
+    actor = rf.Model("actor", "{path}", dtype="bfloat16", init="random", optimizer=adam)
+    prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=4)
+    samples = ops.rollout(actor, prompts, n=8, max_new_tokens=2048)
+    advantage = ops.advantage("grpo", samples, ops.reward(length, samples))
+    ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", ['recompute="selective"', "recompute=True"])
+def test_soft_caps_are_within_five_percent(tmp_path: Path, on: str) -> None:
+    """Gemma 2 of 2B by FlexAttention, of which nothing is kept where a layer is computed again."""
+    config = {
+        "model_type": "gemma2",
+        "vocab_size": 256_000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "sliding_window": 1024,
+    }
+    model = tmp_path / "gemma"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    for file in (PIPELINES / "assets" / "arith-tiny").glob("token*"):
+        shutil.copy(file, model)
+    pipeline = tmp_path / "gemma.py"
+    pipeline.write_text(GEMMA.format(on=on, path=model))
+    _, (found,) = rehearse_target(Target(pipeline=str(pipeline), devices="h100:1"))
+    require_agreement([found])
+    update = next(action for action in found.actions if action.action == "actor.update")
+    assert update.found > 50e9

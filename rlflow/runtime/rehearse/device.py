@@ -206,7 +206,7 @@ def attended_by_flex(
         q, k, v, runs, runs, tokens, tokens,
         **kernel_options(seen, kernel_parameters(), grouped=q.shape[1] != k.shape[1]),
     )  # fmt: skip
-    return output, sums
+    return output[..., : v.shape[-1]], sums
 
 
 def no_outputs(module: Any, *_: Any) -> Tensor:
