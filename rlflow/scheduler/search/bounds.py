@@ -250,7 +250,6 @@ def _averaged(node: Node, source: Instance) -> Instance:
         recompute=False,
         recompute_first=None,
         kept_whole=False,
-        reduces_last=False,
         offload=None,
         micro_tokens=MICRO_TOKENS,
     )
