@@ -30,6 +30,7 @@ from rlflow.scheduler.passes.bind.averages import model_findings
 from rlflow.scheduler.passes.bind.bind import bind, unknown_assignments
 from rlflow.scheduler.passes.bind.whole_layers import (
     by_tables,
+    choosing,
     estimated_period,
     faster_whole,
     whole_text,
@@ -153,14 +154,14 @@ def compile_plan(
 
 
 def _keeping_whole(plan: Plan, context: Context, *, verified: bool) -> Compiled:
-    """The plan, with layers that stay whole from forward to backward where that is shorter.
+    """The plan, with layers, or gradients, that stay whole for longer where that is shorter.
 
     One trained instance after another is tried; a plan that does not fit, or is no shorter by
     shapes and tables, is not taken. Rough plans are as they are said.
     """
     made, texts = _cut(plan, context, verified=verified), []
-    for name in () if context.rough else faster_whole(made.plan, context):
-        kept = replace(context, kept_whole=context.kept_whole | {name})
+    for way, name in () if context.rough else faster_whole(made.plan, context):
+        kept = choosing(context, way, name)
         try:
             tried = _cut(plan, kept, verified=verified)
         except PlanError:
@@ -171,7 +172,7 @@ def _keeping_whole(plan: Plan, context: Context, *, verified: bool) -> Compiled:
             before, after = (_cut(plan, each, verified=False).plan for each in known)
         if estimated_period(after) < estimated_period(before):
             made, context = tried, kept
-            texts.append(whole_text(name, before, after))
+            texts += [whole_text(name, before, after)] if way == "kept_whole" else []
     for text in texts:
         made = made.noting("reshard", text)
     return made

@@ -19,7 +19,8 @@ class Context:
 
     `chunks` is into how many chunks `stream` cuts. A `rough` plan is one of many that are
     compared: less work is spent on its order. The layers of instances that are `kept_whole` stay so
-    from an update's forward to its backward, though no placement says it.
+    from an update's forward to its backward, and gradients of those that `reduces_last` names are
+    whole until the last micro-batch, though no placement says it.
     """
 
     placement: Placement
@@ -29,3 +30,4 @@ class Context:
     chunks: int = 1
     rough: bool = False
     kept_whole: frozenset[str] = frozenset()
+    reduces_last: frozenset[str] = frozenset()

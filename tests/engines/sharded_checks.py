@@ -24,11 +24,15 @@ from tests.engines.examples import Spec, exact, rows, weighted
 
 
 class Messages(TorchDispatchMode):
-    """Counts what ranks send each other within the block, in `count` and in bytes, by operator."""
+    """Counts what ranks send each other within the block, by operator.
+
+    `flat` are messages of one dimension, such as those of FSDP, `flat_size` their bytes; each
+    message is `told`.
+    """
 
     def __init__(self, told=None):
         super().__init__()
-        self.count, self.size, self.told = Counter(), Counter(), told
+        self.count, self.flat, self.flat_size, self.told = Counter(), Counter(), Counter(), told
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
@@ -36,7 +40,9 @@ class Messages(TorchDispatchMode):
             self.count[name] += 1
             if self.told is not None:
                 self.told(name)
-            self.size[name] += sum(t.nbytes for t in tree_leaves(args[0]) if torch.is_tensor(t))
+            sent = [t for t in tree_leaves(args[0]) if torch.is_tensor(t)]
+            self.flat[name] += all(tensor.ndim == 1 for tensor in sent)
+            self.flat_size[name] += sum(tensor.nbytes for tensor in sent if tensor.ndim == 1)
         return func(*args, **(kwargs or {}))
 
 

@@ -158,3 +158,17 @@ def test_layers_kept_whole_step_alike(world):
 
 def test_layers_are_gathered_ahead(world):
     assert all(in_all(world, states.layers_are_gathered_ahead, str(TINY), (1, 2, 1)))
+
+
+def test_gradients_are_summed_once_where_that_is_said(world, model_dir):
+    path = model_dir("qwen3")
+
+    assert all(in_all(world, states.gradients_are_summed_once, path, (1, 2, 1), False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "sequence"), [((2, 2, 1), False), ((1, 2, 2), True)])
+def test_gradients_are_summed_once_over_all_axes(shape, sequence, world, model_dir):
+    path = model_dir("qwen3")
+
+    assert all(in_all(world, states.gradients_are_summed_once, path, shape, sequence))

@@ -23,12 +23,14 @@ HOSTED = {"offload": "optimizer"}
 PARAMETERS = 7_615_616_512
 
 
-def of_7b(longest: int, *, dtype: str = "bfloat16", moments: str = "float32") -> Graph:
+def of_7b(
+    longest: int, *, dtype: str = "bfloat16", moments: str = "float32", batch: int = 8
+) -> Graph:
     def declare() -> None:
         adam = rf.AdamW(lr=1e-6, moments=moments)
         actor = rf.Model("actor", "shape:qwen2.5-7b", dtype=dtype, optimizer=adam)
         ref = rf.Model("ref", "shape:qwen2.5-7b", dtype=dtype)
-        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=batch)
         samples = ops.rollout(actor, prompts, n=2, max_new_tokens=longest)
         ref_lp = ops.log_probs(ref, samples)
         advantage = ops.advantage("grpo", samples, ops.reward(exact, samples))

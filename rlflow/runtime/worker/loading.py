@@ -154,6 +154,7 @@ def _sharded(
     train = ShardedTrainEngine(
         model, optimizer, micro_tokens=micro, visiting=visiting, router=router
     )
+    train.reduces_last = instance.reduces_last
     return model, train, ShardedRollout(model, rows_at_once=instance.rows_at_once)
 
 

@@ -26,6 +26,7 @@ WIDE = "likeliest tokens"
 DRAFTS = "drafts"
 VISITING = "states from the host"
 ORTHOGONAL = "matrices made orthogonal"
+WAITING = "gradients that wait for the last micro-batch"
 BEYOND = "activations beyond the gradients that follow them"
 
 # Numbers that are read and written for each logit, all in float32. To find the likeliest: scores,
@@ -107,14 +108,17 @@ def beside_gradients(
     last, and each layer's activations are gone by then. So the first micro-batch holds the most as
     its backward begins, without gradients, or as it ends, with those and one layer. The next one
     finds the gradients of the first; of two, it has the rows that are left. Of layers that come
-    from the host there are as many at any time.
+    from the host there are as many at any time. Gradients that wait for the last micro-batch are
+    whole, not a rank's share of them.
     """
     tokens = math.ceil(load.prompts) * load.prompt + math.ceil(load.rows) * load.lengths.longest
     most = max(roof.micro_tokens, load.longest_row)
     left = tokens - most + (load.longest_row if tokens > most else 0)
+    waiting = size * (instance.fsdp - 1) if instance.reduces_last and tokens > most else 0
+    held = dict(found) | ({WAITING: waiting} if waiting else {})
     if not instance.sharded or left >= most or roof.hosts_activations:
-        return found
-    held = dict(found)
+        return tuple(sorted(held.items(), key=lambda part: -part[1])) if waiting else found
+    size += waiting
     activations = held.pop(ACTIVATIONS, 0)
     one = min(int(roof.layers.kept * min(tokens, most)), activations)
     later = activations * max(left, 0) // most

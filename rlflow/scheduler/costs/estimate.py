@@ -137,10 +137,9 @@ class Costs(ExpectedRows):
             learning, router = node.role(Learning), self.graph.model(node.model).router
             epochs = 1 if learning is None else learning.epochs
             batches = mini_batches(node) * piece.share
-            trained = self._trained_per_rank(instance) or 0
+            trained, hosted = self._trained_per_rank(instance) or 0, self.hosted(instance) or 0
             sent = trained * max(roof.size, FULL_BYTES)
-            moved = self.hosted(instance) or 0
-            step = roof.step(trained, moved, rounded=self.low_moments(instance))
+            step = roof.step(trained, hosted, rounded=self.low_moments(instance))
             if matrices := self.matrices(instance):
                 step += orthogonal_seconds(roof, matrices)
             step += roof.read(CODED * self.coded(instance)[0])
@@ -211,6 +210,7 @@ class Costs(ExpectedRows):
             streamed=instance.offload == "layers",
             kept_whole=instance.kept_whole,
             sequence=instance.sequence,
+            reduces_last=instance.reduces_last,
             hosts_activations=instance.hosts_activations,
             micro_tokens=instance.micro_tokens,
             trains_vocabulary=instance.trained and model.lora is None,

@@ -56,8 +56,9 @@ class Roofline:
     `paged` rollout has a pool of blocks for `rows_at_once` rows, and graphs unless layers are
     `streamed`. A rank holds `spared` bytes fewer of weights than it computes with. What an update
     keeps of its layers goes to the host and comes back where it `hosts_activations`. Ranks of `tp`
-    share the `sequence` in forwards and updates, or add up all tokens. Products of float32 numbers
-    go by `tf32`, where the device has it.
+    share the `sequence` in forwards and updates, or add up all tokens. Where it `reduces_last`
+    gradients are whole until the last pass of an update. Products of float32 numbers go by `tf32`,
+    where the device has it.
     """
 
     kind: Kind
@@ -68,6 +69,7 @@ class Roofline:
     streamed: bool = False
     kept_whole: bool = False
     sequence: bool = False
+    reduces_last: bool = False
     hosts_activations: bool = False
     serving: Serving | None = None
     micro_tokens: int = MICRO_TOKENS
@@ -256,9 +258,9 @@ class Roofline:
 
         A backward computes twice as much as a forward and gathers again; recomputing adds a
         forward of its layers (Chen et al. 2016), "selective" one without attention, and scores in
-        chunks one of the head. Gradients are summed in
-        every pass over `fsdp`, in the last one over replicas, `trained` bytes a rank. The step
-        itself reads and writes what it keeps.
+        chunks one of the head. Gradients are summed in every pass over `fsdp`, or in the last one,
+        and there over replicas, `trained` bytes a rank. The step itself reads and writes what it
+        keeps.
         """
         count, (tokens, predictions, pairs) = self.passes(load), self.ending(load)
         share = recomputed_layers(recompute, self.shape.layers) / self.shape.layers
@@ -272,12 +274,16 @@ class Roofline:
             computed += share * self.passed(tokens, 0, again) / count
         one = self.launched(self.multiplied(computed, times * self.weights), times)
         one = self.beside_copies(one, times, self.layers.sent(tokens / count, recompute))
-        sent = (1 if self.kept_whole else 2) * self.gathered() + self.shared_out(trained)
+        gathered = (1 if self.kept_whole else 2) * self.gathered()
         agreed = (times - 1) * self.agreed_passing(tokens)
-        one = self.beside(one, sent) + self.added(trained)
+        last = self.beside(one, gathered + self.shared_out(trained)) + self.added(trained)
+        passed = count * last
+        if self.reduces_last:
+            added = self.added(trained * self.fsdp.ranks)
+            passed = last + (count - 1) * (self.beside(one, gathered) + added)
         each = self.logit(self.kind.learned, efficiency.LEARNED_BYTES)
         learned = self.over_vocabulary(predictions, each)
-        return count * one + agreed + learned + self.replicas.all_reduce(trained)
+        return passed + agreed + learned + self.replicas.all_reduce(trained)
 
     def beside_copies(self, computed: float, times: float, moved: float) -> float:
         """A forward while bytes leave, and a backward of the other `times` while they come."""

@@ -19,7 +19,7 @@ from rlflow.scheduler.plan.text import (
 
 Rows = list[tuple[str, str]]
 # Notes on what a plan chose of an instance, so that it fits or takes less.
-LAYOUT = {"offload", "recompute", "reshard"}
+LAYOUT = {"offload", "recompute", "reshard", "gradients"}
 ROWS = "rows at once"
 SEQUENCE = "sequence"
 

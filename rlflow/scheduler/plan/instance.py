@@ -68,6 +68,7 @@ class Instance:
     layer, and therefore the rows. A forward pass sees at most `micro_tokens` tokens, or one row.
     An update's backward computes layers again that `recompute` names, or the `recompute_first`.
     Layers gathered for an update's forward are `kept_whole` until its backward, or gathered again.
+    Its gradients are summed over `fsdp` in every micro-batch, or whole until it `reduces_last`.
     Ranks along `tp` that share the `sequence` have a part of the tokens each between its blocks.
     `offload` names what stays in host memory and visits the devices: the layers of a frozen model,
     or the optimizer's state of a trained one. That one `hosts_activations` there as well, from the
@@ -91,6 +92,7 @@ class Instance:
     recompute: bool | Literal["selective"] = False
     recompute_first: int | None = None
     kept_whole: bool = False
+    reduces_last: bool = False
     sequence: bool = False
     offload: Literal["layers", "optimizer"] | None = None
     hosts_activations: bool = False
@@ -201,6 +203,7 @@ class Instance:
         again = self.recomputes
         parts += ["recompute" if again is True else f"recompute={again}"] if again else []
         parts += ["reshard_after_forward=False"] if self.kept_whole else []
+        parts += ["gradient_sync=last"] if self.reduces_last else []
         offloads = [self.offload, "activations" if self.hosts_activations else None]
         told = ",".join(each for each in offloads if each)
         parts += [f"offload={told}"] if told else []
@@ -216,7 +219,8 @@ class Instance:
         """As plain data; keys for an engine, a drafter or fewer rows only where it has them."""
         found = asdict(self)
         rare = ("drafter", "draft_tokens", "inside", "kept_whole", "recompute_first")
-        for name in (*rare, "hosts_activations", "compiled", "sequence", "tf32"):
+        late = ("hosts_activations", "compiled", "sequence", "tf32", "reduces_last")
+        for name in (*rare, *late):
             if not found[name]:
                 del found[name]
         if self.rows_at_once == MOST_ROWS:

@@ -25,7 +25,7 @@ FEW_DEVICES = 8
 MOST_COMBINATIONS = 40_000
 Range = tuple[int, int]
 # What a placement of other uses says of an option that is of training alone.
-OF_TRAINING = {"recompute": None, "reshard_after_forward": None}
+OF_TRAINING = {"recompute": None, "reshard_after_forward": None, "gradient_sync": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ over the ranks that see different rows. This file knows neither training nor sam
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -194,9 +195,9 @@ def gather_ahead(module: nn.Module) -> None:
     FSDP2 alone gathers it when that one's work is queued: beside it only where the host is ahead of
     the device. In a backward it gathers ahead by itself. Two layers are whole at a time.
     """
-    layers = list(decoder_layers(module).values())
-    for part, following in zip([module, *layers], layers, strict=False):
-        assert isinstance(part, FSDPModule)
+    every = (module, *decoder_layers(module).values())
+    parts = [part for part in every if isinstance(part, FSDPModule)]
+    for part, following in itertools.pairwise(parts):
         part.set_modules_to_forward_prefetch([following])
 
 

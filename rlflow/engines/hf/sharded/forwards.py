@@ -71,7 +71,7 @@ def _same_cut(forward: Any, layer: nn.Module, parts: list[nn.Module], split: Spl
 
 def shared_norm(layer: Any, split: Split, x: Tensor) -> Tensor:
     """The forward of a root-mean-square norm on this rank's part of the heads."""
-    return root_norm(x, split.copied(layer.weight), layer.variance_epsilon)
+    return root_norm(x, split.whole_weight(layer), layer.variance_epsilon)
 
 
 def project(x: Tensor, layer: Any, split: Split | None) -> Tensor:

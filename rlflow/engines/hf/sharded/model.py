@@ -131,10 +131,18 @@ class ShardedModel(TorchModel):
             self._gathered = False
             self.settle()
 
-    def reduce_over_replicas(self, wanted: bool) -> None:
-        """Whether the next backward pass adds up gradients over replicas, or leaves that."""
-        if isinstance(self.module, FSDPModule):
-            self.module.set_requires_all_reduce(wanted)
+    def reduce_gradients(self, last: bool, *, once: bool) -> None:
+        """Whether the next backward pass adds up gradients, which the `last` of a step does.
+
+        Those before it leave sums over replicas to it, and over `fsdp` too where that is done
+        `once`: gradients are whole on each rank until then, as they are summed.
+        """
+        if not isinstance(self.module, FSDPModule):
+            return
+        if once:
+            self.module.set_requires_gradient_sync(last)
+        else:
+            self.module.set_requires_all_reduce(last)
 
     def shards(self) -> dict[str, Shard]:
         """The pieces of the weights that this rank has, by name; views of the live storage.

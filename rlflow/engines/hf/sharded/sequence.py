@@ -56,7 +56,7 @@ def seen_in_part(
 ) -> frozenset[str]:
     """Weights of the body that see a rank's own tokens: norms, and biases of what is summed.
 
-    Their gradients are to be added up over the ranks.
+    And norms of heads, of which a rank has a part. Gradients are to be added up over the ranks.
     """
     module = model.module
     inner: Any = getattr(module, "body", module)
@@ -68,11 +68,11 @@ def seen_in_part(
         owner = known.rpartition(".")[0]
         role = split.roles.get(module.get_submodule(owner))
         beyond = not f"{known}.".startswith(f"{prefix}." if prefix else "")
-        summed_there = role == "shared" or (role is not None and is_adapter(known))
+        summed_there = role is not None and is_adapter(known)
         if known in model.cuts or beyond or weight is embedding or summed_there:
             continue
         within = any(known.startswith(f"{block}.") for block in blocks)
-        (wrong if within and role != "rows" else found).append(known)
+        (wrong if within and role not in ("rows", "shared") else found).append(known)
     if wrong:
         raise UsageError(unshared_sequence(model.name, known_names(wrong)))
     return frozenset(found)

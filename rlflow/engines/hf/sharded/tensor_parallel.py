@@ -186,8 +186,7 @@ class Split:
         if role in ("columns", "whole_columns"):
             self.cut(layer, "bias", 0)
         if isinstance(layer, AdaptedLinear):
-            leaf, dim = ("lora_A", 1) if role == "rows" else ("lora_B", 0)
-            self.cut(layer, leaf, dim)
+            self.cut(layer, *(("lora_A", 1) if role == "rows" else ("lora_B", 0)))
         layer.forward = self.forward(layer)
 
     def cut(self, layer: nn.Module, leaf: str, dim: int) -> None:
@@ -232,8 +231,8 @@ class Split:
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum of the ranks' values `[..., tokens, size]`, or of it this rank's tokens."""
-        shared = self.sequence and packed_tokens() is not None
-        output: Tensor = (OutOfBlock if shared else Summed).apply(x, self.group)  # type: ignore[no-untyped-call]
+        way = OutOfBlock if self.sequence and packed_tokens() is not None else Summed
+        output: Tensor = way.apply(x, self.group)  # type: ignore[no-untyped-call]
         return output
 
     def project(self, x: Tensor, layer: Any) -> Tensor:
@@ -253,8 +252,7 @@ class Split:
             return output if layer.bias is None else output + layer.bias
         if role == "columns":
             return output
-        size = self.weights[layer].size
-        whole: Tensor = Gathered.apply(output, self.group, size)  # type: ignore[no-untyped-call]
+        whole: Tensor = Gathered.apply(output, self.group, self.weights[layer].size)  # type: ignore[no-untyped-call]
         return whole
 
     def change(self, x: Tensor, layer: AdaptedLinear) -> Tensor:
@@ -267,9 +265,8 @@ class Split:
 
     def embed(self, layer: nn.Embedding, tokens: Tensor) -> Tensor:
         """Embeddings of `tokens`, of which this rank has a part of the vocabulary."""
-        cut = self.weights[layer]
+        cut, padding = self.weights[layer], layer.padding_idx
         own = (tokens >= cut.start) & (tokens < cut.stop)
-        padding = layer.padding_idx
         if padding is not None:
             padding = padding - cut.start if cut.start <= padding < cut.stop else None
         places = (tokens - cut.start).masked_fill(~own, 0)
@@ -281,9 +278,14 @@ class Split:
         first = self.weights[layer].start
         return self.summed(own_experts(layer, first, self.copied(x), chosen, self.copied(weights)))
 
+    def whole_weight(self, layer: Any) -> Tensor:
+        """The weight of a layer that sees a rank's heads; `sequence` adds up its gradients late."""
+        found: Tensor = layer.weight if self.sequence else self.copied(layer.weight)
+        return found
+
     def shared(self, layer: Any, x: Tensor) -> Tensor:
         """The layer's own forward; each rank has the gradients of its part of the heads."""
-        standing = Standing(layer, {"weight": self.copied(layer.weight)})
+        standing = Standing(layer, {"weight": self.whole_weight(layer)})
         output: Tensor = type(layer).forward(standing, x)
         return output
 

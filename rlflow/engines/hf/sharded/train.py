@@ -30,11 +30,13 @@ class ShardedTrainEngine(TrainEngine):
     """Computes with the ranks that hold `model`; the results are those of one rank with all rows.
 
     Every rank of the mesh calls `forward` and `step` with the rows of its row part; ranks of
-    one part give the same rows.
+    one part give the same rows. Gradients are summed over `fsdp` in every micro-batch of a step, or
+    are whole until it `reduces_last`.
     """
 
     model: ShardedModel
     steps_with = SHARDED
+    reduces_last = False
 
     def passes(self, own: int) -> int:
         """As many as the rank makes that has most."""
@@ -63,7 +65,7 @@ class ShardedTrainEngine(TrainEngine):
         passes = max(1, self.passes(len(parts)))
         total: dict[str, Tensor] = {}
         for number in range(passes):
-            self.model.reduce_over_replicas(number + 1 == passes)
+            self.model.reduce_gradients(number + 1 == passes, once=self.reduces_last)
             if number < len(parts):
                 _, micro = next(micros)
                 add_metrics(total, self.backward(micro, loss_fn, outputs, temperature))

@@ -132,6 +132,7 @@ def _fitted(
         instance,
         uses=tuple(use for use in instance.uses if use in used),
         kept_whole=instance.kept_whole or instance.name in context.kept_whole,
+        reduces_last=instance.reduces_last or instance.name in context.reduces_last,
     )
     room = min(plan.budget(device) for device in instance.devices)
     if instance.engine_plan.own_process:

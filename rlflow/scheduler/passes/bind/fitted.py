@@ -40,7 +40,34 @@ def noting_fitted(
             plan = _noting_rows(plan, instance, nodes, costs)
         if instance.sequence:
             plan = plan.noting("sequence", _of_sequence(instance, nodes, costs))
+        text = _of_gradients(instance, nodes, costs)
+        plan = plan.noting("gradients", text) if text else plan
     return plan
+
+
+def _of_gradients(instance: Instance, nodes: Sequence[Node], costs: Costs) -> str:
+    """In which micro-batches ranks sum gradients, and what the other way takes; empty for one."""
+    shape = costs.shapes[instance.model]
+    updates = [node for node in nodes if node.op.use == "train" and node.averages is None]
+    if shape is None or instance.fsdp == 1 or not updates:
+        return ""
+    passes = max(
+        costs.roofline_of(node, instance, shape).passes(costs.load(node, row_parts(node, instance)))
+        for node in updates
+    )
+    if (costs.cluster.is_cpu and not instance.reduces_last) or passes == 1:
+        return ""
+    each, last = (replace(instance, reduces_last=once) for once in (False, True))
+    held = [max(costs.held(n, way, row_parts(n, way)) for n in updates) for way in (each, last)]
+    spared = instance_seconds(each, updates, costs) - instance_seconds(last, updates, costs)
+    more = f"{amount(held[1] - held[0])} more"
+    less = f"{duration(spared)} less by estimate" if spared > 0 else "no less by estimate"
+    what = f"gradients of {instance.name} are summed over fsdp={instance.fsdp} "
+    if instance.reduces_last:
+        what += f"once, in the last of {passes} micro-batches"
+        return f"{what}: that holds {more} and takes {less}"
+    text = f"{what}in each of {passes} micro-batches: to wait for the last "
+    return f"{text}(gradient_sync='last') would hold {more} and take {less}"
 
 
 def _of_sequence(instance: Instance, nodes: Sequence[Node], costs: Costs) -> str:

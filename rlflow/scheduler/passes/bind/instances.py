@@ -76,8 +76,10 @@ def _as_said(instance: Instance, said: list[tuple[Node, On]]) -> Instance:
     offload = next((each for each in states if each in asked), None)
     hosts = learns and "activations" in asked
     kept = learns and any(where.reshard_after_forward is False for _, where in said)
-    kept = kept and instance.fsdp > 1
-    how = replace(recomputing(instance, again), offload=offload, kept_whole=kept)
+    last = learns and any(where.gradient_sync == "last" for _, where in said)
+    shared = instance.fsdp > 1
+    how = replace(recomputing(instance, again), offload=offload, kept_whole=kept and shared)
+    how = replace(how, reduces_last=last and shared)
     compiled = set(instance.uses) != {"rollout"} and any(where.compile for _, where in said)
     return replace(how, hosts_activations=hosts, compiled=compiled, tf32=_tf32_uses(instance, said))
 

@@ -1,4 +1,6 @@
-"""Which trained instances would be faster with layers that stay whole from forward to backward.
+"""Which trained instances would be faster where layers, or gradients, stay whole for longer.
+
+Layers from forward to backward (`kept_whole`), gradients to the last micro-batch (`reduces_last`).
 
 By model shape and device table alone: what is measured of one layout says nothing of the other, and
 a choice that turned with every run's measurements would be none.
@@ -7,6 +9,8 @@ a choice that turned with every run's measurements would be none.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from typing import Literal
 
 from rlflow.graph.graph import Node
 from rlflow.scheduler.context import Context
@@ -16,39 +20,56 @@ from rlflow.scheduler.passes.bind.bind import place_of
 from rlflow.scheduler.plan.plan import Instance, Plan
 from rlflow.scheduler.plan.text import duration
 
+Way = Literal["kept_whole", "reduces_last"]
+# What stays whole for longer, and what a placement says of it.
+WAYS: dict[Way, str] = {"kept_whole": "reshard_after_forward", "reduces_last": "gradient_sync"}
 
-def faster_whole(plan: Plan, context: Context) -> list[str]:
+
+def faster_whole(plan: Plan, context: Context) -> list[tuple[Way, str]]:
     """The instances of a plan whose updates take less so and fit alone, those that gain most first.
 
     None on CPU devices, where a gather is a copy within one memory, and none of which a placement
-    says `reshard_after_forward`.
+    says `reshard_after_forward`, or `gradient_sync`.
     """
     if context.cluster.is_cpu:
         return []
     costs = replace(context.costs, graph=plan.graph)
-    gains: list[tuple[float, str]] = []
-    for instance in plan.instances:
-        nodes = _updates(instance, plan, context)
+    gains: list[tuple[float, Way, str]] = []
+    for instance, way in product(plan.instances, WAYS):
+        nodes = _updates(instance, plan, context, way)
         if not nodes:
             continue
-        whole = replace(instance, kept_whole=True)
+        whole = in_way(instance, way)
         gain = instance_seconds(instance, nodes, costs) - instance_seconds(whole, nodes, costs)
         room = min(plan.budget(device) for device in instance.devices)
         if gain > 0 and all(needed(node, whole, costs) <= room for node in nodes):
-            gains.append((gain, instance.name))
-    return [name for _, name in sorted(gains, key=lambda each: (-each[0], each[1]))]
+            gains.append((-gain, way, instance.name))
+    return [(way, name) for _, way, name in sorted(gains)]
 
 
-def _updates(instance: Instance, plan: Plan, context: Context) -> list[Node]:
+def in_way(instance: Instance, way: Way) -> Instance:
+    """The instance with layers, or gradients, that stay whole for longer."""
+    whole = way == "kept_whole"
+    return replace(instance, kept_whole=True) if whole else replace(instance, reduces_last=True)
+
+
+def choosing(context: Context, way: Way, name: str) -> Context:
+    """The context by which an instance does so."""
+    if way == "kept_whole":
+        return replace(context, kept_whole=context.kept_whole | {name})
+    return replace(context, reduces_last=context.reduces_last | {name})
+
+
+def _updates(instance: Instance, plan: Plan, context: Context, way: Way) -> list[Node]:
     """The updates of an instance of which nothing is said; none where they gather nothing."""
-    if not instance.trained or instance.fsdp == 1 or instance.kept_whole:
+    if not instance.trained or instance.fsdp == 1 or in_way(instance, way) == instance:
         return []
     uses = [node for node in plan.graph.nodes if node.model == instance.model and not node.averages]
     updates = [node for node in uses if node.op.use == "train"]
     for node in uses:
         where = place_of(node, plan.graph, context.placement)
         mine = where is not None and where.pool == instance.pool
-        if mine and where is not None and where.reshard_after_forward is not None:
+        if mine and where is not None and getattr(where, WAYS[way]) is not None:
             return []
     return updates
 
