@@ -99,7 +99,7 @@ def test_a_device_is_named_by_number_pool_or_label(rlflow, run_dir: Path, device
     [
         (("--device", "gn"), 2, ("E349", "did you mean 'gen'", "0, 1, train[0], gen[1]")),
         (("--device", "4"), 2, ("E349", "0, 1")),
-        (("--iteration", "77"), 2, ("E349", "iterations 0 to 5", "--iteration 5")),
+        (("--iteration", "77"), 2, ("E666", "iterations 0 to 5", "--iteration 5")),
         (("--iteration", "-1"), 2, ("--iteration", "-1")),
     ],
 )

@@ -105,7 +105,7 @@ def idle_iteration(
     """Why devices were idle in an iteration, by default in one of median length.
 
     `device` is a number, a pool, or a label as `gen[1]`; None stands for all. Raises UsageError
-    E349 for an iteration that has no spans, or failed, and for a device that ran nothing.
+    E666 for an iteration that has no spans, or failed, and E349 for a device that ran nothing.
     """
     windows = iteration_windows(files.spans)
     chosen = median_iteration(files.spans) if iteration is None else iteration
@@ -221,7 +221,7 @@ def _wanted(
 def _no_iteration(files: RunFiles, asked: int | None, known: Sequence[int]) -> Finding:
     what = "no iteration" if asked is None else f"no iteration {asked}"
     return Finding(
-        code="E349",
+        code="E666",
         what=f"{files.path} has {what} that devices could be idle in",
         got=f"spans of the iterations {known[0]} to {known[-1]}" if known else "no spans",
         fix=f"--iteration {min(known, key=lambda i: abs(i - asked))}"
