@@ -66,3 +66,17 @@ def router_finding(path: str, kind: str, *, corrected: bool = False) -> Finding 
             fix="rf.Router(balance_coef=0.001)   a loss in its place",
         )
     return None
+
+
+def replay_finding(path: str, kind: str) -> Finding | None:
+    """E536 for a model whose routers cannot be told which experts to choose."""
+    router = ROUTERS.get(kind)
+    if router is not None and router.replays:
+        return None
+    return Finding(
+        code="E536",
+        what=f"the routers of model {path!r} cannot be told which experts to choose",
+        got=f"model_type {kind!r}" if kind else "no mixture of experts",
+        expected="one of " + ", ".join(k for k, known in ROUTERS.items() if known.replays),
+        fix="leave out routing=",
+    )
