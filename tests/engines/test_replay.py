@@ -12,7 +12,7 @@ from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.engines.hf.routing.replays import PROMPTS, RESPONSES
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.errors import UsageError
-from tests.engines import mixtures
+from tests.engines import mixtures, sharded_routers
 from tests.engines.examples import Spec, gradients, rows, worst
 
 pytestmark = pytest.mark.torch
@@ -157,3 +157,11 @@ def test_models_without_such_routers_are_refused(model_dir, tmp_path):
         assert refused.value.findings[0].code == "E536"
         with pytest.raises(UsageError):
             sampled(engine.model)
+
+
+@pytest.mark.slow
+def test_ranks_replay_what_one_rank_does(world, tmp_path):
+    path = mixtures.save_mixture("qwen3_moe", tmp_path)
+
+    for shape in ((1, 2, 1), (1, 1, 2)):
+        assert all(world(2).run(sharded_routers.replay_equal, path, shape))

@@ -159,3 +159,20 @@ def test_an_update_without_experts_names_who_would_make_them() -> None:
         graph_of(declare)
     assert "'actor.update' has no input 'routed_experts'" in str(refused.value)
     assert 'samples = ops.rollout(actor, prompts, ..., routing="record")' in str(refused.value)
+
+
+def test_experts_of_another_mixture_are_refused() -> None:
+    def declare() -> None:
+        actor = rf.Model("actor", MIXTURE, dtype="bfloat16", optimizer=ADAM)
+        ref = rf.Model("ref", "shape:mixtral-8x7b", dtype="bfloat16")
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=64)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8, routing="record")
+        ref_lp = ops.log_probs(ref, samples, routing="replay")
+        advantage = ops.advantage("grpo", samples, ops.reward(exact, samples))
+        loss = rf.PolicyLoss("ppo_clip", kl_coef=0.1)
+        ops.update(actor, samples, advantage, ref_lp, loss=loss, routing="replay")
+
+    assign = {"*": rf.on("all", fsdp=32), "ref": rf.on("all", fsdp=8)}
+    placement = rf.Placement(pools={"all": 32}, assign=assign)
+    with pytest.raises(RlflowError, match=r"E536.*cannot choose(.|\n)*384 experts(.|\n)*64:"):
+        compile_plan(graph_of(declare), placement, parse_cluster("h100:32", 1), name="p")

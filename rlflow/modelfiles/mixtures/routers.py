@@ -80,3 +80,14 @@ def replay_finding(path: str, kind: str) -> Finding | None:
         expected="one of " + ", ".join(k for k, known in ROUTERS.items() if known.replays),
         fix="leave out routing=",
     )
+
+
+def width_finding(path: str, width: int, own: int) -> Finding:
+    """E536 for experts of tokens that chose in a mixture with other layers, or more of them."""
+    return Finding(
+        code="E536",
+        what=f"the routers of model {path!r} cannot choose the experts that are offered",
+        got=f"{width} experts of each token, in all layers",
+        expected=f"{own}: those that the same model has recorded, or one of its shape",
+        fix='ops.log_probs(..., routing="record")   to record its own',
+    )

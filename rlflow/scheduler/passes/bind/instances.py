@@ -23,7 +23,8 @@ from rlflow.modelfiles.families import (
     sharding_finding,
     stacked_finding,
 )
-from rlflow.modelfiles.mixtures.routers import replay_finding, router_finding
+from rlflow.modelfiles.mixtures.routers import replay_finding, router_finding, width_finding
+from rlflow.scheduler.costs.distributions import EXPERTS
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.microbatches import hosted_activations
 from rlflow.scheduler.engines.engines import engine_parts
@@ -266,9 +267,20 @@ def _uncomputed(
     if model.router is not None:
         corrected = bool(model.router.bias_rate)
         found.append(router_finding(model.path, shape.kind, corrected=corrected))
-    if any(node.role(Routed) for node in nodes if node.model == model.name):
-        found.append(replay_finding(model.path, shape.kind))
+    found += _misrouted(model, shape, [node for node in nodes if node.model == model.name])
     return [finding for finding in found if finding is not None]
+
+
+def _misrouted(model: Model, shape: Shape, nodes: Sequence[Node]) -> list[Finding | None]:
+    """What keeps the routers of a model from telling, or choosing, what its nodes want of them."""
+    routed = [node for node in nodes if node.role(Routed)]
+    fields = [bound.field for node in routed for bound in node.inputs]
+    wide = {field.width for field in fields if field.dtype == EXPERTS and field.width}
+    others = sorted(width for width in wide if width and width != shape.routed)
+    refused = replay_finding(model.path, shape.kind) if routed else None
+    if refused is not None or not others:
+        return [refused]
+    return [width_finding(model.path, width, shape.routed) for width in others]
 
 
 def _offload_findings(instance: Instance, plan: Plan) -> list[Finding]:
