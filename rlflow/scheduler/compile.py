@@ -128,13 +128,11 @@ def compile_plan(
         shapes = _checked_shapes(graph, near)
         costs = Costs(graph=graph, cluster=cluster, shapes=shapes, prompts=Prompts(near))
         check_lengths(graph)
-    graph = with_widths(graph, costs.shapes)
-    costs = replace(costs, graph=graph)
-    staleness = allowed(graph, placement)
+    graph, staleness = with_widths(graph, costs.shapes), allowed(graph, placement)
     context = Context(
         placement=placement,
         cluster=cluster,
-        costs=replace(costs, backend=chosen, staleness=staleness),
+        costs=replace(costs, graph=graph, backend=chosen, staleness=staleness),
         optimize=optimize,
         rough=not verified,
     )
