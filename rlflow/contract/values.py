@@ -40,7 +40,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn; temperature 0 is greedy, top_k 0 and top_p 1 keep every token."""
+    """How tokens are drawn; temperature 0 is greedy, top_k 0 and top_p 1 keep every token.
+
+    With `routing` the experts that tokens choose are told.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -48,6 +51,7 @@ class Sampling:
     top_k: int = 0
     n: int = 1
     stop_tokens: tuple[int, ...] = ()
+    routing: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,9 @@ class Generation:
     float32 of the same lengths; `finished` bool `[rows]`, false where the length limit or an
     abort cut the row. `rows` int64 says which rows of the call these are, None for all. Of the
     `drafted` tokens that a drafter has proposed so many were `accepted`.
+
+    Where it was asked, `prompt_experts` and `experts`, ragged int16 `[rows, j, layers * k]`, are
+    those that each token of prompt and response chose, layer by layer; -1 where none read it.
     """
 
     response_tokens: Tensor
@@ -90,6 +97,8 @@ class Generation:
     rows: Tensor | None = None
     drafted: float = 0.0
     accepted: float = 0.0
+    prompt_experts: Tensor | None = None
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

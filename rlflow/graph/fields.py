@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 Level = Literal["token", "row"]
-DType = Literal["int64", "float32", "bool", "text"]
+DType = Literal["int64", "int16", "float32", "bool", "text"]
 Granularity = Literal["row", "group", "batch"]
 
 PYTHON_DTYPES: dict[type, DType] = {
@@ -54,6 +54,8 @@ class Field:
     """A typed value on an edge; `mask` names the token field that says which tokens count.
 
     `width` is how many values there are of each token, or row: None for one, without a dimension.
+    Of numbers of experts (int16) it follows from the model that is `routed`: layers times experts a
+    token, layer by layer.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Field:
     level: Level
     mask: str | None = None
     width: int | None = None
+    routed: str | None = None
 
     def __str__(self) -> str:
         under = f"|{self.mask}" if self.mask else ""
@@ -73,9 +76,10 @@ def token(
     dtype: DType = "float32",
     mask: str | None = "response_mask",
     width: int | None = None,
+    routed: str | None = None,
 ) -> Field:
     """A token field, by default under the mask of the response."""
-    return Field(name=name, dtype=dtype, level="token", mask=mask, width=width)
+    return Field(name=name, dtype=dtype, level="token", mask=mask, width=width, routed=routed)
 
 
 def row(name: str, dtype: DType = "float32") -> Field:

@@ -139,6 +139,7 @@ class ModelOptions(TypedDict, total=False):
     head: Literal["lm", "value"]
     optimizer: AdamW | Muon | Average | None
     lora: LoRA | None
+    router: Router | None
     dtype: Literal["float32", "bfloat16", "float64"]
     init: Literal["pretrained", "random"]
 

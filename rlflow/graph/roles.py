@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 Options = tuple[tuple[str, Any], ...]
 
@@ -112,6 +112,13 @@ class Scoring(Role):
 
     temperature: Any
     top_k: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed(Role):
+    """It keeps which experts its tokens chose (`record`), or has them chosen again (`replay`)."""
+
+    routing: Literal["record", "replay"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

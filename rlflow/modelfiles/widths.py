@@ -26,6 +26,7 @@ from rlflow.modelfiles.configs import (
     text_value,
 )
 from rlflow.modelfiles.families import Family, family_of
+from rlflow.modelfiles.mixtures.layers import experts_a_token, mixture_layers
 
 # Kinds of layers that do not attend, and kinds that carry a state from token to token.
 NOT_ATTENDING = {"linear_attention", "conv", "mamba", "moe", "mlp"}
@@ -319,9 +320,7 @@ def _experts(text: Mapping[str, Any], kind: str, ffn: int) -> dict[str, Any]:
         shared = width * text_value(text, "n_shared_experts", "moe_num_shared_experts")
     return {
         "experts": count,
-        "chosen": text_value(
-            text, "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"
-        ) or 1,
+        "chosen": experts_a_token(text),
         "expert_ffn": width,
         "expert_biases": kind == "gpt_oss",
         "shared_ffn": shared,
@@ -332,14 +331,7 @@ def _experts(text: Mapping[str, Any], kind: str, ffn: int) -> dict[str, Any]:
 
 def _dense_layers(text: Mapping[str, Any]) -> int:
     """How many layers have no experts: the first ones, or all but every so many."""
-    layers = text_value(text, "num_hidden_layers", "n_layer")
-    if text.get("mlp_layer_types"):
-        return min(layers, list(text["mlp_layer_types"]).count("dense"))
-    first = text_value(text, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-    every = text_value(text, "decoder_sparse_step") or 1
-    plain = set(text.get("mlp_only_layers") or ())
-    mixed = [at for at in range(layers) if at not in plain and (at + 1) % every == 0]
-    return min(layers, max(first, layers - len(mixed)))
+    return text_value(text, "num_hidden_layers", "n_layer") - len(mixture_layers(text))
 
 
 def _latent(text: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,11 +55,13 @@ class ModelInUse(Protocol):
         first: int = 0,
         until: int | None = None,
         draft_tokens: int = 0,
+        routing: bool = False,
     ) -> Generation:
         """Draw n responses to every prompt (ragged int64 [prompts, j]), prompt-major.
 
         Of each the tokens at positions `first` to `until` - 1, the last tokens of a prompt being
-        those before. It may be some of the rows that come: the others come in other calls.
+        those before. It may be some of the rows that come: the others come in other calls. With
+        `routing` the experts that tokens chose come too.
         """
 
     @property

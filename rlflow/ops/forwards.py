@@ -12,10 +12,11 @@ from rlflow.errors import Finding
 from rlflow.graph.fields import Field, token
 from rlflow.graph.model import Model
 from rlflow.graph.op import Input, Op, register
-from rlflow.graph.roles import AdaptersOff, SamplingOptions, Scoring
+from rlflow.graph.roles import AdaptersOff, Routed, SamplingOptions, Scoring
 from rlflow.graph.source import declared_at
 from rlflow.graph.trace import Handle, add_node, declared_node, report_finding
 from rlflow.graph.user.iterations import Iterations, schedule
+from rlflow.ops.rows.experts import EXPERTS, Routing, experts_made, known_routing
 
 TOKENS = (
     Input(name="prompt_tokens", dtype="int64", levels=("token",)),
@@ -27,7 +28,7 @@ LOG_PROBS = register(
     Op(
         name="log_probs",
         body="rlflow.ops.bodies.forward:log_probs",
-        roles=(Scoring, AdaptersOff),
+        roles=(Scoring, AdaptersOff, Routed),
         inputs=(*TOKENS, GROUPED),
         outputs=(token("ref_log_probs"), token("old_log_probs")),
         per="row",
@@ -54,6 +55,7 @@ def log_probs(
     field: str | None = None,
     sum_pi_squared: bool = False,
     top_k: int | None = None,
+    routing: Routing | None = None,
     every: int = 1,
     when: Iterations | None = None,
     name: str | None = None,
@@ -66,6 +68,10 @@ def log_probs(
     `top_k` adds the k tokens that the model finds likeliest in each place, the likeliest first:
     `top_log_probs` float32 and `top_ids` int64 [row, token, k], and `top_rest` float32 [row,
     token], the log of the probability of all other tokens together.
+
+    Of a mixture of experts `routing="record"` adds which experts each token chose, for an update to
+    replay (R2 of Zheng et al., arXiv:2507.18071), and `"replay"` has every token choose those that
+    the handles offer, such as a rollout's (R3, Ma et al., arXiv:2510.11370).
 
     It runs in iterations 0, `every`, 2 `every`, ... of those of `when`. Nodes that read it must
     run in no other iterations.
@@ -80,7 +86,12 @@ def log_probs(
     if top_k is not None:
         made += _likeliest(top_k)
         params["top_k"] = top_k
-    op = replace(LOG_PROBS, outputs=tuple(made))
+    read = LOG_PROBS.inputs
+    if known_routing("a forward", routing, ("record", "replay")):
+        params["routing"] = routing
+        made += experts_made(model) if routing == "record" else ()
+        read = (*read, *(EXPERTS if routing == "replay" else ()))
+    op = replace(LOG_PROBS, inputs=read, outputs=tuple(made))
     due = _due(every, when)
     return add_node(op, handles, model=model, params=params, name=name, **due)
 

@@ -9,24 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from rlflow.data import Chat, DataSource
 from rlflow.errors import Finding, Source
 from rlflow.graph.fields import row, token
 from rlflow.graph.model import Model
 from rlflow.graph.op import Input, Op, register
-from rlflow.graph.roles import Calling, Drafted, Drawn, Learning, Paused, Resumed, SamplingOptions
+from rlflow.graph.roles import (
+    Calling,
+    Drafted,
+    Drawn,
+    Learning,
+    Paused,
+    Resumed,
+    Routed,
+    SamplingOptions,
+)
 from rlflow.graph.rules.old_policy import moved_by
 from rlflow.graph.source import declared_at
 from rlflow.graph.trace import Handle, add_node, declared_updates, free_name, report_finding
 from rlflow.graph.user.iterations import Iterations, schedule
 from rlflow.ops.forwards import GROUPED, TOKENS, sampled_at
+from rlflow.ops.losses.inputs import FIELD_INPUTS
 from rlflow.ops.losses.losses import PolicyLoss, SFTLoss, ValueLoss
 from rlflow.ops.losses.preference import DPOLoss, RewardModelLoss
 from rlflow.ops.losses.user import FunctionLoss, no_loss
 from rlflow.ops.missing_reward import on_valid_rows
-from rlflow.ops.pairs import READ_BY_LOSSES
+from rlflow.ops.rows.experts import EXPERTS, known_routing, recording
 from rlflow.ops.scoring import Functions, as_function
 
 MASK = Input(name="response_mask", dtype="bool", levels=("token",))
@@ -58,7 +68,7 @@ ROLLOUT = register(
     Op(
         name="rollout",
         body="rlflow.ops.bodies.rollout:rollout",
-        roles=(SamplingOptions, Drafted, Paused),
+        roles=(SamplingOptions, Drafted, Paused, Routed),
         inputs=(Input(name="prompt", dtype="text", levels=("row",)),),
         outputs=(
             token("prompt_tokens", "int64", mask=None),
@@ -81,7 +91,7 @@ UPDATE = register(
     Op(
         name="update",
         body="rlflow.ops.bodies.update:update",
-        roles=(Learning,),
+        roles=(Learning, Routed),
         inputs=(*TOKENS, MASK, GROUPED),
         outputs=(),
         per="batch",
@@ -107,37 +117,6 @@ EVALUATE = register(
     )
 )
 
-FIELD_INPUTS = {
-    **READ_BY_LOSSES,
-    "advantages": Input(
-        name="advantages",
-        dtype="float32",
-        levels=("token", "row"),
-        hint='adv = ops.advantage("grpo", samples, reward)',
-    ),
-    "old_log_probs": Input(
-        name="old_log_probs",
-        dtype="float32",
-        levels=("token",),
-        hint="old_log_probs = ops.log_probs(actor, samples)",
-    ),
-    "rollout_log_probs": Input(name="rollout_log_probs", dtype="float32", levels=("token",)),
-    "ref_log_probs": Input(
-        name="ref_log_probs",
-        dtype="float32",
-        levels=("token",),
-        hint="ref_log_probs = ops.log_probs(ref, samples)",
-    ),
-    "version": Input(name="version", dtype="int64", levels=("token",)),
-    "values": Input(name="values", dtype="float32", levels=("token",)),
-    "returns": Input(
-        name="returns",
-        dtype="float32",
-        levels=("token",),
-        hint='adv = ops.advantage("gae", samples, reward, values)',
-    ),
-}
-
 Loss = PolicyLoss | ValueLoss | SFTLoss | DPOLoss | RewardModelLoss | FunctionLoss
 
 
@@ -153,6 +132,7 @@ def rollout(
     ignore_eos: bool = False,
     drafter: Model | None = None,
     draft_tokens: int = 4,
+    routing: Literal["record"] | None = None,
     name: str | None = None,
 ) -> Handle:
     """Sample `n` responses of at most `max_new_tokens` tokens to every prompt.
@@ -168,27 +148,25 @@ def rollout(
     A `drafter`, a small model with the same tokenizer, proposes up to `draft_tokens` tokens at a
     time, which the policy reads in one pass. The tokens are those that would be sampled without it
     (speculative decoding, Leviathan et al. 2023, with random numbers in common).
+
+    `routing="record"` adds which experts of a mixture each token chose, for log-probs and updates
+    to replay (Ma et al., arXiv:2510.11370): `ops.rows.experts` has the fields.
     """
     where = declared_at()
-    checks = (
-        (n >= 1, f"n={n}", "n >= 1"),
-        (max_new_tokens >= 1, f"max_new_tokens={max_new_tokens}", "max_new_tokens >= 1"),
-        (temperature >= 0, f"temperature={temperature}", "temperature >= 0"),
-        (0 < top_p <= 1, f"top_p={top_p}", "0 < top_p <= 1"),
-        (top_k >= 0, f"top_k={top_k}", "top_k >= 0 (0: off)"),
-        (draft_tokens >= 1, f"draft_tokens={draft_tokens}", "draft_tokens >= 1"),
-    )
+    checks = _sampling_checks(n, max_new_tokens, temperature, top_p, top_k, draft_tokens)
     _require("a rollout", checks, where)
-    made = {field.name for field in ROLLOUT.outputs}
+    records = known_routing("a rollout", routing, ("record",), drafted=drafter is not None)
+    rolled = recording(ROLLOUT, model) if records else ROLLOUT
+    made = {field.name for field in rolled.outputs}
     offered = {offer.name: offer for handle in prompts for offer in handle.offers}
     carried = tuple(
         offer for offer in offered.values() if offer.field.level == "row" and offer.name not in made
     )
     op = replace(
-        ROLLOUT,
+        rolled,
         inputs=tuple(Input(name=o.name, dtype=o.field.dtype, levels=("row",)) for o in carried)
         or ROLLOUT.inputs,
-        outputs=(*ROLLOUT.outputs, *(row(o.name, o.field.dtype) for o in carried)),
+        outputs=(*rolled.outputs, *(row(o.name, o.field.dtype) for o in carried)),
     )
     params: dict[str, Any] = {"n": n, "max_new_tokens": max_new_tokens, "temperature": temperature}
     if drafter is not None:
@@ -198,6 +176,7 @@ def rollout(
         ("top_k", top_k, 0),
         ("chat", chat, False),
         ("ignore_eos", ignore_eos, False),
+        ("routing", routing if records else None, None),
     )
     params |= {key: value for key, value, off in unusual if value != off}
     return add_node(op, prompts, model=model, params=params, name=name, beside=drafter)
@@ -212,6 +191,7 @@ def update(
     shuffle: bool = True,
     max_grad_norm: float | None = 1.0,
     background: bool = False,
+    routing: Literal["replay"] | None = None,
     every: int = 1,
     when: Iterations | None = None,
     name: str | None = None,
@@ -226,6 +206,8 @@ def update(
     rollout can bring its rows while it still samples the next ones. With `background` each step is
     an action of its own, put where its devices have nothing else to do. It runs in iterations 0,
     `every`, 2 `every`, ... of those of `when`; in the others it writes no version.
+
+    With `routing="replay"` tokens choose the experts that the handles offer.
     """
     where = declared_at()
     every, within, findings = schedule("an update", every, when)
@@ -249,15 +231,36 @@ def update(
     loss = _usable(loss, model)
     counts = {"epochs": epochs, "mini_batches": mini_batches}
     inputs, declined, extra = _loss_inputs(loss, handles, moved=_moved(model, counts))
-    read = {wanted.name: wanted for wanted in (*TOKENS, MASK, GROUPED, *inputs)}
+    experts = EXPERTS if known_routing("an update", routing, ("replay",)) else ()
+    read = {wanted.name: wanted for wanted in (*TOKENS, MASK, GROUPED, *inputs, *experts)}
     op = replace(UPDATE, inputs=tuple(read.values()))
     params = {"loss": loss, **counts, "max_grad_norm": max_grad_norm, **extra}
     params |= {} if shuffle else {"shuffle": False}
     params |= {"background": True} if background else {}
+    params |= {"routing": routing} if experts else {}
     op, handles, validity = on_valid_rows(op, handles)
     params |= validity
     due: dict[str, Any] = {"every": every, "within": within, "declined": declined}
     return add_node(op, handles, model=model, params=params, name=name, **due)
+
+
+def _sampling_checks(
+    n: int,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    draft_tokens: int,
+) -> tuple[tuple[bool, str, str], ...]:
+    """What has to hold of how tokens are drawn, for `_require`."""
+    return (
+        (n >= 1, f"n={n}", "n >= 1"),
+        (max_new_tokens >= 1, f"max_new_tokens={max_new_tokens}", "max_new_tokens >= 1"),
+        (temperature >= 0, f"temperature={temperature}", "temperature >= 0"),
+        (0 < top_p <= 1, f"top_p={top_p}", "0 < top_p <= 1"),
+        (top_k >= 0, f"top_k={top_k}", "top_k >= 0 (0: off)"),
+        (draft_tokens >= 1, f"draft_tokens={draft_tokens}", "draft_tokens >= 1"),
+    )
 
 
 def _moved(model: Model, counts: Mapping[str, int]) -> bool:

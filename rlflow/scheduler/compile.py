@@ -23,6 +23,7 @@ from rlflow.scheduler.costs.rows.given import check_lengths
 from rlflow.scheduler.devices.cluster import Cluster, mixed_pools
 from rlflow.scheduler.devices.hardware import TAKEN_FOR_GRANTED
 from rlflow.scheduler.models.heads import head_findings, head_notes
+from rlflow.scheduler.models.routing import with_widths
 from rlflow.scheduler.models.shapes import Shape, model_shape, stand_ins
 from rlflow.scheduler.models.tokenizers import missing_tokenizers, tokenizer_findings
 from rlflow.scheduler.models.vocabularies import vocabulary_findings
@@ -128,11 +129,11 @@ def compile_plan(
         shapes = _checked_shapes(graph, near)
         costs = Costs(graph=graph, cluster=cluster, shapes=shapes, prompts=Prompts(near))
         check_lengths(graph)
-    staleness = allowed(graph, placement)
+    graph, staleness = with_widths(graph, costs.shapes), allowed(graph, placement)
     context = Context(
         placement=placement,
         cluster=cluster,
-        costs=replace(costs, backend=chosen, staleness=staleness),
+        costs=replace(costs, graph=graph, backend=chosen, staleness=staleness),
         optimize=optimize,
         rough=not verified,
     )

@@ -25,18 +25,24 @@ KINDS = {
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+}
+
+# Families that were not compared over ranks.
+ALONE = {
     "glm4_moe": {
         **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
         **{"head_dim": 8, "n_shared_experts": 1, "first_k_dense_replace": 1},
         **{"n_group": 1, "topk_group": 1},
     },
-    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
 }
 
 
 def save_mixture(family, path, **options):
     """Write a tiny random model of a family, as transformers does."""
     torch.manual_seed(0)
-    config = transformers.CONFIG_MAPPING[family](**{**SMALL, **KINDS[family], **options})
+    config = transformers.CONFIG_MAPPING[family](
+        **{**SMALL, **{**KINDS, **ALONE}[family], **options}
+    )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return str(path)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from rlflow.batch import select_rows
+from rlflow.batch import flat, lengths, ragged_like, select_rows
 from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.microbatches import flat_places
+from rlflow.engines.hf.routing.replays import PROMPTS, RESPONSES
 from rlflow.engines.hf.sharded.build import load_sharded
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 from rlflow.engines.hf.train import TrainEngine
@@ -13,6 +15,38 @@ from tests.engines.examples import Spec, rows, weighted
 from tests.engines.sharded_checks import differ, gradients, mesh, own_rows
 
 KINDS = ("log_probs",)
+
+
+def replay_equal(rank, path, shape):
+    """Ranks that replay experts, which are none's own choice, compute what one rank does."""
+    shared = {"dtype": torch.float32, "device": "cpu"}
+    model = load_sharded(path, mesh=mesh(*shape), trained=True, recompute=True, **shared)
+    sharded = ShardedTrainEngine(model, Spec(), micro_tokens=20)
+    one = TrainEngine(load_model(path, **shared), Spec(), micro_tokens=None)
+    batch = rows(n=4)
+    told = one.forward(batch, outputs=(PROMPTS, RESPONSES), temperature=1.0)
+    for name, like in ((PROMPTS, "prompt_tokens"), (RESPONSES, "response_tokens")):
+        turned = torch.where(told[name] < 0, told[name], (told[name] + 1) % 4)
+        batch[name] = ragged_like(turned, batch[like])
+    mine = own_rows(sharded, len(batch), uneven=True)
+    own = select_rows(batch, mine)
+
+    expected = one.forward(batch, outputs=("log_probs",), temperature=1.0)["log_probs"]
+    found = sharded.forward(own, outputs=("log_probs", PROMPTS, RESPONSES), temperature=1.0)
+
+    of_rows = flat_places(lengths(batch["response_tokens"]), torch.tensor(mine, dtype=torch.int64))
+    assert torch.allclose(expected[of_rows], found["log_probs"], atol=1e-4)
+    assert torch.equal(found[RESPONSES], flat(own[RESPONSES]))
+    read = (found[PROMPTS] >= 0).any(-1)
+    assert torch.equal(found[PROMPTS][read], flat(own[PROMPTS])[read])
+    wrong = differ(
+        gradients(one, batch, batch, KINDS),
+        gradients(sharded, own, batch, KINDS),
+        model.shards(),
+        5e-5,
+    )
+    assert not wrong, wrong
+    return True
 
 
 def check_equal(rank, path, shape, router):

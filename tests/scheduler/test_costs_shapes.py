@@ -167,3 +167,44 @@ def test_a_value_model_has_no_head_over_the_vocabulary(name: str, beside: int) -
         whole.parameters - body.parameters,
         whole.embedding - body.embedding,
     )
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("deepseek-v3", "deepseek_v3", {}),
+        ("gpt-oss-20b", "gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
+        ("gpt-oss-120b", "gpt_oss", {"num_hidden_layers": 36, "num_local_experts": 128}),
+        (
+            "glm-4.5",
+            "glm4_moe",
+            {
+                **{"vocab_size": 151_552, "hidden_size": 5120, "intermediate_size": 12_288},
+                **{"num_hidden_layers": 92, "num_attention_heads": 96, "head_dim": 128},
+                **{"num_key_value_heads": 8, "moe_intermediate_size": 1536},
+                **{"n_routed_experts": 160, "n_shared_experts": 1, "first_k_dense_replace": 3},
+                **{"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False},
+            },
+        ),
+    ],
+)
+def test_mixtures_have_the_parameters_that_transformers_gives_them(
+    name: str, kind: str, said: dict[str, object]
+) -> None:
+    """Total and active, with shared experts and dense first layers; biases of routers beside."""
+    import torch
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[kind](**said)
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(config)
+    sizes = {key: parameter.numel() for key, parameter in module.named_parameters()}
+    experts = sum(size for key, size in sizes.items() if ".experts." in key)
+    widths = known_widths(name)
+    total = sum(sizes.values())
+
+    assert widths.parameters == total
+    active = total - experts * (widths.experts - widths.chosen) // widths.experts
+    assert widths.parameters - widths.idle == active

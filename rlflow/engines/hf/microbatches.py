@@ -81,12 +81,15 @@ def in_batch_order(
     """Outputs of micro-batches, whose rows `cuts` has, in the batch's order, on the CPU."""
     if len(cuts) == 1:
         return {name: values.cpu() for name, values in computed[0].items()}
-    size = lengths(batch["response_tokens"])
-    places = torch.cat([flat_places(size, rows) for rows in cuts])
+    places = {
+        kind: torch.cat([flat_places(lengths(batch[f"{kind}_tokens"]), rows) for rows in cuts])
+        for kind in ("prompt", "response")
+    }
     whole = {}
     for name in computed[0]:
+        of = places["prompt" if name.startswith("prompt") else "response"]
         joined = torch.cat([values[name].cpu() for values in computed])
-        whole[name] = torch.empty_like(joined).index_copy_(0, places, joined)
+        whole[name] = torch.empty_like(joined).index_copy_(0, of, joined)
     return whole
 
 

@@ -19,7 +19,8 @@ from rlflow.engines.hf.generate.graphs import cuda_graphs
 from rlflow.engines.hf.generate.paged_decoding import PagedDecoding
 from rlflow.engines.hf.generate.speculative import Draft, SpeculativeDecoding, require_drafter
 from rlflow.engines.hf.models import TorchModel
-from rlflow.errors import Finding, RunError
+from rlflow.errors import Finding, RunError, UsageError
+from rlflow.modelfiles.mixtures.routers import replay_finding
 from rlflow.modelfiles.paging import MOST_ROWS
 
 EVERYTHING = Reach()
@@ -31,7 +32,7 @@ class TorchRollout:
     `paged` says whether keys and values lie in a pool of blocks and the host looks at its rows
     every few tokens, as it does on CUDA devices where nothing is said; there steps are replayed
     from graphs, and at most `rows_at_once` rows decode together, or one prompt's. Otherwise each
-    row has its columns and the host looks at every token.
+    row has its columns and the host looks at every token, as it does where experts are recorded.
     """
 
     def __init__(
@@ -106,7 +107,9 @@ class TorchRollout:
             require_drafter(draft.model, self.model, sizes, sampling, reach)
         self._stats["prompt_tokens"] += float(sizes.sum())
         responses = self.responses(sampling, key, sample_ids, reach)
-        if draft is None and self.paged:
+        if sampling.routing:
+            self.require_routers()
+        if draft is None and self.paged and not sampling.routing:
             return self.paged_decoding(prompts, sizes, responses)
         if draft is None:
             return PlainDecoding(self.model, prompts, sizes, responses, self.stopped)
@@ -146,6 +149,13 @@ class TorchRollout:
                     fix=f"max_new_tokens={context - size}" if size < context else "",
                 )
             )
+
+    def require_routers(self) -> None:
+        """Raise UsageError (E536) where the model's routers cannot be recorded."""
+        kind = self.model.config.get_text_config().model_type
+        found = replay_finding(self.model.name, kind)
+        if found is not None:
+            raise UsageError(found)
 
     def update_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Copy new weights in place; see `TorchModel.load_tensors`."""

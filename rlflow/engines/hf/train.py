@@ -19,6 +19,7 @@ from rlflow.contract.engines import OptimizerSpec, RouterSpec
 from rlflow.contract.progress import advance
 from rlflow.contract.values import LossFunction, Shard, StepResult, Temperature
 from rlflow.engines.hf.forward.ahead import PackedRows, PackingAhead
+from rlflow.engines.hf.forward.attention import PackedAttention
 from rlflow.engines.hf.forward.head import Predictor
 from rlflow.engines.hf.forward.packed import prompt_groups
 from rlflow.engines.hf.forward.token_scores import token_scores, widen
@@ -36,11 +37,13 @@ from rlflow.engines.hf.models import TorchModel
 from rlflow.engines.hf.optim.adamw import AdamWState
 from rlflow.engines.hf.optim.kinds import WHOLE, Kinds, optimizer_kind
 from rlflow.engines.hf.routing.following import FollowedRouters
+from rlflow.engines.hf.routing.replays import PROMPTS, RESPONSES
 from rlflow.errors import Finding, RunError
 from rlflow.modelfiles.chunks import CHUNK_BYTES
 
 SCORES = ("log_probs", "entropy")
-OUTPUTS = {"lm": (*SCORES, *SUMS, *TOP, *CHOSEN), "value": ("values",)}
+EXPERTS = {PROMPTS, RESPONSES}
+OUTPUTS = {"lm": (*SCORES, *SUMS, *TOP, *CHOSEN, PROMPTS, RESPONSES), "value": ("values",)}
 
 
 class TrainEngine:
@@ -92,7 +95,8 @@ class TrainEngine:
         `outputs` names log_probs, entropy (nats), values, or what `vocabulary.distributions`
         makes, with `top_k` and the batch's `top_ids`; none of them runs the layers alone. A value
         belongs to the state before its token. Log-probs and entropy are of log_softmax(logits /
-        temperature), for several temperatures `[total, temperatures]`.
+        temperature), for several temperatures `[total, temperatures]`; of experts that tokens chose
+        see `routing.replays`.
         float64 models give float64. Raises RunError while the model is asleep.
         """
         parts = list(self.micro_batches(batch))
@@ -160,19 +164,33 @@ class TrainEngine:
         self.require_outputs(outputs)
         self.model.require_ready()
         packed = self.packing.rows(batch)
-        layout = packed.layout
+        layout, records = packed.layout, not EXPERTS.isdisjoint(outputs)
+        outputs = tuple(name for name in outputs if name not in EXPERTS)
         self.require_context(layout.longest)
         if not layout.predictions:
-            return nothing(batch, outputs, temperature, top_k, self.model.device)
+            none = nothing(batch, outputs, temperature, top_k, self.model.device)
+            return none | (self.routers.unread(batch) if records else {})
+        in_chunks = self.chunk_bytes is not None and self.model.predictor is not None
+        scored = self.in_chunks if in_chunks and outputs else self.at_once
+        with self.routers.attention(layout, batch, records=records) as attention:
+            found = scored(packed, attention, batch, outputs, temperature, top_k)
+        return found | (self.routers.recorded(attention, batch) if records else {})
+
+    def at_once(
+        self,
+        packed: PackedRows,
+        attention: PackedAttention,
+        batch: Batch,
+        outputs: Collection[str],
+        temperature: Temperature,
+        top_k: int,
+    ) -> dict[str, Tensor]:
+        """The outputs of one pass, with the logits of all of its tokens; without any, no head."""
+        layout = packed.layout
+        keep = layout.targets if outputs else layout.targets[:1]
+        logits = self.model.logits(layout.tokens, layout.positions, attention, keep)
         if not outputs:
-            with self.routers.attention(layout) as attention:
-                one = layout.targets[:1]
-                self.model.logits(layout.tokens, layout.positions, attention, one)
             return {}
-        if self.chunk_bytes is not None and self.model.predictor is not None:
-            return self.in_chunks(packed, batch, outputs, temperature, top_k)
-        with self.routers.attention(layout) as attention:
-            logits = self.model.logits(layout.tokens, layout.positions, attention, layout.targets)
         if len(logits) > layout.predictions:
             logits = logits[: layout.predictions]
         if self.model.head == "value":
@@ -190,6 +208,7 @@ class TrainEngine:
     def in_chunks(
         self,
         packed: PackedRows,
+        attention: PackedAttention,
         batch: Batch,
         outputs: Collection[str],
         temperature: Temperature,
@@ -205,10 +224,9 @@ class TrainEngine:
             ids, tokens = chosen_ids(batch), packed.responses
             return predictor.scores(hidden, tokens, ids, outputs, given, top_k, limit)
 
-        with self.routers.attention(layout) as state:
-            found: dict[str, Tensor] = self.model.predicted(
-                layout.tokens, layout.positions, state, layout.targets, compute
-            )
+        found: dict[str, Tensor] = self.model.predicted(
+            layout.tokens, layout.positions, attention, layout.targets, compute
+        )
         if not several:
             found |= {name: found[name][:, 0] for name in SCORES if name in found}
         return {name: found[name] for name in outputs}

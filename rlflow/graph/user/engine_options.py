@@ -40,7 +40,8 @@ class EngineOptions(Strict):
     installed for the interpreter; `install` is what to type where one is missing. `said_elsewhere`
     maps arguments that `args` may not have to what decides them. `adapted` names the linear
     layers, by the last part of their names, to which the engine can add low-rank adapters. With
-    `drafts` a drafter may be loaded into the engine beside its model.
+    `drafts` a drafter may be loaded into the engine beside its model; with `routes` it tells which
+    experts tokens chose.
     """
 
     engine: ClassVar[str] = ""
@@ -51,6 +52,7 @@ class EngineOptions(Strict):
     said_elsewhere: ClassVar[Mapping[str, str]] = {}
     adapted: ClassVar[tuple[str, ...]] = ()
     drafts: ClassVar[bool] = False
+    routes: ClassVar[bool] = False
 
     max_total_tokens: Positive | None = None
     mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)

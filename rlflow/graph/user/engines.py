@@ -53,6 +53,7 @@ SAID_ELSEWHERE = {
     "enable_memory_saver": "memory_saver=",
     "enable_weights_cpu_backup": "the plan's sleeps",
     "custom_weight_loader": "rlflow brings the weights",
+    "enable_return_routed_experts": "routing= of the rollout",
     "speculative_algorithm": "speculative=, or drafter= of the rollout",
     "speculative_draft_model_path": "speculative=, or drafter= of the rollout",
     "speculative_num_steps": "speculative=, or drafter= of the rollout",
@@ -111,7 +112,8 @@ class SGLang(EngineOptions):
     for each block of 128 x 128, which updates bring: a bfloat16 model, by the device.
 
     `speculative` drafts with a model that is not trained. A trained one is given to the rollout:
-    `ops.rollout(..., drafter=)`.
+    `ops.rollout(..., drafter=)`. With `routed_experts` it keeps which experts tokens chose, as it
+    does for a rollout with `routing="record"`.
     """
 
     engine: ClassVar[str] = "sglang"
@@ -133,6 +135,7 @@ class SGLang(EngineOptions):
         "down_proj",
     )
     drafts: ClassVar[bool] = True
+    routes: ClassVar[bool] = True
 
     max_running_requests: Positive | None = None
     context_length: Positive | None = None
@@ -143,6 +146,7 @@ class SGLang(EngineOptions):
     speculative: Speculative | None = None
     updates: Updates | None = None
     updates_dir: str | None = None
+    routed_experts: bool = False
 
     @model_validator(mode="after")
     def _directory_for_disk(self) -> Self:

@@ -66,3 +66,28 @@ def router_finding(path: str, kind: str, *, corrected: bool = False) -> Finding 
             fix="rf.Router(balance_coef=0.001)   a loss in its place",
         )
     return None
+
+
+def replay_finding(path: str, kind: str) -> Finding | None:
+    """E536 for a model whose routers cannot be told which experts to choose."""
+    router = ROUTERS.get(kind)
+    if router is not None and router.replays:
+        return None
+    return Finding(
+        code="E536",
+        what=f"the routers of model {path!r} cannot be told which experts to choose",
+        got=f"model_type {kind!r}" if kind else "no mixture of experts",
+        expected="one of " + ", ".join(k for k, known in ROUTERS.items() if known.replays),
+        fix="leave out routing=",
+    )
+
+
+def width_finding(path: str, width: int, own: int) -> Finding:
+    """E536 for experts of tokens that chose in a mixture with other layers, or more of them."""
+    return Finding(
+        code="E536",
+        what=f"the routers of model {path!r} cannot choose the experts that are offered",
+        got=f"{width} experts of each token, in all layers",
+        expected=f"{own}: those that the same model has recorded, or one of its shape",
+        fix='ops.log_probs(..., routing="record")   to record its own',
+    )

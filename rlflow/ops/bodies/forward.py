@@ -47,9 +47,12 @@ def _with_others(call: Call, inputs: Batch, temperature: float) -> Output:
         temperature=temperature,
         top_k=call.params.get("top_k", 0),
     )
-    tokens = inputs["response_tokens"]
+    of = {"prompt_experts": "prompt_tokens"}
     return Output(
-        fields={field: ragged_like(made[name], tokens) for field, name in wanted.items()},
+        fields={
+            field: ragged_like(made[name], inputs[of.get(name, "response_tokens")])
+            for field, name in wanted.items()
+        },
         rows=num_rows(inputs),
         metrics={"mean": mean_of(made["log_probs"])},
     )

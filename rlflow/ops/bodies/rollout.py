@@ -46,6 +46,8 @@ CARRIED_BY_ENGINE = frozenset(
         "group",
         "sample",
         "version",
+        "prompt_experts",
+        "routed_experts",
     }
 )
 
@@ -75,6 +77,10 @@ def rollout(call: Call) -> Output:
         "group": group,
         "sample": sample,
     }
+    if "routing" in params:
+        assert made.prompt_experts is not None
+        assert made.experts is not None
+        fields |= {"prompt_experts": made.prompt_experts, "routed_experts": made.experts}
     for name in sorted(call.wanted - CARRIED_BY_ENGINE):
         fields[name] = select_field(inputs[name], parent)
     kept = {name: value for name, value in fields.items() if name in call.wanted}
@@ -130,6 +136,7 @@ def drawn(params: Mapping[str, Any]) -> dict[str, Any]:
         "top_k": params.get("top_k", 0),
         "ignore_eos": "ignore_eos" in params,
         "draft_tokens": params.get("draft_tokens", 0),
+        **({"routing": True} if "routing" in params else {}),
     }
 
 

@@ -22,6 +22,7 @@ from rlflow.scheduler.plan.plan import Action
 
 DTYPES: dict[DType, torch.dtype] = {
     "int64": torch.int64,
+    "int16": torch.int16,
     "float32": torch.float32,
     "bool": torch.bool,
 }
@@ -104,7 +105,7 @@ class RowsAtLongest:
         wide = () if field.width is None else (field.width,)
         if field.level == "row":
             return torch.zeros(size.rows, *wide, dtype=dtype)
-        length = size.prompt if field.name == "prompt_tokens" else size.response
+        length = size.prompt if field.name.startswith("prompt") else size.response
         if field.name in ("prompt_tokens", "response_tokens"):
             prompts = field.name == "prompt_tokens"
             count = size.prompts if prompts else size.rows

@@ -227,6 +227,7 @@ class InUse:
         first: int = 0,
         until: int | None = None,
         draft_tokens: int = 0,
+        routing: bool = False,
     ) -> Generation:
         """Sample n responses to every prompt; returns this call's chunk in order of completion."""
         index, count = self._piece
@@ -238,6 +239,7 @@ class InUse:
             top_k=top_k,
             n=n,
             stop_tokens=() if ignore_eos else self._loaded.stop_tokens,
+            routing=routing,
         )
         engine = self._loaded.rollout
         assert engine is not None, f"{self._loaded.instance.name} does not generate"

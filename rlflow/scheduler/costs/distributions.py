@@ -20,8 +20,10 @@ from rlflow.scheduler.costs.lengths import Load
 from rlflow.scheduler.costs.roofline import ACTIVATIONS, Holds, Roofline
 from rlflow.scheduler.plan.plan import Cost, Instance, Spread
 
-VALUE_BYTES = {"int64": 8, "float32": 4, "bool": 1, "text": 4}
+VALUE_BYTES = {"int64": 8, "int16": 2, "float32": 4, "bool": 1, "text": 4}
 FULL_BYTES = 4
+# The dtype of numbers of experts.
+EXPERTS = "int16"
 WIDE = "likeliest tokens"
 DRAFTS = "drafts"
 VISITING = "states from the host"
@@ -42,10 +44,14 @@ JOINED = 3
 
 
 def width(node: Node) -> int:
-    """Numbers of one place in the widest field that a node makes, or is trained on; 0 for one."""
-    made = [field.width for field in node.op.outputs]
-    read = [bound.field.width for bound in node.inputs] if node.op.use == "train" else []
-    return max((size or 0 for size in (*made, *read)), default=0)
+    """Numbers of one place in the widest field that a node makes, or is trained on; 0 for one.
+
+    Experts that tokens chose are no numbers of a distribution.
+    """
+    made = list(node.op.outputs)
+    read = [bound.field for bound in node.inputs] if node.op.use == "train" else []
+    wide = (field for field in (*made, *read) if field.dtype != EXPERTS)
+    return max((field.width or 0 for field in wide), default=0)
 
 
 def numbers_alive(node: Node) -> int:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from rlflow.errors import Finding
 from rlflow.graph.graph import Node
 from rlflow.graph.placement import On
-from rlflow.graph.roles import Drafted
+from rlflow.graph.roles import Drafted, Routed
 from rlflow.graph.rules.check import num_prompts
 from rlflow.scheduler.costs import measurement_keys as keys
 from rlflow.scheduler.costs.drafting import (
@@ -112,6 +112,7 @@ def option_findings(node: Node, where: On, costs: Costs) -> list[Finding]:
         f"adapters on {' and '.join(unadapted)} (lora=)": bool(unadapted),
         f"dtype {model.dtype}": model.dtype == "float64",
         f"drafter {node.drafter!r}": bool(drafted and not options.drafts),
+        'experts that it tells of (routing="record")': bool(node.role(Routed)) > options.routes,
     }
     has = [reason for reason, holds in reasons.items() if holds]
     if not has:
@@ -137,6 +138,8 @@ def with_pool(instance: Instance, nodes: Sequence[Node], room: int, costs: Costs
     CPU, where a device is a part of the host that an engine does not know of.
     """
     instance = with_slots(instance, on_cpu=on_cpu(instance, costs))
+    if any(node.role(Routed) for node in nodes):
+        instance = told_options(instance, routed_experts=True)
     options = instance.engine_plan.settings
     shape = costs.shapes[instance.model]
     if shape is None or options.max_total_tokens is not None:

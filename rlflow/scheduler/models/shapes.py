@@ -40,9 +40,10 @@ class Shape:
     values. So many layers are `without_attention`; a row carries the inputs that convolutions have
     `convolved` last, and the `recurrent` numbers of states. `norms` counts the weights of norms, of
     which every rank of a layer has all. `matrices` are those of layers: rows, columns, and how many
-    of such; none are known of experts. `family` says what can be computed of it. One process makes
-    it whole in host memory before its weights go to a device where it is `made_whole`. Scores of
-    attention have a `softcap` where that is not None.
+    of such; none are known of experts. `family` says what can be computed of it. A token
+    chooses `routed` experts in all layers together. One process makes the model whole in host
+    memory before its weights go to a device where it is `made_whole`. Scores of attention have a
+    `softcap` where that is not None.
     """
 
     parameters: int
@@ -59,6 +60,7 @@ class Shape:
     idle: int = 0
     experts: int = 0
     chosen: int = 0
+    routed: int = 0
     latent: int = 0
     without_attention: int = 0
     convolved: int = 0
@@ -180,6 +182,7 @@ def _shape_of(
         idle=widths.idle,
         experts=widths.experts,
         chosen=widths.chosen,
+        routed=widths.expert_layers * widths.chosen,
         latent=widths.latent + widths.rope_dim if widths.latent else 0,
         without_attention=widths.without_attention,
         convolved=widths.convolved,

@@ -14,6 +14,7 @@ from rlflow.scheduler.verify.happens_before import Facts
 
 # What a forward may make of its logits beside log-probs, once.
 BESIDE = frozenset({"sum_pi_squared", "top_log_probs", "top_ids", "top_rest"})
+BESIDE |= {"prompt_experts", "routed_experts"}
 
 
 def shared_work_is_exact(facts: Facts) -> Iterator[str]:

@@ -351,6 +351,7 @@ class DecodeAttention:
 
     def __init__(self, cache: KeyValueCache) -> None:
         self.cache = cache
+        self.routing: object = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: Traits) -> Tensor:
         """`q [rows, heads, size]` on everything the rows have seen, itself included."""

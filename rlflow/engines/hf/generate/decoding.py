@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlflow.batch import ragged
+from rlflow.batch import flat, ragged, select_field
 from rlflow.contract.progress import advance
 from rlflow.contract.values import Generation, Reach, SampleKey, Sampling
 from rlflow.engines.hf.forward.attention import DecodeAttention, PackedAttention, PromptCache
@@ -23,6 +23,8 @@ from rlflow.engines.hf.generate.cache import KeyValueCache
 from rlflow.engines.hf.generate.rng import uniforms
 from rlflow.engines.hf.generate.sampling import draw_tokens, require_finite
 from rlflow.engines.hf.models import TorchModel
+from rlflow.engines.hf.routing.passes import Pass
+from rlflow.engines.hf.routing.replays import NONE, flat_experts, prompts_of
 from rlflow.graph.rules.completion_order import ended_rows
 
 # Random numbers are drawn for this many positions at a time.
@@ -59,6 +61,32 @@ class Responses:
         self.finished = torch.zeros(rows, dtype=torch.bool, device=device)
         self.live = torch.arange(rows, device=device)
         self.drawn = torch.zeros(rows, 0, dtype=torch.float64, device=device)
+        # Which experts each token chose, -1 of one that nothing has read, and those of prompts.
+        self.experts: Tensor | None = None
+        self.prompt_experts: Tensor | None = None
+
+    def read(self, column: int, chosen: Tensor) -> None:
+        """Take note of the experts, int16 `[live, layers * k]`, of a column's tokens."""
+        if self.experts is None:
+            shape = (*self.tokens.shape, chosen.shape[1])
+            self.experts = torch.full(shape, NONE, dtype=torch.int16, device=chosen.device)
+        self.experts[self.live, column] = chosen
+
+    def prompts_chosen(self, rows: Tensor) -> Tensor | None:
+        """The experts of the prompts of some rows, ragged; None where nothing was recorded."""
+        if self.prompt_experts is None:
+            return None
+        return select_field(self.prompt_experts, rows // self.sampling.n)
+
+    def chosen(self, rows: Tensor, used: Tensor, sizes: Tensor) -> Tensor | None:
+        """The experts of all tokens of some rows, ragged; None where nothing was recorded."""
+        if self.prompt_experts is None:
+            return None
+        width = flat(self.prompt_experts).shape[1]
+        if self.experts is None:
+            none = torch.full((int(sizes.sum()), width), NONE, dtype=torch.int16)
+            return ragged(none, sizes)
+        return ragged(self.experts.cpu()[rows][used], sizes)
 
     def uniform(self, column: int) -> Tensor:
         """The random numbers of the live rows for a column, float64 `[live]`."""
@@ -124,6 +152,8 @@ class Responses:
             log_probs=ragged(log_probs, sizes),
             finished=self.finished.cpu()[chosen],
             rows=None if rows is None else chosen,
+            prompt_experts=self.prompts_chosen(chosen),
+            experts=self.chosen(chosen, used, sizes),
         )
 
 
@@ -191,7 +221,10 @@ class PlainDecoding(Decoding):
         n = responses.sampling.n
         layout = pack_prompts(prompts, model.device)
         self.cache: KeyValueCache | None = KeyValueCache(sizes, 1, width, model.device, n)
-        logits = prefill(model, self.cache, layout, layout.targets)
+        led = Pass(records=True) if responses.sampling.routing else None
+        logits = prefill(model, self.cache, layout, layout.targets, led)
+        if led is not None:
+            responses.prompt_experts = prompts_of(led, layout, prompts)
         self.nodes = torch.arange(len(sizes), device=model.device).repeat_interleave(n)
         self.apart = n == 1
         self.logits = logits[self.nodes]
@@ -212,7 +245,11 @@ class PlainDecoding(Decoding):
         cache.advance()
         filled = tokens.new_zeros(cache.rows)
         filled[self.nodes] = tokens
+        led = Pass(records=True) if responses.sampling.routing else None
+        self.attention.routing = led
         logits = self.model.logits(filled, cache.lengths + column, self.attention, None)
+        if led is not None:
+            responses.read(column, flat_experts(led)[self.nodes])
         self.logits = logits[: len(tokens)] if self.apart else logits[self.nodes]
         self.column = column + 1
         self.passes += 1
@@ -246,7 +283,13 @@ class PlainDecoding(Decoding):
         return len(self.responses.sizes) - len(self.responses.live)
 
 
-def prefill(model: TorchModel, cache: PromptCache, layout: PackedLayout, keep: Tensor) -> Tensor:
+def prefill(
+    model: TorchModel,
+    cache: PromptCache,
+    layout: PackedLayout,
+    keep: Tensor,
+    routing: Pass | None = None,
+) -> Tensor:
     """Read the prompts into a cache; logits of the flat tokens that int64 `keep` names."""
-    state = PackedAttention(layout, cache)
+    state = PackedAttention(layout, cache, routing)
     return model.logits(layout.tokens, layout.positions, state, keep)

@@ -5,8 +5,9 @@ This file knows neither losses nor how a batch is cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -15,12 +16,14 @@ from rlflow.contract.engines import RouterSpec
 from rlflow.engines.hf.forward.attention import PackedAttention
 from rlflow.engines.hf.forward.packed import PackedLayout
 from rlflow.engines.hf.models import TorchModel
+from rlflow.engines.hf.routing.passes import Pass
+from rlflow.engines.hf.routing.replays import RESPONSES, never_read, recorded_of, replayed_of
 from rlflow.engines.hf.routing.steps import StepRouting, Total, corrections
 from rlflow.engines.hf.weights.corrections import correction_names
 from rlflow.errors import UsageError
 from rlflow.modelfiles.configs import text_config
 from rlflow.modelfiles.families import experts_in
-from rlflow.modelfiles.mixtures.routers import router_finding
+from rlflow.modelfiles.mixtures.routers import replay_finding, router_finding
 
 
 class FollowedRouters:
@@ -54,14 +57,42 @@ class FollowedRouters:
             self._fills = False
 
     @contextmanager
-    def attention(self, layout: PackedLayout) -> Iterator[PackedAttention]:
-        """What a pass runs under; routers follow the step that is being made, if any."""
-        if self.step is None:
+    def attention(
+        self, layout: PackedLayout, batch: Batch, *, records: bool = False
+    ) -> Iterator[PackedAttention]:
+        """What a pass over rows runs under, for one of which routers are led or watched.
+
+        They choose what the rows say, `record` what they chose, and follow the step that is being
+        made, if any. Raises UsageError (E536) where they cannot.
+        """
+        replays = RESPONSES in batch
+        if self.step is None and not (replays or records):
             yield PackedAttention(layout)
             return
-        led = self.step.follow(layout, filling=self._fills)
+        if replays or records:
+            self._require_replays()
+        led = Pass() if self.step is None else self.step.follow(layout, filling=self._fills)
+        led.records = records
+        led.replayed = replayed_of(batch, layout, len(self.model.routers))
         yield PackedAttention(layout, routing=led)
-        self.step.took(led)
+        led.open = False
+        if self.step is not None:
+            self.step.took(led)
+
+    def recorded(self, state: PackedAttention, batch: Batch) -> dict[str, Tensor]:
+        """What a pass over rows has recorded, as flat values of their fields."""
+        assert isinstance(state.routing, Pass)
+        return recorded_of(state.routing, state.layout, batch) if state.routing.records else {}
+
+    def unread(self, batch: Batch) -> dict[str, Tensor]:
+        """The same of rows that nothing reads."""
+        routers: Sequence[Any] = self.model.routers
+        return never_read(batch, sum(router.top_k for router in routers))
+
+    def _require_replays(self) -> None:
+        found = replay_finding(self.model.name, self.model.config.get_text_config().model_type)
+        if found is not None:
+            raise UsageError(found)
 
     def begin(self, batch: Batch, count: Callable[[Batch], None]) -> None:
         """A step with a batch begins; `count` forwards its rows where that is needed before."""

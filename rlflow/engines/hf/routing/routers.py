@@ -7,6 +7,7 @@ weights are then those of its own logits. This file knows neither rows nor steps
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from rlflow.engines.hf.forward.attention import current_state
 from rlflow.engines.hf.routing.losses import Scores
-from rlflow.engines.hf.routing.passes import Attach, Pass
+from rlflow.engines.hf.routing.passes import Attach, Choosing, Pass
 from rlflow.modelfiles.mixtures.routers import ROUTERS
 
 
@@ -54,8 +55,20 @@ def routed(
     if led is None:
         made: tuple[Tensor, Tensor, Tensor] = plain(router, hidden, *args)
         return made
-    logits, weights, chosen = plain(router, hidden, *args)
+    logits, weights, chosen = replaying(led, layer, partial(plain, router, hidden, *args))
     added = led.seen(layer, logits, chosen, scores)
     if added is not None:
         weights = Attach.apply(weights, added)  # type: ignore[no-untyped-call]
     return logits, weights, chosen
+
+
+def replaying(
+    led: Pass, layer: int, plain: Callable[[], tuple[Tensor, Tensor, Tensor]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a router makes where it chooses the experts that a pass has for its layer, if any."""
+    if led.replayed is None:
+        return plain()
+    with Choosing(led.replayed[:, layer]) as choosing:
+        made = plain()
+    assert choosing.choices == 1, f"a router that chose {choosing.choices} times"
+    return made

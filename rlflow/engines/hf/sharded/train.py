@@ -21,7 +21,7 @@ from rlflow.engines.hf.sharded.grouped import ShardedInt8AdamW, ShardedMuon
 from rlflow.engines.hf.sharded.mesh import ROWS
 from rlflow.engines.hf.sharded.model import ShardedModel
 from rlflow.engines.hf.sharded.optim import ShardedAdamW
-from rlflow.engines.hf.train import TrainEngine
+from rlflow.engines.hf.train import EXPERTS, TrainEngine
 
 SHARDED: Kinds = {"adamw": ShardedAdamW, "int8": ShardedInt8AdamW, "muon": ShardedMuon}
 
@@ -103,8 +103,10 @@ class ShardedTrainEngine(TrainEngine):
         """One forward pass, also where there is no response token."""
         if int(lengths(batch["response_tokens"]).sum()):
             return super().compute(batch, outputs, temperature, top_k)
-        found = self.fill(batch, outputs, temperature, top_k)
-        return {name: values[:0] for name, values in found.items()}
+        plain = tuple(name for name in outputs if name not in EXPERTS)
+        found = self.fill(batch, plain, temperature, top_k)
+        none = self.routers.unread(batch) if len(plain) < len(outputs) else {}
+        return none | {name: values[:0] for name, values in found.items()}
 
     def total_of_rows(self, values: Tensor) -> Tensor:
         """A tensor added up over the ranks that have other rows."""

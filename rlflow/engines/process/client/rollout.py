@@ -21,6 +21,7 @@ from rlflow.engines.hf.generate.speculative import require_drafter
 from rlflow.engines.process.client.link import LostError, PendingRequest, RefusedError
 from rlflow.engines.process.client.model import EngineModel
 from rlflow.engines.process.client.rows import Rows
+from rlflow.engines.process.sglang.experts import with_experts
 from rlflow.errors import Finding, RunError
 from rlflow.graph.user.speculative import slots
 
@@ -79,6 +80,8 @@ class SGLangRollout:
             self._open[key] = rows
         self._require_version(rows)
         made = rows.result(chosen)
+        if sampling.routing:
+            made = with_experts(made, rows.experts, prompts, sampling.n, self.model)
         sizes = lengths(made.response_tokens)
         self._stats["new_tokens"] += float(sizes.sum())
         self._stats["decode_passes"] += float(sizes.max()) if len(sizes) else 0.0
@@ -111,6 +114,7 @@ class SGLangRollout:
             "stream": reach.pieces > 1,
             "version": self.model.version,
         }
+        fields |= {"routing": True} if sampling.routing else {}
 
         def ask(rows: list[int]) -> PendingRequest:
             link = self.model.replica.link()

@@ -48,6 +48,7 @@ class Rows:
         self.tokens: dict[int, array[int]] = {}
         self.log_probs: dict[int, array[float]] = {}
         self.finished: dict[int, bool] = {}
+        self.experts: dict[int, bytes] = {}
         self.cached = 0
         self.drafted = 0
         self.accepted = 0
@@ -111,6 +112,7 @@ class Rows:
         self.tokens[row] = array("q", message["tokens"])
         self.log_probs[row] = array("f", message["log_probs"])
         self.finished[row] = message["reason"] == "stop"
+        self.experts[row] = message.get("experts", b"")
         self.cached += message["cached"]
         self.drafted += message.get("drafted", 0)
         self.accepted += message.get("accepted", 0)

@@ -73,6 +73,8 @@ def sglang_arguments(
         made["context_length"] = context + SPARE_CONTEXT
     if options.deterministic:
         made["enable_deterministic_inference"] = True
+    if options.routed_experts:
+        made["enable_return_routed_experts"] = True
     if lora is not None:
         made |= adapting(lora, on_cpu=device.type == "cpu")
     if device.type == "cpu":

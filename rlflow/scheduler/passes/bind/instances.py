@@ -15,6 +15,7 @@ from rlflow.graph.graph import Node
 from rlflow.graph.model import Model, Muon
 from rlflow.graph.op import Use
 from rlflow.graph.placement import On, Recompute
+from rlflow.graph.roles import Routed
 from rlflow.modelfiles.families import (
     cutting_finding,
     packing_finding,
@@ -22,7 +23,8 @@ from rlflow.modelfiles.families import (
     sharding_finding,
     stacked_finding,
 )
-from rlflow.modelfiles.mixtures.routers import router_finding
+from rlflow.modelfiles.mixtures.routers import replay_finding, router_finding, width_finding
+from rlflow.scheduler.costs.distributions import EXPERTS
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.microbatches import hosted_activations
 from rlflow.scheduler.engines.engines import engine_parts
@@ -228,7 +230,8 @@ def layout_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Findin
             )
         )
     if not instance.engine_plan.in_process:
-        refused = [replace(each, where=model.where) for each in _uncomputed(instance, model, shape)]
+        found = _uncomputed(instance, model, shape, plan.graph.nodes)
+        refused = [replace(each, where=model.where) for each in found]
         if refused:
             return refused
     widths = {
@@ -251,7 +254,9 @@ def layout_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Findin
     return findings
 
 
-def _uncomputed(instance: Instance, model: Model, shape: Shape) -> list[Finding]:
+def _uncomputed(
+    instance: Instance, model: Model, shape: Shape, nodes: Sequence[Node]
+) -> list[Finding]:
     """What keeps the engines of this process from computing a model in its layout."""
     found = [packing_finding(model.path, shape.family)]
     if len(instance.devices) > 1:
@@ -264,7 +269,20 @@ def _uncomputed(instance: Instance, model: Model, shape: Shape) -> list[Finding]
     if model.router is not None:
         corrected = bool(model.router.bias_rate)
         found.append(router_finding(model.path, shape.kind, corrected=corrected))
+    found += _misrouted(model, shape, [node for node in nodes if node.model == model.name])
     return [finding for finding in found if finding is not None]
+
+
+def _misrouted(model: Model, shape: Shape, nodes: Sequence[Node]) -> list[Finding | None]:
+    """What keeps the routers of a model from telling, or choosing, what its nodes want of them."""
+    routed = [node for node in nodes if node.role(Routed)]
+    fields = [bound.field for node in routed for bound in node.inputs]
+    wide = {field.width for field in fields if field.dtype == EXPERTS and field.width}
+    others = sorted(width for width in wide if width and width != shape.routed)
+    refused = replay_finding(model.path, shape.kind) if routed else None
+    if refused is not None or not others:
+        return [refused]
+    return [width_finding(model.path, width, shape.routed) for width in others]
 
 
 def _offload_findings(instance: Instance, plan: Plan) -> list[Finding]:

@@ -22,7 +22,7 @@ from rlflow.scheduler.plan.plan import Action, Chunk, Spread
 from rlflow.scheduler.verify.happens_before import Facts
 
 # Bytes of a value; of text, of each token that it may be.
-VALUE = {"int64": 8, "float32": 4, "bool": 1, "text": 4}
+VALUE = {"int64": 8, "int16": 2, "float32": 4, "bool": 1, "text": 4}
 INTEGER = VALUE["int64"]
 
 Rows = Fraction | int

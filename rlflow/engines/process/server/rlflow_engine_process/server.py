@@ -44,6 +44,7 @@ class Server:
         self.connection = connection
         self.live: dict[int, set[str]] = {}
         self.aborted: set[int] = set()
+        self.routing: set[int] = set()
         self.counts: dict[int, dict[int, int]] = {}
         self.touched = 0
 

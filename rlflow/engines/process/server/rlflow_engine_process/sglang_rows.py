@@ -6,6 +6,7 @@ This file knows no weights.
 from __future__ import annotations
 
 import asyncio
+import base64
 from array import array
 from typing import Any
 
@@ -19,13 +20,14 @@ class Generating(Server):
     """Makes rows with the engine; `version` are the weights that it serves, None while it cannot.
 
     `asleep` are the parts that have no memory, `adapter` is the name of what every request asks for
-    beside the weights, if anything.
+    beside the weights, if anything. Calls of `routing` are told what experts tokens chose.
     """
 
     tokenizer: Any
     version: int | None
     asleep: set[str]
     adapter: str | None
+    routing: set[int]
 
     async def do_generate(
         self,
@@ -35,22 +37,27 @@ class Generating(Server):
         rows: list[Row],
         sampling: dict[str, Any],
         stream: bool,
+        routing: bool = False,
     ) -> None:
         """Make `rows`. With `stream` each is sent as it ends, and what the others have until then.
 
         Else all are one request, which costs less, and are sent when the last has ended. Rows
-        of one prompt wait until it is in the cache.
+        of one prompt wait until it is in the cache. With `routing` each comes with the experts that
+        its tokens chose.
         """
         if version != self.version or self.asleep:
             raise Refused(f"version {version} is wanted, {self.version} is here")
         tokens = {number: array("q", prompts[number]).tolist() for _, number, _ in rows}
         self.live[call] = {f"{call:08x}.{row:08x}" for row, _, _ in rows}
         make = self.one_by_one if stream else self.together
+        if routing:
+            self.routing.add(call)
         try:
             await make(call, tokens, rows, sampling)
         finally:
             del self.live[call]
             self.aborted.discard(call)
+            self.routing.discard(call)
             self.counts.pop(call, None)
 
     async def together(
@@ -64,7 +71,9 @@ class Generating(Server):
             names = [f"{call:08x}.{row:08x}" for row, _, _ in rows]
             given = [tokens[number] for _, number, _ in rows]
             wanted = [{**sampling, **own} for _, _, own in rows]
-            (made,) = [answer async for answer in self.requested(names, given, wanted)]
+            routing = call in self.routing
+            asked = self.requested(names, given, wanted, routing=routing)
+            (made,) = [answer async for answer in asked]
         for (row, _, _), answer in zip(rows, made, strict=True):
             self.send(answered(call, row, answer))
 
@@ -100,13 +109,23 @@ class Generating(Server):
         made: dict[str, Any] = {}
         if call not in self.aborted:
             name = f"{call:08x}.{row:08x}"
-            async for made in self.requested(name, tokens, sampling, stream=True):
+            routing = call in self.routing
+            asked = self.requested(name, tokens, sampling, stream=True, routing=routing)
+            async for made in asked:
                 count = int(made["meta_info"]["completion_tokens"])
                 self.counts.setdefault(call, {})[row] = count
         self.counts.get(call, {}).pop(row, None)
         self.send(answered(call, row, made))
 
-    def requested(self, names: Any, tokens: Any, sampling: Any, *, stream: bool = False) -> Any:
+    def requested(
+        self,
+        names: Any,
+        tokens: Any,
+        sampling: Any,
+        *,
+        stream: bool = False,
+        routing: bool = False,
+    ) -> Any:
         """One request to SGLang, or one of several rows, by names that begin no other's."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -118,6 +137,7 @@ class Generating(Server):
             return_logprob=first["max_new_tokens"] > 0,
             stream=stream,
             lora_path=self.adapter,
+            **({"return_routed_experts": True} if routing else {}),
         )
         return self.tokenizer.generate_request(request, None)
 
@@ -159,7 +179,20 @@ def answered(call: int, row: int, made: dict[str, Any]) -> dict[str, Any]:
         "drafted": int(meta.get("spec_num_proposed_drafts") or 0),
         "accepted": int(meta.get("spec_num_correct_drafts") or 0),
         "versions": versions(meta),
+        **experts(meta),
     }
+
+
+def experts(meta: dict[str, Any]) -> dict[str, bytes]:
+    """The experts that tokens chose, if they are told: int32 `[tokens - 1, layers, k]` as bytes.
+
+    Of prompt and response, and of all layers of the model. SGLang has them as base64, or as a
+    tensor.
+    """
+    told = meta.get("routed_experts")
+    if told is None:
+        return {}
+    return {"experts": base64.b64decode(told) if isinstance(told, str) else told.numpy().tobytes()}
 
 
 def versions(meta: dict[str, Any]) -> list[str]:
