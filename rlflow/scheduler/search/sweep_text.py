@@ -71,7 +71,7 @@ def _crossed(found: Crossover, sweep: Sweep) -> str:
     text = f"{found.family} wins from {found.devices} {sweep.kind} on"
     if found.times > HARDLY:
         text += f", {found.times:.2f}x as fast as {found.over} there"
-    text += f"; {found.over} still wins at {found.before}"
+    text += f"; {found.over} wins at {found.before}"
     own = [s for s in sweep.sizes if s.devices >= found.devices and s.winner == found.family]
     contests = [(size.devices, size.contest) for size in own if size.contest is not None]
     if not contests:
