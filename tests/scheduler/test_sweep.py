@@ -11,6 +11,7 @@ from rlflow.cli.planning.sweeping import swept_kind, swept_sizes
 from rlflow.errors import Finding, PlanError, UsageError
 from rlflow.report.charts.sweep import sweep_picture
 from rlflow.scheduler.devices.cluster import cpu_cluster
+from rlflow.scheduler.plan.period_range import Contest
 from rlflow.scheduler.search.families import placement_family
 from rlflow.scheduler.search.search import Tried
 from rlflow.scheduler.search.sweep import Crossover, sweep_sizes
@@ -104,6 +105,22 @@ def test_what_fits_nowhere_and_what_is_wrong_is_raised():
     with pytest.raises(PlanError, match="E241"):
         sweep_sizes([2, 4], unknown, "h100", told.append)
     assert 1 == len(told)
+
+
+def test_the_text_says_from_where_a_winner_is_told_apart():
+    """From the size on after which every one is told apart."""
+    found = sweep_sizes([32, 64], tuned, "h100", str)
+    for low, told in (
+        ((1.2, 0.9), "within what is uncertain"),
+        ((0.9, 1.2), "by more than what is uncertain from 64 on"),
+        ((1.1, 1.2), "by more than what is uncertain from 32 on"),
+    ):
+        contests = [Contest(times=1.3, low=least, high=2.0, wins=0.9) for least in low]
+        pairs = zip(found.sizes, contests, strict=True)
+        sizes = tuple(replace(size, contest=each) for size, each in pairs)
+        assert [f"colocate wins at every size; {told}"] == crossover_texts(
+            replace(found, sizes=sizes)
+        )
 
 
 def test_one_winner_is_said_to_win_everywhere():
