@@ -60,7 +60,7 @@ def _throughput(axes: Any, sizes: list[SweepSize], sweep: Sweep) -> None:
         color=FAINT,
         linewidth=1.0,
         linestyle=(0, (2, 3)),
-        label=f"as at {first.devices}, a device",
+        label=f"linear from {first.devices}",
     )
     axes.set_yscale("log")
     _finished(axes, "Throughput", "samples trained on, a second", sizes, sweep)

@@ -19,6 +19,8 @@ from rlflow.scheduler.search.tune import Tuned, contest_of
 # Sizes between two of a sweep are tried in steps of a server.
 SERVER = 8
 NOTHING_FITS = "E240"
+# Families that take at most so many times as long as the shortest are as good.
+HARDLY = 1.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class SweepSize:
 class Crossover:
     """Where the winner changes: `family` wins from `devices` on, by so many `times` there.
 
-    At `before` devices, the nearest smaller size that was tried, `over` won.
+    At `before` devices, the nearest smaller size that was tried, `over` wins.
     """
 
     family: str
@@ -141,9 +143,16 @@ def sweep_sizes(
 
 
 def size_of(devices: int, tuned: Tuned, *, between: bool = False) -> SweepSize:
-    """The best of each family among the placements that a search has found."""
+    """The best of each family among the placements that a search has found, the winner first.
+
+    Of families that take hardly longer than the shortest the winner is the least stale, then the
+    one of fewer pools.
+    """
     families: dict[str, Tried] = {}
-    for tried in sorted([*tuned.rows, *tuned.families], key=Tried.rank):
+    ranked = sorted([*tuned.rows, *tuned.families], key=Tried.rank)
+    near = [tried for tried in ranked if tried.period <= HARDLY * ranked[0].period]
+    winner = min(near, key=lambda one: (one.plan.staleness, len(one.plan.pools), one.rank()))
+    for tried in (winner, *ranked):
         families.setdefault(placement_family(tried), tried)
     best = list(families.values())
     contest = None
@@ -156,7 +165,7 @@ def size_of(devices: int, tuned: Tuned, *, between: bool = False) -> SweepSize:
 
 def _crossover(before: int, after: int, at: Callable[[int], SweepSize]) -> Crossover:
     """The smallest size that the later winner was found to win at, by halves."""
-    over, family = at(before).winner, at(after).winner
+    family = at(after).winner
     step = SERVER if after - before > SERVER else 1
     while after - before > step:
         middle = (before + after) // 2 // step * step
@@ -166,7 +175,7 @@ def _crossover(before: int, after: int, at: Callable[[int], SweepSize]) -> Cross
             after = middle
         else:
             before = middle
-    first = at(after)
+    first, over = at(after), at(before).winner
     other = first.families.get(over)
     times = other.period / first.families[family].period if other is not None else 1.0
     return Crossover(family=family, over=over, devices=after, before=before, times=times)

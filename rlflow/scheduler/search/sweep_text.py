@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlflow.scheduler.plan.text import duration, idle_share, table
 from rlflow.scheduler.search.sweep import Crossover, Sweep, SweepSize
 from rlflow.scheduler.search.text import placed_text, rate
@@ -62,8 +64,8 @@ def _over_next(size: SweepSize) -> str:
 def crossover_texts(sweep: Sweep) -> list[str]:
     """Where another family wins, a line each; one line where the same wins at every size."""
     if not sweep.crossovers:
-        winners = {size.winner for size in sweep.sizes if size.winner}
-        return [f"{' and '.join(sorted(winners))} wins at every size"]
+        won = [size for size in sweep.sizes if size.winner]
+        return [f"{won[0].winner} wins at every size{_told(won)}"]
     return [_crossed(crossover, sweep) for crossover in sweep.crossovers]
 
 
@@ -71,12 +73,21 @@ def _crossed(found: Crossover, sweep: Sweep) -> str:
     text = f"{found.family} wins from {found.devices} {sweep.kind} on"
     if found.times > HARDLY:
         text += f", {found.times:.2f}x as fast as {found.over} there"
-    text += f"; {found.over} still wins at {found.before}"
+    text += f"; {found.over} wins at {found.before}"
     own = [s for s in sweep.sizes if s.devices >= found.devices and s.winner == found.family]
-    contests = [(size.devices, size.contest) for size in own if size.contest is not None]
+    return text + _told(own)
+
+
+def _told(own: Sequence[SweepSize]) -> str:
+    """From which size on the winner differs from the next family by more than what is uncertain.
+
+    At all later sizes too; nothing on CPU devices, or where no other family was found.
+    """
+    contests = [(size.devices, size.contest.told) for size in own if size.contest is not None]
     if not contests:
-        return text
-    told = next((devices for devices, contest in contests if contest.told), None)
-    if told is None:
-        return f"{text}; within what is uncertain at each size"
-    return f"{text}; by more than what is uncertain from {told} on"
+        return ""
+    unsure = [devices for devices, told in contests if not told]
+    sure = [devices for devices, _ in contests if not unsure or devices > unsure[-1]]
+    if not sure:
+        return "; within what is uncertain"
+    return f"; by more than what is uncertain from {sure[0]} on"
