@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
@@ -231,7 +232,8 @@ def all_damaged(scene: Scene) -> None:
         (path / "manifest.json").write_bytes(b"{}")
     scene.fired += 1
     result = scene.run("--iterations", 6, resume=True)
-    assert (1, 1) == (result.code, result.err.count("error[")), result.err
+    assert 1 == result.code, result.err
+    assert {"error[E720]"} == set(re.findall(r"error\[E\d+\]", result.err)), result.err
     assert metrics == (scene.run_dir / "metrics.jsonl").read_bytes()
 
 
