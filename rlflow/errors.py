@@ -14,6 +14,7 @@
     |-- RunDirError             2   a run directory is in use, or holds another run
     |-- InvariantError         70   a bug in rlflow: the verifier refuses a plan it compiled
     `-- Interrupted           130   Ctrl-C: stopped cleanly, a line says how to continue
+        `-- Preempted          75   SIGTERM with `--grace`: to be put back in the queue
 
 A message has up to five parts: what, where it was declared, got and expected, the
 nearest names, and the fix as a line to paste. Much of it comes from outside: answers of judges,
@@ -177,6 +178,16 @@ class Interrupted(RlflowError):
     """The user stopped the run; its last iteration is kept (exit code 130)."""
 
     exit_code = 130
+
+
+class Preempted(Interrupted):
+    """SIGTERM of a scheduler, with a grace: a line says how to continue (exit code 75)."""
+
+    exit_code = 75
+
+
+class GraceOver(KeyboardInterrupt):
+    """The seconds between a scheduler's SIGTERM and its SIGKILL are nearly over."""
 
 
 def near_names(word: str, names: Iterable[str]) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from rlflow.errors import (
     Interrupted,
     InvariantError,
     PlanError,
+    Preempted,
     RunDirError,
     RunError,
     UsageError,
@@ -34,6 +35,7 @@ CODES = {
     PlanError: 4,
     InvariantError: 70,
     Interrupted: 130,
+    Preempted: 75,
 }
 
 

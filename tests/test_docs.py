@@ -51,7 +51,6 @@ SHARED = {
     "E635": {"engines", "scheduler"},
     "E637": {"ops", "scheduler"},
     "E652": {"engines", "runtime"},
-    "E712": {"runtime", "report"},
     "E714": {"runtime", "report"},
 }
 

@@ -286,6 +286,16 @@ def lasting_options(function: F) -> F:
     return function
 
 
+def grace_option(function: F) -> F:
+    """How long a scheduler waits between SIGTERM and SIGKILL."""
+    return click.option(
+        "--grace",
+        type=time_of("--grace", bare=True),
+        metavar="TIME",
+        help="After SIGTERM, be over in so long: saved if that can be; exit code 75.",
+    )(function)
+
+
 def run_options(function: F) -> F:
     """All options of `rlflow run`."""
     for option in (
@@ -300,6 +310,7 @@ def run_options(function: F) -> F:
         click.option(
             "-n", "--dry-run", is_flag=True, help="Compile and check everything; start nothing."
         ),
+        grace_option,
         lasting_options,
     ):
         function = option(function)

@@ -39,10 +39,10 @@ from rlflow.cli.interpreters import missing_engines
 from rlflow.cli.looking.recording import recording_asked, recording_noted
 from rlflow.cli.machines import backend_joining, machine_of, rooms_at
 from rlflow.cli.planning.missing_models import hub_findings
-from rlflow.cli.shell.leaving import said_if_ended
+from rlflow.cli.shell.leaving import said_if_ended, unless_stopped
 from rlflow.cli.stages.parts import require_trained
 from rlflow.cli.tracing.observing import check_observed, observer_of, profiled_actions
-from rlflow.errors import Finding, Interrupted, UsageError
+from rlflow.errors import Finding, GraceOver, Interrupted, Preempted, UsageError
 from rlflow.graph.headline import headline
 from rlflow.runtime.record.changes import drains
 from rlflow.runtime.record.edges.keeping import record_kept
@@ -233,6 +233,7 @@ def _preflight(planned: Planned, count: int, start: int = 0) -> None:
     from rlflow.runtime.preflight import check_prompts, check_rewards
     from rlflow.runtime.record.replaying.present import require_recorded
 
+    unless_stopped()
     graph = planned.compiled.plan.graph
     require_recorded(graph, range(start, count))
     check_prompts(graph, planned.declared.pipeline.path)
@@ -324,6 +325,7 @@ def _settings(
         near=planned.declared.pipeline.path,
         resume_line=asked.resume_line(directory.path),
         strict=asked.options["strict"],
+        grace=asked.options.get("grace"),
         observer=observer_of(planned, asked.options, directory.path),
         digests=digests,
     )
@@ -345,6 +347,7 @@ def _measured(
         if problem:
             display.warn(problem)
 
+    unless_stopped()
     try:
         yield
     except Interrupted:
@@ -384,7 +387,8 @@ def _interrupted(asked: _Asked, directory: RunDir) -> Iterator[None]:
     try:
         with said_if_ended(left):
             yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
+        kind = Preempted if isinstance(stopped, GraceOver) else Interrupted
         if not has_begun(directory):
             left = f"no iteration had begun, so {directory.path} was removed"
-        raise Interrupted(summary=f"stopped at once; {left}") from None
+        raise kind(summary=f"stopped at once; {left}") from None

@@ -16,12 +16,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from rlflow.errors import Finding, RunDirError, near_names
+from rlflow.errors import Finding, RunDirError
 from rlflow.graph.headline import Headline
 from rlflow.graph.roles import SamplingOptions
 from rlflow.report.charts.look import Document
 from rlflow.runtime.record.health import review
-from rlflow.runtime.record.rundir import words_again
+from rlflow.runtime.record.rundir import RunDir, words_again
 from rlflow.runtime.record.spans import Span, read_spans
 
 ENDS = 10
@@ -56,17 +56,7 @@ class RunFiles:
 
 def read_run_files(path: Path) -> RunFiles:
     """Read a run's directory. Raises RunDirError if it is none, or a file in it is damaged."""
-    if not (path / "run.json").is_file():
-        beside = path.parent.iterdir() if path.parent.is_dir() else ()
-        runs = [entry.name for entry in beside if (entry / "run.json").is_file()]
-        raise RunDirError(
-            Finding(
-                code="E712",
-                what=f"{path} is not a run directory",
-                got="no such directory" if not path.exists() else "no run.json in it",
-                near=near_names(path.name, runs),
-            )
-        )
+    RunDir.view(path)
     run = read_document(path / "run.json") or {}
     if not run.keys() >= RUN_KEYS:
         raise _damaged(path / "run.json", f"no {', '.join(sorted(RUN_KEYS - run.keys()))}")

@@ -35,7 +35,7 @@ class Bounds:
         """Seconds that a call takes at most with all its repetitions; 0 where nothing limits it."""
         if self.timeout is None:
             return 0.0
-        return (self.retries + 1) * self.timeout + self.backoff * (2**self.retries - 1)
+        return (self.retries + 1) * self.timeout + self.backoff * (2.0**self.retries - 1)
 
 
 PLAIN = Bounds()

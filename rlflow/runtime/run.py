@@ -6,18 +6,14 @@ iteration that has begun. It knows no algorithm and no placement.
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlflow.errors import Interrupted, NumericsError, RlflowError
+from rlflow.errors import GraceOver, Interrupted, NumericsError, Preempted, RlflowError
 from rlflow.graph.roles import SamplingOptions
 from rlflow.runtime.display import Display
 from rlflow.runtime.ending import ended_by, last_words, span_of, trains
@@ -48,6 +44,7 @@ from rlflow.runtime.record.shards.background import Background
 from rlflow.runtime.record.spans import SpanLog
 from rlflow.runtime.record.stages import stage
 from rlflow.runtime.record.trackers.observer import CLOSE_SECONDS, Observer
+from rlflow.runtime.stopping import Stopping
 from rlflow.runtime.worker.node_states import SAVED, States
 from rlflow.scheduler.plan.plan import Action, Plan
 
@@ -67,7 +64,8 @@ class Settings:
     named in `allowed` may differ from those that were saved; `weights` are where a new run begins,
     after the iterations of a checkpoint with its states where it has those.
     A `strict` run ends at the first sign that it learns nothing, or is about to break. An
-    `observer` tells trackers of it, TensorBoard where there is none. `digests` are those of data,
+    `observer` tells trackers of it, TensorBoard where there is none. After SIGTERM it has to be
+    over in `grace` seconds, where that is said. `digests` are those of data,
     of functions and of models' files, part of the run's identity.
     """
 
@@ -84,6 +82,7 @@ class Settings:
     resume_line: str = ""
     strict: bool = False
     observer: Observer | None = None
+    grace: float | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -136,7 +135,7 @@ class Run:
         self._curve = self._known_curve()
         self._spans = SpanLog(directory.spans / "main.jsonl", process="main")
         self._devices = DeviceLog(directory.path / DEVICE_LOG)
-        self._stopping = False
+        self._stopping = Stopping(settings.grace, display.warn)
         self._trained = False
         self._witnessed = directory.read_run().get("saved") is True
 
@@ -161,10 +160,10 @@ class Run:
         self._observer.begin(self.display.warn, after=self.start - 1 if again else None)
         try:
             shown = self.display.running(self.start, self.settings.iterations)
-            with shown, self._stop_on_interrupt(executor):
+            with shown, self._stopping.on_signals(executor):
                 done = executor.run()
-            self._save(done)
-            self._saving.join()
+                self._save(done)
+                self._saving.join()
         except Exception as error:
             self._finish_saving()
             log, line = self.directory.logs / "error.txt", self.settings.resume_line
@@ -174,20 +173,24 @@ class Run:
         except KeyboardInterrupt:
             wait = False
             self._saving.abandon()
+            if self._stopping.over:  # the interpreter may have made it another
+                raise GraceOver from None
             raise
         finally:
             backend.close(wait=wait)
             self._spans.close()
             self._devices.close()
             self._metrics.close()
-            self._observer.close(CLOSE_SECONDS if wait else 0.0, record=self.machine.record_notes)
-        if self._stopping and done < self.settings.iterations:
-            raise Interrupted(summary=self._stopped(done))
+            seconds = self._stopping.left(CLOSE_SECONDS) if wait else 0.0
+            self._observer.close(seconds, record=self.machine.record_notes)
+        if self._stopping.asked and done < self.settings.iterations:
+            kind = Preempted if self._stopping.preempted else Interrupted
+            raise kind(summary=self._stopped(done))
         return done
 
     def stop(self) -> None:
         """Ask `execute` to end after what has begun, from any thread; it raises Interrupted."""
-        self._stopping = True
+        self._stopping.asked = True
         self._executor.stop()
 
     def _stopped(self, done: int) -> str:
@@ -355,31 +358,6 @@ class Run:
         with stage("reading the checkpoint"):
             self.machine.restore(weights, counters)
         return weights.iteration
-
-    @contextmanager
-    def _stop_on_interrupt(self, executor: Executor) -> Iterator[None]:
-        """First Ctrl-C: finish what has begun. Second: stop now."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            if self._stopping:
-                executor.interrupt()
-                then = previous[signal.Signals(number)]
-                if not callable(then):
-                    raise KeyboardInterrupt
-                then(number, frame)  # as this program does at other times
-                return
-            self.stop()
-            self.display.warn("stopping after what has begun; Ctrl-C again stops at once")
-
-        previous = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
 
 def identity(plan: Plan, settings: Settings) -> dict[str, str]:

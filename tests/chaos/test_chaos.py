@@ -60,7 +60,8 @@ def test_row(row: Row, home: Path, tell: Callable[[Told], None]):
         assert seconds <= row.seconds, f"{seconds:.0f} s, later than its deadline"
         outcome = "holds"
     except AssertionError as error:
-        why = (str(error).splitlines() or [""])[0][:160]
+        lines = str(error).splitlines() or ["an assertion"]
+        why = next((line for line in lines if line.startswith("error[")), lines[0])[:160]
         raise
     finally:
         seconds = seconds or time.monotonic() - began

@@ -79,7 +79,7 @@ def test_a_stop_saves_the_iterations_that_are_done_and_no_more(tmp_path, stop_at
     class Stopped(Run):
         def finished(self, action, completion):
             if completion.iteration == stop_at:
-                self._stopping = True
+                self._stopping.asked = True
                 self._executor.stop()
             super().finished(action, completion)
 

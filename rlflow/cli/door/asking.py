@@ -99,6 +99,7 @@ class RunOptions(PlacedOptions, total=False):
     strict: bool
     check_sync: bool
     deadline: float | None
+    grace: float | None
     quiet: bool
 
 

@@ -55,6 +55,15 @@ def said_if_ended(text: str) -> Iterator[None]:
         _signals.said = before
 
 
+def unless_stopped() -> None:
+    """Raise KeyboardInterrupt where a signal has come, once more.
+
+    What is imported meanwhile may have dropped the first, in a destructor or by a bare `except`.
+    """
+    if _signals.come:
+        raise KeyboardInterrupt
+
+
 def leave(ended: str | int | None) -> NoReturn:
     """End the process with an exit code, which no signal and no thread changes any more."""
     if isinstance(ended, str):

@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -25,11 +24,20 @@ from rlflow.report.charts.look import FONT, SVG_FONT, escape
 FORMATS = ("svg", "png", "pdf")
 DPI = {"svg": "72", "png": "144", "pdf": "72"}
 DRAW_SECONDS = 120.0
+# The program that draws keeps its folder itself: it ends well where whoever asked was killed.
 BY_LIBRARY = """
-import sys, pygraphviz
-graph = pygraphviz.AGraph(string=sys.stdin.buffer.read().decode())
-graph.graph_attr["dpi"] = sys.argv[2]
-sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog="dot"))
+import os, sys, tempfile
+with tempfile.TemporaryDirectory(prefix="rlflow-fonts-") as folder:
+    if sys.argv[3]:
+        config = os.path.join(folder, "fonts.conf")
+        with open(config, "w") as file:
+            file.write(sys.argv[3].replace("FOLDER", folder))
+        os.environ["FONTCONFIG_FILE"] = config
+    import pygraphviz
+    graph = pygraphviz.AGraph(string=sys.stdin.buffer.read().decode())
+    graph.graph_attr["dpi"] = sys.argv[2]
+    picture = graph.draw(format=sys.argv[1], prog="dot")
+sys.stdout.buffer.write(picture)
 """
 
 
@@ -60,9 +68,8 @@ def _drawn(program: str | None, source: str, form: str) -> bytes:
         command = [program, f"-T{form}", f"-Gdpi={DPI[form]}"]
         picture = _run(command, source, form, os.environ)
     else:
-        command = [sys.executable, "-c", BY_LIBRARY, form, DPI[form]]
-        with tempfile.TemporaryDirectory(prefix="rlflow-fonts-") as directory:
-            picture = _run(command, source, form, _with_fonts(Path(directory)))
+        command = [sys.executable, "-c", BY_LIBRARY, form, DPI[form], _fonts()]
+        picture = _run(command, source, form, os.environ)
     return plain_svg(picture) if form == "svg" else picture
 
 
@@ -109,17 +116,18 @@ def _cannot_draw(form: str, command: Sequence[str], said: str) -> UsageError:
     )
 
 
-def _with_fonts(directory: Path) -> dict[str, str]:
-    """The environment, with matplotlib's fonts lent to a drawing library that has none."""
+def _fonts() -> str:
+    """Matplotlib's fonts lent to a drawing library that has none; empty where there are none.
+
+    `FOLDER` stands for the folder of what is kept meanwhile.
+    """
     spec = importlib.util.find_spec("matplotlib")
     if spec is None or spec.origin is None:
-        return dict(os.environ)
+        return ""
     fonts = Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf"
-    config = directory / "fonts.conf"
-    config.write_text(
+    return (
         '<?xml version="1.0"?>\n<fontconfig>'
-        f"<dir>{escape(str(fonts))}</dir><cachedir>{escape(str(directory))}</cachedir>"
+        f"<dir>{escape(str(fonts))}</dir><cachedir>FOLDER</cachedir>"
         f"<selectfont><rejectfont><glob>{escape(str(fonts))}/[!D]*</glob></rejectfont>"
         "</selectfont></fontconfig>\n"
     )
-    return {**os.environ, "FONTCONFIG_FILE": str(config)}
