@@ -33,6 +33,7 @@ def test_text_alone_trains_the_language_model(family, tmp_path):
     assert not any("vision" in name or "visual" in name for name in changed)
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_the_models_own(tmp_path):
     torch.manual_seed(0)
     plain = transformers.AutoModelForImageTextToText.from_config(tiny_config("qwen2_5_vl")).eval()
