@@ -21,7 +21,7 @@ from rlflow.scheduler.costs.lengths import Load, ResponseLengths
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.devices.hardware import KINDS
 from rlflow.scheduler.models.shapes import read_shape
-from tests.engines import sharded_checks
+from tests.engines import sharded_checks, test_graphs, test_paged_decoding
 from tests.engines.examples import engine, gradients, rows, weighted, worst
 from tests.engines.hybrids import FAMILIES, save_hybrid
 from tests.engines.test_latent import generated, theirs
@@ -166,6 +166,24 @@ def test_a_plan_counts_pool_and_states_to_the_byte(family, hybrid_dir):
     load_of = Load(rows=6, prompts=3, prompt=5, lengths=ResponseLengths(20, 10.0))
 
     assert dict(plan.rollout_holds(load_of))["KV cache"] == made.cache.num_bytes()
+
+
+FEW_FAST = [
+    "qwen3_5_text",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "qwen3_5_text"),
+]
+
+
+@pytest.mark.parametrize("family", FEW_FAST)
+def test_recorded_steps_go_on_with_states(family, hybrid_dir):
+    test_graphs.test_replayed_steps_draw_the_same_tokens(family, {}, hybrid_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3_next"])
+def test_a_step_asks_for_no_value(family, hybrid_dir, monkeypatch):
+    """Nothing comes from the host, so that a step can be recorded; meta has no grouped products."""
+    test_paged_decoding.test_a_step_has_no_values_to_ask_for(family, False, hybrid_dir, monkeypatch)
 
 
 def test_a_drafter_is_refused(hybrid_dir):
