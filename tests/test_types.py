@@ -28,7 +28,9 @@ EXCEPTIONS = {
     r"ctx\)$": "torch has no type for what an autograd function keeps",
     r"^engines/process/server/": "runs among an engine's own classes, in its interpreter",
     r"^engines/hf/.*\((layer|module|body|model|outer|inner)\)$": "a family's own attributes",
-    r"^engines/hf/(weights/skeletons:auto|writing:labelled)": "transformers' classes by name",
+    r"^engines/hf/(weights/skeletons:(auto|maker_of)|writing:labelled)": (
+        "transformers' classes by name"
+    ),
     r"^engines/hf/writing:WrittenForm\.module$": "transformers' classes by name",
     r"^engines/hf/sharded/build:(opaque|HiddenStates)": "a family's own forward",
     r"weights/filling:fill\(stored|shards/reading:StoredTensor": "slices of a safetensors file",

@@ -68,6 +68,7 @@ FUSED = replace(WHOLE, experts="fused")
 LATENT = Family(attention="latent", cut=False)
 HYBRID = Family(attention="hybrid", cut=False, counted=False)
 STATE = Family(attention="state", cut=False, layers="linear_attention", counted=False)
+SEEING = replace(WHOLE, counted=False)
 OWN = Family(attention="own", cut=False, counted=False)
 ENCODER = Family(attention="encoder", cut=False, counted=False)
 NONE = Family(attention="none", cut=False, counted=False)
@@ -112,6 +113,9 @@ FAMILIES: dict[str, Family] = {
     **_each("ctrl", replace(OLDER, alone="layers")),
     **_each("gemma3 gemma4 gemma4_unified phi4_multimodal fuyu",
             replace(WHOLE, alone="buffers", tied=True, counted=False)),
+    # Models that see, on text alone.
+    **_each("qwen2_5_vl qwen3_vl mistral3 internvl", SEEING),
+    **_each("llava", replace(SEEING, alone="buffers")),
     # Mixtures of experts.
     **_each("mixtral", replace(SHARED, cut=True)),
     **_each("qwen2_moe", replace(SHARED, cut=True, biases="qkv")),

@@ -243,7 +243,7 @@ def _layers(text: Mapping[str, Any], kind: str) -> int:
     return 0 if text_value(text, *LAYERS) else len(text.get("layers_block_type") or ())
 
 
-def _carried(text: Mapping[str, Any], hidden: int) -> dict[str, int]:
+def _carried(text: Mapping[str, Any], hidden: int) -> dict[str, Any]:
     """What a config says of layers without attention, and of states that rows carry."""
     kinds = _kinds(text)
     carrying = sum(kind in STATEFUL for kind in kinds)

@@ -40,6 +40,12 @@ OFTEN_LEFT_OUT = ("head_dim", "num_key_value_heads")
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id",
           "decoder_start_token_id", "unk_token_id")  # fmt: skip
 
+# Positions by time, height and width, in a head of 8.
+MULTI_ROPE = {
+    "rope_parameters": {
+        "rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0,
+    }
+}  # fmt: skip
 # What single families need besides.
 SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {
@@ -61,6 +67,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 8, "num_key_value_heads": 2},
     "nemotron_h": {"layer_types": ["linear_attention", "full_attention", "moe"]},
+    "qwen2_vl_text": MULTI_ROPE,
+    "qwen2_5_vl_text": MULTI_ROPE,
+    "glm4v_text": MULTI_ROPE,
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 12)},
     "zamba2": {"num_hidden_layers": 54},
     "zaya": {"num_experts_per_tok": 1},

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from rlflow.engines.hf.loading import load_model, quiet_transformers
+from rlflow.engines.hf.weights.skeletons import maker_of
 from rlflow.errors import PlanError, UsageError
 from rlflow.modelfiles.families import family_of
 from rlflow.modelfiles.widths import widths_of
@@ -20,6 +21,8 @@ from tests.architectures.tiny import UNMADE, tiny_config
 from tests.architectures.walking import RUNS, on_ranks, outcome, whole
 from tests.engines.ranks import World
 from tests.scheduler.test_families import LAYOUTS, planned
+
+SEEING = ("qwen2_5_vl", "qwen3_vl", "mistral3", "internvl", "llava")
 
 
 @dataclass(kw_only=True)
@@ -48,10 +51,13 @@ class Walked:
 
 
 def kinds():
-    """Every architecture of transformers that it makes a causal language model of."""
+    """Every architecture of transformers that it makes a causal language model of, and some more.
+
+    Those take pictures beside a text.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind not in UNMADE]
+    return [kind for kind in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *SEEING) if kind not in UNMADE]
 
 
 def walk(names):
@@ -103,11 +109,10 @@ def refusal(path, layout):
 
 def save_drawn(config, path, found):
     """Random weights of a config, written as transformers writes them; their number is noted."""
-    import transformers
 
     torch.manual_seed(0)
     with quiet_transformers():
-        made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        made = maker_of(config, "lm").from_config(config, attn_implementation="eager")
         made.save_pretrained(path)
     if family_of(found.config).counted:
         real = sum(parameter.numel() for parameter in made.parameters())

@@ -19,6 +19,7 @@ from rlflow.engines.hf.forward.packed import pack
 from rlflow.engines.hf.loading import load_model, quiet_transformers
 from rlflow.engines.hf.microbatches import flat_places
 from rlflow.engines.hf.rollout import TorchRollout
+from rlflow.engines.hf.weights.skeletons import maker_of
 from rlflow.engines.hf.writing import save_model
 from rlflow.errors import RunError, UsageError
 
@@ -60,7 +61,8 @@ def plainly(path):
     import transformers
 
     with quiet_transformers():
-        made = transformers.AutoModelForCausalLM.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(path)
+        made = maker_of(config, "lm").from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager"
         )
     return made.eval()

@@ -59,6 +59,7 @@ class Recorder:
     def __call__(self, step):
         held = [value for value in vars(self.made.state).values() if torch.is_tensor(value)]
         held += [part for pair in self.made.cache.pools.values() for part in pair]
+        held += [each for kept in self.made.cache.states.values() for each in kept.values()]
         before = [tensor.clone() for tensor in held]
         with Tape() as tape:
             step()

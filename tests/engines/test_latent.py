@@ -33,7 +33,7 @@ from rlflow.scheduler.costs.lengths import Load, ResponseLengths
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.devices.hardware import KINDS
 from rlflow.scheduler.models.shapes import read_shape
-from tests.engines import sharded_checks
+from tests.engines import sharded_checks, test_graphs
 from tests.engines.examples import (
     engine,
     gradients,
@@ -219,6 +219,13 @@ def test_a_plan_counts_a_pool_of_latents_to_the_byte(latent_dir):
     load_of = Load(rows=6, prompts=3, prompt=5, lengths=ResponseLengths(20, 10.0))
 
     assert dict(plan.rollout_holds(load_of))["KV cache"] == made.cache.num_bytes()
+
+
+@pytest.mark.parametrize(
+    "family", ["minicpm3", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
+)
+def test_recorded_steps_read_the_pool_of_latents(family, latent_dir):
+    test_graphs.test_replayed_steps_draw_the_same_tokens(family, {}, latent_dir)
 
 
 @pytest.mark.slow

@@ -365,6 +365,10 @@ def moved_to_meta(made, kernel):
     cache.pools = {
         layer: tuple(part.to("meta") for part in pair) for layer, pair in cache.pools.items()
     }
+    cache.states = {
+        layer: {name: each.to("meta") for name, each in held.items()}
+        for layer, held in cache.states.items()
+    }
     restore_forwards(made.model.module)
     made.model.module.to("meta")
     replace_forwards(made.model.module)

@@ -80,6 +80,7 @@ REFUSED = {
     "llama4_text": ("E503",) * 4,
 }
 COUNTED = [f for f in CONFIGS if family_of({"model_type": f}).counted]
+DIGITS = rf.data.arithmetic(digits=2)
 LAYOUTS = {
     "one": {},
     "fsdp": {"fsdp": 2},
@@ -126,6 +127,24 @@ def test_a_plan_refuses_from_the_config_what_cannot_be_computed(
     with pytest.raises(PlanError, match=code) as raised:
         planned(path, layout)
     assert raised.value.findings[0].where is not None
+
+
+@pytest.mark.parametrize("drafts", ["qwen2", "lfm2"])
+def test_layers_that_carry_states_draft_for_nobody(drafts: str, tmp_path: Path) -> None:
+    """Of the policy, and of a drafter for a policy with attention alone."""
+    other = "lfm2" if drafts == "qwen2" else "qwen2"
+    paths = {kind: str(written(tmp_path / kind, kind)) for kind in (drafts, other)}
+
+    def pipeline() -> None:
+        actor = rf.Model("actor", paths[other], optimizer=rf.AdamW(lr=1e-6))
+        drafter, prompts = rf.Model("small", paths[drafts]), ops.prompts(DIGITS, batch=4)
+        made = ops.rollout(actor, prompts, n=2, max_new_tokens=9, drafter=drafter, draft_tokens=2)
+        advantages = ops.advantage("grpo", made, ops.reward(exact, made))
+        ops.update(actor, made, advantages, loss=rf.PolicyLoss())
+
+    placement = rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")})
+    with pytest.raises(PlanError, match="E598"):
+        compile_plan(graph_of(pipeline, "drafted"), placement, parse_cluster("cpu:1@64GB", 1, 1))
 
 
 def test_what_is_in_no_table_is_judged_by_its_config() -> None:

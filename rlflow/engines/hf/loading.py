@@ -42,7 +42,7 @@ from rlflow.engines.hf.recompute import recompute_layers
 from rlflow.engines.hf.routing.routers import lead_routers
 from rlflow.engines.hf.weights.corrections import weigh_corrections
 from rlflow.engines.hf.weights.filling import fill_all
-from rlflow.engines.hf.weights.skeletons import auto
+from rlflow.engines.hf.weights.skeletons import auto, maker_of
 from rlflow.engines.hf.weights.streaming import streamed_skeleton
 from rlflow.errors import Finding, UsageError, near_names
 from rlflow.graph.placement import Recompute
@@ -261,7 +261,7 @@ def build(
 
 def _drawn(config: ModelConfig, head: Head, dtype: torch.dtype, fresh_head: bool) -> nn.Module:
     """The module with random weights; a head is zero where it is to be trained."""
-    maker = auto("AutoModelForCausalLM" if head == "lm" else "AutoModel")
+    maker = maker_of(config, head)
     module: nn.Module = maker.from_config(config, dtype=dtype, attn_implementation="eager")
     weigh_corrections(module)
     if head == "lm":
@@ -275,7 +275,7 @@ def _drawn(config: ModelConfig, head: Head, dtype: torch.dtype, fresh_head: bool
 
 def pretrained(path: str, config: ModelConfig, head: Head, dtype: torch.dtype) -> nn.Module:
     """A language model, or a body, with the weights of its files."""
-    maker = auto("AutoModelForCausalLM" if head == "lm" else "AutoModel")
+    maker = maker_of(config, head)
     module, info = maker.from_pretrained(
         path,
         config=config,

@@ -11,11 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from rlflow.engines.hf.forward.attention import current_state
+
+
+class ModelOutput(Protocol):
+    """What a body gives."""
+
+    last_hidden_state: Tensor
+
 
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
 BODIES = {f"{family}Model" for family in FAMILIES}
@@ -43,18 +50,28 @@ def layer_forward(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
 
 
 def body_forward(
-    body: Any, input_ids: Tensor, position_ids: Tensor | None = None, **_: Any
-) -> SimpleNamespace:
+    body: Any,
+    input_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    **_: Any,
+) -> ModelOutput:
     """The last hidden states of packed `input_ids [1, tokens]`, `[1, tokens, size]`.
 
-    Raises RunError where no attention was set, as in a direct call.
+    A model that sees gives `inputs_embeds`, and takes its output as transformers has it. Raises
+    RunError where no attention was set, as in a direct call.
     """
     current_state()
-    hidden = body.embed_tokens(input_ids)
+    hidden = body.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
     angles = body.rotary_emb(hidden, position_ids)
     for layer in body.layers:
         hidden = layer(hidden, position_embeddings=angles)
-    return SimpleNamespace(last_hidden_state=body.norm(hidden))
+    if inputs_embeds is None:
+        return SimpleNamespace(last_hidden_state=body.norm(hidden))
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    output: ModelOutput = BaseModelOutputWithPast(last_hidden_state=body.norm(hidden))
+    return output
 
 
 def language_forward(

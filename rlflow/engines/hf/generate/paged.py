@@ -228,7 +228,7 @@ class PagedAttention:
         seen = Visible(scale=traits.scaling, causal=False, softcap=traits.softcap)
         alike = len(pools) == 2 and q.shape[-1] == v.shape[-1]
         if self.cache.takes_runs and alike and flash_fits(q, v, seen):
-            return self.attend_runs(q, *pools, traits)
+            return self.attend_runs(q, pools[0], pools[1], traits)
         return self.attend_gathered(q, pools, v.shape[-1], traits)
 
     def attend_gathered(
@@ -322,9 +322,8 @@ def kernel_takes_runs(device: torch.device, dtype: torch.dtype) -> bool:
     made = torch.Generator(device).manual_seed(0)
     trial = PagedCache(6, 2, 3, device)
     shape = (6 * BLOCK, 2, 64)
-    trial.pools[0] = tuple(
-        torch.randn(shape, generator=made, device=device).to(dtype) for _ in range(2)
-    )
+    keys, values = (torch.randn(shape, generator=made, device=device).to(dtype) for _ in range(2))
+    trial.pools[0] = keys, values
     q = torch.randn(2, 4, 64, generator=made, device=device).to(dtype)
     table = torch.tensor([[5, 2, 4], [3, 1, 0]], device=device)
     positions = torch.tensor([2 * BLOCK + 17, BLOCK - 1], device=device)
@@ -334,7 +333,7 @@ def kernel_takes_runs(device: torch.device, dtype: torch.dtype) -> bool:
     if not flash_fits(q, q, Visible(scale=trait.scaling, causal=False)):
         return False
     try:
-        found = state.attend_runs(q, *trial.pools[0], trait)
+        found = state.attend_runs(q, keys, values, trait)
     except RuntimeError as error:
         why = str(error).partition("\n")[0]
     else:

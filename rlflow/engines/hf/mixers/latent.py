@@ -64,16 +64,16 @@ class LatentProjection:
         weight = linear.weight
         if isinstance(linear, AdaptedLinear) and linear.adapters.active:
             weight = weight + linear.adapters.scale * (linear.lora_B @ linear.lora_A)
-        sizes = [layer.qk_nope_head_dim, layer.v_head_dim]
-        by_head = weight.view(-1, sum(sizes), weight.shape[-1])
-        to_keys, to_values = by_head.split(sizes, 1)
-        return to_keys, to_values
+        nope, size = layer.qk_nope_head_dim, layer.v_head_dim
+        by_head = weight.view(-1, nope + size, weight.shape[-1])
+        return by_head[:, :nope], by_head[:, nope:]
 
     def absorbed(self, q: Tensor) -> Tensor:
         """Queries `[tokens, heads, nope + rotated]` as `[tokens, heads, rank + rotated]`."""
         to_keys, _ = self.weights()
-        plain, rotated = q.split([to_keys.shape[1], q.shape[-1] - to_keys.shape[1]], -1)
-        return torch.cat([by_heads(plain, to_keys.transpose(1, 2)), rotated], -1)
+        nope = to_keys.shape[1]
+        taken = by_heads(q[..., :nope], to_keys.transpose(1, 2))
+        return torch.cat([taken, q[..., nope:]], -1)
 
     def widened(self, mixed: Tensor) -> Tensor:
         """Outputs `[tokens, heads, size]` of mixed latents `[tokens, heads, rank]`."""

@@ -25,6 +25,17 @@ def auto(name: str) -> Any:
     return getattr(transformers, name)
 
 
+def maker_of(config: ModelConfig, head: Head) -> Any:
+    """The automatic class that makes a language model of a config, or its body.
+
+    Of a model that sees it is the one which takes pictures beside a text, or a text alone.
+    """
+    if head != "lm":
+        return auto("AutoModel")
+    causal = type(config) in auto("MODEL_FOR_CAUSAL_LM_MAPPING")
+    return auto("AutoModelForCausalLM" if causal else "AutoModelForImageTextToText")
+
+
 def skeleton(
     path: str, config: ModelConfig, head: Head, dtype: torch.dtype, stored: StoredHead | None = None
 ) -> nn.Module:
@@ -33,7 +44,7 @@ def skeleton(
     A value head has the form of that which is `stored`; biases of routers are parameters.
     Raises UsageError for buffers that the architecture cannot compute again.
     """
-    maker = auto("AutoModelForCausalLM" if head == "lm" else "AutoModel")
+    maker = maker_of(config, head)
     with torch.device("meta"):
         module = maker.from_config(config, dtype=dtype, attn_implementation="eager")
         built: nn.Module = module
