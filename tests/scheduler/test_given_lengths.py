@@ -185,8 +185,15 @@ def test_prompts_are_tokenized_once_and_kept(tmp_path, monkeypatch):
     assert 1 == len(json.loads((tmp_path / "rlflow/prompts.json").read_text()))
     changed = Path(shutil.copy(ARITH, tmp_path / "tokenizer.json"))
     changed.write_text(changed.read_text() + "\n")
-    with pytest.raises(TypeError):
-        counted_prompts(data, changed)
+    assert "characters of 64 rows" == counted_prompts(data, changed).how
+
+
+def test_a_file_that_is_no_tokenizer_counts_as_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    data = rf.data.generator(lambda i: {"prompt": "x" * 30}, size=10, columns=("prompt",))
+    assert 30 == counted_prompts(data, tmp_path / "tokenizer.json").longest
+    assert not (tmp_path / "rlflow").exists()
 
 
 def test_prompts_without_a_tokenizer_count_as_characters_and_far_data_is_assumed():

@@ -68,6 +68,7 @@ def without_measurements(costs: Costs) -> Costs:
         shapes=costs.shapes,
         backend=costs.backend,
         staleness=costs.staleness,
+        prompts=costs.prompts,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rlflow.errors import UsageError
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.roles import Drawn, SamplingOptions
 from rlflow.graph.rules.nesting import nodes_within
@@ -48,12 +49,20 @@ class Prompts:
         """Tokens of the prompts of the rows that a node has made, `counted` by its tokenizer."""
         data, file = _data_of(graph, origin), None
         if counted and origin.model is not None:
-            path = graph.model(origin.model).path
-            file = None if path.startswith(PREFIX) else tokenizer_file(path, self.near)
+            file = self._tokenizer(graph.model(origin.model).path)
         key = id(data), file
         if key not in self._known:
             self._known[key] = data, counted_prompts(data, file)
         return self._known[key][1]
+
+    def _tokenizer(self, path: str) -> Path | None:
+        """The tokenizer's file of a model, where it is here; a missing model is told elsewhere."""
+        if path.startswith(PREFIX):
+            return None
+        try:
+            return tokenizer_file(path, self.near)
+        except UsageError:
+            return None
 
 
 def _data_of(graph: Graph, origin: Node) -> Any:

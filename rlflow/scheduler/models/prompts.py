@@ -59,16 +59,17 @@ def counted_prompts(data: PromptRows | None, tokenizer: Path | None) -> PromptTo
     if data is None or data.remote or (data.size() or MOST_ROWS) >= MOST_ROWS:
         return NOT_LOADED
     rows = data.rows()
-    if tokenizer is None:
-        first = rows[:LOOKED_AT]
-        longest = max(len(str(row["prompt"])) for row in first)
-        return PromptTokens(longest=longest, how=f"characters of {len(first)} rows")
-    step = max(len(rows) / SAMPLED, 1.0)
-    taken = [rows[int(number * step)] for number in range(min(len(rows), SAMPLED))]
-    texts = [_text(row["prompt"]) for row in taken]
-    longest, total = _kept(tokenizer, texts)
-    mean = max(total / len(texts), 1.0)
-    return PromptTokens(longest=max(longest, 1), mean=mean, how=f"tokens of {len(texts)} rows")
+    if tokenizer is not None:
+        step = max(len(rows) / SAMPLED, 1.0)
+        taken = [rows[int(number * step)] for number in range(min(len(rows), SAMPLED))]
+        texts = [_text(row["prompt"]) for row in taken]
+        if found := _kept(tokenizer, texts):
+            longest, total = found
+            mean, how = max(total / len(texts), 1.0), f"tokens of {len(texts)} rows"
+            return PromptTokens(longest=max(longest, 1), mean=mean, how=how)
+    first = rows[:LOOKED_AT]
+    longest = max(len(str(row["prompt"])) for row in first)
+    return PromptTokens(longest=longest, how=f"characters of {len(first)} rows")
 
 
 def _text(prompt: object) -> str:
@@ -81,13 +82,19 @@ def _text(prompt: object) -> str:
 
 
 def _kept(tokenizer: Path, texts: Sequence[str]) -> list[int]:
-    """Tokens of the longest text and of all, as they were counted before, or now and kept."""
+    """Tokens of the longest text and of all, as they were counted before, or now and kept.
+
+    Empty for a file that is no tokenizer, which whoever loads the model says.
+    """
     said = json.dumps(texts, ensure_ascii=True).encode()
     key = f"{tokenizer_content(tokenizer).digest[:32]}-{hashlib.sha256(said).hexdigest()[:32]}"
     file = _cache()
     known = _read(file)
     if key not in known:
-        known = {**known, key: _counted(tokenizer, texts)}
+        try:
+            known = {**known, key: _counted(tokenizer, texts)}
+        except Exception:
+            return []
         _write(file, dict(list(known.items())[-MOST_KEPT:]))
     return known[key]
 
