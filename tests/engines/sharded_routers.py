@@ -52,7 +52,7 @@ def replay_equal(rank, path, shape):
 def check_equal(rank, path, shape, router):
     """Gradients and metrics of ranks, cut unevenly, are those of one rank with all rows at once."""
     shared = {"dtype": torch.float32, "device": "cpu"}
-    model = load_sharded(path, mesh=mesh(*shape), trained=True, **shared)
+    model = load_sharded(path, **meshes(shape), trained=True, **shared)
     sharded = ShardedTrainEngine(model, Spec(), micro_tokens=20, router=router)
     one = TrainEngine(load_model(path, **shared), Spec(), micro_tokens=None, router=router)
     batch = rows(n=4)

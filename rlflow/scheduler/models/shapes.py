@@ -88,6 +88,12 @@ class Shape:
         return self.parameters - self.idle * math.pow(passed_by, max(tokens, 1.0) - 1)
 
     @property
+    def in_experts(self) -> int:
+        """Parameters in the experts of all layers; shared ones are not among them."""
+        left_out = self.experts - self.chosen
+        return self.idle * self.experts // left_out if left_out > 0 else 0
+
+    @property
     def in_matrices(self) -> int:
         """Parameters in the matrices of layers."""
         return sum(rows * columns * count for rows, columns, count in self.matrices)
