@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from rlflow.engines.hf.sharded.experts import dispatched_experts
+from rlflow.engines.hf.routing.experts import dispatched_experts
 
 
 def as_the_layer(rank, path, tokens):

@@ -12,7 +12,7 @@ from rlflow.engines.hf.sharded.build import load_sharded
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 from rlflow.engines.hf.train import TrainEngine
 from tests.engines.examples import Spec, rows, weighted
-from tests.engines.sharded_checks import differ, gradients, mesh, own_rows
+from tests.engines.sharded_checks import differ, gradients, meshes, own_rows
 
 KINDS = ("log_probs",)
 
@@ -20,7 +20,7 @@ KINDS = ("log_probs",)
 def replay_equal(rank, path, shape):
     """Ranks that replay experts, which are none's own choice, compute what one rank does."""
     shared = {"dtype": torch.float32, "device": "cpu"}
-    model = load_sharded(path, mesh=mesh(*shape), trained=True, recompute=True, **shared)
+    model = load_sharded(path, **meshes(shape), trained=True, recompute=True, **shared)
     sharded = ShardedTrainEngine(model, Spec(), micro_tokens=20)
     one = TrainEngine(load_model(path, **shared), Spec(), micro_tokens=None)
     batch = rows(n=4)

@@ -22,8 +22,8 @@ from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.recompute import decoder_layers
 from rlflow.engines.hf.sharded import forwards as sharded_forwards
 from rlflow.engines.hf.sharded.build import gather_ahead, load_sharded
-from rlflow.engines.hf.sharded.rollout import ShardedRollout
 from rlflow.engines.hf.sharded.mesh import AXES
+from rlflow.engines.hf.sharded.rollout import ShardedRollout
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.engines.hf.weights.filling import fill_from_safetensors

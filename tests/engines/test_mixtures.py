@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from rlflow.engines.hf.sharded.experts import own_experts
+from rlflow.engines.hf.routing.experts import own_experts
 from rlflow.engines.hf.weights.parts import parts_in_files
 from tests.engines import dispatches, mixtures, sharded_checks, sharded_families, sharded_rollouts
 from tests.engines import sharded_states as states

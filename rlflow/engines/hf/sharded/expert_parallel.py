@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rlflow.engines.hf.sharded.experts import dispatched_experts, own_experts
+from rlflow.engines.hf.routing.experts import dispatched_experts, own_experts
 from rlflow.engines.hf.sharded.mesh import MeshRanks, chunk
 from rlflow.engines.hf.sharded.tensor_parallel import Cut, Split
 

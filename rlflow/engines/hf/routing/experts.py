@@ -130,5 +130,5 @@ def dispatched_experts(
     places = torch.arange(len(came), device=x.device)
     apart = torch.empty_like(together).scatter_(0, together, places)
     returned: Tensor = Exchanged.apply(made[apart], group, received, sent)  # type: ignore[no-untyped-call]
-    each = x.new_zeros((chosen.numel(), x.shape[1])).index_copy(0, pairs, returned)
+    each = x.new_zeros((chosen.numel(), x.shape[1])).index_put((pairs,), returned)
     return (each.view(*chosen.shape, x.shape[1]) * weights[..., None]).sum(1).to(x.dtype)
