@@ -35,7 +35,10 @@ class On(Strict):
     """Where a use of a model runs: a pool, and the layout of the model over its devices.
 
     `fsdp` ranks share every parameter, `tp` ranks share every layer. Devices that `fsdp` x `tp`
-    leaves over hold replicas of that layout (hybrid sharding where `fsdp` > 1). `weights="own"`
+    leaves over hold replicas of that layout (hybrid sharding where `fsdp` > 1). With `ep` the
+    experts of a mixture lie apart: of the `fsdp` ranks each `ep` neighbours hold all of a layer's,
+    each as many, and tokens go to the ranks of the experts that they chose and come back. All else,
+    and what is left of `fsdp`, is shared as without. `weights="own"`
     gives a rollout a copy of the weights where it could share the trained ones. With
     `recompute=True` only the inputs of each layer are kept for the backward pass, which computes
     the rest again (Chen et al. 2016); with a number n that holds of the first n layers alone, and
@@ -63,6 +66,7 @@ class On(Strict):
     pool: str
     fsdp: Count | None = None
     tp: Count | None = None
+    ep: Count | None = None
     engine: str | EngineOptions | None = None
     weights: Literal["shared", "own"] | None = None
     recompute: Recompute | None = None

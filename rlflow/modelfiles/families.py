@@ -33,7 +33,8 @@ Alone = Literal["", "buffers", "layers", "experts"]
 class Family:
     """What a family has: its attention, its experts, who can hold it, and what its layers are.
 
-    `cut` says whether `tp` can cut it, `alone` why several ranks cannot hold it. Sizes follow from
+    `cut` says whether `tp` can cut it, `alone` why several ranks cannot hold it, `dispatched`
+    whether tokens can go to experts on other ranks. Sizes follow from
     the rest: `gated` feed-forward layers have three matrices; `norms` counts those of a layer as
     wide as it, and 0 are norms without weights; with `shifts` norms have biases. `biases` are those
     of the projections to queries, keys and values (`qkv`, and by `attention_bias` where `asked`),
@@ -49,6 +50,7 @@ class Family:
     layers: str = ""
     """Layers that cannot be packed, as config.json calls them."""
     alone: Alone = ""
+    dispatched: bool = False
     gated: bool = True
     norms: int = 2
     shifts: bool = False
@@ -63,7 +65,7 @@ WHOLE = replace(DENSE, cut=False)
 TIED = replace(DENSE, tied=True)
 OLDER = replace(WHOLE, biases="all", shifts=True, gated=False, tied=True, counted=False)
 MIXED = replace(WHOLE, experts="apart", alone="experts")
-SHARED = replace(MIXED, alone="")
+SHARED = replace(MIXED, alone="", dispatched=True)
 FUSED = replace(WHOLE, experts="fused")
 LATENT = Family(attention="latent", cut=False)
 HYBRID = Family(attention="hybrid", cut=False, counted=False)
@@ -265,6 +267,38 @@ def sharding_finding(
         got=f"{experts} experts a layer, of which each rank has as many",
         expected=f"one of {', '.join(map(str, divisors))}; other devices hold replicas",
         fix=f"rf.on(..., fsdp={nearest})" if tp == 1 else f"rf.on(..., fsdp=1, tp={tp})",
+    )
+
+
+def dispatch_finding(
+    path: str, family: Family, experts: int, ep: int, fsdp: int, tp: int = 1
+) -> Finding | None:
+    """E533 where tokens of a model cannot go to experts on `ep` of `fsdp` ranks; None where so.
+
+    Ranks along `ep` are among those along `fsdp`; each has as many of the experts that its `tp`
+    rank has of a layer.
+    """
+    if ep == 1:
+        return None
+    what, fix = f"ep={ep}: model {path!r} has no experts to share out", "rf.on(..., ep=1)"
+    if not experts:
+        return Finding(code="E533", what=what, got="a dense model", fix=fix)
+    if not family.dispatched:
+        what = f"ep={ep}: tokens of model {path!r} cannot go to experts on other ranks"
+        got = "a family of mixtures whose dispatch was never compared over ranks"
+        return Finding(code="E533", what=what, got=got, fix=fix)
+    if fsdp % ep == 0 and experts % (ep * tp) == 0:
+        return None
+    works = [n for n in range(1, fsdp + 1) if fsdp % n == 0 and experts % (n * tp) == 0] or [1]
+    undivided = f"the {experts} experts of a layer" if fsdp % ep == 0 else f"fsdp={fsdp}"
+    undivided += f" over tp={tp}" if fsdp % ep == 0 and tp > 1 else ""
+    nearest = min(works, key=lambda n: (abs(n - ep), n))
+    return Finding(
+        code="E533",
+        what=f"ep={ep} does not divide {undivided} of model {path!r}",
+        got=f"{experts} experts a layer, fsdp={fsdp}" + (f", tp={tp}" if tp > 1 else ""),
+        expected=f"one of {', '.join(map(str, works))}: ranks along ep are among those along fsdp",
+        fix=f"rf.on(..., ep={nearest})",
     )
 
 

@@ -25,6 +25,9 @@ export; *fsdp* the same over ranks that share parameters, *tp* over ranks that s
 and holds every line against what happens: packed logits, gradients and greedy tokens against
 the model's own forward, and what two ranks compute against one rank.
 
+Tokens go to experts on other ranks (`ep=`) in these mixtures; others are refused (E533):
+{dispatched}.
+
 An architecture that is not here is judged by what its config says. Engines in processes of
 their own (SGLang, vLLM) compute what they can: this table is of the engines that rlflow brings.
 
@@ -35,7 +38,10 @@ their own (SGLang, vLLM) compute what they can: this table is of the engines tha
 
 def page():
     """The whole page."""
-    return START + "".join(line(kind, family) for kind, family in sorted(FAMILIES.items()))
+    dispatched = ", ".join(sorted(kind for kind, each in FAMILIES.items() if each.dispatched))
+    return START.format(dispatched=dispatched) + "".join(
+        line(kind, family) for kind, family in sorted(FAMILIES.items())
+    )
 
 
 def line(kind: str, family: Family) -> str:

@@ -8,14 +8,14 @@ from rlflow.batch import select_rows
 from rlflow.engines.hf.sharded.build import load_sharded
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 from tests.engines.examples import one_step, rows
-from tests.engines.sharded_checks import mesh, own_rows, pair
+from tests.engines.sharded_checks import meshes, own_rows, pair
 
 
 def a_base_is_the_model_it_was_loaded_from(rank, path, shape, lora, dtype):
     """After steps that move the adapters: bit for bit a frozen model of the same layout."""
     _, ours = pair(path, shape, lora=lora, dtype=getattr(torch, dtype), micro_tokens=40)
     frozen = load_sharded(
-        path, mesh=mesh(*shape), trained=False, dtype=getattr(torch, dtype), device="cpu"
+        path, **meshes(shape), trained=False, dtype=getattr(torch, dtype), device="cpu"
     )
     theirs = ShardedTrainEngine(frozen, None, micro_tokens=40)
     batch = select_rows(rows(), own_rows(ours, len(rows()), uneven=False))

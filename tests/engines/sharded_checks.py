@@ -16,7 +16,7 @@ from rlflow.engines.hf.layerwise import compiled
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.microbatches import flat_places
 from rlflow.engines.hf.sharded.build import load_sharded
-from rlflow.engines.hf.sharded.mesh import AXES
+from rlflow.engines.hf.sharded.mesh import AXES, EXPERT_AXES
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.modelfiles import coded
@@ -55,6 +55,21 @@ def mesh(*shape):
     return DeviceMesh("cpu", torch.arange(size).view(shape), mesh_dim_names=AXES)
 
 
+@cache
+def expert_mesh(ep, replicas, fsdp, tp):
+    """The same ranks where experts are apart along `ep`; None where they are not."""
+    if ep == 1:
+        return None
+    ranks = torch.arange(replicas * fsdp * tp).view(replicas, fsdp // ep, ep, tp)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=EXPERT_AXES)
+
+
+def meshes(shape):
+    """The meshes of ranks along replicate, fsdp, tp, and ep where that is said."""
+    *axes, ep = shape if len(shape) > 3 else (*shape, 1)
+    return {"mesh": mesh(*axes), "experts": expert_mesh(ep, *axes)}
+
+
 def pair(
     path,
     shape,
@@ -69,7 +84,7 @@ def pair(
     """Engines of one rank, and of the ranks of a mesh, which alone has chunks."""
     spec = spec or Spec()
     shared = {"dtype": dtype, "device": "cpu", **options}
-    model = load_sharded(path, mesh=mesh(*shape), trained=True, sequence=sequence, **shared)
+    model = load_sharded(path, **meshes(shape), trained=True, sequence=sequence, **shared)
     sharded = ShardedTrainEngine(model, spec, micro_tokens=micro_tokens, chunk_bytes=chunk_bytes)
     model = load_model(path, **shared)
     if dtype == torch.float64:

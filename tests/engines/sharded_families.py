@@ -6,7 +6,7 @@ import torch
 
 from rlflow.engines.hf.sharded.build import load_sharded
 from rlflow.errors import UsageError
-from tests.engines.sharded_checks import mesh
+from tests.engines.sharded_checks import meshes
 
 SHAPES = {"fsdp": (1, 2, 1), "tp": (1, 1, 2), "sequence": (1, 1, 2)}
 
@@ -15,7 +15,7 @@ def refusal(rank, path, layout):
     """The code of the refusal to load a model over ranks, empty where it loads."""
     how = {"dtype": torch.float32, "device": "cpu", "trained": False}
     how["sequence"] = layout == "sequence"
-    return refused(lambda: load_sharded(path, mesh=mesh(*SHAPES[layout]), **how))
+    return refused(lambda: load_sharded(path, **meshes(SHAPES[layout]), **how))
 
 
 def refused(load):

@@ -11,14 +11,14 @@ from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.errors import UsageError
 from tests.engines.examples import rows
-from tests.engines.sharded_checks import mesh, own_rows
+from tests.engines.sharded_checks import meshes, own_rows
 
 HOW = {"dtype": torch.float32, "device": "cpu", "head": "value", "fresh_head": False}
 
 
 def scores_are_equal(rank, path, shape, init):
     """Values of the ranks are those of one process, to float32 tolerance, and are not zero."""
-    sharded = load_sharded(path, mesh=mesh(*shape), trained=False, init=init, **HOW)
+    sharded = load_sharded(path, **meshes(shape), trained=False, init=init, **HOW)
     engine = ShardedTrainEngine(sharded, None, micro_tokens=None)
     batch = rows(response_sizes=(6, 2, 1, 4, 2))
     mine = select_rows(batch, torch.tensor(own_rows(engine, 9, uneven=False)))
@@ -32,7 +32,7 @@ def scores_are_equal(rank, path, shape, init):
 
 def refused(rank, path, shape):
     try:
-        load_sharded(path, mesh=mesh(*shape), trained=False, **HOW)
+        load_sharded(path, **meshes(shape), trained=False, **HOW)
     except UsageError as error:
         return "E524" in str(error)
     return False

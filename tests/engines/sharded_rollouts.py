@@ -14,7 +14,7 @@ from rlflow.engines.hf.sharded.build import load_sharded
 from rlflow.engines.hf.sharded.rollout import ShardedRollout
 from rlflow.graph.rules.completion_order import ended_rows
 from tests.engines.examples import one_step, rows
-from tests.engines.sharded_checks import mesh
+from tests.engines.sharded_checks import meshes
 from tests.engines.sharded_states import part_of, trained
 
 KEY = SampleKey(seed=3, iteration=1, stream="samples")
@@ -44,7 +44,7 @@ def alike(expected, found, limit=1e-5):
 def same_tokens(rank, path, shape, is_trained, paged=None):
     """Greedy and sampled responses are those of one rank; ranks of a part agree bit for bit."""
     options = {"dtype": torch.float32, "device": "cpu"}
-    model = load_sharded(path, mesh=mesh(*shape), trained=is_trained, **options)
+    model = load_sharded(path, **meshes(shape), trained=is_trained, **options)
     # On blocks: slots for two prompts of two samples, or for one of three; the others wait.
     sharded = ShardedRollout(model, paged=paged, rows_at_once=4)
     one = TorchRollout(load_model(path, **options), paged=paged, rows_at_once=4)
@@ -62,7 +62,7 @@ def same_tokens(rank, path, shape, is_trained, paged=None):
 def same_pieces(rank, path, shape, is_trained, count, paged=None):
     """The pieces of a generation are the whole, bit for bit, in the order in which rows end."""
     options = {"dtype": torch.float32, "device": "cpu"}
-    model = load_sharded(path, mesh=mesh(*shape), trained=is_trained, **options)
+    model = load_sharded(path, **meshes(shape), trained=is_trained, **options)
     sharded = ShardedRollout(model, paged=paged)
     part = sharded.model.ranks.place("fsdp") * 100
     whole = generated(sharded, RAGGED, part)
@@ -84,7 +84,7 @@ def same_pieces(rank, path, shape, is_trained, count, paged=None):
 
 def same_logits(rank, path, shape):
     """All ranks of a part have the same logits, bit for bit."""
-    model = load_sharded(path, mesh=mesh(*shape), trained=False, dtype=torch.float32, device="cpu")
+    model = load_sharded(path, **meshes(shape), trained=False, dtype=torch.float32, device="cpu")
     batch = rows()
     layout = pack(batch["prompt_tokens"], batch["response_tokens"], model.device)
     state = PackedAttention(layout)
@@ -111,7 +111,7 @@ def training_goes_on_after(rank, path, shape):
 
 def first_rank_decides(rank, path, shape, paged, new_tokens):
     """The ranks draw what the first drew, and stop when it was told to, whatever others think."""
-    model = load_sharded(path, mesh=mesh(*shape), trained=False, dtype=torch.float32, device="cpu")
+    model = load_sharded(path, **meshes(shape), trained=False, dtype=torch.float32, device="cpu")
     rollout = ShardedRollout(model, paged=paged)
     asked = []
 
@@ -129,7 +129,7 @@ def first_rank_decides(rank, path, shape, paged, new_tokens):
 
 def gathered_weights_are_read(rank, path, shape):
     """Numbers that a forward reads: this rank's pieces, and all while they are gathered."""
-    model = load_sharded(path, mesh=mesh(*shape), trained=True, dtype=torch.float32, device="cpu")
+    model = load_sharded(path, **meshes(shape), trained=True, dtype=torch.float32, device="cpu")
 
     def read():
         return sum(part.numel() for part in model.computed_with())

@@ -12,7 +12,7 @@ from rlflow.engines.hf.sharded.build import load_sharded
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 from rlflow.engines.hf.train import TrainEngine
 from tests.engines.examples import Spec, rows, weighted
-from tests.engines.sharded_checks import differ, gradients, mesh, own_rows
+from tests.engines.sharded_checks import differ, gradients, meshes, own_rows
 
 KINDS = ("log_probs",)
 
@@ -20,7 +20,7 @@ KINDS = ("log_probs",)
 def replay_equal(rank, path, shape):
     """Ranks that replay experts, which are none's own choice, compute what one rank does."""
     shared = {"dtype": torch.float32, "device": "cpu"}
-    model = load_sharded(path, mesh=mesh(*shape), trained=True, recompute=True, **shared)
+    model = load_sharded(path, **meshes(shape), trained=True, recompute=True, **shared)
     sharded = ShardedTrainEngine(model, Spec(), micro_tokens=20)
     one = TrainEngine(load_model(path, **shared), Spec(), micro_tokens=None)
     batch = rows(n=4)
@@ -52,7 +52,7 @@ def replay_equal(rank, path, shape):
 def check_equal(rank, path, shape, router):
     """Gradients and metrics of ranks, cut unevenly, are those of one rank with all rows at once."""
     shared = {"dtype": torch.float32, "device": "cpu"}
-    model = load_sharded(path, mesh=mesh(*shape), trained=True, **shared)
+    model = load_sharded(path, **meshes(shape), trained=True, **shared)
     sharded = ShardedTrainEngine(model, Spec(), micro_tokens=20, router=router)
     one = TrainEngine(load_model(path, **shared), Spec(), micro_tokens=None, router=router)
     batch = rows(n=4)

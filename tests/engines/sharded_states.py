@@ -22,6 +22,7 @@ from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.recompute import decoder_layers
 from rlflow.engines.hf.sharded import forwards as sharded_forwards
 from rlflow.engines.hf.sharded.build import gather_ahead, load_sharded
+from rlflow.engines.hf.sharded.mesh import AXES
 from rlflow.engines.hf.sharded.rollout import ShardedRollout
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 from rlflow.engines.hf.train import TrainEngine
@@ -33,13 +34,11 @@ from rlflow.runtime.record.shards.places import assign_writers
 from rlflow.runtime.worker.loaded import Loaded
 from rlflow.runtime.worker.saving import Saver, restore_components, shards_of
 from tests.engines.examples import Spec, one_step, rows
-from tests.engines.sharded_checks import Messages, differ, gradients, mesh, own_rows, pair
+from tests.engines.sharded_checks import Messages, differ, gradients, meshes, own_rows, pair
 
 
 def trained(path, shape, dtype=torch.float32, spec=None, **options):
-    model = load_sharded(
-        path, mesh=mesh(*shape), trained=True, dtype=dtype, device="cpu", **options
-    )
+    model = load_sharded(path, **meshes(shape), trained=True, dtype=dtype, device="cpu", **options)
     return ShardedTrainEngine(model, spec or Spec(), micro_tokens=20)
 
 
@@ -227,7 +226,7 @@ def most_held_while_loading(rank, path, shape, init):
     """The most bytes at once, of `load_sharded` and of `load_model`, and those of all weights."""
     options = {"dtype": torch.float32, "device": "cpu", "init": init}
     with Held() as sharded:
-        model = load_sharded(path, mesh=mesh(*shape), trained=True, **options)
+        model = load_sharded(path, **meshes(shape), trained=True, **options)
     with Held() as whole:
         one = load_model(path, **options)
     wrong = differ(one.named_tensors(), model.named_tensors(), model.shards(), 0.0)
@@ -289,7 +288,7 @@ def refused(action, code):
 def refusal(rank, path, shape, options):
     """What a load that cannot be made says."""
     try:
-        load_sharded(path, mesh=mesh(*shape), device="cpu", dtype=torch.float32, **options)
+        load_sharded(path, **meshes(shape), device="cpu", dtype=torch.float32, **options)
     except RlflowError as error:
         return str(error)
     return ""
@@ -403,23 +402,23 @@ def saved_by_all(engine, rank, folder, gather):
     return stored_files(folder, manifest)
 
 
-def a_checkpoint_goes_round(rank, path, folder, dtype, **spec):
+def a_checkpoint_goes_round(rank, path, folder, dtype, begins=(1, 2, 1), ends=(1, 1, 2), **spec):
     """Two ranks' shards, read whole, written whole, read by two others: the same bits."""
     options = {"dtype": getattr(torch, dtype), "spec": Spec(eps=1e-3, **spec)}
-    one, fsdp = pair(path, (1, 2, 1), **options)
-    _, tp = pair(path, (1, 1, 2), **options)
+    one, fsdp = pair(path, begins, **options)
+    _, tp = pair(path, ends, **options)
     batch = rows()
     for _ in range(2):
         one_step(fsdp, part_of(fsdp, batch))
     ranks = fsdp.model.ranks
     own = Path(folder)
 
-    first = saved_by_all(fsdp, rank, own / "fsdp2", lambda mine: ranks.gather(mine, ("fsdp",)))
+    first = saved_by_all(fsdp, rank, own / "fsdp2", lambda mine: ranks.gather(mine, AXES))
     assert all(len(files) == 2 for files in first.values())
     numel = sum(math.prod(shard.shape) for shard in fsdp.model.shards().values())
     written = sum(file.path.stat().st_size for files in first.values() for file in files)
     kept = sum(s.tensor.nbytes for s in fsdp.optimizer.saved_moments().values())
-    size = 4 * numel + sum(ranks.gather(kept, ("fsdp",)))
+    size = 4 * numel + sum(ranks.gather(kept, AXES))
     assert (size == 12 * numel) is not spec
     assert size <= written < size + 40_000, "weights and their moments, float32, once"
 

@@ -9,7 +9,9 @@ from tests.engines.test_sharded_math import STEADY
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.extra]
 
-FSDP, TP, REPLICAS = (1, 2, 1), (1, 1, 2), (2, 1, 1)
+# Along replicate, fsdp and tp; and along ep, which is within fsdp.
+FSDP, TP, REPLICAS, EP = (1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 2, 1, 2)
+MIXES = [(1, 4, 1, 2), (1, 4, 1, 4), (2, 2, 1, 2), (1, 2, 2, 2)]
 EXACT = {"dtype": "float32", "limit": 1e-5, "spec": STEADY}
 
 
@@ -18,6 +20,7 @@ EXACT = {"dtype": "float32", "limit": 1e-5, "spec": STEADY}
     [
         *((family, FSDP) for family in sorted(mixtures.KINDS)),
         *((family, TP) for family in ("mixtral", "qwen2_moe")),
+        *((family, EP) for family in sorted(mixtures.KINDS)),
         ("qwen3_moe", REPLICAS),
     ],
 )
@@ -26,3 +29,14 @@ def test_ranks_compute_what_one_does(family, shape, tmp_path, world):
     options = {**EXACT, "limit": 1e-4} if family == "granitemoe" else EXACT  # larger activations
 
     assert all(world(2).run(sharded_checks.with_options, path, shape, options))
+
+
+@pytest.mark.parametrize("shape", MIXES, ids=str)
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_experts_apart_among_others_that_share_compute_what_one_rank_does(
+    family, shape, tmp_path, world
+):
+    path = mixtures.save_mixture(family, tmp_path)
+    options = {**EXACT, "uneven": True, "micro_tokens": 20, "recompute": shape[0] == 1}
+
+    assert all(world(4).run(sharded_checks.with_options, path, shape, options))

@@ -11,15 +11,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from rlflow.engines.hf.sharded.experts import own_experts
+from rlflow.engines.hf.routing.experts import own_experts
 from rlflow.engines.hf.weights.parts import parts_in_files
-from tests.engines import mixtures, sharded_checks, sharded_families, sharded_rollouts
+from tests.engines import dispatches, mixtures, sharded_checks, sharded_families, sharded_rollouts
 from tests.engines import sharded_states as states
 from tests.engines.test_sharded_math import STEADY
 
 pytestmark = pytest.mark.torch
 
-FSDP, TP = (1, 2, 1), (1, 1, 2)
+FSDP, TP, EP = (1, 2, 1), (1, 1, 2), (1, 2, 1, 2)
 EXACT = {"dtype": "float32", "limit": 1e-5, "spec": STEADY}
 
 
@@ -61,7 +61,7 @@ def test_tensors_that_are_turned_on_the_way_are_no_parts():
 
 
 def test_two_ranks_compute_what_one_does(mixture, world):
-    for shape in (FSDP, TP):
+    for shape in (FSDP, TP, EP):
         options = {**EXACT, "uneven": True, "micro_tokens": 20}
         assert all(world(2).run(sharded_checks.with_options, mixture("qwen3_moe"), shape, options))
 
@@ -108,18 +108,30 @@ def test_a_rank_whose_experts_nobody_chose_adds_nothing_and_has_gradients_of_zer
     assert not any(weight.grad.any() for weight in stacked)
 
 
-@pytest.mark.parametrize("shape", [FSDP, TP], ids=["fsdp", "tp"])
+def test_ranks_get_from_each_other_what_a_layer_makes_and_its_gradients(mixture, world):
+    """Also a rank without a token, of experts that nobody chose, and of a rank that gets none."""
+    for tokens in ([7, 4], [9, 0]):
+        assert all(world(2).run(dispatches.as_the_layer, mixture("qwen3_moe"), tokens))
+
+
+@pytest.mark.parametrize("shape", [FSDP, TP, EP], ids=["fsdp", "tp", "ep"])
 def test_ranks_have_whole_experts_that_are_all_of_them(shape, mixture, world):
     assert all(world(2).run(states.shards_tile, mixture("mixtral"), shape))
 
 
-def test_a_checkpoint_goes_from_fsdp_to_one_rank_to_tp_with_the_same_bits(mixture, world, tmp_path):
-    args = (mixture("qwen3_moe"), str(tmp_path), "float32")
+def test_a_checkpoint_goes_over_one_rank_to_another_layout_with_the_same_bits(
+    mixture, world, tmp_path
+):
+    for number, ends in enumerate(((FSDP, TP), (EP, TP), (FSDP, EP))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        args = (mixture("qwen3_moe"), str(folder), "float32", *ends)
+        assert all(world(2).run(states.a_checkpoint_goes_round, *args))
 
-    assert all(world(2).run(states.a_checkpoint_goes_round, *args))
 
-
-@pytest.mark.parametrize(("shape", "trained"), [(FSDP, True), (TP, False)], ids=["fsdp", "tp"])
+@pytest.mark.parametrize(
+    ("shape", "trained"), [(FSDP, True), (TP, False), (EP, True)], ids=["fsdp", "tp", "ep"]
+)
 def test_tokens_are_those_of_one_rank(shape, trained, mixture, world):
     assert all(world(2).run(sharded_rollouts.same_tokens, mixture("qwen3_moe"), shape, trained))
 

@@ -31,6 +31,7 @@ def ones(response: str, answer: str) -> float:
     placements={
         "whole": rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")}),
         "fsdp": rf.Placement(pools={"all": 2}, assign={"*": rf.on("all")}),
+        "ep": rf.Placement(pools={"all": 2}, assign={"*": rf.on("all", ep=2)}),
         "tp": rf.Placement(pools={"all": 2}, assign={"*": rf.on("all", tp=2)}),
     }
 )
@@ -57,7 +58,7 @@ def test_it_learns_over_ranks_what_it_learns_on_one(rlflow, model, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.py").write_text(PIPELINE)
     found = {}
-    for place, devices in (("whole", 1), ("fsdp", 2), ("tp", 2)):
+    for place, devices in (("whole", 1), ("fsdp", 2), ("ep", 2), ("tp", 2)):
         words = ("--placement", place, "--devices", f"cpu:{devices}", "--threads", 1)
         made = rlflow("run", "p.py", *words, "--set", f"model={model}", "--run-dir", place)
         assert 0 == made.code, made.err
@@ -66,11 +67,13 @@ def test_it_learns_over_ranks_what_it_learns_on_one(rlflow, model, tmp_path, mon
 
     rewards = [line["reward/mean"] for line in found["whole"]]
     assert sum(rewards[-2:]) > 2 * sum(rewards[:2])
-    for place in ("fsdp", "tp"):
+    for place in ("fsdp", "ep", "tp"):
         for one, other in zip(found["whole"], found[place], strict=True):
             for name in ("actor.update/loss", "reward/mean"):
                 assert one[name] == pytest.approx(other[name], abs=1e-5), (place, name)
 
-    assert 0 == rlflow("export", "fsdp", "-o", "out").code
-    before, after = (load_file(at / "model.safetensors") for at in (model, tmp_path / "out"))
-    assert {n: t.shape for n, t in before.items()} == {n: t.shape for n, t in after.items()}
+    for place in ("fsdp", "ep"):
+        assert 0 == rlflow("export", place, "-o", place + "-out").code
+        written = (model, tmp_path / (place + "-out"))
+        before, after = (load_file(at / "model.safetensors") for at in written)
+        assert {n: t.shape for n, t in before.items()} == {n: t.shape for n, t in after.items()}

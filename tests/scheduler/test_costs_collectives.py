@@ -23,6 +23,18 @@ def test_large_sums_go_around_a_ring_and_small_ones_over_a_tree() -> None:
     assert many.all_reduce(0) == pytest.approx(1e-5 + 2 * 6 * 1e-6)
 
 
+def test_each_sends_to_each_all_but_the_own_share_and_beyond_its_host_by_its_own_card() -> None:
+    cluster, kind = parse_cluster("h100:16", 1), KINDS["h100"]
+    inside, across = (group_of(cluster, range(count)) for count in (8, 16))
+
+    assert FOUR.all_to_all(4e9) == pytest.approx(3.0 + 1e-5 + 3e-6)
+    link, card = kind.link * kind.reached, kind.nic * kind.reached
+    assert inside.all_to_all(8e9) == pytest.approx(7e9 / link + kind.latency + 7 * kind.hop)
+    waits = kind.latency + 15 * kind.far_hop
+    assert across.all_to_all(16e9) == pytest.approx(8e9 / card + waits)
+    assert 0.0 == ALONE.all_to_all(1e12)
+
+
 def test_one_rank_sends_nothing() -> None:
     assert 0.0 == ALONE.all_gather(1e12) == ALONE.all_reduce(1e12)
     assert ALONE == group_of(cpu_cluster(2), [1])

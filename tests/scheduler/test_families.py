@@ -10,7 +10,7 @@ import pytest
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError, UsageError
-from rlflow.modelfiles.families import family_of
+from rlflow.modelfiles.families import dispatch_finding, family_of
 from rlflow.modelfiles.widths import widths_of
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.devices.cluster import parse_cluster
@@ -145,6 +145,53 @@ def test_layers_that_carry_states_draft_for_nobody(drafts: str, tmp_path: Path) 
     placement = rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")})
     with pytest.raises(PlanError, match="E598"):
         compile_plan(graph_of(pipeline, "drafted"), placement, parse_cluster("cpu:1@64GB", 1, 1))
+
+
+# A family, its experts, (ep, fsdp, tp), and what is said: the numbers that work, or why none does.
+DISPATCHES = [
+    ("qwen3_moe", 128, (8, 32, 1), ""),
+    ("qwen3_moe", 128, (8, 16, 4), ""),
+    ("mixtral", 8, (8, 8, 1), ""),
+    ("mixtral", 8, (16, 16, 1), "one of 1, 2, 4, 8:"),
+    ("mixtral", 8, (8, 8, 2), "one of 1, 2, 4:"),
+    ("qwen3_moe", 128, (8, 12, 1), "one of 1, 2, 4:"),
+    ("qwen2", 0, (2, 2, 1), "a dense model"),
+    ("glm4_moe", 160, (2, 2, 1), "never compared"),
+]
+
+
+@pytest.mark.parametrize(("kind", "experts", "sizes", "said"), DISPATCHES)
+def test_experts_lie_apart_where_they_and_the_ranks_divide(
+    kind: str, experts: int, sizes: tuple[int, int, int], said: str
+) -> None:
+    found = dispatch_finding("m", family_of({"model_type": kind}), experts, *sizes)
+
+    told = "" if found is None else f"{found.code} {found.expected or found.got}"
+    assert bool(said) == bool(told)
+    assert told.startswith("E533" if said else "")
+    assert said in told
+
+
+def test_plans_print_experts_that_lie_apart_and_refuse_them_where_there_are_none(
+    tmp_path: Path,
+) -> None:
+    def compiled(**how: int) -> Plan:
+        where = rf.on("all", **how)
+        placement = rf.Placement(pools={"all": 4}, assign={"*": where})
+        return compile_plan(graph, placement, parse_cluster("cpu:4@64GB", 4, 1)).plan
+
+    graph = graph_of(lambda: declared(str(written(tmp_path / "moe", "qwen3_moe"))), "families")
+    apart, shared = compiled(ep=2), compiled()
+    layouts = {i.name: i.layout() for i in apart.instances}
+
+    assert {"actor@all": "fsdp=4 ep=2", "actor@all/rollout": "x4"} == layouts
+    assert apart.hash != shared.hash
+    assert "ep" not in shared.instances[0].as_json()
+    with pytest.raises(PlanError, match=r"(?s)E533.*does not divide fsdp=2.*one of 1, 2:"):
+        compiled(ep=4, fsdp=2)
+    graph = graph_of(lambda: declared(str(written(tmp_path / "dense", "qwen2"))), "families")
+    with pytest.raises(PlanError, match=r"(?s)E533.*a dense model.*ep=1"):
+        compiled(ep=2)
 
 
 def test_what_is_in_no_table_is_judged_by_its_config() -> None:

@@ -39,12 +39,13 @@ SIDE = 48
 @st.composite
 def instances(draw: st.DrawFn) -> Instance:
     """A layout over up to eight of twelve devices, in any order."""
-    fsdp, tp, copies = (draw(st.sampled_from([1, 2])) for _ in range(3))
+    fsdp, tp, copies = draw(st.sampled_from([(1, 1, 2), (2, 2, 2), (4, 2, 1), (4, 1, 2)]))
     devices = draw(st.permutations(range(12)))[: fsdp * tp * copies]
-    return made(tuple(devices), fsdp, tp)
+    ep = draw(st.sampled_from([n for n in (1, 2, 4) if fsdp % n == 0]))
+    return made(tuple(devices), fsdp, tp, ep)
 
 
-def made(devices: tuple[int, ...], fsdp: int = 1, tp: int = 1) -> Instance:
+def made(devices: tuple[int, ...], fsdp: int = 1, tp: int = 1, ep: int = 1) -> Instance:
     return Instance(
         name="m@p",
         model="m",
@@ -54,6 +55,7 @@ def made(devices: tuple[int, ...], fsdp: int = 1, tp: int = 1) -> Instance:
         trained=False,
         fsdp=fsdp,
         tp=tp,
+        ep=ep,
     )
 
 
@@ -62,10 +64,16 @@ def cells(instance: Instance, device: int, how: str) -> set[tuple[int, int]]:
     rank = instance.devices.index(device)
     layer, shard = rank % instance.tp, rank // instance.tp % instance.fsdp
     rows, columns = list(range(SIDE)), list(range(SIDE))
-    if how == "columns":
+    if how in ("columns", "experts"):
         rows = rows[layer * SIDE // instance.tp : (layer + 1) * SIDE // instance.tp]
     if how == "rows":
         columns = columns[layer * SIDE // instance.tp : (layer + 1) * SIDE // instance.tp]
+    if how == "experts":  # Those of this rank along ep, then what is left of fsdp.
+        beside = shard % instance.ep
+        rows = rows[beside * len(rows) // instance.ep :][: len(rows) // instance.ep]
+        each = len(rows) * instance.ep // instance.fsdp
+        rows = rows[shard // instance.ep * each :][:each]
+        return {(row, column) for row in rows for column in columns}
     each = len(rows) // instance.fsdp
     rows = rows[shard * each : (shard + 1) * each]
     return {(row, column) for row in rows for column in columns}
@@ -131,6 +139,7 @@ def test_parameters_are_counted_by_how_they_are_cut() -> None:
         ({"fsdp": 4}, "fsdp=4"),
         ({"fsdp": 2}, "fsdp=2 x2"),
         ({"fsdp": 2, "tp": 2}, "fsdp=2 tp=2"),
+        ({"fsdp": 2, "ep": 2}, "fsdp=2 ep=2 x2"),
         ({"tp": 2, "recompute": True}, "tp=2 x2 recompute"),
         ({"tp": 4, "offload": "layers"}, "tp=4 offload=layers"),
     ],

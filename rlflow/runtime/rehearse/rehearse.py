@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from rlflow.runtime.rehearse.device import DEVICE, NoData, without_data
 from rlflow.runtime.rehearse.rows import NothingKept, RowsAtLongest, RowSizes
 from rlflow.runtime.worker.worker import Worker
-from rlflow.runtime.worker.world import MESH, Where
+from rlflow.runtime.worker.world import Where, expert_mesh_of, mesh_of
 from rlflow.scheduler.plan.plan import Action, Instance, Plan
 
 # The largest difference that is none, as a part of what is planned.
@@ -78,19 +76,15 @@ class FirstRank:
         others = sorted({d for pool in plan.pools.values() for d in pool} - {own})
         ranks = {device: rank for rank, device in enumerate([own, *others])}
         self._meshes = {
-            i.name: DeviceMesh(
-                DEVICE,
-                torch.tensor([ranks[d] for d in i.devices]).view(i.replicas, i.fsdp, i.tp),
-                mesh_dim_names=MESH,
-            )
+            i.name: (mesh_of(i, ranks, DEVICE), expert_mesh_of(i, ranks, DEVICE))
             for i in here
             if i.sharded
         }
 
     def where(self, instance: Instance) -> Where:
         """Where an instance is loaded."""
-        mesh = self._meshes.get(instance.name)
-        return Where(device=DEVICE, mesh=mesh, ranks=(), nodes=None)
+        mesh, experts = self._meshes.get(instance.name, (None, None))
+        return Where(device=DEVICE, mesh=mesh, experts=experts, ranks=(), nodes=None)
 
     def peers(self, action: Action) -> None:
         """Nobody is there to add numbers up with."""

@@ -66,12 +66,14 @@ def load_instance(
     seed: int,
     device: str = "cpu",
     mesh: DeviceMesh | None = None,
+    experts: DeviceMesh | None = None,
     ranks: Sequence[int] = (),
     nodes: Nodes | None = None,
     draft: Drafting | None = None,
 ) -> Loaded:
     """Load an instance: whole in this process, or this process's shards of it over a mesh.
 
+    Experts that lie apart have a mesh of their own, of the same ranks.
     An engine of its own is started in a process beside this one, on the devices of its `ranks`,
     with a `draft` if there is one; of one that lies on several `nodes`, this host's part.
     """
@@ -100,7 +102,7 @@ def load_instance(
         if mesh is None:
             parts = _whole(instance, optimizer, router, path, common)
         else:
-            parts = _sharded(instance, optimizer, router, path, mesh, common)
+            parts = _sharded(instance, optimizer, router, path, (mesh, experts), common)
     model, train, rollout = parts
     return Loaded(
         instance=instance,
@@ -133,7 +135,7 @@ def _sharded(
     optimizer: AdamW | Muon | None,
     router: Router | None,
     path: str,
-    mesh: DeviceMesh,
+    meshes: tuple[DeviceMesh, DeviceMesh | None],
     common: Common,
 ) -> Parts:
     """Model, training and rollout of this process's shards of an instance."""
@@ -143,7 +145,8 @@ def _sharded(
 
     model = load_sharded(
         path,
-        mesh=mesh,
+        mesh=meshes[0],
+        experts=meshes[1],
         trained=instance.trained,
         name=instance.name,
         kept_whole=instance.kept_whole,

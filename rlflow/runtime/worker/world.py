@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MESH = ("replicate", "fsdp", "tp")
+EXPERTS = ("replicate", "shard", "ep", "tp")
 
 
 class Where(TypedDict):
@@ -36,6 +37,7 @@ class Where(TypedDict):
 
     device: str
     mesh: DeviceMesh | None
+    experts: DeviceMesh | None
     ranks: tuple[int, ...]
     nodes: Nodes | None
 
@@ -43,7 +45,7 @@ class Where(TypedDict):
 def where_loaded(world: World | None, instance: Instance, device: str) -> Where:
     """Where a process loads an instance: everything on `device` where there are no ranks."""
     if world is None:
-        return Where(device=device, mesh=None, ranks=(), nodes=None)
+        return Where(device=device, mesh=None, experts=None, ranks=(), nodes=None)
     return world.where(instance)
 
 
@@ -74,7 +76,9 @@ class World:
         if cut:
             self._find(cut, address)
         shared = [i for i in plan.instances if i.sharded]
-        self._meshes = {i.name: self._mesh(i) for i in shared}
+        kind = self.device.partition(":")[0]
+        self._meshes = {i.name: mesh_of(i, self._ranks, kind) for i in shared}
+        self._experts = {i.name: expert_mesh_of(i, self._ranks, kind) for i in shared}
         self._groups = {i.name: self._group(i.devices) for i in shared}
         self._peers = {i.name: self._part_group(i) for i in plan.instances if i.row_parts > 1}
         self._reshards = {
@@ -100,6 +104,7 @@ class World:
         return {
             "device": self.device,
             "mesh": self.mesh(instance),
+            "experts": self._experts.get(instance.name),
             "ranks": self.places(instance),
             "nodes": self.nodes(instance),
         }
@@ -179,11 +184,6 @@ class World:
             for devices in self.plan.instance(name).tp_groups
         ]
 
-    def _mesh(self, instance: Instance) -> DeviceMesh:
-        ranks = torch.tensor([self._ranks[device] for device in instance.devices])
-        shape = (instance.replicas, instance.fsdp, instance.tp)
-        return DeviceMesh(self.device.partition(":")[0], ranks.view(shape), mesh_dim_names=MESH)
-
     def _part_group(self, instance: Instance) -> GroupPeers | None:
         """One group for each place within a row part; this rank's, if it has one."""
         found = None
@@ -198,6 +198,22 @@ class World:
         ranks = sorted(self._ranks[device] for device in devices)
         group: dist.ProcessGroup = dist.new_group(ranks, timeout=self._wait)
         return group
+
+
+def mesh_of(instance: Instance, ranks: Mapping[int, int], device: str) -> DeviceMesh:
+    """The mesh of an instance that its ranks share; `ranks` says the rank of a plan's device."""
+    found = torch.tensor([ranks[each] for each in instance.devices])
+    shape = (instance.replicas, instance.fsdp, instance.tp)
+    return DeviceMesh(device, found.view(shape), mesh_dim_names=MESH)
+
+
+def expert_mesh_of(instance: Instance, ranks: Mapping[int, int], device: str) -> DeviceMesh | None:
+    """The same ranks where experts lie apart; None where they do not."""
+    if instance.ep == 1:
+        return None
+    found = torch.tensor([ranks[each] for each in instance.devices])
+    shape = (instance.replicas, instance.fsdp // instance.ep, instance.ep, instance.tp)
+    return DeviceMesh(device, found.view(shape), mesh_dim_names=EXPERTS)
 
 
 class GroupPeers:

@@ -216,6 +216,8 @@ class Costs(ExpectedRows):
             trains_vocabulary=instance.trained and model.lora is None,
             tp=group_of(self.cluster, devices[: instance.tp]),
             fsdp=group_of(self.cluster, devices[: across : instance.tp]),
+            ep=group_of(self.cluster, devices[: instance.ep * instance.tp : instance.tp]),
+            shard=group_of(self.cluster, devices[: across : instance.ep * instance.tp]),
             replicas=group_of(self.cluster, devices[::across] if instance.trained else ()),
             serving=serving_of(instance, self),
             spared=spared_bytes(shape, size, instance.tp) if instance.engine_plan.in_float8 else 0,

@@ -1,7 +1,7 @@
 """Which piece of a model each rank of an instance holds, and what a reshard has to move.
 
-Pieces are fractions of three classes of parameters, by how tensor parallelism cuts them
-(Shoeybi et al. 2019, section 3); sizes of whole parameters are not needed. Nothing here
+Pieces are fractions of classes of parameters, by how tensor parallelism cuts them (Shoeybi et al.
+2019, section 3), and of experts, which lie whole; sizes of parameters are not needed. Nothing here
 knows bytes, tensors or processes; the engines compute the same exactly.
 """
 
@@ -14,25 +14,27 @@ from typing import Literal
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.plan import Instance
 
-Cut = Literal["columns", "rows", "whole"]
+Cut = Literal["columns", "rows", "whole", "experts"]
 Interval = tuple[Fraction, Fraction]
 Box = tuple[Interval, Interval]
 
-CUTS: tuple[Cut, ...] = ("columns", "rows", "whole")
+CUTS: tuple[Cut, ...] = ("columns", "rows", "whole", "experts")
 
 
 def shares(shape: Shape) -> dict[Cut, int]:
-    """How many parameters `tp` cuts by outputs, by inputs, and not at all.
+    """How many parameters `tp` cuts by outputs, by inputs, not at all, and by experts.
 
     The projections out of attention and out of the feed-forward layer are cut by their
-    inputs, the rest by outputs, embedding and head by vocabulary. Norms are held whole.
+    inputs, the rest by outputs, embedding and head by vocabulary. Norms are held whole. A dense
+    layer, or a shared expert, of a mixture counts as cut by outputs.
     """
-    body = max(shape.parameters - shape.embedding, 0)
-    by_inputs = shape.layers * shape.hidden * (shape.heads * shape.head_dim + shape.ffn)
-    by_inputs = min(by_inputs, body)
+    experts = shape.in_experts
+    body = max(shape.parameters - shape.embedding - experts, 0)
+    inside = shape.heads * shape.head_dim + (0 if experts else shape.ffn)
+    by_inputs = min(shape.layers * shape.hidden * inside, body)
     norms = min(shape.norms, body - by_inputs)
-    columns = shape.parameters - by_inputs - norms
-    return {"columns": columns, "rows": by_inputs, "whole": norms}
+    columns = shape.parameters - experts - by_inputs - norms
+    return {"columns": columns, "rows": by_inputs, "whole": norms, "experts": experts}
 
 
 def parameters_per_rank(instance: Instance, sizes: Mapping[Cut, int]) -> int:
@@ -53,8 +55,8 @@ def held_parameters(instance: Instance, shape: Shape) -> int:
 def piece(instance: Instance, device: int, how: Cut) -> Box:
     """The piece of a parameter that a device of the instance holds, as fractions of its sides.
 
-    `fsdp` cuts the outputs of what `tp` leaves. An engine takes whole weights in one process for
-    each replica, and shares them out itself.
+    `fsdp` cuts the outputs of what `tp` leaves, of experts after neighbours along `ep`. An engine
+    takes whole weights in one process for each replica, and shares them out itself.
     """
     if instance.engine_plan.in_process:
         side = (Fraction(0), Fraction(int(device in instance.owners)))
@@ -64,6 +66,9 @@ def piece(instance: Instance, device: int, how: Cut) -> Box:
     whole: Interval = (Fraction(0), Fraction(1))
     if how == "whole":
         return _part(whole, shard, instance.fsdp), whole
+    if how == "experts":
+        mine = _part(_part(whole, layer, instance.tp), shard % instance.ep, instance.ep)
+        return _part(mine, shard // instance.ep, instance.fsdp // instance.ep), whole
     if how == "rows":
         return _part(whole, shard, instance.fsdp), _part(whole, layer, instance.tp)
     return _part(_part(whole, layer, instance.tp), shard, instance.fsdp), whole

@@ -7,7 +7,9 @@ of the kernels, and beside it what ranks send each other. Knows no graph and no 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
 
 from rlflow.graph.op import Use
 from rlflow.graph.placement import Recompute
@@ -23,6 +25,7 @@ from rlflow.scheduler.devices.hardware import ROCM, Kind
 from rlflow.scheduler.models.activations import LayerBytes
 from rlflow.scheduler.models.flops import product_sizes, recomputed_layers
 from rlflow.scheduler.models.gradients import WholeGradients
+from rlflow.scheduler.models.mixtures import THERE_AND_BACK, Experts
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.plan import MICRO_TOKENS
 
@@ -50,7 +53,8 @@ class Roofline:
 
     `size` is bytes of a number; `predicts` says whether there is a head over the vocabulary;
     `gathers` whether parameters have to be made whole before a layer computes; `streamed`
-    whether layers come from the host. With `serving` keys and values lie in a pool of its own,
+    whether layers come from the host. Of the `fsdp` ranks `ep` have different experts, and those
+    that share the same ones are a `shard`. With `serving` keys and values lie in a pool of its own,
     prompts are read some at a time, and rows wait for room. A pass sees at most `micro_tokens`
     tokens, or one row. With `trains_vocabulary` a backward has a gradient of the embedding. A
     `paged` rollout has a pool of blocks for `rows_at_once` rows, and graphs unless layers are
@@ -80,12 +84,24 @@ class Roofline:
     tf32: bool = False
     tp: Group = ALONE
     fsdp: Group = ALONE
+    ep: Group = ALONE
+    shard: Group = ALONE
     replicas: Group = ALONE
 
     @property
     def weights(self) -> float:
         """Bytes of the parameters that a rank computes with."""
-        return self.shape.parameters * self.size / self.tp.ranks
+        return self.shape.parameters * self.size / self.tp.ranks - self.elsewhere
+
+    @property
+    def experts(self) -> Experts:
+        """The experts of a rank."""
+        return Experts(shape=self.shape, tp=self.tp.ranks, ep=self.ep.ranks)
+
+    @property
+    def elsewhere(self) -> float:
+        """Bytes of experts that tokens go to, which other ranks compute with."""
+        return self.experts.elsewhere * self.size
 
     @property
     def kernels(self) -> int:
@@ -106,6 +122,8 @@ class Roofline:
         row = 2 * pairs / max(tokens, 1.0)
         attention = rate * efficiency.attended(self.kind.chip, max(row, 1.0))
         products = rate * self.kind.sustained
+        if not pairs:
+            return sizes.forward(tokens, predictions, 0) / products
         return (
             sizes.forward(tokens, predictions, 0) / products
             + sizes.forward(0, 0, pairs) / (attention * self.attention_share)
@@ -115,15 +133,8 @@ class Roofline:
     @property
     def attention(self) -> AttentionChoice:
         """What computes attention on its devices."""
-        asked = AttentionAsked(
-            device="cpu" if self.on_cpu else "cuda",
-            dtype=DTYPES.get(self.size, "float64"),
-            head=self.shape.head_dim,
-            value=self.shape.head_dim,
-            softcap=self.shape.softcap,
-            rocm=self.kind.chip in ROCM,
-        )
-        return attention_choice(asked)
+        shape, chip = self.shape, self.kind.chip
+        return _attention(self.on_cpu, self.size, shape.head_dim, shape.softcap, chip)
 
     @property
     def attention_share(self) -> float:
@@ -147,12 +158,35 @@ class Roofline:
 
         An accelerator does one kernel after the other. Those between products read and write.
         """
-        computed = self.computed(tokens, predictions, pairs)
+        computed = self.computed(tokens, predictions, pairs) + self.waited(tokens)
         if self.on_cpu:
             return computed
         seen = min(tokens, float(self.micro_tokens))
         busy = efficiency.filled(self.kind.chip, seen, self.shape.ffn / self.tp.ranks)
         return computed / busy + self.read(tokens * self.between)
+
+    def waited(self, tokens: float) -> float:
+        """Seconds that products of experts take beyond those of one matrix with all their rows.
+
+        The fullest rank has more than the mean; each expert's last tile of rows is half empty.
+        """
+        experts = self.experts
+        rows = experts.rows(min(tokens, float(self.micro_tokens)))
+        tiles = 0.0 if self.on_cpu or not rows else efficiency.TILE_ROWS / 2 / rows
+        more = experts.uneven * (1 + tiles) - 1
+        rate = self.kind.rate(self.size) * self.tp.ranks * self.kind.sustained
+        return more * 2 * experts.active * tokens / rate if more else 0.0
+
+    def dispatched(self, tokens: float) -> float:
+        """Seconds in which a forward's tokens go to the ranks of their experts and come back.
+
+        Two all-to-alls a layer, that of the fullest rank, and one of how many tokens there are.
+        """
+        if self.ep.ranks < 2:
+            return 0.0
+        size = self.experts.sent * self.experts.uneven * tokens * self.size
+        one = THERE_AND_BACK * self.ep.all_to_all(size) + self.ep.all_to_all(0)
+        return self.shape.expert_layers * one
 
     @property
     def between(self) -> float:
@@ -223,17 +257,40 @@ class Roofline:
 
     def gathered(self) -> float:
         """Seconds until all layers have been whole once: an all-gather each."""
-        layers = self.shape.layers + 1
-        return layers * self.fsdp.all_gather(self.weights / layers)
+        return self._over_layers("gather", self.weights, self.experts.held * self.size)
 
     def shared_out(self, trained: float) -> float:
         """Seconds until a rank has its `trained` bytes of the sum of all gradients of a pass.
 
         A reduce-scatter a layer of what all ranks will have of it. On CPU devices that is taken to
-        be as much as one of them will have.
+        be as much as one of them will have. Adapters are beside experts, not in them.
         """
-        layers, ranks = self.shape.layers + 1, 1 if self.on_cpu else self.fsdp.ranks
-        return layers * self.fsdp.reduce_scatter(ranks * trained / layers)
+        ranks, same = (1, 1) if self.on_cpu else (self.fsdp.ranks, self.shard.ranks)
+        share = self.shape.in_experts / self.shape.parameters if self.trains_vocabulary else 0.0
+        apart = trained * share * (same if self.ep.ranks > 1 else ranks)
+        return self._over_layers("scatter", ranks * trained * (1 - share) + apart, apart)
+
+    @property
+    def apart(self) -> float:
+        """Bytes of a rank's experts where those lie apart, and are gathered by themselves."""
+        return self.experts.held * self.size if self.ep.ranks > 1 else 0.0
+
+    def _over_layers(self, way: Literal["gather", "scatter"], size: float, experts: float) -> float:
+        """Seconds to gather `size` bytes over all layers, or scatter sums; so many of `experts`.
+
+        Those that lie apart go among the ranks that hold the same ones. An accelerator copies what
+        it gathers out of one buffer, and gradients into one; that is counted of experts, which are
+        many bytes for few products.
+        """
+        layers, apart = self.shape.layers + 1, experts if self.ep.ranks > 1 else 0.0
+        found = layers * self._ring(self.fsdp, way, (size - apart) / layers)
+        found += layers * self._ring(self.shard, way, apart / layers) if apart else 0.0
+        beside = 0.0 if self.on_cpu or self.fsdp.ranks < 2 else self.read(2 * experts)
+        return found + beside
+
+    @staticmethod
+    def _ring(group: Group, way: Literal["gather", "scatter"], size: float) -> float:
+        return group.all_gather(size) if way == "gather" else group.reduce_scatter(size)
 
     def beside(self, computed: float, sent: float) -> float:
         """Computing while the next layer's parameters come; on a CPU one after the other."""
@@ -250,8 +307,8 @@ class Roofline:
         one = self.launched(max(self.multiplied(computed / count, self.weights), self.brought()))
         each = self.logit(self.kind.scored, efficiency.SCORED_BYTES)
         scored = self.over_vocabulary(predictions, each)
-        agreed = self.agreed_passing(tokens)
-        return count * self.beside(one, self.gathered()) + agreed + scored
+        beside = self.agreed_passing(tokens) + self.dispatched(tokens) + scored
+        return count * self.beside(one, self.gathered()) + beside
 
     def update(self, load: Load, trained: float, *, recompute: Recompute) -> float:
         """Seconds of one optimizer step on the rows of a part.
@@ -275,7 +332,7 @@ class Roofline:
         one = self.launched(self.multiplied(computed, times * self.weights), times)
         one = self.beside_copies(one, times, self.layers.sent(tokens / count, recompute))
         gathered = (1 if self.kept_whole else 2) * self.gathered()
-        agreed = (times - 1) * self.agreed_passing(tokens)
+        agreed = (times - 1) * (self.agreed_passing(tokens) + self.dispatched(tokens))
         last = self.beside(one, gathered + self.shared_out(trained)) + self.added(trained)
         passed = count * last
         if self.reduces_last:
@@ -330,6 +387,11 @@ class Roofline:
         Of `legs` rows end in each as `ended_share` says; the prompts are of the first, and all
         that is done while rows wait: one of those may be the shortest.
         """
+        if self.ep.ranks > 1:  # The experts of all ranks come to each first.
+            layers = self.shape.layers
+            moved = layers * self.ep.all_gather((self.apart + self.elsewhere) / layers)
+            whole = replace(self, ep=ALONE, shard=ALONE, gathers=False)
+            return self.gathered() + moved + whole.rollout(load, leg, legs)
         total = self.gathered() if self.gathers else 0.0
         if not leg:
             total += self.agreed(load.prompts * load.mean_prompt) + self.prefill(load)
@@ -409,6 +471,7 @@ class Roofline:
             size=self.size,
             ranks=self.tp.ranks,
             sequence=self.tp.ranks if self.sequence else 1,
+            ep=self.ep.ranks,
             hosted=self.hosts_activations,
             keeps_attention=self.attention.by != "flex",
         )
@@ -446,7 +509,8 @@ class Roofline:
             return 0
         count = self.shape.embedding + LAYERS_GATHERED * self.shape.layer
         count = min(count, self.shape.parameters) + twice * self.shape.embedding
-        return int(count * self.size / self.tp.ranks)
+        apart = LAYERS_GATHERED * self.elsewhere / self.shape.layers
+        return int(count * self.size / self.tp.ranks - apart)
 
     def pass_holds(
         self, load: Load, *, train: bool, recompute: Recompute, numbers: int = PLAIN
@@ -482,7 +546,8 @@ class Roofline:
                 activations, logits, summed = layer, 0, 0
         gradients = whole if self.on_cpu else max(whole - activations, 0)
         if self.kept_whole:  # And the last layer as it came.
-            whole = int(self.weights + self.shape.layer * self.size / self.tp.ranks)
+            apart = self.elsewhere / self.shape.layers
+            whole = int(self.weights + self.shape.layer * self.size / self.tp.ranks - apart)
         return _largest_first(
             (ACTIVATIONS, activations),
             ("logits", logits),
@@ -507,6 +572,7 @@ class Roofline:
             predicts=self.predicts,
             trains_vocabulary=self.trains_vocabulary,
             in_chunks=self.in_chunks,
+            elsewhere=int(self.experts.elsewhere / self.shape.layers),
         )
 
     def rollout_holds(self, load: Load) -> Holds:
@@ -534,8 +600,27 @@ class Roofline:
             (ACTIVATIONS, int(activations)),
             ("logits", self.scores(rows)),
             (GRAPHS, graphs),
-            ("gathered weights", int(self.weights) if self.gathers else 0),
+            (
+                "gathered weights",
+                int(self.weights + self.elsewhere + self.apart) if self.gathers else 0,
+            ),
         )
+
+
+@lru_cache(maxsize=256)
+def _attention(
+    on_cpu: bool, size: int, head: int, softcap: float | None, chip: str
+) -> AttentionChoice:
+    """What computes attention of such numbers; asked for every step of a rollout."""
+    asked = AttentionAsked(
+        device="cpu" if on_cpu else "cuda",
+        dtype=DTYPES.get(size, "float64"),
+        head=head,
+        value=head,
+        softcap=softcap,
+        rocm=chip in ROCM,
+    )
+    return attention_choice(asked)
 
 
 def _largest_first(*parts: tuple[str, int]) -> Holds:

@@ -210,7 +210,7 @@ class Sizes:
         if model.lora is None:
             return shares(shape)
         adapters = trained_parameters(model, shape)
-        return None if adapters is None else {"columns": 0, "rows": 0, "whole": adapters}
+        return None if adapters is None else {**dict.fromkeys(CUTS, 0), "whole": adapters}
 
     def _trained_per_rank(self, instance: Instance) -> int | None:
         shape, model = self.shapes[instance.model], self.graph.model(instance.model)

@@ -21,12 +21,19 @@ BUCKETS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """`ranks` that talk to each other: B/s of each, seconds to start and for each step."""
+    """`ranks` that talk to each other: B/s of each, seconds to start and for each step.
+
+    In what each sends to each, `near` of them, all if it is 0, are reached by links of `link` B/s,
+    the others by a rank's own card of `card` B/s.
+    """
 
     ranks: int
     bandwidth: float
     start: float
     step: float
+    near: int = 0
+    link: float = math.inf
+    card: float = math.inf
 
     def all_gather(self, size: float) -> float:
         """Seconds until each rank has all `size` bytes, around a ring."""
@@ -38,6 +45,19 @@ class Group:
     def reduce_scatter(self, size: float) -> float:
         """Seconds until each rank has its share of a sum of `size` bytes: a ring the other way."""
         return self.all_gather(size)
+
+    def all_to_all(self, size: float) -> float:
+        """Seconds until each rank has sent `size` bytes, a share to each, its own included.
+
+        What stays on a host goes beside what leaves it.
+        """
+        if self.ranks < 2:
+            return 0.0
+        near = self.near or self.ranks
+        link = min(self.link, self.bandwidth) if near == self.ranks else self.link
+        inside = size * (near - 1) / self.ranks / link
+        outside = size * (self.ranks - near) / self.ranks / self.card
+        return self.start + (self.ranks - 1) * self.step + max(inside, outside)
 
     def all_reduce(self, size: float) -> float:
         """Seconds until each rank has the whole sum: around a ring or over a tree."""
@@ -65,7 +85,7 @@ def group_of(cluster: Cluster, devices: Sequence[int]) -> Group:
 @lru_cache(maxsize=4096)
 def _group_of(cluster: Cluster, devices: tuple[int, ...]) -> Group:
     kinds = [cluster.kind_of(device) for device in devices]
-    bandwidth = min(kind.bus * kind.reached for kind in kinds)
+    bandwidth = link = min(kind.bus * kind.reached for kind in kinds)
     slowest = max(kinds, key=lambda kind: kind.latency)
     on_host = Counter(cluster.link_domain(device) for device in devices)
     step = slowest.hop
@@ -78,6 +98,9 @@ def _group_of(cluster: Cluster, devices: tuple[int, ...]) -> Group:
         bandwidth=bandwidth,
         start=slowest.latency,
         step=step,
+        near=min(on_host.values()),
+        link=link,
+        card=min(kind.nic * kind.reached for kind in kinds),
     )
 
 

@@ -11,6 +11,7 @@ from rlflow.graph.placement import Recompute
 from rlflow.modelfiles.chunks import WIDE_BYTES
 from rlflow.modelfiles.hosted import layers_on_device, layers_on_host
 from rlflow.scheduler.models.flops import recomputed_layers
+from rlflow.scheduler.models.mixtures import Experts
 from rlflow.scheduler.models.shapes import Shape
 
 
@@ -18,15 +19,17 @@ from rlflow.scheduler.models.shapes import Shape
 class LayerBytes:
     """The layers of a model in numbers of `size` bytes, each shared by `ranks`.
 
-    Those have all tokens between the blocks of a layer, or of `sequence` ranks each a part. What
-    layers leave to a backward goes to the host in between if they are `hosted`. Where a layer is
-    computed again but for its attention, what that made is kept if it `keeps_attention`.
+    Those have all tokens between the blocks of a layer, or of `sequence` ranks each a part; experts
+    lie apart on `ep` others. What layers leave to a backward goes to the host in between if they
+    are `hosted`. Where a layer is computed again but for its attention, what that made is kept if
+    it `keeps_attention`.
     """
 
     shape: Shape
     size: int
     ranks: int = 1
     sequence: int = 1
+    ep: int = 1
     hosted: bool = False
     keeps_attention: bool = True
 
@@ -46,12 +49,13 @@ class LayerBytes:
 
         In and out of two norms; queries, keys, values and what attention makes of them; gate,
         up and their product (Korthikanti et al. 2022, for gated layers whose unit is computed
-        again). What goes into blocks is on every rank whole, and so is what goes into norms where
-        ranks do not share the sequence.
+        again), and of experts what they read and make. What goes into blocks is on every rank
+        whole, and so is what goes into norms where ranks do not share the sequence.
         """
-        shape = self.shape
+        shape, experts = self.shape, Experts(shape=self.shape, tp=self.ranks, ep=self.ep)
         cut = 2 * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.ffn
-        return (2 * self.between + 2 * shape.hidden + cut / self.ranks) * self.size
+        beside = 2 * self.between + 2 * shape.hidden
+        return (beside + cut / self.ranks + experts.routed) * self.size
 
     @property
     def attended(self) -> float:

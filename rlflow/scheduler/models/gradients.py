@@ -16,7 +16,8 @@ class WholeGradients:
     """Those of a model in numbers of `size` bytes, whose matrices `ranks` share.
 
     Its parameters are `gathered` for a pass or lie whole. It has logits if it `predicts`, made
-    `in_chunks` of tokens or at once.
+    `in_chunks` of tokens or at once. Of a layer a rank computes with so many numbers less as are in
+    experts that lie `elsewhere`.
     """
 
     shape: Shape
@@ -26,6 +27,7 @@ class WholeGradients:
     predicts: bool
     trains_vocabulary: bool
     in_chunks: bool
+    elsewhere: int = 0
 
     @property
     def _vocabulary(self) -> int:
@@ -51,7 +53,8 @@ class WholeGradients:
         if not self.gathered:
             return 0
         head = self._vocabulary * self.size * self.predicts
-        return (head + self.shape.layer * WIDE_BYTES) // self.ranks
+        whole = (head + self.shape.layer * WIDE_BYTES) // self.ranks
+        return whole - self.elsewhere * WIDE_BYTES
 
     @property
     def embedded(self) -> int:

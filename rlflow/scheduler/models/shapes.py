@@ -35,7 +35,8 @@ class Shape:
 
     `embedding` counts the parameters of the embedding and of a head that is not tied to it;
     `ffn` is the width inside a feed-forward layer that a token passes. Of the parameters `idle`
-    are experts that a token does not choose; `experts` a layer, of which it takes `chosen`.
+    are experts that a token does not choose; `experts` a layer, of which it takes `chosen`, in
+    `expert_layers` of the `layers`.
     `latent` numbers a layer are what is cached of a token, where that is less than its keys and
     values. So many layers are `without_attention`; a row carries the inputs that convolutions have
     `convolved` last, and the `recurrent` numbers of states. `norms` counts the weights of norms, of
@@ -86,6 +87,17 @@ class Shape:
             return self.parameters
         passed_by = 1 - self.chosen / self.experts
         return self.parameters - self.idle * math.pow(passed_by, max(tokens, 1.0) - 1)
+
+    @property
+    def expert_layers(self) -> int:
+        """How many layers have experts."""
+        return self.routed // self.chosen if self.chosen else 0
+
+    @property
+    def in_experts(self) -> int:
+        """Parameters in the experts of all layers; shared ones are not among them."""
+        left_out = self.experts - self.chosen
+        return self.idle * self.experts // left_out if left_out > 0 else 0
 
     @property
     def in_matrices(self) -> int:

@@ -65,7 +65,8 @@ class Instance:
     """A model loaded on a pool: its layout and its uses. One instance of a model may be trained.
 
     Its ranks are a mesh (replicas, fsdp, tp), row-major over `devices`. Ranks along `tp` share each
-    layer, and therefore the rows. A forward pass sees at most `micro_tokens` tokens, or one row.
+    layer, and therefore the rows. Of those along fsdp each `ep` neighbours hold different experts.
+    A forward pass sees at most `micro_tokens` tokens, or one row.
     An update's backward computes layers again that `recompute` names, or the `recompute_first`.
     Layers gathered for an update's forward are `kept_whole` until its backward, or gathered again.
     Its gradients are summed over `fsdp` in every micro-batch, or whole until it `reduces_last`.
@@ -89,6 +90,7 @@ class Instance:
     trained: bool
     fsdp: int = 1
     tp: int = 1
+    ep: int = 1
     recompute: bool | Literal["selective"] = False
     recompute_first: int | None = None
     kept_whole: bool = False
@@ -195,6 +197,7 @@ class Instance:
     def layout(self) -> str:
         """The printed layout."""
         parts = [f"fsdp={self.fsdp}"] if self.fsdp > 1 else []
+        parts += [f"ep={self.ep}"] if self.ep > 1 else []
         parts += [f"tp={self.tp}"] if self.tp > 1 else []
         parts += ["sequence"] if self.sequence else []
         parts += [f"x{self.replicas}"] if self.replicas > 1 else []
@@ -216,15 +219,16 @@ class Instance:
         return " ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data; keys for an engine, a drafter or fewer rows only where it has them."""
+        """As plain data; keys for what is rare, such as engines or `ep`, only where it is."""
         found = asdict(self)
         rare = ("drafter", "draft_tokens", "inside", "kept_whole", "recompute_first")
         late = ("hosts_activations", "compiled", "sequence", "tf32", "reduces_last")
         for name in (*rare, *late):
             if not found[name]:
                 del found[name]
-        if self.rows_at_once == MOST_ROWS:
-            del found["rows_at_once"]
+        usual = {"rows_at_once": MOST_ROWS, "ep": 1}
+        for name in (name for name, value in usual.items() if found[name] == value):
+            del found[name]
         del found["engine_plan"], found["options"]
         if self.engine_plan.own_process:
             found["options"] = self.engine_plan.settings.as_json()

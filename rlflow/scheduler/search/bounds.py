@@ -231,6 +231,7 @@ def role_instance(role: PlacedUse, choice: Choice) -> Instance:
         trained=role.trained,
         fsdp=layout.fsdp,
         tp=layout.tp,
+        ep=layout.ep,
         recompute="selective" if layout.selective else layout.recompute,
         kept_whole=layout.kept_whole,
         offload="layers" if layout.offload else "optimizer" if layout.hosted else None,
@@ -372,9 +373,8 @@ class PeriodBounds:
         if source is None:
             return False
         here, there = candidate.choices[role], candidate.choices[source]
-        same = (here.layout.fsdp, here.layout.tp) == (there.layout.fsdp, there.layout.tp)
         apart = here.layout.own or here.layout.engine
-        return here.range == there.range and same and not apart
+        return here.range == there.range and here.layout.sizes == there.layout.sizes and not apart
 
     def estimate(self, candidate: Candidate) -> float:
         """The bound, and seconds to bring out and in again what does not fit, about."""

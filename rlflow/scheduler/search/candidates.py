@@ -167,8 +167,8 @@ class Moves:
             if made.source is None or None not in made.engines:
                 continue
             here, there = candidate.choices[role], candidate.choices[made.source]
-            fsdp, tp = there.layout.fsdp, there.layout.tp
-            layout = replace(here.layout, fsdp=fsdp, tp=tp, engine="")
+            fsdp, tp, ep = there.layout.fsdp, there.layout.tp, there.layout.ep
+            layout = replace(here.layout, fsdp=fsdp, tp=tp, ep=ep, engine="")
             shared = Choice(here.start, here.stop, layout)
             if here.range == there.range and self.figures.of(role, shared).why is None:
                 candidate = _with(candidate, role, shared)

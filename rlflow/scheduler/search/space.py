@@ -16,6 +16,7 @@ from rlflow.graph.graph import Graph, Node
 from rlflow.graph.placement import On, Placement, Recompute
 from rlflow.graph.user.engine_options import EngineOptions
 from rlflow.scheduler.devices.cluster import Cluster
+from rlflow.scheduler.models.mixtures import apart_on
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 
@@ -76,6 +77,12 @@ class Layout:
     selective: bool = False
     kept_whole: bool = False
     hosted: bool = False
+    ep: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Ranks that share the parameters, each layer, and the experts."""
+        return self.fsdp, self.tp, self.ep
 
     @property
     def recomputes(self) -> Recompute:
@@ -84,7 +91,8 @@ class Layout:
 
     def describe(self) -> str:
         """The printed form."""
-        sizes = f"fsdp={self.fsdp} tp={self.tp}"
+        apart = f" ep={self.ep}" if self.ep > 1 else ""
+        sizes = f"fsdp={self.fsdp}{apart} tp={self.tp}"
         said = {
             "recompute": self.recompute,
             "recompute=selective": self.selective,
@@ -219,8 +227,8 @@ def layouts_of(
 ) -> Iterator[Layout]:
     """The layouts of a role on a range: tensor parallelism within a host, then how to shard.
 
-    Training shards over all, over a host (hybrid sharding) or not at all; a frozen model may stay
-    on the host as well.
+    Training shards over all, over a host (hybrid sharding) or not at all, and experts of a mixture
+    may lie apart; a frozen model may stay on the host as well.
     """
     start, stop = where
     count, per_host = stop - start, -(-cluster.count // cluster.hosts)
@@ -236,6 +244,7 @@ def layouts_of(
         sizes = [ranks, *([host] if host < ranks and ranks % host == 0 else []), 1]
         for fsdp in dict.fromkeys(sizes):
             yield Layout(fsdp=fsdp, tp=tp)
+            yield from (Layout(fsdp, tp, ep=ep) for ep in apart_on(shape, fsdp, tp, host))
     if not (role.trained or role.averaged) and role.source is None and None in role.engines:
         yield Layout(offload=True)
 
@@ -270,6 +279,7 @@ def on_of(role: PlacedUse, choice: Choice, pool: str) -> On:
         pool=pool,
         fsdp=layout.fsdp if layout.fsdp != derived else None,
         tp=layout.tp if layout.tp > 1 else None,
+        ep=layout.ep if layout.ep > 1 else None,
         recompute=layout.recomputes or None,
         reshard_after_forward=False if layout.kept_whole else None,
         offload="layers" if layout.offload else "optimizer" if layout.hosted else None,

@@ -27,6 +27,8 @@ def instances_are_placed(facts: Facts) -> Iterator[str]:
             yield f"{i.name} is on {list(i.devices)}, which is not pool {i.pool}"
         if len(i.devices) % (i.fsdp * i.tp):
             yield f"{i.name}: {i.fsdp} x {i.tp} ranks on {len(i.devices)} devices"
+        if i.fsdp % i.ep:
+            yield f"{i.name}: experts apart on {i.ep} of {i.fsdp} ranks"
         if i.name not in served:
             yield f"no node runs on instance {i.name}"
     for name in sorted(expected.keys() ^ facts.parts.keys()):
@@ -63,7 +65,7 @@ def averages_are_in_place(facts: Facts) -> Iterator[str]:
         if model not in trained:
             continue
         ends = trained[model], trained[of]
-        lies, wanted = ((i.pool, i.devices, i.fsdp, i.tp) for i in ends)
+        lies, wanted = ((i.pool, i.devices, i.fsdp, i.tp, i.ep) for i in ends)
         if lies != wanted:
             yield f"{ends[0].name} averages {ends[1].name} and lies otherwise"
 
@@ -201,16 +203,19 @@ def _held(source: Instance, target: Instance) -> bool:
 def cells_held(instance: Instance, device: int, cells: int) -> tuple[range, ...]:
     """The cells that a device holds along the sides that are cut, of `cells` in each side.
 
-    Of a parameter that `tp` cuts along its first side, of one it cuts along its second, and
-    of one it does not cut; `fsdp` cuts each along its first side. Of an engine the first rank
-    holds all, and shares it out itself.
+    Of a parameter that `tp` cuts along its first side, of one it cuts along its second, of one it
+    does not cut, and of experts; `fsdp` cuts each along its first side, experts after neighbours
+    along `ep` have. Of an engine the first rank holds all, and shares it out itself.
     """
     rank = instance.devices.index(device) % (instance.fsdp * instance.tp)
     if instance.engine_plan.in_process:
-        return tuple(range(0 if rank else cells) for _ in range(3))
+        return tuple(range(0 if rank else cells) for _ in range(4))
     shard, layer = divmod(rank, instance.tp)
     by_tp, by_fsdp = cells // instance.tp, cells // instance.fsdp
     by_both = by_tp // instance.fsdp
     first = layer * by_tp + shard * by_both
     lines = range(shard * by_fsdp, (shard + 1) * by_fsdp)
-    return range(first, first + by_both), lines, range(layer * by_tp, (layer + 1) * by_tp)
+    rest, beside = divmod(shard, instance.ep)
+    mine = layer * by_tp + beside * (by_tp // instance.ep) + rest * by_both
+    inputs = range(layer * by_tp, (layer + 1) * by_tp)
+    return range(first, first + by_both), lines, inputs, range(mine, mine + by_both)

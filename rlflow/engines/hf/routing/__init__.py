@@ -1,1 +1,1 @@
-"""Routers of mixtures of experts: what they chose and are to choose, and how they are trained."""
+"""Mixtures of experts: what routers chose and how they are trained, and how experts compute."""

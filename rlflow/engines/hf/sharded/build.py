@@ -45,6 +45,7 @@ from rlflow.engines.hf.loading import (
 from rlflow.engines.hf.lora import AdapterSpec, adapt
 from rlflow.engines.hf.models import TorchModel, ValueModel
 from rlflow.engines.hf.recompute import decoder_layers
+from rlflow.engines.hf.sharded.expert_parallel import ExpertParallel, expert_layers
 from rlflow.engines.hf.sharded.forwards import replace_cut_forwards, restore_cut_forwards
 from rlflow.engines.hf.sharded.loading import materialize
 from rlflow.engines.hf.sharded.mesh import Axis, MeshRanks
@@ -58,6 +59,7 @@ from rlflow.graph.placement import Recompute
 from rlflow.modelfiles.configs import text_config
 from rlflow.modelfiles.families import (
     cutting_finding,
+    dispatch_finding,
     experts_in,
     family_of,
     sequence_finding,
@@ -71,6 +73,7 @@ def load_sharded(
     path: str,
     *,
     mesh: DeviceMesh,
+    experts: DeviceMesh | None = None,
     dtype: torch.dtype,
     device: str | torch.device,
     head: Head = "lm",
@@ -88,36 +91,36 @@ def load_sharded(
 ) -> ShardedModel:
     """Load this rank's shards of a causal language model, or of its body with a value head.
 
-    All ranks of `mesh`, with axes `replicate`, `fsdp` and `tp`, call it alike. Options and weights
+    All ranks of `mesh`, with axes `replicate`, `fsdp` and `tp`, call it alike. With `experts`, the
+    same ranks with axes EXPERT_AXES, tokens go to the ranks of their experts. Options and weights
     are those of `load_model`. Weights that are `trained` and of a `dtype` below float32 are kept in
     float32, and computed with in `dtype`. Ranks along `tp` may share the `sequence`. Raises
     UsageError as `load_model` does, and where `tp` ranks cannot share a model, or its tokens.
     """
     check_path(path, init)
-    ranks = MeshRanks(mesh, torch.device(device))
+    ranks = MeshRanks(mesh, torch.device(device), experts)
     with quiet_transformers():
         attention.register_attention()
         config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
         check_layers(path, config)
-        check_family(path, config, ranks.sizes, sequence=sequence)
+        check_family(path, config, ranks.sizes, ranks.ep, sequence=sequence)
         valued = head == "value" and init == "weights"
         stored = find_stored_head(path, config, fresh=fresh_head) if valued else None
         module = read(path, lambda: skeleton(path, config, head, dtype, stored))
     adapters = None if lora is None else adapt(module, lora, seed)
     if not trained:
         module.requires_grad_(False)
-    split = parallelize(module, config, mesh["tp"], path) if ranks.sizes["tp"] > 1 else None
-    cuts = named_cuts(module, split)
+    split, apart, cuts = cut_up(module, config, ranks, path)
     share_out(module, ranks, dtype, trained, kept_whole=kept_whole)
     materialize(module, ranks.device)
     model = ShardedModel(
         module.eval(), config, head=head, name=name or path, ranks=ranks, dtype=dtype, cuts=cuts,
-        adapters=adapters, kept_whole=kept_whole,
+        adapters=adapters, kept_whole=kept_whole, apart=apart,
     )  # fmt: skip
     make = partial(build, path, config, head, dtype, seed, init, fresh_head)
-    drawing = make if init == "random" else None
     with quiet_transformers():
-        read(path, lambda: fill_all(model.shards(), model, path, seed=seed, make=drawing))
+        drawn = make if init == "random" else None
+        read(path, lambda: fill_all(model.shards(), model, path, seed=seed, make=drawn))
     plain = plain_outputs(HiddenStates(module), config, head)
     model.settle()
     with quiet_transformers():
@@ -129,7 +132,12 @@ def load_sharded(
 
 
 def check_family(
-    path: str, config: ModelConfig, sizes: Mapping[Axis, int], *, sequence: bool = False
+    path: str,
+    config: ModelConfig,
+    sizes: Mapping[Axis, int],
+    ep: int = 1,
+    *,
+    sequence: bool = False,
 ) -> None:
     """Refuse a family of models that ranks of so many along each axis cannot hold."""
     text = config.get_text_config()
@@ -138,14 +146,25 @@ def check_family(
     if sizes["tp"] > 1:
         found = cutting_finding(path, family, text.model_type) or found
         found = found or (sequence_finding(path, family) if sequence else None)
+    found = found or dispatch_finding(path, family, experts, ep, sizes["fsdp"], sizes["tp"])
     if found is not None:
         raise UsageError(found)
 
 
-def named_cuts(module: nn.Module, split: Split | None) -> dict[str, Cut]:
-    """Which parameters are parts of larger ones."""
-    known = {} if split is None else split.cuts
-    return {name: known[id(p)] for name, p in module.named_parameters() if id(p) in known}
+def cut_up(
+    module: nn.Module, config: ModelConfig, ranks: MeshRanks, path: str
+) -> tuple[Split | None, ExpertParallel | None, dict[str, Cut]]:
+    """Cut layers along `tp`, then experts along `ep`; None where there is one rank along it.
+
+    And which parameters are parts of larger ones.
+    """
+    split = None
+    if ranks.sizes["tp"] > 1:
+        split = parallelize(module, config, ranks.mesh["tp"], path)
+    apart = ExpertParallel(module, ranks, split) if ranks.ep > 1 else None
+    known = ({} if split is None else split.cuts) | ({} if apart is None else apart.cuts)
+    cuts = {name: known[id(p)] for name, p in module.named_parameters() if id(p) in known}
+    return split, apart, cuts
 
 
 def share_out(
@@ -158,6 +177,7 @@ def share_out(
 ) -> None:
     """Shard the parameters of a module on the meta device along `fsdp`, layer by layer.
 
+    Experts that are apart along `ep` are shared out among the ranks that hold the same ones.
     Layers are gathered again for a backward, or `kept_whole` from its forward, as the rest is.
 
     Replicas of a frozen model need nothing of each other, nor does one rank in float32.
@@ -170,17 +190,20 @@ def share_out(
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-    hybrid = ranks.sizes["replicate"] > 1
-    options: dict[str, Any] = {
-        "mesh": ranks.mesh["replicate", "fsdp"] if hybrid else ranks.mesh["fsdp"],
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=dtype if low else None, reduce_dtype=torch.float32 if low else None
-        ),
-    }
-    parts = [*decoder_layers(module).values(), module]
-    for part in parts:
-        fully_shard(part, **options, reshard_after_forward=False if kept_whole else None)
-    for part in parts:
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype if low else None, reduce_dtype=torch.float32 if low else None
+    )
+    again = False if kept_whole else None
+    apart = [] if ranks.experts is None else expert_layers(module)
+    whole = [*decoder_layers(module).values(), module]
+    for part in apart:
+        assert ranks.experts is not None
+        mesh = over_replicas(ranks, ranks.experts, "shard")
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
+    for part in whole:
+        mesh = over_replicas(ranks, ranks.mesh, "fsdp")
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
+    for part in (*apart, *whole):
         assert isinstance(part, FSDPModule)
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
@@ -198,7 +221,13 @@ def gather_ahead(module: nn.Module) -> None:
     every = (module, *decoder_layers(module).values())
     parts = [part for part in every if isinstance(part, FSDPModule)]
     for part, following in itertools.pairwise(parts):
-        part.set_modules_to_forward_prefetch([following])
+        ahead = [following, *expert_layers(cast("nn.Module", following))]
+        part.set_modules_to_forward_prefetch([e for e in ahead if isinstance(e, FSDPModule)])
+
+
+def over_replicas(ranks: MeshRanks, mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """The ranks that share parameters along an axis, and their replicas where there are any."""
+    return mesh["replicate", axis] if ranks.sizes["replicate"] > 1 else mesh[axis]
 
 
 def opaque(forward: Any) -> Any:

@@ -2,6 +2,8 @@
 
 A mesh has the axes `replicate`, `fsdp` and `tp`: ranks along `tp` share every layer and see the
 same rows; along the other two they see different rows, and along `fsdp` share the parameters.
+With expert parallelism the same ranks are a second mesh, whose `fsdp` is cut in two: neighbours
+along `ep` have different experts, and along `shard` ranks share the same ones.
 Every method that communicates is called by all ranks of the mesh, in the same order. This file
 knows neither models nor batches.
 """
@@ -23,14 +25,23 @@ Axis = Literal["replicate", "fsdp", "tp"]
 AXES: tuple[Axis, ...] = ("replicate", "fsdp", "tp")
 # Ranks along these see different rows.
 ROWS: tuple[Axis, ...] = ("replicate", "fsdp")
+EXPERT_AXES = ("replicate", "shard", "ep", "tp")
 
 
 class MeshRanks:
-    """A rank among those of `mesh`, of axes AXES; what is communicated lies on `device`."""
+    """A rank among those of `mesh`, of axes AXES; what is communicated lies on `device`.
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+    `experts` has the same ranks with axes EXPERT_AXES, where experts are apart.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, device: torch.device, experts: DeviceMesh | None = None
+    ) -> None:
         assert mesh.mesh_dim_names == AXES, mesh
+        assert experts is None or experts.mesh_dim_names == EXPERT_AXES, experts
         self.mesh = mesh
+        self.experts = experts
+        self.ep = 1 if experts is None else experts["ep"].size()
         self.device = device
         self.sizes: dict[Axis, int] = {axis: mesh[axis].size() for axis in AXES}
         self.groups = {axis: mesh.get_group(axis) for axis in AXES if self.sizes[axis] > 1}
@@ -38,6 +49,18 @@ class MeshRanks:
     def place(self, axis: Axis) -> int:
         """The number of this rank along an axis."""
         return int(self.mesh.get_local_rank(axis))
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup:
+        """The ranks along `ep`, whose experts are all of a `tp` rank's."""
+        assert self.experts is not None
+        return self.experts.get_group("ep")
+
+    @property
+    def expert_place(self) -> int:
+        """The number of this rank along `ep`."""
+        assert self.experts is not None
+        return int(self.experts.get_local_rank("ep"))
 
     def total(self, values: Tensor, axes: Collection[Axis]) -> Tensor:
         """Add up elementwise along `axes`, in place."""

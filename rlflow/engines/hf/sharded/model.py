@@ -7,7 +7,7 @@ The module is one that `sharded` made; its parameters lie in this process as the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 
 import torch
@@ -21,6 +21,7 @@ from rlflow.engines.hf.flat import free, in_storage, storage_of, to_host
 from rlflow.engines.hf.forward.attention import AttentionState
 from rlflow.engines.hf.lora import DOWN, UP, Adapters, is_adapter
 from rlflow.engines.hf.models import TorchModel
+from rlflow.engines.hf.sharded.expert_parallel import ExpertParallel
 from rlflow.engines.hf.sharded.mesh import MeshRanks, chunk
 from rlflow.engines.hf.sharded.tensor_parallel import Cut
 
@@ -32,7 +33,7 @@ class ShardedModel(TorchModel):
     tokens. Weights computed with in `dtype` may be kept in float32. `cuts` says which part of
     a parameter, by name, this rank's layers have. Layers are `kept_whole` from a forward to its
     backward, or gathered again. Weights `seen_in_part` are held by all ranks along `tp` and have
-    gradients of a rank's own tokens.
+    gradients of a rank's own tokens. Experts may be `apart`, so that tokens go to them.
     """
 
     seen_in_part: frozenset[str] = frozenset()
@@ -49,8 +50,10 @@ class ShardedModel(TorchModel):
         cuts: Mapping[str, Cut],
         adapters: Adapters | None = None,
         kept_whole: bool = False,
+        apart: ExpertParallel | None = None,
     ) -> None:
         self.module = module
+        self.apart = apart
         self.kept_whole = kept_whole
         self.config = config
         self.head = head
@@ -115,8 +118,9 @@ class ShardedModel(TorchModel):
     def gathered(self) -> Iterator[None]:
         """Keep all parameters of this rank's layers whole within the block.
 
-        Takes the memory of the whole model, divided along `tp` only. All ranks along `fsdp`
-        take part at the start; within, they need not keep step.
+        Takes the memory of the whole model, divided along `tp` only, and of experts that are apart
+        along `ep` once more this rank's. All ranks along `fsdp` take part at the start; within,
+        they need not keep step.
         """
         parts = self._parts()
         for part in parts:
@@ -124,7 +128,8 @@ class ShardedModel(TorchModel):
             part.set_reshard_after_forward(False, recurse=False)
         self._gathered = True
         try:
-            yield
+            with nullcontext() if self.apart is None else self.apart.gathered():
+                yield
         finally:
             for place, part in enumerate(parts):
                 part.set_reshard_after_forward(place > 0 and not self.kept_whole, recurse=False)
@@ -158,7 +163,7 @@ class ShardedModel(TorchModel):
 
     def piece(self, name: str, tensor: Tensor) -> Shard:
         """One of them."""
-        return _local_piece(self.parameters[name], tensor, self.cuts.get(name), self.ranks)
+        return _local_piece(self.parameters[name], tensor, self.cuts.get(name))
 
     def laid_out(self, tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Shard]:
         """See `TorchModel.laid_out`."""
@@ -253,12 +258,14 @@ def _gathered(parameter: Tensor) -> Tensor:
     return found
 
 
-def _local_piece(parameter: Tensor, tensor: Tensor, cut: Cut | None, ranks: MeshRanks) -> Shard:
+def _local_piece(parameter: Tensor, tensor: Tensor, cut: Cut | None) -> Shard:
     """Which piece of the whole parameter a tensor is that lies like `parameter` on this rank."""
     shape = list(parameter.shape)
     box = [(0, size) for size in shape]
     if isinstance(parameter, DTensor):
-        box[0] = chunk(shape[0], ranks.sizes["fsdp"], ranks.place("fsdp"))
+        mesh = parameter.device_mesh
+        axis = mesh.ndim - 1  # ranks that share it; replicas come before
+        box[0] = chunk(shape[0], mesh.size(axis), mesh.get_local_rank(axis))
     if cut is not None:
         start, stop = box[cut.dim]
         box[cut.dim] = (cut.start + start, cut.start + stop)

@@ -24,7 +24,7 @@ from rlflow.contract.engines import ModelConfig
 from rlflow.engines.hf.forward.attention import packed_tokens
 from rlflow.engines.hf.forward.kernels import linear, low_rank
 from rlflow.engines.hf.lora import AdaptedLinear
-from rlflow.engines.hf.sharded.experts import own_experts
+from rlflow.engines.hf.routing.experts import own_experts
 from rlflow.engines.hf.sharded.mesh import chunk
 from rlflow.engines.hf.sharded.token_parts import OutOfBlock
 from rlflow.errors import Finding, UsageError

@@ -51,7 +51,7 @@ def average_findings(
     return findings
 
 
-def _lies(where: On, pools: Mapping[str, tuple[int, ...]]) -> tuple[str, tuple[int, int]]:
+def _lies(where: On, pools: Mapping[str, tuple[int, ...]]) -> tuple[str, tuple[int, int, int]]:
     return where.pool, layout_of(where, "train", pools)
 
 

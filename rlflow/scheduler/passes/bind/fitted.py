@@ -10,6 +10,7 @@ from rlflow.modelfiles.paging import MOST_ROWS
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.microbatches import instance_seconds, row_parts
 from rlflow.scheduler.devices.cluster import amount
+from rlflow.scheduler.passes.bind.experts import experts_note
 from rlflow.scheduler.plan.plan import Instance, Plan
 from rlflow.scheduler.plan.text import duration
 
@@ -23,7 +24,8 @@ def noting_fitted(
     """The plan with a note for whatever was chosen of itself so that an update fits.
 
     An optimizer's state that stays on the host, layers that are computed again and slots for fewer
-    rows, with what `served` nodes take longer for it; and of ranks that share the sequence.
+    rows, with what `served` nodes take longer for it; and of ranks that share the sequence, and of
+    experts that lie apart.
     """
     before = {instance.name: instance for instance in declared}
     for part in plan.parts:
@@ -38,6 +40,8 @@ def noting_fitted(
             plan = _noting_recomputed(plan, instance, nodes, costs)
         if instance.rows_at_once != MOST_ROWS:
             plan = _noting_rows(plan, instance, nodes, costs)
+        if instance.ep > 1:
+            plan = plan.noting("experts", experts_note(instance, nodes, costs))
         if instance.sequence:
             plan = plan.noting("sequence", _of_sequence(instance, nodes, costs))
         text = _of_gradients(instance, nodes, costs)

@@ -18,6 +18,7 @@ from rlflow.graph.placement import On, Recompute
 from rlflow.graph.roles import Routed
 from rlflow.modelfiles.families import (
     cutting_finding,
+    dispatch_finding,
     packing_finding,
     sequence_finding,
     sharding_finding,
@@ -49,7 +50,7 @@ def make_instances(plan: Plan, chosen: dict[str, On]) -> tuple[Instance, ...]:
         for node in nodes:
             made = _instance(node, chosen[node.name], plan, instances)
             known = instances.get(made.name)
-            if known is not None and (known.fsdp, known.tp) != (made.fsdp, made.tp):
+            if known is not None and sizes_of(known) != sizes_of(made):
                 raise PlanError(_two_layouts(node, made, made.layout(), known.layout()))
             if known is not None and known.options != made.options:
                 told = [str(i.options and i.options.describe()) for i in (made, known)]
@@ -121,17 +122,27 @@ def recomputing(instance: Instance, again: Recompute) -> Instance:
     return replace(instance, recompute=False, recompute_first=again)
 
 
-def layout_of(where: On, use: Use, pools: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-    """How many ranks share the parameters of a use and each layer: `fsdp` and `tp`."""
-    tp = where.tp or 1
+def layout_of(where: On, use: Use, pools: Mapping[str, tuple[int, ...]]) -> tuple[int, int, int]:
+    """How many ranks share the parameters of a use, each layer, and the experts: fsdp, tp, ep.
+
+    A rollout whose `fsdp` is left out has whole layers, and experts with them.
+    """
+    tp, ep = where.tp or 1, where.ep or 1
     alone = use == "rollout" or "layers" in where.offloads
-    return where.fsdp or (1 if alone else max(1, len(pools[where.pool]) // tp)), tp
+    if where.fsdp is None and use == "rollout":
+        return 1, tp, 1
+    return where.fsdp or (1 if alone else max(1, len(pools[where.pool]) // tp)), tp, ep
+
+
+def sizes_of(instance: Instance) -> tuple[int, int, int]:
+    """The same of an instance."""
+    return instance.fsdp, instance.tp, instance.ep
 
 
 def instance_of(node: Node, where: On, pools: Mapping[str, tuple[int, ...]]) -> Instance:
     """The instance that a node would have with nothing else on its pool."""
     use = node.op.use or "forward"
-    fsdp, tp = layout_of(where, use, pools)
+    fsdp, tp, ep = layout_of(where, use, pools)
     return Instance(
         name=f"{node.model}@{where.pool}",
         model=str(node.model),
@@ -141,6 +152,7 @@ def instance_of(node: Node, where: On, pools: Mapping[str, tuple[int, ...]]) -> 
         trained=use == "train",
         fsdp=fsdp,
         tp=tp,
+        ep=ep,
         options=where.options,
     )
 
@@ -151,8 +163,7 @@ def _instance(node: Node, where: On, plan: Plan, known: dict[str, Instance]) -> 
         return replace(made, name=f"{made.name}{made.engine_plan.suffix}")
     shared = known.get(made.name)
     apart = node.op.use == "rollout" and (
-        where.weights == "own"
-        or (shared is not None and (shared.fsdp, shared.tp) != (made.fsdp, made.tp))
+        where.weights == "own" or (shared is not None and sizes_of(shared) != sizes_of(made))
     )
     if apart and where.weights != "shared":
         return replace(made, name=f"{made.name}/rollout")
@@ -213,7 +224,7 @@ def layout_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Findin
         return wrong_pool
     model = plan.graph.model(instance.model)
     findings = _offload_findings(instance, plan) if instance.offload == "layers" else []
-    if instance.compiled and (instance.tp > 1 or instance.offload == "layers"):
+    if instance.compiled and (max(instance.tp, instance.ep) > 1 or instance.offload == "layers"):
         findings.append(_not_compiled(instance, plan))
     shape = costs.shapes[instance.model]
     if shape is None:
@@ -259,11 +270,13 @@ def _uncomputed(
 ) -> list[Finding]:
     """What keeps the engines of this process from computing a model in its layout."""
     found = [packing_finding(model.path, shape.family)]
+    shared: Finding | None = None
     if len(instance.devices) > 1:
         cut = instance.tp > 1 and cutting_finding(model.path, shape.family, shape.kind)
         sizes = (shape.experts, instance.fsdp, instance.tp)
-        found.append(cut or sharding_finding(model.path, shape.family, *sizes))
+        shared = cut or sharding_finding(model.path, shape.family, *sizes)
         found.append(sequence_finding(model.path, shape.family) if instance.sequence else None)
+    found.append(shared or _undispatched(instance, model, shape))
     if isinstance(model.optimizer, Muon) and shape.family.experts != "none":
         found.append(stacked_finding(model.path))
     if model.router is not None:
@@ -283,6 +296,15 @@ def _misrouted(model: Model, shape: Shape, nodes: Sequence[Node]) -> list[Findin
     if refused is not None or not others:
         return [refused]
     return [width_finding(model.path, width, shape.routed) for width in others]
+
+
+def _undispatched(instance: Instance, model: Model, shape: Shape) -> Finding | None:
+    """What keeps tokens of a model from experts on other ranks, and the line that works."""
+    sizes = (instance.ep, instance.fsdp, instance.tp)
+    found = dispatch_finding(model.path, shape.family, shape.experts, *sizes)
+    if found is None:
+        return None
+    return replace(found, fix=found.fix.replace("...", f'"{instance.pool}"', 1))
 
 
 def _offload_findings(instance: Instance, plan: Plan) -> list[Finding]:
@@ -321,7 +343,7 @@ def _not_compiled(instance: Instance, plan: Plan) -> Finding:
         what=f"the layers of {instance.name} cannot be compiled",
         got=instance.layout(),
         expected="layers that each rank computes whole, from weights that stay while it does",
-        fix=f'rf.on("{instance.pool}", compile=True) without tp= and offload="layers"',
+        fix=f'rf.on("{instance.pool}", compile=True) without tp=, ep= and offload="layers"',
     )
 
 

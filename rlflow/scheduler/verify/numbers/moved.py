@@ -26,7 +26,7 @@ from rlflow.scheduler.verify.weights import cells_held
 
 Box = tuple[range, range]
 UNKNOWN = 2**63
-NOTHING = (range(0), range(0), range(0))
+NOTHING = (range(0), range(0), range(0), range(0))
 
 
 def sleeps_copy_their_parts(facts: Facts) -> Iterator[str]:
@@ -97,9 +97,9 @@ def _lacking(
     number = NUMBER[model.dtype]
     for target in targets:
         times = _times(source, target, in_place=in_place)
-        outputs, inputs, uncut = times
-        fewest = uncut if model.lora else min(outputs, inputs)
-        largest = uncut if model.lora else max(outputs, inputs)
+        outputs, inputs, uncut, experts = times
+        fewest = uncut if model.lora else min(outputs, inputs, experts)
+        largest = uncut if model.lora else max(outputs, inputs, experts)
         low = fewest / number if holds_bytes(target) else fewest
         least += (low + UNEVEN * min(uncut - low, Fraction(0))) * whole[0]
         most += (largest + UNEVEN * max(uncut - largest, Fraction(0))) * whole[1]
@@ -107,12 +107,13 @@ def _lacking(
 
 
 def _times(source: Instance, target: Instance, *, in_place: bool) -> tuple[Fraction, ...]:
-    """How often a parameter is to come, all devices together: one cut by outputs, inputs, neither.
+    """How often a parameter is to come, all devices together: by its outputs, inputs, neither.
 
+    And an expert's, last.
     A device needs its piece, without what it has of the source's.
     """
     cells = source.fsdp * source.tp * target.fsdp * target.tp
-    square = [0, 0, 0]
+    square = [0, 0, 0, 0]
     for device in target.devices:
         need = cells_held(target, device, cells)
         here = device in source.devices and not in_place
@@ -124,11 +125,11 @@ def _times(source: Instance, target: Instance, *, in_place: bool) -> tuple[Fract
     return tuple(Fraction(found, cells * cells) for found in square)
 
 
-def _boxes(sides: tuple[range, ...], cells: int) -> tuple[Box, Box, Box]:
-    """What a device holds of a parameter cut by its outputs, by its inputs, and by neither."""
-    outputs, lines, inputs = sides
+def _boxes(sides: tuple[range, ...], cells: int) -> tuple[Box, Box, Box, Box]:
+    """What a device holds of a parameter cut by outputs, by inputs, by neither, and of experts."""
+    outputs, lines, inputs, experts = sides
     whole = range(cells if outputs or lines else 0)
-    return (outputs, whole), (lines, inputs), (lines, whole)
+    return (outputs, whole), (lines, inputs), (lines, whole), (experts, whole)
 
 
 def _common(one: range, other: range) -> int:

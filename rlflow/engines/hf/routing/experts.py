@@ -1,0 +1,134 @@
+"""A rank's experts: what they make of the tokens that chose them, wherever those lie.
+
+Tokens are sorted by expert, so that each expert's are one matrix and all of them one grouped
+product (Gale et al., "MegaBlocks", arXiv:2211.15841, section 4). Tokens that ranks see alike are
+picked where the experts are; those of other ranks come by an all-to-all and go back by another
+(Lepikhin et al., "GShard", arXiv:2006.16668, section 3.2), as many as there are: none is dropped.
+This file knows no router: which experts a token has chosen, and their weights, are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# What torch has a grouped product for.
+GROUPED = {torch.float32, torch.bfloat16, torch.float16}
+
+
+def own_experts(layer: Any, first: int, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """What a layer's experts add to tokens `x [tokens, size]` that chose them, of its dtype.
+
+    `chosen` int64 and `weights`, `[tokens, k]`, number the experts of all ranks; the layer has
+    those from `first` on, stacked: gate and up `[experts, 2 width, size]`, down
+    `[experts, size, width]`. A token that chose none of them has zeros.
+    """
+    k = chosen.shape[1]
+    order, sizes = sorted_pairs(chosen, first, len(layer.gate_up_proj))
+    pairs = order[: int(sizes.sum())]
+    tokens = pairs // k
+    made = expert_products(layer, x[tokens], sizes)
+    added = (made * weights.flatten()[pairs, None]).to(x.dtype)
+    return torch.zeros_like(x).index_add(0, tokens, added)
+
+
+def sorted_pairs(chosen: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Pairs of a token and an expert, by the expert: those of `count` from `first` on come first.
+
+    The places of the pairs in `chosen [tokens, k]`, int64 `[tokens k]`, and how many there are of
+    each of those experts, int64 `[count]`. Of one expert they are in the order of the tokens. The
+    host waits for nothing.
+    """
+    expert = chosen.flatten() - first
+    expert = torch.where((expert >= 0) & (expert < count), expert, count)
+    sizes = expert.new_zeros(count + 1).scatter_add_(0, expert, torch.ones_like(expert))
+    return torch.sort(expert, stable=True).indices, sizes[:count]
+
+
+def expert_products(layer: Any, rows: Tensor, sizes: Tensor) -> Tensor:
+    """Runs of `rows [rows, size]`, of int64 lengths `sizes [experts]`, each by its expert."""
+    gate, up = grouped_product(rows, layer.gate_up_proj, sizes).chunk(2, -1)
+    return grouped_product(layer.act_fn(gate) * up, layer.down_proj, sizes)
+
+
+def grouped_product(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+    """Runs of `rows [rows, in]`, each by the transpose of its `weight [runs, out, in]`.
+
+    `sizes` int64 `[runs]` are their lengths, which may be 0.
+    """
+    grouped = getattr(torch.nn.functional, "grouped_mm", None)
+    if grouped is None or rows.device.type == "cpu" or rows.dtype not in GROUPED or not len(rows):
+        parts = zip(torch.split(rows, sizes.tolist()), weight.unbind(), strict=True)
+        return torch.cat([part @ one.T for part, one in parts])
+    ends = sizes.cumsum(0).to(torch.int32)
+    made: Tensor = grouped(rows, weight.transpose(1, 2), offs=ends)
+    return made
+
+
+class Exchanged(torch.autograd.Function):
+    """Rows for other ranks in the place of theirs for this one; gradients go the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        group: dist.ProcessGroup,
+        sent: Sequence[int],
+        received: Sequence[int],
+    ) -> Tensor:
+        """`rows [sum of sent, size]` by the rank that they go to; `[sum of received, size]`."""
+        ctx.way = group, sent, received
+        return all_to_all(rows, group, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """The gradients of this rank's rows, which come from where those went."""
+        group, sent, received = ctx.way
+        return all_to_all(grad, group, received, sent), None, None, None
+
+
+def all_to_all(
+    rows: Tensor, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]
+) -> Tensor:
+    """One all-to-all of rows, so many sent to and received from each rank of the group."""
+    come = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(come, rows.contiguous(), list(received), list(sent), group=group)
+    return come
+
+
+def dispatched_experts(
+    layer: Any, first: int, group: dist.ProcessGroup, x: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """What the experts of a group's ranks add to this rank's tokens `x [tokens, size]`.
+
+    Each rank has as many experts in `layer` as every other, stacked as of `own_experts`; the
+    group's are those from `first` on, in the order of its ranks. `chosen` int64 and `weights` are
+    `[tokens, k]`. A token's results are added up in the order of its choices, an expert's gradients
+    in that of ranks and tokens. All ranks of the group take part, also those without a token.
+
+    How many tokens go to each expert is exchanged first. The sizes of the all-to-all that follows
+    have to be on the host (NCCL has no other), so that each call waits for the device once; the
+    backward does not.
+    """
+    ranks, count, k = dist.get_world_size(group), len(layer.gate_up_proj), chosen.shape[1]
+    order, going = sorted_pairs(chosen, first, ranks * count)
+    coming = torch.empty_like(going)
+    dist.all_to_all_single(coming, going, group=group)
+    split = torch.stack([going.view(ranks, count).sum(1), coming.view(ranks, count).sum(1)])
+    sent, received = split.tolist()
+    pairs = order[: sum(sent)]
+    came: Tensor = Exchanged.apply(x[pairs // k], group, sent, received)  # type: ignore[no-untyped-call]
+    # Rows come by rank, and of each by expert; an expert's are to lie together.
+    runs = torch.arange(count, device=x.device).repeat(ranks)
+    runs = runs.repeat_interleave(coming, output_size=len(came))
+    together = torch.sort(runs, stable=True).indices
+    made = expert_products(layer, came[together], coming.view(ranks, count).sum(0))
+    places = torch.arange(len(came), device=x.device)
+    apart = torch.empty_like(together).scatter_(0, together, places)
+    returned: Tensor = Exchanged.apply(made[apart], group, received, sent)  # type: ignore[no-untyped-call]
+    each = x.new_zeros((chosen.numel(), x.shape[1])).index_put((pairs,), returned)
+    return (each.view(*chosen.shape, x.shape[1]) * weights[..., None]).sum(1).to(x.dtype)
