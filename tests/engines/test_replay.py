@@ -163,5 +163,5 @@ def test_models_without_such_routers_are_refused(model_dir, tmp_path):
 def test_ranks_replay_what_one_rank_does(world, tmp_path):
     path = mixtures.save_mixture("qwen3_moe", tmp_path)
 
-    for shape in ((1, 2, 1), (1, 1, 2)):
+    for shape in ((1, 2, 1), (1, 1, 2), (1, 2, 1, 2)):  # the last with experts apart, ep=2
         assert all(world(2).run(sharded_routers.replay_equal, path, shape))
