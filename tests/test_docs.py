@@ -283,7 +283,10 @@ def commands_to_paste() -> list[str]:
 def test_lines_to_paste_are_what_the_commands_take(command):
     """Parsed by the command itself, run by nobody."""
     _, name, *words = shlex.split(command.removesuffix("&"), comments=True)
-    assert cli.commands[name].make_context(name, words).command is cli.commands[name]
+    assert (
+        cli.commands[name].make_context(name, words, **cli.context_settings).command
+        is cli.commands[name]
+    )
 
 
 @pytest.mark.parametrize("command", pictures(), ids=lambda command: command.split()[-1])

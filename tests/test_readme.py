@@ -130,7 +130,7 @@ def test_rows_of_ones_own_are_trained_on_in_five_commands(tmp_path, monkeypatch)
     before, _, directory = run.partition(" --run-dir ")
     assert f"rlflow report {directory}" == report
     assert plan.split()[2:5] == before.split()[2:5]
-    assert cli.commands["run"].make_context("run", shlex.split(run)[2:])
+    assert cli.commands["run"].make_context("run", shlex.split(run)[2:], **cli.context_settings)
     assert told in README
 
 
