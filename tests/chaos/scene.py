@@ -149,17 +149,22 @@ class Scene:
     def left(self) -> list[str]:
         """What is left in the end: processes, shared memory, sockets, temporary files."""
         until = time.monotonic() + GONE
-        while (alive := marked(self.mark)) and time.monotonic() < until:
+        while (found := [*self._alive(), *self._unheld()]) and time.monotonic() < until:
             time.sleep(0.2)
-        found = [f"process {pid}: {command}" for pid, command in alive.items()]
-        shared = names_in(SHARED) - self._shared
-        held = held_files() if shared else frozenset()
-        found += [f"shared memory {name}" for name in shared if f"{SHARED}/{name}" not in held]
         for path in sorted(self.temporary.rglob("*")):
             kind = path.lstat().st_mode
             if stat.S_ISSOCK(kind) or stat.S_ISFIFO(kind) or path.parent == self.temporary:
                 found.append(str(path.relative_to(self.folder)))
         return found
+
+    def _alive(self) -> list[str]:
+        return [f"process {pid}: {command}" for pid, command in marked(self.mark).items()]
+
+    def _unheld(self) -> list[str]:
+        """Shared memory that came and that nobody has; what others just make has a moment."""
+        new = names_in(SHARED) - self._shared
+        held = held_files() if new else frozenset()
+        return [f"shared memory {name}" for name in sorted(new) if f"{SHARED}/{name}" not in held]
 
     def close(self) -> None:
         """End what has not ended by itself."""
