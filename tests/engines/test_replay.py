@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from rlflow.batch import flat, lengths, make_batch, ragged_like, ragged_rows, select_field
 from rlflow.contract.values import SampleKey, Sampling
@@ -12,8 +13,12 @@ from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.engines.hf.routing.replays import PROMPTS, RESPONSES
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.errors import UsageError
+from rlflow.graph.user.routers import Router
+from rlflow.modelfiles.mixtures.routers import ROUTERS
+from rlflow.scheduler.models.shapes import read_shape
+from tests.architectures.tiny import tiny_config
 from tests.engines import mixtures, sharded_routers
-from tests.engines.examples import Spec, gradients, rows, worst
+from tests.engines.examples import Spec, gradients, one_step, rows, worst
 
 pytestmark = pytest.mark.torch
 
@@ -165,3 +170,26 @@ def test_ranks_replay_what_one_rank_does(world, tmp_path):
 
     for shape in ((1, 2, 1), (1, 1, 2), (1, 2, 1, 2)):  # the last with experts apart, ep=2
         assert all(world(2).run(sharded_routers.replay_equal, path, shape))
+
+
+@pytest.mark.slow
+@pytest.mark.extra
+@pytest.mark.parametrize("kind", [kind for kind, known in ROUTERS.items() if known.replays])
+def test_routers_of_every_family_are_told_and_trained(kind, tmp_path):
+    torch.manual_seed(0)
+    config = tiny_config(kind)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    engine = trained(str(tmp_path), micro_tokens=40)
+    batch = sampled(engine.model, n=2, tokens=8)
+
+    assert torch.equal(log_probs(engine, without(batch)), log_probs(engine, batch))
+    told = engine.forward(batch, outputs=(RESPONSES,), temperature=1.0)[RESPONSES]
+    assert torch.equal(told, flat(batch[RESPONSES]))
+    assert told.shape[1] == read_shape(tmp_path).routed
+
+    rate = 0.01 if ROUTERS[kind].bias else 0.0
+    model = load_model(str(tmp_path), dtype=torch.float32, device="cpu")
+    router = Router(balance_coef=0.1, z_coef=0.1, bias_rate=rate)
+    other = TrainEngine(model, Spec(), micro_tokens=40, router=router)
+    assert one_step(other, without(batch)).metrics["balance_loss"] >= 1.5
+    assert len(other.routers.names) == (len(model.routers) if rate else 0)
