@@ -18,7 +18,7 @@ from tests.engines.examples import Spec, gradients, one_step, rows, worst
 
 pytestmark = pytest.mark.torch
 
-FSDP, TP = (1, 2, 1), (1, 1, 2)
+FSDP, TP, EP = (1, 2, 1), (1, 1, 2), (1, 2, 1, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ def test_nothing_said_of_routers_changes_no_bit(mixture):
 def test_statistics_are_of_all_ranks_rows(mixture, world):
     router = Routed(balance_coef=0.3, z_coef=0.1)
 
-    for shape in (FSDP, TP):
+    for shape in (FSDP, TP, EP):
         args = (mixture("qwen3_moe"), shape, router)
         assert all(world(2).run(sharded_routers.check_equal, *args))
     args = (mixture("ernie4_5_moe"), FSDP, Routed(bias_rate=0.01))
