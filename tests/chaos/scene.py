@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import shutil
 import signal
 import stat
@@ -163,8 +162,9 @@ class Scene:
     def _unheld(self) -> list[str]:
         """Shared memory that came and that nobody has; what others just make has a moment."""
         new = names_in(SHARED) - self._shared
-        held = held_files() if new else frozenset()
-        return [f"shared memory {name}" for name in sorted(new) if f"{SHARED}/{name}" not in held]
+        held = held_inodes() if new else frozenset()
+        left = [SHARED / name for name in sorted(new) if (SHARED / name).exists()]
+        return [f"shared memory {file.name}" for file in left if file.stat().st_ino not in held]
 
     def close(self) -> None:
         """End what has not ended by itself."""
@@ -206,16 +206,18 @@ def names_in(folder: Path) -> frozenset[str]:
     return frozenset(path.name for path in folder.iterdir()) if folder.is_dir() else frozenset()
 
 
-def held_files() -> frozenset[str]:
-    """The files of shared memory that a living process has mapped or open, whoever it is of."""
-    found: set[str] = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                found |= set(re.findall(rf"{SHARED}/\S+", (entry / "maps").read_text()))
-                found |= {str(fd.readlink()) for fd in (entry / "fd").iterdir()}
-            except OSError:
-                continue
+def held_inodes() -> frozenset[int]:
+    """The files of shared memory that a living process has mapped, whoever it is of.
+
+    By inode: a semaphore is mapped under the name that it had before its own.
+    """
+    found: set[int] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = [line.split() for line in maps.read_text().splitlines() if str(SHARED) in line]
+        except OSError:
+            continue
+        found |= {int(fields[4]) for fields in lines}
     return frozenset(found)
 
 
