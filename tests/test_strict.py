@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 import rlflow as rf
 from rlflow import ops
-from rlflow.errors import RlflowError
+from rlflow.errors import GraphError, RlflowError
 from rlflow.graph.strict_model import Strict
 from rlflow.rewards import Limits
 from rlflow.strict import NUMBERS, kinds_of, problem, strict
@@ -114,7 +114,12 @@ def test_the_classes_that_a_user_writes_are_among_them():
     plain = {"Chat", "Environment", "Handle", "Pipeline", "Row", "Step", "Token", "ToolEnvironment"}
     given = {"CompiledPlan", "Evaluation", "Interval", "IterationDone", "RunHandle", "Simulated"}
     given |= {"TunedPlacements"}
-    assert named - plain - given - {"Iterations", "Sampler", "Scorer"} <= walked
+    # Lengths check themselves: what is wrong of them is an E355 wherever it is said.
+    checked = {"Length", "Lengths"}
+    for wrong in ({"mean": True}, {"mean": "x"}, {"mean": math.nan}, {"mean": 9, "p95": -3}):
+        with pytest.raises(GraphError, match="E355"):
+            rf.Length(**wrong)
+    assert named - plain - given - checked - {"Iterations", "Sampler", "Scorer"} <= walked
     with pytest.raises(RlflowError):
         rf.Iterations(True)
 

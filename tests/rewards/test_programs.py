@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 
 import cloudpickle
 import pytest
@@ -175,6 +176,7 @@ def test_a_run_says_once_what_its_programs_run_in():
         with printing(lines.append), printed_by("iteration 3 reward"):
             tell_walls(made)
             tell_walls(made)
-    assert [
-        ("iteration 3 reward", "programs run in an audit hook and limits, no wall")
-    ] * 2 == lines
+    (name, text), again = lines
+    assert ("iteration 3 reward", text) == (name, text) == again
+    assert text.startswith("programs run in an audit hook and limits, no wall: native code gets")
+    assert ("this user is root" in text) is (os.geteuid() == 0)

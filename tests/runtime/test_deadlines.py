@@ -70,7 +70,8 @@ def test_what_the_host_has_done_once_tells_how_long_it_takes():
 def test_a_reward_may_be_silent_for_as_long_as_its_calls_may_take():
     """Three calls of 400 s, and 2 s and 4 s between them."""
     bounds = Bounds(timeout=400.0, retries=2, backoff=2.0)
-    node = Node(name="judge", op=REWARD, inputs=(), params=(("policy", Policy(bounds=bounds)),))
+    params = (("function", len), ("policy", Policy(bounds=bounds)))
+    node = Node(name="judge", op=REWARD, inputs=(), params=params)
     entry = replace(costing(None, devices=(HOST,)), node="judge")
     plan = plan_of(entry)
     known = Deadlines(replace(plan, graph=Graph(name="made", nodes=(node,), models=())))
