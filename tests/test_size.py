@@ -12,7 +12,6 @@ from tests.sources import FILES, PACKAGE, nodes, tree
 # cut in two to fit, with half of a class in each, is harder to read than a long one.
 LONG = {
     "graph/graph.py": "a graph with its edges, which follow from its nodes, and its plain data",
-    "scheduler/costs/roofline.py": "seconds and bytes of a use, by the same rates",
     "scheduler/devices/hardware.py": "a table of kinds, each with its sources, and their rates",
     "scheduler/plan/plan.py": "a plan and all that its actions are made of, read side by side",
 }

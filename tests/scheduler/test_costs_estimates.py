@@ -15,7 +15,7 @@ from rlflow.scheduler.costs import measurement_keys as keys
 from rlflow.scheduler.costs.distributions import BEYOND
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.pieces import Piece
-from rlflow.scheduler.costs.roofline import REDUCED
+from rlflow.scheduler.costs.ranks.rank_memory import REDUCED
 from rlflow.scheduler.devices import collectives
 from rlflow.scheduler.devices.cluster import KINDS, cpu_cluster, parse_cluster
 from rlflow.scheduler.devices.hardware import OBJECT_STORE, STORE_SECONDS

@@ -15,13 +15,15 @@ from rlflow.scheduler.costs.lengths import (
     full_lengths,
     fullest,
 )
-from rlflow.scheduler.costs.roofline import MICRO_TOKENS, SUMMED, Roofline
+from rlflow.scheduler.costs.ranks.rank_memory import SUMMED
+from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.serving import Serving
 from rlflow.scheduler.devices.cluster import Cluster, cpu_cluster
 from rlflow.scheduler.devices.collectives import ALONE, group_of
 from rlflow.scheduler.devices.efficiency import CACHE_READ, DRAWN_BYTES, RAMP, SCORED_BYTES
 from rlflow.scheduler.devices.hardware import KINDS, cpu_kind
 from rlflow.scheduler.models.shapes import known_shape
+from rlflow.scheduler.plan.plan import MICRO_TOKENS
 
 HOST = Cluster(kind=KINDS["h100"], count=8)
 SEVEN_B = Roofline(kind=KINDS["h100"], shape=known_shape("qwen2.5-7b"), size=2)

@@ -24,7 +24,7 @@ from rlflow.scheduler.costs.lengths import (
     full_lengths,
 )
 from rlflow.scheduler.costs.pieces import WHOLE, Piece, chunk_piece, piece_done
-from rlflow.scheduler.costs.roofline import CACHE
+from rlflow.scheduler.costs.ranks.rank_memory import CACHE
 from rlflow.scheduler.models.shapes import model_shape
 from rlflow.scheduler.plan.plan import Chunk, Instance, Plan
 from tests.budget import examples

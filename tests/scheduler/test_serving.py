@@ -16,7 +16,8 @@ from rlflow.scheduler.costs import serving
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.lengths import Load, ResponseLengths, assumed, full_lengths, stages
 from rlflow.scheduler.costs.measurement_keys import timed_options
-from rlflow.scheduler.costs.roofline import PREFILL, Roofline
+from rlflow.scheduler.costs.ranks.rank_memory import PREFILL
+from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.serving import Serving, pool_size, serving_of
 from rlflow.scheduler.devices.cluster import Cluster
 from rlflow.scheduler.devices.hardware import KINDS, Kind

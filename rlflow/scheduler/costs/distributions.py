@@ -17,7 +17,8 @@ from rlflow.graph.roles import Drafted
 from rlflow.graph.rules.steps import mini_batches
 from rlflow.modelfiles.chunks import MOST, PLAIN
 from rlflow.scheduler.costs.lengths import Load
-from rlflow.scheduler.costs.roofline import ACTIVATIONS, Holds, Roofline
+from rlflow.scheduler.costs.ranks.rank_memory import ACTIVATIONS, Holds
+from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.plan.plan import Cost, Instance, Spread
 
 VALUE_BYTES = {"int64": 8, "int16": 2, "float32": 4, "bool": 1, "text": 4}

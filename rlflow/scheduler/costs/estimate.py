@@ -29,7 +29,8 @@ from rlflow.scheduler.costs.distributions import (
 )
 from rlflow.scheduler.costs.lengths import Load
 from rlflow.scheduler.costs.pieces import WHOLE, Piece, as_measured
-from rlflow.scheduler.costs.roofline import CACHE, Holds, Roofline
+from rlflow.scheduler.costs.ranks.rank_memory import CACHE, Holds
+from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.rows.expected import ExpectedRows
 from rlflow.scheduler.costs.serving import serving_of
 from rlflow.scheduler.devices.collectives import copy_bandwidth, group_of, staging

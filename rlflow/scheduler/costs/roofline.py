@@ -1,4 +1,4 @@
-"""Seconds and bytes of forwards, updates and rollouts of one model on the ranks that share it.
+"""Seconds of forwards, updates and rollouts of one model on the ranks that share it.
 
 The larger of compute time and memory time (Williams et al. 2009), no less than the launches
 of the kernels, and beside it what ranks send each other. Knows no graph and no plan.
@@ -8,100 +8,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal
 
-from rlflow.graph.op import Use
 from rlflow.graph.placement import Recompute
 from rlflow.graph.rules.completion_order import ended_share
-from rlflow.modelfiles.chunks import PLAIN, WIDE_BYTES, chunk_bytes
-from rlflow.modelfiles.kernels.attention import AttentionAsked, AttentionChoice, attention_choice
-from rlflow.modelfiles.paging import MOST_ROWS
+from rlflow.modelfiles.chunks import WIDE_BYTES
 from rlflow.scheduler.costs.lengths import Load, attended_pairs, fullest, stages
-from rlflow.scheduler.costs.serving import Serving
+from rlflow.scheduler.costs.ranks.rank_memory import PREFILL, RankMemory
 from rlflow.scheduler.devices import efficiency
 from rlflow.scheduler.devices.collectives import ALONE, Group
-from rlflow.scheduler.devices.hardware import ROCM, Kind
-from rlflow.scheduler.models.activations import LayerBytes
 from rlflow.scheduler.models.flops import product_sizes, recomputed_layers
-from rlflow.scheduler.models.gradients import WholeGradients
-from rlflow.scheduler.models.mixtures import THERE_AND_BACK, Experts
-from rlflow.scheduler.models.shapes import Shape
-from rlflow.scheduler.plan.plan import MICRO_TOKENS
+from rlflow.scheduler.models.mixtures import THERE_AND_BACK
 
 # Operators of a decoding step of the embedded engine: a Qwen2 in bfloat16 on the meta device.
 STEP_KERNELS_PER_LAYER, STEP_KERNELS_BESIDE = 48, 101
 KERNELS_PER_LAYER, BESIDE_LAYERS = 12, 2
-GRADIENT_COPIES, LAYERS_GATHERED = 4, 2
+GRADIENT_COPIES = 4
 # Bytes that are read and written to make two moments wide and round them: 36 numbers for each.
 ROUNDED = 2 * 36 * 4
-SCORE_BYTES = 8
-DTYPES = {2: "bfloat16", 4: "float32"}
-# Tokens of prompts that an engine reads in one pass.
-PREFILL = 8192
-
-CACHE, ACTIVATIONS, GRAPHS = "KV cache", "activations", "graphs"
-EMBEDDED = "gradient of the embedding"
-SUMMED = "sum of the head's gradient"
-REDUCED = "gradients on their way to the ranks"
-Holds = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Roofline:
-    """One model on its ranks: `tp` of them share each layer, `fsdp` the parameters.
-
-    `size` is bytes of a number; `predicts` says whether there is a head over the vocabulary;
-    `gathers` whether parameters have to be made whole before a layer computes; `streamed`
-    whether layers come from the host. Of the `fsdp` ranks `ep` have different experts, and those
-    that share the same ones are a `shard`. With `serving` keys and values lie in a pool of its own,
-    prompts are read some at a time, and rows wait for room. A pass sees at most `micro_tokens`
-    tokens, or one row. With `trains_vocabulary` a backward has a gradient of the embedding. A
-    `paged` rollout has a pool of blocks for `rows_at_once` rows, and graphs unless layers are
-    `streamed`. A rank holds `spared` bytes fewer of weights than it computes with. What an update
-    keeps of its layers goes to the host and comes back where it `hosts_activations`. Ranks of `tp`
-    share the `sequence` in forwards and updates, or add up all tokens. Where it `reduces_last`
-    gradients are whole until the last pass of an update. Products of float32 numbers go by `tf32`,
-    where the device has it.
-    """
-
-    kind: Kind
-    shape: Shape
-    size: int
-    predicts: bool = True
-    gathers: bool = False
-    streamed: bool = False
-    kept_whole: bool = False
-    sequence: bool = False
-    reduces_last: bool = False
-    hosts_activations: bool = False
-    serving: Serving | None = None
-    micro_tokens: int = MICRO_TOKENS
-    trains_vocabulary: bool = False
-    paged: bool = False
-    rows_at_once: int = MOST_ROWS
-    spared: int = 0
-    tf32: bool = False
-    tp: Group = ALONE
-    fsdp: Group = ALONE
-    ep: Group = ALONE
-    shard: Group = ALONE
-    replicas: Group = ALONE
-
-    @property
-    def weights(self) -> float:
-        """Bytes of the parameters that a rank computes with."""
-        return self.shape.parameters * self.size / self.tp.ranks - self.elsewhere
-
-    @property
-    def experts(self) -> Experts:
-        """The experts of a rank."""
-        return Experts(shape=self.shape, tp=self.tp.ranks, ep=self.ep.ranks)
-
-    @property
-    def elsewhere(self) -> float:
-        """Bytes of experts that tokens go to, which other ranks compute with."""
-        return self.experts.elsewhere * self.size
+class Roofline(RankMemory):
+    """Seconds of a model on its ranks; what they are and hold, `RankMemory` says."""
 
     @property
     def kernels(self) -> int:
@@ -131,12 +60,6 @@ class Roofline:
         )
 
     @property
-    def attention(self) -> AttentionChoice:
-        """What computes attention on its devices."""
-        shape, chip = self.shape, self.kind.chip
-        return _attention(self.on_cpu, self.size, shape.head_dim, shape.softcap, chip)
-
-    @property
     def attention_share(self) -> float:
         """What its kernel gets of FlashAttention-2's rate."""
         return efficiency.FLEX_SHARE if self.attention.by == "flex" else 1.0
@@ -147,11 +70,6 @@ class Roofline:
             return 0.0
         scores = 2 * pairs * self.shape.heads * self.shape.layers / self.tp.ranks
         return self.read(scores * efficiency.BLOCK_BYTES)
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether its device is a processor of the host."""
-        return self.kind.name == "cpu"
 
     def passed(self, tokens: float, predictions: float, pairs: float) -> float:
         """Seconds of a forward's products and of all that layers compute between them.
@@ -270,11 +188,6 @@ class Roofline:
         apart = trained * share * (same if self.ep.ranks > 1 else ranks)
         return self._over_layers("scatter", ranks * trained * (1 - share) + apart, apart)
 
-    @property
-    def apart(self) -> float:
-        """Bytes of a rank's experts where those lie apart, and are gathered by themselves."""
-        return self.experts.held * self.size if self.ep.ranks > 1 else 0.0
-
     def _over_layers(self, way: Literal["gather", "scatter"], size: float, experts: float) -> float:
         """Seconds to gather `size` bytes over all layers, or scatter sums; so many of `experts`.
 
@@ -371,15 +284,6 @@ class Roofline:
         copied = hosted / (self.kind.host_link * self.kind.reached)
         return read + 2 * copied if self.on_cpu else max(read, copied)
 
-    def holds(
-        self, use: Use | None, load: Load, *, recompute: Recompute, numbers: int = PLAIN
-    ) -> Holds:
-        """What a use holds beside the model, by name, in bytes; `numbers` as of `predicted`."""
-        if use == "rollout":
-            return self.rollout_holds(load)
-        train = use == "train"
-        return self.pass_holds(load, train=train, recompute=recompute, numbers=numbers)
-
     def rollout(self, load: Load, leg: int = 0, legs: int = 1) -> float:
         """Seconds to prefill the prompts and decode until the longest of all rows has ended.
 
@@ -452,177 +356,3 @@ class Roofline:
     def step_kernels(self) -> int:
         """Kernels of a decoding step of the embedded engine, as it was counted of one."""
         return self.shape.layers * STEP_KERNELS_PER_LAYER + STEP_KERNELS_BESIDE
-
-    @property
-    def replays(self) -> bool:
-        """Whether the embedded engine replays its steps from graphs."""
-        return self.paged and not self.streamed
-
-    @property
-    def cache_bytes(self) -> float:
-        """Bytes of keys and values of one token on each rank; latents are whole on all of them."""
-        return self.shape.cached_on_each(self.tp.ranks) * self.size
-
-    @property
-    def layers(self) -> LayerBytes:
-        """What its layers hold on a rank."""
-        return LayerBytes(
-            shape=self.shape,
-            size=self.size,
-            ranks=self.tp.ranks,
-            sequence=self.tp.ranks if self.sequence else 1,
-            ep=self.ep.ranks,
-            hosted=self.hosts_activations,
-            keeps_attention=self.attention.by != "flex",
-        )
-
-    @property
-    def in_chunks(self) -> bool:
-        """Whether forwards and updates make distributions for a few tokens at a time."""
-        return self.predicts and not self.on_cpu
-
-    def predicted(self, predictions: float, numbers: int = PLAIN) -> int:
-        """Bytes of the distributions that a forward or an update holds at a time.
-
-        Of each logit so many `numbers` are alive (`rlflow.modelfiles.chunks`).
-
-        A head that an adapter changes is not computed in chunks, which is not counted.
-        """
-        if not self.in_chunks:
-            return self.scores(predictions)
-        part = math.ceil(self.shape.vocab / self.tp.ranks)
-        return chunk_bytes(predictions, part, self.size, numbers)
-
-    def scores(self, predictions: float) -> int:
-        """Bytes of logits and of their float32 log-probs, before and after the temperature."""
-        if not self.predicts:
-            return 0
-        return int(predictions * self.shape.vocab * (self.size + SCORE_BYTES))
-
-    def held_whole(self, *, twice: bool = False) -> int:
-        """Bytes of parameters made whole for a pass: embedding, head, and two layers.
-
-        As a forward begins, embedding and head are there `twice`: as they came, and as they are
-        used.
-        """
-        if not self.gathers:
-            return 0
-        count = self.shape.embedding + LAYERS_GATHERED * self.shape.layer
-        count = min(count, self.shape.parameters) + twice * self.shape.embedding
-        apart = LAYERS_GATHERED * self.elsewhere / self.shape.layers
-        return int(count * self.size / self.tp.ranks - apart)
-
-    def pass_holds(
-        self, load: Load, *, train: bool, recompute: Recompute, numbers: int = PLAIN
-    ) -> Holds:
-        """What a forward, or a forward and a backward, of one micro-batch holds at the most."""
-        tokens = self.most_tokens(load)
-        logits = self.predicted(min(load.rows * load.lengths.longest, tokens), numbers)
-        if train:
-            return self._update_holds(tokens, logits, recompute)
-        activations, whole = int(self.layers.passing * tokens), self.held_whole()
-        if self.in_chunks:  # Layers are done before the head begins.
-            activations, logits = max((activations, 0), (0, logits), key=sum)
-        if not self.on_cpu:
-            whole = max(whole, self.held_whole(twice=True) - activations - logits)
-        return _largest_first(
-            (ACTIVATIONS, activations), ("logits", logits), ("gathered weights", whole)
-        )
-
-    def _update_holds(self, tokens: float, logits: int, recompute: Recompute) -> Holds:
-        """What an update holds as its backward begins, at the head, or in a layer, if that is more.
-
-        On a CPU, where distributions are whole, both at once.
-        """
-        made, whole, waiting = self.gradients, self.held_whole(), 0
-        summed = made.summed
-        activations = int(self.layers.worked_on(tokens, recompute))
-        if not self.on_cpu:
-            first = int(self.layers.left(tokens, recompute))
-            layer, waiting = activations + int(self.layers.gated * tokens), made.reduced
-            if first + logits + summed >= layer + waiting:
-                activations, waiting = first, 0
-            else:
-                activations, logits, summed = layer, 0, 0
-        gradients = whole if self.on_cpu else max(whole - activations, 0)
-        if self.kept_whole:  # And the last layer as it came.
-            apart = self.elsewhere / self.shape.layers
-            whole = int(self.weights + self.shape.layer * self.size / self.tp.ranks - apart)
-        return _largest_first(
-            (ACTIVATIONS, activations),
-            ("logits", logits),
-            ("gathered weights", whole + gradients),
-            (EMBEDDED, made.embedded),
-            (SUMMED, summed),
-            (REDUCED, waiting),
-        )
-
-    def most_tokens(self, load: Load) -> float:
-        """The most tokens of a micro-batch."""
-        return min(load.most_tokens, max(self.micro_tokens, load.longest_row))
-
-    @property
-    def gradients(self) -> WholeGradients:
-        """Gradients that are whole on a device beside the sums that an optimizer reads."""
-        return WholeGradients(
-            shape=self.shape,
-            size=self.size,
-            ranks=self.tp.ranks,
-            gathered=self.gathers,
-            predicts=self.predicts,
-            trains_vocabulary=self.trains_vocabulary,
-            in_chunks=self.in_chunks,
-            elsewhere=int(self.experts.elsewhere / self.shape.layers),
-        )
-
-    def rollout_holds(self, load: Load) -> Holds:
-        """What a rollout holds with every row at its longest.
-
-        What a recorded step makes stays its own, beside that of steps that are not.
-        """
-        rows = load.most or load.rows
-        prompts = rows if load.most else load.prompts
-        tokens, carried = max(prompts * load.prompt, rows), self.shape.carried(self.size)
-        cache = int(rows * load.longest_row * self.cache_bytes) + int(rows * carried)
-        if self.serving is not None:
-            tokens, cache, rows = min(tokens, PREFILL), 0, self.serving.rows(rows)
-        graphs = 0
-        if self.paged:
-            blocks = load.in_blocks(self.rows_at_once)
-            tokens = min(tokens, max(blocks.at_once // blocks.n * load.prompt, blocks.at_once))
-            # States have a line for every row, and one that is nobody's.
-            states = int((load.rows + 1) * carried)
-            cache, rows = int(blocks.pool * self.cache_bytes) + states, blocks.slots
-            graphs = int(self.scores(rows) + self.layers.passing * rows) if self.replays else 0
-        activations = self.layers.passing * tokens
-        return _largest_first(
-            (CACHE, cache),
-            (ACTIVATIONS, int(activations)),
-            ("logits", self.scores(rows)),
-            (GRAPHS, graphs),
-            (
-                "gathered weights",
-                int(self.weights + self.elsewhere + self.apart) if self.gathers else 0,
-            ),
-        )
-
-
-@lru_cache(maxsize=256)
-def _attention(
-    on_cpu: bool, size: int, head: int, softcap: float | None, chip: str
-) -> AttentionChoice:
-    """What computes attention of such numbers; asked for every step of a rollout."""
-    asked = AttentionAsked(
-        device="cpu" if on_cpu else "cuda",
-        dtype=DTYPES.get(size, "float64"),
-        head=head,
-        value=head,
-        softcap=softcap,
-        rocm=chip in ROCM,
-    )
-    return attention_choice(asked)
-
-
-def _largest_first(*parts: tuple[str, int]) -> Holds:
-    """The parts that hold anything, the largest first."""
-    return tuple(sorted((part for part in parts if part[1]), key=lambda part: -part[1]))

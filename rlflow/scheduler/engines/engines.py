@@ -27,7 +27,7 @@ from rlflow.scheduler.costs.drafting import (
 )
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.pieces import as_measured
-from rlflow.scheduler.costs.roofline import Holds
+from rlflow.scheduler.costs.ranks.rank_memory import Holds
 from rlflow.scheduler.costs.serving import engine_key, pool_size, with_slots
 from rlflow.scheduler.devices.measured import Record
 from rlflow.scheduler.engines.float8 import float8_findings

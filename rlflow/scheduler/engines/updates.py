@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rlflow.scheduler.costs.estimate import TABLE, Costs
 from rlflow.scheduler.costs.pieces import as_measured
-from rlflow.scheduler.costs.roofline import Holds
+from rlflow.scheduler.costs.ranks.rank_memory import Holds
 from rlflow.scheduler.devices.collectives import group_of
 from rlflow.scheduler.devices.hardware import CPU_COLLECTIVES
 from rlflow.scheduler.engines.engines import (

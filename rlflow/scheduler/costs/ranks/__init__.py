@@ -1,0 +1,1 @@
+"""One model on the ranks that share it, as costs see it."""
