@@ -38,7 +38,12 @@ finally:
 """
 
 
-def run(program, **more):
+def listening():
+    """As in a terminal: what a shell starts in the background is told to ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def run(program, preexec_fn=listening):
     done = subprocess.run(
         [sys.executable, "-c", BEGIN + program],
         cwd=ROOT,
@@ -46,7 +51,7 @@ def run(program, **more):
         text=True,
         timeout=60,
         check=False,
-        **more,
+        preexec_fn=preexec_fn,
     )
     return done.returncode, done.stdout, done.stderr
 
