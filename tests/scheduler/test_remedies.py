@@ -118,6 +118,15 @@ def test_processors_of_a_machine_are_no_more_than_they_are() -> None:
     assert not any(each.offload for each in found)
 
 
+def test_experts_may_lie_apart_where_there_are_some() -> None:
+    def tried(experts: int) -> list[int]:
+        said = rf.on("all", ep=2)
+        others = other_layouts("train", said, frozen=False, on_host=False, experts=experts)
+        return [each.ep for each in others if each.ep is not None and each.ep != said.ep]
+
+    assert ([], [4, 8], [4, 8, 16]) == (tried(0), tried(24), tried(128))
+
+
 def test_an_update_that_never_fits_is_refused_for_the_least_it_needs() -> None:
     """Micro-batches are the smallest, layers computed again, and the optimizer on the host."""
     graph, cluster = grpo("shape:qwen2.5-72b"), parse_cluster("a100:1", 1)

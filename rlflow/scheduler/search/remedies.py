@@ -15,6 +15,7 @@ from rlflow.graph.graph import Graph
 from rlflow.graph.placement import On, Placement
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.devices.cluster import Cluster, amount
+from rlflow.scheduler.models.shapes import model_shape
 from rlflow.scheduler.passes.bind.bind import assignment
 from rlflow.scheduler.passes.residency import TooLarge
 from rlflow.scheduler.plan.plan import HOST, Backend, Plan
@@ -25,6 +26,7 @@ from rlflow.scheduler.search.text import on_source
 ROUNDS = 3
 SHOWN = 3
 TIMES = (2, 4, 8, 16)
+EXPERT_PARALLEL = (2, 4, 8, 16)
 MOST_PLANS, LEAST_PLANS = 48, 12
 NODES_TIMES_DEVICES = 32_000
 
@@ -121,16 +123,28 @@ class Neighbourhood:
             if key not in seen:
                 seen.add(key)
                 frozen = not self.graph.updates(node.model)
-                on_host = self.cluster.is_cpu
-                for other in other_layouts(node.op.use, where, frozen=frozen, on_host=on_host):
-                    yield {**said, key: other}
+                shape = model_shape(self.graph.model(node.model), self.near)
+                others = other_layouts(
+                    node.op.use,
+                    where,
+                    frozen=frozen,
+                    on_host=self.cluster.is_cpu,
+                    experts=0 if shape is None else shape.experts,
+                )
+                yield from ({**said, key: other} for other in others)
 
 
-def other_layouts(use: str, where: On, *, frozen: bool, on_host: bool) -> Iterator[On]:
+def other_layouts(
+    use: str, where: On, *, frozen: bool, on_host: bool, experts: int = 0
+) -> Iterator[On]:
     """Layouts of a use that take less of each device: shared by more ranks, or not there at all.
 
-    Devices whose memory is the host's, `on_host`, gain nothing by what is kept there.
+    Devices whose memory is the host's, `on_host`, gain nothing by what is kept there. So many
+    `experts` of a layer may lie apart.
     """
+    for ep in EXPERT_PARALLEL if use == "train" else ():
+        if experts and experts % ep == 0 and ep > (where.ep or 1):
+            yield where.model_copy(update={"ep": ep})
     for tp in TENSOR_PARALLEL:
         if tp > (where.tp or 1):
             yield where.model_copy(update={"tp": tp})
