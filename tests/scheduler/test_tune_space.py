@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -117,6 +118,21 @@ def test_tensor_parallelism_divides_heads_and_stays_in_a_host():
     assert [1, 2] == tps((2, 64))
     assert [1] == tps((0, 63))
     assert [1, 2, 4] == tps((4, 60), heads=32, kv_heads=8)
+
+
+def test_engines_have_ranks_beyond_key_value_heads_and_nothing_else_has():
+    def tps(shape, *, engines=(None,), trained=False):
+        use = replace(role(trained=trained, rollout=not trained, source=0), engines=engines)
+        return [(each.tp, each.engine) for each in layouts_of(use, (0, 64), shape, gpus(64))]
+
+    few = shape_of(32, 4)
+    both = tps(few, engines=(None, rf.SGLang()))
+    assert [1, 2, 4] == [tp for tp, engine in both if not engine]
+    assert [1, 2, 4, 8] == [tp for tp, engine in both if engine]
+    assert [1, 2, 4] == sorted({tp for tp, _ in tps(few, trained=True)})
+    # Neither a divisor nor a multiple, and heads that do not divide.
+    assert [1] == [tp for tp, _ in tps(shape_of(24, 3), engines=(rf.VLLM(),))]
+    assert [1, 2, 4] == [tp for tp, _ in tps(shape_of(28, 4), engines=(rf.VLLM(),))]
 
 
 def test_training_shards_over_all_a_host_or_not_at_all():

@@ -44,12 +44,16 @@ def parameters_per_rank(instance: Instance, sizes: Mapping[Cut, int]) -> int:
 
 
 def held_parameters(instance: Instance, shape: Shape) -> int:
-    """Parameters on the first rank, which has most where a vocabulary does not divide by ranks."""
+    """Parameters on the first rank, which has most where a vocabulary does not divide by ranks.
+
+    Ranks of an engine beyond the key-value heads repeat the projections to them.
+    """
     words, width = shape.vocab, shape.embedding // max(shape.vocab, 1)
     of_layer = -(-words // instance.tp)
     rows = -(-of_layer // instance.fsdp)
     beyond = width * (rows - Fraction(words, instance.tp * instance.fsdp))
-    return parameters_per_rank(instance, shares(shape)) + int(beyond)
+    repeated = shape.repeated_keys(instance.tp)
+    return parameters_per_rank(instance, shares(shape)) + int(beyond) + repeated
 
 
 def piece(instance: Instance, device: int, how: Cut) -> Box:

@@ -44,7 +44,7 @@ class Roofline(RankMemory):
 
     def computed(self, tokens: float, predictions: float, pairs: float) -> float:
         """Seconds of the products of a forward; see `models/flops.py` for what is counted."""
-        sizes = product_sizes(self.shape, predicts=self.predicts)
+        sizes = product_sizes(self.shape, predicts=self.predicts, ranks=self.tp.ranks)
         rate = self.kind.rate(self.size, tf32=self.tf32) * self.tp.ranks
         if self.on_cpu:
             return sizes.forward(tokens, predictions, pairs) / (rate * self.kind.sustained)
@@ -113,7 +113,8 @@ class Roofline(RankMemory):
         Norms those of a rank's own tokens, where ranks share the sequence.
         """
         shape, ranks, wide = self.shape, self.tp.ranks, self.size / 2
-        turned = (shape.heads + shape.kv_heads) * shape.head_dim * efficiency.ROTARY_BYTES
+        heads = shape.heads + shape.kv_heads + ranks * shape.repeated_heads(ranks)
+        turned = heads * shape.head_dim * efficiency.ROTARY_BYTES
         gated = shape.ffn * efficiency.GATED_BYTES
         norms = 2 * self.layers.between * efficiency.NORM_BYTES
         return shape.layers * wide * (norms + (turned + gated) / ranks)
@@ -330,7 +331,7 @@ class Roofline(RankMemory):
         ends; an engine in a process of its own then schedules the next step.
         """
         computed = self.computed(rows, rows, rows * context if self.on_cpu else 0)
-        weights = self.shape.touched(rows) * self.size / self.tp.ranks - self.spared
+        weights = self.share_of(self.shape.touched(rows)) - self.spared
         # What a row carries is read and written.
         cache = rows * (context * self.cache_bytes + 2 * self.shape.carried(self.size))
         drawn = self.over_vocabulary(rows, self.logit(self.kind.drawn, efficiency.DRAWN_BYTES))

@@ -180,6 +180,14 @@ def staged_update(source: Instance, engine: Instance, costs: Costs) -> UpdateSta
     return UpdateStages(way=way, each=tuple(each), beside=tuple(beside))
 
 
+def _repeated(engine: Instance, costs: Costs) -> int:
+    """Bytes of an update that each rank loads beyond its share: keys and values of its head."""
+    shape, model = costs.shapes[engine.model], costs.graph.model(engine.model)
+    if shape is None or model.lora is not None:
+        return 0
+    return shape.repeated_keys(engine.tp) * dtype_bytes(model)
+
+
 def _from_host(engine: Instance, whole: int, costs: Costs) -> tuple[list[tuple[str, float]], bool]:
     """From the staging to every rank, by memory, a file or a broadcast, as the options say.
 
@@ -188,7 +196,7 @@ def _from_host(engine: Instance, whole: int, costs: Costs) -> tuple[list[tuple[s
     """
     options, hosts = engine.engine_plan.sglang, num_hosts_of(engine, costs.cluster)
     way = "memory" if options is None else options.way(hosts)
-    part = whole / engine.tp
+    part = whole / engine.tp + _repeated(engine, costs)
     if way == "disk":
         file = ("the file", whole / DISK_WRITE + whole / DISK_READ)
         return [file, ("the load", part / PAGEABLE)], False

@@ -53,7 +53,8 @@ class LayerBytes:
         whole, and so is what goes into norms where ranks do not share the sequence.
         """
         shape, experts = self.shape, Experts(shape=self.shape, tp=self.ranks, ep=self.ep)
-        cut = 2 * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.ffn
+        heads = shape.heads + shape.kv_heads + self.ranks * shape.repeated_heads(self.ranks)
+        cut = 2 * heads * shape.head_dim + 3 * shape.ffn
         beside = 2 * self.between + 2 * shape.hidden
         return (beside + cut / self.ranks + experts.routed) * self.size
 

@@ -48,10 +48,14 @@ def recomputed_layers(recompute: Recompute, layers: int) -> int:
     return min(recompute, layers)
 
 
-def product_sizes(shape: Shape, *, predicts: bool) -> ProductSizes:
-    """Those of a model that `predicts` tokens, or has no head over the vocabulary."""
+def product_sizes(shape: Shape, *, predicts: bool, ranks: int = 1) -> ProductSizes:
+    """Those of a model that `predicts` tokens, or has no head over the vocabulary.
+
+    On `ranks` beyond the key-value heads those compute the projections to them as often as they
+    have them.
+    """
     return ProductSizes(
-        body=max(shape.active - shape.embedding, 0),
+        body=max(shape.active - shape.embedding, 0) + ranks * shape.repeated_keys(ranks),
         head=shape.vocab * shape.hidden if predicts else 0,
         layers=shape.attending,
         heads=shape.heads,

@@ -5,22 +5,34 @@ Which layers those are, how many bytes fewer that is, and which models an engine
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlflow.scheduler.models.shapes import Shape
 
 BLOCK = 128
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+KEYS = ("k_proj", "v_proj")
+ATTENTION = ("q_proj", *KEYS, "o_proj")
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 VALUE_BYTES, SCALE_BYTES = 1, 4
 
 
 def spared_bytes(shape: Shape, size: int, ranks: int) -> int:
-    """Bytes fewer on each of so many ranks, where a number outside of these layers has `size`."""
-    widths = [shape.linear(name) for name in (*ATTENTION, *FEED_FORWARD)]
+    """Bytes fewer on each of so many ranks, where a number outside of these layers has `size`.
+
+    Of keys and values that ranks repeat each spares them.
+    """
+    parts, keys = shape.parts_of_keys(ranks), shape.layers * _spared(shape, KEYS, size)
+    every = shape.layers * _spared(shape, (*ATTENTION, *FEED_FORWARD), size)
+    return every // ranks + keys * (ranks - parts) // (ranks * parts)
+
+
+def _spared(shape: Shape, names: Sequence[str], size: int) -> int:
+    """Bytes fewer of the layers of those names, as far as they are known."""
+    widths = [shape.linear(name) for name in names]
     known = [pair for pair in widths if pair is not None]
     numbers = sum(ins * outs for ins, outs in known)
     scales = sum(-(-ins // BLOCK) * -(-outs // BLOCK) for ins, outs in known)
-    spared = numbers * (size - VALUE_BYTES) - scales * SCALE_BYTES
-    return shape.layers * spared // ranks
+    return numbers * (size - VALUE_BYTES) - scales * SCALE_BYTES
 
 
 def misfits_blocks(shape: Shape, ranks: int) -> str:

@@ -126,7 +126,38 @@ class Shape:
 
     def cached_on_each(self, tp: int) -> float:
         """Of those numbers what each of `tp` ranks has: its heads' part, or all of the latents."""
-        return self.cached if self.latent else self.cached / tp
+        return self.cached if self.latent else self.cached / self.parts_of_keys(tp)
+
+    def parts_of_keys(self, tp: int) -> int:
+        """In how many parts `tp` ranks have keys and values: a head each where ranks are more."""
+        return tp if self.latent else min(tp, self.kv_heads or tp)
+
+    def repeated_heads(self, tp: int) -> float:
+        """Key-value heads that each of `tp` ranks has beyond an equal share of them."""
+        parts = self.parts_of_keys(tp)
+        return self.kv_heads * (tp - parts) / (tp * parts)
+
+    def repeated_keys(self, tp: int) -> int:
+        """Parameters of keys and values that each rank has beyond an equal share; no biases."""
+        parts = self.parts_of_keys(tp)
+        every = 2 * self.attending * self.hidden * self.kv_heads * self.head_dim
+        return every * (tp - parts) // (tp * parts)
+
+    def uncut(self, tp: int, *, repeats: bool) -> list[str]:
+        """The widths that `tp` ranks cannot cut, by name.
+
+        An engine `repeats` key-value heads where ranks are a multiple of them, each on as many
+        neighbours (`QKVParallelLinear` of SGLang and of vLLM).
+        """
+        keys = self.kv_heads % tp
+        if repeats and keys:
+            keys = tp % self.kv_heads
+        widths = {
+            "heads": self.heads % tp,
+            "key-value heads": keys,
+            "feed-forward width": self.ffn % tp,
+        }
+        return [name for name, left in widths.items() if left]
 
     def linear(self, name: str) -> tuple[int, int] | None:
         """Input and output width of the linear layer of that name; None where none is known."""

@@ -233,12 +233,15 @@ def layouts_of(
     start, stop = where
     count, per_host = stop - start, -(-cluster.count // cluster.hosts)
     for tp in TENSOR_PARALLEL:
-        if count % tp or start % tp or tp > per_host or not _divides(tp, shape):
+        if count % tp or start % tp or tp > per_host:
             continue
         ranks = count // tp
         if role.rollout:
             for options in role.engines:
-                yield Layout(tp=tp, engine="" if options is None else options.describe())
+                if _divides(tp, shape, repeats=options is not None):
+                    yield Layout(tp=tp, engine="" if options is None else options.describe())
+            continue
+        if not _divides(tp, shape):
             continue
         host = max(1, per_host // tp)
         sizes = [ranks, *([host] if host < ranks and ranks % host == 0 else []), 1]
@@ -265,10 +268,8 @@ def ways_to_train(layout: Layout, *, on_host: bool) -> Iterator[Layout]:
         yield replace(layout, hosted=hosted, recompute=True)
 
 
-def _divides(tp: int, shape: Shape | None) -> bool:
-    if shape is None:
-        return tp == 1
-    return not any(width % tp for width in (shape.heads, shape.kv_heads, shape.ffn))
+def _divides(tp: int, shape: Shape | None, *, repeats: bool = False) -> bool:
+    return tp == 1 if shape is None else not shape.uncut(tp, repeats=repeats)
 
 
 def on_of(role: PlacedUse, choice: Choice, pool: str) -> On:

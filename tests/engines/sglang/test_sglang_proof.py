@@ -18,6 +18,7 @@ from rlflow.engines.process.client import load, process
 from rlflow.engines.process.client import process_memory as held
 from rlflow.engines.process.client.group import KEYS
 from rlflow.engines.process.client.link import LostError, RefusedError
+from rlflow.engines.process.client.model import EngineModel, key_value_heads
 from rlflow.engines.process.client.process import Command, EngineProcess
 from rlflow.engines.process.client.replica import Launch, Replica
 from rlflow.engines.process.client.shared_weights import SharedWeights
@@ -76,6 +77,68 @@ def test_staged_weights_that_the_engine_has_no_place_for_are_a_difference(cuda):
     staged = {**STAGED, "lm_head.weight": head, "model.layers.0.mlp.up_proj.lora_A": head}
     found = hash_differences(holds(STAGED, 1), staged, {"of": "model"}, cuda=cuda)
     assert {"lm_head.weight": (hashed([head]), "")} == found
+
+
+HEADS = {"q": 8, "k": 4, "v": 4, "o": 3}
+ATTENTION = {
+    f"layers.0.{name}_proj.weight": torch.arange(rows * 8.0).view(rows, 8) + 100 * rows
+    for name, rows in HEADS.items()
+}
+QKV, OUT = "layers.0.qkv_proj.weight", "layers.0.o_proj.weight"
+
+
+def repeats(staged):
+    """What four ranks hold of two key-value heads of two rows: each head lies on two of them."""
+    q, k, v, o = staged.values()
+    first, second = ([each[rows] for each in (k, v)] for rows in (slice(2), slice(2, 4)))
+    return [
+        {QKV: [q[at : at + 2], *keys], OUT: [o[:, at : at + 2]]}
+        for at, keys in zip((0, 2, 4, 6), (first, first, second, second), strict=True)
+    ]
+
+
+def told(staged):
+    return [{name: hashed(of) for name, of in rank.items()} for rank in repeats(staged)]
+
+
+def test_ranks_beyond_the_key_value_heads_hold_a_head_each():
+    assert told(ATTENTION) == [hashes([QKV, OUT], ATTENTION, rank, 4, 2) for rank in range(4)]
+    halves = [hashes([QKV, OUT], ATTENTION, rank, 2) for rank in range(2)]
+    assert halves == [hashes([QKV, OUT], ATTENTION, rank, 2, 2) for rank in range(2)]
+    pieces = weight_layout([QKV], ATTENTION, 3, 4, 2)[QKV]
+    q, k, v, _ = ATTENTION
+    assert ([(q, 0, 6, 8), (k, 0, 2, 4), (v, 0, 2, 4)], 0) == pieces
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_model_knows_its_heads_and_names_the_ranks_that_have_an_older_one(cuda):
+    """By its config; the second head lies on ranks 2 and 3."""
+    older = {**ATTENTION, "layers.0.k_proj.weight": ATTENTION["layers.0.k_proj.weight"].clone()}
+    older["layers.0.k_proj.weight"][3, 5] += 1
+
+    def model(held, heads):
+        text = SimpleNamespace(num_key_value_heads=heads, num_attention_heads=4)
+        made = object.__new__(EngineModel)
+        made.state, made.staging = "ready", SimpleNamespace(tensors=ATTENTION)
+        made.config = SimpleNamespace(get_text_config=lambda: text)
+        made.replica = SimpleNamespace(launch=SimpleNamespace(cuda=cuda))
+        made._asked = lambda do, fields: answer(held, do, fields)
+        return made
+
+    def answer(held, do, fields):
+        if do == "checksums":
+            return told(held)
+        (rank,) = (
+            n for n in range(4) if weight_layout([QKV, OUT], ATTENTION, n, 4, 2) == fields["layout"]
+        )
+        return told(ATTENTION)[rank]
+
+    assert {} == model(ATTENTION, 2).check()
+    wrong = model(older, 2).check()
+    assert {f"{QKV} of rank {rank}" for rank in (2, 3)} == set(wrong)
+    texts = SimpleNamespace(num_attention_heads=4), SimpleNamespace()
+    configs = [SimpleNamespace(get_text_config=lambda text=text: text) for text in texts]
+    assert [4, None] == [key_value_heads(config) for config in configs]
 
 
 class Receives:

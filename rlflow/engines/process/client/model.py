@@ -24,7 +24,7 @@ from rlflow.engines.process.client.replica import Launch, Replica
 from rlflow.engines.process.client.shared_weights import SharedWeights
 from rlflow.engines.process.client.taking import BucketTaker
 from rlflow.engines.process.client.updates import InMemory, Update, Way
-from rlflow.engines.process.client.weight_check import hash_differences
+from rlflow.engines.process.client.weight_check import Ask, hash_differences
 from rlflow.engines.reshard.quantised import in_blocks
 from rlflow.errors import Finding, RunError, known_names
 
@@ -200,7 +200,7 @@ class EngineModel:
         With several ranks a name has the number of its rank behind it. Of adapters what the
         engine was sent last is compared, which is whole.
         """
-        return self._compared(self.staging.tensors, {})
+        return self._compared(self.staging.tensors, {}, self.config)
 
     def measured(self) -> dict[str, float]:
         """Seconds of the last start, sleep, wake and update; tokens of the pool.
@@ -228,14 +228,20 @@ class EngineModel:
         assert self.draft is not None
         if not self._wanted():
             return {}
-        return self._compared(self.draft.staging.tensors, {"of": DRAFT})
+        return self._compared(self.draft.staging.tensors, {"of": DRAFT}, self.draft.config)
 
     def _compared(
-        self, staged: Mapping[str, Tensor], of: Mapping[str, str]
+        self, staged: Mapping[str, Tensor], of: Mapping[str, str], config: ModelConfig
     ) -> dict[str, tuple[str, str]]:
         """The weights whose hashes differ from those that are staged, of every rank."""
         self.require_awake()
-        return hash_differences(self._asked, staged, of, cuda=self.replica.launch.cuda)
+        return self._differing(self._asked, staged, of, config)
+
+    def _differing(
+        self, ask: Ask, staged: Mapping[str, Tensor], of: Mapping[str, str], config: ModelConfig
+    ) -> dict[str, tuple[str, str]]:
+        heads = key_value_heads(config)
+        return hash_differences(ask, staged, of, cuda=self.replica.launch.cuda, kv_heads=heads)
 
     def _bring_draft(self) -> None:
         """Bring the drafter's staging to the engine, unless there is none or it sleeps.
@@ -306,7 +312,7 @@ class EngineModel:
             def ask(do: str, fields: Mapping[str, Any]) -> Any:
                 return link.ask(do, fields).result()
 
-            wrong = hash_differences(ask, self.staging.tensors, {}, cuda=self.replica.launch.cuda)
+            wrong = self._differing(ask, self.staging.tensors, {}, self.config)
             if wrong:
                 raise RefusedError(f"other weights are there: {known_names(sorted(wrong))}")
 
@@ -359,10 +365,16 @@ class EngineModel:
 
 def token_cache_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of the keys and values of one token, over all layers and ranks."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    text, heads = config.get_text_config(), key_value_heads(config) or 0
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return int(2 * text.num_hidden_layers * heads * size * dtype.itemsize)
+
+
+def key_value_heads(config: ModelConfig) -> int | None:
+    """The key-value heads of a model; None of one without attention."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None)
+    return heads or getattr(text, "num_attention_heads", None)
 
 
 def weakly(method: Callable[..., Any], *, otherwise: Any = None) -> Callable[..., Any]:

@@ -18,18 +18,24 @@ Ask = Callable[[str, Mapping[str, Any]], Any]
 
 
 def hash_differences(
-    ask: Ask, staged: Mapping[str, Tensor], of: Mapping[str, str], *, cuda: bool
+    ask: Ask,
+    staged: Mapping[str, Tensor],
+    of: Mapping[str, str],
+    *,
+    cuda: bool,
+    kv_heads: int | None = None,
 ) -> dict[str, tuple[str, str]]:
     """The weights whose hashes differ, by the engine's names: (staging, engine).
 
     `ask` gets the engine's answers to what it is asked, `of` says which of its models. With
-    several ranks a name has the number of its rank behind it. Staged weights that the engine has
+    several ranks a name has the number of its rank behind it; beyond the model's `kv_heads` ranks
+    have the same ones. Staged weights that the engine has
     no place for have their own names, and nothing on its side.
     """
     ranks: list[dict[str, str]] = ask("checksums", of)
     found = {}
     for rank, held in enumerate(ranks):
-        mine = _expected(ask, held, staged, of, (rank, len(ranks)), cuda=cuda)
+        mine = _expected(ask, held, staged, of, (rank, len(ranks), kv_heads), cuda=cuda)
         where = f" of rank {rank}" if len(ranks) > 1 else ""
         wrong = (name for name in held if mine[name] != held[name])
         found.update({f"{name}{where}": (mine[name], held[name]) for name in wrong})
@@ -43,7 +49,7 @@ def _expected(
     held: Iterable[str],
     staged: Mapping[str, Tensor],
     of: Mapping[str, str],
-    place: tuple[int, int],
+    place: tuple[int, int, int | None],
     *,
     cuda: bool,
 ) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Hashes of weights as SGLang makes them on a CPU, of weights under their Hugging Face names.
 
 SGLang keeps projections of one input as one matrix, cuts weights over the ranks of tensor
-parallelism and pads a vocabulary; the hash of a weight is the first eight bytes of SHA-256 over
-its bytes. This file knows no engine.
+parallelism and pads a vocabulary; of ranks beyond the key-value heads several have the same head.
+The hash of a weight is the first eight bytes of SHA-256 over its bytes. This file knows no engine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ VOCABULARY = ("embed_tokens", "lm_head")
 VOCABULARY_STEP = 64
 OUTPUTS = frozenset({*FUSED, *(part for parts in FUSED.values() for part in parts)})
 INPUTS = frozenset({"o_proj", "down_proj"})
+KEYS = frozenset({"k_proj", "v_proj"})
 
 # A weight, a dimension, and where in it a part of the weight begins and ends.
 Piece = tuple[str, int, int, int]
@@ -25,17 +26,26 @@ Layout = dict[str, tuple[list[Piece], int]]
 
 
 def weight_layout(
-    names: Iterable[str], staged: Mapping[str, Tensor], rank: int = 0, ranks: int = 1
+    names: Iterable[str],
+    staged: Mapping[str, Tensor],
+    rank: int = 0,
+    ranks: int = 1,
+    kv_heads: int | None = None,
 ) -> Layout:
     """Of a rank's weights: the pieces that each has, one after the other, and rows of zeros then.
 
-    A weight that is not known has no piece.
+    A weight that is not known has no piece. Of None `kv_heads` ranks are taken to be as many at
+    the most.
     """
-    return {name: pieces(name, staged, rank, ranks) for name in names}
+    return {name: pieces(name, staged, rank, ranks, kv_heads) for name in names}
 
 
 def pieces(
-    name: str, staged: Mapping[str, Tensor], rank: int, ranks: int
+    name: str,
+    staged: Mapping[str, Tensor],
+    rank: int,
+    ranks: int,
+    kv_heads: int | None = None,
 ) -> tuple[list[Piece], int]:
     """What a rank's weight is made of, cut as tensor parallelism cuts it, and rows of zeros.
 
@@ -51,7 +61,8 @@ def pieces(
         shape = staged[part].shape
         inputs = len(shape) - 1
         if ranks > 1 and module in OUTPUTS:
-            made.append((part, 0, *share(shape[0], rank, ranks)))
+            place = head_of(part, rank, ranks, kv_heads)
+            made.append((part, 0, *share(shape[0], *place)))
         elif ranks > 1 and module in INPUTS and inputs:
             made.append((part, inputs, *share(shape[inputs], rank, ranks)))
         else:
@@ -74,6 +85,16 @@ def share(size: int, rank: int, ranks: int) -> tuple[int, int]:
     return size * rank // ranks, size * (rank + 1) // ranks
 
 
+def head_of(part: str, rank: int, ranks: int, kv_heads: int | None) -> tuple[int, int]:
+    """Which part of how many of a weight's outputs a rank has.
+
+    Where ranks are more than key-value heads, a head, which as many neighbours have.
+    """
+    if kv_heads is None or ranks <= kv_heads or part.split(".")[-2] not in KEYS:
+        return rank, ranks
+    return rank * kv_heads // ranks, kv_heads
+
+
 def parts(name: str, staged: Mapping[str, Tensor]) -> list[str]:
     """The weights that an engine's weight is made of."""
     if name in staged:
@@ -87,11 +108,15 @@ def parts(name: str, staged: Mapping[str, Tensor]) -> list[str]:
 
 
 def hashes(
-    names: Iterable[str], staged: Mapping[str, Tensor], rank: int = 0, ranks: int = 1
+    names: Iterable[str],
+    staged: Mapping[str, Tensor],
+    rank: int = 0,
+    ranks: int = 1,
+    kv_heads: int | None = None,
 ) -> dict[str, str]:
     """The hashes that a rank's weights should have; "" for one that is not known."""
     found = {}
-    for name, (made, extra) in weight_layout(names, staged, rank, ranks).items():
+    for name, (made, extra) in weight_layout(names, staged, rank, ranks, kv_heads).items():
         tensors = [staged[part].narrow(dim, start, stop - start) for part, dim, start, stop in made]
         if extra:
             tensors.append(tensors[0].new_zeros(extra, *tensors[0].shape[1:]))

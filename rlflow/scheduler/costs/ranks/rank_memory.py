@@ -82,7 +82,12 @@ class RankMemory:
     @property
     def weights(self) -> float:
         """Bytes of the parameters that a rank computes with."""
-        return self.shape.parameters * self.size / self.tp.ranks - self.elsewhere
+        return self.share_of(self.shape.parameters) - self.elsewhere
+
+    def share_of(self, parameters: float) -> float:
+        """Bytes on a rank of so many parameters, and of the keys and values that ranks repeat."""
+        repeated = self.shape.repeated_keys(self.tp.ranks) * self.size
+        return parameters * self.size / self.tp.ranks + repeated
 
     @property
     def experts(self) -> Experts:

@@ -30,6 +30,7 @@ from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.microbatches import hosted_activations
 from rlflow.scheduler.engines.engines import engine_parts
 from rlflow.scheduler.models.shapes import Shape
+from rlflow.scheduler.passes.bind.cuts import width_findings
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.plan.plan import Instance, Part, Plan
 
@@ -245,24 +246,7 @@ def layout_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Findin
         refused = [replace(each, where=model.where) for each in found]
         if refused:
             return refused
-    widths = {
-        "heads": shape.heads,
-        "key-value heads": shape.kv_heads,
-        "feed-forward width": shape.ffn,
-    }
-    wrong = [name for name, width in widths.items() if width % instance.tp]
-    if wrong:
-        findings.append(
-            Finding(
-                code="E213",
-                where=model.where,
-                what=f"{instance.name}: tp={instance.tp} does not divide the "
-                f"{' and the '.join(wrong)} of {model.path}",
-                got=f"{shape.heads} heads, {shape.kv_heads} key-value heads, "
-                f"feed-forward width {shape.ffn}",
-            )
-        )
-    return findings
+    return findings + width_findings(instance, model, shape)
 
 
 def _uncomputed(

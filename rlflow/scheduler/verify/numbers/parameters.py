@@ -24,6 +24,10 @@ FULL = NUMBER["float32"]
 # How much more than an equal share a rank may have, for each rank beside it, and at the most: of
 # norms each `tp` rank has all, and a vocabulary need not divide.
 UNEVEN, MOST_UNEVEN = Fraction(1, 32), Fraction(1, 2)
+# And on a rank of an engine, which has a whole head of keys and values where ranks are more than
+# those: 2 of the 5 widths of a head, of queries, output and a feed-forward layer as wide as the
+# queries, less the share of it that the rank has in any case.
+REPEATED = Fraction(2, 5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,20 +87,21 @@ def fewest_bytes(instance: Instance, span: Span, model: Model) -> Span:
     return least, span[1]
 
 
-def most_of_share(ranks: int) -> Fraction:
+def most_of_share(ranks: int, *, engine: bool = False) -> Fraction:
     """How much of an equal share the largest of some ranks may have, 1 or a little more."""
-    return 1 + min((ranks - 1) * UNEVEN, MOST_UNEVEN)
+    repeated = REPEATED * Fraction(ranks - 1, ranks) if engine else 0
+    return 1 + min((ranks - 1) * UNEVEN, MOST_UNEVEN) + repeated
 
 
-def whole_of(share: Span, ranks: int) -> Span:
+def whole_of(share: Span, ranks: int, *, engine: bool = False) -> Span:
     """How many there are in all, where the largest of some ranks has so many of them."""
-    least = ((share[0] - 1) * ranks + 1) / most_of_share(ranks)
+    least = ((share[0] - 1) * ranks + 1) / most_of_share(ranks, engine=engine)
     return ceil(least), (share[1] + 1) * ranks - 1
 
 
-def share_of(whole: Span, ranks: int) -> Span:
+def share_of(whole: Span, ranks: int, *, engine: bool = False) -> Span:
     """How many the largest of some ranks has of so many in all."""
-    return whole[0] // ranks, ceil(whole[1] * most_of_share(ranks) / ranks)
+    return whole[0] // ranks, ceil(whole[1] * most_of_share(ranks, engine=engine) / ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +163,8 @@ class ParameterCounts:
             weight = self.trained(i).weight if self.model(i).lora is None else number
             beside = [each * self.trained(i).weight for each in share_of(adapters, i.fsdp)]
             base = (lent(part) - beside[1]) // weight, -(-(lent(part) - beside[0]) // weight)
-            found.append((which_weights(self.model(i)), part.name, whole_of(base, i.fsdp * i.tp)))
+            whole = whole_of(base, i.fsdp * i.tp, engine=engine)
+            found.append((which_weights(self.model(i)), part.name, whole))
         return found
 
     @cached_property
@@ -170,12 +176,6 @@ class ParameterCounts:
             found[path] = max(known[0], least), min(known[1], most)
         return found
 
-    def bytes_of(self, model: Model, whole: Span, ranks: int, adapters: Span) -> Span:
-        """Bytes of the weights of a model on one of so many `tp` ranks."""
-        least, most = share_of(whole, ranks)
-        number = NUMBER[model.dtype]
-        return (least + adapters[0]) * number, (most + adapters[1]) * number
-
     def on_rank(self, instance: Instance, ranks: int) -> Span | None:
         """Bytes of an instance's model on each of so many ranks; None where it is not known."""
         whole, adapters = (
@@ -184,8 +184,10 @@ class ParameterCounts:
         )
         if whole is None or adapters is None:
             return None
-        model = self.model(instance)
-        span = self.bytes_of(model, whole, ranks, adapters)
+        model, engine = self.model(instance), (instance.options or instance.inside) is not None
+        least, most = share_of(whole, ranks, engine=engine)
+        number = NUMBER[model.dtype]
+        span = (least + adapters[0]) * number, (most + adapters[1]) * number
         return fewest_bytes(instance, span, model)
 
     def contradictions(self) -> Iterator[str]:
