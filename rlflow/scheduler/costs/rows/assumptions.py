@@ -12,6 +12,7 @@ from rlflow.scheduler.costs import measurement_keys as keys
 from rlflow.scheduler.costs.estimate import HOST_SECONDS_PER_ROW, HOST_WORK, TABLE, Costs
 from rlflow.scheduler.costs.origins import origins
 from rlflow.scheduler.costs.rows.given import ninety_fifth
+from rlflow.scheduler.costs.turns import Turn
 from rlflow.scheduler.devices.cluster import Cluster
 from rlflow.scheduler.plan.plan import Plan
 
@@ -23,9 +24,7 @@ def seconds_rest_on(plan: Plan, costs: Costs) -> tuple[str, ...]:
     rollouts = rollouts or [made for node in trained for made in origins(plan.graph, node)]
     found = _by_node(rollouts, [responses_text(node, costs) for node in rollouts])
     found += _by_node(rollouts, [prompts_text(node, costs) for node in rollouts])
-    drafting = any(node.role(Drafted) is not None for node in rollouts)
-    if drafting or any(instance.engine_plan.drafts for instance in plan.instances):
-        found.append("drafted tokens: none counts (assumed)")
+    found += drafting_text(plan, costs)
     sources = {action.cost.source for action in plan.actions}
     calling = {node.name for node, _ in plan.graph.having(Calling) if node.model is None}
     if calling:
@@ -36,6 +35,34 @@ def seconds_rest_on(plan: Plan, costs: Costs) -> tuple[str, ...]:
     if not any(source.startswith(TABLE) for source in sources):
         return (*found, "rates (measured)")
     return (*found, *rates_text(costs.cluster))
+
+
+def drafting_text(plan: Plan, costs: Costs) -> list[str]:
+    """How many drafted tokens are accepted, and where that is from; empty where none are."""
+    served: dict[str, str] = {
+        a.node: a.instance for a in plan.actions if a.kind == "run" and a.node and a.instance
+    }
+    nodes, texts = [], []
+    for node in plan.graph.nodes:
+        if node.op.use != "rollout" or node.name not in served:
+            continue
+        instance = plan.instance(served[node.name])
+        turn = costs.turn(node, instance)
+        if turn is not None:
+            nodes.append(node)
+            texts.append(turn_text(turn))
+    drafted = any(node.role(Drafted) is not None for node in plan.graph.nodes)
+    drafted = drafted or any(instance.engine_plan.drafts for instance in plan.instances)
+    if drafted and not nodes:
+        return ["drafted tokens: none counts (assumed)"]
+    return _by_node(nodes, texts)
+
+
+def turn_text(turn: Turn) -> str:
+    """A turn as it is printed: `acceptance 0.71, 2.6 tokens a pass that verifies 3 (assumed)`."""
+    drafted = turn.read - 1
+    each = f"{round(turn.tokens, 2):g} tokens a pass that verifies {drafted}"
+    return f"acceptance {turn.acceptance:g}, {each} ({turn.how})"
 
 
 def _by_node(nodes: list[Node], texts: list[str]) -> list[str]:
