@@ -205,7 +205,7 @@ class Costs(ExpectedRows):
         if node.op.use != "rollout":
             return None
         kind = self.cluster.kind_of(instance.devices[0])
-        return turn_of(node, instance, None, on_cpu=kind.name == "cpu")
+        return turn_of(node, instance, self.graph.acceptance, on_cpu=kind.name == "cpu")
 
     def _drafter(
         self, node: Node, instance: Instance, policy: Shape, roof: Roofline

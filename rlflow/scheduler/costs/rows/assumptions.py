@@ -39,23 +39,26 @@ def seconds_rest_on(plan: Plan, costs: Costs) -> tuple[str, ...]:
 
 def drafting_text(plan: Plan, costs: Costs) -> list[str]:
     """How many drafted tokens are accepted, and where that is from; empty where none are."""
-    served: dict[str, str] = {
-        a.node: a.instance for a in plan.actions if a.kind == "run" and a.node and a.instance
-    }
+    runs = {action.node: action for action in plan.actions if action.kind == "run"}
     nodes, texts = [], []
     for node in plan.graph.nodes:
-        if node.op.use != "rollout" or node.name not in served:
+        run = runs.get(node.name)
+        if run is None or run.instance is None:
             continue
-        instance = plan.instance(served[node.name])
-        turn = costs.turn(node, instance)
+        turn = costs.turn(node, plan.instance(run.instance))
         if turn is not None:
             nodes.append(node)
-            texts.append(turn_text(turn))
+            counts = not run.cost.source or run.cost.source.startswith(TABLE)
+            texts.append(
+                turn_text(turn) if counts else "acceptance as in the run that was measured"
+            )
+    if nodes:
+        return _by_node(nodes, texts)
     drafted = any(node.role(Drafted) is not None for node in plan.graph.nodes)
-    drafted = drafted or any(instance.engine_plan.drafts for instance in plan.instances)
-    if drafted and not nodes:
+    if drafted or any(instance.engine_plan.drafts for instance in plan.instances):
         return ["drafted tokens: none counts (assumed)"]
-    return _by_node(nodes, texts)
+    said = costs.graph.acceptance
+    return [] if said is None else [f"acceptance {said:g}: nothing drafts (given)"]
 
 
 def turn_text(turn: Turn) -> str:
