@@ -161,14 +161,8 @@ def schedule_options(function: F) -> F:
 
 def plan_options(function: F) -> F:
     """The options of commands that compile a plan, and do not run it."""
-    options = (
-        model_shape_option,
-        acceptance_option,
-        schedule_options,
-        part_options,
-        target_options,
-    )
-    for option in options:
+    function = acceptance_option(model_shape_option(function))
+    for option in (schedule_options, part_options, target_options):
         function = option(function)
     return function
 

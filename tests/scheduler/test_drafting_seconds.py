@@ -18,10 +18,10 @@ from rlflow.cli.main import cli
 from rlflow.graph.graph import Graph
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.lengths import Load, ResponseLengths
+from rlflow.scheduler.costs.ranks.draft_turns import BY_MODEL, BY_NGRAMS, DraftTurn, drafting_shape
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.rows.assumptions import seconds_rest_on
 from rlflow.scheduler.costs.serving import Serving
-from rlflow.scheduler.costs.turns import BY_MODEL, BY_NGRAMS, Turn, drafting_shape
 from rlflow.scheduler.devices.cluster import Cluster
 from rlflow.scheduler.devices.collectives import group_of
 from rlflow.scheduler.devices.efficiency import CACHE_READ, DRAWN_BYTES, RAMP
@@ -43,16 +43,16 @@ LOAD = Load(rows=64, prompts=8, prompt=256, lengths=ResponseLengths(2048, 1024.0
 
 
 def drafts(roof: Roofline, drafted: int, acceptance: float, by: Roofline | None) -> Roofline:
-    return replace(roof, turn=Turn(drafted=drafted, acceptance=acceptance), drafter=by)
+    return replace(roof, turn=DraftTurn(drafted=drafted, acceptance=acceptance), drafter=by)
 
 
 def test_a_turn_brings_the_tokens_of_a_geometric_series() -> None:
     """(1 - a^(k + 1)) / (1 - a): 1 + 0.5 + 0.25 + 0.125 of three that are accepted by halves."""
-    assert 1.875 == Turn(drafted=3, acceptance=0.5).tokens
-    assert 4 == Turn(drafted=3, acceptance=1.0).tokens
-    assert 1 == Turn(drafted=3, acceptance=0.0).tokens
-    assert Turn(drafted=5, acceptance=0.8).tokens == pytest.approx((1 - 0.8**6) / 0.2)
-    assert 1 + 3 * 2 == Turn(drafted=3, acceptance=0.5, beams=2).read
+    assert 1.875 == DraftTurn(drafted=3, acceptance=0.5).tokens
+    assert 4 == DraftTurn(drafted=3, acceptance=1.0).tokens
+    assert 1 == DraftTurn(drafted=3, acceptance=0.0).tokens
+    assert DraftTurn(drafted=5, acceptance=0.8).tokens == pytest.approx((1 - 0.8**6) / 0.2)
+    assert 1 + 3 * 2 == DraftTurn(drafted=3, acceptance=0.5, beams=2).read
 
 
 def test_a_token_of_a_row_that_drafts_by_hand() -> None:

@@ -29,11 +29,11 @@ from rlflow.scheduler.costs.distributions import (
 )
 from rlflow.scheduler.costs.lengths import Load
 from rlflow.scheduler.costs.pieces import WHOLE, Piece, as_measured
+from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn, drafting_shape, turn_of
 from rlflow.scheduler.costs.ranks.rank_memory import CACHE, Holds
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.rows.expected import ExpectedRows
 from rlflow.scheduler.costs.serving import serving_of
-from rlflow.scheduler.costs.turns import Turn, drafting_shape, turn_of
 from rlflow.scheduler.devices.collectives import copy_bandwidth, group_of, staging
 from rlflow.scheduler.devices.hardware import OBJECT_STORE, STORE_SECONDS
 from rlflow.scheduler.models.quantised import spared_bytes
@@ -200,7 +200,7 @@ class Costs(ExpectedRows):
             drafter=None if turn is None else self._drafter(node, instance, shape, roof),
         )
 
-    def turn(self, node: Node, instance: Instance) -> Turn | None:
+    def turn(self, node: Node, instance: Instance) -> DraftTurn | None:
         """A turn of a rollout that drafts; None where nothing is drafted, or counts."""
         if node.op.use != "rollout":
             return None

@@ -14,8 +14,8 @@ from rlflow.graph.placement import Recompute
 from rlflow.graph.rules.completion_order import ended_share
 from rlflow.modelfiles.chunks import WIDE_BYTES
 from rlflow.scheduler.costs.lengths import Load, attended_pairs, fullest, stages
+from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn
 from rlflow.scheduler.costs.ranks.rank_memory import PREFILL, RankMemory
-from rlflow.scheduler.costs.turns import Turn
 from rlflow.scheduler.devices import efficiency
 from rlflow.scheduler.devices.collectives import ALONE, Group
 from rlflow.scheduler.models.flops import product_sizes, recomputed_layers
@@ -36,7 +36,7 @@ class Roofline(RankMemory):
     Its rollouts go by `turn`, where they draft: by n-grams, or by the model `drafter`.
     """
 
-    turn: Turn | None = None
+    turn: DraftTurn | None = None
     drafter: Roofline | None = None
 
     @property

@@ -11,8 +11,8 @@ from rlflow.graph.rules.nesting import declared_name
 from rlflow.scheduler.costs import measurement_keys as keys
 from rlflow.scheduler.costs.estimate import HOST_SECONDS_PER_ROW, HOST_WORK, TABLE, Costs
 from rlflow.scheduler.costs.origins import origins
+from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn
 from rlflow.scheduler.costs.rows.given import ninety_fifth
-from rlflow.scheduler.costs.turns import Turn
 from rlflow.scheduler.devices.cluster import Cluster
 from rlflow.scheduler.plan.plan import Plan
 
@@ -50,7 +50,7 @@ def drafting_text(plan: Plan, costs: Costs) -> list[str]:
             nodes.append(node)
             counts = not run.cost.source or run.cost.source.startswith(TABLE)
             texts.append(
-                turn_text(turn) if counts else "acceptance as in the run that was measured"
+                acceptance_text(turn) if counts else "acceptance as in the run that was measured"
             )
     if nodes:
         return _by_node(nodes, texts)
@@ -61,7 +61,7 @@ def drafting_text(plan: Plan, costs: Costs) -> list[str]:
     return [] if said is None else [f"acceptance {said:g}: nothing drafts (given)"]
 
 
-def turn_text(turn: Turn) -> str:
+def acceptance_text(turn: DraftTurn) -> str:
     """A turn as it is printed: `acceptance 0.71, 2.6 tokens a pass that verifies 3 (assumed)`."""
     drafted = turn.read - 1
     each = f"{round(turn.tokens, 2):g} tokens a pass that verifies {drafted}"

@@ -25,7 +25,7 @@ SMALLER = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class DraftTurn:
     """`drafted` tokens of a row one after the other, `beams` at each place, and one policy pass.
 
     A token is accepted with probability `acceptance` where those before it were.
@@ -47,20 +47,24 @@ class Turn:
         return 1 + self.drafted * self.beams
 
 
-def turn_of(node: Node, instance: Instance, said: float | None, *, on_cpu: bool) -> Turn | None:
-    """A turn of a node's rollout; None where nothing drafts, and on CPU devices if none is said."""
+def turn_of(
+    node: Node, instance: Instance, said: float | None, *, on_cpu: bool
+) -> DraftTurn | None:
+    """A turn of a node's rollout; None where nothing drafts, and on a CPU if nothing is `said`."""
     engine = instance.engine_plan
     own, options = node.role(Drafted), engine.speculative
     drafted = engine.drafts if engine.own_process else own is not None
     if not drafted or (on_cpu and said is None):
         return None
-    how = "assumed" if said is None else "given"
-    if options is not None:
-        assumed = BY_NGRAMS if options.algorithm == "NGRAM" else BY_MODEL
-        chance = assumed if said is None else said
-        return Turn(drafted=options.draft_tokens, acceptance=chance, beams=options.topk, how=how)
+    by_ngrams = options is not None and options.algorithm == "NGRAM"
+    assumed = BY_NGRAMS if by_ngrams else BY_MODEL
     tokens = engine.draft_tokens if engine.own_process or own is None else own.tokens
-    return Turn(drafted=tokens, acceptance=BY_MODEL if said is None else said, how=how)
+    return DraftTurn(
+        drafted=tokens if options is None else options.draft_tokens,
+        acceptance=assumed if said is None else said,
+        beams=1 if options is None else options.topk,
+        how="assumed" if said is None else "given",
+    )
 
 
 def drafting_shape(instance: Instance, policy: Shape, size: int) -> Shape | None:
