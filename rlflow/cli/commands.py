@@ -13,7 +13,7 @@ from typing import Any
 
 from rlflow.cli.config import load_pipeline, named_placement, trace_error
 from rlflow.cli.options import chunks_said
-from rlflow.cli.planning.lengths import asked_lengths
+from rlflow.cli.planning.lengths import asked_acceptance, asked_lengths
 from rlflow.cli.planning.missing_models import hub_findings, missing_model_findings
 from rlflow.cli.stages.parts import part_placement, taken_part
 from rlflow.data import DataSource
@@ -57,6 +57,7 @@ class Target:
     backend: Backend | None = None
     model_shape: str | None = None
     lengths: str | Lengths | None = None
+    acceptance: float | None = None
     staleness: int | None = None
     stream: str | None = None
     pause_at: int | None = None
@@ -120,6 +121,8 @@ def _declared(target: Target) -> Declared:
         graph = with_shapes(graph, target.model_shape)
     if target.lengths is not None:
         graph = replace(graph, lengths=asked_lengths(target.lengths))
+    if target.acceptance is not None:
+        graph = replace(graph, acceptance=asked_acceptance(target.acceptance))
     part = taken_part(graph, target.only, target.from_)
     return Declared(pipeline=pipeline, config=config, whole=graph, part=part)
 

@@ -25,6 +25,7 @@ from rlflow.cli.looking.report import report
 from rlflow.cli.looking.samples import show_samples
 from rlflow.cli.looking.watch import watch_run
 from rlflow.cli.options import (
+    acceptance_option,
     engine_option,
     lengths_option,
     memory_options,
@@ -165,6 +166,7 @@ def simulate_pipeline(
 @cli.command("tune")
 @target_options
 @model_shape_option
+@acceptance_option
 @lengths_option
 @click.option(
     "--max-staleness",
@@ -242,6 +244,7 @@ def tune_pipeline(
 @click.option("--backend", type=click.Choice(["local", "ray"]))
 @schedule_options
 @model_shape_option
+@acceptance_option
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the plans differ.")
 @range_option
 @json_option

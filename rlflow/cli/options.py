@@ -83,6 +83,14 @@ lengths_option = click.option(
 )
 
 
+acceptance_option = click.option(
+    "--acceptance",
+    type=float,
+    metavar="CHANCE",
+    help="How often a drafted token is accepted where those before it were, 0 to 1; else assumed.",
+)
+
+
 def target_options(function: F) -> F:
     """The options by which every command is told what to look at."""
     for option in (
@@ -153,8 +161,8 @@ def schedule_options(function: F) -> F:
 
 def plan_options(function: F) -> F:
     """The options of commands that compile a plan, and do not run it."""
-    options = (model_shape_option, schedule_options, part_options, target_options)
-    for option in options:
+    function = acceptance_option(model_shape_option(function))
+    for option in (schedule_options, part_options, target_options):
         function = option(function)
     return function
 

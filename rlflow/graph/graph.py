@@ -205,6 +205,8 @@ class Graph:
     headline: tuple[str, ...] = ()
     lengths: Lengths | None = None
     """What is said of prompts' and responses' lengths: estimates read it, and no hash does."""
+    acceptance: float | None = None
+    """What is said of the probability that a drafted token is accepted; read as lengths are."""
 
     def node(self, name: str) -> Node:
         """The node of that name; KeyError if there is none."""

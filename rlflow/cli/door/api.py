@@ -36,8 +36,8 @@ def compile(pipeline: Declaring, **options: Unpack[PlanOptions]) -> CompiledPlan
     the command: `placement` by name or as a value, the first of the pipeline if left out;
     `devices="h100:8"`, this machine's if left out; `config={"lr": 1e-5}`, `backend`, `threads`,
     `model_shape`, `engine`, `staleness`, `stream`, `pause_at`, `optimize`, `host_memory`,
-    `reserve`, `lengths`; `only="actor.rollout"` and `from_="runs/a:actor.rollout"` take a part of
-    the graph. The plan's `range` is that of its period, for accelerators.
+    `reserve`, `lengths`, `acceptance`; `only="actor.rollout"` and `from_="runs/a:actor.rollout"`
+    take a part of the graph. The plan's `range` is that of its period, for accelerators.
 
     Raises UsageError for options that are not understood (E820), GraphError where the pipeline is
     wrong, PlanError where it does not fit.

@@ -62,21 +62,23 @@ class PlanOptions(PlacedOptions, total=False):
     """What a plan is made for; each is the option of that name of `rlflow plan`."""
 
     model_shape: str | None
+    acceptance: float | None
 
 
 class SearchOptions(TargetOptions, total=False):
     """What a search is made for; each is the option of that name of `rlflow tune`."""
 
     model_shape: str | None
+    acceptance: float | None
     lengths: str | Path | Lengths | None
 
 
 class RunOptions(PlacedOptions, total=False):
     """What a run is told; each is the option of that name of `rlflow run`.
 
-    Those of plans (`PlanOptions`) but for `model_shape`, and how the run goes on. `save_every`
-    is iterations, or a text such as `"50,600s"`; `quiet=False` prints what the command prints.
-    `record`, `track` and `profile_action` are one text or several, as on the command line:
+    Those of plans (`PlanOptions`) but for `model_shape` and `acceptance`, and how the run goes on.
+    `save_every` is iterations, or a text such as `"50,600s"`; `quiet=False` prints what the command
+    prints. `record`, `track` and `profile_action` are one text or several, as on the command line:
     `"actor.rollout=every:10"`, `"tensorboard"`, `"actor.update"`; or `"none"` of the first two.
     `record_cap` is in GB.
     """

@@ -32,6 +32,7 @@ def diff_placements(
         settings=options["settings"],
         model_shape=options.get("model_shape"),
         lengths=options.get("lengths"),
+        acceptance=options.get("acceptance"),
     )
     declared = declare(target)
     names = placements or tuple(declared.pipeline.placements)[:2]

@@ -1,4 +1,7 @@
-"""What `--lengths` says: words, a file of lengths, or a run whose responses were measured."""
+"""What `--lengths` says: words, a file of lengths, or a run whose responses were measured.
+
+And what `--acceptance` says.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,21 @@ def asked_lengths(said: str | Lengths) -> Lengths:
             )
         )
     return lengths_file(path, UsageError)
+
+
+def asked_acceptance(said: float) -> float:
+    """How often a drafted token is accepted. Raises UsageError E371 for what is no probability."""
+    if 0 <= said <= 1:
+        return float(said)
+    raise UsageError(
+        Finding(
+            code="E371",
+            what="a drafted token is accepted with a probability",
+            got=f"--acceptance {said:g}",
+            expected="a number from 0, where none is accepted, to 1, where all are",
+            fix=f"--acceptance {said / 100:g}" if 5 <= said <= 100 else "--acceptance 0.7",
+        )
+    )
 
 
 def run_lengths(run: Path) -> Lengths:

@@ -29,6 +29,7 @@ from rlflow.scheduler.costs.distributions import (
 )
 from rlflow.scheduler.costs.lengths import Load
 from rlflow.scheduler.costs.pieces import WHOLE, Piece, as_measured
+from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn, drafting_shape, turn_of
 from rlflow.scheduler.costs.ranks.rank_memory import CACHE, Holds
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.rows.expected import ExpectedRows
@@ -189,12 +190,35 @@ class Costs(ExpectedRows):
         """A model as a node uses it: drafted rows have no blocks, rollouts no sequence to share."""
         roof = self.roofline(instance, shape)
         use, drafted = node.op.use or "forward", node.role(Drafted) is not None
+        turn = self.turn(node, instance)
         return replace(
             roof,
             paged=roof.paged and not drafted,
             sequence=roof.sequence and use != "rollout",
             tf32=use in instance.tf32,
+            turn=turn,
+            drafter=None if turn is None else self._drafter(node, instance, shape, roof),
         )
+
+    def turn(self, node: Node, instance: Instance) -> DraftTurn | None:
+        """A turn of a rollout that drafts; None where nothing is drafted, or counts."""
+        if node.op.use != "rollout":
+            return None
+        kind = self.cluster.kind_of(instance.devices[0])
+        return turn_of(node, instance, self.graph.acceptance, on_cpu=kind.name == "cpu")
+
+    def _drafter(
+        self, node: Node, instance: Instance, policy: Shape, roof: Roofline
+    ) -> Roofline | None:
+        """What drafts for a node's rows, as it lies beside its policy; None for n-grams."""
+        name = instance.engine_plan.drafter_of(node)
+        if name is None:
+            found = drafting_shape(instance, policy, roof.size)
+            return None if found is None else replace(roof, shape=found, spared=0)
+        shape = self.shapes[name]
+        if shape is None:
+            return None
+        return replace(self.roofline(replace(instance, model=name), shape), paged=False)
 
     def roofline(self, instance: Instance, shape: Shape) -> Roofline:
         """A model on an instance's ranks: a mesh (replicas, fsdp, tp), row-major."""

@@ -14,6 +14,7 @@ from rlflow.graph.placement import Recompute
 from rlflow.graph.rules.completion_order import ended_share
 from rlflow.modelfiles.chunks import WIDE_BYTES
 from rlflow.scheduler.costs.lengths import Load, attended_pairs, fullest, stages
+from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn
 from rlflow.scheduler.costs.ranks.rank_memory import PREFILL, RankMemory
 from rlflow.scheduler.devices import efficiency
 from rlflow.scheduler.devices.collectives import ALONE, Group
@@ -30,7 +31,13 @@ ROUNDED = 2 * 36 * 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline(RankMemory):
-    """Seconds of a model on its ranks; what they are and hold, `RankMemory` says."""
+    """Seconds of a model on its ranks; what they are and hold, `RankMemory` says.
+
+    Its rollouts go by `turn`, where they draft: by n-grams, or by the model `drafter`.
+    """
+
+    turn: DraftTurn | None = None
+    drafter: Roofline | None = None
 
     @property
     def kernels(self) -> int:
@@ -299,12 +306,14 @@ class Roofline(RankMemory):
             return self.gathered() + moved + whole.rollout(load, leg, legs)
         total = self.gathered() if self.gathers else 0.0
         if not leg:
-            total += self.agreed(load.prompts * load.mean_prompt) + self.prefill(load)
+            for read in (self, self.drafter):
+                if read is not None:
+                    total += read.agreed(load.prompts * load.mean_prompt) + read.prefill(load)
         since = ended_share(leg, legs)
         until = 2.0 if leg + 1 == legs else ended_share(leg + 1, legs)
         for stage in stages(load.lengths, load.rows, load.peers, self.at_once(load)):
             if since <= stage.ended < until:
-                step = self.decode(stage.live, load.mean_prompt + stage.age)
+                step = self.token(stage.live, load.mean_prompt + stage.age)
                 total += stage.tokens * stage.goes_on * step
         return total
 
@@ -324,17 +333,41 @@ class Roofline(RankMemory):
         tokens = load.lengths.mean + load.prompts * load.mean_prompt / load.rows
         return self.serving.at_once(load.rows, tokens)
 
-    def decode(self, rows: float, context: float) -> float:
-        """Seconds of one token for each of `rows` rows that have seen `context` tokens.
+    def token(self, rows: float, context: float) -> float:
+        """Seconds of one more token for each row, in expectation where several come at a time.
+
+        The drafter passes once for each token that it proposes, then the policy reads them all.
+        """
+        if self.turn is None:
+            return self.decode(rows, context)
+        eager = self.serving is None and not self.on_cpu
+        turn = self.decode(rows, context, self.turn.read, eager=eager)
+        if self.drafter is not None:
+            spans = (1, *(self.turn.beams for _ in range(self.turn.drafted - 1)))
+            drafts = (self.drafter.one_pass(rows, context, span, eager=eager) for span in spans)
+            turn += sum(drafts) if self.turn.drafted else 0.0
+        return turn / self.turn.tokens
+
+    def decode(self, rows: float, context: float, span: int = 1, *, eager: bool = False) -> float:
+        """Seconds of a step in which each of `rows` rows reads `span` tokens after its `context`.
+
+        An engine in a process of its own then schedules the next step.
+        """
+        host = 0.0 if self.serving is None or self.on_cpu else self.serving.scheduled(rows)
+        return self.one_pass(rows, context, span, eager=eager) + host
+
+    def one_pass(self, rows: float, context: float, span: int = 1, *, eager: bool = False) -> float:
+        """Seconds of the model alone in such a step; `eager` where graphs do not replay it.
 
         An accelerator reads weights, then what is cached, and is idle as each kernel begins and
-        ends; an engine in a process of its own then schedules the next step.
+        ends.
         """
-        computed = self.computed(rows, rows, rows * context if self.on_cpu else 0)
-        weights = self.share_of(self.shape.touched(rows)) - self.spared
+        tokens = rows * span
+        computed = self.computed(tokens, tokens, tokens * context if self.on_cpu else 0)
+        weights = self.share_of(self.shape.touched(tokens)) - self.spared
         # What a row carries is read and written.
         cache = rows * (context * self.cache_bytes + 2 * self.shape.carried(self.size))
-        drawn = self.over_vocabulary(rows, self.logit(self.kind.drawn, efficiency.DRAWN_BYTES))
+        drawn = self.over_vocabulary(tokens, self.logit(self.kind.drawn, efficiency.DRAWN_BYTES))
         if self.kind.weights:
             read = self.multiplied(computed, weights) + self.read(cache) + drawn
         elif self.on_cpu:
@@ -344,14 +377,14 @@ class Roofline(RankMemory):
             read = max(computed, self.read(weights)) + cached + drawn
             read += self.kernels * efficiency.RAMP
         seconds = max(read, self.brought())
-        if self.replays:
+        if self.replays or eager:
             seconds += self.kind.launch + self.step_kernels * self.kind.replayed
+            seconds = max(seconds, self.step_kernels * self.kind.launch) if eager else seconds
         elif self.serving is not None and rows <= self.serving.captured:
             seconds += self.kind.launch + self.kernels * self.kind.replayed
         else:
             seconds = self.launched(seconds)
-        host = 0.0 if self.serving is None or self.on_cpu else self.serving.scheduled(rows)
-        return seconds + self.agreed(rows) + host
+        return seconds + self.agreed(tokens)
 
     @property
     def step_kernels(self) -> int:

@@ -11,6 +11,7 @@ from rlflow.graph.rules.nesting import declared_name
 from rlflow.scheduler.costs import measurement_keys as keys
 from rlflow.scheduler.costs.estimate import HOST_SECONDS_PER_ROW, HOST_WORK, TABLE, Costs
 from rlflow.scheduler.costs.origins import origins
+from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn
 from rlflow.scheduler.costs.rows.given import ninety_fifth
 from rlflow.scheduler.devices.cluster import Cluster
 from rlflow.scheduler.plan.plan import Plan
@@ -23,9 +24,7 @@ def seconds_rest_on(plan: Plan, costs: Costs) -> tuple[str, ...]:
     rollouts = rollouts or [made for node in trained for made in origins(plan.graph, node)]
     found = _by_node(rollouts, [responses_text(node, costs) for node in rollouts])
     found += _by_node(rollouts, [prompts_text(node, costs) for node in rollouts])
-    drafting = any(node.role(Drafted) is not None for node in rollouts)
-    if drafting or any(instance.engine_plan.drafts for instance in plan.instances):
-        found.append("drafted tokens: none counts (assumed)")
+    found += drafting_text(plan, costs)
     sources = {action.cost.source for action in plan.actions}
     calling = {node.name for node, _ in plan.graph.having(Calling) if node.model is None}
     if calling:
@@ -36,6 +35,37 @@ def seconds_rest_on(plan: Plan, costs: Costs) -> tuple[str, ...]:
     if not any(source.startswith(TABLE) for source in sources):
         return (*found, "rates (measured)")
     return (*found, *rates_text(costs.cluster))
+
+
+def drafting_text(plan: Plan, costs: Costs) -> list[str]:
+    """How many drafted tokens are accepted, and where that is from; empty where none are."""
+    runs = {action.node: action for action in plan.actions if action.kind == "run"}
+    nodes, texts = [], []
+    for node in plan.graph.nodes:
+        run = runs.get(node.name)
+        if run is None or run.instance is None:
+            continue
+        turn = costs.turn(node, plan.instance(run.instance))
+        if turn is not None:
+            nodes.append(node)
+            counts = not run.cost.source or run.cost.source.startswith(TABLE)
+            texts.append(
+                acceptance_text(turn) if counts else "acceptance as in the run that was measured"
+            )
+    if nodes:
+        return _by_node(nodes, texts)
+    drafted = any(node.role(Drafted) is not None for node in plan.graph.nodes)
+    if drafted or any(instance.engine_plan.drafts for instance in plan.instances):
+        return ["drafted tokens: none counts (assumed)"]
+    said = costs.graph.acceptance
+    return [] if said is None else [f"acceptance {said:g}: nothing drafts (given)"]
+
+
+def acceptance_text(turn: DraftTurn) -> str:
+    """A turn as it is printed: `acceptance 0.71, 2.6 tokens a pass that verifies 3 (assumed)`."""
+    drafted = turn.read - 1
+    each = f"{round(turn.tokens, 2):g} tokens a pass that verifies {drafted}"
+    return f"acceptance {turn.acceptance:g}, {each} ({turn.how})"
 
 
 def _by_node(nodes: list[Node], texts: list[str]) -> list[str]:

@@ -1,0 +1,104 @@
+"""Turns of rollouts that draft: how many tokens each brings, and by what model it is drafted.
+
+Of acceptance what is said, or an assumed one. Knows shapes and options; no seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rlflow.graph.roles import Drafted
+from rlflow.graph.user.speculative import Speculative
+from rlflow.scheduler.costs.drafting import frozen_bytes
+
+if TYPE_CHECKING:
+    from rlflow.graph.graph import Node
+    from rlflow.scheduler.models.shapes import Shape
+    from rlflow.scheduler.plan.instance import Instance
+
+# Leviathan et al. 2023, table 3, samples at temperature 1: LaMDA 137B that one of 2B drafts for,
+# and T5-XXL with bigrams, in translation.
+BY_MODEL, BY_NGRAMS = 0.71, 0.19
+# A language model that drafts, where its files are not here: so much of the policy (assumed).
+SMALLER = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTurn:
+    """`drafted` tokens of a row one after the other, `beams` at each place, and one policy pass.
+
+    A token is accepted with probability `acceptance` where those before it were.
+    """
+
+    drafted: int
+    acceptance: float
+    beams: int = 1
+    how: str = "assumed"
+
+    @property
+    def tokens(self) -> float:
+        """Expected tokens of a row: 1 + a + ... + a^k (Leviathan et al. 2023, section 3.1)."""
+        return float(sum(self.acceptance**place for place in range(self.drafted + 1)))
+
+    @property
+    def read(self) -> int:
+        """Tokens of a row that the policy reads: what is drafted, and the one before it."""
+        return 1 + self.drafted * self.beams
+
+
+def turn_of(
+    node: Node, instance: Instance, said: float | None, *, on_cpu: bool
+) -> DraftTurn | None:
+    """A turn of a node's rollout; None where nothing drafts, and on a CPU if nothing is `said`."""
+    engine = instance.engine_plan
+    own, options = node.role(Drafted), engine.speculative
+    drafted = engine.drafts if engine.own_process else own is not None
+    if not drafted or (on_cpu and said is None):
+        return None
+    by_ngrams = options is not None and options.algorithm == "NGRAM"
+    assumed = BY_NGRAMS if by_ngrams else BY_MODEL
+    tokens = engine.draft_tokens if engine.own_process or own is None else own.tokens
+    return DraftTurn(
+        drafted=tokens if options is None else options.draft_tokens,
+        acceptance=assumed if said is None else said,
+        beams=1 if options is None else options.topk,
+        how="assumed" if said is None else "given",
+    )
+
+
+def drafting_shape(instance: Instance, policy: Shape, size: int) -> Shape | None:
+    """What an engine's options draft with, cut from its policy; None for n-grams.
+
+    Heads on hidden states are a dense layer and a head over the vocabulary (Li et al. 2024, section
+    4.1). A smaller language model has the share of layers that its files have of the policy's
+    bytes, numbers of `size` bytes.
+    """
+    said: Speculative | None = instance.engine_plan.speculative
+    if said is None or said.algorithm == "NGRAM":
+        return None
+    head = policy.vocab * policy.hidden
+    if said.algorithm != "STANDALONE":
+        return _layers(policy, 1, head)
+    held = frozen_bytes(instance) * instance.tp
+    share = held / (policy.parameters * size) if held else SMALLER
+    return _layers(policy, max(1, round(share * policy.layers)), round(share * policy.embedding))
+
+
+def _layers(policy: Shape, layers: int, embedding: int) -> Shape:
+    """So many layers of a policy as a model of its own: of experts those of one token."""
+    each = max(policy.active - policy.embedding, 0) // policy.layers
+    return replace(
+        policy,
+        parameters=embedding + layers * each,
+        embedding=embedding,
+        layers=layers,
+        idle=0,
+        experts=0,
+        chosen=0,
+        routed=0,
+        without_attention=0,
+        convolved=0,
+        recurrent=0,
+        matrices=(),
+    )
