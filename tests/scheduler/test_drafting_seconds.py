@@ -43,7 +43,7 @@ LOAD = Load(rows=64, prompts=8, prompt=256, lengths=ResponseLengths(2048, 1024.0
 
 
 def drafts(roof: Roofline, drafted: int, acceptance: float, by: Roofline | None) -> Roofline:
-    return replace(roof, turn=DraftTurn(drafted=drafted, acceptance=acceptance), drafter=by)
+    return replace(roof, turn=DraftTurn(drafted=drafted, acceptance=acceptance), proposer=by)
 
 
 def test_a_turn_brings_the_tokens_of_a_geometric_series() -> None:

@@ -197,7 +197,7 @@ class Costs(ExpectedRows):
             sequence=roof.sequence and use != "rollout",
             tf32=use in instance.tf32,
             turn=turn,
-            drafter=None if turn is None else self._drafter(node, instance, shape, roof),
+            proposer=None if turn is None else self._drafter(node, instance, shape, roof),
         )
 
     def turn(self, node: Node, instance: Instance) -> DraftTurn | None:

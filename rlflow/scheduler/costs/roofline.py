@@ -33,11 +33,11 @@ ROUNDED = 2 * 36 * 4
 class Roofline(RankMemory):
     """Seconds of a model on its ranks; what they are and hold, `RankMemory` says.
 
-    Its rollouts go by `turn`, where they draft: by n-grams, or by the model `drafter`.
+    Its rollouts go by `turn`, where they draft: by n-grams, or by the model `proposer`.
     """
 
     turn: DraftTurn | None = None
-    drafter: Roofline | None = None
+    proposer: Roofline | None = None
 
     @property
     def kernels(self) -> int:
@@ -306,7 +306,7 @@ class Roofline(RankMemory):
             return self.gathered() + moved + whole.rollout(load, leg, legs)
         total = self.gathered() if self.gathers else 0.0
         if not leg:
-            for read in (self, self.drafter):
+            for read in (self, self.proposer):
                 if read is not None:
                     total += read.agreed(load.prompts * load.mean_prompt) + read.prefill(load)
         since = ended_share(leg, legs)
@@ -342,9 +342,9 @@ class Roofline(RankMemory):
             return self.decode(rows, context)
         eager = self.serving is None and not self.on_cpu
         turn = self.decode(rows, context, self.turn.read, eager=eager)
-        if self.drafter is not None:
+        if self.proposer is not None:
             spans = (1, *(self.turn.beams for _ in range(self.turn.drafted - 1)))
-            drafts = (self.drafter.one_pass(rows, context, span, eager=eager) for span in spans)
+            drafts = (self.proposer.one_pass(rows, context, span, eager=eager) for span in spans)
             turn += sum(drafts) if self.turn.drafted else 0.0
         return turn / self.turn.tokens
 
