@@ -6,11 +6,15 @@ matplotlib is imported when it is used, with the Agg backend.
 from __future__ import annotations
 
 import io
+from textwrap import fill
 from typing import Any
 
 from rlflow.report.charts.curves import PNG_DPI, STYLE, bare_svg
 from rlflow.report.charts.look import FAINT, INK, LINE, PALETTE, SOFT_INK
 from rlflow.scheduler.search.sweep import Sweep, SweepSize
+
+# Letters of the title that the figure has room for in a line.
+TITLE_WIDTH = 100
 
 
 def sweep_picture(sweep: Sweep, title: str, form: str, price: float | None = None) -> bytes:
@@ -23,7 +27,7 @@ def sweep_picture(sweep: Sweep, title: str, form: str, price: float | None = Non
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(10.4, 4.4), layout="constrained")
         FigureCanvasAgg(figure)
-        figure.suptitle(title, fontsize=11.5, x=0.01, ha="left", color=INK)
+        figure.suptitle(fill(title, TITLE_WIDTH), fontsize=11.5, x=0.01, ha="left", color=INK)
         left, right = figure.subplots(1, 2)
         _throughput(left, sizes, sweep)
         _costs(right, sizes, sweep, price)
