@@ -38,7 +38,10 @@ class On(Strict):
     leaves over hold replicas of that layout (hybrid sharding where `fsdp` > 1). With `ep` the
     experts of a mixture lie apart: of the `fsdp` ranks each `ep` neighbours hold all of a layer's,
     each as many, and tokens go to the ranks of the experts that they chose and come back. All else,
-    and what is left of `fsdp`, is shared as without. `weights="own"`
+    and what is left of `fsdp`, is shared as without. With `cp` updates and log-probs cut the tokens
+    of every row over `cp` ranks, between which attention is exchanged (context parallelism); these
+    share every parameter with those along `fsdp`, so that fsdp x cp x tp devices hold the model.
+    Rollouts generate whole rows, in a layout without it. `weights="own"`
     gives a rollout a copy of the weights where it could share the trained ones. With
     `recompute=True` only the inputs of each layer are kept for the backward pass, which computes
     the rest again (Chen et al. 2016); with a number n that holds of the first n layers alone, and
@@ -67,6 +70,7 @@ class On(Strict):
     fsdp: Count | None = None
     tp: Count | None = None
     ep: Count | None = None
+    cp: Count | None = None
     engine: str | EngineOptions | None = None
     weights: Literal["shared", "own"] | None = None
     recompute: Recompute | None = None

@@ -321,3 +321,17 @@ def test_real_counts_are_those_of_transformers(config: dict[str, object], name: 
     counted = sum(p.numel() for p in made.parameters())
     assert counted == widths.parameters == known_shape(name).parameters
     assert widths.parameters - widths.idle == known_shape(name).active
+
+
+def test_plans_derive_what_cp_leaves_of_fsdp_and_refuse_rows_that_cannot_be_cut(
+    tmp_path: Path,
+) -> None:
+    def compiled(**how: int) -> Plan:
+        placement = rf.Placement(pools={"all": 4}, assign={"*": rf.on("all", **how)})
+        return compile_plan(graph, placement, parse_cluster("cpu:4@64GB", 4, 1)).plan
+
+    graph = graph_of(lambda: declared(str(written(tmp_path / "dense", "qwen2"))), "families")
+    with pytest.raises(PlanError, match=r"(?s)E537.*cp=2: rows of.*cp=1"):
+        compiled(cp=2)
+    with pytest.raises(PlanError, match=r"(?s)E212.*fsdp=1 x cp=3 x tp=1 does not fit.*4 % 3 = 1"):
+        compiled(cp=3)

@@ -27,10 +27,10 @@ PAIRS = ((3, 1), (4, 0), (5, 9), (2, 6))
 
 @pytest.mark.parametrize("instance", [MESH, ENGINE, DRAFTER])
 def test_tensor_parallel_groups_are_neighbours_in_the_pool(instance):
-    assert PAIRS == instance.tp_groups
+    assert PAIRS == instance.row_groups
     assert len(PAIRS) == instance.row_parts
     alone = replace(instance, tp=1)
-    assert tuple((device,) for device in MESH.devices) == alone.tp_groups == alone.processes
+    assert tuple((device,) for device in MESH.devices) == alone.row_groups == alone.processes
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,13 @@ def instances(draw: st.DrawFn) -> Instance:
     fsdp, tp, copies = draw(st.sampled_from([(1, 1, 2), (2, 2, 2), (4, 2, 1), (4, 1, 2)]))
     devices = draw(st.permutations(range(12)))[: fsdp * tp * copies]
     ep = draw(st.sampled_from([n for n in (1, 2, 4) if fsdp % n == 0]))
-    return made(tuple(devices), fsdp, tp, ep)
+    cp = draw(st.sampled_from([n for n in (1, 2, 4) if fsdp % n == 0]))
+    return made(tuple(devices), fsdp // cp, tp, ep, cp)
 
 
-def made(devices: tuple[int, ...], fsdp: int = 1, tp: int = 1, ep: int = 1) -> Instance:
+def made(
+    devices: tuple[int, ...], fsdp: int = 1, tp: int = 1, ep: int = 1, cp: int = 1
+) -> Instance:
     return Instance(
         name="m@p",
         model="m",
@@ -56,13 +59,14 @@ def made(devices: tuple[int, ...], fsdp: int = 1, tp: int = 1, ep: int = 1) -> I
         fsdp=fsdp,
         tp=tp,
         ep=ep,
+        cp=cp,
     )
 
 
 def cells(instance: Instance, device: int, how: str) -> set[tuple[int, int]]:
     """The elements of a `SIDE` x `SIDE` matrix that a device holds, one by one."""
     rank = instance.devices.index(device)
-    layer, shard = rank % instance.tp, rank // instance.tp % instance.fsdp
+    layer, shard = rank % instance.tp, rank // instance.tp % instance.shards
     rows, columns = list(range(SIDE)), list(range(SIDE))
     if how in ("columns", "experts"):
         rows = rows[layer * SIDE // instance.tp : (layer + 1) * SIDE // instance.tp]
@@ -71,10 +75,10 @@ def cells(instance: Instance, device: int, how: str) -> set[tuple[int, int]]:
     if how == "experts":  # Those of this rank along ep, then what is left of fsdp.
         beside = shard % instance.ep
         rows = rows[beside * len(rows) // instance.ep :][: len(rows) // instance.ep]
-        each = len(rows) * instance.ep // instance.fsdp
+        each = len(rows) * instance.ep // instance.shards
         rows = rows[shard // instance.ep * each :][:each]
         return {(row, column) for row in rows for column in columns}
-    each = len(rows) // instance.fsdp
+    each = len(rows) // instance.shards
     rows = rows[shard * each : (shard + 1) * each]
     return {(row, column) for row in rows for column in columns}
 
@@ -140,6 +144,8 @@ def test_parameters_are_counted_by_how_they_are_cut() -> None:
         ({"fsdp": 2}, "fsdp=2 x2"),
         ({"fsdp": 2, "tp": 2}, "fsdp=2 tp=2"),
         ({"fsdp": 2, "ep": 2}, "fsdp=2 ep=2 x2"),
+        ({"fsdp": 2, "cp": 2}, "fsdp=2 cp=2"),
+        ({"cp": 2, "tp": 2}, "cp=2 tp=2"),
         ({"tp": 2, "recompute": True}, "tp=2 x2 recompute"),
         ({"tp": 4, "offload": "layers"}, "tp=4 offload=layers"),
     ],

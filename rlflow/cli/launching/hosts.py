@@ -91,7 +91,7 @@ def host_need(planned: Planned, hosts: int, memory: float | None) -> HostNeed:
         for host in range(hosts)
     ]
     counted_here = plan.peaks.get(HOST, 0) + (max(on_devices) if cluster.is_cpu else 0)
-    engines = len({d for i in plan.engines for group in i.tp_groups for d in group if d < each})
+    engines = len({d for i in plan.engines for group in i.row_groups for d in group if d < each})
     processes = int((each + OTHER_PROCESSES + engines) * CPU_PROCESS)
     server = cluster.host_memory * each / cluster.kind.per_host
     latency = plan.timing.latency if plan.timing is not None else 0.0

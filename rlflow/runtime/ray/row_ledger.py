@@ -83,7 +83,7 @@ class RowLedger:
         if spread is not None:
             return tuple(holders[0] for holders in spread.parts)
         if action.kind == "run" and action.instance is not None:
-            return action.devices[:: self._plan.instance(action.instance).tp]
+            return action.devices[:: self._plan.instance(action.instance).row_ranks]
         return self.asked(action)[:1]
 
     def keep(self, action: Action, iteration: int) -> dict[int, Rows]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlflow.runtime.rehearse.device import DEVICE, NoData, without_data
 from rlflow.runtime.rehearse.rows import NothingKept, RowsAtLongest, RowSizes
 from rlflow.runtime.worker.worker import Worker
-from rlflow.runtime.worker.world import Where, expert_mesh_of, mesh_of
+from rlflow.runtime.worker.world import Where, meshes_of
 from rlflow.scheduler.plan.plan import Action, Instance, Plan
 
 # The largest difference that is none, as a part of what is planned.
@@ -75,16 +75,12 @@ class FirstRank:
         self.instances = tuple(here)
         others = sorted({d for pool in plan.pools.values() for d in pool} - {own})
         ranks = {device: rank for rank, device in enumerate([own, *others])}
-        self._meshes = {
-            i.name: (mesh_of(i, ranks, DEVICE), expert_mesh_of(i, ranks, DEVICE))
-            for i in here
-            if i.sharded
-        }
+        self._meshes = {i.name: meshes_of(i, ranks, DEVICE) for i in here if i.sharded}
 
     def where(self, instance: Instance) -> Where:
         """Where an instance is loaded."""
-        mesh, experts = self._meshes.get(instance.name, (None, None))
-        return Where(device=DEVICE, mesh=mesh, experts=experts, ranks=(), nodes=None)
+        found = self._meshes.get(instance.name)
+        return Where(device=DEVICE, meshes=found, ranks=(), nodes=None)
 
     def peers(self, action: Action) -> None:
         """Nobody is there to add numbers up with."""

@@ -24,10 +24,9 @@ from rlflow.scheduler.plan.instance import engines_of
 from rlflow.scheduler.plan.plan import Instance
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from rlflow.contract import engines as contract
     from rlflow.engines.process.nodes import Nodes
+    from rlflow.runtime.worker.world import Meshes
 
     Parts = tuple[contract.LoadedModel, contract.Trainer | None, contract.RolloutEngine]
 
@@ -65,15 +64,13 @@ def load_instance(
     *,
     seed: int,
     device: str = "cpu",
-    mesh: DeviceMesh | None = None,
-    experts: DeviceMesh | None = None,
+    meshes: Meshes | None = None,
     ranks: Sequence[int] = (),
     nodes: Nodes | None = None,
     draft: Drafting | None = None,
 ) -> Loaded:
     """Load an instance: whole in this process, or this process's shards of it over a mesh.
 
-    Experts that lie apart have a mesh of their own, of the same ranks.
     An engine of its own is started in a process beside this one, on the devices of its `ranks`,
     with a `draft` if there is one; of one that lies on several `nodes`, this host's part.
     """
@@ -99,10 +96,10 @@ def load_instance(
         chosen = spec.optimizer if isinstance(spec.optimizer, AdamW | Muon) else None
         optimizer = chosen if instance.trained else None
         router = spec.router if instance.trained else None
-        if mesh is None:
+        if meshes is None:
             parts = _whole(instance, optimizer, router, path, common)
         else:
-            parts = _sharded(instance, optimizer, router, path, (mesh, experts), common)
+            parts = _sharded(instance, optimizer, router, path, meshes, common)
     model, train, rollout = parts
     return Loaded(
         instance=instance,
@@ -135,7 +132,7 @@ def _sharded(
     optimizer: AdamW | Muon | None,
     router: Router | None,
     path: str,
-    meshes: tuple[DeviceMesh, DeviceMesh | None],
+    meshes: Meshes,
     common: Common,
 ) -> Parts:
     """Model, training and rollout of this process's shards of an instance."""
@@ -145,12 +142,11 @@ def _sharded(
 
     model = load_sharded(
         path,
-        mesh=meshes[0],
-        experts=meshes[1],
         trained=instance.trained,
         name=instance.name,
         kept_whole=instance.kept_whole,
         sequence=instance.sequence,
+        **meshes._asdict(),
         **common,
     )
     micro, visiting = instance.micro_tokens, instance.offload == "optimizer"

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,14 +30,22 @@ T = TypeVar("T")
 
 MESH = ("replicate", "fsdp", "tp")
 EXPERTS = ("replicate", "shard", "ep", "tp")
+CONTEXT = ("replicate", "rows", "cp", "tp")
+
+
+class Meshes(NamedTuple):
+    """The mesh of an instance, and the same ranks where experts, or tokens of a row, lie apart."""
+
+    mesh: DeviceMesh
+    experts: DeviceMesh | None
+    context: DeviceMesh | None
 
 
 class Where(TypedDict):
     """Where a rank loads an instance."""
 
     device: str
-    mesh: DeviceMesh | None
-    experts: DeviceMesh | None
+    meshes: Meshes | None
     ranks: tuple[int, ...]
     nodes: Nodes | None
 
@@ -45,7 +53,7 @@ class Where(TypedDict):
 def where_loaded(world: World | None, instance: Instance, device: str) -> Where:
     """Where a process loads an instance: everything on `device` where there are no ranks."""
     if world is None:
-        return Where(device=device, mesh=None, experts=None, ranks=(), nodes=None)
+        return Where(device=device, meshes=None, ranks=(), nodes=None)
     return world.where(instance)
 
 
@@ -77,8 +85,7 @@ class World:
             self._find(cut, address)
         shared = [i for i in plan.instances if i.sharded]
         kind = self.device.partition(":")[0]
-        self._meshes = {i.name: mesh_of(i, self._ranks, kind) for i in shared}
-        self._experts = {i.name: expert_mesh_of(i, self._ranks, kind) for i in shared}
+        self._meshes = {i.name: meshes_of(i, self._ranks, kind) for i in shared}
         self._groups = {i.name: self._group(i.devices) for i in shared}
         self._peers = {i.name: self._part_group(i) for i in plan.instances if i.row_parts > 1}
         self._reshards = {
@@ -103,15 +110,10 @@ class World:
         """Where this rank loads an instance: device, mesh, and an engine's ranks and hosts."""
         return {
             "device": self.device,
-            "mesh": self.mesh(instance),
-            "experts": self._experts.get(instance.name),
+            "meshes": self._meshes.get(instance.name),
             "ranks": self.places(instance),
             "nodes": self.nodes(instance),
         }
-
-    def mesh(self, instance: Instance) -> DeviceMesh | None:
-        """The mesh of an instance that its ranks share; None where each holds all of it."""
-        return self._meshes.get(instance.name)
 
     def places(self, instance: Instance) -> tuple[int, ...]:
         """The devices of an engine's ranks that this one starts, by their numbers on its host.
@@ -181,14 +183,14 @@ class World:
         places = sorted(self._ranks[device] for device in action.devices)
         return [
             (tuple(places.index(self._ranks[d]) for d in devices), devices[0] == self.own)
-            for devices in self.plan.instance(name).tp_groups
+            for devices in self.plan.instance(name).row_groups
         ]
 
     def _part_group(self, instance: Instance) -> GroupPeers | None:
         """One group for each place within a row part; this rank's, if it has one."""
         found = None
-        for place in range(instance.tp):
-            members = instance.devices[place :: instance.tp]
+        for place in range(instance.row_ranks):
+            members = instance.devices[place :: instance.row_ranks]
             group = self._group(members)
             if self.own in members:
                 found = GroupPeers(group, members.index(self.own), len(members))
@@ -200,20 +202,20 @@ class World:
         return group
 
 
-def mesh_of(instance: Instance, ranks: Mapping[int, int], device: str) -> DeviceMesh:
-    """The mesh of an instance that its ranks share; `ranks` says the rank of a plan's device."""
+def meshes_of(instance: Instance, ranks: Mapping[int, int], device: str) -> Meshes:
+    """The meshes of an instance that its ranks share; `ranks` says the rank of a plan's device."""
     found = torch.tensor([ranks[each] for each in instance.devices])
-    shape = (instance.replicas, instance.fsdp, instance.tp)
-    return DeviceMesh(device, found.view(shape), mesh_dim_names=MESH)
+    copies, shards, tp = instance.replicas, instance.shards, instance.tp
+    ep, cp = instance.ep, instance.cp
 
+    def cut(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        return DeviceMesh(device, found.view(shape), mesh_dim_names=names)
 
-def expert_mesh_of(instance: Instance, ranks: Mapping[int, int], device: str) -> DeviceMesh | None:
-    """The same ranks where experts lie apart; None where they do not."""
-    if instance.ep == 1:
-        return None
-    found = torch.tensor([ranks[each] for each in instance.devices])
-    shape = (instance.replicas, instance.fsdp // instance.ep, instance.ep, instance.tp)
-    return DeviceMesh(device, found.view(shape), mesh_dim_names=EXPERTS)
+    return Meshes(
+        mesh=cut((copies, shards, tp), MESH),
+        experts=cut((copies, shards // ep, ep, tp), EXPERTS) if ep > 1 else None,
+        context=cut((copies, shards // cp, cp, tp), CONTEXT) if cp > 1 else None,
+    )
 
 
 class GroupPeers:

@@ -121,7 +121,7 @@ def beside_gradients(
     tokens = math.ceil(load.prompts) * load.prompt + math.ceil(load.rows) * load.lengths.longest
     most = max(roof.micro_tokens, load.longest_row)
     left = tokens - most + (load.longest_row if tokens > most else 0)
-    waiting = size * (instance.fsdp - 1) if instance.reduces_last and tokens > most else 0
+    waiting = size * (instance.shards - 1) if instance.reduces_last and tokens > most else 0
     held = dict(found) | ({WAITING: waiting} if waiting else {})
     if not instance.sharded or left >= most or roof.hosts_activations:
         return tuple(sorted(held.items(), key=lambda part: -part[1])) if waiting else found

@@ -223,7 +223,7 @@ class Costs(ExpectedRows):
     def roofline(self, instance: Instance, shape: Shape) -> Roofline:
         """A model on an instance's ranks: a mesh (replicas, fsdp, tp), row-major."""
         model, devices = self.graph.model(instance.model), instance.devices
-        across = instance.fsdp * instance.tp
+        across = instance.ranks
         size = dtype_bytes(model)
         low = instance.trained and size < FULL_BYTES
         return Roofline(
@@ -231,7 +231,7 @@ class Costs(ExpectedRows):
             shape=shape,
             size=size,
             predicts=model.head != "value",
-            gathers=instance.fsdp > 1 or (instance.sharded and low),
+            gathers=instance.shards > 1 or (instance.sharded and low),
             streamed=instance.offload == "layers",
             kept_whole=instance.kept_whole,
             sequence=instance.sequence,

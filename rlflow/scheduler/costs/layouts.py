@@ -40,7 +40,7 @@ def shares(shape: Shape) -> dict[Cut, int]:
 def parameters_per_rank(instance: Instance, sizes: Mapping[Cut, int]) -> int:
     """Parameters on each rank, the largest rank's where they do not divide."""
     cut = sum(size for how, size in sizes.items() if how != "whole")
-    return -(-(cut // instance.tp + sizes.get("whole", 0)) // instance.fsdp)
+    return -(-(cut // instance.tp + sizes.get("whole", 0)) // instance.shards)
 
 
 def held_parameters(instance: Instance, shape: Shape) -> int:
@@ -50,8 +50,8 @@ def held_parameters(instance: Instance, shape: Shape) -> int:
     """
     words, width = shape.vocab, shape.embedding // max(shape.vocab, 1)
     of_layer = -(-words // instance.tp)
-    rows = -(-of_layer // instance.fsdp)
-    beyond = width * (rows - Fraction(words, instance.tp * instance.fsdp))
+    rows = -(-of_layer // instance.shards)
+    beyond = width * (rows - Fraction(words, instance.tp * instance.shards))
     repeated = shape.repeated_keys(instance.tp)
     return parameters_per_rank(instance, shares(shape)) + int(beyond) + repeated
 
@@ -59,23 +59,23 @@ def held_parameters(instance: Instance, shape: Shape) -> int:
 def piece(instance: Instance, device: int, how: Cut) -> Box:
     """The piece of a parameter that a device of the instance holds, as fractions of its sides.
 
-    `fsdp` cuts the outputs of what `tp` leaves, of experts after neighbours along `ep`. An engine
-    takes whole weights in one process for each replica, and shares them out itself.
+    `fsdp` and `cp` cut the outputs of what `tp` leaves, of experts after neighbours along `ep`. An
+    engine takes whole weights in one process for each replica, and shares them out itself.
     """
     if instance.engine_plan.in_process:
         side = (Fraction(0), Fraction(int(device in instance.owners)))
         return side, side
     place = instance.devices.index(device)
-    layer, shard = place % instance.tp, place // instance.tp % instance.fsdp
+    layer, shard = place % instance.tp, place // instance.tp % instance.shards
     whole: Interval = (Fraction(0), Fraction(1))
     if how == "whole":
-        return _part(whole, shard, instance.fsdp), whole
+        return _part(whole, shard, instance.shards), whole
     if how == "experts":
         mine = _part(_part(whole, layer, instance.tp), shard % instance.ep, instance.ep)
-        return _part(mine, shard // instance.ep, instance.fsdp // instance.ep), whole
+        return _part(mine, shard // instance.ep, instance.shards // instance.ep), whole
     if how == "rows":
-        return _part(whole, shard, instance.fsdp), _part(whole, layer, instance.tp)
-    return _part(_part(whole, layer, instance.tp), shard, instance.fsdp), whole
+        return _part(whole, shard, instance.shards), _part(whole, layer, instance.tp)
+    return _part(_part(whole, layer, instance.tp), shard, instance.shards), whole
 
 
 def _part(interval: Interval, number: int, parts: int) -> Interval:

@@ -109,7 +109,7 @@ class Sizes:
         """
         count, size = self._trained_per_rank(instance), self._dtype_bytes(instance)
         averaged = self.graph.model(instance.model).averaged
-        replicas = len(instance.devices) // (instance.fsdp * instance.tp)
+        replicas = len(instance.devices) // instance.ranks
         each = size if averaged else saved_bytes(size, self._moment(instance))
         if count is None:
             return None

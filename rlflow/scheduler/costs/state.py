@@ -73,7 +73,7 @@ def muon_step_bytes(
     """
     wide = max(size, FULL_BYTES)
     each = state_bytes(instance, size)
-    shared = instance.fsdp * instance.tp > 1
+    shared = instance.ranks > 1
     shapes = [(rows, columns) for rows, columns, _ in shape.matrices]
     made = orthogonal_bytes(shapes, wide if on_cpu else LOW_BYTES, gathered=shared)
     if instance.offload != "optimizer":

@@ -90,7 +90,7 @@ def drafter_findings(
             shape = shapes[name]
             if shape is not None and shape.family.attention == "hybrid":
                 findings.append(replace(undrafted(f"model {name!r}"), where=node.where))
-        cut = [f"{i.name}: {i.layout()}" for i in (of[node.name], beside) if i.fsdp * i.tp > 1]
+        cut = [f"{i.name}: {i.layout()}" for i in (of[node.name], beside) if i.ranks > 1]
         if cut:
             findings.append(
                 Finding(

@@ -20,7 +20,8 @@ HostOf = Callable[[int], Hashable]
 def host_parts(instance: Instance, host_of: HostOf) -> list[list[Devices]]:
     """The parts of every replica: each is a run of neighbouring devices on one host."""
     return [
-        [tuple(part) for _, part in groupby(replica, key=host_of)] for replica in instance.tp_groups
+        [tuple(part) for _, part in groupby(replica, key=host_of)]
+        for replica in instance.row_groups
     ]
 
 
@@ -110,7 +111,7 @@ def num_hosts_of(instance: Instance, cluster: Cluster) -> int:
 
 def hosts_of_devices(instance: Instance, cluster: Cluster) -> dict[int, int]:
     """On how many hosts the replica of each device lies, by device."""
-    replicas = zip(instance.tp_groups, _hosts(instance, cluster), strict=True)
+    replicas = zip(instance.row_groups, _hosts(instance, cluster), strict=True)
     return {device: count for replica, count in replicas for device in replica}
 
 

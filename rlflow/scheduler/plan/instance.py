@@ -64,8 +64,9 @@ class Part:
 class Instance:
     """A model loaded on a pool: its layout and its uses. One instance of a model may be trained.
 
-    Its ranks are a mesh (replicas, fsdp, tp), row-major over `devices`. Ranks along `tp` share each
-    layer, and therefore the rows. Of those along fsdp each `ep` neighbours hold different experts.
+    Its ranks are a mesh (replicas, fsdp, cp, tp), row-major over `devices`. Ranks along `tp` share
+    each layer, and therefore the rows, of which ranks along `cp` have a part of the tokens each.
+    Those along fsdp and cp share every parameter; each `ep` neighbours hold different experts.
     A forward pass sees at most `micro_tokens` tokens, or one row.
     An update's backward computes layers again that `recompute` names, or the `recompute_first`.
     Layers gathered for an update's forward are `kept_whole` until its backward, or gathered again.
@@ -91,6 +92,7 @@ class Instance:
     fsdp: int = 1
     tp: int = 1
     ep: int = 1
+    cp: int = 1
     recompute: bool | Literal["selective"] = False
     recompute_first: int | None = None
     kept_whole: bool = False
@@ -124,19 +126,34 @@ class Instance:
         return self.engine_plan.name
 
     @property
-    def tp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of each tensor-parallel group, which share each layer and the rows.
+    def shards(self) -> int:
+        """How many ranks share every parameter."""
+        return self.fsdp * self.cp
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks hold the model together."""
+        return self.shards * self.tp
+
+    @property
+    def row_ranks(self) -> int:
+        """How many ranks see the same rows: those that share each layer, or the tokens."""
+        return self.cp * self.tp
+
+    @property
+    def row_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each group of ranks that see the same rows.
 
         A group of an engine in processes of its own is a replica.
         """
-        starts = range(0, len(self.devices), self.tp)
-        return tuple(self.devices[start : start + self.tp] for start in starts)
+        starts = range(0, len(self.devices), self.row_ranks)
+        return tuple(self.devices[start : start + self.row_ranks] for start in starts)
 
     @property
     def processes(self) -> tuple[tuple[int, ...], ...]:
         """The devices of each process that computes with it; an engine has one for each replica."""
         return (
-            self.tp_groups
+            self.row_groups
             if self.engine_plan.in_process
             else tuple((device,) for device in self.devices)
         )
@@ -148,13 +165,13 @@ class Instance:
 
     @property
     def row_parts(self) -> int:
-        """How many ranks see different rows; those that share each layer see the same."""
-        return len(self.devices) // self.tp
+        """How many ranks, or groups of them that see the same rows, see different ones."""
+        return len(self.devices) // self.row_ranks
 
     @property
     def replicas(self) -> int:
         """Copies of the whole model over the pool's devices."""
-        return len(self.devices) // (self.fsdp * self.tp)
+        return len(self.devices) // self.ranks
 
     @property
     def weights(self) -> str:
@@ -192,12 +209,13 @@ class Instance:
         """Whether its ranks compute together; otherwise each has a replica of its own."""
         if self.engine_plan.in_process:
             return False
-        return len(self.devices) > 1 and (self.trained or self.fsdp * self.tp > 1)
+        return len(self.devices) > 1 and (self.trained or self.ranks > 1)
 
     def layout(self) -> str:
         """The printed layout."""
         parts = [f"fsdp={self.fsdp}"] if self.fsdp > 1 else []
         parts += [f"ep={self.ep}"] if self.ep > 1 else []
+        parts += [f"cp={self.cp}"] if self.cp > 1 else []
         parts += [f"tp={self.tp}"] if self.tp > 1 else []
         parts += ["sequence"] if self.sequence else []
         parts += [f"x{self.replicas}"] if self.replicas > 1 else []
@@ -226,7 +244,7 @@ class Instance:
         for name in (*rare, *late):
             if not found[name]:
                 del found[name]
-        usual = {"rows_at_once": MOST_ROWS, "ep": 1}
+        usual = {"rows_at_once": MOST_ROWS, "ep": 1, "cp": 1}
         for name in (name for name, value in usual.items() if found[name] == value):
             del found[name]
         del found["engine_plan"], found["options"]

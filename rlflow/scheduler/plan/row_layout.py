@@ -36,7 +36,7 @@ class Place:
             return tuple((device,) for device in self.devices)
         if self.instance.engine_plan.own_process:
             return tuple((device,) for device in self.instance.owners)
-        return self.instance.tp_groups
+        return self.instance.row_groups
 
     @property
     def sharded(self) -> bool:

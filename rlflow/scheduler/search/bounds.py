@@ -261,7 +261,7 @@ def _undivided(graph: Graph, node: Node, instance: Instance, parts: int) -> bool
     if parts == 1 or not node.inputs:
         return False
     spread = Spread(
-        parts=instance.tp_groups,
+        parts=instance.row_groups,
         rule="balanced" if node.op.dispatched == "split" else node.op.dispatched,
     )
     return bool(division_findings(graph, node, cut_groups(graph, node, spread)))

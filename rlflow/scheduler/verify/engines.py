@@ -19,7 +19,7 @@ def engines_are_apart(facts: Facts) -> Iterator[str]:
         if i.trained or set(i.uses) != {"rollout"}:
             yield f"engine {i.name} serves {', '.join(i.uses)}{' and learns' * i.trained}"
         computes = i.recomputes or i.hosts_activations or i.compiled or i.tf32
-        if max(i.fsdp, i.ep) > 1 or i.offload or computes:
+        if max(i.fsdp, i.ep, i.cp) > 1 or i.offload or computes:
             yield f"engine {i.name} lies as {i.layout()}"
         model = facts.plan.graph.model(i.model)
         targets = () if model.lora is None else model.lora.targets
@@ -46,7 +46,7 @@ def drafters_lie_in_their_engines(facts: Facts) -> Iterator[str]:
         elif (i.devices, i.tp, i.pool) != (engine.devices, engine.tp, engine.pool):
             yield f"{i.name} lies on {list(i.devices)} as {i.layout()}, its engine does not"
         learns = i.trained or i.recomputes or i.hosts_activations or i.compiled or i.tf32
-        if learns or i.uses != ("rollout",) or i.fsdp > 1 or i.offload:
+        if learns or i.uses != ("rollout",) or i.fsdp > 1 or i.cp > 1 or i.offload:
             yield f"{i.name} does more than draft"
         if i.options is not None or i.drafter is not None:
             yield f"{i.name} is in an engine, and an engine itself"

@@ -129,7 +129,7 @@ class Facts:
         held = self.instances.get(action.instance or "")
         if held is None or held.options is None:
             return action.devices
-        return tuple(d for n, d in enumerate(action.devices) if n % held.tp == 0)
+        return tuple(d for n, d in enumerate(action.devices) if n % held.row_ranks == 0)
 
     @cached_property
     def updates(self) -> dict[str, list[Action]]:

@@ -153,18 +153,18 @@ def _is_formed(facts: Facts, a: Action, word: str, spread: Spread) -> Iterator[s
         return
     if instance.sharded and held != instance.devices and set(held) != set(instance.devices):
         yield f"{a.id} leaves out ranks of {instance.name}, which compute together"
-    if instance.tp == 1 or instance.options is not None:
+    if instance.row_ranks == 1 or instance.options is not None:
         return
     part_of = {device: number for number, part in enumerate(spread.parts) for device in part}
-    for peers in instance.tp_groups:
+    for peers in instance.row_groups:
         if len({part_of.get(device) for device in peers}) > 1:
-            yield f"{a.id} {word} different rows on devices {list(peers)}, which share layers"
+            yield f"{a.id} {word} different rows on devices {list(peers)}, which share them"
 
 
 def _is_dispatched(facts: Facts, node: Node, a: Action, spread: Spread) -> Iterator[str]:
     """The rows that a node reads lie as its op says."""
     instance = facts.instances.get(a.instance or "")
-    most = 1 if a.devices == (HOST,) else len(a.devices) // (instance.tp if instance else 1)
+    most = 1 if a.devices == (HOST,) else len(a.devices) // (instance.row_ranks if instance else 1)
     how = node.op.dispatched
     unreached = node.op.collective and instance is None
     if how in ("all", "first") or unreached or most == 1:

@@ -25,10 +25,10 @@ def instances_are_placed(facts: Facts) -> Iterator[str]:
     for i in plan.instances:
         if plan.pools.get(i.pool) != i.devices:
             yield f"{i.name} is on {list(i.devices)}, which is not pool {i.pool}"
-        if len(i.devices) % (i.fsdp * i.tp):
-            yield f"{i.name}: {i.fsdp} x {i.tp} ranks on {len(i.devices)} devices"
-        if i.fsdp % i.ep:
-            yield f"{i.name}: experts apart on {i.ep} of {i.fsdp} ranks"
+        if len(i.devices) % (i.fsdp * i.cp * i.tp):
+            yield f"{i.name}: {i.fsdp} x {i.cp} x {i.tp} ranks on {len(i.devices)} devices"
+        if i.fsdp * i.cp % i.ep:
+            yield f"{i.name}: experts apart on {i.ep} of {i.fsdp * i.cp} ranks"
         if i.name not in served:
             yield f"no node runs on instance {i.name}"
     for name in sorted(expected.keys() ^ facts.parts.keys()):
@@ -65,7 +65,7 @@ def averages_are_in_place(facts: Facts) -> Iterator[str]:
         if model not in trained:
             continue
         ends = trained[model], trained[of]
-        lies, wanted = ((i.pool, i.devices, i.fsdp, i.tp, i.ep) for i in ends)
+        lies, wanted = ((i.pool, i.devices, i.fsdp, i.tp, i.ep, i.cp) for i in ends)
         if lies != wanted:
             yield f"{ends[0].name} averages {ends[1].name} and lies otherwise"
 
@@ -187,7 +187,7 @@ def _opens_memory(facts: Facts, target: Instance) -> bool:
 
 def _held(source: Instance, target: Instance) -> bool:
     """Whether every process of the target holds its pieces in the source: side by side."""
-    cells = source.fsdp * source.tp * target.fsdp * target.tp
+    cells = source.ranks * target.ranks
     return all(
         device in source.devices
         and all(
@@ -204,15 +204,15 @@ def cells_held(instance: Instance, device: int, cells: int) -> tuple[range, ...]
     """The cells that a device holds along the sides that are cut, of `cells` in each side.
 
     Of a parameter that `tp` cuts along its first side, of one it cuts along its second, of one it
-    does not cut, and of experts; `fsdp` cuts each along its first side, experts after neighbours
-    along `ep` have. Of an engine the first rank holds all, and shares it out itself.
+    does not cut, and of experts; `fsdp` x `cp` cut each along its first side, experts after
+    neighbours along `ep` have. Of an engine the first rank holds all, and shares it out itself.
     """
-    rank = instance.devices.index(device) % (instance.fsdp * instance.tp)
+    rank = instance.devices.index(device) % instance.ranks
     if instance.engine_plan.in_process:
         return tuple(range(0 if rank else cells) for _ in range(4))
     shard, layer = divmod(rank, instance.tp)
-    by_tp, by_fsdp = cells // instance.tp, cells // instance.fsdp
-    by_both = by_tp // instance.fsdp
+    by_tp, by_fsdp = cells // instance.tp, cells // instance.shards
+    by_both = by_tp // instance.shards
     first = layer * by_tp + shard * by_both
     lines = range(shard * by_fsdp, (shard + 1) * by_fsdp)
     rest, beside = divmod(shard, instance.ep)

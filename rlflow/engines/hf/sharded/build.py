@@ -58,6 +58,7 @@ from rlflow.errors import Finding, UsageError
 from rlflow.graph.placement import Recompute
 from rlflow.modelfiles.configs import text_config
 from rlflow.modelfiles.families import (
+    context_finding,
     cutting_finding,
     dispatch_finding,
     experts_in,
@@ -74,6 +75,7 @@ def load_sharded(
     *,
     mesh: DeviceMesh,
     experts: DeviceMesh | None = None,
+    context: DeviceMesh | None = None,
     dtype: torch.dtype,
     device: str | torch.device,
     head: Head = "lm",
@@ -91,14 +93,13 @@ def load_sharded(
 ) -> ShardedModel:
     """Load this rank's shards of a causal language model, or of its body with a value head.
 
-    All ranks of `mesh`, with axes `replicate`, `fsdp` and `tp`, call it alike. With `experts`, the
-    same ranks with axes EXPERT_AXES, tokens go to the ranks of their experts. Options and weights
+    All ranks of `mesh`, `experts` and `context`, see MeshRanks, call it alike. Options and weights
     are those of `load_model`. Weights that are `trained` and of a `dtype` below float32 are kept in
     float32, and computed with in `dtype`. Ranks along `tp` may share the `sequence`. Raises
-    UsageError as `load_model` does, and where `tp` ranks cannot share a model, or its tokens.
+    UsageError as `load_model` does, and where ranks cannot share a model, or its tokens.
     """
     check_path(path, init)
-    ranks = MeshRanks(mesh, torch.device(device), experts)
+    ranks = MeshRanks(mesh, torch.device(device), experts, context)
     with quiet_transformers():
         attention.register_attention()
         config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
@@ -147,6 +148,7 @@ def check_family(
         found = cutting_finding(path, family, text.model_type) or found
         found = found or (sequence_finding(path, family) if sequence else None)
     found = found or dispatch_finding(path, family, experts, ep, sizes["fsdp"], sizes["tp"])
+    found = found or context_finding(path, family, sizes["cp"])
     if found is not None:
         raise UsageError(found)
 

@@ -3,7 +3,9 @@
 A mesh has the axes `replicate`, `fsdp` and `tp`: ranks along `tp` share every layer and see the
 same rows; along the other two they see different rows, and along `fsdp` share the parameters.
 With expert parallelism the same ranks are a second mesh, whose `fsdp` is cut in two: neighbours
-along `ep` have different experts, and along `shard` ranks share the same ones.
+along `ep` have different experts, and along `shard` ranks share the same ones. With context
+parallelism they are another, whose `fsdp` is cut in two as well: neighbours along `cp` have parts
+of the same rows, and along `rows` ranks see different ones.
 Every method that communicates is called by all ranks of the mesh, in the same order. This file
 knows neither models nor batches.
 """
@@ -20,35 +22,50 @@ from torch.distributed.device_mesh import DeviceMesh
 
 Value = TypeVar("Value")
 
-Axis = Literal["replicate", "fsdp", "tp"]
+Axis = Literal["replicate", "fsdp", "rows", "cp", "tp"]
 
 AXES: tuple[Axis, ...] = ("replicate", "fsdp", "tp")
+CONTEXT_AXES: tuple[Axis, ...] = ("replicate", "rows", "cp", "tp")
 # Ranks along these see different rows.
-ROWS: tuple[Axis, ...] = ("replicate", "fsdp")
+ROWS: tuple[Axis, ...] = ("replicate", "rows")
 EXPERT_AXES = ("replicate", "shard", "ep", "tp")
 
 
 class MeshRanks:
     """A rank among those of `mesh`, of axes AXES; what is communicated lies on `device`.
 
-    `experts` has the same ranks with axes EXPERT_AXES, where experts are apart.
+    `experts` has the same ranks with axes EXPERT_AXES, where experts are apart, and `context` with
+    axes CONTEXT_AXES, where tokens of a row are.
     """
 
     def __init__(
-        self, mesh: DeviceMesh, device: torch.device, experts: DeviceMesh | None = None
+        self,
+        mesh: DeviceMesh,
+        device: torch.device,
+        experts: DeviceMesh | None = None,
+        context: DeviceMesh | None = None,
     ) -> None:
         assert mesh.mesh_dim_names == AXES, mesh
         assert experts is None or experts.mesh_dim_names == EXPERT_AXES, experts
+        assert context is None or context.mesh_dim_names == CONTEXT_AXES, context
         self.mesh = mesh
         self.experts = experts
+        self.context = context
         self.ep = 1 if experts is None else experts["ep"].size()
         self.device = device
         self.sizes: dict[Axis, int] = {axis: mesh[axis].size() for axis in AXES}
-        self.groups = {axis: mesh.get_group(axis) for axis in AXES if self.sizes[axis] > 1}
+        self.sizes |= {"rows": self.sizes["fsdp"], "cp": 1}
+        of: dict[Axis, DeviceMesh] = dict.fromkeys(AXES, mesh)
+        if context is not None:
+            of |= {"rows": context, "cp": context}
+            self.sizes |= {"rows": context["rows"].size(), "cp": context["cp"].size()}
+        self.groups = {axis: on.get_group(axis) for axis, on in of.items() if self.sizes[axis] > 1}
+        if context is None and "fsdp" in self.groups:
+            self.groups["rows"] = self.groups["fsdp"]
 
     def place(self, axis: Axis) -> int:
         """The number of this rank along an axis."""
-        return int(self.mesh.get_local_rank(axis))
+        return self.groups[axis].rank() if axis in self.groups else 0
 
     @property
     def expert_group(self) -> dist.ProcessGroup:

@@ -15,7 +15,7 @@ from rlflow.graph.graph import Graph
 from rlflow.graph.placement import On, Placement
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.models.tokenizers import differences_of
-from rlflow.scheduler.passes.bind.instances import layout_of
+from rlflow.scheduler.passes.bind.instances import AxisSizes, layout_of
 
 SHOWN = 3
 WIDTHS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
@@ -51,7 +51,7 @@ def average_findings(
     return findings
 
 
-def _lies(where: On, pools: Mapping[str, tuple[int, ...]]) -> tuple[str, tuple[int, int, int]]:
+def _lies(where: On, pools: Mapping[str, tuple[int, ...]]) -> tuple[str, AxisSizes]:
     return where.pool, layout_of(where, "train", pools)
 
 

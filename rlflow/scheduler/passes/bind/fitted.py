@@ -53,7 +53,7 @@ def _of_gradients(instance: Instance, nodes: Sequence[Node], costs: Costs) -> st
     """In which micro-batches ranks sum gradients, and what the other way takes; empty for one."""
     shape = costs.shapes[instance.model]
     updates = [node for node in nodes if node.op.use == "train" and node.averages is None]
-    if shape is None or instance.fsdp == 1 or not updates:
+    if shape is None or instance.shards == 1 or not updates:
         return ""
     passes = max(
         costs.roofline_of(node, instance, shape).passes(costs.load(node, row_parts(node, instance)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rlflow.errors import Finding, PlanError
 from rlflow.graph.graph import Node
@@ -17,6 +17,7 @@ from rlflow.graph.op import Use
 from rlflow.graph.placement import On, Recompute
 from rlflow.graph.roles import Routed
 from rlflow.modelfiles.families import (
+    context_finding,
     cutting_finding,
     dispatch_finding,
     packing_finding,
@@ -81,7 +82,7 @@ def _as_said(instance: Instance, said: list[tuple[Node, On]]) -> Instance:
     hosts = learns and "activations" in asked
     kept = learns and any(where.reshard_after_forward is False for _, where in said)
     last = learns and any(where.gradient_sync == "last" for _, where in said)
-    shared = instance.fsdp > 1
+    shared = instance.shards > 1
     how = replace(recomputing(instance, again), offload=offload, kept_whole=kept and shared)
     how = replace(how, reduces_last=last and shared)
     compiled = set(instance.uses) != {"rollout"} and any(where.compile for _, where in said)
@@ -123,27 +124,36 @@ def recomputing(instance: Instance, again: Recompute) -> Instance:
     return replace(instance, recompute=False, recompute_first=again)
 
 
-def layout_of(where: On, use: Use, pools: Mapping[str, tuple[int, ...]]) -> tuple[int, int, int]:
-    """How many ranks share the parameters of a use, each layer, and the experts: fsdp, tp, ep.
+class AxisSizes(NamedTuple):
+    """How many ranks share parameters, layers, experts and the tokens of rows."""
 
-    A rollout whose `fsdp` is left out has whole layers, and experts with them.
+    fsdp: int
+    tp: int
+    ep: int
+    cp: int
+
+
+def layout_of(where: On, use: Use, pools: Mapping[str, tuple[int, ...]]) -> AxisSizes:
+    """Along which axis how many ranks share a use.
+
+    A rollout whose `fsdp` is left out has whole layers, and experts with them; its rows are whole.
     """
-    tp, ep = where.tp or 1, where.ep or 1
-    alone = use == "rollout" or "layers" in where.offloads
-    if where.fsdp is None and use == "rollout":
-        return 1, tp, 1
-    return where.fsdp or (1 if alone else max(1, len(pools[where.pool]) // tp)), tp, ep
+    tp, ep, cp = where.tp or 1, where.ep or 1, where.cp or 1
+    if use == "rollout":
+        return AxisSizes(where.fsdp or 1, tp, 1 if where.fsdp is None else ep, 1)
+    left = 1 if "layers" in where.offloads else max(1, len(pools[where.pool]) // (tp * cp))
+    return AxisSizes(where.fsdp or left, tp, ep, cp)
 
 
-def sizes_of(instance: Instance) -> tuple[int, int, int]:
+def sizes_of(instance: Instance) -> AxisSizes:
     """The same of an instance."""
-    return instance.fsdp, instance.tp, instance.ep
+    return AxisSizes(instance.fsdp, instance.tp, instance.ep, instance.cp)
 
 
 def instance_of(node: Node, where: On, pools: Mapping[str, tuple[int, ...]]) -> Instance:
     """The instance that a node would have with nothing else on its pool."""
     use = node.op.use or "forward"
-    fsdp, tp, ep = layout_of(where, use, pools)
+    sizes = layout_of(where, use, pools)
     return Instance(
         name=f"{node.model}@{where.pool}",
         model=str(node.model),
@@ -151,9 +161,10 @@ def instance_of(node: Node, where: On, pools: Mapping[str, tuple[int, ...]]) -> 
         devices=pools[where.pool],
         uses=(use,),
         trained=use == "train",
-        fsdp=fsdp,
-        tp=tp,
-        ep=ep,
+        fsdp=sizes.fsdp,
+        tp=sizes.tp,
+        ep=sizes.ep,
+        cp=sizes.cp,
         options=where.options,
     )
 
@@ -204,14 +215,16 @@ def trained_twice(plan: Plan, instances: tuple[Instance, ...]) -> list[Finding]:
 
 def pool_findings(instance: Instance, plan: Plan) -> list[Finding]:
     """A finding where an instance's ranks do not divide its pool: it has no rank to size then."""
-    count, ranks = len(instance.devices), instance.fsdp * instance.tp
+    count, ranks = len(instance.devices), instance.ranks
     if count % ranks == 0:
         return []
+    sizes = {"fsdp": instance.fsdp, "cp": instance.cp, "tp": instance.tp}
+    said = [f"{axis}={size}" for axis, size in sizes.items() if axis != "cp" or size > 1]
     return [
         Finding(
             code="E212",
             where=plan.graph.model(instance.model).where,
-            what=f"{instance.name}: fsdp={instance.fsdp} x tp={instance.tp} does not fit "
+            what=f"{instance.name}: {' x '.join(said)} does not fit "
             f"pool {instance.pool!r} of {count} devices",
             got=f"{count} % {ranks} = {count % ranks}",
         )
@@ -257,10 +270,11 @@ def _uncomputed(
     shared: Finding | None = None
     if len(instance.devices) > 1:
         cut = instance.tp > 1 and cutting_finding(model.path, shape.family, shape.kind)
-        sizes = (shape.experts, instance.fsdp, instance.tp)
+        sizes = (shape.experts, instance.shards, instance.tp)
         shared = cut or sharding_finding(model.path, shape.family, *sizes)
         found.append(sequence_finding(model.path, shape.family) if instance.sequence else None)
     found.append(shared or _undispatched(instance, model, shape))
+    found.append(context_finding(model.path, shape.family, instance.cp))
     if isinstance(model.optimizer, Muon) and shape.family.experts != "none":
         found.append(stacked_finding(model.path))
     if model.router is not None:
@@ -284,7 +298,7 @@ def _misrouted(model: Model, shape: Shape, nodes: Sequence[Node]) -> list[Findin
 
 def _undispatched(instance: Instance, model: Model, shape: Shape) -> Finding | None:
     """What keeps tokens of a model from experts on other ranks, and the line that works."""
-    sizes = (instance.ep, instance.fsdp, instance.tp)
+    sizes = (instance.ep, instance.shards, instance.tp)
     found = dispatch_finding(model.path, shape.family, shape.experts, *sizes)
     if found is None:
         return None
@@ -305,7 +319,7 @@ def _offload_findings(instance: Instance, plan: Plan) -> list[Finding]:
                 fix=f'rf.on("{instance.pool}")',
             )
         ]
-    if instance.fsdp * instance.tp > 1:
+    if instance.ranks > 1:
         return [
             Finding(
                 code="E218",

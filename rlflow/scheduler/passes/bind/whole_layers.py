@@ -62,7 +62,7 @@ def choosing(context: Context, way: Way, name: str) -> Context:
 
 def _updates(instance: Instance, plan: Plan, context: Context, way: Way) -> list[Node]:
     """The updates of an instance of which nothing is said; none where they gather nothing."""
-    if not instance.trained or instance.fsdp == 1 or in_way(instance, way) == instance:
+    if not instance.trained or instance.shards == 1 or in_way(instance, way) == instance:
         return []
     uses = [node for node in plan.graph.nodes if node.model == instance.model and not node.averages]
     updates = [node for node in uses if node.op.use == "train"]

@@ -112,7 +112,7 @@ def _times(source: Instance, target: Instance, *, in_place: bool) -> tuple[Fract
     And an expert's, last.
     A device needs its piece, without what it has of the source's.
     """
-    cells = source.fsdp * source.tp * target.fsdp * target.tp
+    cells = source.ranks * target.ranks
     square = [0, 0, 0, 0]
     for device in target.devices:
         need = cells_held(target, device, cells)

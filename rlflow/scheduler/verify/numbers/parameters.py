@@ -132,7 +132,7 @@ class ParameterCounts:
             part = self.facts.parts.get(i.gradients)
             if i.trained and part is not None and part.size:
                 each = part.size // self.trained(i).gradient
-                found[self._adapted(i)] = whole_of((each, each), i.fsdp)
+                found[self._adapted(i)] = whole_of((each, each), i.shards)
         return found
 
     def _adapted(self, instance: Instance) -> tuple[object, ...]:
@@ -161,9 +161,9 @@ class ParameterCounts:
                 continue
             number = NUMBER[self.model(i).dtype]
             weight = self.trained(i).weight if self.model(i).lora is None else number
-            beside = [each * self.trained(i).weight for each in share_of(adapters, i.fsdp)]
+            beside = [each * self.trained(i).weight for each in share_of(adapters, i.shards)]
             base = (lent(part) - beside[1]) // weight, -(-(lent(part) - beside[0]) // weight)
-            whole = whole_of(base, i.fsdp * i.tp, engine=engine)
+            whole = whole_of(base, i.ranks, engine=engine)
             found.append((which_weights(self.model(i)), part.name, whole))
         return found
 

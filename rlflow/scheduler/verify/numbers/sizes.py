@@ -108,7 +108,7 @@ def _is_trained(facts: Facts, counts: ParameterCounts, i: Instance, held: int) -
 
 def _replicas(i: Instance) -> int:
     """How often all of an instance is there; each writes a part of it."""
-    return len(i.devices) // (i.fsdp * i.tp)
+    return len(i.devices) // i.ranks
 
 
 def _comes_and_goes(counts: ParameterCounts, i: Instance, part: Part) -> Iterator[str]:
@@ -182,7 +182,8 @@ def _is_staged(facts: Facts, i: Instance, part: Part) -> Iterator[str]:
     much of its process as was measured.
     """
     counts = counts_of(facts)
-    hosts = {d: len({facts.plan.host_of(o) for o in group}) for group in i.tp_groups for d in group}
+    counted = ((group, len({facts.plan.host_of(o) for o in group})) for group in i.row_groups)
+    hosts = {d: count for group, count in counted for d in group}
     fewest, span = min(hosts.values()), counts.on_rank(i, 1)
     if span is None:
         return
