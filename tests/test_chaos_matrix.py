@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from tests.chaos.matrix import SHORT, sample
-from tests.chaos.report import Told, page
+from tests.chaos.matrix import SHORT, Row, chosen, sample
+from tests.chaos.report import Session, Told, keep, read
 from tests.chaos.table import MISSING, ROWS, TESTED
 from tests.conftest import ROOT
 
@@ -54,10 +54,37 @@ def test_a_sample_has_all_kinds_in_turn_and_is_that_of_its_seed():
     assert short == sample(ROWS, 10**6, 0)
 
 
-def test_the_page_has_a_line_a_row_and_says_what_was_not_run():
-    told = [Told(ROWS[0], "holds", 1.0, ""), Told(MISSING[0], "not run", 0.0, "a | b\nc")]
-    text = page(told, 9, 5, 61.0)
+def test_rows_are_chosen_by_their_beginnings_and_by_what_holds_the_longest_first():
+    names = [row.id for row in chosen(ROWS, beginnings=["N1", "K1 ranks"], count=len(ROWS), seed=0)]
+    assert ["K1 ranks", "N1"] == names
+    left = chosen(ROWS, beginnings=["N"], without={"N1"}, count=len(ROWS), seed=0)
+    assert {row.id for row in ROWS if row.id[0] == "N"} - {"N1"} == {row.id for row in left}
+    assert 2 == len(chosen(ROWS, beginnings=["N"], count=2, seed=0))
 
-    assert "2 of 9 rows in 1 minutes: 1 holds, 0 failed, 1 not run" in text
+
+def told(row: Row, outcome: str, said: str = "") -> Told:
+    return Told(row=row.id, outcome=outcome, seconds=2.0, limit=9.0, said=said, when="today")
+
+
+def test_the_page_has_the_last_outcome_of_each_row_whatever_session_ran_it(tmp_path):
+    page = tmp_path / "results" / "chaos.md"
+    first, second = ROWS[0], MISSING[0]
+    for each in (told(first, "failed"), told(second, "not run", "a | b\nc"), told(first, "holds")):
+        keep(page, ROWS, lambda kept, each=each: kept.rows.update({each.row: each}))
+    made = Session(when="today", rows=3, workers=2, slower=4.0, minutes=1.25)
+    keep(page, ROWS, lambda kept: kept.sessions.append(made))
+
+    text = page.read_text()
+    assert f"2 of {len(ROWS)} rows" in text
+    assert "1 holds, 0 failed, 1 not run" in text
     assert "a \\| b c" in text
-    assert 2 + 2 == len([line for line in text.splitlines() if line.startswith("|")])
+    assert "| today | 3 | 2 | 4 | 1.2 |" in text
+    assert len(ROWS) - 2 == text.count("| not yet |")
+    assert ({first.id, second.id}, [made]) == (set(read(page).rows), read(page).sessions)
+
+
+def test_a_row_that_is_no_more_leaves_the_page(tmp_path):
+    page = tmp_path / "chaos.md"
+    gone = Told(row="K0", outcome="holds", seconds=1.0, limit=9.0)
+    keep(page, ROWS, lambda kept: kept.rows.update({gone.row: gone}))
+    assert "K0" not in read(page).rows

@@ -9,22 +9,40 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.report import Told, write
+from tests.chaos.report import Kept, Session, Told, keep, now
+from tests.chaos.scene import SLOWER
+
+PAGE = os.environ.get("RLFLOW_CHAOS_REPORT")
+BEGAN = time.monotonic()
 
 
 @pytest.fixture(scope="session")
 def tell() -> Callable[[Told], None]:
-    """Takes what became of a row; the page is that of all so far, whatever ends the session."""
+    """Takes what became of a row; the page has it at once, whatever ends the session."""
     from tests.chaos.table import ROWS
 
-    told: list[Told] = []
-    began = time.monotonic()
-    path = os.environ.get("RLFLOW_CHAOS_REPORT")
-    seed = int(os.environ.get("RLFLOW_CHAOS_SEED") or 0)
-
     def take(each: Told) -> None:
-        told.append(each)
-        if path:
-            write(told, len(ROWS), seed, time.monotonic() - began, Path(path))
+        if PAGE:
+            keep(Path(PAGE), ROWS, lambda kept: kept.rows.update({each.row: each}))
 
     return take
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The process that has the workers says how long all of it took."""
+    if not PAGE or hasattr(session.config, "workerinput") or not session.testscollected:
+        return
+    from tests.chaos.table import ROWS
+
+    made = Session(
+        when=now(),
+        rows=session.testscollected,
+        workers=session.config.getoption("numprocesses", None) or 1,
+        slower=SLOWER,
+        minutes=(time.monotonic() - BEGAN) / 60,
+    )
+
+    def add(kept: Kept) -> None:
+        kept.sessions.append(made)
+
+    keep(Path(PAGE), ROWS, add)

@@ -7,7 +7,7 @@ nobody trusts, G rollouts and weights, N numerics, C what is refused before it s
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,6 +36,29 @@ class Row:
 
     def __post_init__(self) -> None:
         assert self.inject is not None or self.needs in {"gpu", "hosts"}, self.id
+
+
+def chosen(
+    rows: Sequence[Row],
+    *,
+    beginnings: Sequence[str] = (),
+    without: Collection[str] = (),
+    count: int,
+    seed: int,
+) -> list[Row]:
+    """The rows that are asked for, those that may take longest first: nobody waits for them last.
+
+    Ids begin with one of `beginnings` where there are any; where `count` is less than all of the
+    matrix, `sample` draws from what is left.
+    """
+    found = [
+        row
+        for row in rows
+        if row.id not in without and (not beginnings or row.id.startswith(tuple(beginnings)))
+    ]
+    if count < len(rows):
+        found = sample(found, count, seed)
+    return sorted(found, key=lambda row: -row.seconds)
 
 
 def sample(rows: Sequence[Row], count: int, seed: int) -> list[Row]:

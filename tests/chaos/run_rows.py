@@ -13,7 +13,7 @@ from pathlib import Path
 from rlflow.runtime.record.checkpoint import list_checkpoints
 from tests.chaos.faulted import ACT
 from tests.chaos.matrix import Row
-from tests.chaos.scene import Scene, leftovers, listening
+from tests.chaos.scene import SLOWER, Scene, leftovers, listening
 from tests.conftest import Result
 from tests.runtime.whole_runs import state
 
@@ -171,7 +171,7 @@ def parent_dies(scene: Scene) -> None:
     shell.kill()
     scene.fired += 1
     shell.communicate()
-    until = time.monotonic() + 60
+    until = time.monotonic() + 60 * SLOWER
     while not list_checkpoints(scene.run_dir / "checkpoints")[-1:] or (
         "iteration-000005" != list_checkpoints(scene.run_dir / "checkpoints")[-1].name
     ):
