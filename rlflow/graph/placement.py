@@ -41,7 +41,10 @@ class On(Strict):
     and what is left of `fsdp`, is shared as without. With `cp` updates and log-probs cut the tokens
     of every row over `cp` ranks, between which attention is exchanged (context parallelism); these
     share every parameter with those along `fsdp`, so that fsdp x cp x tp devices hold the model.
-    Rollouts generate whole rows, in a layout without it. `weights="own"`
+    With `pp` layers are cut into so many stages, one behind the other: ranks hold the layers of
+    their stage alone, and micro-batches pass from stage to stage (Narayanan et al. 2021), so that
+    pp times as many devices hold the model. Rollouts generate whole rows through all layers, in a
+    layout without either. `weights="own"`
     gives a rollout a copy of the weights where it could share the trained ones. With
     `recompute=True` only the inputs of each layer are kept for the backward pass, which computes
     the rest again (Chen et al. 2016); with a number n that holds of the first n layers alone, and
@@ -71,6 +74,7 @@ class On(Strict):
     tp: Count | None = None
     ep: Count | None = None
     cp: Count | None = None
+    pp: Count | None = None
     engine: str | EngineOptions | None = None
     weights: Literal["shared", "own"] | None = None
     recompute: Recompute | None = None

@@ -34,7 +34,8 @@ class Family:
     """What a family has: its attention, its experts, who can hold it, and what its layers are.
 
     `cut` says whether `tp` can cut it, `alone` why several ranks cannot hold it, `dispatched`
-    whether tokens can go to experts on other ranks. Sizes follow from
+    whether tokens can go to experts on other ranks, `staged` whether layers can be cut into stages
+    of a pipeline. Sizes follow from
     the rest: `gated` feed-forward layers have three matrices; `norms` counts those of a layer as
     wide as it, and 0 are norms without weights; with `shifts` norms have biases. `biases` are those
     of the projections to queries, keys and values (`qkv`, and by `attention_bias` where `asked`),
@@ -51,6 +52,7 @@ class Family:
     """Layers that cannot be packed, as config.json calls them."""
     alone: Alone = ""
     dispatched: bool = False
+    staged: bool = False
     gated: bool = True
     norms: int = 2
     shifts: bool = False

@@ -50,7 +50,8 @@ KINDS = {"lm": ("log_probs", "entropy"), "value": ("values",)}
 
 
 @cache
-def mesh(*shape):
+def mesh(replicas, fsdp, tp, pp=1):
+    shape = (replicas, pp, fsdp, tp)
     size = torch.Size(shape).numel()
     return DeviceMesh("cpu", torch.arange(size).view(shape), mesh_dim_names=AXES)
 
@@ -60,7 +61,7 @@ def expert_mesh(ep, replicas, fsdp, tp):
     """The same ranks where experts are apart along `ep`; None where they are not."""
     if ep == 1:
         return None
-    ranks = torch.arange(replicas * fsdp * tp).view(replicas, fsdp // ep, ep, tp)
+    ranks = torch.arange(replicas * fsdp * tp).view(replicas, 1, fsdp // ep, ep, tp)
     return DeviceMesh("cpu", ranks, mesh_dim_names=EXPERT_AXES)
 
 

@@ -34,6 +34,23 @@ def test_tensor_parallel_groups_are_neighbours_in_the_pool(instance):
 
 
 @pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [
+        ({"pp": 2, "fsdp": 1}, ((3, 1, 4, 0), (5, 9, 2, 6))),
+        ({"pp": 2, "fsdp": 2}, ((3, 1, 5, 9), (4, 0, 2, 6))),
+        ({"pp": 4, "fsdp": 2, "tp": 1}, ((3, 4, 5, 2), (1, 0, 9, 6))),
+        ({"pp": 2, "fsdp": 1, "tp": 1, "cp": 2}, ((3, 1, 4, 0), (5, 9, 2, 6))),
+    ],
+)
+def test_stages_see_the_rows_of_the_first(sizes, groups):
+    """Stages lie outside of `fsdp`: what passes between them is least."""
+    instance = replace(MESH, **sizes)
+    assert groups == instance.row_groups
+    assert len(groups) == instance.row_parts
+    assert {device for part in groups for device in part} == set(MESH.devices)
+
+
+@pytest.mark.parametrize(
     ("instance", "processes", "owners"),
     [
         (MESH, tuple((device,) for device in MESH.devices), MESH.devices),

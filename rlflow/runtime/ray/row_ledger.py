@@ -83,7 +83,8 @@ class RowLedger:
         if spread is not None:
             return tuple(holders[0] for holders in spread.parts)
         if action.kind == "run" and action.instance is not None:
-            return action.devices[:: self._plan.instance(action.instance).row_ranks]
+            groups = self._plan.instance(action.instance).row_groups
+            return tuple(holders[0] for holders in groups)
         return self.asked(action)[:1]
 
     def keep(self, action: Action, iteration: int) -> dict[int, Rows]:

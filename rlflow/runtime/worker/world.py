@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MESH = ("replicate", "fsdp", "tp")
-EXPERTS = ("replicate", "shard", "ep", "tp")
-CONTEXT = ("replicate", "rows", "cp", "tp")
+MESH = ("replicate", "pp", "fsdp", "tp")
+EXPERTS = ("replicate", "pp", "shard", "ep", "tp")
+CONTEXT = ("replicate", "pp", "rows", "cp", "tp")
 
 
 class Meshes(NamedTuple):
@@ -189,8 +189,7 @@ class World:
     def _part_group(self, instance: Instance) -> GroupPeers | None:
         """One group for each place within a row part; this rank's, if it has one."""
         found = None
-        for place in range(instance.row_ranks):
-            members = instance.devices[place :: instance.row_ranks]
+        for members in zip(*instance.row_groups, strict=True):
             group = self._group(members)
             if self.own in members:
                 found = GroupPeers(group, members.index(self.own), len(members))
@@ -205,16 +204,16 @@ class World:
 def meshes_of(instance: Instance, ranks: Mapping[int, int], device: str) -> Meshes:
     """The meshes of an instance that its ranks share; `ranks` says the rank of a plan's device."""
     found = torch.tensor([ranks[each] for each in instance.devices])
-    copies, shards, tp = instance.replicas, instance.shards, instance.tp
+    stages, shards, tp = (instance.replicas, instance.pp), instance.shards, instance.tp
     ep, cp = instance.ep, instance.cp
 
     def cut(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         return DeviceMesh(device, found.view(shape), mesh_dim_names=names)
 
     return Meshes(
-        mesh=cut((copies, shards, tp), MESH),
-        experts=cut((copies, shards // ep, ep, tp), EXPERTS) if ep > 1 else None,
-        context=cut((copies, shards // cp, cp, tp), CONTEXT) if cp > 1 else None,
+        mesh=cut((*stages, shards, tp), MESH),
+        experts=cut((*stages, shards // ep, ep, tp), EXPERTS) if ep > 1 else None,
+        context=cut((*stages, shards // cp, cp, tp), CONTEXT) if cp > 1 else None,
     )
 
 

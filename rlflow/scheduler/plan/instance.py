@@ -64,9 +64,10 @@ class Part:
 class Instance:
     """A model loaded on a pool: its layout and its uses. One instance of a model may be trained.
 
-    Its ranks are a mesh (replicas, fsdp, cp, tp), row-major over `devices`. Ranks along `tp` share
-    each layer, and therefore the rows, of which ranks along `cp` have a part of the tokens each.
-    Those along fsdp and cp share every parameter; each `ep` neighbours hold different experts.
+    Its ranks are a mesh (replicas, pp, fsdp, cp, tp), row-major over `devices`. Ranks along `tp`
+    share each layer, and therefore the rows, of which ranks along `cp` have a part of the tokens
+    each. Those along pp are stages, which see the same rows and have different layers. Those along
+    fsdp and cp share every parameter; each `ep` neighbours hold different experts.
     A forward pass sees at most `micro_tokens` tokens, or one row.
     An update's backward computes layers again that `recompute` names, or the `recompute_first`.
     Layers gathered for an update's forward are `kept_whole` until its backward, or gathered again.
@@ -93,6 +94,7 @@ class Instance:
     tp: int = 1
     ep: int = 1
     cp: int = 1
+    pp: int = 1
     recompute: bool | Literal["selective"] = False
     recompute_first: int | None = None
     kept_whole: bool = False
@@ -133,12 +135,17 @@ class Instance:
     @property
     def ranks(self) -> int:
         """How many ranks hold the model together."""
+        return self.pp * self.stage_ranks
+
+    @property
+    def stage_ranks(self) -> int:
+        """How many ranks hold a stage together, which is all of a model that is not cut in them."""
         return self.shards * self.tp
 
     @property
     def row_ranks(self) -> int:
-        """How many ranks see the same rows: those that share each layer, or the tokens."""
-        return self.cp * self.tp
+        """How many ranks see the same rows: those that share each layer, the tokens, or stages."""
+        return self.pp * self.cp * self.tp
 
     @property
     def row_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -146,8 +153,20 @@ class Instance:
 
         A group of an engine in processes of its own is a replica.
         """
-        starts = range(0, len(self.devices), self.row_ranks)
-        return tuple(self.devices[start : start + self.row_ranks] for start in starts)
+        alike, stage = self.cp * self.tp, self.stage_ranks
+        firsts = (
+            replica + first
+            for replica in range(0, len(self.devices), self.ranks)
+            for first in range(0, stage, alike)
+        )
+        return tuple(
+            tuple(
+                device
+                for start in range(first, first + self.ranks, stage)
+                for device in self.devices[start : start + alike]
+            )
+            for first in firsts
+        )
 
     @property
     def processes(self) -> tuple[tuple[int, ...], ...]:
@@ -213,7 +232,8 @@ class Instance:
 
     def layout(self) -> str:
         """The printed layout."""
-        parts = [f"fsdp={self.fsdp}"] if self.fsdp > 1 else []
+        parts = [f"pp={self.pp}"] if self.pp > 1 else []
+        parts += [f"fsdp={self.fsdp}"] if self.fsdp > 1 else []
         parts += [f"ep={self.ep}"] if self.ep > 1 else []
         parts += [f"cp={self.cp}"] if self.cp > 1 else []
         parts += [f"tp={self.tp}"] if self.tp > 1 else []
@@ -244,7 +264,7 @@ class Instance:
         for name in (*rare, *late):
             if not found[name]:
                 del found[name]
-        usual = {"rows_at_once": MOST_ROWS, "ep": 1, "cp": 1}
+        usual = {"rows_at_once": MOST_ROWS, "ep": 1, "cp": 1, "pp": 1}
         for name in (name for name, value in usual.items() if found[name] == value):
             del found[name]
         del found["engine_plan"], found["options"]

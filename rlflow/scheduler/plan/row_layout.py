@@ -28,7 +28,7 @@ class Place:
 
     @property
     def row_parts(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of each row part: those that share every layer share the rows.
+        """The devices of each row part: those that share every layer, and stages, share the rows.
 
         An engine's rows are on the devices that own its processes.
         """
@@ -51,7 +51,8 @@ class Place:
     @property
     def everywhere(self) -> Spread:
         """One part with all rows, held by every device that holds any."""
-        return Spread(parts=(tuple(device for part in self.row_parts for device in part),))
+        held = {device for part in self.row_parts for device in part}
+        return Spread(parts=(tuple(device for device in self.devices if device in held),))
 
     @property
     def first(self) -> Spread:

@@ -19,7 +19,7 @@ def engines_are_apart(facts: Facts) -> Iterator[str]:
         if i.trained or set(i.uses) != {"rollout"}:
             yield f"engine {i.name} serves {', '.join(i.uses)}{' and learns' * i.trained}"
         computes = i.recomputes or i.hosts_activations or i.compiled or i.tf32
-        if max(i.fsdp, i.ep, i.cp) > 1 or i.offload or computes:
+        if max(i.fsdp, i.ep, i.cp, i.pp) > 1 or i.offload or computes:
             yield f"engine {i.name} lies as {i.layout()}"
         model = facts.plan.graph.model(i.model)
         targets = () if model.lora is None else model.lora.targets

@@ -25,8 +25,9 @@ def instances_are_placed(facts: Facts) -> Iterator[str]:
     for i in plan.instances:
         if plan.pools.get(i.pool) != i.devices:
             yield f"{i.name} is on {list(i.devices)}, which is not pool {i.pool}"
-        if len(i.devices) % (i.fsdp * i.cp * i.tp):
-            yield f"{i.name}: {i.fsdp} x {i.cp} x {i.tp} ranks on {len(i.devices)} devices"
+        if len(i.devices) % (i.pp * i.fsdp * i.cp * i.tp):
+            sizes = f"{i.pp} x {i.fsdp} x {i.cp} x {i.tp}"
+            yield f"{i.name}: {sizes} ranks on {len(i.devices)} devices"
         if i.fsdp * i.cp % i.ep:
             yield f"{i.name}: experts apart on {i.ep} of {i.fsdp * i.cp} ranks"
         if i.name not in served:
@@ -65,7 +66,7 @@ def averages_are_in_place(facts: Facts) -> Iterator[str]:
         if model not in trained:
             continue
         ends = trained[model], trained[of]
-        lies, wanted = ((i.pool, i.devices, i.fsdp, i.tp, i.ep, i.cp) for i in ends)
+        lies, wanted = ((i.pool, i.devices, i.fsdp, i.tp, i.ep, i.cp, i.pp) for i in ends)
         if lies != wanted:
             yield f"{ends[0].name} averages {ends[1].name} and lies otherwise"
 

@@ -1,7 +1,8 @@
 """The ranks that hold one model together, and what they agree on.
 
-A mesh has the axes `replicate`, `fsdp` and `tp`: ranks along `tp` share every layer and see the
-same rows; along the other two they see different rows, and along `fsdp` share the parameters.
+A mesh has the axes `replicate`, `pp`, `fsdp` and `tp`: ranks along `tp` share every layer and see
+the same rows, and along `pp` they see the same rows and have different layers; along the other two
+they see different rows, and along `fsdp` share the parameters.
 With expert parallelism the same ranks are a second mesh, whose `fsdp` is cut in two: neighbours
 along `ep` have different experts, and along `shard` ranks share the same ones. With context
 parallelism they are another, whose `fsdp` is cut in two as well: neighbours along `cp` have parts
@@ -22,13 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 Value = TypeVar("Value")
 
-Axis = Literal["replicate", "fsdp", "rows", "cp", "tp"]
+Axis = Literal["replicate", "pp", "fsdp", "rows", "cp", "tp"]
 
-AXES: tuple[Axis, ...] = ("replicate", "fsdp", "tp")
-CONTEXT_AXES: tuple[Axis, ...] = ("replicate", "rows", "cp", "tp")
+AXES: tuple[Axis, ...] = ("replicate", "pp", "fsdp", "tp")
+CONTEXT_AXES: tuple[Axis, ...] = ("replicate", "pp", "rows", "cp", "tp")
 # Ranks along these see different rows.
 ROWS: tuple[Axis, ...] = ("replicate", "rows")
-EXPERT_AXES = ("replicate", "shard", "ep", "tp")
+EXPERT_AXES = ("replicate", "pp", "shard", "ep", "tp")
 
 
 class MeshRanks:

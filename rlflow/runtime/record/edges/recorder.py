@@ -145,7 +145,8 @@ class Recorder:
         if spread is not None:
             return any(holders[0] == self._own for holders in spread.parts)
         if action.instance is not None:
-            return self._own in action.devices[:: self._plan.instance(action.instance).row_ranks]
+            groups = self._plan.instance(action.instance).row_groups
+            return any(holders[0] == self._own for holders in groups)
         return self._own == action.devices[0]
 
     def _take(self, chosen: RecordedNode, action: Action, iteration: int, made: RowsMade) -> None:

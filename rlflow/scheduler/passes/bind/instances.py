@@ -25,6 +25,7 @@ from rlflow.modelfiles.families import (
     sharding_finding,
     stacked_finding,
 )
+from rlflow.modelfiles.layouts.stages import staging_finding
 from rlflow.modelfiles.mixtures.routers import replay_finding, router_finding, width_finding
 from rlflow.scheduler.costs.distributions import EXPERTS
 from rlflow.scheduler.costs.estimate import Costs
@@ -125,29 +126,31 @@ def recomputing(instance: Instance, again: Recompute) -> Instance:
 
 
 class AxisSizes(NamedTuple):
-    """How many ranks share parameters, layers, experts and the tokens of rows."""
+    """How many ranks share parameters, each layer, experts, the tokens of rows, and all layers."""
 
     fsdp: int
     tp: int
     ep: int
     cp: int
+    pp: int
 
 
 def layout_of(where: On, use: Use, pools: Mapping[str, tuple[int, ...]]) -> AxisSizes:
     """Along which axis how many ranks share a use.
 
-    A rollout whose `fsdp` is left out has whole layers, and experts with them; its rows are whole.
+    A rollout whose `fsdp` is left out has whole layers, and experts with them; its rows are whole,
+    and it has all layers in one stage.
     """
-    tp, ep, cp = where.tp or 1, where.ep or 1, where.cp or 1
+    tp, ep, cp, pp = where.tp or 1, where.ep or 1, where.cp or 1, where.pp or 1
     if use == "rollout":
-        return AxisSizes(where.fsdp or 1, tp, 1 if where.fsdp is None else ep, 1)
-    left = 1 if "layers" in where.offloads else max(1, len(pools[where.pool]) // (tp * cp))
-    return AxisSizes(where.fsdp or left, tp, ep, cp)
+        return AxisSizes(where.fsdp or 1, tp, 1 if where.fsdp is None else ep, 1, 1)
+    left = 1 if "layers" in where.offloads else max(1, len(pools[where.pool]) // (tp * cp * pp))
+    return AxisSizes(where.fsdp or left, tp, ep, cp, pp)
 
 
 def sizes_of(instance: Instance) -> AxisSizes:
     """The same of an instance."""
-    return AxisSizes(instance.fsdp, instance.tp, instance.ep, instance.cp)
+    return AxisSizes(instance.fsdp, instance.tp, instance.ep, instance.cp, instance.pp)
 
 
 def instance_of(node: Node, where: On, pools: Mapping[str, tuple[int, ...]]) -> Instance:
@@ -161,10 +164,7 @@ def instance_of(node: Node, where: On, pools: Mapping[str, tuple[int, ...]]) -> 
         devices=pools[where.pool],
         uses=(use,),
         trained=use == "train",
-        fsdp=sizes.fsdp,
-        tp=sizes.tp,
-        ep=sizes.ep,
-        cp=sizes.cp,
+        **sizes._asdict(),
         options=where.options,
     )
 
@@ -218,8 +218,8 @@ def pool_findings(instance: Instance, plan: Plan) -> list[Finding]:
     count, ranks = len(instance.devices), instance.ranks
     if count % ranks == 0:
         return []
-    sizes = {"fsdp": instance.fsdp, "cp": instance.cp, "tp": instance.tp}
-    said = [f"{axis}={size}" for axis, size in sizes.items() if axis != "cp" or size > 1]
+    sizes = {"pp": instance.pp, "fsdp": instance.fsdp, "cp": instance.cp, "tp": instance.tp}
+    said = [f"{a}={size}" for a, size in sizes.items() if a in ("fsdp", "tp") or size > 1]
     return [
         Finding(
             code="E212",
@@ -238,7 +238,8 @@ def layout_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Findin
         return wrong_pool
     model = plan.graph.model(instance.model)
     findings = _offload_findings(instance, plan) if instance.offload == "layers" else []
-    if instance.compiled and (max(instance.tp, instance.ep) > 1 or instance.offload == "layers"):
+    cut = max(instance.tp, instance.ep, instance.pp) > 1
+    if instance.compiled and (cut or instance.offload == "layers"):
         findings.append(_not_compiled(instance, plan))
     shape = costs.shapes[instance.model]
     if shape is None:
@@ -275,6 +276,7 @@ def _uncomputed(
         found.append(sequence_finding(model.path, shape.family) if instance.sequence else None)
     found.append(shared or _undispatched(instance, model, shape))
     found.append(context_finding(model.path, shape.family, instance.cp))
+    found.append(staging_finding(model.path, shape.family, shape.layers, instance.pp))
     if isinstance(model.optimizer, Muon) and shape.family.experts != "none":
         found.append(stacked_finding(model.path))
     if model.router is not None:
@@ -341,7 +343,7 @@ def _not_compiled(instance: Instance, plan: Plan) -> Finding:
         what=f"the layers of {instance.name} cannot be compiled",
         got=instance.layout(),
         expected="layers that each rank computes whole, from weights that stay while it does",
-        fix=f'rf.on("{instance.pool}", compile=True) without tp=, ep= and offload="layers"',
+        fix=f'rf.on("{instance.pool}", compile=True) without tp=, ep=, pp= and offload="layers"',
     )
 
 

@@ -1,0 +1,1 @@
+"""How the layers of a model may be shared out over ranks, from its config alone."""
