@@ -26,7 +26,9 @@ SYNC_ROWS: Mapping[str, int] = {
     "response_mean": 256,
     "response_limit": 512,
 }
-VARIABLE = "RLFLOW_COSTS"
+# Measurements of this machine, and the kernels of rlflow's head: the systems that are compared
+# compute log-probs and entropies by torch's operators.
+VARIABLES = ("RLFLOW_COSTS", "RLFLOW_HEAD_KERNEL")
 TOO_LARGE = "E401"
 
 
@@ -210,12 +212,13 @@ def sync_of(plan: rf.CompiledPlan) -> float:
 
 @contextmanager
 def unmeasured() -> Iterator[None]:
-    """Have plans take nothing from earlier runs on this machine."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = "off"
+    """Have plans take nothing from earlier runs, and a head as those systems compute it."""
+    before = {name: os.environ.get(name) for name in VARIABLES}
+    os.environ.update(dict.fromkeys(VARIABLES, "off"))
     try:
         yield
     finally:
-        os.environ.pop(VARIABLE)
-        if before is not None:
-            os.environ[VARIABLE] = before
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value

@@ -11,6 +11,8 @@ CHUNK_BYTES = 1 << 30
 WIDE_BYTES = 4
 
 
+PRODUCT = 0
+"""Where kernels read the product as it is, nothing but that is alive."""
 PLAIN = 2
 """Numbers alive for each logit while log-probs and entropies are made: scores and their powers."""
 SHAPED = 3
@@ -24,7 +26,7 @@ def number_bytes(size: int, numbers: int = PLAIN) -> int:
 
     All but the product itself, and its gradient, are in float32 or wider.
     """
-    return numbers * max(size, WIDE_BYTES)
+    return numbers * max(size, WIDE_BYTES) or size
 
 
 def chunk_tokens(vocabulary: int, size: int, limit: int = CHUNK_BYTES, numbers: int = PLAIN) -> int:

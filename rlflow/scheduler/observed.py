@@ -19,14 +19,8 @@ from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.pieces import piece_done
 from rlflow.scheduler.costs.serving import pool_key
 from rlflow.scheduler.devices.measured import Origin, Sample, Setting
-from rlflow.scheduler.engines.engines import (
-    asleep_key,
-    engine_moved,
-    kept_of,
-    move_key,
-    moving,
-    start_key,
-)
+from rlflow.scheduler.engines.engines import asleep_key, kept_of, start_key
+from rlflow.scheduler.engines.moving import engine_moved, move_key, moving
 from rlflow.scheduler.engines.updates import update_cost
 from rlflow.scheduler.plan.instance import ASLEEP, POOLED, STARTED
 from rlflow.scheduler.plan.plan import Action, Cost, Plan

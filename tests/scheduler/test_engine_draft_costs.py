@@ -16,6 +16,7 @@ from rlflow.scheduler.costs.serving import pool_key
 from rlflow.scheduler.devices.hardware import KINDS
 from rlflow.scheduler.devices.measured import NOTHING, Sample
 from rlflow.scheduler.engines.engines import asleep_key, start_key
+from rlflow.scheduler.engines.moving import PAGES
 from rlflow.scheduler.models.shapes import model_shape
 from rlflow.scheduler.observed import key_of
 from rlflow.scheduler.plan.plan import HOST, Plan
@@ -234,7 +235,7 @@ def test_a_wake_brings_the_drafter_though_the_policy_comes_by_a_reshard() -> Non
     wake = plan.action("wake:actor@all/sglang/weights")
     assert ("discard", TINY) == (wake.mode, wake.cost.moved)
     link = KINDS["h100"].host_link * KINDS["h100"].reached
-    assert 0.02 + TINY / link == pytest.approx(wake.cost.seconds)
+    assert 0.02 + PAGES["wake"] + TINY / link == pytest.approx(wake.cost.seconds)
     told = "the reshard fills it; what drafts in it comes from its host, 509.2 kB"
     assert wake.reason.text.endswith(told)
     assert 0 == plan.action("sleep:actor@all/sglang/weights").cost.moved

@@ -16,7 +16,6 @@ from rlflow.scheduler.costs import serving
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.lengths import Load, ResponseLengths, assumed, full_lengths, stages
 from rlflow.scheduler.costs.measurement_keys import timed_options
-from rlflow.scheduler.costs.ranks.rank_memory import PREFILL
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.serving import Serving, pool_size, serving_of
 from rlflow.scheduler.devices.cluster import Cluster
@@ -30,6 +29,7 @@ from tests.budget import examples
 from tests.scheduler.examples import compiled_with, grpo
 from tests.scheduler.test_engine_plans import colocated, costs_of
 
+PREFILL = Serving().prefill
 SEVEN_B = Roofline(kind=KINDS["h100"], shape=known_shape("qwen2.5-7b"), size=2)
 SMALL = replace(SEVEN_B, shape=known_shape("qwen2.5-0.5b"))
 
@@ -203,7 +203,8 @@ def test_what_engines_do_by_themselves() -> None:
         served(rf.SGLang(max_running_requests=16)).slots,
         served(rf.SGLang(cuda_graph=False)).captured,
     )
-    assert (128, 128) == (served(rf.VLLM()).slots, served(rf.VLLM()).captured)
+    assert (1024, 512) == (served(rf.VLLM()).slots, served(rf.VLLM()).captured)
+    assert 256 == served(rf.VLLM(), KINDS["a100"]).slots == served(rf.VLLM(), KINDS["l40s"]).slots
     small = replace(KINDS["h100"], memory=24 * 2**30)
     assert 48 == served(rf.SGLang(), small).captured
     assert 2 * 2**20 * 256 == served(rf.SGLang()).graph_bytes

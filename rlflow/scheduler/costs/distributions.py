@@ -58,7 +58,8 @@ def width(node: Node) -> int:
 def numbers_alive(node: Node) -> int:
     """Numbers that are alive for each logit while a node's distributions are made."""
     squares = any(field.name == "sum_pi_squared" for field in node.op.outputs)
-    return MOST if squares or width(node) else PLAIN
+    several = isinstance(dict(node.params).get("temperature"), tuple)
+    return MOST if squares or several or width(node) else PLAIN
 
 
 def field_bytes(field: Field, prompt: int, response: int) -> int:

@@ -14,6 +14,8 @@ from rlflow.graph.graph import Node
 from rlflow.graph.roles import Averaged, Drafted, Learning
 from rlflow.graph.rules.check import num_prompts, row_counts
 from rlflow.graph.rules.steps import mini_batches
+from rlflow.modelfiles.chunks import MOST
+from rlflow.modelfiles.kernels.head import HeadAsked, head_by_rows
 from rlflow.modelfiles.orthogonal import orthogonal_flops
 from rlflow.scheduler.costs import measurement_keys as keys
 from rlflow.scheduler.costs.distributions import (
@@ -25,16 +27,18 @@ from rlflow.scheduler.costs.distributions import (
     field_bytes,
     holds,
     likeliest_seconds,
+    numbers_alive,
     with_drafts,
 )
 from rlflow.scheduler.costs.lengths import Load
 from rlflow.scheduler.costs.pieces import WHOLE, Piece, as_measured
 from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn, drafting_shape, turn_of
-from rlflow.scheduler.costs.ranks.rank_memory import CACHE, Holds
+from rlflow.scheduler.costs.ranks.rank_memory import CACHE, DTYPES, Holds
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.rows.expected import ExpectedRows
 from rlflow.scheduler.costs.serving import serving_of
-from rlflow.scheduler.devices.collectives import copy_bandwidth, group_of, staging
+from rlflow.scheduler.devices.collectives import as_shared, copy_bandwidth, group_of, staging
+from rlflow.scheduler.devices.efficiency import slowest
 from rlflow.scheduler.devices.hardware import OBJECT_STORE, STORE_SECONDS
 from rlflow.scheduler.models.quantised import spared_bytes
 from rlflow.scheduler.models.shapes import Shape, dtype_bytes
@@ -153,6 +157,8 @@ class Costs(ExpectedRows):
         found = () if keeps_workspace(roof) else self._holds(node, instance, roof, load)
         found = tuple(h for h in found if not piece.leg or h[0] not in (CACHE, DRAFTS))
         transient = sum(size for _, size in found)
+        if not roof.on_cpu:  # All of them wait for the slowest.
+            seconds *= slowest(len(instance.devices))
         return Cost(seconds=seconds, transient=transient, holds=found, source=TABLE)
 
     def held(self, node: Node, instance: Instance, parts: int) -> int:
@@ -196,6 +202,13 @@ class Costs(ExpectedRows):
             paged=roof.paged and not drafted,
             sequence=roof.sequence and use != "rollout",
             tf32=use in instance.tf32,
+            by_rows=head_by_rows(
+                HeadAsked(
+                    device="cpu" if roof.on_cpu else "cuda",
+                    dtype=DTYPES.get(roof.size, "float64"),
+                    more=numbers_alive(node) == MOST,
+                )
+            ),
             turn=turn,
             proposer=None if turn is None else self._drafter(node, instance, shape, roof),
         )
@@ -227,7 +240,7 @@ class Costs(ExpectedRows):
         size = dtype_bytes(model)
         low = instance.trained and size < FULL_BYTES
         return Roofline(
-            kind=self.cluster.kind_of(devices[0]),
+            kind=as_shared(self.cluster, devices),
             shape=shape,
             size=size,
             predicts=model.head != "value",
@@ -275,6 +288,7 @@ class Costs(ExpectedRows):
             bandwidth, beside = OBJECT_STORE, 1
         elif to_host:
             kinds = [self.cluster.kind_of(device) for device in devices] or [self.cluster.kind]
+            kinds += [as_shared(self.cluster, devices)] if devices else []
             bandwidth = min(k.host_link * k.reached for k in kinds)
         else:
             bandwidth = copy_bandwidth(self.cluster, devices)

@@ -15,7 +15,7 @@ from rlflow.graph.rules.completion_order import ended_share
 from rlflow.modelfiles.chunks import WIDE_BYTES
 from rlflow.scheduler.costs.lengths import Load, attended_pairs, fullest, stages
 from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn
-from rlflow.scheduler.costs.ranks.rank_memory import PREFILL, RankMemory
+from rlflow.scheduler.costs.ranks.head_seconds import HeadSeconds
 from rlflow.scheduler.devices import efficiency
 from rlflow.scheduler.devices.collectives import ALONE, Group
 from rlflow.scheduler.models.flops import product_sizes, recomputed_layers
@@ -30,7 +30,7 @@ ROUNDED = 2 * 36 * 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Roofline(RankMemory):
+class Roofline(HeadSeconds):
     """Seconds of a model on its ranks; what they are and hold, `RankMemory` says.
 
     Its rollouts go by `turn`, where they draft: by n-grams, or by the model `proposer`.
@@ -126,10 +126,6 @@ class Roofline(RankMemory):
         norms = 2 * self.layers.between * efficiency.NORM_BYTES
         return shape.layers * wide * (norms + (turned + gated) / ranks)
 
-    def read(self, size: float) -> float:
-        """Seconds to read bytes from a device's memory."""
-        return size / (self.kind.bandwidth * self.kind.reached)
-
     def multiplied(self, computed: float, size: float) -> float:
         """Seconds of products that read so many bytes of weights: both on a CPU, else the larger.
 
@@ -138,14 +134,6 @@ class Roofline(RankMemory):
         if self.kind.weights:
             return computed + size / self.kind.weights
         return max(computed, self.read(size))
-
-    def over_vocabulary(self, places: float, each: float) -> float:
-        """Seconds of what is made of distributions at so many places, `each` a number."""
-        return places * self.shape.vocab * each if self.predicts else 0.0
-
-    def logit(self, on_cpu: float, moved: int) -> float:
-        """Seconds of each logit: as measured of a CPU, else to read and write so many bytes."""
-        return on_cpu if self.on_cpu else self.read(moved) / self.tp.ranks
 
     def ending(self, load: Load) -> tuple[float, float, float]:
         """Tokens, predictions and pairs of attention of the part that is done last."""
@@ -214,8 +202,14 @@ class Roofline(RankMemory):
         return group.all_gather(size) if way == "gather" else group.reduce_scatter(size)
 
     def beside(self, computed: float, sent: float) -> float:
-        """Computing while the next layer's parameters come; on a CPU one after the other."""
-        return computed + sent if self.on_cpu else max(computed, sent)
+        """Computing while the next layer's parameters come; on a CPU one after the other.
+
+        Of two stages that each layer goes through, one layer of the shorter one is beside nothing:
+        it comes before the first is computed, or leaves after the last.
+        """
+        if self.on_cpu:
+            return computed + sent
+        return max(computed, sent) + min(computed, sent) / (self.shape.layers + 1)
 
     def passes(self, load: Load) -> int:
         """Micro-batches that rows are cut into."""
@@ -226,9 +220,7 @@ class Roofline(RankMemory):
         count, (tokens, predictions, pairs) = self.passes(load), self.ending(load)
         computed = self.passed(tokens, predictions, pairs)
         one = self.launched(max(self.multiplied(computed / count, self.weights), self.brought()))
-        each = self.logit(self.kind.scored, efficiency.SCORED_BYTES)
-        scored = self.over_vocabulary(predictions, each)
-        beside = self.agreed_passing(tokens) + self.dispatched(tokens) + scored
+        beside = self.agreed_passing(tokens) + self.dispatched(tokens) + self.scored(predictions)
         return count * self.beside(one, self.gathered()) + beside
 
     def update(self, load: Load, trained: float, *, recompute: Recompute) -> float:
@@ -259,8 +251,7 @@ class Roofline(RankMemory):
         if self.reduces_last:
             added = self.added(trained * self.fsdp.ranks)
             passed = last + (count - 1) * (self.beside(one, gathered) + added)
-        each = self.logit(self.kind.learned, efficiency.LEARNED_BYTES)
-        learned = self.over_vocabulary(predictions, each)
+        learned = self.learned(predictions) + count * self.summed(predictions / count)
         return passed + agreed + learned + self.replicas.all_reduce(trained)
 
     def beside_copies(self, computed: float, times: float, moved: float) -> float:
@@ -318,9 +309,10 @@ class Roofline(RankMemory):
         return total
 
     def prefill(self, load: Load) -> float:
-        """Seconds to read the prompts, each once: at once, or in passes of `PREFILL` tokens."""
+        """Seconds to read the prompts, each once: at once, or in the passes of an engine."""
         prompt, each = load.prompts * load.mean_prompt, load.mean_prompt
-        passes = 1 if self.serving is None else max(1, math.ceil(prompt / PREFILL))
+        each_pass = math.inf if self.serving is None else self.serving.prefill
+        passes = max(1, math.ceil(prompt / each_pass))
         computed = self.passed(prompt, load.prompts, load.prompts * each**2 / 2)
         one = max(self.multiplied(computed / passes, self.weights), self.brought())
         return passes * self.launched(one)

@@ -19,9 +19,13 @@ if TYPE_CHECKING:
     from rlflow.scheduler.devices.measured import Record
     from rlflow.scheduler.plan.instance import Instance
 
-# Rows that an engine computes at once where nothing is said: `max_running_requests` of SGLang,
-# whose pool ends before that, `max_num_seqs` of vLLM's AsyncLLM; both have fewer on a CPU.
-AT_ONCE = {"sglang": 2048, "vllm": 128}
+# Rows that an engine computes at once where nothing is said. SGLang has 512 for each context that
+# its pool has room for, between two bounds (`model_runner.py`). vLLM has many on devices of so many
+# gibibytes that are no A100, else few (`EngineArgs.get_batch_defaults`); but its AsyncLLM, which
+# knows no use, takes 128, so it is told. Both have fewer on a CPU.
+SGLANG_OF_CONTEXT, SGLANG_LEAST, SGLANG_MOST = 512, 2048, 4096
+VLLM_MANY, VLLM_FEW, VLLM_LARGE = 1024, 256, 70
+SMALL_BATCHES = ("a100", "a800")
 AT_ONCE_ON_CPU = 256
 # The same of one that drafts on an accelerator: what SGLang takes then (`speculative_hook.py`).
 AT_ONCE_DRAFTING = {"sglang": 48}
@@ -29,6 +33,11 @@ AT_ONCE_DRAFTING = {"sglang": 48}
 # an engine of four ranks and more: SGLang's `handle_gpu_memory_settings`.
 CAPTURED = ((20, 8, 8), (35, 48, 160), (60, 32, 160), (160, 256, 512))
 CAPTURED_AT_MOST = 512
+# Tokens of prompts that are read in one pass, by the gibibytes of a device: SGLang's too. vLLM's
+# AsyncLLM reads the fewest that any use does (`SchedulerConfig`).
+PREFILL = ((35, 2048), (60, 4096), (160, 8192))
+PREFILL_AT_MOST, PREFILL_VLLM = 16384, 2048
+PREFILL_NAMES = ("chunked_prefill_size", "max_num_batched_tokens")
 # Bytes of graphs for each of these rows: what SGLang's `reserve_for_graph_mb` keeps free.
 GRAPH_BYTES = 2 << 20
 # Seconds of a step in which the host schedules and the device waits, and of each row: pages,
@@ -42,12 +51,14 @@ STEP, STEP_ROW = 5e-4, 1.2e-5
 class Serving:
     """A replica: `slots` rows at once at the most, and what a pool of `pool` tokens has room for.
 
-    None is no such limit. Decode passes of at most `captured` rows are replayed from graphs.
+    None is no such limit. Decode passes of at most `captured` rows are replayed from graphs, and
+    prompts are read in passes of `prefill` tokens.
     """
 
     slots: int | None = None
     pool: float | None = None
     captured: int = 0
+    prefill: int = 8192
 
     def rows(self, rows: float) -> float:
         """How many of so many rows are computed at once, if the pool has room."""
@@ -77,37 +88,67 @@ def serving_of(instance: Instance, sizes: Sizes) -> Serving | None:
     options = instance.engine_plan.settings
     kind, captured = sizes.cluster.kind_of(instance.devices[0]), 0
     on_cpu = kind.name == "cpu"
-    slots = slots_of(instance, on_cpu=on_cpu)
+    slots, pool = slots_of(instance, sizes), pool_tokens(instance, sizes)
     if not on_cpu and getattr(options, "cuda_graph", False):
-        most = _captured(instance.tp, kind.memory)
+        most = _captured(instance, kind.memory)
         captured = most if slots is None else min(most, slots)
-    size, each = pool_size(instance, sizes), token_bytes(instance, sizes)
-    pool = None if size is None else size / each
-    return Serving(slots=slots, pool=pool, captured=captured)
+    prefill = prefill_of(instance, kind.memory)
+    return Serving(slots=slots, pool=pool, captured=captured, prefill=prefill)
 
 
-def slots_of(instance: Instance, *, on_cpu: bool) -> int | None:
+def slots_of(instance: Instance, sizes: Sizes) -> int | None:
     """Rows that an engine computes at once at the most, as its options say or as it does itself."""
-    engine = instance.engine_plan
+    engine, kind = instance.engine_plan, sizes.cluster.kind_of(instance.devices[0])
     said: int | None = getattr(engine.options, "max_running_requests", None)
     if said is not None or not engine.own_process:
         return said
-    if on_cpu:
+    if kind.name == "cpu":
         return AT_ONCE_ON_CPU
-    alone = AT_ONCE.get(engine.name)
-    return AT_ONCE_DRAFTING.get(engine.name, alone) if engine.drafts else alone
+    if engine.drafts and engine.name in AT_ONCE_DRAFTING:
+        return AT_ONCE_DRAFTING[engine.name]
+    if engine.name == "vllm":
+        large = kind.memory >= VLLM_LARGE * 2**30 and kind.chip not in SMALL_BATCHES
+        return VLLM_MANY if large else VLLM_FEW
+    return _sglang_slots(instance, sizes) if engine.name == "sglang" else None
 
 
-def with_slots(instance: Instance, *, on_cpu: bool) -> Instance:
-    """An engine that drafts on an accelerator, told how many rows it computes at once.
+def _sglang_slots(instance: Instance, sizes: Sizes) -> int:
+    """Rows that SGLang computes at once, by its pool and the model's context."""
+    pool, shape = pool_tokens(instance, sizes), sizes.shapes[instance.model]
+    if pool is None or shape is None:
+        return SGLANG_LEAST
+    context = getattr(instance.engine_plan.options, "context_length", None) or shape.context
+    return min(max(int(SGLANG_OF_CONTEXT * pool / context), SGLANG_LEAST), SGLANG_MOST)
+
+
+def with_slots(instance: Instance, sizes: Sizes) -> Instance:
+    """An engine on an accelerator, told how many rows it computes at once where it has to be.
 
     SGLang takes far fewer rows where it drafts, 48, since each then brings several tokens to a
-    pass and logits of each. That is its own choice and stays so; said, it is what runs.
+    pass and logits of each. That is its own choice and stays so; said, it is what runs. vLLM would
+    take 128 whatever the device.
     """
     engine = instance.engine_plan
-    if on_cpu or engine.name not in AT_ONCE_DRAFTING or not engine.drafts:
+    if sizes.cluster.kind_of(instance.devices[0]).name == "cpu":
         return instance
-    return told_options(instance, max_running_requests=slots_of(instance, on_cpu=on_cpu))
+    if engine.name != "vllm" and not (engine.name in AT_ONCE_DRAFTING and engine.drafts):
+        return instance
+    return told_options(instance, max_running_requests=slots_of(instance, sizes))
+
+
+def prefill_of(instance: Instance, memory: float) -> int:
+    """Tokens of prompts that an engine reads in one pass, as it is told or does by itself."""
+    engine = instance.engine_plan
+    told = getattr(engine.options, "args", {})
+    said = next((int(told[name]) for name in PREFILL_NAMES if told.get(name)), 0)
+    own = next((t for gibibytes, t in PREFILL if memory < gibibytes * 2**30), PREFILL_AT_MOST)
+    return said if said > 0 else PREFILL_VLLM if engine.name == "vllm" else own
+
+
+def pool_tokens(instance: Instance, sizes: Sizes) -> float | None:
+    """Tokens that an engine's pool has room for; None where nothing is said of it."""
+    size = pool_size(instance, sizes)
+    return None if size is None else size / token_bytes(instance, sizes)
 
 
 def pool_size(instance: Instance, sizes: Sizes) -> float | None:
@@ -155,9 +196,11 @@ def engine_key(sizes: Sizes, instance: Instance) -> str:
     )
 
 
-def _captured(tp: int, memory: float) -> int:
-    """Rows of the largest decode pass that an engine captures by itself."""
+def _captured(instance: Instance, memory: float) -> int:
+    """Rows of the largest decode pass that an engine captures by itself: vLLM 512 at the most."""
+    if instance.engine_plan.name == "vllm":
+        return CAPTURED_AT_MOST
     for gibibytes, few, many in CAPTURED:
         if memory < gibibytes * 2**30:
-            return many if tp >= 4 else few
+            return many if instance.tp >= 4 else few
     return CAPTURED_AT_MOST

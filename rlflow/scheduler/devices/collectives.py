@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from rlflow.scheduler.devices.cluster import Cluster
+from rlflow.scheduler.devices.hardware import Kind
 
 BUCKET = 64 << 20
 HOST_BUCKET = 8 << 20
@@ -111,6 +112,17 @@ def copy_bandwidth(cluster: Cluster, devices: Sequence[int]) -> float:
     if len({cluster.link_domain(device) for device in devices}) > 1:
         return min(link, *(kind.nic * kind.reached for kind in kinds))
     return link
+
+
+def as_shared(cluster: Cluster, devices: Sequence[int]) -> Kind:
+    """The kind of the first device, whose way to its host others of these use at the same time."""
+    kind = cluster.kind_of(devices[0])
+    if kind.host_sharing == 1:
+        return kind
+    ways = Counter(
+        (cluster.host_of(device), device % kind.per_host // kind.host_sharing) for device in devices
+    )
+    return replace(kind, host_link=kind.host_link / max(ways.values()))
 
 
 def staging(moved: int, *, on_cpu: bool) -> tuple[tuple[str, int], ...]:

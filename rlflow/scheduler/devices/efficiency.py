@@ -6,6 +6,8 @@ kinds of devices and sizes of products; neither models nor plans.
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 # Of the dense bfloat16 peak, what the best shape of a product gets, a mean over 100 times: Bekman,
 # "Machine Learning Engineering", table of maximum achievable matmul FLOPS (torch 2.5 to 2.10). A
 # kind that is not in the table has what an H100 has: assumed.
@@ -45,9 +47,20 @@ MULTIPROCESSORS = {
 
 # Of the peak, what attention over long causal rows gets: FlashAttention-2 on A100 (Dao 2023:
 # 50 to 73 %, forward and backward), 35 % of an H100 (Shah et al., "FlashAttention-3", 2024).
-# Ada's multiprocessors are of Ampere's make, an H20's peak is below its softmax's rate:
-# as A100. Others as H100: assumed.
-ATTENTION = {"a100": 0.6, "a800": 0.6, "h20": 0.6, "l40s": 0.6, "rtx4090": 0.6}
+# Ada's multiprocessors are of Ampere's make: as A100, which is assumed, and an H20's peak is below
+# its softmax's rate: 66 of 148 Tflop/s over 2,048 causal tokens (Dao-AILab, issue 1310), where this
+# has 71. A B200 runs its instructions of Ampere no faster than an H100 does: 361 of 2,250 Tflop/s
+# forward (tritonbench, pull request 171), 346 with the backward (Dao-AILab, issue 1589). Others as
+# H100: assumed.
+ATTENTION = {
+    "a100": 0.6,
+    "a800": 0.6,
+    "h20": 0.6,
+    "l40s": 0.6,
+    "rtx4090": 0.6,
+    "b200": 0.16,
+    "gb200": 0.16,
+}
 UNKNOWN_ATTENTION = 0.35
 # Of FlashAttention-2's rate, what a kernel gets that FlexAttention compiles: 90 % forward, and 85 %
 # backward, which is two thirds of the time (Dong et al., PyTorch's blog, August 2024).
@@ -73,6 +86,23 @@ NORM_BYTES, ROTARY_BYTES, GATED_BYTES = 34, 16, 10
 # And of each logit: to float32, by the temperature, its log-softmax and entropy; the same, with a
 # backward that makes them again; and of a drawn token.
 SCORED_BYTES, LEARNED_BYTES, DRAWN_BYTES = 44, 110, 30
+
+
+# How fast devices of one kind are, as a standard deviation: their whiskers, of 1.5 quartile ranges
+# and 5.4 deviations of a normal, span 8 % in the mean over clusters and programs (Sinha et al.,
+# "Not all GPUs are created equal", SC 2022, arXiv:2208.11035). Outliers up to 1.5 times slower are
+# left out: a cluster takes such devices away.
+DEVIATION = 0.08 / 5.4
+
+
+def slowest(devices: int) -> float:
+    """How much longer the slowest of so many devices takes than the mean one, as a factor.
+
+    The largest of n normals lies Blom's quantile above their mean (Blom 1958).
+    """
+    if devices < 2:
+        return 1.0
+    return 1 + DEVIATION * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
 
 def sustained(name: str) -> float:

@@ -57,14 +57,15 @@ class Kind:
     as PyTorch computes them, `flops_tf32` of those with it, `flops64` of float64 ones;
     `bandwidth` of its memory. `link` joins two devices of a host, `bus` is what collectives get
     of all links; `nic` is its share of the host's network and `host_link` its way to the host's
-    memory, of which a host has `host_memory` bytes and `per_host` devices. Where links leave the
-    host, so many as `linked` devices are joined by them, 0 where they do not. `family` is the
-    kind of the table that a declared one stands on, `gpu` where it stands alone. `launch`
-    is the least time from one kernel to the next, `replayed` the same in a captured graph;
-    `latency` that before a collective's first byte, `hop` and `far_hop` that of each rank it
-    passes, in one host and between hosts. `reached` is the part of the bandwidths that large
-    copies get, `sustained` the part of the rates that large products get. An engine's process
-    keeps `engine` bytes while its weights and its pool sleep: context and workspaces.
+    memory, of which a host has `host_memory` bytes and `per_host` devices; `host_sharing` of them
+    have one such way together. Where links leave the host, so many as `linked` devices are joined
+    by them, 0 where they do not. `family` is the kind of the table that a declared one stands on,
+    `gpu` where it stands alone. `launch` is the least time from one kernel to the next, `replayed`
+    the same in a captured graph; `latency` that before a collective's first byte, `hop` and
+    `far_hop` that of each rank it passes, in one host and between hosts. `reached` is the part of
+    the bandwidths that large copies get, `sustained` the part of the rates that large products get.
+    An engine's process keeps `engine` bytes while its weights and its pool sleep: context and
+    workspaces.
 
     Where the threads that read weights are those that multiply, as on a CPU, a product takes both
     times: `weights` is then the bandwidth at which it reads them, 0 where it reads beside. There a
@@ -98,6 +99,7 @@ class Kind:
     flops_tf32: float = 0.0
     flops64: float = 0.0
     per_host: int = GPUS_PER_HOST
+    host_sharing: int = 1
     linked: int = 0
     family: str = ""
     reserve: float = 0.0
@@ -148,6 +150,7 @@ def _gpu(
     bus: float = 0.0,
     host_memory: float = 2e12,
     per_host: int = GPUS_PER_HOST,
+    host_sharing: int = 1,
     linked: int = 0,
 ) -> Kind:
     """An accelerator; `mib` of memory by its driver, rates in Tflop/s, bandwidths in GB/s.
@@ -180,10 +183,14 @@ def _gpu(
         engine=ENGINE_ASLEEP,
         replayed=1e-6,
         per_host=per_host,
+        host_sharing=host_sharing,
         linked=linked,
     )
 
 
+# A DGX A100 has four PCIe switches, each with one way of 16 lanes to a processor for two devices
+# (its user guide): vLLM wakes 59 GB on each of four in 5.3 s and 61 GB on one alone in 2.9 s
+# ("Zero-reload model switching with sleep mode", 2025).
 KINDS = {
     kind.name: kind
     for kind in (
@@ -198,6 +205,7 @@ KINDS = {
             link=300,
             nic=25,
             host_link=32,
+            host_sharing=2,
             source="NVIDIA A100 80GB SXM and DGX A100 data sheets (NVLink 3, HDR 200 Gb/s, PCIe 4)",
         ),
         _gpu(
@@ -211,6 +219,7 @@ KINDS = {
             link=200,
             nic=25,
             host_link=32,
+            host_sharing=2,
             source="NVIDIA A800 80GB SXM data sheet, 2022 (an A100 with NVLink of 400 GB/s)",
         ),
         _gpu(

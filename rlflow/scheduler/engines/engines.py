@@ -26,21 +26,16 @@ from rlflow.scheduler.costs.drafting import (
     token_bytes,
 )
 from rlflow.scheduler.costs.estimate import Costs
-from rlflow.scheduler.costs.pieces import as_measured
 from rlflow.scheduler.costs.ranks.rank_memory import Holds
 from rlflow.scheduler.costs.serving import engine_key, pool_size, with_slots
 from rlflow.scheduler.devices.measured import Record
 from rlflow.scheduler.engines.float8 import float8_findings
-from rlflow.scheduler.models.shapes import dtype_bytes, trained_parameters
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.plan.hosts import hosts_of_devices
 from rlflow.scheduler.plan.instance import told_options
-from rlflow.scheduler.plan.plan import Action, Cost, Instance, Part, Plan
+from rlflow.scheduler.plan.plan import Instance, Part, Plan
 
 ROOM = 0.9
-CALL = 0.02
-CALLS = {"sleep": 1, "wake": 1, "reshard": 3}
-ASSUMED = "assumed per call of an engine"
 PROCESS, GRAPHS, POOL = "its process", "CUDA graphs", "keys and values"
 
 
@@ -140,7 +135,7 @@ def with_pool(instance: Instance, nodes: Sequence[Node], room: int, costs: Costs
     of `room` bytes free, and holds one row at the least. A share of the memory becomes tokens on a
     CPU, where a device is a part of the host that an engine does not know of.
     """
-    instance = with_slots(instance, on_cpu=on_cpu(instance, costs))
+    instance = with_slots(instance, costs)
     if any(node.role(Routed) for node in nodes):
         instance = told_options(instance, routed_experts=True)
     options = instance.engine_plan.settings
@@ -155,10 +150,15 @@ def with_pool(instance: Instance, nodes: Sequence[Node], room: int, costs: Costs
         tokens = max(longest, int(said / each))
         return told_options(instance, max_total_tokens=tokens)
     wanted = max(_tokens(node, instance, costs) for node in nodes)
-    beside = (held_weights(instance, costs) or 0) + kept_asleep(instance, costs)
-    beside += sum(size for _, size in working(instance, nodes, costs))
-    fitting = int((ROOM * room - beside) / each)
-    return told_options(instance, max_total_tokens=max(longest, min(wanted, fitting)))
+
+    def told(engine: Instance) -> Instance:
+        beside = (held_weights(engine, costs) or 0) + kept_asleep(engine, costs)
+        beside += sum(size for _, size in working(engine, nodes, costs))
+        fitting = int((ROOM * room - beside) / each)
+        return told_options(instance, max_total_tokens=max(longest, min(wanted, fitting)))
+
+    # A pool of another size may have SGLang compute more rows at once, which takes of its room.
+    return told(told(instance))
 
 
 def row_parts_over(instance: Instance, node: Node) -> int:
@@ -316,60 +316,6 @@ def with_savers(plan: Plan, costs: Costs) -> Plan:
     kept = {i.weights: backup(i, costs) for i in plan.instances if {i.name, i.inside} & saving}
     parts = (replace(p, on_host=p.on_host + kept.get(p.name, 0)) for p in plan.parts)
     return replace(plan, parts=tuple(parts))
-
-
-def move_key(costs: Costs, instance: Instance, kind: str, what: str) -> str:
-    """What a sleep, wake or reshard of an engine is measured under."""
-    return keys.key_of_parts(engine_key(costs, instance), f"{kind} of an engine's {what}")
-
-
-def moving(cost: Cost, instance: Instance, kind: str, what: str, costs: Costs) -> Cost:
-    """The cost of a sleep, wake or reshard of an engine, which is asked and answers.
-
-    Of a reshard its weights go from the host's memory to its devices as well, of a model with
-    adapters only these. Measured where an earlier run did the same.
-    """
-    if cost.seconds is None:
-        return cost
-    record = costs.cluster.measured.find(move_key(costs, instance, kind, what), costs.setting)
-    if record is not None:
-        return as_measured(cost, record, costs.setting)
-    seconds = CALLS[kind] * CALL
-    if kind == "reshard":
-        device = costs.cluster.kind_of(instance.devices[0])
-        seconds += loaded_bytes(instance, costs) / (device.host_link * device.reached)
-    return replace(cost, seconds=cost.seconds + seconds, source=f"{cost.source}; {ASSUMED}")
-
-
-def loaded_bytes(instance: Instance, costs: Costs) -> int:
-    """Bytes that an update brings to each device: of all weights, or of adapters."""
-    model, shape = costs.graph.model(instance.model), costs.shapes[instance.model]
-    if model.lora is None or shape is None:
-        return costs.weights(instance) or 0
-    return (trained_parameters(model, shape) or 0) * dtype_bytes(model)
-
-
-def engine_moved(plan: Plan, action: Action) -> tuple[Instance, str] | None:
-    """The engine that an action fills, wakes or puts to sleep, if there is one, and what of it."""
-    if action.kind not in CALLS:
-        return None
-    names = action.targets if action.kind == "reshard" else (action.instance,)
-    found = [i for i in plan.instances if i.name in names and i.engine_plan.in_process]
-    if not found:
-        return None
-    if action.kind == "reshard":
-        return found[0], brought(action.cost.moved)
-    return found[0], moved_part(plan.part(str(action.part)), str(action.mode))
-
-
-def brought(moved: int | None) -> str:
-    """What a reshard moves, in words of a key."""
-    return f"weights, {moved} bytes"
-
-
-def moved_part(part: Part, mode: str) -> str:
-    """What a sleep or a wake moves, in words of a key."""
-    return f"{part.kind}, {mode}"
 
 
 def own_pools(plan: Plan) -> Plan:

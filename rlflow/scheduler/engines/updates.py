@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from rlflow.scheduler.costs.estimate import TABLE, Costs
 from rlflow.scheduler.costs.pieces import as_measured
 from rlflow.scheduler.costs.ranks.rank_memory import Holds
-from rlflow.scheduler.devices.collectives import group_of
+from rlflow.scheduler.devices.collectives import as_shared, group_of
 from rlflow.scheduler.devices.hardware import CPU_COLLECTIVES
-from rlflow.scheduler.engines.engines import (
+from rlflow.scheduler.engines.engines import on_cpu
+from rlflow.scheduler.engines.moving import (
     ASSUMED,
     CALL,
     CALLS,
@@ -24,7 +25,6 @@ from rlflow.scheduler.engines.engines import (
     loaded_bytes,
     move_key,
     moving,
-    on_cpu,
 )
 from rlflow.scheduler.models.shapes import dtype_bytes
 from rlflow.scheduler.plan.hosts import num_hosts_of
@@ -163,7 +163,7 @@ def staged_update(source: Instance, engine: Instance, costs: Costs) -> UpdateSta
     """What an update through the staging in host memory takes."""
     whole = loaded_bytes(replace(engine, tp=1, devices=engine.devices[:1]), costs)
     lacked = costs.resharded(source, engine, in_place=False) or 0
-    kind = costs.cluster.kind_of(engine.devices[0])
+    kind = as_shared(costs.cluster, engine.devices)
     own = max(whole * len(engine.owners) - lacked, 0) / len(engine.owners)
     sent, got = lacked / len(source.devices), lacked / len(engine.owners)
     wire = GLOO

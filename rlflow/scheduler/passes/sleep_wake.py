@@ -14,7 +14,7 @@ from typing import Literal
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.costs.drafting import brought_awake
 from rlflow.scheduler.devices.cluster import amount
-from rlflow.scheduler.engines.engines import moved_part, moving
+from rlflow.scheduler.engines.moving import moved_part, moving
 from rlflow.scheduler.memory.demand import Traced
 from rlflow.scheduler.memory.intervals import Trace
 from rlflow.scheduler.memory.on_hosts import bytes_freed

@@ -36,7 +36,7 @@ from rlflow.engines.hf.forward.shares import (
     token_numbers,
 )
 from rlflow.engines.hf.forward.token_scores import LOWEST
-from rlflow.modelfiles.chunks import MOST, PLAIN, SHAPED, chunk_tokens
+from rlflow.modelfiles.chunks import MOST, PLAIN, PRODUCT, SHAPED, chunk_tokens
 
 # Rows of a weight whose gradients are added at a time where the sum is of another dtype.
 ROWS_AT_ONCE = 8192
@@ -78,7 +78,7 @@ class ChunkedScores(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         chunks: list[list[ChunkNumbers]] = []
         ctx.by_rows = kernels_fit(hidden, asked, chosen=ids is not None, biased=bias is not None)
-        for part in chunks_of(hidden, weight, asked, form):
+        for part in chunks_of(hidden, weight, asked, form, by_rows=ctx.by_rows):
             if ctx.by_rows:
                 raw = product(hidden[part], weight)
                 chunks.append([numbers_by_row(raw, tokens[part], asked, form)])
@@ -120,7 +120,7 @@ class ChunkedScores(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=wide_of(bias)) if on_bias else None
         sums = [Sums(*kept[i : i + 2]) for i in range(0, len(kept), 2)]
         whole = (entropy, squared, rest)
-        for part in chunks_of(hidden, weight, asked, form):
+        for part in chunks_of(hidden, weight, asked, form, by_rows=ctx.by_rows):
             if ctx.by_rows:
                 pulls = row_pulls(grads, sums[0], entropy, part)
                 low = pull_rows(product(hidden[part], weight), tokens[part], pulls, asked, form)
@@ -147,10 +147,13 @@ class ChunkedScores(torch.autograd.Function):
 
 
 def chunks_of(
-    hidden: Tensor, weight: Tensor, asked: WantedNumbers, form: Projection
+    hidden: Tensor, weight: Tensor, asked: WantedNumbers, form: Projection, *, by_rows: bool
 ) -> Iterator[slice]:
-    """Slices of tokens whose distributions hold at most the bytes of the limit, or of one token."""
-    numbers = PLAIN if form.cap is None else SHAPED
+    """Slices of tokens whose distributions hold at most the bytes of the limit, or of one token.
+
+    Kernels that go by rows of a product hold nothing beside it.
+    """
+    numbers = PRODUCT if by_rows else PLAIN if form.cap is None else SHAPED
     if len(asked.temperatures) > 1 or asked.squared or asked.rest or asked.top_k:
         numbers = MOST
     tokens = chunk_tokens(len(weight), hidden.element_size(), asked.limit, numbers)

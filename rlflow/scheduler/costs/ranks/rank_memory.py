@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from rlflow.graph.op import Use
 from rlflow.graph.placement import Recompute
-from rlflow.modelfiles.chunks import PLAIN, chunk_bytes
+from rlflow.modelfiles.chunks import PLAIN, PRODUCT, chunk_bytes
 from rlflow.modelfiles.kernels.attention import AttentionAsked, AttentionChoice, attention_choice
 from rlflow.modelfiles.paging import MOST_ROWS
 from rlflow.scheduler.costs.lengths import Load
@@ -28,8 +28,6 @@ from rlflow.scheduler.plan.plan import MICRO_TOKENS
 LAYERS_GATHERED = 2
 SCORE_BYTES = 8
 DTYPES = {2: "bfloat16", 4: "float32"}
-# Tokens of prompts that an engine reads in one pass.
-PREFILL = 8192
 
 CACHE, ACTIVATIONS, GRAPHS = "KV cache", "activations", "graphs"
 EMBEDDED = "gradient of the embedding"
@@ -53,7 +51,7 @@ class RankMemory:
     keeps of its layers goes to the host and comes back where it `hosts_activations`. Ranks of `tp`
     share the `sequence` in forwards and updates, or add up all tokens. Where it `reduces_last`
     gradients are whole until the last pass of an update. Products of float32 numbers go by `tf32`,
-    where the device has it.
+    where the device has it. Kernels read each logit once where the head goes `by_rows`.
     """
 
     kind: Kind
@@ -73,6 +71,7 @@ class RankMemory:
     rows_at_once: int = MOST_ROWS
     spared: int = 0
     tf32: bool = False
+    by_rows: bool = False
     tp: Group = ALONE
     fsdp: Group = ALONE
     ep: Group = ALONE
@@ -155,14 +154,20 @@ class RankMemory:
     def predicted(self, predictions: float, numbers: int = PLAIN) -> int:
         """Bytes of the distributions that a forward or an update holds at a time.
 
-        Of each logit so many `numbers` are alive (`rlflow.modelfiles.chunks`).
+        Of each logit so many `numbers` are alive (`rlflow.modelfiles.chunks`), none but the product
+        where kernels go by its rows.
 
         A head that an adapter changes is not computed in chunks, which is not counted.
         """
         if not self.in_chunks:
             return self.scores(predictions)
-        part = math.ceil(self.shape.vocab / self.tp.ranks)
-        return chunk_bytes(predictions, part, self.size, numbers)
+        numbers = PRODUCT if self.by_rows else numbers
+        return chunk_bytes(predictions, self.own_vocabulary, self.size, numbers)
+
+    @property
+    def own_vocabulary(self) -> int:
+        """Of the vocabulary, what a rank has."""
+        return math.ceil(self.shape.vocab / self.tp.ranks)
 
     def scores(self, predictions: float) -> int:
         """Bytes of logits and of their float32 log-probs, before and after the temperature."""
@@ -256,7 +261,7 @@ class RankMemory:
         tokens, carried = max(prompts * load.prompt, rows), self.shape.carried(self.size)
         cache = int(rows * load.longest_row * self.cache_bytes) + int(rows * carried)
         if self.serving is not None:
-            tokens, cache, rows = min(tokens, PREFILL), 0, self.serving.rows(rows)
+            tokens, cache, rows = min(tokens, self.serving.prefill), 0, self.serving.rows(rows)
         graphs = 0
         if self.paged:
             blocks = load.in_blocks(self.rows_at_once)

@@ -20,6 +20,9 @@ from rlflow.scheduler.passes.bind.bind import place_of
 from rlflow.scheduler.plan.plan import Instance, Plan
 from rlflow.scheduler.plan.text import duration
 
+# Of an update's seconds, what a choice has to gain: less no estimate tells apart, and gigabytes are
+# held for it.
+WORTH = 0.01
 Way = Literal["kept_whole", "reduces_last"]
 # What stays whole for longer, and what a placement says of it.
 WAYS: dict[Way, str] = {"kept_whole": "reshard_after_forward", "reduces_last": "gradient_sync"}
@@ -40,9 +43,10 @@ def faster_whole(plan: Plan, context: Context) -> list[tuple[Way, str]]:
         if not nodes:
             continue
         whole = in_way(instance, way)
-        gain = instance_seconds(instance, nodes, costs) - instance_seconds(whole, nodes, costs)
+        now = instance_seconds(instance, nodes, costs)
+        gain = now - instance_seconds(whole, nodes, costs)
         room = min(plan.budget(device) for device in instance.devices)
-        if gain > 0 and all(needed(node, whole, costs) <= room for node in nodes):
+        if gain > WORTH * now and all(needed(node, whole, costs) <= room for node in nodes):
             gains.append((-gain, way, instance.name))
     return [(way, name) for _, way, name in sorted(gains)]
 

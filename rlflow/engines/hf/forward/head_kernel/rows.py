@@ -2,14 +2,12 @@
 
 Operators of torch read and write each logit some 110 bytes in an update: to float32, by the scale
 and the temperature, its power, its log-prob and gradient. The kernels read it once in a forward,
-and read and write it once in a backward, in the model's dtype. They are for what updates and
-log-probs ask, at one temperature; other numbers of distributions stay with torch's operators. A
-CPU never takes them, and `RLFLOW_HEAD_KERNEL=off` leaves a GPU with torch's operators too.
+and read and write it once in a backward, in the model's dtype. What they are for, and the rule by
+which plans price them, is in `rlflow.modelfiles.kernels.head`.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +15,7 @@ from torch import Tensor
 
 from rlflow.engines.hf.forward.sequences import compiles_kernels
 from rlflow.engines.hf.forward.shares import ChunkNumbers, Projection, WantedNumbers
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from rlflow.modelfiles.kernels.head import HeadAsked, head_by_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +37,15 @@ def kernels_fit(hidden: Tensor, asked: WantedNumbers, *, chosen: bool, biased: b
     They have nothing for `chosen` ids, and a head that is `biased` has a gradient in float32.
     """
     more = asked.squared or asked.rest or asked.top_k or len(asked.temperatures) > 1
-    if more or chosen or biased or hidden.dtype not in DTYPES:
-        return False
-    if os.environ.get("RLFLOW_HEAD_KERNEL") == "off":
-        return False
-    return hidden.device.type == "cuda" and compiles_kernels()
+    return head_by_rows(
+        HeadAsked(
+            device=hidden.device.type,
+            dtype=str(hidden.dtype).removeprefix("torch."),
+            more=bool(more or chosen),
+            biased=biased,
+            compiles=compiles_kernels(),
+        )
+    )
 
 
 def numbers_by_row(
