@@ -101,10 +101,15 @@ def pool(tokens: int, block: int, context: int | None, each: int) -> dict[str, A
 
 
 def vllm_environment(
-    python: str, *, device: torch.device, devices: Sequence[int], threads: int
+    python: str,
+    *,
+    device: torch.device,
+    devices: Sequence[int],
+    threads: int,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, str]:
-    """The environment of an engine's process, whatever its interpreter is."""
-    del python
+    """The environment of an engine's process, whatever its interpreter and its `dtype` are."""
+    del python, dtype
     made = {**plain_environment(threads), **SETTINGS}
     if device.type == "cpu":
         bound = "|".join(cores(devices)) if len(devices) > 1 else "nobind"

@@ -1,9 +1,9 @@
 """Stands for SGLang's compiled kernels on a CPU: no wheel of them has the CPU's.
 
 On an x86 CPU without AMX every layer computes in plain torch, so only the attention of the backend
-`intel_amx` is called here, over all sequences of a batch at once, and what speculative decoding
-keeps books with. Any other name can be imported and raises when it is called. The signatures are
-those that SGLang calls.
+`intel_amx` is called here, over all sequences of a batch at once, layers that carry states, and
+what speculative decoding keeps books with. Any other name can be imported and raises when it is
+called. The signatures are those that SGLang calls.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from sgl_kernel.chains import (
     seen_in_tree,
     verify_tree_greedy_cpu,
 )
+from sgl_kernel.mamba import fused_gdn_gating_cpu, fused_sigmoid_gating_delta_rule_update_cpu
 
 __all__ = [
     "assign_draft_cache_locs_contiguous_cpu",
@@ -127,17 +128,25 @@ def extend_attention_cpu(
     """Attend with the new queries of each sequence, `[all of them, heads, size]`, into `o`.
 
     Sequences of about equal lengths are one padded batch, others go one by one. A bool `tree_mask`
-    says which of the new tokens see each other, as many of each sequence.
+    says which of the new tokens see each other, as many of each sequence. Where nothing came before
+    the new tokens, all keys and values are theirs, which need not be as those are cached: of latent
+    attention they are of every head.
     """
     plain_only(logit_cap, is_cross, sinks)
     keys, added = seq_lens.tolist(), extend_lens.tolist()
+    fresh = k is not None and keys == added
+    if fresh:
+        k_buffer, v_buffer = k.view(len(q), -1, q.shape[-1]), v.view(len(q), -1, o.shape[-1])
     few_queries = len(keys) * max(added) <= PADDED_QUERIES * sum(added)
     together = few_queries and len(keys) * max(keys) <= PADDED_KEYS * sum(keys)
     everyone = list(range(len(keys)))
     for group in [everyone] if together else [[row] for row in everyone]:
         rows = torch.tensor(group)
         longest = max(keys[row] for row in group)
-        slots = req_to_token[req_pool_indices[rows], :longest].long()
+        if fresh:
+            slots = (extend_start[rows, None] + torch.arange(longest)).clamp(max=len(q) - 1)
+        else:
+            slots = req_to_token[req_pool_indices[rows], :longest].long()
         starts = [int(extend_start[row]) for row in group]
         sizes = [added[row] for row in group]
         padded = q.new_zeros(len(group), max(sizes), *q.shape[1:])
@@ -205,7 +214,12 @@ class Operator:
         return self.default(*args, **kwargs)
 
 
-for _function in (decode_attention_cpu, extend_attention_cpu):
+for _function in (
+    decode_attention_cpu,
+    extend_attention_cpu,
+    fused_gdn_gating_cpu,
+    fused_sigmoid_gating_delta_rule_update_cpu,
+):
     setattr(torch.ops.sgl_kernel, _function.__name__, Operator(_function))
 
 

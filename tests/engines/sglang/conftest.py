@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,3 +115,18 @@ def _pair():
 def pair(_pair):
     """Both engines with the first weights, awake."""
     return afresh(_pair)
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """What stands for SGLang's kernels on a CPU, as it imports that, and gone again."""
+    folder = ROOT / "scripts" / "sglang_cpu" / "sgl_kernel"
+    spec = importlib.util.spec_from_file_location(
+        "sgl_kernel", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sgl_kernel"] = module
+    spec.loader.exec_module(module)
+    yield module
+    for name in [name for name in sys.modules if name.split(".")[0] == "sgl_kernel"]:
+        del sys.modules[name]

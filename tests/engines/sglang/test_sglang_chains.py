@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import ROOT
-
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    """The package as SGLang imports it, and gone again."""
-    folder = ROOT / "scripts" / "sglang_cpu" / "sgl_kernel"
-    spec = importlib.util.spec_from_file_location(
-        "sgl_kernel", folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["sgl_kernel"] = module
-    spec.loader.exec_module(module)
-    yield module
-    for name in ("sgl_kernel", "sgl_kernel.chains"):
-        del sys.modules[name]
 
 
 def verified(kernels, candidates, likeliest):

@@ -88,7 +88,7 @@ def test_fused_and_padded_weights_are_hashed_as_the_engine_has_them():
     assert {"scale": "", "l.gate_up_proj.weight": ""} == hashes(
         ["scale", "l.gate_up_proj.weight"], staged
     )
-    tied = {"lm_head.weight": ([("embed_tokens.weight", 0, 0, 3)], 61)}
+    tied = {"lm_head.weight": ([("embed_tokens.weight", 0, 0, 3)], 61, 0.0)}
     assert tied == weight_layout(["lm_head.weight"], staged)
 
 
@@ -120,6 +120,49 @@ def test_each_rank_has_its_part_of_what_tensor_parallelism_cuts():
     assert ([("embed_tokens.weight", 0, 0, 64)], 0) == pieces("embed_tokens.weight", staged, 0, 2)
     # 128 rows do not divide by 3, so there are 192.
     assert ([("embed_tokens.weight", 0, 64, 70)], 58) == pieces("embed_tokens.weight", staged, 1, 3)
+
+
+@pytest.mark.parametrize("words", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")])
+def test_experts_of_a_layer_are_two_tensors_of_which_each_rank_has_its_part(words):
+    gate, up, down = words
+    shapes = {gate: (4, 6), up: (4, 6), down: (6, 4)}
+    staged = {
+        f"l.experts.{e}.{word}.weight": torch.randn(*shapes[word])
+        for e in range(3)
+        for word in words
+    }
+    outer, inner = "l.experts.w13_weight", "l.experts.w2_weight"
+    for rank, ranks in ((0, 1), (0, 2), (1, 2)):
+        rows = slice(4 * rank // ranks, 4 * (rank + 1) // ranks)
+        of = [[staged[f"l.experts.{e}.{word}.weight"] for word in words] for e in range(3)]
+        held = {
+            outer: hashed([each[rows] for gates, ups, _ in of for each in (gates, ups)]),
+            inner: hashed([downs[:, rows] for _, _, downs in of]),
+        }
+        assert held == hashes(held, staged, rank, ranks)
+    staged.pop(f"l.experts.1.{up}.weight")
+    assert {outer: hashed([staged[f"l.experts.0.{word}.weight"] for word in (gate, up)])} == hashes(
+        [outer], staged
+    )
+
+
+def test_latents_norms_and_layers_of_hybrids_are_found_by_what_sglang_calls_them():
+    latent = {
+        f"l.self_attn.{name}.weight": torch.randn(3, 4)
+        for name in ("q_a_proj", "kv_a_proj_with_mqa")
+    }
+    hybrid = {f"l.self_attn.{name}_proj.weight": torch.randn(2, 4) for name in "qkvo"}
+    staged = {**latent, **hybrid, "l.norm.weight": torch.randn(4)}
+    held = {
+        "l.self_attn.fused_qkv_a_proj_with_mqa.weight": hashed(list(latent.values())),
+        "l.qkv_proj.weight": hashed([hybrid[f"l.self_attn.{n}_proj.weight"] for n in "qkv"]),
+        "l.o_proj.weight": hashed([hybrid["l.self_attn.o_proj.weight"]]),
+        "l.norm.gemma_weight": hashed([staged["l.norm.weight"] + 1]),
+    }
+    assert held == hashes(held, staged)
+    norm, other = weight_layout(["l.norm.gemma_weight", "l.other.weight"], staged).values()
+    assert ([("l.norm.weight", 0, 0, 4)], 0, 1.0) == norm
+    assert ([], 0, 0.0) == other
 
 
 def test_a_cpu_engine_computes_all_sequences_at_once_unless_told_otherwise():

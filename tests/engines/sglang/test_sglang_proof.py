@@ -107,7 +107,7 @@ def test_ranks_beyond_the_key_value_heads_hold_a_head_each():
     assert halves == [hashes([QKV, OUT], ATTENTION, rank, 2, 2) for rank in range(2)]
     pieces = weight_layout([QKV], ATTENTION, 3, 4, 2)[QKV]
     q, k, v, _ = ATTENTION
-    assert ([(q, 0, 6, 8), (k, 0, 2, 4), (v, 0, 2, 4)], 0) == pieces
+    assert ([(q, 0, 6, 8), (k, 0, 2, 4), (v, 0, 2, 4)], 0, 0.0) == pieces
 
 
 @pytest.mark.parametrize("cuda", [False, True])
@@ -119,7 +119,7 @@ def test_a_model_knows_its_heads_and_names_the_ranks_that_have_an_older_one(cuda
     def model(held, heads):
         text = SimpleNamespace(num_key_value_heads=heads, num_attention_heads=4)
         made = object.__new__(EngineModel)
-        made.state, made.staging = "ready", SimpleNamespace(tensors=ATTENTION)
+        made.state, made.staging = "ready", SimpleNamespace(stored=ATTENTION)
         made.config = SimpleNamespace(get_text_config=lambda: text)
         made.replica = SimpleNamespace(launch=SimpleNamespace(cuda=cuda))
         made._asked = lambda do, fields: answer(held, do, fields)

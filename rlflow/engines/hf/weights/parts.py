@@ -43,6 +43,22 @@ class StoredPart:
         """Where it lies in the module's tensor."""
         return tuple(slice(*bounds) for bounds in self.box)
 
+    def place(self, shape: tuple[int, ...]) -> int | None:
+        """Elements before its first one, in the memory of a module's tensor of that `shape`.
+
+        None where it does not lie there in one piece.
+        """
+        found = self.of(torch.empty(shape, device="meta"))
+        return int(found.storage_offset()) if found.is_contiguous() else None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The view of a module's whole tensor that it is."""
+        held: Any = tuple(
+            slice(start, stop) if dim in self.dims else start
+            for dim, (start, stop) in enumerate(self.box)
+        )
+        return tensor[held]
+
     def within(self, shard: Shard) -> Shard | None:
         """What a shard of the module's tensor has of it, as a shard of the file's tensor.
 

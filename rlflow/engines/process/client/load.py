@@ -26,6 +26,7 @@ from rlflow.engines.hf.flat import whole_shards
 from rlflow.engines.hf.loading import Init, build, check_path, quiet_transformers, read
 from rlflow.engines.hf.lora import adapt, is_adapter
 from rlflow.engines.hf.weights.filling import fill_all
+from rlflow.engines.hf.weights.in_files import FileNames
 from rlflow.engines.hf.weights.skeletons import auto
 from rlflow.engines.hf.weights.streaming import streamed_skeleton
 from rlflow.engines.process.client.draft import EngineDraft, context_of
@@ -71,7 +72,7 @@ class EngineKind:
     `script` runs in the engine's interpreter. `arguments` has those of the engine, for options,
     the directory that it reads, dtype, device, the number of its ranks, seed, context and the
     model's config; `fresh` has those that every start has anew. `environment` is for an
-    interpreter, device, the ranks' devices and a number of threads. `drafting` adds a
+    interpreter, device, the ranks' devices, a number of threads and a dtype. `drafting` adds a
     drafter to arguments, by its directory and the number of its tokens.
     """
 
@@ -132,10 +133,10 @@ def start_engine(
         more: dict[str, Any] = {"context": context, "dtype": dtype, "trained": adapters}
         if draft is not None:
             more["draft"] = EngineDraft(draft, stagings[1], configs[1])
-        variables = kind.environment(python, device=place, devices=ranks, threads=threads)
+        where: dict[str, Any] = {"device": place, "devices": ranks, "threads": threads}
+        variables = kind.environment(python, dtype=dtype, **where)
         variables |= {"RLFLOW_MODEL_DIRECTORY": directory, **node_variables(nodes, place, ranks)}
-        fds = tuple(each.descriptor for each in stagings)
-        how = {"environment": variables, "descriptors": fds}
+        how = {"environment": variables, "descriptors": tuple(s.descriptor for s in stagings)}
         launch = Launch(
             name=name,
             command=Command(python=python, script=kind.script, **how),
@@ -199,7 +200,10 @@ def staged(
     pinned = device.type == "cuda"
     weights = [_parameters(made.module) for made in found]
     weights = [in_blocks(each) for each in weights] if blocks else weights
-    stagings = [SharedWeights(each if held else {}, pinned=pinned) for each in weights]
+    stagings = [
+        SharedWeights(each if held else {}, names=made.names, pinned=pinned)
+        for made, each in zip(found, weights, strict=True)
+    ]
     for name, made, own, staging in zip(wanted, found, weights, stagings, strict=True):
         if held and made.empty:
             made.fill(staging, seed)
@@ -207,7 +211,7 @@ def staged(
         written = None
         if blocks or made.init == "random":
             alone = _parameters(made.make()) if made.empty and not held else own
-            written = staging.tensors if held else alone
+            written = staging.stored if held else made.names.views(alone)
         readable(Path(directory, name), made.path, written, blocks=blocks)
     return [made.config for made in found], stagings, adapters
 
@@ -222,6 +226,7 @@ class StagedModel:
     """A model of a path: its config, its module, and what makes one with all weights.
 
     An `empty` module has no memory: its weights are read, or drawn, into the place they are for.
+    Files have them under their `names`.
     """
 
     path: str
@@ -231,6 +236,7 @@ class StagedModel:
     empty: bool
     make: Callable[[], nn.Module]
     init: Init
+    names: FileNames
 
     @classmethod
     def of(
@@ -247,8 +253,8 @@ class StagedModel:
                 found = read(path, lambda: streamed_skeleton(path, config, "lm", dtype, **how))
             module = read(path, make) if found is None else found
             return cls(
-                path=path, config=config, module=module,
-                dtype=dtype, empty=found is not None, make=make, init=init,
+                path=path, config=config, module=module, dtype=dtype,
+                empty=found is not None, make=make, init=init, names=FileNames.of(module, path),
             )  # fmt: skip
 
     def fill(self, staging: SharedWeights, seed: int) -> None:

@@ -200,7 +200,7 @@ class EngineModel:
         With several ranks a name has the number of its rank behind it. Of adapters what the
         engine was sent last is compared, which is whole.
         """
-        return self._compared(self.staging.tensors, {}, self.config)
+        return self._compared(self.staging.stored, {}, self.config)
 
     def measured(self) -> dict[str, float]:
         """Seconds of the last start, sleep, wake and update; tokens of the pool.
@@ -228,7 +228,7 @@ class EngineModel:
         assert self.draft is not None
         if not self._wanted():
             return {}
-        return self._compared(self.draft.staging.tensors, {"of": DRAFT}, self.draft.config)
+        return self._compared(self.draft.staging.stored, {"of": DRAFT}, self.draft.config)
 
     def _compared(
         self, staged: Mapping[str, Tensor], of: Mapping[str, str], config: ModelConfig
@@ -312,7 +312,7 @@ class EngineModel:
             def ask(do: str, fields: Mapping[str, Any]) -> Any:
                 return link.ask(do, fields).result()
 
-            wrong = self._differing(ask, self.staging.tensors, {}, self.config)
+            wrong = self._differing(ask, self.staging.stored, {}, self.config)
             if wrong:
                 raise RefusedError(f"other weights are there: {known_names(sorted(wrong))}")
 

@@ -1,7 +1,8 @@
 """Weights in memory that two processes see: flat bytes and a table of what lies where.
 
 The memory has no name in the file system, so nothing of it is left when its processes are gone.
-This file knows neither engines nor versions.
+The table is for an engine, and has the names of files. This file knows neither engines nor
+versions.
 """
 
 from __future__ import annotations
@@ -14,26 +15,31 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from rlflow.engines.hf.weights.in_files import Entry, FileNames
 from rlflow.engines.pinned import ALIGNMENT, cuda_driver, pin
-
-Entry = tuple[str, str, tuple[int, ...], int]
 
 
 class SharedWeights:
     """Copies of `tensors`, whole and contiguous, in shared memory; `tensors` are views of it.
 
-    Those on the meta device bring nothing: they are zero, to be filled.
+    Those on the meta device bring nothing: they are zero, to be filled. Each lies on 64 bytes.
 
-    `table` has a row (name, dtype, shape, offset in bytes) for each, offsets on 64 bytes.
-    Another process maps `descriptor`, which it inherits.
+    `stored` are the same by their `names` in files, and `table` has a row for each of these: name,
+    dtype, shape, offset in bytes. Another process maps `descriptor`, which it inherits.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, pinned: bool = False) -> None:
-        self.table: list[Entry] = []
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        names: FileNames | None = None,
+        pinned: bool = False,
+    ) -> None:
+        own: list[Entry] = []
         end = 0
         for name, tensor in tensors.items():
             kind = str(tensor.dtype).removeprefix("torch.")
-            self.table.append((name, kind, tuple(tensor.shape), end))
+            own.append((name, kind, tuple(tensor.shape), end))
             end = -(-(end + tensor.nbytes) // ALIGNMENT) * ALIGNMENT
         self.size = max(end, ALIGNMENT)
         self.descriptor = os.memfd_create("rlflow-weights")
@@ -42,21 +48,22 @@ class SharedWeights:
         self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, self.size), dtype=torch.uint8)
         if pinned:
             self._pin()
-        self.tensors = {
-            name: self._view(kind, shape, offset) for name, kind, shape, offset in self.table
-        }
+        self.tensors = {name: self._view(kind, shape, at) for name, kind, shape, at in own}
         for name, tensor in tensors.items():
             if not tensor.is_meta:
                 self.tensors[name].copy_(tensor)
+        self.names = FileNames() if names is None else names
+        self.table = self.names.rows(own)
+        self.stored = {name: self._view(kind, shape, at) for name, kind, shape, at in self.table}
 
     def piece(self, table: Sequence[Entry]) -> Tensor:
-        """The bytes of some weights, uint8, one after the other: a view where they lie so."""
+        """The bytes of some rows' weights, uint8, in their order: a view where they lie so."""
         begin, end = table[0][3], table[0][3]
         for name, _, _, offset in table:
             if offset != end:
-                flat = [self.tensors[entry[0]].reshape(-1).view(torch.uint8) for entry in table]
+                flat = [self.stored[entry[0]].reshape(-1).view(torch.uint8) for entry in table]
                 return torch.cat(flat)
-            end += self.tensors[name].nbytes
+            end += self.stored[name].nbytes
         return self._bytes[begin:end]
 
     def _view(self, kind: str, shape: tuple[int, ...], offset: int) -> Tensor:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from rlflow.engines.hf.weights.in_files import Entry
 from rlflow.engines.process.client.link import Link, LostError, RefusedError
-from rlflow.engines.process.client.shared_weights import Entry, SharedWeights
+from rlflow.engines.process.client.shared_weights import SharedWeights
 from rlflow.engines.reshard.ipc import Handle
 
 
@@ -43,7 +44,8 @@ class BucketTaker:
 
     def take(self, rows: Sequence[Entry], handles: Sequence[Handle]) -> Callable[[], None]:
         """Have the engine load a bucket; what waits until it has."""
-        return self._ask("take", {"bucket": list(rows), "handles": list(handles)})
+        bucket = self._staging.names.rows(rows)
+        return self._ask("take", {"bucket": bucket, "handles": list(handles)})
 
     def keep(self, weights: Mapping[str, Tensor]) -> None:
         """Copy weights to the staging."""

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlflow.engines.hf.weights.in_files import Entry
 from rlflow.engines.process.client.group import EngineGroup
 from rlflow.engines.process.client.link import Link, LostError
-from rlflow.engines.process.client.shared_weights import Entry, SharedWeights
+from rlflow.engines.process.client.shared_weights import SharedWeights
 from rlflow.errors import Finding, RunError
 
 BUCKET_BYTES = 256 << 20
@@ -186,7 +187,7 @@ def write_weights(path: Path, staging: SharedWeights) -> None:
     """Write a staging as a safetensors file, without a copy of it. Raises OSError."""
     header, end = {}, 0
     for name, dtype, shape, _ in staging.table:
-        begin, end = end, end + staging.tensors[name].nbytes
+        begin, end = end, end + staging.stored[name].nbytes
         header[name] = {
             "dtype": SAFETENSORS[dtype],
             "shape": shape,

@@ -70,7 +70,7 @@ def _nowhere(held: Iterable[str], staged: Mapping[str, Tensor]) -> list[str]:
     whole = [name for name in held if not is_adapter(name)]
     if not whole:
         return []
-    placed = {part for made, _ in weight_layout(whole, staged).values() for part, *_ in made}
+    placed = {part for made, *_ in weight_layout(whole, staged).values() for part, *_ in made}
     # An engine hashes a quantised weight as what it stands for, with its scales.
     placed |= {scale_name(name) for name in placed}
     return [name for name in staged if name not in placed and not is_adapter(name)]

@@ -139,15 +139,22 @@ def _on_cpu(made: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sglang_environment(
-    python: str, *, device: torch.device, devices: Sequence[int], threads: int
+    python: str,
+    *,
+    device: torch.device,
+    devices: Sequence[int],
+    threads: int,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, str]:
     """The environment of an engine's process: this one's, but for what is Python's own.
 
+    What convolutions carry from token to token is in the model's `dtype`, as rlflow has it.
     On a CPU it finds torchvision, and stand-ins for what has no wheel there, in the folder `cpu` of
     the interpreter's environment, where `scripts/sglang_cpu.sh` puts them.
     """
     made = plain_environment(threads)
     made["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    made["SGLANG_MAMBA_CONV_DTYPE"] = str(dtype).removeprefix("torch.")
     if device.type == "cpu":
         made["PYTHONPATH"] = str(Path(python).parent.parent / "cpu")
         made["SGLANG_USE_CPU_ENGINE"] = "1"

@@ -1,7 +1,8 @@
 """Hashes of weights as SGLang makes them on a CPU, of weights under their Hugging Face names.
 
-SGLang keeps projections of one input as one matrix, cuts weights over the ranks of tensor
-parallelism and pads a vocabulary; of ranks beyond the key-value heads several have the same head.
+SGLang keeps projections of one input as one matrix, and all experts of a layer as two tensors; it
+cuts weights over the ranks of tensor parallelism and pads a vocabulary; of ranks beyond the
+key-value heads several have the same head.
 The hash of a weight is the first eight bytes of SHA-256 over its bytes. This file knows no engine.
 """
 
@@ -13,16 +14,31 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+# What is one tensor of all experts: of each expert the layers, in one of the families' words.
+EXPERTS = {
+    "w13_weight": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "w2_weight": (("down_proj",), ("w2",)),
+}
+ATTENTION = "self_attn"
 VOCABULARY = ("embed_tokens", "lm_head")
 VOCABULARY_STEP = 64
-OUTPUTS = frozenset({*FUSED, *(part for parts in FUSED.values() for part in parts)})
-INPUTS = frozenset({"o_proj", "down_proj"})
+OUTPUTS = frozenset(
+    {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj"}
+)
+INPUTS = frozenset({"o_proj", "down_proj", "w2"})
 KEYS = frozenset({"k_proj", "v_proj"})
 
 # A weight, a dimension, and where in it a part of the weight begins and ends.
 Piece = tuple[str, int, int, int]
-Layout = dict[str, tuple[list[Piece], int]]
+# By an engine's name of a weight: its pieces, rows of zeros behind, and what is added to all.
+Layout = dict[str, tuple[list[Piece], int, float]]
+# A norm of Gemma keeps what it multiplies with beside its weight, which is that less one.
+PLUS_ONE = "gemma_weight"
 
 
 def weight_layout(
@@ -37,7 +53,13 @@ def weight_layout(
     A weight that is not known has no piece. Of None `kv_heads` ranks are taken to be as many at
     the most.
     """
-    return {name: pieces(name, staged, rank, ranks, kv_heads) for name in names}
+    found: Layout = {}
+    for name in names:
+        front, _, kind = name.rpartition(".")
+        one = kind == PLUS_ONE
+        of = f"{front}.weight" if one else name
+        found[name] = (*pieces(of, staged, rank, ranks, kv_heads), 1.0 if one else 0.0)
+    return found
 
 
 def pieces(
@@ -53,12 +75,11 @@ def pieces(
     (Shoeybi et al. 2019, section 3), a vocabulary by rows; everything else is whole.
     """
     found = parts(name, staged)
-    _, _, module = ".".join(name.split(".")[:-1]).rpartition(".")
-    if module in VOCABULARY and found:
+    if layer_of(name) in VOCABULARY and found:
         return vocabulary(found[0], len(staged[found[0]]), rank, ranks)
     made: list[Piece] = []
     for part in found:
-        shape = staged[part].shape
+        shape, module = staged[part].shape, layer_of(part)
         inputs = len(shape) - 1
         if ranks > 1 and module in OUTPUTS:
             place = head_of(part, rank, ranks, kv_heads)
@@ -90,9 +111,14 @@ def head_of(part: str, rank: int, ranks: int, kv_heads: int | None) -> tuple[int
 
     Where ranks are more than key-value heads, a head, which as many neighbours have.
     """
-    if kv_heads is None or ranks <= kv_heads or part.split(".")[-2] not in KEYS:
+    if kv_heads is None or ranks <= kv_heads or layer_of(part) not in KEYS:
         return rank, ranks
     return rank * kv_heads // ranks, kv_heads
+
+
+def layer_of(name: str) -> str:
+    """The last word before a weight's own."""
+    return name.rpartition(".")[0].rpartition(".")[2]
 
 
 def parts(name: str, staged: Mapping[str, Tensor]) -> list[str]:
@@ -100,11 +126,33 @@ def parts(name: str, staged: Mapping[str, Tensor]) -> list[str]:
     if name in staged:
         return [name]
     *front, module, kind = ["", *name.split(".")]
+    if kind in EXPERTS:
+        return parts_of_experts(".".join([*front[1:], module]), EXPERTS[kind], staged)
     if module in VOCABULARY:
         # A head that is tied to the embeddings has no weight of its own.
         return [word for word in staged if word.endswith("embed_tokens.weight")]
     made = [".".join([*front[1:], part, kind]) for part in FUSED.get(module, ())]
-    return made if all(part in staged for part in made) else []
+    if made and all(part in staged for part in made):
+        return made
+    # Layers of a hybrid have attention, or something else: some names leave out which.
+    inside = ATTENTION in front or not front[1:]
+    return [] if inside else parts(".".join([*front[1:], ATTENTION, module, kind]), staged)
+
+
+def parts_of_experts(
+    module: str, words: Sequence[Sequence[str]], staged: Mapping[str, Tensor]
+) -> list[str]:
+    """The weights of all experts of a layer that its engine has as one, expert by expert."""
+    for layers in words:
+        made: list[str] = []
+        each = [f"{module}.0.{layer}.weight" for layer in layers]
+        while all(part in staged for part in each):
+            made += each
+            number = len(made) // len(layers)
+            each = [f"{module}.{number}.{layer}.weight" for layer in layers]
+        if made:
+            return made
+    return []
 
 
 def hashes(
@@ -116,8 +164,9 @@ def hashes(
 ) -> dict[str, str]:
     """The hashes that a rank's weights should have; "" for one that is not known."""
     found = {}
-    for name, (made, extra) in weight_layout(names, staged, rank, ranks, kv_heads).items():
+    for name, (made, extra, more) in weight_layout(names, staged, rank, ranks, kv_heads).items():
         tensors = [staged[part].narrow(dim, start, stop - start) for part, dim, start, stop in made]
+        tensors = [tensor + more for tensor in tensors] if more else tensors
         if extra:
             tensors.append(tensors[0].new_zeros(extra, *tensors[0].shape[1:]))
         found[name] = hashed(tensors) if tensors else ""

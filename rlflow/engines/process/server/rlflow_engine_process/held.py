@@ -18,6 +18,8 @@ BLOCK = 128
 
 # A weight, a dimension, and where in it a part of the weight begins and ends.
 Piece = tuple[str, int, int, int]
+# What a weight of the engine is made of: pieces, rows of zeros behind, and what is added to all.
+Made = tuple[list[Piece], int, float]
 
 
 class HeldWeights:
@@ -48,10 +50,12 @@ class HeldWeights:
             found[-1].append(entry)
         return found
 
-    def joined(self, pieces: list[Piece], extra: int, device: str = "cpu") -> Any:
+    def joined(
+        self, pieces: list[Piece], extra: int, added: float = 0.0, device: str = "cpu"
+    ) -> Any:
         """Pieces of weights one after the other, and rows of zeros behind, on a device.
 
-        Of quantised weights what they stand for, in bfloat16.
+        With what is `added` to all. Of quantised weights what they stand for, in bfloat16.
         """
         import torch
 
@@ -62,7 +66,7 @@ class HeldWeights:
             if scales is not None:
                 found = unscaled(found, scales.to(device))
             cut.append(found.narrow(dim, start, stop - start))
-        whole = torch.cat(cut)
+        whole = torch.cat(cut) + added if added else torch.cat(cut)
         return torch.cat([whole, whole.new_zeros(extra, *whole.shape[1:])])
 
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from .held import HeldWeights, Piece
+from .held import HeldWeights, Made
 from .server import BEAT_SECONDS, Entry, Refused, Server
 
 FLUSH_SECONDS = 30.0
@@ -193,9 +193,7 @@ class Holding(Server):
             for rank in found[2]
         ]
 
-    async def do_hashes(
-        self, layout: dict[str, tuple[list[Piece], int]], of: str = MODEL
-    ) -> dict[str, str]:
+    async def do_hashes(self, layout: dict[str, Made], of: str = MODEL) -> dict[str, str]:
         """The same hashes of the memory file: of pieces one after the other, zeros behind."""
         from sglang.srt.managers.mm_utils import tensor_hash
 

@@ -15,7 +15,7 @@ from array import array
 from multiprocessing.connection import Connection
 from typing import Any
 
-from .held import HeldWeights, Piece
+from .held import HeldWeights, Made
 from .server import BEAT_SECONDS, Entry, Refused, Server, connected, refuse_start
 
 FLUSH_SECONDS = 30.0
@@ -203,7 +203,7 @@ class VLLMServer(Server):
             {name.rpartition(":")[2]: text[:16] for name, text in rank.items()} for rank in found
         ]
 
-    async def do_hashes(self, layout: dict[str, tuple[list[Piece], int]]) -> dict[str, str]:
+    async def do_hashes(self, layout: dict[str, Made]) -> dict[str, str]:
         """The same hashes of the memory file: of pieces one after the other, zeros behind."""
         import torch
 
