@@ -10,7 +10,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from rlflow.contract.values import (
+    Advanced,
     Generation,
+    InFlight,
     LossFunction,
     Reach,
     SampleKey,
@@ -168,6 +170,18 @@ class RolloutEngine(Protocol):
 
     def stats(self) -> Mapping[str, float]:
         """Counters since the engine was made: prompt tokens, new tokens, decode passes."""
+
+
+@runtime_checkable
+class ContinuousEngine(RolloutEngine, Protocol):
+    """An engine that rows may enter while others go on."""
+
+    def advance(self, rows: InFlight, sampling: Sampling, key: SampleKey) -> Advanced:
+        """Go on with rows, and begin others, until enough groups are complete.
+
+        What rows have seen is read with the weights as they are; of the key the draw is each row's
+        own. `sampling.n` is of no effect: every row is one sample.
+        """
 
 
 class OptimizerSpec(Protocol):

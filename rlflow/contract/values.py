@@ -7,7 +7,7 @@ types without loading it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -145,3 +145,40 @@ class Stat:
         if self.kind == "mean":
             return self.total / self.count
         return math.sqrt(self.spread) if self.kind == "std" else self.total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InFlight:
+    """Rows that a continuous rollout goes on with, or may begin: those of a group stand together.
+
+    `seen` is ragged int64 `[rows, j]`, prompt and response so far, of which the last `made` int64
+    `[rows]` tokens are response. Random numbers are those of sample `ids` in draw `draws`, both
+    int64 `[rows]`. `groups` int64 `[rows]` ascends. Of `begun` groups all rows go on; the others
+    begin in their order, as long as no more than `at_once` rows are live. It stops once `met` says
+    so of the groups that began and of those that are complete, the earliest first.
+    """
+
+    seen: Tensor
+    made: Tensor
+    draws: Tensor
+    ids: Tensor
+    groups: Tensor
+    begun: frozenset[int]
+    at_once: int
+    met: Callable[[Collection[int], Sequence[int]], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advanced:
+    """What became of rows in flight: the tokens that each has got, ragged, none where it waited.
+
+    `finished` bool `[rows]` says which ended by themselves, `over` which ended at all. `begun` are
+    the groups that have begun, `ended` those that were completed now, the earliest first.
+    """
+
+    response_tokens: Tensor
+    log_probs: Tensor
+    finished: Tensor
+    over: Tensor
+    begun: frozenset[int]
+    ended: tuple[int, ...]

@@ -28,6 +28,7 @@ from rlflow.graph.roles import (
     LoopEnd,
     LoopGate,
     Paused,
+    Recalling,
     Recorded,
     Resumed,
     Role,
@@ -287,7 +288,8 @@ class Graph:
 
         Only rollouts that make tokens to learn from run ahead; an evaluation reads the newest. A
         rollout that is resumed goes on with weights of one update more, which later trips through
-        its loop begin with, and later turns of its episodes.
+        its loop begin with, and later turns of its episodes. Rows that live through some updates
+        are sampled with weights as many newer.
         """
         if node.op.use != "rollout" or node.every != 1:
             return 0
@@ -297,6 +299,8 @@ class Graph:
         paused = turn and any(n.resumes is not None and n.model == node.model for n in self.nodes)
         if node.resumes is not None or later or paused:
             return max(self.staleness - 1, 0)
+        if (lasting := node.role(Recalling)) is not None and node.op.rows == "expand":
+            return self.staleness - lasting.keep
         return self.staleness if turn or node.op.rows == "expand" else 0
 
     def lag_of(self, node: Node, model: str) -> int:

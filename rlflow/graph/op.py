@@ -69,6 +69,8 @@ class Op:
     An op that `recalls` rows makes its own of those of this iteration and of as many earlier ones
     as its option `keep` says: they wait where it runs, and in checkpoints.
 
+    `continued` is its body where rows go on from one iteration to the next; it then `recalls` them.
+
     `resumed` is the op that goes on with rows which this one, given the option `until`, leaves
     unfinished: it makes every output anew that it has in common with this one.
 
@@ -90,6 +92,7 @@ class Op:
     hands_on: bool = False
     recalls: bool = False
     resumed: Op | None = None
+    continued: str = ""
     roles: tuple[type[Role], ...] = ()
     function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
@@ -101,6 +104,11 @@ class Op:
         if self.collective or self.per != "batch":
             return "split"
         return "first" if self.use is None else "all"
+
+    @property
+    def gathers(self) -> bool:
+        """Whether which rows it makes is known only when it has made them."""
+        return self.rows == "gather" or self.recalls
 
     def output(self, name: str) -> Field | None:
         """The output of that name, if the op has one."""

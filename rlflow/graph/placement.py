@@ -155,6 +155,10 @@ class Placement(Strict):
     The weights of an engine are updated between two rollouts. With `pause_at` t they are updated
     within one: every rollout pauses after t tokens of a response, takes weights that are one
     update newer, prefills what it has so far, and goes on.
+
+    With `continuous` an engine never drains: prompts begin as rows end, and an iteration gets the
+    groups that are complete first, of which no token is more than `staleness` updates old. Rows
+    live through as many updates as that allows, and read what they have so far anew after each.
     """
 
     pools: dict[str, Count | str | list[int]] = Field(min_length=1)
@@ -162,6 +166,7 @@ class Placement(Strict):
     staleness: int = Field(default=0, ge=0, le=MOST_STALE)
     stream: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     pause_at: Count | None = None
+    continuous: bool = False
 
     @model_validator(mode="after")
     def _pools_exist(self) -> Placement:

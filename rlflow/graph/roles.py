@@ -59,11 +59,15 @@ class Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn(Role):
-    """It takes rows of `data`: `batch` of them, or at most `limit`."""
+    """It takes rows of `data`: `batch` of them, or at most `limit`.
+
+    They are those of the iteration that is `ahead` of its own; the first time also all before.
+    """
 
     data: Any
     batch: int | None = None
     limit: int | None = None
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +198,7 @@ class LoopGate(Role):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recalling(Role):
-    """It adds the rows of `keep` earlier iterations to its own."""
+    """Rows of `keep` earlier iterations are among its own: it keeps them from run to run."""
 
     keep: int
 

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlflow.contract.tokenizers import Tokenizer
-from rlflow.contract.values import Generation, LossFunction, Stat, StepResult
+from rlflow.contract.values import (
+    Advanced,
+    Generation,
+    InFlight,
+    LossFunction,
+    Stat,
+    StepResult,
+)
 from rlflow.errors import Source
 from rlflow.graph.op import Op
 from rlflow.graph.schedule import Scheduled, dues
@@ -63,6 +70,18 @@ class ModelInUse(Protocol):
         those before. It may be some of the rows that come: the others come in other calls. With
         `routing` the experts that tokens chose come too.
         """
+
+    def advance(
+        self,
+        rows: InFlight,
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        ignore_eos: bool,
+    ) -> Advanced:
+        """Go on with rows in flight until enough groups are complete."""
 
     @property
     def base(self) -> ModelInUse:
@@ -202,7 +221,8 @@ class Output:
     """What a body made: fields of `rows` rows each, and numbers to log.
 
     `factor` is how many rows it makes of each row of its inputs, said also where there was none;
-    `kept` int64 says which of all those rows these are, by place, None for all. `surplus` are rows
+    `kept` int64 says which of all those rows these are, by place, None for all. Rows of its `own`
+    are a whole batch, whatever it has read. `surplus` are rows
     for the same node in the next iteration, and so is its `memory`, which a checkpoint holds.
     A plain number among the metrics is the same for every part; a `Stat` is of this part.
     """
@@ -211,6 +231,7 @@ class Output:
     rows: int = 0
     factor: int = 1
     kept: Tensor | None = None
+    own: bool = False
     surplus: Batch | None = None
     memory: Batch | None = None
     metrics: Mapping[str, float | Stat] = field(default_factory=dict)

@@ -85,6 +85,7 @@ ROLLOUT = register(
         use="rollout",
         rows="expand",
         resumed=RESUME,
+        continued="rlflow.ops.bodies.rows.continuous:go_on",
     )
 )
 UPDATE = register(

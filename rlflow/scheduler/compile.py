@@ -36,6 +36,7 @@ from rlflow.scheduler.passes.bind.whole_layers import (
     faster_whole,
     whole_text,
 )
+from rlflow.scheduler.passes.continuous import continuous
 from rlflow.scheduler.passes.order import chain, order, timing
 from rlflow.scheduler.passes.pause import pause
 from rlflow.scheduler.passes.residency import residency
@@ -54,7 +55,7 @@ from rlflow.scheduler.verify.verify import verify
 Pass = Callable[[Plan, Context], Plan]
 
 PASSES: tuple[tuple[str, Pass], ...] = (
-    ("pause", pause),
+    ("pause", lambda plan, context: continuous(pause(plan, context), context)),
     ("stamp", stamp),
     ("rewrite", rewrite),
     ("unroll", unroll),

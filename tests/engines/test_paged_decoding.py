@@ -446,3 +446,16 @@ def test_runs_of_blocks_merge_to_the_whole(window, sinks, monkeypatch):
     found = state.attend_runs(q, *cache.pools[0], traits)
     assert torch.isfinite(found).all()
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_that_begin_after_longer_ones_have_ended(long_dir):
+    """Those that have ended are longer than the blocks of a step of those that begin."""
+    model = load(long_dir)
+    sampling, prompts = Sampling(max_new_tokens=BLOCK, n=1), [[1 + k] * 8 for k in range(8)]
+    few = blocks_for(8 + BLOCK) * 5 + 1
+    with torch.inference_mode():
+        run = decoding(model, prompts, sampling, blocks=few)
+        run.run()
+    require_same(
+        generated(TorchRollout(model, paged=False), sampling, prompts), run.responses.result()
+    )

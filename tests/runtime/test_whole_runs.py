@@ -25,6 +25,7 @@ from tests.runtime.whole_runs import (
     GRPO,
     INSIDE,
     KEPT,
+    LASTING,
     LEVELS,
     MIXED,
     PAUSED,
@@ -143,6 +144,17 @@ TABLE = {
     "paused and weighed": Feature(
         PAUSED.said("--set", "epochs=2"),
         same=(At("together2", marks=SLOW), At("apart2", marks=SLOW)),
+    ),
+    "continuous": Feature(
+        LASTING,
+        resumed=(
+            broken("apart2", 5, 3),
+            broken("together3", 4, 3, marks=SLOW),
+            broken("apart4", 2, 0, marks=SLOW),
+            At("apart4", fault="run:saved=raise@2", saved=6, marks=SLOW),
+            At("together1", first=3, saved=3, marks=SLOW),
+        ),
+        ray=(*placed("apart2"), *placed("apart4", marks=SLOW + EXTRA)),
     ),
     "loop": Feature(
         MIXED,

@@ -57,6 +57,7 @@ def shipped(name: str, *words: Any, iterations: int = 4) -> Declared:
 STALE = declared("stale:ratio", iterations=7, every=4)
 WEIGHTS = declared("stale:weights", iterations=4, every=4).said("--set", "epochs=2")
 PAUSED = declared("paused", iterations=7, every=4)
+LASTING = declared("lasting", iterations=7, every=3)
 MIXED = declared("mixed", iterations=7, every=4)
 MANY = MIXED.said("--set", "multiple=3", "--save-every", 3)
 KEPT = MANY.said("--set", "surplus=keep")

@@ -94,7 +94,8 @@ def part_placement(whole: Graph, part: Graph, placement: Placement) -> Placement
     made: dict[str, Any] = {"assign": assign, "pools": kept}
     sampled = {node.model for node in part.nodes if node.op.use == "rollout" and node.model}
     if not any(part.updates(model) for model in sampled):
-        made |= {"pause_at": None}  # nothing newer comes that a rollout could pause for
+        # Nothing newer comes that a rollout could pause for, or go on with.
+        made |= {"pause_at": None, "continuous": False}
     return placement.model_copy(update=made)
 
 

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import lengths
-from rlflow.contract.values import Generation, Reach, SampleKey, Sampling, SleepMode
+from rlflow.contract.values import (
+    Advanced,
+    Generation,
+    InFlight,
+    Reach,
+    SampleKey,
+    Sampling,
+    SleepMode,
+)
+from rlflow.engines.hf.generate.continuous import ContinuousDecoding
 from rlflow.engines.hf.generate.decoding import Decoding, PlainDecoding, Responses
 from rlflow.engines.hf.generate.graphs import cuda_graphs
 from rlflow.engines.hf.generate.paged_decoding import PagedDecoding
@@ -85,6 +94,22 @@ class TorchRollout:
         self._stats["new_tokens"] += float(lengths(made.response_tokens).sum())
         for name, count in decoding.spent().items():
             self._stats[name] += count
+        return made
+
+    def advance(self, rows: InFlight, sampling: Sampling, key: SampleKey) -> Advanced:
+        """Go on with rows in flight; each row has its columns, and the host looks at every token.
+
+        Raises RunError for a prompt that leaves no room for its response in the model's context,
+        and while the model is asleep.
+        """
+        self._abort.clear()
+        self.model.require_ready()
+        self.require_room(lengths(rows.seen) - rows.made, sampling, EVERYTHING)
+        decoding = ContinuousDecoding(self.model, rows, sampling, key, self.stopped)
+        made = decoding.run()
+        self._stats["prompt_tokens"] += float(decoding.read)
+        self._stats["new_tokens"] += float(lengths(made.response_tokens).sum())
+        self._stats["decode_passes"] += float(decoding.passes)
         return made
 
     def _begun(

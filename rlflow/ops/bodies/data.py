@@ -12,9 +12,13 @@ from rlflow.ops.body import Call, Output
 
 
 def prompts(call: Call) -> Output:
-    """The rows of this iteration: text columns and their `row_id`."""
-    batch = call.params["batch"]
-    return fields_of(call, call.params["data"].batch(call.drawn, batch, call.seed))
+    """The rows of this iteration: text columns and their `row_id`.
+
+    With the option `ahead` those of so many iterations later, and the first time all before too.
+    """
+    data, batch, ahead = call.params["data"], call.params["batch"], call.params.get("ahead", 0)
+    draws = range(call.drawn + ahead if call.drawn else 0, call.drawn + ahead + 1)
+    return fields_of(call, [row for draw in draws for row in data.batch(draw, batch, call.seed)])
 
 
 def fields_of(call: Call, rows: list[Row]) -> Output:

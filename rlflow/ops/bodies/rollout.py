@@ -84,7 +84,7 @@ def rollout(call: Call) -> Output:
     for name in sorted(call.wanted - CARRIED_BY_ENGINE):
         fields[name] = select_field(inputs[name], parent)
     kept = {name: value for name, value in fields.items() if name in call.wanted}
-    metrics = _sampled(call, made) if until is None else {"paused": mean_of(~made.finished)}
+    metrics = sample_metrics(call, made) if until is None else {"paused": mean_of(~made.finished)}
     return Output(fields=kept, rows=len(parent), factor=n, kept=made.rows, metrics=metrics)
 
 
@@ -116,7 +116,7 @@ def resume(call: Call) -> Output:
         newer = torch.full_like(flat(made.response_tokens), model.version)
         newer = ragged_like(newer, made.response_tokens)
         fields["version"] = _appended(inputs["version"], newer, places)
-    metrics = {**_sampled(call, whole), "resumed": mean_of(going)}
+    metrics = {**sample_metrics(call, whole), "resumed": mean_of(going)}
     return Output(fields=fields, rows=num_rows(inputs), metrics=metrics)
 
 
@@ -165,7 +165,7 @@ def _ended(made: Generation) -> dict[str, Stat]:
     return {"length": mean_of(sizes), "finished": mean_of(made.finished)}
 
 
-def _sampled(call: Call, made: Generation) -> dict[str, Stat]:
+def sample_metrics(call: Call, made: Generation) -> dict[str, Stat]:
     """As `_ended`, the longest length, the entropy, and the share of a drafter's tokens kept.
 
     The entropy of a token, in nats, is estimated without bias by the mean of minus the log-prob

@@ -149,7 +149,7 @@ class RowLedger:
             return self._partition(action, iteration, action.makes)[0]
         node = self._node(action)
         first = made[self.answering(action)[0]]
-        if node.op.rows in ("new", "gather"):
+        if node.op.rows == "new" or node.op.gathers:
             self._sets[node.name, iteration] = _gathered(first, node)
             return [np.arange(first.rows, dtype=np.int64)]
         if node.op.rows == "expand":

@@ -10,10 +10,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rlflow.contract.engines import LoadedModel, Measured, Optimizer, RolloutEngine, Trainer
+from rlflow.contract.engines import (
+    ContinuousEngine,
+    LoadedModel,
+    Measured,
+    Optimizer,
+    RolloutEngine,
+    Trainer,
+)
 from rlflow.contract.tokenizers import Tokenizer
 from rlflow.contract.values import (
+    Advanced,
     Generation,
+    InFlight,
     LossFunction,
     Reach,
     SampleKey,
@@ -259,6 +268,28 @@ class InUse:
             drafted=spent.get("drafted", made.drafted),
             accepted=spent.get("accepted", made.accepted),
         )
+
+    def advance(
+        self,
+        rows: InFlight,
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        ignore_eos: bool,
+    ) -> Advanced:
+        """Go on with rows in flight until enough groups are complete."""
+        sampling = Sampling(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop_tokens=() if ignore_eos else self._loaded.stop_tokens,
+        )
+        engine = self._loaded.rollout
+        assert isinstance(engine, ContinuousEngine), f"{self._loaded.instance.name} drains"
+        return engine.advance(rows, sampling, self._key)
 
     def forward(
         self,

@@ -222,7 +222,7 @@ class Worker:
             total=made.total if made else 0,
             tokens=None if sized is None else row_tokens(sized.fields),
             work={} if sized is None else row_work(sized.fields),
-            groups=made.fields.get("group") if made and node.op.rows == "gather" else None,
+            groups=made.fields.get("group") if made and node.op.gathers else None,
             numbers=None if output.kept is None or made is None else made.rows,
         )
 
@@ -231,7 +231,7 @@ class Worker:
         if not node.op.outputs:
             return None
         fields = dict(output.fields)
-        if call.rows is None and output.kept is None:
+        if output.own or (call.rows is None and output.kept is None):
             return Stored(fields=fields, total=output.rows)
         factor = output.factor
         count = call.total if call.inputs is None else int(call.inputs.batch_size[0])

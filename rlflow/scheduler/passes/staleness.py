@@ -69,7 +69,8 @@ def stale_rollouts(graph: Graph) -> dict[str, int]:
         elif node.op.use == "rollout" and node.model is not None and graph.updates(node.model):
             before = node.sources if node.op.rows == "same" else ()
             oldest = max((found.get(name, 0) for name in before), default=0)
-            oldest = max(oldest, graph.lag(node))
+            lasting = node.role(Recalling)
+            oldest = max(oldest, graph.lag(node) + (0 if lasting is None else lasting.keep))
             found |= {node.name: oldest} if oldest else {}
     return found
 

@@ -128,7 +128,8 @@ def kept_rows_are_stated(facts: Facts) -> Iterator[str]:
         return
     for kept in stated:
         node = keeping[kept.node]
-        rows, keep = most_rows(graph, graph.node(node.sources[0])) or 0, node.param("keep")
+        rows_of = node if node.op.rows == "expand" else graph.node(node.sources[0])
+        rows, keep = most_rows(graph, rows_of) or 0, node.param("keep")
         if kept.rows != keep * rows or kept.size < kept.rows:
             said = f"{kept.rows} rows in {kept.size} bytes"
             yield f"{kept.node} keeps {keep} iterations of {rows} rows, the plan states {said}"

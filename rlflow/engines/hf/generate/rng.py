@@ -49,7 +49,7 @@ def derive_key(*parts: int | str) -> tuple[int, int]:
 
 def uniforms(
     seed: int,
-    iteration: int,
+    iteration: int | NDArray[np.int64],
     stream: str,
     sample_ids: NDArray[np.int64],
     count: int,
@@ -58,14 +58,15 @@ def uniforms(
 ) -> NDArray[np.float64]:
     """Numbers in (0, 1) for positions `first` to `first + count` of every sample.
 
-    `sample_ids` is `[n]`, `first` one position for all or `[n]`; the result float64
+    `sample_ids` is `[n]`, `first` one position for all or `[n]`, and so is
+    `iteration`; the result float64
     `[n, count]`, with 52 random bits each. Each number depends on (seed, iteration, stream,
     sample id, position) and on nothing else.
     """
     ids = np.asarray(sample_ids).astype(np.uint64)[:, None]
     begin = np.asarray(first).astype(np.uint64).reshape(-1, 1)
     positions = begin + np.arange(count, dtype=np.uint64)[None, :]
-    when = np.full((1, 1), iteration, dtype=np.uint64)
+    when = np.asarray(iteration).astype(np.uint64).reshape(-1, 1)
     words = philox((positions, when, ids & LOW, ids >> HALF), derive_key(seed, stream))
     bits = ((words[0] >> HIGH_BITS) << LOW_BITS) | (words[1] >> HIGH_BITS)
     return (bits.astype(np.float64) + 0.5) * UNIT

@@ -93,9 +93,11 @@ class SteppedRows:
     def step(self, size: int, width: int) -> None:
         """Draw a token for each row in the first `size` slots, of at most `width` blocks."""
         row = self.row[:size]
-        positions = (self.lengths[row] + self.counts[row] - 1).clamp(min=0)
+        live = self.live[row]
+        # A row that has ended may be longer than those of this step, whose blocks are so many.
+        positions = torch.where(live, self.lengths[row] + self.counts[row] - 1, 0)
         table = self.cache.table[:size, :width]
-        attention = PagedAttention(self.cache, table, positions, self.live[row], row)
+        attention = PagedAttention(self.cache, table, positions, live, row)
         logits = self.model.logits(self.last[row], positions, attention, None)
         self.keep(row, logits, self.numbers[:size].index_select(1, self.turn)[:, 0])
         self.turn += 1

@@ -74,7 +74,8 @@ def rows_take_their_bytes(facts: Facts) -> Iterator[str]:
             yield from _wide_rows_lie(facts, node, a, rows)
     for kept in facts.plan.kept:
         node = graph.node(kept.node)
-        fields = [bound.field for bound in node.inputs]
+        makes = node.op.rows == "expand"
+        fields = list(node.op.outputs) if makes else [bound.field for bound in node.inputs]
         ragged = sum(field.level == "token" or field.dtype == "text" for field in fields)
         row = _row_bytes(graph, node, fields)
         size = kept.size - kept.rows * INTEGER * (1 + ragged)

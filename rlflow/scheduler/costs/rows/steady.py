@@ -1,0 +1,162 @@
+"""A rollout that never drains: what an iteration of it decodes once as many begin as end.
+
+It is played on a virtual clock of decoding steps: rows of drawn lengths, the same in every call,
+begin as there is room, and groups leave by the rule that the engine follows,
+`rlflow.graph.rules.in_flight`. Large batches are played as smaller ones with as much less room.
+What a step takes, the model's roofline says.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from random import Random
+from statistics import NormalDist
+
+from rlflow.graph.rules.in_flight import Bound
+from rlflow.scheduler.costs.lengths import Load, ResponseLengths, Stage, location
+from rlflow.scheduler.costs.roofline import Roofline
+
+MOST_GROUPS = 64
+MOST_PLAYED = 1024
+"""Groups, and rows, of an iteration as it is played."""
+PLAYED = 24
+"""Iterations that are counted, after as many as rows may live through, twice."""
+APART = 1.15
+"""Steps with numbers of live rows that differ by no more than this factor count as alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """An iteration in the steady state, in the mean.
+
+    `rows` are in flight when it begins, with `age` tokens of response each, and are read anew.
+    """
+
+    stages: tuple[Stage, ...]
+    rows: float
+    age: float
+
+
+def continuous_seconds(roof: Roofline, load: Load, span: int) -> float:
+    """Seconds of an iteration of a rollout whose rows live through up to `span` updates.
+
+    It reads the prompts that begin, and anew what is in flight; no more rows are live than in a
+    rollout that drains.
+    """
+    total = roof.gathered() if roof.gathers else 0.0
+    n = max(round(load.rows / load.prompts), 1)
+    lasting = steady(load.lengths, max(round(load.prompts), 1), n, roof.at_once(load), span)
+    total += roof.agreed(load.prompts * load.mean_prompt) + roof.prefill(load)
+    if lasting.rows >= 1:
+        seen = round(load.mean_prompt + lasting.age)
+        known = replace(load, rows=lasting.rows, prompts=lasting.rows, prompt=seen, usual=None)
+        total += roof.agreed(lasting.rows * seen) + roof.prefill(known)
+    for stage in lasting.stages:
+        total += stage.tokens * roof.token(stage.live, load.mean_prompt + stage.age)
+    return total
+
+
+def drawn_lengths(lengths: ResponseLengths, seed: int) -> Random:
+    """A source of numbers for `drawn_length`."""
+    return Random(f"{seed} {lengths.mean:g} {lengths.spread:g}")  # noqa: S311
+
+
+def drawn_length(lengths: ResponseLengths, source: Random) -> int:
+    """Tokens of a response as they are distributed, one at least."""
+    if lengths.fixed:
+        return max(round(lengths.mean), 1)
+    if lengths.sample:
+        return max(round(source.choice(lengths.sample)), 1)
+    normal = NormalDist().inv_cdf(min(max(source.random(), 1e-12), 1 - 1e-12))
+    length = math.exp(location(lengths) + lengths.spread * normal)
+    return max(min(round(length), lengths.end), 1)
+
+
+@lru_cache(maxsize=256)
+def steady(lengths: ResponseLengths, groups: int, n: int, room: float, span: int) -> Steady:
+    """Iterations of `groups` groups of `n` rows, of which `room` rows are live at most.
+
+    No group leaves more than `span` iterations after that in which it began.
+    """
+    played = max(min(groups, MOST_GROUPS, MOST_PLAYED // n), 1)
+    scale = groups / played
+    flow = _Flow(lengths, Bound(batch=played, span=span), n, max(int(room / scale), n))
+    for _ in range(2 * span + 1):
+        flow.iterate()
+    flow.count()
+    for _ in range(PLAYED):
+        flow.iterate()
+    stages = tuple(
+        Stage(ages / rows, steps / PLAYED, scale * rows / steps, 1.0, 0.0)
+        for steps, rows, ages in flow.spent.values()
+    )
+    return Steady(stages, scale * flow.rows / PLAYED, flow.age / max(flow.rows, 1))
+
+
+class _Flow:
+    """The rows in flight, at a step of their clock.
+
+    `spent` has by about how many rows were live: steps, and over them the sums of the live rows and
+    of their ages.
+    """
+
+    def __init__(self, lengths: ResponseLengths, bound: Bound, n: int, room: int) -> None:
+        self.lengths, self.bound, self.n, self.room = lengths, bound, n, room
+        self.source = drawn_lengths(lengths, bound.span)
+        self.iteration = self.now = self.next = self.sum_begun = 0
+        self.live: list[tuple[int, int, int]] = []
+        self.begun: dict[int, int] = {}
+        self.left: dict[int, int] = {}
+        self.ended: list[int] = []
+        self.count()
+
+    def count(self) -> None:
+        """Begin to count what is spent."""
+        self.spent: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        self.rows = self.age = 0.0
+
+    def iterate(self) -> None:
+        """Decode until an iteration's groups are complete, and let them leave."""
+        self.rows += len(self.live)
+        self.age += len(self.live) * self.now - self.sum_begun
+        known = -1
+        while known == len(self.ended) or not self._met():
+            known = len(self.ended)
+            self._begin()
+            self._step()
+        for group in self.bound.taken(self.begun, self.ended, self.iteration):
+            del self.begun[group], self.left[group]
+            self.ended.remove(group)
+        self.iteration += 1
+
+    def _met(self) -> bool:
+        return self.bound.met(self.begun, self.ended, self.iteration)
+
+    def _begin(self) -> None:
+        until = self.bound.open_until(self.iteration)
+        while self.next < until and (len(self.live) + self.n <= self.room or not self.live):
+            self.begun[self.next], self.left[self.next] = self.iteration, self.n
+            for _ in range(self.n):
+                end = self.now + drawn_length(self.lengths, self.source)
+                heapq.heappush(self.live, (end, self.next, self.now))
+            self.sum_begun += self.n * self.now
+            self.next += 1
+
+    def _step(self) -> None:
+        """Go on to the next end of a row, which leaves."""
+        end, group, began = heapq.heappop(self.live)
+        steps, live = end - self.now, len(self.live) + 1
+        if steps:
+            spent = self.spent[round(math.log(live) / math.log(APART))]
+            spent[0] += steps
+            spent[1] += steps * live
+            spent[2] += steps * (live * (self.now + steps / 2) - self.sum_begun)
+        self.now = end
+        self.sum_begun -= began
+        self.left[group] -= 1
+        if not self.left[group]:
+            self.ended.append(group)

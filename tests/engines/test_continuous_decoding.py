@@ -1,0 +1,116 @@
+"""Rows that enter and leave a generation at any time have the tokens that they have alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlflow.batch import flat, joined_rows, lengths, ragged, ragged_rows, select_field
+from rlflow.contract.values import InFlight, Reach, SampleKey, Sampling
+from rlflow.engines.hf.generate.continuous import ContinuousDecoding
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.rollout import TorchRollout
+from rlflow.errors import RunError
+from tests.engines.test_paged_decoding import FAMILIES
+
+pytestmark = pytest.mark.torch
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [4], [8, 8, 2, 1]]
+SAMPLING = Sampling(max_new_tokens=20, n=2, stop_tokens=tuple(range(3)))
+
+
+def engine(path):
+    return TorchRollout(load_model(path, dtype=torch.float32, device="cpu"))
+
+
+def one_by_one(rollout, draw: int = 0):
+    """What a rollout that drains makes of each group, all in one generation."""
+    key = SampleKey(seed=1, iteration=draw, stream="rollout")
+    ids = torch.arange(len(PROMPTS) * SAMPLING.n)
+    return rollout.generate(ragged_rows(PROMPTS, torch.int64), SAMPLING, key, ids, Reach())
+
+
+def flight(met, at_once: int, begun=None, rows=None) -> InFlight:
+    """All groups, or those `rows` of them of which `begun` has the tokens so far."""
+    rows = torch.arange(len(PROMPTS) * SAMPLING.n) if rows is None else rows
+    groups = rows // SAMPLING.n
+    prompts = select_field(ragged_rows(PROMPTS, torch.int64), groups)
+    made = ragged_rows([[]] * len(rows), torch.int64) if begun is None else begun
+    going = groups[lengths(made) > 0]
+    return InFlight(
+        seen=joined_rows(prompts, made),
+        made=lengths(made),
+        draws=torch.zeros(len(rows), dtype=torch.int64),
+        ids=rows,
+        groups=groups,
+        begun=frozenset(going.tolist()),
+        at_once=at_once,
+        met=met,
+    )
+
+
+def never(begun, ended) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("at_once", [2, 4, 100])
+def test_rows_that_wait_for_room_draw_the_same_tokens(model_dir, family, at_once):
+    rollout = engine(model_dir(family))
+    expected = one_by_one(rollout)
+    key = SampleKey(seed=1, iteration=99, stream="rollout")
+    found = rollout.advance(flight(never, at_once), SAMPLING, key)
+    assert [row.tolist() for row in expected.response_tokens.unbind()] == [
+        row.tolist() for row in found.response_tokens.unbind()
+    ]
+    assert torch.equal(expected.finished, found.finished)
+    apart = (flat(expected.log_probs) - flat(found.log_probs)).abs().max()
+    assert float(apart) < 1e-5
+    assert bool(found.over.all())
+    assert list(range(len(PROMPTS))) == sorted(found.ended)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_rows_that_go_on_have_the_tokens_of_one_call(model_dir, family):
+    """Called again and again, each time for one complete group more, with little room."""
+    rollout = engine(model_dir(family))
+    expected = one_by_one(rollout)
+    key = SampleKey(seed=1, iteration=5, stream="rollout")
+    rows = torch.arange(len(PROMPTS) * SAMPLING.n)
+    made, over = ragged_rows([[]] * len(rows), torch.int64), torch.zeros(len(rows)).bool()
+    calls = 0
+    while not over.all():
+        left = torch.nonzero(~over).flatten()
+        asked = flight(lambda _, ended: len(ended) >= 1, 5, select_field(made, left), left)
+        found = rollout.advance(asked, SAMPLING, key)
+        sizes = torch.zeros(len(rows), dtype=torch.int64)
+        sizes[left] = lengths(found.response_tokens)
+        made = joined_rows(made, ragged(flat(found.response_tokens), sizes))
+        over[left] = found.over
+        calls += 1
+    assert [row.tolist() for row in expected.response_tokens.unbind()] == [
+        row.tolist() for row in made.unbind()
+    ]
+    assert 1 < calls <= len(PROMPTS)
+
+
+def test_no_more_rows_are_live_than_there_is_room_for(model_dir, monkeypatch):
+    live = []
+    forward = ContinuousDecoding._forward
+
+    def counted(self):
+        live.append(len(self.live))
+        forward(self)
+
+    monkeypatch.setattr(ContinuousDecoding, "_forward", counted)
+    rollout = engine(model_dir("qwen2"))
+    rollout.advance(flight(never, 4), SAMPLING, SampleKey(seed=1, iteration=0, stream="rollout"))
+    assert 4 == max(live)
+    assert sum(live) / len(live) > 2
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(model_dir):
+    rollout = engine(model_dir("qwen2"))
+    long = Sampling(max_new_tokens=90, n=2)
+    with pytest.raises(RunError, match="E505"):
+        rollout.advance(flight(never, 4), long, SampleKey(seed=1, iteration=0, stream="rollout"))
