@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.graph.graph import Node
-from rlflow.graph.roles import Averaged, Drafted, Learning, Recalling
+from rlflow.graph.roles import Averaged, Drafted, Learning
 from rlflow.graph.rules.check import num_prompts, row_counts
 from rlflow.graph.rules.steps import mini_batches
 from rlflow.modelfiles.chunks import MOST
@@ -36,7 +36,7 @@ from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn, drafting_shape, 
 from rlflow.scheduler.costs.ranks.rank_memory import CACHE, DTYPES, Holds
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.rows.expected import ExpectedRows
-from rlflow.scheduler.costs.rows.steady import continuous_seconds
+from rlflow.scheduler.costs.rows.steady import rollout_seconds
 from rlflow.scheduler.costs.serving import serving_of
 from rlflow.scheduler.devices.collectives import as_shared, copy_bandwidth, group_of, staging
 from rlflow.scheduler.devices.efficiency import slowest
@@ -136,13 +136,7 @@ class Costs(ExpectedRows):
             return averaging(roof, trained, of, period=averaged.every, source=TABLE)
         load = self.load(node, parts, piece)
         if node.op.use == "rollout":
-            legs = (piece.index, piece.count) if piece.leg else (0, 1)
-            lasting = node.role(Recalling)
-            seconds = (
-                roof.rollout(load, *legs)
-                if lasting is None
-                else continuous_seconds(roof, load, lasting.keep)
-            )
+            seconds = rollout_seconds(roof, node, load, piece)
         elif node.op.use == "forward":
             seconds = roof.forward(load) + likeliest_seconds(node, roof, load)
         else:

@@ -16,8 +16,11 @@ from functools import lru_cache
 from random import Random
 from statistics import NormalDist
 
+from rlflow.graph.graph import Node
+from rlflow.graph.roles import Recalling
 from rlflow.graph.rules.in_flight import Bound
 from rlflow.scheduler.costs.lengths import Load, ResponseLengths, Stage, location
+from rlflow.scheduler.costs.pieces import Piece
 from rlflow.scheduler.costs.roofline import Roofline
 
 MOST_GROUPS = 64
@@ -39,6 +42,13 @@ class Steady:
     stages: tuple[Stage, ...]
     rows: float
     age: float
+
+
+def rollout_seconds(roof: Roofline, node: Node, load: Load, piece: Piece) -> float:
+    """Seconds of a rollout, or of a leg of it: until all rows have ended, or enough groups."""
+    if (lasting := node.role(Recalling)) is not None:
+        return continuous_seconds(roof, load, lasting.keep)
+    return roof.rollout(load, *((piece.index, piece.count) if piece.leg else (0, 1)))
 
 
 def continuous_seconds(roof: Roofline, load: Load, span: int) -> float:
