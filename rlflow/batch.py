@@ -188,3 +188,15 @@ def concat_rows(batches: Sequence[Batch]) -> Batch:
         else:
             fields[name] = torch.cat(parts)
     return make_batch(fields, rows)
+
+
+def prompt_groups(prompt_tokens: Tensor) -> NDArray[np.int64]:
+    """For each row the first row with the same prompt, int64 `[rows]`."""
+    values = flat(prompt_tokens).cpu().numpy()
+    bounds = offsets(prompt_tokens).cpu().numpy()
+    seen: dict[bytes, int] = {}
+    first = np.empty(len(bounds) - 1, dtype=np.int64)
+    for row in range(len(first)):
+        prompt = values[bounds[row] : bounds[row + 1]].tobytes()
+        first[row] = seen.setdefault(prompt, row)
+    return first

@@ -24,6 +24,8 @@ from rlflow.graph.user.shares import devices_by_share, nearest_counts, never_who
 
 Offload = Literal["layers", "optimizer", "activations"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+# How ranks with parts of the same rows attend: each to all tokens with some heads, or round a ring.
+ContextBy = Literal["ulysses", "ring"]
 Count = Annotated[int, Field(ge=1)]
 # Updates that rollouts may be behind: each one more is a batch that waits in memory.
 MOST_STALE = 1000
@@ -41,6 +43,9 @@ class On(Strict):
     and what is left of `fsdp`, is shared as without. With `cp` updates and log-probs cut the tokens
     of every row over `cp` ranks, between which attention is exchanged (context parallelism); these
     share every parameter with those along `fsdp`, so that fsdp x cp x tp devices hold the model.
+    With `cp_by="ulysses"` every rank attends with a part of the heads to all tokens (Jacobs et al.
+    2023), with `"ring"` keys and values go round the ranks (Liu et al. 2023); a plan says which
+    where it is left out.
     With `pp` layers are cut into so many stages, one behind the other: ranks hold the layers of
     their stage alone, and micro-batches pass from stage to stage (Narayanan et al. 2021), so that
     pp times as many devices hold the model. Rollouts generate whole rows through all layers, in a
@@ -74,6 +79,7 @@ class On(Strict):
     tp: Count | None = None
     ep: Count | None = None
     cp: Count | None = None
+    cp_by: ContextBy | None = None
     pp: Count | None = None
     engine: str | EngineOptions | None = None
     weights: Literal["shared", "own"] | None = None

@@ -304,19 +304,6 @@ def dispatch_finding(
     )
 
 
-def context_finding(path: str, family: Family, cp: int) -> Finding | None:
-    """E537 where the tokens of a model's rows cannot be cut over `cp` ranks; None where so."""
-    if cp == 1:
-        return None
-    return Finding(
-        code="E537",
-        what=f"cp={cp}: rows of model {path!r} cannot be cut over ranks",
-        got=f"{family.attention} attention",
-        expected="attention that was compared over ranks",
-        fix="rf.on(..., cp=1)",
-    )
-
-
 def _alone_finding(path: str, family: Family) -> Finding:
     if family.alone == "buffers":
         what = f"model {path!r} has parts beside its layers that only loading it whole fills"

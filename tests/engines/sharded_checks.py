@@ -16,7 +16,7 @@ from rlflow.engines.hf.layerwise import compiled
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.microbatches import flat_places
 from rlflow.engines.hf.sharded.build import load_sharded
-from rlflow.engines.hf.sharded.mesh import AXES, EXPERT_AXES
+from rlflow.engines.hf.sharded.mesh import AXES, CONTEXT_AXES, EXPERT_AXES
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.modelfiles import coded
@@ -65,10 +65,20 @@ def expert_mesh(ep, replicas, fsdp, tp):
     return DeviceMesh("cpu", ranks, mesh_dim_names=EXPERT_AXES)
 
 
+@cache
+def context_mesh(cp, replicas, fsdp, tp):
+    """The same ranks where tokens of rows are apart along `cp`; None where they are not."""
+    if cp == 1:
+        return None
+    ranks = torch.arange(replicas * fsdp * tp).view(replicas, 1, fsdp // cp, cp, tp)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=CONTEXT_AXES)
+
+
 def meshes(shape):
-    """The meshes of ranks along replicate, fsdp, tp, and ep where that is said."""
-    *axes, ep = shape if len(shape) > 3 else (*shape, 1)
-    return {"mesh": mesh(*axes), "experts": expert_mesh(ep, *axes)}
+    """The meshes of ranks along replicate, fsdp, tp, and of those along fsdp along ep and cp."""
+    *axes, ep, cp = (*shape, *(1,) * (5 - len(shape)))
+    found = {"mesh": mesh(*axes), "experts": expert_mesh(ep, *axes)}
+    return found | {"context": context_mesh(cp, *axes)}
 
 
 def pair(
@@ -80,12 +90,14 @@ def pair(
     dtype=torch.float64,
     chunk_bytes=None,
     sequence=False,
+    cp_by="ulysses",
     **options,
 ):
     """Engines of one rank, and of the ranks of a mesh, which alone has chunks."""
     spec = spec or Spec()
     shared = {"dtype": dtype, "device": "cpu", **options}
-    model = load_sharded(path, **meshes(shape), trained=True, sequence=sequence, **shared)
+    apart = {**meshes(shape), "cp_by": cp_by, "sequence": sequence}
+    model = load_sharded(path, **apart, trained=True, **shared)
     sharded = ShardedTrainEngine(model, spec, micro_tokens=micro_tokens, chunk_bytes=chunk_bytes)
     model = load_model(path, **shared)
     if dtype == torch.float64:
@@ -96,8 +108,8 @@ def pair(
 def own_rows(sharded, count, uneven):
     """Which rows this rank's part has; `uneven` gives the last part none, the first most."""
     ranks = sharded.model.ranks
-    parts = ranks.sizes["replicate"] * ranks.sizes["fsdp"]
-    part = ranks.place("replicate") * ranks.sizes["fsdp"] + ranks.place("fsdp")
+    parts = ranks.sizes["replicate"] * ranks.sizes["rows"]
+    part = ranks.place("replicate") * ranks.sizes["rows"] + ranks.place("rows")
     if not uneven or parts == 1:
         return list(range(part, count, parts))
     return [row for row in range(count) if row % (parts - 1) == part]

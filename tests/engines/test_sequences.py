@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rlflow.batch import prompt_groups
 from rlflow.engines.hf import checking
-from rlflow.engines.hf.forward import ahead, packed, sequences
+from rlflow.engines.hf.forward import ahead, sequences
 from rlflow.engines.hf.forward.attention import PackedAttention, Traits
 from rlflow.engines.hf.forward.packed import pack, pack_prompts
 from rlflow.engines.hf.forward.sequences import (
@@ -56,7 +57,7 @@ def same_tokens(dense, sparse, batch):
 
 def path_tokens(layout, batch):
     """Pairs of what a token is, and its flat place: its prompt and row, and its position."""
-    groups = packed.prompt_groups(batch["prompt_tokens"])
+    groups = prompt_groups(batch["prompt_tokens"])
     targets = layout.targets[: layout.predictions].tolist()
     firsts = iter(targets)
     for row, response in enumerate(batch["response_tokens"].unbind()):

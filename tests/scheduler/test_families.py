@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError, UsageError
 from rlflow.modelfiles.families import dispatch_finding, family_of
+from rlflow.modelfiles.layouts.contexts import context_finding
 from rlflow.modelfiles.widths import widths_of
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.devices.cluster import parse_cluster
@@ -326,12 +328,39 @@ def test_real_counts_are_those_of_transformers(config: dict[str, object], name: 
 def test_plans_derive_what_cp_leaves_of_fsdp_and_refuse_rows_that_cannot_be_cut(
     tmp_path: Path,
 ) -> None:
-    def compiled(**how: int) -> Plan:
+    def compiled(**how: object) -> Plan:
         placement = rf.Placement(pools={"all": 4}, assign={"*": rf.on("all", **how)})
         return compile_plan(graph, placement, parse_cluster("cpu:4@64GB", 4, 1)).plan
 
+    def layouts(plan: Plan) -> dict[str, str]:
+        return {instance.name: instance.layout() for instance in plan.instances}
+
     graph = graph_of(lambda: declared(str(written(tmp_path / "dense", "qwen2"))), "families")
-    with pytest.raises(PlanError, match=r"(?s)E537.*cp=2: rows of.*cp=1"):
-        compiled(cp=2)
+    said = layouts(compiled(cp=2, cp_by="ring"))
+    assert {"actor@all": "fsdp=2 cp=2 ring", "actor@all/rollout": "x4"} == said
+    assert "fsdp=2 cp=2 " in layouts(compiled(cp=2))["actor@all"]
     with pytest.raises(PlanError, match=r"(?s)E212.*fsdp=1 x cp=3 x tp=1 does not fit.*4 % 3 = 1"):
         compiled(cp=3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "fix"),
+    [
+        ("qwen2", {"cp": 4}, None),
+        ("qwen2", {"cp": 8}, None),
+        ("qwen2", {"cp": 8, "by": "ulysses"}, 'cp=8, cp_by="ring"'),
+        ("qwen2", {"cp": 4, "tp": 2, "by": "ulysses"}, 'cp=4, cp_by="ring"'),
+        ("gpt_oss", {"cp": 2, "windows": True}, None),
+        ("gpt_oss", {"cp": 2, "windows": True, "by": "ring"}, 'cp_by="ulysses"'),
+        ("gpt_oss", {"cp": 6, "windows": True}, "cp=4"),
+        ("deepseek_v3", {"cp": 2}, None),
+        ("qwen3_next", {"cp": 2}, "cp=1"),
+    ],
+)
+def test_rows_are_cut_over_ranks_that_can_attend(
+    kind: str, way: dict[str, Any], fix: str | None
+) -> None:
+    found = context_finding("models/it", family_of({"model_type": kind}), heads=4, **way)
+
+    assert (None if found is None else found.code) == (fix and "E537")
+    assert fix is None or (found is not None and fix in found.fix)

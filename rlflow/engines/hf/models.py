@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rlflow.contract.engines import ModelConfig, Resident
 from rlflow.contract.values import Head, Shard, SleepMode
 from rlflow.engines.hf.flat import FlatParameters, free, restore, to_host, whole_shards
+from rlflow.engines.hf.forward.ahead import SharedRows
 from rlflow.engines.hf.forward.attention import AttentionState, attending
 from rlflow.engines.hf.forward.head import Predictor, in_place_of_head
 from rlflow.engines.hf.layers import HostLayers
@@ -73,12 +74,13 @@ class TorchModel(Resident):
     of `layers` live on the host; those are the ones that are given and taken by name. A language
     model has a `predictor` where its head can be computed apart from its body, and a mixture of
     experts the `routers` of its layers. What autograd saves of layers may lie on the host as
-    `activations`.
+    `activations`. The tokens of `shared_rows` lie apart on several ranks.
     """
 
     predictor: Predictor | None = None
     routers: Sequence[nn.Module] = ()
     activations: HostedActivations | None = None
+    shared_rows: SharedRows | None = None
 
     def __init__(
         self,

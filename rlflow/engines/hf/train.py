@@ -14,19 +14,17 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from rlflow.batch import Batch, lengths, select_rows
+from rlflow.batch import Batch, lengths, prompt_groups, select_rows
 from rlflow.contract.engines import OptimizerSpec, RouterSpec
 from rlflow.contract.progress import advance
 from rlflow.contract.values import LossFunction, Shard, StepResult, Temperature
 from rlflow.engines.hf.forward.ahead import PackedRows, PackingAhead
 from rlflow.engines.hf.forward.attention import PackedAttention
 from rlflow.engines.hf.forward.head import Predictor
-from rlflow.engines.hf.forward.packed import prompt_groups
 from rlflow.engines.hf.forward.token_scores import token_scores, widen
 from rlflow.engines.hf.forward.vocabulary import CHOSEN, SUMS, TOP, distributions
 from rlflow.engines.hf.microbatches import (
     add_metrics,
-    chosen_ids,
     cut_by_tokens,
     in_batch_order,
     nothing,
@@ -73,7 +71,7 @@ class TrainEngine:
         self.model = model
         self.routers = FollowedRouters(model, router, self.total_of_rows)
         on_cpu = model.device.type == "cpu"
-        self.packing = PackingAhead(model.device, beside=ahead)
+        self.packing = PackingAhead(model.device, beside=ahead, shared=model.shared_rows)
         self.chunk_bytes = CHUNK_BYTES if chunk_bytes is None and not on_cpu else chunk_bytes
         self.optimizer = None
         if optimizer is not None:
@@ -173,14 +171,15 @@ class TrainEngine:
         in_chunks = self.chunk_bytes is not None and self.model.predictor is not None
         scored = self.in_chunks if in_chunks and outputs else self.at_once
         with self.routers.attention(layout, batch, records=records) as attention:
-            found = scored(packed, attention, batch, outputs, temperature, top_k)
+            found = scored(packed, attention, outputs, temperature, top_k)
+        if (shared := self.model.shared_rows) is not None:
+            found = {name: shared.joined(values, layout) for name, values in found.items()}
         return found | (self.routers.recorded(attention, batch) if records else {})
 
     def at_once(
         self,
         packed: PackedRows,
         attention: PackedAttention,
-        batch: Batch,
         outputs: Collection[str],
         temperature: Temperature,
         top_k: int,
@@ -202,14 +201,13 @@ class TrainEngine:
             return {name: torch.stack([one[name] for one in scores], -1) for name in outputs}
         if not set(outputs).isdisjoint(SCORES):
             found = token_scores(logits, tokens, temperature, with_entropy)
-        found |= distributions(logits, outputs, temperature, top_k, chosen_ids(batch))
+        found |= distributions(logits, outputs, temperature, top_k, packed.ids)
         return {name: found[name] for name in outputs}
 
     def in_chunks(
         self,
         packed: PackedRows,
         attention: PackedAttention,
-        batch: Batch,
         outputs: Collection[str],
         temperature: Temperature,
         top_k: int,
@@ -221,7 +219,7 @@ class TrainEngine:
 
         def compute(predictor: Predictor, hidden: Tensor) -> dict[str, Tensor]:
             hidden = hidden[: layout.predictions]
-            ids, tokens = chosen_ids(batch), packed.responses
+            tokens, ids = packed.responses, packed.ids
             return predictor.scores(hidden, tokens, ids, outputs, given, top_k, limit)
 
         found: dict[str, Tensor] = self.model.predicted(

@@ -146,10 +146,11 @@ def _sharded(
         name=instance.name,
         kept_whole=instance.kept_whole,
         sequence=instance.sequence,
+        cp_by=instance.cp_by or "ulysses",
         **meshes._asdict(),
         **common,
     )
-    micro, visiting = instance.micro_tokens, instance.offload == "optimizer"
+    micro, visiting = instance.micro_tokens * instance.cp, instance.offload == "optimizer"
     train = ShardedTrainEngine(
         model, optimizer, micro_tokens=micro, visiting=visiting, router=router
     )

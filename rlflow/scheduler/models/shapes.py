@@ -22,6 +22,7 @@ from rlflow.modelfiles.families import DENSE, Family, family_of, packing_finding
 from rlflow.modelfiles.headers import tensor_shapes
 from rlflow.modelfiles.host_memory import made_whole
 from rlflow.modelfiles.kernels.attention import softcap_of
+from rlflow.modelfiles.layouts.contexts import WINDOWED, windowed
 from rlflow.modelfiles.orthogonal import is_layer_matrix
 from rlflow.modelfiles.widths import Widths, widths_of
 from rlflow.scheduler.models.known_shapes import PREFIX, known_model_type, known_widths
@@ -44,7 +45,7 @@ class Shape:
     of such; none are known of experts. `family` says what can be computed of it. A token
     chooses `routed` experts in all layers together. One process makes the model whole in host
     memory before its weights go to a device where it is `made_whole`. Scores of attention have a
-    `softcap` where that is not None.
+    `softcap` where that is not None; there are `windows` where layers see a part of a row.
     """
 
     parameters: int
@@ -72,6 +73,7 @@ class Shape:
     kind: str = ""
     made_whole: bool = False
     softcap: float | None = None
+    windows: bool = False
 
     @property
     def active(self) -> int:
@@ -190,7 +192,8 @@ def read_shape(directory: Path) -> Shape:
         counted, source = widths.parameters, "config.json"
     found = _shape_of(widths, counted, source, family=family, kind=kind)
     whole = made_whole(config, tensor_shapes(directory))
-    found = replace(found, made_whole=whole, softcap=softcap_of(text_config(config)))
+    capped = softcap_of(text_config(config))
+    found = replace(found, made_whole=whole, softcap=capped, windows=windowed(config))
     stored = stored_matrices(directory)
     return replace(found, matrices=stored) if stored and not widths.experts else found
 
@@ -285,8 +288,9 @@ def _of_a_body(shape: Shape, *, counted: bool) -> Shape:
 def known_shape(name: str) -> Shape:
     """The shape of a public model, from the table. Raises UsageError for one not in it."""
     widths, kind = known_widths(name), known_model_type(name)
-    family = family_of({"model_type": kind})
-    return _shape_of(widths, widths.parameters, f"the widths of {name}", family=family, kind=kind)
+    family, source = family_of({"model_type": kind}), f"the widths of {name}"
+    found = _shape_of(widths, widths.parameters, source, family=family, kind=kind)
+    return replace(found, windows=kind in WINDOWED)
 
 
 def stand_ins(models: Sequence[Model]) -> list[str]:

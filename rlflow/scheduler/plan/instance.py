@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from rlflow.graph.op import Use
-from rlflow.graph.placement import Recompute
+from rlflow.graph.placement import ContextBy, Recompute
 from rlflow.graph.user.engine_options import EngineOptions
 from rlflow.modelfiles.paging import MOST_ROWS
 from rlflow.scheduler.plan.engine_plan import EnginePlan
@@ -66,9 +66,10 @@ class Instance:
 
     Its ranks are a mesh (replicas, pp, fsdp, cp, tp), row-major over `devices`. Ranks along `tp`
     share each layer, and therefore the rows, of which ranks along `cp` have a part of the tokens
-    each. Those along pp are stages, which see the same rows and have different layers. Those along
-    fsdp and cp share every parameter; each `ep` neighbours hold different experts.
-    A forward pass sees at most `micro_tokens` tokens, or one row.
+    each, and attend `cp_by` heads or a ring. Those along pp are stages, which see the same rows and
+    have different layers. Those along fsdp and cp share every parameter; each `ep` neighbours hold
+    different experts.
+    A rank sees at most `micro_tokens` tokens in a pass, or its part of one row.
     An update's backward computes layers again that `recompute` names, or the `recompute_first`.
     Layers gathered for an update's forward are `kept_whole` until its backward, or gathered again.
     Its gradients are summed over `fsdp` in every micro-batch, or whole until it `reduces_last`.
@@ -94,6 +95,7 @@ class Instance:
     tp: int = 1
     ep: int = 1
     cp: int = 1
+    cp_by: ContextBy | None = None
     pp: int = 1
     recompute: bool | Literal["selective"] = False
     recompute_first: int | None = None
@@ -235,7 +237,7 @@ class Instance:
         parts = [f"pp={self.pp}"] if self.pp > 1 else []
         parts += [f"fsdp={self.fsdp}"] if self.fsdp > 1 else []
         parts += [f"ep={self.ep}"] if self.ep > 1 else []
-        parts += [f"cp={self.cp}"] if self.cp > 1 else []
+        parts += [f"cp={self.cp}", *([self.cp_by] if self.cp_by else [])] if self.cp > 1 else []
         parts += [f"tp={self.tp}"] if self.tp > 1 else []
         parts += ["sequence"] if self.sequence else []
         parts += [f"x{self.replicas}"] if self.replicas > 1 else []
@@ -264,7 +266,7 @@ class Instance:
         for name in (*rare, *late):
             if not found[name]:
                 del found[name]
-        usual = {"rows_at_once": MOST_ROWS, "ep": 1, "cp": 1, "pp": 1}
+        usual = {"rows_at_once": MOST_ROWS, "ep": 1, "cp": 1, "cp_by": None, "pp": 1}
         for name in (name for name, value in usual.items() if found[name] == value):
             del found[name]
         del found["engine_plan"], found["options"]

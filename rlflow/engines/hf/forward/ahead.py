@@ -10,30 +10,65 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rlflow.batch import Batch, flat, to_device
+from rlflow.engines.hf.forward.attention import PackedAttention
 from rlflow.engines.hf.forward.packed import PackedLayout, pack
 from rlflow.engines.hf.layers import side_stream
+from rlflow.engines.hf.microbatches import chosen_ids
 
 Part = tuple[Tensor | None, Batch]
 
 
+class SharedRows(Protocol):
+    """How the tokens of rows lie apart on several ranks, all of which have the same rows."""
+
+    @property
+    def dense(self) -> bool | None:
+        """How rows are packed, see `pack`."""
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+
+    def part_of(self, whole: PackedLayout) -> PackedLayout:
+        """The part of a layout that is on this rank."""
+
+    def attention(self, layout: PackedLayout, routing: object) -> PackedAttention:
+        """What a pass over a part runs under."""
+
+    def joined(self, own: Tensor, layout: PackedLayout) -> Tensor:
+        """What all ranks predict, in the order of the rows, of what this one does."""
+
+    def of_all_tokens(self, own: Tensor, layout: PackedLayout) -> Tensor:
+        """Whole numbers of all flat tokens, of those of this rank's."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """A micro-batch on its device: where its tokens lie, and those of its responses, int64."""
+    """A micro-batch on its device: where its tokens lie, and those of its responses, int64.
+
+    `ids [predictions, k]` are those at which log-probs are asked for, if any.
+    """
 
     layout: PackedLayout
     responses: Tensor
+    ids: Tensor | None
 
 
-def rows_on_device(batch: Batch, device: torch.device) -> PackedRows:
-    """Pack the rows of a batch and bring them to a device."""
-    responses = batch["response_tokens"]
-    layout = pack(batch["prompt_tokens"], responses, device)
-    return PackedRows(layout, to_device(flat(responses), device))
+def rows_on_device(batch: Batch, device: torch.device, shared: SharedRows | None) -> PackedRows:
+    """Pack the rows of a batch, or of `shared` ones this rank's part; bring them to a device."""
+    tokens, ids = batch["response_tokens"], chosen_ids(batch)
+    responses = to_device(flat(tokens), device)
+    if shared is None:
+        return PackedRows(pack(batch["prompt_tokens"], tokens, device), responses, ids)
+    layout = shared.part_of(pack(batch["prompt_tokens"], tokens, device, dense=shared.dense))
+    of_own = None if ids is None else layout.predicted(to_device(ids, device))
+    return PackedRows(layout, layout.predicted(responses), of_own)
 
 
 class PackingAhead:
@@ -43,8 +78,15 @@ class PackingAhead:
     devices that are there: where one is only stood for, its tensors belong to one thread.
     """
 
-    def __init__(self, device: torch.device, *, beside: bool | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        beside: bool | None = None,
+        shared: SharedRows | None = None,
+    ) -> None:
         self.device = device
+        self.shared = shared
         there = device.type == "cuda" and torch.cuda.is_available()
         self.beside = there if beside is None else beside
         self.stream = side_stream(device) if self.beside else None
@@ -71,7 +113,7 @@ class PackingAhead:
         """The rows of a batch, packed ahead if it is the present part."""
         if self._here is not None and self._here[0] is batch:
             return self._here[1]
-        return rows_on_device(batch, self.device)
+        return self._packed(batch)
 
     def _next(
         self, source: Iterator[Part]
@@ -80,9 +122,12 @@ class PackingAhead:
         if part is None:
             return None
         if self.stream is None:
-            return part, rows_on_device(part[1], self.device), None
+            return part, self._packed(part[1]), None
         with torch.cuda.stream(self.stream):
-            return part, rows_on_device(part[1], self.device), self.stream.record_event()
+            return part, self._packed(part[1]), self.stream.record_event()
+
+    def _packed(self, batch: Batch) -> PackedRows:
+        return rows_on_device(batch, self.device, self.shared)
 
     def _receive(self, rows: PackedRows, arrived: torch.cuda.Event) -> None:
         """Let later work begin when rows are there; their memory stays until it is done."""

@@ -9,13 +9,13 @@ one by one. This file knows neither models nor losses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlflow.batch import flat, lengths, offsets, to_device
+from rlflow.batch import flat, lengths, offsets, prompt_groups, to_device
 from rlflow.engines.hf.forward.prefixes import Index, Prefixes, prefixes, unshared_rows
 from rlflow.engines.hf.forward.spans import Spans, spans
 from rlflow.errors import Finding, RunError
@@ -28,7 +28,7 @@ TREE_WIDTH = 192
 # Matrix libraries add fewer numbers than this in another order. A square is no narrower, so that
 # a group's numbers depend neither on how wide the others are nor on what its rows share.
 LEAST_WIDTH = 16
-# A bucket of rows holds responses between this part of its longest one and that one.
+# A bucket of rows holds responses down to this part of its longest one.
 BUCKET = 0.5
 
 
@@ -65,7 +65,7 @@ class PackedLayout:
     the one block is the flat sequence itself. `targets` has, for each of `predictions` response
     tokens in the batch's order, the flat position that predicts it, and is filled up likewise.
     `longest` is the longest row's length. With `spans` there are no blocks; prompts stand first.
-    `rows` is the order itself, on the host.
+    `rows` is the order itself, and `predictors` are the targets, on the host.
     """
 
     tokens: Tensor
@@ -78,6 +78,20 @@ class PackedLayout:
     longest: int
     spans: Spans | None = None
     rows: FlatOrder | None = None
+    predictors: Index | None = None
+
+    @property
+    def of_all(self) -> PackedLayout:
+        """The layout of all tokens of the rows."""
+        return self
+
+    def taken(self, values: Tensor, nothing: float) -> Tensor:
+        """What this layout's tokens have of values of all; `nothing` where they only fill up."""
+        return values
+
+    def predicted(self, values: Tensor) -> Tensor:
+        """The same of values of all predictions."""
+        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,18 +114,6 @@ class FlatOrder:
     path: Index
     source: Index
     positions: Index
-
-
-def prompt_groups(prompt_tokens: Tensor) -> Index:
-    """For each row the first row with the same prompt, int64 `[rows]`."""
-    values = flat(prompt_tokens).cpu().numpy()
-    bounds = offsets(prompt_tokens).cpu().numpy()
-    seen: dict[bytes, int] = {}
-    first = np.empty(len(bounds) - 1, dtype=np.int64)
-    for row in range(len(first)):
-        prompt = values[bounds[row] : bounds[row + 1]].tobytes()
-        first[row] = seen.setdefault(prompt, row)
-    return first
 
 
 def pack(
@@ -242,7 +244,6 @@ def lay_out(
 ) -> PackedLayout:
     """Choose the blocks, or spans without a width, and move everything to the device."""
     width = int(rows.group_length.max(initial=0))
-    longest = rows.positions.max(initial=-1) + 1
     blocks, slots = list[Block](), None
     if tree_width is not None:
         blocks, slots = tree_block(rows, width) if width <= tree_width else row_blocks(rows)
@@ -254,9 +255,10 @@ def lay_out(
         targets=to_device(fill_up(predictors, slots), device),
         real=len(rows.source),
         predictions=len(predictors),
-        longest=int(longest),
+        longest=int(rows.positions.max(initial=-1)) + 1,
         spans=None if tree_width is not None else spans(rows, device),
         rows=rows,
+        predictors=predictors,
     )
 
 
@@ -270,10 +272,8 @@ def on_device(block: Block, device: torch.device) -> Block:
     """The same block with its tensors on a device; shared indices stay shared."""
     q_index = None if block.q_index is None else block.q_index.to(device)
     kv_index = None if block.kv_index is None else block.kv_index.to(device)
-    return Block(
-        size=block.size,
-        q_len=block.q_len,
-        kv_len=block.kv_len,
+    return replace(
+        block,
         q_index=q_index,
         kv_index=q_index if block.square else kv_index,
         mask=block.mask.to(device),

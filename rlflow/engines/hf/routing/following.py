@@ -17,7 +17,13 @@ from rlflow.engines.hf.forward.attention import PackedAttention
 from rlflow.engines.hf.forward.packed import PackedLayout
 from rlflow.engines.hf.models import TorchModel
 from rlflow.engines.hf.routing.passes import Pass
-from rlflow.engines.hf.routing.replays import RESPONSES, never_read, recorded_of, replayed_of
+from rlflow.engines.hf.routing.replays import (
+    RESPONSES,
+    flat_experts,
+    never_read,
+    recorded_of,
+    replayed_of,
+)
 from rlflow.engines.hf.routing.steps import StepRouting, Total, corrections
 from rlflow.engines.hf.weights.corrections import correction_names
 from rlflow.errors import UsageError
@@ -29,8 +35,8 @@ from rlflow.modelfiles.mixtures.routers import replay_finding, router_finding
 class FollowedRouters:
     """The routers of `model`, trained as `spec` says; None where nothing is said of them.
 
-    `total` adds up a tensor over the ranks that have other rows. Raises UsageError (E534, E535)
-    for a model whose routers cannot be trained so.
+    `total` adds up a tensor over the ranks that have other rows, or tokens. Raises UsageError
+    (E534, E535) for a model whose routers cannot be trained so.
     """
 
     def __init__(self, model: TorchModel, spec: RouterSpec | None, total: Total) -> None:
@@ -67,14 +73,14 @@ class FollowedRouters:
         """
         replays = RESPONSES in batch
         if self.step is None and not (replays or records):
-            yield PackedAttention(layout)
+            yield self._under(layout, None)
             return
         if replays or records:
             self._require_replays()
         led = Pass() if self.step is None else self.step.follow(layout, filling=self._fills)
         led.records = records
         led.replayed = replayed_of(batch, layout, len(self.model.routers))
-        yield PackedAttention(layout, routing=led)
+        yield self._under(layout, led)
         led.open = False
         if self.step is not None:
             self.step.took(led)
@@ -82,7 +88,19 @@ class FollowedRouters:
     def recorded(self, state: PackedAttention, batch: Batch) -> dict[str, Tensor]:
         """What a pass over rows has recorded, as flat values of their fields."""
         assert isinstance(state.routing, Pass)
-        return recorded_of(state.routing, state.layout, batch) if state.routing.records else {}
+        if not state.routing.records:
+            return {}
+        chosen, shared = flat_experts(state.routing), self.model.shared_rows
+        if shared is not None:
+            chosen = shared.of_all_tokens(chosen, state.layout)
+        return recorded_of(chosen, state.layout.of_all, batch)
+
+    def _under(self, layout: PackedLayout, led: Pass | None) -> PackedAttention:
+        """The attention of a pass, of a rank's part of the tokens where ranks share rows."""
+        shared = self.model.shared_rows
+        if shared is None:
+            return PackedAttention(layout, routing=led)
+        return shared.attention(layout, led)
 
     def unread(self, batch: Batch) -> dict[str, Tensor]:
         """The same of rows that nothing reads."""
@@ -100,7 +118,9 @@ class FollowedRouters:
             return
         experts = experts_in(text_config(self.model.config.to_dict()))
         layers = len(self.model.routers)
-        self.step = StepRouting(self.spec, batch, layers, experts, self.total)
+        shared = self.model.shared_rows
+        alike = 1 if shared is None else shared.ranks
+        self.step = StepRouting(self.spec, batch, layers, experts, self.total, alike)
         if self.step.counts_first:
             count(batch)
             self.step.counted()

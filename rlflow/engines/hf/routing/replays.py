@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlflow.batch import Batch, flat, lengths, ragged_like, to_device
-from rlflow.engines.hf.forward.packed import PackedLayout, prompt_groups
+from rlflow.batch import Batch, flat, lengths, prompt_groups, ragged_like, to_device
+from rlflow.engines.hf.forward.packed import PackedLayout
 from rlflow.engines.hf.routing.passes import Pass
 
 PROMPTS, RESPONSES = "prompt_experts", "routed_experts"
@@ -23,9 +23,11 @@ def replayed_of(batch: Batch, layout: PackedLayout, layers: int) -> Tensor | Non
     if prompts is None or responses is None or layout.rows is None:
         return None
     values = torch.cat([flat(prompts), flat(responses)])
-    found = values.new_full((len(layout.tokens), values.shape[1]), NONE)
-    found[: layout.real] = values[torch.from_numpy(layout.rows.source)]
-    return to_device(found.view(len(found), layers, -1).long(), layout.tokens.device)
+    whole = layout.of_all
+    found = values.new_full((len(whole.tokens), values.shape[1]), NONE)
+    found[: whole.real] = values[torch.from_numpy(layout.rows.source)]
+    chosen = to_device(found.view(len(found), layers, -1).long(), layout.tokens.device)
+    return layout.taken(chosen, NONE)
 
 
 def flat_experts(done: Pass) -> Tensor:
@@ -33,13 +35,13 @@ def flat_experts(done: Pass) -> Tensor:
     return torch.cat([done.chosen[layer] for layer in range(len(done.chosen))], -1)
 
 
-def recorded_of(done: Pass, layout: PackedLayout, batch: Batch) -> dict[str, Tensor]:
-    """The same as flat values of the fields of rows, in their order, on the CPU.
+def recorded_of(chosen: Tensor, layout: PackedLayout, batch: Batch) -> dict[str, Tensor]:
+    """What all flat tokens chose, as flat values of the fields of rows, in their order, on the CPU.
 
     Rows that share a token's place have all what was chosen there.
     """
     assert layout.rows is not None
-    chosen = flat_experts(done).cpu()
+    chosen = chosen.cpu()
     sizes = [lengths(batch[name]) for name in ("prompt_tokens", "response_tokens")]
     prompts, responses = (int(size.sum()) for size in sizes)
     values = chosen.new_full((prompts + responses, chosen.shape[1]), NONE)

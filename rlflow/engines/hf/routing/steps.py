@@ -21,23 +21,30 @@ from rlflow.engines.hf.routing.losses import imbalance
 from rlflow.engines.hf.routing.passes import Pass, RouterTerms
 
 Total = Callable[[Tensor], Tensor]
-"""Adds up a tensor over the ranks that have other rows."""
+"""Adds up a tensor over the ranks that have other rows, or other tokens of them."""
 
 
 class StepRouting:
     """What routers do in one optimizer step with a batch; `experts` a layer, of so many `layers`.
 
-    `total` adds up over ranks. Passes that are counted in `finish` are those of the step itself.
+    `total` adds up over ranks, of which `alike` have the same rows and parts of their tokens.
+    Passes that are counted in `finish` are those of the step itself.
     """
 
     def __init__(
-        self, spec: RouterSpec, batch: Batch, layers: int, experts: int, total: Total
+        self,
+        spec: RouterSpec,
+        batch: Batch,
+        layers: int,
+        experts: int,
+        total: Total,
+        alike: int = 1,
     ) -> None:
         self.spec = spec
         self.total = total
         self.shape = layers, experts
         own = torch.tensor(tokens_read(batch), dtype=torch.float64)
-        self.tokens = float(total(own))
+        self.tokens = float(total(own)) / alike
         self.shares: Tensor | None = None
         self._begin()
 
@@ -125,7 +132,7 @@ def tokens_read(batch: Batch) -> int:
 
 def uses_of(layout: PackedLayout, *, filling: bool = False) -> Tensor:
     """How many rows each flat token is part of, float32 `[tokens]`; 0 of what only fills up."""
-    found = np.zeros(len(layout.tokens), dtype=np.float32)
+    found = np.zeros(len(layout.of_all.tokens), dtype=np.float32)
     rows = layout.rows
     if not filling and rows is not None:
         found += np.bincount(rows.path, minlength=len(found)).astype(np.float32)
@@ -133,4 +140,4 @@ def uses_of(layout: PackedLayout, *, filling: bool = False) -> Tensor:
         starts, sizes = rows.group_start, rows.prompt_length
         places = np.arange(int(sizes.sum())) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
         found[places] += np.repeat(times, sizes).astype(np.float32)
-    return torch.from_numpy(found).to(layout.tokens.device)
+    return layout.taken(torch.from_numpy(found).to(layout.tokens.device), 0)

@@ -27,6 +27,7 @@ from rlflow.engines.hf.checking import (
     forward_differences,
     plain_outputs,
 )
+from rlflow.engines.hf.context.attention import ContextRanks
 from rlflow.engines.hf.forward import attention
 from rlflow.engines.hf.forward.attention import AttentionState
 from rlflow.engines.hf.forward.fused import EXACT
@@ -55,10 +56,9 @@ from rlflow.engines.hf.sharded.tensor_parallel import Cut, Split, parallelize
 from rlflow.engines.hf.weights.filling import fill_all
 from rlflow.engines.hf.weights.skeletons import auto, skeleton
 from rlflow.errors import Finding, UsageError
-from rlflow.graph.placement import Recompute
+from rlflow.graph.placement import ContextBy, Recompute
 from rlflow.modelfiles.configs import text_config
 from rlflow.modelfiles.families import (
-    context_finding,
     cutting_finding,
     dispatch_finding,
     experts_in,
@@ -66,6 +66,7 @@ from rlflow.modelfiles.families import (
     sequence_finding,
     sharding_finding,
 )
+from rlflow.modelfiles.layouts.contexts import context_finding, windowed
 
 __all__ = ["ShardedModel", "load_sharded"]
 
@@ -87,16 +88,16 @@ def load_sharded(
     compiled: bool = False,
     kept_whole: bool = False,
     sequence: bool = False,
+    cp_by: ContextBy = "ulysses",
     name: str = "",
     lora: AdapterSpec | None = None,
     fresh_head: bool = True,
 ) -> ShardedModel:
     """Load this rank's shards of a causal language model, or of its body with a value head.
 
-    All ranks of `mesh`, `experts` and `context`, see MeshRanks, call it alike. Options and weights
-    are those of `load_model`. Weights that are `trained` and of a `dtype` below float32 are kept in
-    float32, and computed with in `dtype`. Ranks along `tp` may share the `sequence`. Raises
-    UsageError as `load_model` does, and where ranks cannot share a model, or its tokens.
+    All ranks of the meshes, see MeshRanks, call it alike; options and weights are as of
+    `load_model`. Weights that are `trained` and of a `dtype` below float32 are kept in float32.
+    Raises UsageError as `load_model` does, and where ranks cannot share a model, or its tokens.
     """
     check_path(path, init)
     ranks = MeshRanks(mesh, torch.device(device), experts, context)
@@ -104,7 +105,7 @@ def load_sharded(
         attention.register_attention()
         config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
         check_layers(path, config)
-        check_family(path, config, ranks.sizes, ranks.ep, sequence=sequence)
+        check_family(path, config, ranks.sizes, ranks.ep, cp_by, sequence=sequence)
         valued = head == "value" and init == "weights"
         stored = find_stored_head(path, config, fresh=fresh_head) if valued else None
         module = read(path, lambda: skeleton(path, config, head, dtype, stored))
@@ -116,7 +117,7 @@ def load_sharded(
     materialize(module, ranks.device)
     model = ShardedModel(
         module.eval(), config, head=head, name=name or path, ranks=ranks, dtype=dtype, cuts=cuts,
-        adapters=adapters, kept_whole=kept_whole, apart=apart,
+        adapters=adapters, kept_whole=kept_whole, apart=apart, shared=sharing_rows(ranks, cp_by),
     )  # fmt: skip
     make = partial(build, path, config, head, dtype, seed, init, fresh_head)
     with quiet_transformers():
@@ -132,11 +133,17 @@ def load_sharded(
     return model
 
 
+def sharing_rows(ranks: MeshRanks, by: ContextBy) -> ContextRanks | None:
+    """The ranks that have parts of the same rows; None where each has whole ones."""
+    return ContextRanks(ranks.groups["cp"], by) if ranks.sizes["cp"] > 1 else None
+
+
 def check_family(
     path: str,
     config: ModelConfig,
     sizes: Mapping[Axis, int],
     ep: int = 1,
+    cp_by: ContextBy = "ulysses",
     *,
     sequence: bool = False,
 ) -> None:
@@ -148,7 +155,9 @@ def check_family(
         found = cutting_finding(path, family, text.model_type) or found
         found = found or (sequence_finding(path, family) if sequence else None)
     found = found or dispatch_finding(path, family, experts, ep, sizes["fsdp"], sizes["tp"])
-    found = found or context_finding(path, family, sizes["cp"])
+    windows = windowed(config.to_dict())
+    heads = (text.num_attention_heads, sizes["cp"], sizes["tp"], cp_by)
+    found = found or context_finding(path, family, *heads, windows=windows)
     if found is not None:
         raise UsageError(found)
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from rlflow.contract.engines import ModelConfig
 from rlflow.contract.values import Head, Shard, SleepMode
 from rlflow.engines.hf.flat import free, in_storage, storage_of, to_host
+from rlflow.engines.hf.forward.ahead import SharedRows
 from rlflow.engines.hf.forward.attention import AttentionState
 from rlflow.engines.hf.lora import DOWN, UP, Adapters, is_adapter
 from rlflow.engines.hf.models import TorchModel
@@ -33,7 +34,8 @@ class ShardedModel(TorchModel):
     tokens. Weights computed with in `dtype` may be kept in float32. `cuts` says which part of
     a parameter, by name, this rank's layers have. Layers are `kept_whole` from a forward to its
     backward, or gathered again. Weights `seen_in_part` are held by all ranks along `tp` and have
-    gradients of a rank's own tokens. Experts may be `apart`, so that tokens go to them.
+    gradients of a rank's own tokens. Experts may be `apart`, so that tokens go to them; tokens of
+    `shared` rows lie apart.
     """
 
     seen_in_part: frozenset[str] = frozenset()
@@ -51,8 +53,10 @@ class ShardedModel(TorchModel):
         adapters: Adapters | None = None,
         kept_whole: bool = False,
         apart: ExpertParallel | None = None,
+        shared: SharedRows | None = None,
     ) -> None:
         self.module = module
+        self.shared_rows = shared
         self.apart = apart
         self.kept_whole = kept_whole
         self.config = config

@@ -109,9 +109,9 @@ class ShardedTrainEngine(TrainEngine):
         return none | {name: values[:0] for name, values in found.items()}
 
     def total_of_rows(self, values: Tensor) -> Tensor:
-        """A tensor added up over the ranks that have other rows."""
+        """A tensor added up over the ranks that have other rows, or tokens."""
         ranks = self.model.ranks
-        return ranks.total(values.to(ranks.device), ROWS).to(values.device)
+        return ranks.total(values.to(ranks.device), (*ROWS, "cp")).to(values.device)
 
     def metrics(self, own: dict[str, Tensor]) -> dict[str, float]:
         """The metrics of all rows, of those of every part's rows."""

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlflow.batch import lengths
-from rlflow.engines.hf.forward.packed import prompt_groups
+from rlflow.batch import lengths, prompt_groups
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -33,6 +33,7 @@ from rlflow.scheduler.engines.engines import (
 )
 from rlflow.scheduler.engines.notes import noting_engines
 from rlflow.scheduler.passes.bind.averages import average_findings
+from rlflow.scheduler.passes.bind.contexts import with_way_to_attend
 from rlflow.scheduler.passes.bind.fitted import noting_fitted
 from rlflow.scheduler.passes.bind.instances import (
     USES,
@@ -139,6 +140,7 @@ def _fitted(
         return with_pool(instance, nodes, room, context.costs)
     if instance.engine_plan.lies_inside:
         return instance
+    instance = with_way_to_attend(instance, nodes, chosen, context.costs)
     passed = [node for node in nodes if node.averages is None]
     free = not any(chosen[node.name].recompute is not None for node in nodes)
     left = room - left_by_engines(instance, plan, context.costs)

@@ -17,7 +17,6 @@ from rlflow.graph.op import Use
 from rlflow.graph.placement import On, Recompute
 from rlflow.graph.roles import Routed
 from rlflow.modelfiles.families import (
-    context_finding,
     cutting_finding,
     dispatch_finding,
     packing_finding,
@@ -25,6 +24,7 @@ from rlflow.modelfiles.families import (
     sharding_finding,
     stacked_finding,
 )
+from rlflow.modelfiles.layouts.contexts import context_finding
 from rlflow.modelfiles.layouts.stages import staging_finding
 from rlflow.modelfiles.mixtures.routers import replay_finding, router_finding, width_finding
 from rlflow.scheduler.costs.distributions import EXPERTS
@@ -54,10 +54,10 @@ def make_instances(plan: Plan, chosen: dict[str, On]) -> tuple[Instance, ...]:
             made = _instance(node, chosen[node.name], plan, instances)
             known = instances.get(made.name)
             if known is not None and sizes_of(known) != sizes_of(made):
-                raise PlanError(_two_layouts(node, made, made.layout(), known.layout()))
+                raise PlanError(two_layouts(node, made, made.layout(), known.layout()))
             if known is not None and known.options != made.options:
                 told = [str(i.options and i.options.describe()) for i in (made, known)]
-                raise PlanError(_two_layouts(node, made, *told))
+                raise PlanError(two_layouts(node, made, *told))
             uses = made.uses if known is None else tuple(dict.fromkeys((*known.uses, *made.uses)))
             instances[made.name] = replace(known or made, uses=uses)
             said.setdefault(made.name, []).append((node, chosen[node.name]))
@@ -74,7 +74,7 @@ def _as_said(instance: Instance, said: list[tuple[Node, On]]) -> Instance:
     for node, wanted in spoken:
         texts = f"recompute={wanted}", f"recompute={spoken[0][1]}"
         if len(set(texts)) > 1:
-            raise PlanError(_two_layouts(node, instance, *texts))
+            raise PlanError(two_layouts(node, instance, *texts))
     learns = any(node.op.use == "train" and node.averages is None for node, _ in said)
     again = spoken[0][1] if learns and spoken else False
     asked = {each for _, where in said for each in where.offloads}
@@ -97,7 +97,7 @@ def _tf32_uses(instance: Instance, said: list[tuple[Node, On]]) -> tuple[Use, ..
         wanted, use = bool(where.tf32), node.op.use or "forward"
         if by_use.setdefault(use, wanted) != wanted:
             texts = f"tf32={wanted}", f"tf32={not wanted}"
-            raise PlanError(_two_layouts(node, instance, *texts))
+            raise PlanError(two_layouts(node, instance, *texts))
     return tuple(use for use in USES if by_use.get(use))
 
 
@@ -114,7 +114,7 @@ def said_of_sequence(instance: Instance, said: Sequence[tuple[Node, On]]) -> boo
     for node, wanted in spoken:
         if wanted is not spoken[0][1]:
             texts = f"sequence={wanted}", f"sequence={spoken[0][1]}"
-            raise PlanError(_two_layouts(node, instance, *texts))
+            raise PlanError(two_layouts(node, instance, *texts))
     return spoken[0][1] if spoken else None
 
 
@@ -182,7 +182,8 @@ def _instance(node: Node, where: On, plan: Plan, known: dict[str, Instance]) -> 
     return made
 
 
-def _two_layouts(node: Node, instance: Instance, wanted: str, known: str) -> Finding:
+def two_layouts(node: Node, instance: Instance, wanted: str, known: str) -> Finding:
+    """E216: uses that share weights and do not agree on their layout."""
     return Finding(
         code="E216",
         what=f"{node.name} wants another layout of {instance.name} than its other uses have",
@@ -238,7 +239,7 @@ def layout_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Findin
         return wrong_pool
     model = plan.graph.model(instance.model)
     findings = _offload_findings(instance, plan) if instance.offload == "layers" else []
-    cut = max(instance.tp, instance.ep, instance.pp) > 1
+    cut = max(instance.tp, instance.ep, instance.cp, instance.pp) > 1
     if instance.compiled and (cut or instance.offload == "layers"):
         findings.append(_not_compiled(instance, plan))
     shape = costs.shapes[instance.model]
@@ -275,7 +276,8 @@ def _uncomputed(
         shared = cut or sharding_finding(model.path, shape.family, *sizes)
         found.append(sequence_finding(model.path, shape.family) if instance.sequence else None)
     found.append(shared or _undispatched(instance, model, shape))
-    found.append(context_finding(model.path, shape.family, instance.cp))
+    apart = (shape.heads, instance.cp, instance.tp, instance.cp_by)
+    found.append(context_finding(model.path, shape.family, *apart, windows=shape.windows))
     found.append(staging_finding(model.path, shape.family, shape.layers, instance.pp))
     if isinstance(model.optimizer, Muon) and shape.family.experts != "none":
         found.append(stacked_finding(model.path))
@@ -343,7 +345,7 @@ def _not_compiled(instance: Instance, plan: Plan) -> Finding:
         what=f"the layers of {instance.name} cannot be compiled",
         got=instance.layout(),
         expected="layers that each rank computes whole, from weights that stay while it does",
-        fix=f'rf.on("{instance.pool}", compile=True) without tp=, ep=, pp= and offload="layers"',
+        fix=f'rf.on("{instance.pool}", compile=True) without tp=, ep=, cp=, pp=, offload="layers"',
     )
 
 

@@ -1,0 +1,79 @@
+"""Rows cut over ranks: whose tokens can lie apart, and how such ranks can attend.
+
+Ranks exchange heads for tokens ("ulysses"), which takes as many heads on each, or keys and values
+go round them ("ring"), which has no windows. Read by plans and by engines. Knows configs; neither
+tensors nor devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from rlflow.errors import Finding
+from rlflow.modelfiles.configs import text_config
+from rlflow.modelfiles.families import Family
+
+_By = Literal["ulysses", "ring"]
+# Families with windows of rows in some layers, whatever a config leaves unsaid.
+WINDOWED = {"gpt_oss"}
+# Attention of which every rank may have other tokens, or other heads.
+CUT = ("full", "latent")
+
+
+def windowed(config: Mapping[str, Any]) -> bool:
+    """Whether layers of the model of a config see windows of a row alone."""
+    text = text_config(config)
+    if not text.get("sliding_window") or not text.get("use_sliding_window", True):
+        return False
+    layers = text.get("layer_types")
+    return layers is None or "sliding_attention" in layers
+
+
+def ways_to_attend(heads: int, cp: int, tp: int, *, windows: bool) -> tuple[_By, ...]:
+    """How `cp` ranks can attend, of a model with so many heads, of which `tp` ranks have a part."""
+    found: dict[_By, bool] = {"ulysses": heads % (cp * tp) == 0, "ring": not windows}
+    return tuple(way for way in get_args(_By) if found[way])
+
+
+def context_finding(
+    path: str,
+    family: Family,
+    heads: int,
+    cp: int,
+    tp: int = 1,
+    by: _By | None = None,
+    *,
+    windows: bool = False,
+) -> Finding | None:
+    """E537 where the tokens of a model's rows cannot lie on `cp` ranks; None where they can.
+
+    With `by` in that way, else in any.
+    """
+    if cp == 1:
+        return None
+    what = f"cp={cp}: rows of model {path!r} cannot be cut over ranks"
+    if family.attention not in CUT:
+        return Finding(
+            code="E537",
+            what=what,
+            got="layers that carry states from token to token"
+            if family.attention == "hybrid"
+            else f"{family.attention} attention",
+            expected="attention alone between tokens, full or latent",
+            fix="rf.on(..., cp=1)",
+        )
+    ways = ways_to_attend(heads, cp, tp, windows=windows)
+    if by in ways or (by is None and ways):
+        return None
+    other = next(iter(ways), None)
+    divisors = [n for n in range(1, heads // tp + 1) if heads % (n * tp) == 0]
+    nearest = max(n for n in divisors if n <= cp)
+    uneven = f"{heads} heads" + (f" over tp={tp}" if tp > 1 else "")
+    return Finding(
+        code="E537",
+        what=f"{what} by {by}" if by else what,
+        got=", ".join([uneven, *(["windows of rows, which no ring has"] if windows else [])]),
+        expected=f"cp= of {', '.join(map(str, divisors))}, which divides the heads",
+        fix=f'rf.on(..., cp={cp}, cp_by="{other}")' if other else f"rf.on(..., cp={nearest})",
+    )
