@@ -8,6 +8,7 @@
     |   |-- RewardError         1   a reward function raised or returned something unusable
     |   |-- DataError           1   a data source broke while it was read
     |   |-- NumericsError       1   a loss, gradient or parameter is not finite
+    |   |-- DeviceLostError           1   a device, its process or its host is gone or silent
     |   `-- HealthError         5   `--strict`: a rule says that nothing can be learned
     |-- CallbackError           1   a callback of the Python door raised; the run itself did not
     |-- CheckpointError         1   a checkpoint is damaged, incomplete or of another run
@@ -146,6 +147,10 @@ class DataError(RunError):
 
 class NumericsError(RunError):
     """A loss, a gradient or a parameter is not finite."""
+
+
+class DeviceLostError(RunError):
+    """A device, its process or its host is gone or silent; `--elastic` goes on without it."""
 
 
 class HealthError(RunError):

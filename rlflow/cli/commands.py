@@ -67,6 +67,8 @@ class Target:
     from_: tuple[str, ...] = ()
     rooms: tuple[int, ...] = ()
     """Devices that each node of a running cluster has room for, in the order they are taken."""
+    left: int | None = None
+    """Devices that are left of those asked for, None for all."""
 
     @property
     def named(self) -> str:
@@ -175,6 +177,8 @@ def _cluster(target: Target, placement: Placement) -> Cluster:
     cluster = cluster_of(target, devices_for(placement, target))
     if cluster.measured.problem:
         sys.stderr.write(f"warning: {cluster.measured.problem}; measured costs are ignored\n")
+    if target.left is not None:
+        cluster = replace(cluster, count=min(cluster.count, target.left))
     if target.rooms:
         needed = placement.at(cluster.count).num_devices()
         cluster = replace(cluster, hosts=_hosts(target.rooms, needed))

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rlflow.cli.commands import Target, cluster_of
+from rlflow.cli.commands import NOTHING, Target, cluster_of
+from rlflow.cli.interpreters import missing_engines
 from rlflow.errors import Finding, PlanError, RlflowError, UsageError
 from rlflow.scheduler.devices.declared import RESERVED
 from rlflow.scheduler.devices.machine import Gpu
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from rlflow.runtime.ray.machine import RayMachine
     from rlflow.runtime.record.devices.profiled import ProfiledActions
     from rlflow.runtime.record.edges.choice import Recording
+    from rlflow.scheduler.devices.cluster import Cluster
+    from rlflow.scheduler.plan.plan import Plan
 
 POLL_SECONDS = 1.0
 
@@ -115,6 +118,27 @@ def backend_joining(backend: str | None, address: str) -> str:
     return "ray"
 
 
+def require_one_kind(planned: Planned) -> None:
+    """Raise UsageError for devices of several kinds: they are planned for, and not reserved."""
+    if planned.cluster.groups:
+        raise UsageError(
+            Finding(
+                code="E235",
+                what=f"a run takes devices of one kind, --devices {planned.target.devices} has "
+                f"{len(planned.cluster.groups)}",
+                expected="one kind; plan, simulate and tune take several",
+            )
+        )
+
+
+def require_engines(plan: Plan, address: str | None) -> None:
+    """Raise UsageError where an engine's interpreter has no engine; on other machines, they say."""
+    engines = {engine.name: engine.engine_plan.settings for engine in plan.engines}
+    findings = missing_engines(engines) if address is None else []
+    if findings:
+        raise UsageError(*findings, summary=NOTHING)
+
+
 def rooms_at(address: str, target: Target, *, wait: float) -> tuple[int, ...]:
     """How many devices each node of a running cluster has room for.
 
@@ -148,3 +172,15 @@ def _rooms_now(address: str, target: Target) -> tuple[int, ...]:
     kind = "cpu" if target.devices is None else cluster_of(target, 1).kind.chip
     with closing(Session.start(address=address, cpus=0)) as session:
         return rooms(session, kind=kind, threads=target.threads or 1)
+
+
+def answering_at(address: str, cluster: Cluster) -> tuple[int, int]:
+    """Devices of a running cluster's nodes that answer, and how many of those are free.
+
+    Raises the error of a cluster that does not answer.
+    """
+    from rlflow.runtime.ray.cluster.session import Session
+    from rlflow.runtime.ray.pools import answering_room
+
+    with closing(Session.start(address=address, cpus=0)) as session:
+        return answering_room(session, kind=cluster.kind.chip, threads=cluster.threads)

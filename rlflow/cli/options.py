@@ -270,6 +270,7 @@ def lasting_options(function: F) -> F:
         click.option(
             "--strict", is_flag=True, help="End at the first sign that nothing is learned."
         ),
+        click.option("--elastic", is_flag=True, help="Lose devices, go on with those left."),
         record_options,
         checkpoint_options,
         observing_options,

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +36,14 @@ from rlflow.cli.continuing import (
     weights_to_begin,
     words_of_run,
 )
-from rlflow.cli.interpreters import missing_engines
 from rlflow.cli.looking.recording import recording_asked, recording_noted
-from rlflow.cli.machines import backend_joining, machine_of, rooms_at
+from rlflow.cli.machines import (
+    backend_joining,
+    machine_of,
+    require_engines,
+    require_one_kind,
+    rooms_at,
+)
 from rlflow.cli.planning.missing_models import hub_findings
 from rlflow.cli.shell.leaving import said_if_ended, unless_stopped
 from rlflow.cli.stages.parts import require_trained
@@ -62,6 +68,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rlflow.cli.door.events import RunWatch
+    from rlflow.cli.elastic.attempts import Growth
     from rlflow.runtime.display import Display
     from rlflow.runtime.record.checkpoint import Found
     from rlflow.runtime.run import Settings
@@ -136,8 +143,14 @@ def run_as_asked(
     if options["no_color"]:
         os.environ["NO_COLOR"] = "1"
     console = Console(stderr=True)
+    attempt = partial(_run, console, as_json=as_json, origin=origin, watch=watch)
     with telling(console, quiet=options["quiet"] or as_json):
-        return _run(console, as_json=as_json, origin=origin, watch=watch, options=options)
+        if not options.get("elastic") or options["dry_run"]:
+            return attempt(options=options)
+        from rlflow.cli.elastic.attempts import run_elastic
+        from rlflow.runtime.display import Display
+
+        return run_elastic(attempt, options, Display(console).say)
 
 
 def _run(
@@ -172,7 +185,7 @@ def _run(
         planned = plan_declared(declared, target)
     plan = planned.compiled.plan
     require_one_kind(planned)
-    _require_engines(plan, address)
+    require_engines(plan, address)
     count = options["iterations"] or iterations_of(planned, existing)
     saves = _checked_options(options, plan)
     check_observed(planned, options)
@@ -207,27 +220,6 @@ def _checked_options(options: Mapping[str, Any], plan: Plan) -> SaveRule:
     return parse_rule(options["save_every"], drains=drains(plan))
 
 
-def require_one_kind(planned: Planned) -> None:
-    """Raise UsageError for devices of several kinds: they are planned for, and not reserved."""
-    if planned.cluster.groups:
-        raise UsageError(
-            Finding(
-                code="E235",
-                what=f"a run takes devices of one kind, --devices {planned.target.devices} has "
-                f"{len(planned.cluster.groups)}",
-                expected="one kind; plan, simulate and tune take several",
-            )
-        )
-
-
-def _require_engines(plan: Plan, address: str | None) -> None:
-    """Raise UsageError where an engine's interpreter has no engine; on other machines, they say."""
-    engines = {engine.name: engine.engine_plan.settings for engine in plan.engines}
-    findings = missing_engines(engines) if address is None else []
-    if findings:
-        raise UsageError(*findings, summary=NOTHING)
-
-
 def _preflight(planned: Planned, count: int, start: int = 0) -> None:
     """Look at all that the iterations from `start` to `count` will read."""
     from rlflow.runtime.preflight import check_prompts, check_rewards
@@ -248,9 +240,9 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
 
     with stage("importing torch"):
         from rlflow.runtime.run import Run
-    plan, config = planned.compiled.plan, planned.declared.config
-    shown = headline(plan.graph)
-    display = Display(console, quiet=asked.quiet, headline=shown.names, watch=asked.watch)
+    plan = planned.compiled.plan
+    names = headline(plan.graph).names
+    display = Display(console, quiet=asked.quiet, headline=names, watch=asked.watch)
     with (
         _directory(planned, asked) as directory,
         _interrupted(asked, directory),
@@ -279,15 +271,14 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
             run = Run(plan, settings, machine, directory, display)
             if begun is not None:
                 directory.note_resumed(begun, asked.again)
-            said, beside = config.model_dump(mode="json"), {"headline": asdict(shown)}
-            directory.write_config(said | {"iterations": asked.iterations})
-            directory.write_graph(plan.graph.to_json() | beside | {"hash": plan.graph.hash})
-            directory.write_peaks(peaks_of(planned))
-            directory.write_plan(f"{plan_text(plan)}\n{ranks}", plan.to_json())
+            _write_plan(planned, asked, directory, ranks)
             if asked.origin == "profile" or "declared" in asked.options:
                 run.saved = asked.iterations
             if asked.watch is not None:
                 asked.watch.take(run, directory.path)
+            growth: Growth | None = asked.options.get("growth")
+            if growth is not None:
+                growth.take(run, directory.path)
             with (
                 _measured(planned, directory, display, begun=run.start, origin=asked.origin),
                 record_kept(recording, machine.record_notes, run.start, display),
@@ -300,6 +291,17 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
         text="" if asked.quiet else summary_text(directory.path),
         planned=planned,
     )
+
+
+def _write_plan(planned: Planned, asked: _Asked, directory: RunDir, ranks: str) -> None:
+    """Write what runs into the run directory: config, graph, plan, peaks, and where ranks are."""
+    plan, config = planned.compiled.plan, planned.declared.config
+    said = config.model_dump(mode="json")
+    directory.write_config(said | {"iterations": asked.iterations})
+    beside = {"headline": asdict(headline(plan.graph)), "hash": plan.graph.hash}
+    directory.write_graph(plan.graph.to_json() | beside)
+    directory.write_peaks(peaks_of(planned))
+    directory.write_plan(f"{plan_text(plan)}\n{ranks}", plan.to_json())
 
 
 def _settings(

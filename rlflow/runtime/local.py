@@ -123,6 +123,10 @@ class LocalMachine:
         recorder = self._worker.recorder
         return [recorder.notes() if seconds is None else recorder.finish(seconds)]
 
+    def room(self) -> int:
+        """The one device of this process."""
+        return 1
+
     def close(self) -> None:
         """End what was started beside this process."""
         self._worker.close()

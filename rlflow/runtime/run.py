@@ -107,6 +107,9 @@ class Machine(Protocol):
     def record_notes(self, seconds: float | None = None) -> list[Notes]:
         """What became of recorded rows; with seconds they are written first."""
 
+    def room(self) -> int:
+        """How many devices a plan could have here now: those of this one, and those free."""
+
     def close(self) -> None:
         """Give back everything it holds."""
 
@@ -191,6 +194,10 @@ class Run:
     def stop(self) -> None:
         """Ask `execute` to end after what has begun, from any thread; it raises Interrupted."""
         self._stopping.asked = True
+        self._executor.stop()
+
+    def hand_over(self) -> None:
+        """Ask `execute` to return after what has begun: the run goes on elsewhere. Any thread."""
         self._executor.stop()
 
     def _stopped(self, done: int) -> str:

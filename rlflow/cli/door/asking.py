@@ -99,6 +99,7 @@ class RunOptions(PlacedOptions, total=False):
     address: str | None
     wait: float | None
     strict: bool
+    elastic: bool
     check_sync: bool
     deadline: float | None
     grace: float | None

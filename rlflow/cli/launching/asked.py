@@ -31,8 +31,8 @@ from rlflow.cli.launching.shipped import (
     shipped_code,
 )
 from rlflow.cli.launching.variables import read_variables, require_no_key
+from rlflow.cli.machines import require_one_kind
 from rlflow.cli.options import run_words
-from rlflow.cli.running import require_one_kind
 from rlflow.cli.stages.parts import require_trained
 from rlflow.errors import Finding, UsageError
 from rlflow.runtime.record.rundir import RUN_FILE, RUNS, run_in_the_way

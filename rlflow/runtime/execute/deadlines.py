@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rlflow.errors import Finding, RunError
+from rlflow.errors import DeviceLostError, Finding
 from rlflow.graph.roles import Calling
 from rlflow.ops.scoring import Policy
 from rlflow.scheduler.plan.plan import Action, Plan
@@ -121,11 +121,11 @@ class Deadlines:
 
     def late(
         self, action: Action, iteration: int, allowed: Allowance, *, who: Iterable[str], last: str
-    ) -> RunError:
+    ) -> DeviceLostError:
         """The error for an action that was silent for longer; `last` says what it did last."""
         took = "took longer than" if allowed.whole else "showed no progress for"
         limit = "within --deadline" if allowed.whole else f"or progress, sooner: {allowed.why}"
-        return RunError(
+        return DeviceLostError(
             Finding(
                 code="E763",
                 what=f"{action.id} in iteration {iteration} {took} {allowed.seconds:.4g} s",

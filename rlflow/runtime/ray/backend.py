@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rlflow.errors import Finding, RlflowError, RunError
+from rlflow.errors import DeviceLostError, Finding, RlflowError, RunError
 from rlflow.runtime.execute.deadlines import Allowance, Deadlines
 from rlflow.runtime.execute.executor import Completion
 from rlflow.runtime.execute.stats import logged
@@ -317,7 +317,7 @@ class RayBackend:
         )
 
 
-class RankLost(RunError):
+class RankLost(DeviceLostError):
     """The process of a device died while an action ran on it."""
 
 

@@ -23,6 +23,7 @@ from rlflow.runtime.ray.cluster.session import Session
 from rlflow.runtime.ray.made import Failed
 from rlflow.runtime.ray.pools import (
     Reservation,
+    answering_room,
     device_map,
     num_gpus,
     reserve,
@@ -113,6 +114,12 @@ class RayMachine:
         """One line a rank: its device, node and process."""
         reports = [self.ranks.reports[device] for device in self.ranks.devices()]
         return list(device_map(reports, tuple(range(len(reports)))))
+
+    def room(self) -> int:
+        """How many devices a plan could have now: those of this one, and free ones that answer."""
+        kind, threads = self.options.kind, self.options.threads
+        _, free = answering_room(self._session, kind=kind, threads=threads)
+        return len(self.ranks.devices()) + free
 
     def backend(self, now: Callable[[], float]) -> RayBackend:
         """Start taking actions; seconds are those of `now`."""

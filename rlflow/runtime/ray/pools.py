@@ -26,12 +26,14 @@ from rlflow.errors import Finding, PlanError, RunError
 from rlflow.runtime.ray.cluster.alive import bounded
 from rlflow.runtime.ray.cluster.causes import cause_of
 from rlflow.runtime.ray.cluster.holders import holders
+from rlflow.runtime.ray.cluster.joining import listens
 from rlflow.runtime.ray.cluster.session import RayNode, Session
 from rlflow.runtime.ray.places import address_key, device_key
 
 POLL = 0.05
 GROUP_SECONDS = 5.0
 ASK_SECONDS = 10.0
+NODE_SECONDS = 2.0
 PIN = 0.001
 TYPE = "accelerator_type:"
 ANY_KIND = "gpu"
@@ -113,6 +115,20 @@ def rooms(session: Session, *, kind: str, threads: int) -> tuple[int, ...]:
     """
     need = _need(kind, threads)
     return tuple(_room(node.free, need) for node in _of_kind(session.nodes(), kind))
+
+
+def answering_room(session: Session, *, kind: str, threads: int) -> tuple[int, int]:
+    """How many devices of a kind the nodes that answer have in all, and how many are free.
+
+    Ray takes a node that is gone for living for up to half a minute.
+    """
+    need = _need(kind, threads)
+    try:
+        fitting = _of_kind(session.nodes(), kind)
+    except PlanError:  # the last node with such devices is gone
+        return 0, 0
+    there = [node for node in fitting if listens(node.manager, NODE_SECONDS)]
+    return sum(_room(n.total, need) for n in there), sum(_room(n.free, need) for n in there)
 
 
 def own_report() -> Report:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from rlflow.errors import Finding, RunError
+from rlflow.errors import DeviceLostError, Finding
 from rlflow.graph.graph import Graph
 from rlflow.runtime.ray.ranks import Start
 from rlflow.runtime.ray.rendezvous import meet
@@ -45,7 +45,7 @@ class Host:
 def join_ranks(plan: Plan, start: Start) -> World:
     """Meet the other ranks, and make the groups of the plan.
 
-    Raises RunError where they are not all there within the deadline.
+    Raises DeviceLostError where they are not all there within the deadline.
     """
     rank, size = start.devices.index(start.own), len(start.devices)
     os.environ.update(
@@ -69,7 +69,7 @@ def join_ranks(plan: Plan, start: Start) -> World:
                 timeout=timedelta(seconds=start.timeout),
             )
         except (RuntimeError, ValueError) as error:
-            raise RunError(
+            raise DeviceLostError(
                 Finding(
                     code="E758",
                     what=f"rank {rank} of {size} did not meet the others",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlflow.errors import Finding, RunError
+from rlflow.errors import DeviceLostError, Finding
 
 BACKLOG = 1024
 _held: dict[int, socket.socket] = {}
@@ -38,7 +38,7 @@ def hold_port(address: str) -> int:
 def meet(address: str, port: int, *, seconds: float) -> Any:
     """The store at the meeting point: served by the process that holds the port, else joined.
 
-    Raises RunError where it is not reached within so many seconds.
+    Raises DeviceLostError where it is not reached within so many seconds.
     """
     store: Any = dist.TCPStore  # type: ignore[attr-defined]
     limit = timedelta(seconds=seconds)
@@ -65,8 +65,8 @@ def _is_ipv6(address: str) -> bool:
         return False
 
 
-def _no_meeting(got: str, address: str, port: int) -> RunError:
-    return RunError(
+def _no_meeting(got: str, address: str, port: int) -> DeviceLostError:
+    return DeviceLostError(
         Finding(
             code="E778",
             what="the ranks cannot meet",

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from rlflow.errors import Finding, RunError
+from rlflow.errors import DeviceLostError, Finding, RunError
 
 T = TypeVar("T")
 PACE = 1.0
@@ -68,7 +68,7 @@ def bounded(ask: Callable[[], T], seconds: float, *, doing: str) -> T:
     if raised:
         raise raised[0]
     if not made:
-        raise RunError(
+        raise DeviceLostError(
             Finding(
                 code="E779",
                 what=f"{doing}: Ray does not answer",

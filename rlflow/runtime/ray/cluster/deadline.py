@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import ray
 
-from rlflow.errors import Finding, RlflowError, RunError
+from rlflow.errors import DeviceLostError, Finding, RlflowError
 from rlflow.runtime.ray.cluster.alive import require_cluster
 from rlflow.runtime.ray.cluster.causes import LOST, cause_of, unwrapped
 
@@ -40,8 +40,8 @@ def wait(
     error ends the wait, but one that may be the mere echo of a death, such as a broken
     connection, waits a moment for the death to be known; so does one that is `told` by an answer
     instead of raised. The time begins anew where `moving` says, when it is over, that work has
-    gone on since. Raises what a worker raised or told, and RunError where one died or did not
-    answer or the cluster is gone.
+    gone on since. Raises what a worker raised or told, and DeviceLostError where one died or did
+    not answer, RunError where the cluster is gone.
     """
     answers: dict[Any, Any] = {}
     errors: dict[Any, BaseException] = {}
@@ -103,7 +103,7 @@ def _most_telling(
     if not isinstance(error, LOST):
         error.add_note(f"raised by {names[first]}, {doing}")
         return error
-    lost = RunError(
+    lost = DeviceLostError(
         Finding(
             code="E776",
             what=f"{doing}: {names[first]} was lost",
@@ -115,7 +115,7 @@ def _most_telling(
     return lost
 
 
-class NoAnswer(RunError):
+class NoAnswer(DeviceLostError):
     """Somebody who was asked has not answered in time."""
 
 

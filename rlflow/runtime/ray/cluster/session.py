@@ -41,10 +41,14 @@ PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayNode:
-    """A machine of the cluster, or what Ray takes for one; resources in total and free."""
+    """A machine of the cluster, or what Ray takes for one; resources in total and free.
+
+    Its own process of Ray listens at `manager`, `host:port`.
+    """
 
     id: str
     address: str
+    manager: str
     hostname: str
     total: Mapping[str, float]
     free: Mapping[str, float]
@@ -210,6 +214,7 @@ def _nodes() -> tuple[RayNode, ...]:
         RayNode(
             id=node["NodeID"],
             address=node["NodeManagerAddress"],
+            manager=_listening(node["NodeManagerAddress"], node["NodeManagerPort"]),
             hostname=node["NodeManagerHostname"],
             total=dict(node["Resources"]),
             free=dict(free.get(node["NodeID"], {} if free else node["Resources"])),
@@ -218,6 +223,10 @@ def _nodes() -> tuple[RayNode, ...]:
         for node in ray.nodes()
     ]
     return tuple(sorted(found, key=lambda n: (address_key(n.address), n.hostname, n.id)))
+
+
+def _listening(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _dead_parts() -> str:

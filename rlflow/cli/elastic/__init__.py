@@ -1,0 +1,1 @@
+"""Runs that go on by themselves on the devices that are left."""
