@@ -66,11 +66,14 @@ DENSE = Family()
 WHOLE = replace(DENSE, cut=False)
 TIED = replace(DENSE, tied=True)
 OLDER = replace(WHOLE, biases="all", shifts=True, gated=False, tied=True, counted=False)
-MIXED = replace(WHOLE, experts="apart", alone="experts")
-SHARED = replace(MIXED, alone="", dispatched=True)
+MIXED = replace(WHOLE, experts="apart", dispatched=True)
+# Experts that compute in a way of their own.
+UNSENT = replace(MIXED, dispatched=False)
 FUSED = replace(WHOLE, experts="fused")
-LATENT = Family(attention="latent", cut=False)
+LATENT = Family(attention="latent")
+LATENT_MIXED = replace(LATENT, experts="apart", dispatched=True)
 HYBRID = Family(attention="hybrid", cut=False, counted=False)
+HYBRID_MIXED = replace(HYBRID, experts="apart", dispatched=True)
 STATE = Family(attention="state", cut=False, layers="linear_attention", counted=False)
 SEEING = replace(WHOLE, counted=False)
 OWN = Family(attention="own", cut=False, counted=False)
@@ -121,34 +124,38 @@ FAMILIES: dict[str, Family] = {
     **_each("qwen2_5_vl qwen3_vl mistral3 internvl", SEEING),
     **_each("llava", replace(SEEING, alone="buffers")),
     # Mixtures of experts.
-    **_each("mixtral", replace(SHARED, cut=True)),
-    **_each("qwen2_moe", replace(SHARED, cut=True, biases="qkv")),
-    **_each("qwen3_moe", replace(SHARED, cut=True, head_norms="each")),
-    **_each("granitemoe", SHARED),
-    **_each("olmoe flex_olmo", replace(SHARED, head_norms="wide")),
-    **_each("phimoe", replace(SHARED, shifts=True)),
-    **_each("ernie4_5_moe", replace(SHARED, tied=True, counted=False)),
-    **_each("aria_text solar_open", MIXED),
+    **_each("mixtral", replace(MIXED, cut=True)),
+    **_each("qwen2_moe", replace(MIXED, cut=True, biases="qkv")),
+    **_each("qwen3_moe", replace(MIXED, cut=True, head_norms="each")),
+    **_each("granitemoe", MIXED),
+    **_each("olmoe flex_olmo", replace(MIXED, head_norms="wide")),
+    **_each("phimoe", replace(MIXED, shifts=True)),
+    **_each("ernie4_5_moe", replace(MIXED, tied=True, counted=False)),
+    **_each("solar_open", MIXED),
+    **_each("aria_text", UNSENT),
     **_each("mellum", replace(MIXED, head_norms="each")),
     **_each("minimax_m2", replace(MIXED, head_norms="wide")),
     **_each("glm4_moe", replace(MIXED, biases="asked")),
     **_each("cohere2_moe", replace(MIXED, tied=True, norms=1)),
     **_each("hunyuan_v1_moe granitemoeshared granitemoe_swa afmoe beam dots1 exaone_moe flint"
-            " hy_v3 kolibri1 laguna mimo_v2_flash minimax_m3_vl_text",
+            " hy_v3 kolibri1 laguna mimo_v2_flash",
             replace(MIXED, counted=False)),
+    **_each("minimax_m3_vl_text", replace(UNSENT, counted=False)),
     **_each("gpt_oss", replace(FUSED, biases="attention")),
     **_each("jetmoe", replace(FUSED, tied=True, counted=False)),
     # Latent attention.
-    **_each("deepseek_v2 deepseek_v3 glm4_moe_lite", replace(LATENT, experts="apart")),
-    **_each("axk1", replace(LATENT, experts="apart", counted=False)),
-    **_each("longcat_flash", replace(LATENT, experts="apart", alone="experts", counted=False)),
+    **_each("deepseek_v2 deepseek_v3 glm4_moe_lite", LATENT_MIXED),
+    **_each("axk1", replace(LATENT_MIXED, counted=False)),
+    **_each("longcat_flash", replace(LATENT_MIXED, alone="experts", counted=False)),
     **_each("minicpm3 youtu", replace(LATENT, tied=True)),
     # Layers that carry something from token to token, or pick tokens.
-    **_each("mamba2 bamba olmo_hybrid qwen3_5 qwen3_5_text lfm2 lfm3", HYBRID),
+    **_each("mamba2 bamba olmo_hybrid lfm2 lfm3", HYBRID),
+    **_each("qwen3_5 qwen3_5_text", replace(HYBRID, cut=True)),
     **_each("falcon_h1", replace(HYBRID, alone="buffers")),
-    **_each("qwen3_next qwen3_5_moe qwen3_5_moe_text granitemoehybrid nemotron_h lfm2_moe",
-            replace(HYBRID, experts="apart")),
-    **_each("kimi_linear bailing_hybrid", replace(HYBRID, experts="apart", alone="experts")),
+    **_each("granitemoehybrid nemotron_h lfm2_moe bailing_hybrid", HYBRID_MIXED),
+    **_each("kimi_linear", replace(HYBRID_MIXED, alone="experts")),
+    **_each("qwen3_next qwen3_5_moe qwen3_5_moe_text",
+            replace(HYBRID_MIXED, cut=True)),
     # Selective scans of transformers that begin with a state of zeros alone.
     **_each("mamba falcon_mamba", replace(STATE, layers="mamba")),
     **_each("jamba", replace(STATE, layers="mamba", experts="apart")),
@@ -287,7 +294,7 @@ def dispatch_finding(
         return Finding(code="E533", what=what, got="a dense model", fix=fix)
     if not family.dispatched:
         what = f"ep={ep}: tokens of model {path!r} cannot go to experts on other ranks"
-        got = "a family of mixtures whose dispatch was never compared over ranks"
+        got = "a family of mixtures whose experts compute otherwise, or were never compared"
         return Finding(code="E533", what=what, got=got, fix=fix)
     if fsdp % ep == 0 and experts % (ep * tp) == 0:
         return None
@@ -346,7 +353,11 @@ def cutting_finding(path: str, family: Family, kind: str) -> Finding | None:
 
 def sequence_finding(path: str, family: Family) -> Finding | None:
     """E530 where the ranks of `tp` cannot share a model's tokens; None where they can."""
-    return None if family.experts == "none" else unshared_sequence(path, "experts")
+    if family.experts != "none":
+        return unshared_sequence(path, "experts")
+    if family.attention == "full":
+        return None
+    return unshared_sequence(path, f"{family.attention} attention, with weights")
 
 
 def unshared_sequence(path: str, got: str) -> Finding:

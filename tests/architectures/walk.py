@@ -18,7 +18,7 @@ from rlflow.errors import PlanError, UsageError
 from rlflow.modelfiles.families import family_of
 from rlflow.modelfiles.widths import widths_of
 from tests.architectures.tiny import UNMADE, tiny_config
-from tests.architectures.walking import RUNS, on_ranks, outcome, whole
+from tests.architectures.walking import RUNS, SHAPES, on_ranks, outcome, whole
 from tests.engines.ranks import World
 from tests.scheduler.test_families import LAYOUTS, planned
 
@@ -121,7 +121,7 @@ def save_drawn(config, path, found):
 
 def shared_out(found, world, path):
     """What two ranks do, by layout; a plan that is refused only has to be refused."""
-    for layout in ("fsdp", "tp", "sequence"):
+    for layout in SHAPES:
         try:
             ran = world.run(on_ranks, path, layout, timeout=120)
         except AssertionError as error:

@@ -25,7 +25,7 @@ from rlflow.errors import RunError, UsageError
 
 RUNS = "runs"
 NEW_TOKENS = 6
-SHAPES = {"fsdp": (1, 2, 1), "tp": (1, 1, 2), "sequence": (1, 1, 2)}
+SHAPES = {"fsdp": (1, 2, 1), "tp": (1, 1, 2), "sequence": (1, 1, 2), "ep": (1, 2, 1, 2)}
 LIMIT = 1e-2
 KEY = SampleKey(seed=0, iteration=0, stream="rollout")
 

@@ -8,7 +8,7 @@ from rlflow.engines.hf.sharded.build import load_sharded
 from rlflow.errors import UsageError
 from tests.engines.sharded_checks import meshes
 
-SHAPES = {"fsdp": (1, 2, 1), "tp": (1, 1, 2), "sequence": (1, 1, 2)}
+SHAPES = {"fsdp": (1, 2, 1), "tp": (1, 1, 2), "sequence": (1, 1, 2), "ep": (1, 2, 1, 2)}
 
 
 def refusal(rank, path, layout):

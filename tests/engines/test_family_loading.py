@@ -9,7 +9,7 @@ import transformers
 from rlflow.engines.hf.loading import load_model
 from rlflow.modelfiles.families import FAMILIES
 from tests.engines import sharded_families as sharded
-from tests.scheduler.test_families import CONFIGS, LAYOUTS, REFUSED, SMALL
+from tests.scheduler.test_families import CONFIGS, DENSE_REFUSED, LAYOUTS, REFUSED, SMALL
 
 pytestmark = pytest.mark.torch
 
@@ -43,7 +43,7 @@ def test_every_language_model_of_transformers_is_in_the_table():
 def test_loading_refuses_what_the_plan_refuses(family, saved, world):
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    path, codes = saved(family), REFUSED.get(family, ("",) * 4)
+    path, codes = saved(family), REFUSED.get(family, DENSE_REFUSED)
 
     assert codes[0] == sharded.refused(lambda: load_model(path, dtype=torch.float32, device="cpu"))
     for code, layout in zip(codes[1:], list(LAYOUTS)[1:], strict=True):

@@ -33,7 +33,7 @@ from rlflow.scheduler.costs.lengths import Load, ResponseLengths
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.devices.hardware import KINDS
 from rlflow.scheduler.models.shapes import read_shape
-from tests.engines import sharded_checks, test_graphs
+from tests.engines import sharded_checks, sharded_rollouts, test_graphs
 from tests.engines.examples import (
     engine,
     gradients,
@@ -263,9 +263,31 @@ def test_adapters_of_the_map_from_latents_are_in_what_is_decoded(latent_dir, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3"])
-def test_two_ranks_compute_what_one_does(family, latent_dir, world):
-    """Biases of routers are in files and on every rank, and change what experts are chosen."""
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 2)], ids=["fsdp", "tp"])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"])
+def test_two_ranks_compute_what_one_does(family, shape, latent_dir, world):
+    """Biases of routers are in files and on every rank, and change what experts are chosen.
+
+    Along tp each rank has some heads, and all of the latents and of the part that heads share.
+    """
     options = {"dtype": "float32", "limit": 1e-5, "spec": STEADY}
 
-    assert all(world(2).run(sharded_checks.with_options, latent_dir(family), (1, 2, 1), options))
+    assert all(world(2).run(sharded_checks.with_options, latent_dir(family), shape, options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paged", [None, True], ids=["columns", "blocks"])
+def test_ranks_decode_on_whole_latents_the_tokens_of_one(paged, latent_dir, world):
+    args = (latent_dir("deepseek_v3"), (1, 1, 2), False, paged)
+
+    assert all(world(2).run(sharded_rollouts.same_tokens, *args))
+
+
+@pytest.mark.slow
+def test_adapters_of_maps_from_latents_are_cut_with_them(latent_dir, world):
+    """Those of the maps to latents are whole on every rank."""
+    targets = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    spec = rf.LoRA(rank=4, alpha=8, targets=targets)
+    options = {"dtype": "float32", "limit": 1e-5, "spec": STEADY, "lora": spec}
+
+    assert all(world(2).run(sharded_checks.with_options, latent_dir("youtu"), (1, 1, 2), options))

@@ -21,7 +21,7 @@ from rlflow.scheduler.costs.lengths import Load, ResponseLengths
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.devices.hardware import KINDS
 from rlflow.scheduler.models.shapes import read_shape
-from tests.engines import sharded_checks, test_graphs, test_paged_decoding
+from tests.engines import sharded_checks, sharded_rollouts, test_graphs, test_paged_decoding
 from tests.engines.examples import engine, gradients, rows, weighted, worst
 from tests.engines.hybrids import FAMILIES, save_hybrid
 from tests.engines.test_latent import generated, theirs
@@ -202,9 +202,24 @@ def test_compiled_layers_keep_rows_apart(hybrid_dir):
     assert float((found - expected.detach()).abs().max()) < 1e-4
 
 
+FSDP, TP = (1, 2, 1), (1, 1, 2)
+SHARED = [
+    *((family, FSDP) for family in ("qwen3_5_text", "lfm2", "nemotron_h")),
+    *((family, TP) for family in ("qwen3_5_text", "qwen3_next")),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "nemotron_h"])
-def test_two_ranks_compute_what_one_does(family, hybrid_dir, world):
+@pytest.mark.parametrize(("family", "shape"), SHARED)
+def test_two_ranks_compute_what_one_does(family, shape, hybrid_dir, world):
+    """Along tp every rank has all states, and some heads of the layers with attention."""
     options = {"dtype": "float32", "limit": 1e-4, "spec": STEADY}
 
-    assert all(world(2).run(sharded_checks.with_options, hybrid_dir(family), (1, 2, 1), options))
+    assert all(world(2).run(sharded_checks.with_options, hybrid_dir(family), shape, options))
+
+
+@pytest.mark.slow
+def test_ranks_decode_with_whole_states_the_tokens_of_one(hybrid_dir, world):
+    args = (hybrid_dir("qwen3_5_text"), TP, False)
+
+    assert all(world(2).run(sharded_rollouts.same_tokens, *args))

@@ -70,16 +70,18 @@ CONFIGS: dict[str, dict[str, object]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"num_local_experts": 4},
 }
-# What is refused on one device, on two by fsdp, by tp, and by tp with the sequence shared.
+# What is refused on one device, on two by fsdp, by tp, by tp with the sequence shared, and by ep.
+DENSE_REFUSED = ("", "", "", "", "E533")
 REFUSED = {
-    "phi3": ("", "", "E521", "E521"),
-    "bloom": ("E503",) * 4,
-    "glm4_moe": ("", "E526", "E521", "E521"),
-    "gpt_oss": ("", "", "E521", "E521"),
-    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), ("", "", "", "E530")),
-    **dict.fromkeys(("deepseek_v3", "deepseek_v2", "minicpm3"), ("", "", "E521", "E521")),
-    **dict.fromkeys(("qwen3_next", "lfm2"), ("", "", "E521", "E521")),
-    "llama4_text": ("E503",) * 4,
+    "phi3": ("", "", "E521", "E521", "E533"),
+    "bloom": ("E503",) * 5,
+    "glm4_moe": ("", "", "E521", "E521", ""),
+    "gpt_oss": ("", "", "E521", "E521", "E533"),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), ("", "", "", "E530", "")),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v2", "qwen3_next"), ("", "", "", "E530", "")),
+    "minicpm3": ("", "", "", "E530", "E533"),
+    "lfm2": ("", "", "E521", "E521", "E533"),
+    "llama4_text": ("E503",) * 5,
 }
 COUNTED = [f for f in CONFIGS if family_of({"model_type": f}).counted]
 DIGITS = rf.data.arithmetic(digits=2)
@@ -88,6 +90,7 @@ LAYOUTS = {
     "fsdp": {"fsdp": 2},
     "tp": {"tp": 2},
     "sequence": {"tp": 2, "sequence": True},
+    "ep": {"fsdp": 2, "ep": 2},
 }
 
 
@@ -121,7 +124,7 @@ def test_a_plan_refuses_from_the_config_what_cannot_be_computed(
     family: str, layout: str, tmp_path: Path
 ) -> None:
     path = str(written(tmp_path / "model", family))
-    code = REFUSED.get(family, ("",) * 4)[list(LAYOUTS).index(layout)]
+    code = REFUSED.get(family, DENSE_REFUSED)[list(LAYOUTS).index(layout)]
 
     if not code:
         assert planned(path, layout).actions
@@ -158,7 +161,8 @@ DISPATCHES = [
     ("mixtral", 8, (8, 8, 2), "one of 1, 2, 4:"),
     ("qwen3_moe", 128, (8, 12, 1), "one of 1, 2, 4:"),
     ("qwen2", 0, (2, 2, 1), "a dense model"),
-    ("glm4_moe", 160, (2, 2, 1), "never compared"),
+    ("glm4_moe", 160, (2, 2, 1), ""),
+    ("gpt_oss", 32, (2, 2, 1), "never compared"),
 ]
 
 

@@ -39,7 +39,8 @@ class Shape:
     are experts that a token does not choose; `experts` a layer, of which it takes `chosen`, in
     `expert_layers` of the `layers`.
     `latent` numbers a layer are what is cached of a token, where that is less than its keys and
-    values. So many layers are `without_attention`; a row carries the inputs that convolutions have
+    values, and that of queries has `query_rank`. So many layers are `without_attention`; a row
+    carries the inputs that convolutions have
     `convolved` last, and the `recurrent` numbers of states. `norms` counts the weights of norms, of
     which every rank of a layer has all. `matrices` are those of layers: rows, columns, and how many
     of such; none are known of experts. `family` says what can be computed of it. A token
@@ -64,6 +65,7 @@ class Shape:
     chosen: int = 0
     routed: int = 0
     latent: int = 0
+    query_rank: int = 0
     without_attention: int = 0
     convolved: int = 0
     recurrent: int = 0
@@ -140,7 +142,13 @@ class Shape:
         return self.kv_heads * (tp - parts) / (tp * parts)
 
     def repeated_keys(self, tp: int) -> int:
-        """Parameters of keys and values that each rank has beyond an equal share; no biases."""
+        """Parameters of keys and values that each rank has beyond an equal share; no biases.
+
+        Of latent attention those of the maps to latents, which every rank has whole.
+        """
+        if self.latent:
+            every = self.attending * self.hidden * (self.query_rank + self.latent)
+            return every * (tp - 1) // tp
         parts = self.parts_of_keys(tp)
         every = 2 * self.attending * self.hidden * self.kv_heads * self.head_dim
         return every * (tp - parts) // (tp * parts)
@@ -230,6 +238,7 @@ def _shape_of(
         chosen=widths.chosen,
         routed=widths.expert_layers * widths.chosen,
         latent=widths.latent + widths.rope_dim if widths.latent else 0,
+        query_rank=widths.query_rank,
         without_attention=widths.without_attention,
         convolved=widths.convolved,
         recurrent=widths.recurrent,

@@ -2,8 +2,9 @@
 
 Projections into heads and hidden units are cut by columns, those back by rows, the embedding and
 the language-model head by vocabulary (Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3);
-of experts a rank has whole ones. A rank's part is an ordinary, smaller parameter; what is cut where
-is in `Split`. This file knows how a layer is cut and computed, neither rows nor optimizers.
+of experts a rank has whole ones, of latent attention the maps from latents to its heads. A rank's
+part is an ordinary, smaller parameter; what is cut where is in `Split`. This file knows how a layer
+is cut and computed, neither rows nor optimizers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
@@ -26,12 +26,14 @@ from rlflow.engines.hf.forward.kernels import linear, low_rank
 from rlflow.engines.hf.lora import AdaptedLinear
 from rlflow.engines.hf.routing.experts import own_experts
 from rlflow.engines.hf.sharded.mesh import chunk
-from rlflow.engines.hf.sharded.token_parts import OutOfBlock
+from rlflow.engines.hf.sharded.token_parts import Copied, Gathered, OutOfBlock, Summed
 from rlflow.errors import Finding, UsageError
 from rlflow.modelfiles.families import uncut
 
-Role = Literal["columns", "rows", "whole_columns", "vocabulary", "shared", "experts"]
+Role = Literal["columns", "rows", "whole_columns", "vocabulary", "shared", "experts", "latent"]
 
+# Those whose parameters every rank has whole.
+WHOLE: frozenset[Role] = frozenset({"shared", "latent"})
 # What transformers' plans call the ways of cutting a layer.
 ROLES: dict[str, Role] = {
     "colwise": "columns",
@@ -40,16 +42,30 @@ ROLES: dict[str, Role] = {
     "colwise_rep": "whole_columns",
     "replicated_with_grad_allreduce": "shared",
     "moe_tp_experts": "experts",
+    "mla_kv_a_proj": "latent",
 }
 # Their ways of cutting the stacked parameters of experts, of which ranks have whole ones here.
 STACKED = (".experts.gate_up_proj", ".experts.down_proj")
+SHARED_EXPERT = {
+    "layers.*.mlp.shared_expert.gate_proj": "colwise",
+    "layers.*.mlp.shared_expert.up_proj": "colwise",
+    "layers.*.mlp.shared_expert.down_proj": "rowwise",
+}
+SHARED_EXPERTS = {name.replace("expert.", "experts."): way for name, way in SHARED_EXPERT.items()}
+LATENT = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.q_b_proj": "colwise",
+    "layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
+    "layers.*.self_attn.kv_b_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
 # What the plan of a family leaves out.
 BESIDE = {
-    "qwen2_moe": {
-        "layers.*.mlp.shared_expert.gate_proj": "colwise",
-        "layers.*.mlp.shared_expert.up_proj": "colwise",
-        "layers.*.mlp.shared_expert.down_proj": "rowwise",
-    }
+    "qwen2_moe": SHARED_EXPERT,
+    "deepseek_v3": LATENT,
+    "axk1": LATENT,
+    "youtu": LATENT,
+    "glm4_moe_lite": SHARED_EXPERTS,
 }
 # The plan of the Llama family, for a config that brings none.
 FAMILY = {"llama", "mistral", "qwen2", "qwen3"}
@@ -64,60 +80,6 @@ FAMILY_PLAN = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
-
-
-class Copied(torch.autograd.Function):
-    """The same values on every rank; the gradient is the sum of the ranks'."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """`x` itself."""
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Add up the ranks' gradients."""
-        total = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class Summed(torch.autograd.Function):
-    """The sum of the ranks' values; every rank has its gradient already."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Add up `x` over the ranks."""
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The gradient itself."""
-        return grad, None
-
-
-class Gathered(torch.autograd.Function):
-    """The ranks' values side by side along the last dimension, `size` in all."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
-        """`x [..., own part]`; ranks with a shorter part send it filled up."""
-        ranks = dist.get_world_size(group)
-        longest = chunk(size, ranks, 0)[1]
-        ctx.own = chunk(size, ranks, dist.get_rank(group))
-        filled = nn.functional.pad(x, (0, longest - x.shape[-1])).contiguous()
-        parts = [torch.empty_like(filled) for _ in range(ranks)]
-        dist.all_gather(parts, filled, group=group)
-        return torch.cat(parts, -1)[..., :size].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """The part of the gradient that is this rank's."""
-        start, stop = ctx.own
-        return grad[..., start:stop].contiguous(), None, None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,14 +118,16 @@ class Standing:
 class Split:
     """One rank's parts of a model's layers over the one-dimensional `mesh`.
 
-    `roles` says how a layer is cut, `cuts` what a parameter, by its identity, is a part of. With
+    `roles` says how a layer is cut, `cuts` what a parameter, by its identity, is a part of. Of a
+    latent the last `rotated` numbers are a part of the key that all heads share. With
     `sequence` ranks have parts of the tokens outside of the blocks that are cut (`sequence`).
     """
 
     sequence = False
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, rotated: int = 0) -> None:
         self.mesh = mesh
+        self.rotated = rotated
         self.group = mesh.get_group()
         self.size: int = mesh.size()
         self.rank: int = mesh.get_local_rank()
@@ -180,12 +144,12 @@ class Split:
             self.cut(layer, "gate_up_proj", 0)
             self.cut(layer, "down_proj", 0)
             self.weights[layer] = self.cuts[id(layer.gate_up_proj)]
-        elif role != "shared":
+        elif role not in WHOLE:
             self.cut(layer, "weight", 1 if role == "rows" else 0)
             self.weights[layer] = self.cuts[id(layer.weight)]
         if role in ("columns", "whole_columns"):
             self.cut(layer, "bias", 0)
-        if isinstance(layer, AdaptedLinear):
+        if isinstance(layer, AdaptedLinear) and role not in WHOLE:
             self.cut(layer, *(("lora_A", 1) if role == "rows" else ("lora_B", 0)))
         layer.forward = self.forward(layer)
 
@@ -213,6 +177,8 @@ class Split:
             return partial(self.shared, layer)
         if role == "experts":
             return partial(self.experts, layer)
+        if role == "latent":
+            return partial(self.latent, layer.forward)
         if role == "rows":
             return partial(self.project, layer=layer)
         into = self.entered if role == "columns" else self.copied
@@ -278,6 +244,16 @@ class Split:
         first = self.weights[layer].start
         return self.summed(own_experts(layer, first, self.copied(x), chosen, self.copied(weights)))
 
+    def latent(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """A latent `[..., rank + rotated]` of each token, by the layer's own forward.
+
+        Of its rotated part each rank's heads have a gradient; the maps that follow the rest have
+        added up theirs already.
+        """
+        made = forward(x)
+        rank = made.shape[-1] - self.rotated
+        return torch.cat([made[..., :rank], self.copied(made[..., rank:])], -1)
+
     def whole_weight(self, layer: Any) -> Tensor:
         """The weight of a layer that sees a rank's heads; `sequence` adds up its gradients late."""
         found: Tensor = layer.weight if self.sequence else self.copied(layer.weight)
@@ -296,7 +272,7 @@ def parallelize(module: nn.Module, config: ModelConfig, mesh: DeviceMesh, name: 
     Raises UsageError, naming the model, where there is no plan, where the plan has a way of
     cutting that is not known here, or where heads or layers do not divide.
     """
-    split = Split(mesh)
+    split = Split(mesh, getattr(config.get_text_config(), "qk_rope_head_dim", None) or 0)
     plan = layer_roles(module, config, name)
     findings = [*undivided_heads(config, split.size, name)]
     for layer, role in plan.items():
@@ -379,7 +355,7 @@ def undivided_heads(config: ModelConfig, ranks: int, name: str) -> list[Finding]
 
 def undivided(layer: str, module: Any, role: Role, ranks: int) -> list[Finding]:
     """What is wrong with a layer of which some rank would have another part, or none."""
-    if role == "shared":
+    if role in WHOLE:
         return []
     what = {"rows": "inputs", "experts": "experts"}.get(role, "outputs")
     whole = module.gate_up_proj if role == "experts" else module.weight

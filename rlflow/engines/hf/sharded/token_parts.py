@@ -1,6 +1,6 @@
-"""A rank's part of the tokens of a pass: how ranks along `tp` share them out, and gather them.
+"""What ranks along `tp` give each other in a pass: sums, features, and tokens that they share out.
 
-Every rank has as many: where they do not divide, the last ones have zeros. Tensors are
+Of tokens every rank has as many: where they do not divide, the last ones have zeros. Tensors are
 `[..., tokens, size]`, and all but the last two dimensions are 1. This file knows no layers.
 """
 
@@ -12,11 +12,67 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlflow.engines.hf.sharded.mesh import chunk
+
 # Of tensors, not of lists of them: torch 2.13 has renamed both.
 if hasattr(dist, "all_gather_single"):
     GATHER, SCATTER = dist.all_gather_single, dist.reduce_scatter_single
 else:
     GATHER, SCATTER = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
+
+class Copied(torch.autograd.Function):
+    """The same values on every rank; the gradient is the sum of the ranks'."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """`x` itself."""
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Add up the ranks' gradients."""
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class Summed(torch.autograd.Function):
+    """The sum of the ranks' values; every rank has its gradient already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Add up `x` over the ranks."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The gradient itself."""
+        return grad, None
+
+
+class Gathered(torch.autograd.Function):
+    """The ranks' values side by side along the last dimension, `size` in all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
+        """`x [..., own part]`; ranks with a shorter part send it filled up."""
+        ranks = dist.get_world_size(group)
+        longest = chunk(size, ranks, 0)[1]
+        ctx.own = chunk(size, ranks, dist.get_rank(group))
+        filled = nn.functional.pad(x, (0, longest - x.shape[-1])).contiguous()
+        parts = [torch.empty_like(filled) for _ in range(ranks)]
+        dist.all_gather(parts, filled, group=group)
+        return torch.cat(parts, -1)[..., :size].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The part of the gradient that is this rank's."""
+        start, stop = ctx.own
+        return grad[..., start:stop].contiguous(), None, None
 
 
 def gathered(own: Tensor, group: dist.ProcessGroup, total: int) -> Tensor:

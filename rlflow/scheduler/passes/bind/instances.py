@@ -274,8 +274,9 @@ def _uncomputed(
         cut = instance.tp > 1 and cutting_finding(model.path, shape.family, shape.kind)
         sizes = (shape.experts, instance.shards, instance.tp)
         shared = cut or sharding_finding(model.path, shape.family, *sizes)
-        found.append(sequence_finding(model.path, shape.family) if instance.sequence else None)
-    found.append(shared or _undispatched(instance, model, shape))
+        unshared = sequence_finding(model.path, shape.family) if instance.sequence else None
+        found += [shared, unshared]
+    found.append(None if shared else _undispatched(instance, model, shape))
     apart = (shape.heads, instance.cp, instance.tp, instance.cp_by)
     found.append(context_finding(model.path, shape.family, *apart, windows=shape.windows))
     found.append(staging_finding(model.path, shape.family, shape.layers, instance.pp))
