@@ -106,18 +106,18 @@ HEADER = ("case", "table ms", "predicted ms", "measured ms", "off by", "each tim
 GAIN_HEADER = ("throughput of", "promised", "measured", "target", "met")
 
 
-def model_directory() -> Path:
-    """A directory with the tiny model's tokenizer and a wider model's config; no weights.
+def model_directory(widths: Mapping[str, int] = WIDTHS, name: str = "4x256-random") -> Path:
+    """A directory with the tiny model's tokenizer and another config, a wider model's; no weights.
 
     With 2x128 the interpreter's own time would decide what two devices cost each other.
     """
-    path = CACHE / "models" / "4x256-random"
+    path = CACHE / "models" / name
     path.mkdir(parents=True, exist_ok=True)
     for file in TINY.iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, path / file.name)
     config = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
-    (path / "config.json").write_text(json.dumps({**config, **WIDTHS}), encoding="utf-8")
+    (path / "config.json").write_text(json.dumps({**config, **widths}), encoding="utf-8")
     return path
 
 

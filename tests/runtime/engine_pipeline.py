@@ -66,6 +66,7 @@ def hybrid(engine: object) -> rf.Placement:
         "disk": split(rf.SGLang(updates="disk")),
         "group": split(rf.SGLang(updates="group")),
         "stream": split("sglang").model_copy(update={"stream": 2}),
+        "continuous": split("sglang").model_copy(update={"staleness": 3, "continuous": True}),
         "vllm": split("vllm"),
         "vllm_colocated": colocated("vllm"),
         "embedded": colocated("torch"),

@@ -289,6 +289,29 @@ def test_grpo_runs_with_sglang(words: tuple[str, ...], tmp_path: Path) -> None:
 @real
 @pytest.mark.slow
 @pytest.mark.sglang
+def test_rows_in_the_engine_live_through_updates(tmp_path: Path) -> None:
+    """It never drains: log-probs are the trainer's where no update came, and no token is too old.
+
+    A run that goes on has what was in flight.
+    """
+    folder = tmp_path / "run"
+    words = ("--placement", "continuous", "--threads", 1, "--iterations")
+    for first, count in (("--run-dir", 3), ("--resume", 6)):
+        asked = (*words, count, first, folder)
+        done = ended(process("run", FILE, *asked, cwd=tmp_path, **{MARK: str(tmp_path)}), 250)
+        assert 0 == done.code, done.err
+    found = metrics_of(folder)
+    assert 6 == len(found)
+    assert found[0]["actor.update/rollout_gap_max"] < 1e-4
+    ages = [metrics["actor.rollout/lag_max"] for metrics in found]
+    assert 0 == ages[0]
+    assert 1 <= max(ages) <= 3
+    assert [] == left(tmp_path)
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.sglang
 def test_an_error_elsewhere_ends_the_engines(tmp_path: Path) -> None:
     words = ("--placement", "split", "--set", "broken=true", "--run-dir", tmp_path / "run")
     words = (*words, "--iterations", 1, "--threads", 1)

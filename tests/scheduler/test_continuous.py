@@ -114,8 +114,8 @@ def test_prompts_that_others_read_are_refused():
     [
         (lasting(SPLIT, 2, pause_at=4), "pause_at says where it takes newer weights"),
         (
-            lasting(SPLIT, 2, assign={**SPLIT.assign, ROLLOUT: rf.on("gen", engine="sglang")}),
-            "its engine is a process of its own",
+            lasting(SPLIT, 2, assign={**SPLIT.assign, ROLLOUT: rf.on("gen", engine="vllm")}),
+            "its engine is vLLM",
         ),
         (
             lasting(SPLIT.model_copy(update={"pools": {"train": 1, "gen": 2}}), 2),
@@ -130,6 +130,17 @@ def test_what_cannot_be_continuous_is_refused(placement, got):
     assert ("E292", got) in {(each.code, each.got) for each in error.value.findings} or got in str(
         error.value
     )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_ranks_of_an_engine_in_a_process_of_its_own_have_its_rows_in_one_place(ranks):
+    engine = rf.on("gen", engine="sglang", tp=ranks)
+    placement = ALONE.model_copy(
+        update={"pools": {"train": 1, "gen": ranks}, "assign": {**ALONE.assign, ROLLOUT: engine}}
+    )
+    plan = compiled_with(grpo(every=0), lasting(placement, 3), kind="h100").plan
+    assert 2 == plan.graph.node(ROLLOUT).as_a(Recalling).keep
+    assert 1 == len(plan.action(ROLLOUT).takes.devices)
 
 
 LENGTHS = ResponseLengths(2048, 256.0, 0.9)

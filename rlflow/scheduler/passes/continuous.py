@@ -17,6 +17,7 @@ from rlflow.errors import Finding, PlanError
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.placement import On
 from rlflow.graph.roles import Drafted, Drawn, Recalling, Routed, Sharing
+from rlflow.graph.user.engines import SGLang
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.passes.bind.bind import assignment
 from rlflow.scheduler.plan.plan import Plan
@@ -88,6 +89,10 @@ def _findings(plan: Plan, node: Node, context: Context) -> Iterator[Finding]:
     ]
     where = assignment(node, context.placement)
     count = len(_devices(plan, where))
+    options = None if where is None else where.options
+    known = options is None or isinstance(options, SGLang)
+    # Ranks of an engine in a process of its own have its rows in one place.
+    ranks = 1 if options is None or where is None else where.tp or 1
     reasons = (
         (not node.op.continued, f"op {node.op.name} has no way to go on with its rows"),
         (node.loop is not None, f"it is in a loop, {node.loop}"),
@@ -98,8 +103,8 @@ def _findings(plan: Plan, node: Node, context: Context) -> Iterator[Finding]:
         (source is not None and source.role(Sharing) is not None, "pass rates choose its prompts"),
         (bool(others), f"{', '.join(others)} read its prompts too"),
         (context.placement.pause_at is not None, "pause_at says where it takes newer weights"),
-        (count > 1, f"its pool has {count} devices"),
-        (where is not None and where.options is not None, "its engine is a process of its own"),
+        (count > ranks, f"its pool has {count} devices"),
+        (not known, f"its engine is {'' if options is None else options.title}"),
     )
     for wrong, got in reasons:
         if wrong:
@@ -109,7 +114,7 @@ def _findings(plan: Plan, node: Node, context: Context) -> Iterator[Finding]:
                 where=node.where,
                 got=got,
                 expected="a rollout of prompts that it alone reads, by the engine in the worker of "
-                "one device",
+                "one device, or by one of SGLang",
                 fix="no continuous, or stream, which hands rows on as they end",
             )
 

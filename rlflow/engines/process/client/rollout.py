@@ -11,16 +11,26 @@ import threading
 from array import array
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlflow.batch import lengths
-from rlflow.contract.values import Generation, Reach, SampleKey, Sampling, SleepMode
+from rlflow.contract.values import (
+    Advanced,
+    Generation,
+    InFlight,
+    Reach,
+    SampleKey,
+    Sampling,
+    SleepMode,
+)
 from rlflow.engines.hf.generate.speculative import require_drafter
 from rlflow.engines.process.client.link import LostError, PendingRequest, RefusedError
 from rlflow.engines.process.client.model import EngineModel
-from rlflow.engines.process.client.rows import Rows
+from rlflow.engines.process.client.rows import CompleteGroups, Rows
 from rlflow.engines.process.sglang.experts import with_experts
 from rlflow.errors import Finding, RunError
 from rlflow.graph.user.speculative import slots
@@ -91,6 +101,54 @@ class SGLangRollout:
         rows.cached = rows.drafted = rows.accepted = 0
         return made
 
+    def advance(self, rows: InFlight, sampling: Sampling, key: SampleKey) -> Advanced:
+        """Go on with rows in flight: the engine has them all, and lets begin what it has room for.
+
+        Once enough groups are complete the others are ended, and come back with what they have. A
+        group that has got no token has not begun. Raises what `generate` raises.
+        """
+        self._abort.clear()
+        self.model.require_ready()
+        count, groups, made = len(rows.ids), rows.groups.tolist(), rows.made.tolist()
+        if count:
+            self._require_room(lengths(rows.seen) - rows.made, sampling, EVERYTHING)
+            self._stats["prompt_tokens"] += float(lengths(rows.seen).sum())
+        left = [sampling.max_new_tokens - have for have in made]
+        single = replace(sampling, n=1)
+        more: list[dict[str, int]] = []
+        for draw, sample, most in zip(rows.draws.tolist(), rows.ids.tolist(), left, strict=True):
+            own = replace(key, iteration=draw)
+            seed = {"sampling_seed": seed_of(own, sample)} if self.seeded else {}
+            more.append({"max_new_tokens": most, **seed})
+        asked = self._rows(rows.seen, single, more, EVERYTHING, stream=True)
+        ended = CompleteGroups(groups)
+        try:
+            while asked.growing and not rows.met(ended.all, ended.complete):
+                asked.advance()
+                ended.note(row for row in asked.tokens if asked.is_over(row, left[row]))
+            if asked.growing:
+                self.abort()
+                asked.run()
+        except RefusedError as error:
+            raise self.model.refused("generate", error) from error
+        self._require_version(asked)
+        over = [asked.is_over(row, left[row]) for row in range(count)]
+        ended.note(row for row in range(count) if over[row])
+        found = asked.result(None)
+        sizes = lengths(found.response_tokens)
+        self._stats["new_tokens"] += float(sizes.sum())
+        self._stats["decode_passes"] += float(sizes.max()) if count else 0.0
+        self._stats["cached_prompt_tokens"] += asked.cached
+        grown = {group for group, size in zip(groups, sizes.tolist(), strict=True) if size}
+        return Advanced(
+            response_tokens=found.response_tokens,
+            log_probs=found.log_probs,
+            finished=found.finished,
+            over=torch.tensor(over, dtype=torch.bool),
+            begun=rows.begun | grown,
+            ended=tuple(ended.complete),
+        )
+
     def _begun(
         self, prompts: Tensor, sampling: Sampling, key: SampleKey, sample_ids: Tensor, reach: Reach
     ) -> Rows:
@@ -103,29 +161,41 @@ class SGLangRollout:
             if self.model.draft is not None:
                 require_drafter(self.model.draft, self.model, sizes, sampling, reach)
             self._stats["prompt_tokens"] += float(sizes.sum())
-        given = [array("q", row.tolist()).tobytes() for row in prompts.unbind()]
         seeds: list[dict[str, int]] = [
             {"sampling_seed": seed_of(key, number)} if self.seeded else {}
             for number in sample_ids.tolist()
         ]
+        return self._rows(prompts, sampling, seeds, reach, stream=reach.pieces > 1)
+
+    def _rows(
+        self,
+        prompts: Tensor,
+        sampling: Sampling,
+        own: list[dict[str, int]],
+        reach: Reach,
+        *,
+        stream: bool,
+    ) -> Rows:
+        """Rows to ask for, each with what is its `own`; with `stream` they come as they end."""
+        given = [array("q", row.tolist()).tobytes() for row in prompts.unbind()]
         fields = {
             "prompts": given,
             "sampling": parameters(sampling, reach),
-            "stream": reach.pieces > 1,
+            "stream": stream,
             "version": self.model.version,
         }
         fields |= {"routing": True} if sampling.routing else {}
 
         def ask(rows: list[int]) -> PendingRequest:
             link = self.model.replica.link()
-            wanted = [(row, row // sampling.n, seeds[row]) for row in rows]
+            wanted = [(row, row // sampling.n, own[row]) for row in rows]
             call = link.ask("generate", {**fields, "rows": wanted}, numbered=True)
             if self._abort.is_set():
                 link.ask("abort", {})
             return call
 
         lost = self.model.replica.lost
-        return Rows(len(sample_ids), ask, stopped=self._abort.is_set, give_up=lost)
+        return Rows(len(own), ask, stopped=self._abort.is_set, give_up=lost)
 
     def _require_room(self, sizes: Tensor, sampling: Sampling, reach: Reach) -> None:
         """Raise RunError, naming the longest prompt, where one does not fit."""

@@ -8,7 +8,8 @@ neither models nor how an engine is asked.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +76,15 @@ class Rows:
         while self._grown:
             self.advance()
 
+    @property
+    def growing(self) -> bool:
+        """Whether any row has not come back yet."""
+        return bool(self._grown)
+
+    def is_over(self, row: int, most: int) -> bool:
+        """Whether a row has ended for good: by itself, or with as many tokens as it may have."""
+        return row in self.tokens and (self.finished[row] or len(self.tokens[row]) >= most)
+
     def settled(self, rows: int) -> bool:
         """Whether the next so many rows, in the order of their ends, are known."""
         if rows == 0 or not self._grown:
@@ -139,6 +149,28 @@ class Rows:
             finished=torch.tensor([self.finished[row] for row in chosen], dtype=torch.bool),
             rows=rows,
         )
+
+
+class CompleteGroups:
+    """Which groups have all their rows, the earliest first; `groups` has the group of each row."""
+
+    def __init__(self, groups: Sequence[int]) -> None:
+        self.all = frozenset(groups)
+        self.complete: list[int] = []
+        self._groups = groups
+        self._left = Counter(groups)
+        self._known: set[int] = set()
+
+    def note(self, rows: Iterable[int]) -> None:
+        """Take note of rows that are over, however often they are named."""
+        for row in rows:
+            if row in self._known:
+                continue
+            self._known.add(row)
+            group = self._groups[row]
+            self._left[group] -= 1
+            if not self._left[group]:
+                self.complete.append(group)
 
 
 def _concatenated(parts: list[array[Any]], code: str) -> Tensor:

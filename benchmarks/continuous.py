@@ -1,0 +1,360 @@
+"""What rollouts that never drain gain on two pools of one core, and what was predicted of it.
+
+Each side trains the same pipeline, whose responses have drawn lengths with a long tail. Seconds are
+the processor's: each action is counted by the thread that does it, and the executor plays the
+plan again with those on a virtual clock. So two cores of their own are told from a machine that is
+shared; seconds of the clock on the wall stand beside them. Sides take turns.
+
+The prediction knows no rollout that went on: steps and passes of the engine are timed with some
+numbers of rows, an update is as long as on the drained side, and an iteration is played with the
+distribution of lengths, as plans do.
+
+python benchmarks/continuous.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common import (
+    CACHE,
+    HERE,
+    RESULTS,
+    machine,
+    markdown_report,
+    markdown_table,
+    run,
+    say,
+    text_table,
+    write_results,
+)
+from prediction import model_directory
+
+PIPELINE = HERE / "pipelines" / "tails.py"
+WIDTHS = {"max_position_embeddings": 1024}
+DRAINED = "split"
+SIDES = (DRAINED, "stale", "continuous2", "continuous4", "continuous8")
+WARMUP = 4
+ROWS = (1, 4, 16, 64)
+STEPS = 48
+TARGET = 1.5
+CLOSE = 0.10
+HEADER = (
+    "placement",
+    "tokens/s",
+    "over drained",
+    "predicted",
+    "off by",
+    "on the wall",
+    "each turn",
+)
+
+
+class Clocked:
+    """A worker that notes what each action takes: of the thread that does it, and on the wall."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self.spent: dict[tuple[str, int], tuple[float, float]] = {}
+
+    def run(self, action: Any, iteration: int) -> Any:
+        """Carry out an action instance."""
+        wall, own = time.perf_counter(), time.thread_time()
+        made = self._worker.run(action, iteration)
+        took = time.thread_time() - own, time.perf_counter() - wall
+        self.spent[action.id, iteration] = took
+        return made
+
+    def drop_surplus(self) -> None:
+        """Forget what loops have left over."""
+        self._worker.drop_surplus()
+
+    def skip(self, action: Any, iteration: int) -> None:
+        """Let go of what is not read."""
+        self._worker.skip(action, iteration)
+
+
+class Ends:
+    """A listener that notes when iterations end, and their numbers."""
+
+    def __init__(self, now: Any) -> None:
+        self._now = now
+        self.ends: list[float] = []
+        self.numbers: list[dict[str, float]] = []
+
+    def started(self, action: Any, iteration: int) -> None:
+        """Not needed here."""
+
+    def finished(self, action: Any, completion: Any) -> None:
+        """Not needed here."""
+
+    def iteration_done(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Note the moment."""
+        self.ends.append(self._now())
+        self.numbers.append(dict(metrics))
+
+
+def planned(placement: str) -> Any:
+    """The plan of a side."""
+    from rlflow.cli.commands import Target, compile_target
+
+    path = model_directory(WIDTHS, "2x128-long")
+    target = Target(
+        settings=(f"model={path}",),
+        pipeline=str(PIPELINE),
+        placement=placement,
+        devices="cpu:2",
+        threads=1,
+    )
+    return compile_target(target).compiled.plan
+
+
+def side(placement: str, iterations: int, seed: int) -> dict[str, Any]:
+    """Train in this process; seconds of each action, and tokens of each iteration."""
+    from rlflow.runtime.execute.executor import Executor
+    from rlflow.runtime.local import LocalBackend
+    from rlflow.runtime.worker.worker import Worker
+
+    plan = planned(placement)
+    worker = Worker(plan, seed, PIPELINE)
+    clocked, ends = Clocked(worker), Ends(time.perf_counter)
+    backend = LocalBackend(plan, clocked, threads=1, now=time.perf_counter)
+    try:
+        Executor(plan, backend, ends, start=0, end=iterations, barrier=iterations).run()
+    finally:
+        backend.close()
+        worker.close()
+    rows = next(k.rows for k in plan.kept) if plan.kept else 0
+    return {
+        "spent": [[name, i, own, wall] for (name, i), (own, wall) in clocked.spent.items()],
+        "wall": ends.ends,
+        "length": [numbers["actor.rollout/length"] for numbers in ends.numbers],
+        "lag": [numbers.get("actor.rollout/lag_max", 0.0) for numbers in ends.numbers],
+        "kept": rows,
+    }
+
+
+def replayed(placement: str, found: Mapping[str, Any]) -> list[float]:
+    """When the iterations end where every pool has a core of its own."""
+    from rlflow.runtime.execute.executor import Executor
+    from rlflow.runtime.fake import FakeBackend
+
+    own = {(name, i): seconds for name, i, seconds, _ in found["spent"]}
+    backend = FakeBackend(seconds=lambda action, i: own.get((action.id, i), 0.0))
+    ends, count = Ends(lambda: backend.now), len(found["wall"])
+    plan = planned(placement)
+    Executor(plan, backend, ends, start=0, end=count, barrier=count, events=backend.events).run()
+    return ends.ends
+
+
+def engine_seconds() -> dict[str, Any]:
+    """Processor seconds of a decoding step by rows, and of reading a token."""
+    import torch
+
+    from rlflow.batch import ragged_rows
+    from rlflow.contract.values import InFlight, SampleKey, Sampling
+    from rlflow.engines.hf.loading import load_model
+    from rlflow.engines.hf.rollout import TorchRollout
+
+    torch.set_num_threads(1)
+    path = model_directory(WIDTHS, "2x128-long")
+    model = load_model(str(path), dtype=torch.float32, device="cpu", init="random")
+    engine, key = TorchRollout(model), SampleKey(seed=0, iteration=0, stream="timed")
+
+    def timed(rows: int, size: int, new: int) -> float:
+        whole = torch.arange(rows)
+        flight = InFlight(
+            seen=ragged_rows([[5] * size] * rows, torch.int64),
+            made=torch.full((rows,), size - 1),
+            draws=torch.zeros_like(whole),
+            ids=whole,
+            groups=whole,
+            begun=frozenset(range(rows)),
+            at_once=rows,
+            met=lambda _, ended: len(ended) >= rows,
+        )
+        sampling = Sampling(max_new_tokens=size - 1 + new)
+        engine.advance(flight, sampling, key)
+        found = []
+        for _ in range(3):
+            begun = time.thread_time()
+            engine.advance(flight, sampling, key)
+            found.append(time.thread_time() - begun)
+        return min(found)
+
+    steps = {}
+    for rows in ROWS:
+        steps[rows] = (timed(rows, 64, STEPS + 1) - timed(rows, 64, 1)) / STEPS
+    reading = (timed(32, 128, 1) - timed(32, 8, 1)) / (32 * 120)
+    return {"steps": steps, "reading": reading}
+
+
+def step_seconds(steps: Mapping[Any, float], rows: float) -> float:
+    """Seconds of a step of so many rows, between those that were timed."""
+    known = sorted((int(count), seconds) for count, seconds in steps.items())
+    for (low, first), (high, last) in itertools.pairwise(known):
+        if rows <= high or high == known[-1][0]:
+            return first + (last - first) * (rows - low) / (high - low)
+    raise AssertionError("no steps were timed")
+
+
+def predicted(placement: str, engine: Mapping[str, Any], drained: Mapping[str, Any]) -> float:
+    """The period of a side's plan, by the engine's steps and the drained side's other actions."""
+    from rlflow.graph.roles import Recalling
+    from rlflow.scheduler.context import Context
+    from rlflow.scheduler.costs.lengths import as_seen, stages
+    from rlflow.scheduler.costs.rows.steady import steady
+    from rlflow.scheduler.passes.order import timing
+
+    sys.path.insert(0, str(PIPELINE.parent))
+    import tails
+
+    plan = planned(placement)
+    even = [tails.length_of((n + 0.5) / 2048) for n in range(2048)]
+    lengths = as_seen(tails.LONGEST, even)
+    cfg = tails.Config()
+    groups, n = cfg.prompts_per_iteration, cfg.group_size
+    node = plan.graph.node("actor.rollout")
+    lasting = node.role(Recalling)
+    if lasting is None:
+        found = stages(lengths, groups * n, 1)
+        again = 0.0
+    else:
+        flow = steady(lengths, groups, n, groups * n, lasting.keep)
+        found, again = flow.stages, flow.rows * (flow.age + 6)
+    decoding = sum(s.tokens * s.goes_on * step_seconds(engine["steps"], s.live) for s in found)
+    rollout = decoding + engine["reading"] * (groups * 6 + again)
+    means = defaultdict(list)
+    for name, i, own, _ in drained["spent"]:
+        if i >= WARMUP:
+            means[name].append(own)
+    seconds = {name: statistics.fmean(found) for name, found in means.items()}
+    seconds["actor.rollout"] = rollout
+    actions = tuple(
+        replace(a, cost=replace(a.cost, seconds=seconds.get(a.id, 0.0))) for a in plan.actions
+    )
+    timed = timing(replace(plan, actions=actions), Context.__new__(Context)).timing
+    assert timed is not None
+    return timed.period
+
+
+def rate(ends: Sequence[float], tokens: Sequence[float]) -> float:
+    """Tokens a second from the first iterations on to the last."""
+    return sum(tokens[WARMUP:]) / (ends[-1] - ends[WARMUP - 1])
+
+
+def apart(words: Sequence[str], name: str) -> dict[str, Any]:
+    """What a process of its own finds."""
+    out = CACHE / "runs" / f"{name}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    run([sys.executable, __file__, *words, "--out", out], CACHE / "logs" / f"{name}.log")
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+def report(turns: Sequence[Mapping[str, Any]], facts: dict[str, Any], folder: Path) -> None:
+    """Print the table and write it."""
+    rows, found = [], {}
+    for name in turns[0]:
+        every = [turn[name] for turn in turns]
+        own = statistics.median(each["own"] for each in every)
+        gains = [turn[name]["own"] / turn[DRAINED]["own"] for turn in turns]
+        promised = statistics.median(
+            each["predicted"] / turn[DRAINED]["predicted"]
+            for each, turn in zip(every, turns, strict=True)
+        )
+        off = statistics.median(each["own"] / each["predicted"] - 1 for each in every)
+        wall = [turn[name]["wall"] / turn[DRAINED]["wall"] for turn in turns]
+        found[name] = {"gain": statistics.median(gains), "promised": promised, "off": off}
+        rows.append(
+            (
+                name,
+                f"{own:.0f}",
+                f"{statistics.median(gains):.2f}",
+                f"{promised:.2f}",
+                f"{100 * off:+.1f} %",
+                f"{statistics.median(wall):.2f}",
+                " ".join(f"{gain:.2f}" for gain in gains),
+            )
+        )
+    print(text_table(HEADER, rows))
+    target = found.get("continuous2", {})
+    said = ""
+    if target:
+        met = target["gain"] >= TARGET
+        near = abs(target["off"]) <= CLOSE
+        said = f"at staleness 2 {target['gain']:.2f}x over the drained rollout (target {TARGET}x: "
+        said += f"{'met' if met else 'NOT met'}), {100 * target['off']:+.1f} % off the prediction "
+        said += f"(target 10 %: {'met' if near else 'NOT met'})"
+        print(said)
+    page = markdown_report(
+        "Rollouts that never drain", facts, [markdown_table(HEADER, rows), said], NOTES
+    )
+    document = {"machine": facts, "found": found, "turns": list(turns)}
+    write_results(folder, "continuous", document, page)
+
+
+NOTES = (
+    "Throughput is of tokens that updates learned from, after the first iterations. `over drained` "
+    "and `predicted` are ratios to the row of `split`, whose rollouts and updates take turns.",
+    "`off by` is how many more tokens a second there were than predicted for that placement.",
+    "Seconds are the processor's, played by the executor on a virtual clock of two cores; `on the "
+    "wall` is the ratio as the clock on the wall had it, on a machine with the load that is said.",
+)
+
+
+def main() -> None:
+    """Measure the sides in turns, or one of them in this process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--side")
+    parser.add_argument("--engine", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=24)
+    parser.add_argument("--placements", nargs="*", default=list(SIDES))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    if given.engine or given.side:
+        found = engine_seconds() if given.engine else {}
+        if given.side:
+            found = side(given.side, given.iterations, given.seed)
+            found["own"] = replayed(given.side, found)
+        given.out.write_text(json.dumps(found), encoding="utf-8")
+        return
+    facts = machine()
+    turns = []
+    for number in range(given.turns):
+        engine = apart(["--engine"], f"continuous-engine-{number}")
+        turn: dict[str, Any] = {}
+        first: Mapping[str, Any] = {}
+        for name in given.placements:
+            say(f"{name}: {number + 1} of {given.turns}")
+            words = ["--side", name, "--iterations", str(given.iterations), "--seed", str(number)]
+            found = apart(words, f"continuous-{name}-{number}")
+            first = first or found
+            tokens = [64 * length for length in found["length"]]
+            per = statistics.fmean(tokens[WARMUP:])
+            turn[name] = {
+                "own": rate(found["own"], tokens),
+                "wall": rate(found["wall"], tokens),
+                "predicted": per / predicted(name, engine, first),
+                "lag": max(found["lag"]),
+            }
+        turns.append(turn)
+    facts["load at the end"] = machine()["load"]
+    report(turns, facts, given.results)
+
+
+if __name__ == "__main__":
+    main()
