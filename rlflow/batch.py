@@ -3,13 +3,15 @@
 A batch has `batch_size == [rows]`. A row field is a tensor `[rows, ...]`; a token
 field is a jagged nested tensor `[rows, j]`, so nothing is padded; text is the UTF-8
 bytes of each row, ragged uint8. Everything is a tensor: a batch can be written to
-safetensors or mapped from shared memory as it is, and is never pickled.
+safetensors or mapped from shared memory as it is, and is never pickled. Rows of a `shared` field
+may lie in the same values, such as the picture of a prompt of which there are several samples.
 
 This file knows neither which op made a batch nor where it lives.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,21 +65,52 @@ def ragged_rows(rows: Sequence[Sequence[int] | Tensor], dtype: torch.dtype) -> T
     return ragged(torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=dtype), lengths)
 
 
-def flat(field: Tensor) -> Tensor:
-    """The values of a jagged field, `[total, ...]`."""
+def shared(values: Tensor, starts: Tensor, sizes: Tensor) -> Tensor:
+    """Make a jagged field of rows that begin at `starts` in `values`, any of them in the same."""
+    bounds = torch.cat([starts, starts.new_full((1,), len(values))])
+    return torch.nested.nested_tensor_from_jagged(values, bounds, sizes)
+
+
+def shared_parts(field: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The values of a jagged field as they lie, where each row begins in them, and row lengths."""
     values: Tensor = field.values()
-    return values
+    bounds: Tensor = field.offsets()  # type: ignore[attr-defined]
+    said: Tensor | None = field.lengths()  # type: ignore[attr-defined]
+    return values, bounds[:-1], bounds.diff() if said is None else said
+
+
+def is_shared(field: Tensor) -> bool:
+    """Whether rows of a jagged field may lie in the same values."""
+    return is_ragged(field) and field.lengths() is not None  # type: ignore[attr-defined]
+
+
+def shared_rows(field: Tensor, index: Tensor) -> Tensor:
+    """The rows `index` of a jagged field, repeats among them, whose values lie there once."""
+    values, starts, sizes = shared_parts(field)
+    return shared(values, starts[index], sizes[index])
+
+
+def flat(field: Tensor) -> Tensor:
+    """The values of a jagged field row by row, `[total, ...]`; of a shared one copies."""
+    values: Tensor = field.values()
+    if not is_shared(field):
+        return values
+    _, starts, sizes = shared_parts(field)
+    return values[torch.repeat_interleave(starts, sizes) + column_index(sizes)]
 
 
 def offsets(field: Tensor) -> Tensor:
-    """Where each row of a jagged field begins, and where the last one ends, int64 `[rows + 1]`."""
+    """Where each row begins in `flat`, and where the last one ends, int64 `[rows + 1]`."""
+    if is_shared(field):
+        sizes = lengths(field)
+        return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
     result: Tensor = field.offsets()  # type: ignore[attr-defined]
     return result
 
 
 def lengths(field: Tensor) -> Tensor:
     """The row lengths of a jagged field, int64 `[rows]`."""
-    return offsets(field).diff()
+    return shared_parts(field)[2]
 
 
 def row_index(field_lengths: Tensor) -> Tensor:
@@ -145,6 +178,8 @@ def select_field(field: Tensor, index: Tensor) -> Tensor:
     """The rows `index` of one field."""
     if not is_ragged(field):
         return field[index]
+    if is_shared(field):
+        return _select_shared(field, index)
     bounds = offsets(field)
     if bounds.device.type == "cpu" and index.device.type == "cpu":
         places, ends = _places(bounds.numpy(), index.numpy())
@@ -152,6 +187,15 @@ def select_field(field: Tensor, index: Tensor) -> Tensor:
     size = lengths(field)[index]
     starts = bounds[:-1][index]
     return ragged(flat(field)[torch.repeat_interleave(starts, size) + column_index(size)], size)
+
+
+def _select_shared(field: Tensor, index: Tensor) -> Tensor:
+    """The rows of a shared field, with the values that some of them lie in and no others."""
+    values, starts, sizes = shared_parts(field)
+    begun, which = starts[index].unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    size = begun.new_zeros(len(begun)).scatter_reduce(0, which, sizes[index], "amax")
+    kept = torch.repeat_interleave(begun, size) + column_index(size)
+    return shared(values[kept], (size.cumsum(0) - size)[which], sizes[index])
 
 
 def _places(bounds: NDArray[np.int64], index: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
@@ -168,6 +212,31 @@ def _places(bounds: NDArray[np.int64], index: NDArray[np.int64]) -> tuple[Tensor
     return torch.from_numpy(places), torch.from_numpy(ends)
 
 
+def prompt_groups(prompt_tokens: Tensor, pixels: Tensor | None = None) -> NDArray[np.int64]:
+    """For each row the first row with the same prompt, int64 `[rows]`; its `pixels` are too."""
+    values = flat(prompt_tokens).cpu().numpy()
+    bounds = offsets(prompt_tokens).cpu().numpy()
+    shown = [b""] * (len(bounds) - 1) if pixels is None else _digests(pixels)
+    seen: dict[bytes, int] = {}
+    first = np.empty(len(bounds) - 1, dtype=np.int64)
+    for row in range(len(first)):
+        prompt = values[bounds[row] : bounds[row + 1]].tobytes()
+        first[row] = seen.setdefault(prompt + shown[row], row)
+    return first
+
+
+def _digests(field: Tensor) -> list[bytes]:
+    """A digest of each row's values, made once for rows that lie in the same."""
+    values, starts, sizes = (part.detach().cpu() for part in shared_parts(field))
+    made: dict[tuple[int, int], bytes] = {}
+    lying = list(zip(starts.tolist(), sizes.tolist(), strict=True))
+    for start, size in lying:
+        if (start, size) not in made:
+            raw = values[start : start + size].contiguous().numpy().tobytes()
+            made[start, size] = hashlib.blake2b(raw, digest_size=16).digest()
+    return [made[place] for place in lying]
+
+
 def joined_rows(first: Tensor, second: Tensor) -> Tensor:
     """Two ragged fields of equally many rows as one: each row of the first, then the second's."""
     sizes = torch.stack([lengths(first), lengths(second)], 1)
@@ -182,7 +251,9 @@ def concat_rows(batches: Sequence[Batch]) -> Batch:
     fields = {}
     for name in batches[0].keys():  # noqa: SIM118  a TensorDict iterates over rows, not keys
         parts = [batch.get(name) for batch in batches]
-        if is_ragged(parts[0]):
+        if any(map(is_shared, parts)):
+            fields[name] = _concat_shared(parts)
+        elif is_ragged(parts[0]):
             joined = torch.cat([lengths(part) for part in parts])
             fields[name] = ragged(torch.cat([flat(part) for part in parts]), joined)
         else:
@@ -190,13 +261,12 @@ def concat_rows(batches: Sequence[Batch]) -> Batch:
     return make_batch(fields, rows)
 
 
-def prompt_groups(prompt_tokens: Tensor) -> NDArray[np.int64]:
-    """For each row the first row with the same prompt, int64 `[rows]`."""
-    values = flat(prompt_tokens).cpu().numpy()
-    bounds = offsets(prompt_tokens).cpu().numpy()
-    seen: dict[bytes, int] = {}
-    first = np.empty(len(bounds) - 1, dtype=np.int64)
-    for row in range(len(first)):
-        prompt = values[bounds[row] : bounds[row + 1]].tobytes()
-        first[row] = seen.setdefault(prompt, row)
-    return first
+def _concat_shared(parts: Sequence[Tensor]) -> Tensor:
+    """Jagged fields one after the other, of which some share values."""
+    lying = [shared_parts(part) for part in parts]
+    before = itertools.accumulate([0, *(len(values) for values, _, _ in lying)])
+    return shared(
+        torch.cat([values for values, _, _ in lying]),
+        torch.cat([start + first for first, (_, start, _) in zip(before, lying, strict=False)]),
+        torch.cat([sizes for _, _, sizes in lying]),
+    )

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
+from rlflow.contract.pictures import Pictures
 from rlflow.contract.values import (
     Advanced,
     Generation,
@@ -165,8 +166,13 @@ class RolloutEngine(Protocol):
         key: SampleKey,
         sample_ids: Tensor,
         reach: Reach,
+        *,
+        pictures: Pictures | None = None,
     ) -> Generation:
-        """Draw `sampling.n` responses to each prompt, rows prompt-major; of them what is asked."""
+        """Draw `sampling.n` responses to each prompt, rows prompt-major; of them what is asked.
+
+        Tokens of the prompts may stand for `pictures`.
+        """
 
     def stats(self) -> Mapping[str, float]:
         """Counters since the engine was made: prompt tokens, new tokens, decode passes."""

@@ -4,6 +4,7 @@
     generator(fn, size=..., columns=...)   a function of the row's index
     jsonl(path), parquet(path)        files
     huggingface(name, split=...)      a data set of the hub, or of a local folder or file
+    shapes(question="colour")         drawn pictures, each with a question
     mix({name: source}, weights)      several sources, in proportion
     Chat(tools=..., template=...)     how prompts go through a chat template (also `rf.Chat`)
     answers.*                         text utilities for reward functions
@@ -21,6 +22,7 @@ from rlflow.data.generators import arithmetic, generator
 from rlflow.data.hub import huggingface
 from rlflow.data.mixing import Mix, mix
 from rlflow.data.paths import declared_here, find_path, resolve_path
+from rlflow.data.pictures.drawing import shapes
 from rlflow.data.sources import DataSource, Row
 from rlflow.strict import strict
 
@@ -42,7 +44,8 @@ __all__ = [
     "parquet",
     "resolve_path",
     "same_number",
+    "shapes",
 ]
 
-for _name in ("arithmetic", "generator", "huggingface", "jsonl", "mix", "parquet"):
+for _name in ("arithmetic", "generator", "huggingface", "jsonl", "mix", "parquet", "shapes"):
     globals()[_name] = strict(where=declared_here)(globals()[_name])

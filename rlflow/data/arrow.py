@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlflow.data.checks import Columns, StoredRow, row_problem, shaped
+from rlflow.data.pictures.columns import IMAGES
 from rlflow.data.sources import Computed, Row
 from rlflow.data.tables import TableSource
 from rlflow.errors import DataError, Finding, Source, known_names, near_names
@@ -56,16 +57,16 @@ class ArrowSource(TableSource):
 
     def load(self) -> Sequence[Row]:
         """The rows, each made and checked when it is asked for (`DataError` then)."""
-        mapping = self.mapping()
+        mapping, pictures = self.mapping(), self.pictures(opened=False)
         table = self.table()
         size = table.num_rows if self.limit is None else min(self.limit, table.num_rows)
 
         def row(index: int) -> Row:
             stored = self._stored(index, table.slice(index, 1).to_pylist()[0])
-            problem = row_problem(stored, mapping)
+            problem = row_problem(stored, mapping, pictures)
             if problem is not None:
                 raise DataError(problem)
-            return shaped(stored.row, mapping)
+            return shaped(stored.row, mapping, pictures)
 
         return Computed(size, row)
 
@@ -112,7 +113,8 @@ def unusable_columns(
     schema: Any, shape: Columns, label: str, where: Source | None
 ) -> list[Finding]:
     """A finding for every kept column of an Arrow schema that JSON could not hold."""
-    kept = set(shape.mapping(schema.names).values())
+    mapping = shape.mapping(schema.names)
+    kept = {old for name, old in mapping.items() if not (shape.pictured and name == IMAGES)}
     bad = [entry for entry in schema if entry.name in kept and not jsonable(entry.type)]
     good = [name for name in schema.names if name not in {entry.name for entry in bad}]
     new = dict(shape.rename)

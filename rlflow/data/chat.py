@@ -96,9 +96,23 @@ def message_problem(message: object) -> str:
     if calls is not None and (role != "assistant" or not _are_calls(calls)):
         return f"has tool_calls {calls!r}"
     content = message.get("content")
-    if isinstance(content, str) or (content is None and calls):
+    if isinstance(content, str) or (content is None and calls) or _are_parts(content):
         return ""
     return f"is {dict(message)!r}"
+
+
+def _are_parts(content: Any) -> bool:
+    """Whether a content is parts: texts, and places where pictures of the row stand."""
+    if not isinstance(content, list) or not content:
+        return False
+    return all(
+        isinstance(part, Mapping)
+        and (
+            (part.get("type") == "text" and isinstance(part.get("text"), str))
+            or (part.get("type") == "image" and set(part) == {"type"})
+        )
+        for part in content
+    )
 
 
 def _are_calls(calls: Any) -> bool:

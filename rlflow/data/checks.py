@@ -11,6 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlflow.data.chat import message_problem
+from rlflow.data.pictures.columns import (
+    IMAGES,
+    PictureColumn,
+    picture_problem,
+    pictures_in,
+    unseen_picture,
+)
 from rlflow.data.sources import ROW_ID, Row
 from rlflow.errors import Finding, Source, UsageError, known_names, near_names
 
@@ -33,11 +40,12 @@ class Columns:
     """Which stored columns a source keeps, and what it calls them.
 
     `keep` are names after renaming, None for all of the first row; `rename` are pairs
-    (stored name, name).
+    (stored name, name). With `pictured` the column `images` holds pictures.
     """
 
     keep: tuple[str, ...] | None = None
     rename: tuple[tuple[str, str], ...] = ()
+    pictured: bool = False
 
     def mapping(self, stored: Iterable[str]) -> dict[str, str]:
         """Each column's name and its stored name, for a table with the columns `stored`."""
@@ -79,17 +87,32 @@ class Columns:
         return found
 
 
-def row_problem(stored: StoredRow, mapping: Mapping[str, str]) -> Finding | None:
-    """What is wrong with a row for this mapping of `Columns`; the first thing found."""
+def row_problem(
+    stored: StoredRow, mapping: Mapping[str, str], pictures: PictureColumn | None = None
+) -> Finding | None:
+    """What is wrong with a row for this mapping of `Columns`; the first thing found.
+
+    A row may have no `pictures`; every other column has a value.
+    """
     for name, old in mapping.items():
-        if stored.row.get(old) is None:
+        if stored.row.get(old) is None and not (pictures is not None and name == IMAGES):
             return _missing(stored, name, old)
-    return prompt_problem(stored, mapping[PROMPT]) if PROMPT in mapping else None
+    found = prompt_problem(stored, mapping[PROMPT]) if PROMPT in mapping else None
+    if found is not None or pictures is None:
+        return found
+    column, prompt = mapping[IMAGES], stored.row.get(mapping.get(PROMPT, PROMPT))
+    problem = picture_problem(stored.row.get(column), prompt, pictures)
+    return problem and unseen_picture(stored.place, column, *problem, stored.where)
 
 
-def shaped(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Row:
+def shaped(
+    row: Mapping[str, Any], mapping: Mapping[str, str], pictures: PictureColumn | None = None
+) -> Row:
     """The row with its columns renamed, after `row_problem` has passed it."""
-    return {name: row[old] for name, old in mapping.items()}
+    found = {name: row.get(old) for name, old in mapping.items()}
+    if pictures is not None:
+        found[IMAGES] = pictures_in(found[IMAGES], pictures.folder)
+    return found
 
 
 def _missing(stored: StoredRow, name: str, old: str) -> Finding:

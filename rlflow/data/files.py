@@ -30,13 +30,15 @@ def jsonl(
     columns: Sequence[str] | None = None,
     prompt: str = "prompt",
     rename: Mapping[str, str] | None = None,
+    images: str | None = None,
     limit: int | None = None,
 ) -> Jsonl:
     """Rows of a file with one JSON object per line; blank lines do not count.
 
     `prompt` is the file's column that becomes `prompt`: a text, or a list of chat messages.
     `rename` maps names in the file to names in the pipeline; `columns` are the columns to
-    keep, by the latter (left out: those of the first row); `limit` keeps the first rows. A
+    keep, by the latter (left out: those of the first row); `limit` keeps the first rows. `images`
+    is the column of pictures, which becomes `images`: a path beside the file, or a list of them. A
     relative path is found from the working directory or from the folders above the pipeline
     file. Raises `UsageError` (E608) for arguments that contradict each other.
     """
@@ -44,7 +46,7 @@ def jsonl(
     return Jsonl(
         path=str(path),
         found=found_near(path, where),
-        shape=shape_of(columns, prompt, rename, where),
+        shape=shape_of(columns, prompt, rename, images, where),
         limit=checked_limit(limit, where),
         declared=where,
     )
@@ -56,14 +58,18 @@ def parquet(
     columns: Sequence[str] | None = None,
     prompt: str = "prompt",
     rename: Mapping[str, str] | None = None,
+    images: str | None = None,
     limit: int | None = None,
 ) -> Parquet:
-    """Rows of a Parquet file; arguments and errors as in `jsonl`."""
+    """Rows of a Parquet file; arguments and errors as in `jsonl`.
+
+    Pictures may also be bytes, or what the `Image` feature of the hub makes of them.
+    """
     where = declared_here()
     return Parquet(
         path=str(path),
         found=found_near(path, where),
-        shape=shape_of(columns, prompt, rename, where),
+        shape=shape_of(columns, prompt, rename, images, where),
         limit=checked_limit(limit, where),
         declared=where,
     )
@@ -79,6 +85,10 @@ class Jsonl(TableSource):
     def located(self) -> Path:
         """The file; raises `DataError` (E601) where there is none."""
         return _located(self.path, self.found, self.declared)
+
+    def folder(self) -> Path:
+        """The folder of the file."""
+        return self.located().parent
 
     def describe(self) -> str:
         """The kind, the path as declared, the columns and the limit."""
@@ -138,6 +148,10 @@ class Parquet(ArrowSource):
     def located(self) -> Path:
         """The file; raises `DataError` (E601) where there is none."""
         return _located(self.path, self.found, self.declared)
+
+    def folder(self) -> Path:
+        """The folder of the file."""
+        return self.located().parent
 
     def describe(self) -> str:
         """The kind, the path as declared, the columns and the limit."""

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from rlflow.data.checks import StoredRow, bad_argument, excerpt, row_problem, shaped, summarised
 from rlflow.data.paths import declared_here
+from rlflow.data.pictures.columns import IMAGES, PictureColumn
 from rlflow.data.sources import CHECKED_ROWS, Computed, DataSource, Row
 from rlflow.errors import DataError, Finding, near_names
 
@@ -71,16 +72,21 @@ def arithmetic(
     return source
 
 
-def generator(fn: Callable[[int], Row], *, size: int, columns: Sequence[str]) -> _Generated:
+def generator(
+    fn: Callable[[int], Row], *, size: int, columns: Sequence[str], images: str | None = None
+) -> _Generated:
     """Rows that `fn(index)` makes for the indices 0 to size - 1.
 
     The row must follow from the index alone: it may be asked for again, in any order and
-    in any process. Raises `UsageError` (E608) for a size below 1.
+    in any process. `images` is its column of pictures: paths, or encoded bytes. Raises
+    `UsageError` (E608) for a size below 1.
     """
     where = declared_here()
     if size < 1:
         raise bad_argument(f"size={size} leaves no rows", where, expected="at least 1")
-    return _Generated(fn=fn, length=size, names=tuple(columns), declared=where)
+    seen = () if images is None else (IMAGES,)
+    names = tuple(dict.fromkeys(IMAGES if name == images else name for name in (*columns, *seen)))
+    return _Generated(fn=fn, length=size, names=names, images=images, declared=where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,11 +160,17 @@ class _Generated(DataSource):
     fn: Callable[[int], Any]
     length: int
     names: tuple[str, ...]
+    images: str | None = None
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns as declared."""
         return self.names
+
+    @property
+    def pictured(self) -> bool:
+        """Whether `images=` named a column of pictures."""
+        return self.images is not None
 
     def size(self) -> int:
         """The number of rows as declared."""
@@ -171,7 +183,7 @@ class _Generated(DataSource):
             made, problem = self._made(index)
             if problem is not None:
                 raise DataError(problem)
-            return shaped(made, self._mapping())
+            return shaped(made, self._mapping(), self._pictures())
 
         return Computed(self.length, row)
 
@@ -215,7 +227,7 @@ class _Generated(DataSource):
         if not isinstance(row, Mapping):
             return {}, self._finding(f"{place} is no row", f"{type(row).__name__} {row!r}")
         stored = StoredRow(place=place, row=row, where=self.declared)
-        problem = row_problem(stored, self._mapping())
+        problem = row_problem(stored, self._mapping(), self._pictures())
         # Only stored tables can rename columns, so the proposal would not help here.
         return dict(row), problem and dataclasses.replace(problem, fix="")
 
@@ -230,7 +242,11 @@ class _Generated(DataSource):
         )
 
     def _mapping(self) -> dict[str, str]:
-        return {name: name for name in self.names}
+        found = {name: name for name in self.names}
+        return found if self.images is None else {**found, IMAGES: self.images}
+
+    def _pictures(self) -> PictureColumn | None:
+        return None if self.images is None else PictureColumn()
 
     def _name(self) -> str:
         name = getattr(self.fn, "__name__", type(self.fn).__name__)

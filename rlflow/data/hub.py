@@ -31,6 +31,7 @@ def huggingface(
     columns: Sequence[str] | None = None,
     prompt: str = "prompt",
     rename: Mapping[str, str] | None = None,
+    images: str | None = None,
     limit: int | None = None,
 ) -> HuggingFace:
     """One split of a data set, by its hub name or as a local folder or file.
@@ -54,7 +55,7 @@ def huggingface(
         subset=subset,
         revision=revision,
         found=found,
-        shape=shape_of(columns, prompt, rename, where),
+        shape=shape_of(columns, prompt, rename, images, where),
         limit=checked_limit(limit, where),
         declared=where,
     )
@@ -74,6 +75,11 @@ class HuggingFace(ArrowSource):
     def remote(self) -> bool:
         """Whether the data set is one of the hub."""
         return self.found is None
+
+    def folder(self) -> Path | None:
+        """The folder of a local data set; pictures of the hub's come as bytes."""
+        found = self.found
+        return found.parent if found is not None and found.is_file() else found
 
     def describe(self) -> str:
         """The name, subset, split and revision, the columns and the limit."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from rlflow.data.checks import summarised
 from rlflow.data.paths import declared_here
+from rlflow.data.pictures.columns import IMAGES
 from rlflow.data.sources import ROW_ID, Computed, DataSource, Row, row_at
 from rlflow.errors import Finding, Source, UsageError, known_names, near_names
 
@@ -87,6 +88,11 @@ class Mix(DataSource):
         if findings:
             raise UsageError(*findings)
         return (*self._union(), self.column)
+
+    @property
+    def pictured(self) -> bool:
+        """Whether any source has pictures; rows of the others have none."""
+        return any(source.pictured for source in self.sources)
 
     @property
     def remote(self) -> bool:
@@ -165,6 +171,8 @@ class Mix(DataSource):
 
     def _row(self, which: int, row: Row) -> Row:
         filled = {name: row.get(name, self.fill) for name in self._union()}
+        if self.pictured:
+            filled[IMAGES] = row.get(IMAGES, [])
         return {**filled, self.column: self.names[which]}
 
     def _union(self) -> tuple[str, ...]:
@@ -188,8 +196,9 @@ class Mix(DataSource):
                 fix='column="mixed_from"',
             )
             return [finding]
+        expected = [column for column in union if not (self.pictured and column == IMAGES)]
         lacking = {
-            name: [column for column in union if column not in source.columns]
+            name: [column for column in expected if column not in source.columns]
             for name, source in zip(self.names, self.sources, strict=True)
         }
         if self.fill is not None or not any(lacking.values()):

@@ -17,6 +17,7 @@ from hashlib import blake2b
 from math import isqrt
 from typing import Any, TypeVar, overload
 
+from rlflow.data.pictures.columns import IMAGES, size_of_picture
 from rlflow.errors import DataError, Finding, Source
 
 Row = dict[str, Any]
@@ -128,6 +129,15 @@ class DataSource(ABC):
     @abstractmethod
     def check(self) -> list[Finding]:
         """Everything that is wrong with the data, found without torch; [] if nothing is."""
+
+    @property
+    def pictured(self) -> bool:
+        """Whether the column `images` of its rows holds pictures."""
+        return False
+
+    def picture_sizes(self, row: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
+        """Width and height, pixels, of each picture of a row; raises `ValueError` and OSError."""
+        return [size_of_picture(each) for each in row[IMAGES]] if self.pictured else []
 
     @property
     def remote(self) -> bool:

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from pathlib import Path
 
 from rlflow.data.checks import (
     PROMPT,
@@ -19,6 +20,7 @@ from rlflow.data.checks import (
     shaped,
     summarised,
 )
+from rlflow.data.pictures.columns import IMAGES, PictureColumn
 from rlflow.data.sources import CHECKED_ROWS, DataSource, Row, no_rows
 from rlflow.errors import DataError, Finding, Source, UsageError, known_names
 
@@ -44,6 +46,19 @@ class TableSource(DataSource):
     def stored_bytes(self) -> int:
         """The size of the table, bytes; 0 where it cannot be told."""
 
+    @abstractmethod
+    def folder(self) -> Path | None:
+        """The folder that paths of pictures begin in; None where there is none."""
+
+    @property
+    def pictured(self) -> bool:
+        """Whether `images=` named a column of pictures."""
+        return self.shape.pictured
+
+    def pictures(self, *, opened: bool) -> PictureColumn | None:
+        """How its pictures are read, None where it has none."""
+        return PictureColumn(folder=self.folder(), opened=opened) if self.pictured else None
+
     @property
     def columns(self) -> tuple[str, ...]:
         """The declared columns, or those of the header (`UsageError` if it cannot be read)."""
@@ -64,15 +79,15 @@ class TableSource(DataSource):
 
     def load(self) -> Sequence[Row]:
         """Read and check the rows; raises `DataError` with all that is wrong."""
-        mapping = self.mapping()
+        mapping, pictures = self.mapping(), self.pictures(opened=False)
         problems: list[Finding] = []
         rows: list[Row] = []
         for item in islice(self.stored(), self.limit):
-            problem = item if isinstance(item, Finding) else row_problem(item, mapping)
+            problem = item if isinstance(item, Finding) else row_problem(item, mapping, pictures)
             if problem is not None:
                 problems.append(problem)
             elif isinstance(item, StoredRow):
-                rows.append(shaped(item.row, mapping))
+                rows.append(shaped(item.row, mapping, pictures))
         if problems:
             raise DataError(*summarised(problems))
         return rows
@@ -95,13 +110,13 @@ class TableSource(DataSource):
         return [f"{self.describe()}: checked the first {CHECKED_ROWS:,} rows only, of {size}"]
 
     def _problems(self, mapping: Mapping[str, str]) -> Iterator[Finding]:
-        rows = islice(self.stored(), self.limit)
+        rows, pictures = islice(self.stored(), self.limit), self.pictures(opened=True)
         first = next(rows, None)
         if first is None:
             yield no_rows(self)
             return
         for item in chain([first], rows if self.whole() else islice(rows, CHECKED_ROWS - 1)):
-            problem = item if isinstance(item, Finding) else row_problem(item, mapping)
+            problem = item if isinstance(item, Finding) else row_problem(item, mapping, pictures)
             if problem is not None:
                 yield problem
 
@@ -114,7 +129,8 @@ class TableSource(DataSource):
         """`subject` with, in brackets, the columns and the limit."""
         renamed = ", ".join(f"{old} as {new}" for old, new in self.shape.rename)
         limit = f"first {self.limit:,}" if self.limit is not None else ""
-        parts = "; ".join(filter(None, (", ".join(self.shape.keep or ()), renamed, limit)))
+        seen = "pictures" if self.pictured else ""
+        parts = "; ".join(filter(None, (", ".join(self.shape.keep or ()), renamed, seen, limit)))
         return f"{subject} ({parts})" if parts else subject
 
 
@@ -122,16 +138,18 @@ def shape_of(
     columns: Sequence[str] | None,
     prompt: str,
     rename: Mapping[str, str] | None,
+    images: str | None,
     where: Source | None,
 ) -> Columns:
     """The shape that a user's arguments describe; raises `UsageError` (E608) if they clash."""
     pairs = dict(rename or {})
-    if prompt != PROMPT and pairs.setdefault(prompt, PROMPT) != PROMPT:
-        raise bad_argument(
-            f"column {prompt!r} is the prompt and renamed to {pairs[prompt]!r}",
-            where,
-            expected=f"{prompt!r} in one of the two",
-        )
+    for stored, name, what in ((prompt, PROMPT, "the prompt"), (images, IMAGES, "the pictures")):
+        if stored not in (None, name) and pairs.setdefault(str(stored), name) != name:
+            raise bad_argument(
+                f"column {stored!r} is {what} and renamed to {pairs[str(stored)]!r}",
+                where,
+                expected=f"{stored!r} in one of the two",
+            )
     targets = list(pairs.values())
     for name in targets:
         if targets.count(name) > 1:
@@ -146,8 +164,9 @@ def shape_of(
                 expected="columns by their names after renaming",
                 fix=f'"{pairs[name]}" in columns',
             )
-    keep = None if columns is None else tuple(dict.fromkeys(columns))
-    return Columns(keep=keep, rename=tuple(pairs.items()))
+    seen = () if images is None else (IMAGES,)
+    keep = None if columns is None else tuple(dict.fromkeys((*columns, *seen)))
+    return Columns(keep=keep, rename=tuple(pairs.items()), pictured=images is not None)
 
 
 def checked_limit(limit: int | None, where: Source | None) -> int | None:

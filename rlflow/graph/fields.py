@@ -12,8 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 Level = Literal["token", "row"]
-DType = Literal["int64", "int16", "float32", "bool", "text"]
+DType = Literal["int64", "int16", "float32", "bool", "text", "image"]
 Granularity = Literal["row", "group", "batch"]
+
+IMAGE: DType = "image"
+"""Pictures of a row as they are encoded in files, any number of them."""
+PIXELS, PICTURES = "prompt_pixels", "prompt_pictures"
+"""What is made of pictures for a model to read: numbers of their tokens, and their shapes."""
 
 PYTHON_DTYPES: dict[type, DType] = {
     int: "int64",
@@ -55,7 +60,7 @@ class Field:
 
     `width` is how many values there are of each token, or row: None for one, without a dimension.
     Of numbers of experts (int16) it follows from the model that is `routed`: layers times experts a
-    token, layer by layer.
+    token, layer by layer. Of pixels it follows from the model that they are `seen` by.
     """
 
     name: str
@@ -64,11 +69,22 @@ class Field:
     mask: str | None = None
     width: int | None = None
     routed: str | None = None
+    seen: str | None = None
 
     def __str__(self) -> str:
         under = f"|{self.mask}" if self.mask else ""
         wide = "" if self.width is None else f",{self.width}"
         return f"{self.name}:{self.dtype}[{self.level}{wide}{under}]"
+
+    @property
+    def ragged(self) -> bool:
+        """Whether rows have lengths of their own in it."""
+        return self.level == "token" or self.dtype in ("text", IMAGE)
+
+    @property
+    def of_prompt(self) -> bool:
+        """Whether it is as long as the prompt of its row, not as the response."""
+        return self.name.startswith("prompt") or self.dtype == IMAGE
 
 
 def token(
@@ -77,9 +93,12 @@ def token(
     mask: str | None = "response_mask",
     width: int | None = None,
     routed: str | None = None,
+    seen: str | None = None,
 ) -> Field:
     """A token field, by default under the mask of the response."""
-    return Field(name=name, dtype=dtype, level="token", mask=mask, width=width, routed=routed)
+    return Field(
+        name=name, dtype=dtype, level="token", mask=mask, width=width, routed=routed, seen=seen
+    )
 
 
 def row(name: str, dtype: DType = "float32") -> Field:

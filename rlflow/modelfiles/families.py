@@ -24,6 +24,8 @@ CARRYING_LAYERS = {"linear_attention", "conv", "hybrid", "moe", "mlp", "mamba", 
 Attention = Literal["full", "latent", "hybrid", "state", "own", "encoder", "none"]
 # How experts are kept: `apart` one by one in files and fused in memory, `fused` in both.
 Experts = Literal["none", "apart", "fused"]
+# How a family sees pictures; `modelfiles.pictures.sights` says what these are.
+Sees = Literal["", "grid", "rows", "soft", "tiles"]
 # Why one rank alone can hold a model: it has `buffers` and other parts that loading by shards does
 # not fill, its `layers` are not found one by one, or its `experts` were never compared over ranks.
 Alone = Literal["", "buffers", "layers", "experts"]
@@ -42,7 +44,8 @@ class Family:
     to the layer too (`attention`, `asked_all`), or of the feed-forward layer as well (`all`).
     `head_norms` norm queries and keys by head (`each`) or all heads together (`wide`). `tied` is
     whether the head is the embedding where a config is silent. A model that is not `counted` has
-    more than these; its files say how much.
+    more than these; its files say how much. `sees` is in which of the ways that are known it sees
+    pictures.
     """
 
     attention: Attention = "full"
@@ -60,6 +63,7 @@ class Family:
     head_norms: Literal["", "each", "wide"] = ""
     tied: bool = False
     counted: bool = True
+    sees: Sees = ""
 
 
 DENSE = Family()
@@ -118,10 +122,15 @@ FAMILIES: dict[str, Family] = {
     # Dense, on one rank.
     **_each("apertus", replace(WHOLE, alone="buffers", gated=False, counted=False)),
     **_each("ctrl", replace(OLDER, alone="layers")),
-    **_each("gemma3 gemma4 gemma4_unified phi4_multimodal fuyu",
+    **_each("gemma4 gemma4_unified phi4_multimodal fuyu",
             replace(WHOLE, alone="buffers", tied=True, counted=False)),
+    **_each("gemma3",
+            replace(WHOLE, alone="buffers", tied=True, counted=False, sees="soft")),
+    # Models that see.
+    **_each("qwen2_5_vl qwen3_vl", replace(SEEING, sees="grid")),
+    **_each("mistral3", replace(SEEING, sees="rows")),
+    **_each("internvl", replace(SEEING, sees="tiles")),
     # Models that see, on text alone.
-    **_each("qwen2_5_vl qwen3_vl mistral3 internvl", SEEING),
     **_each("llava", replace(SEEING, alone="buffers")),
     # Mixtures of experts.
     **_each("mixtral", replace(MIXED, cut=True)),
@@ -182,6 +191,9 @@ FAMILIES: dict[str, Family] = {
     # Known to transformers as language models, and not made of what their files say.
     **_each("emu3 mllama dbrx mistral4", NONE),
 }  # fmt: skip
+
+
+SEEN_BY = tuple(sorted(name for name, family in FAMILIES.items() if family.sees))
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rlflow.contract.pictures import PictureReader, Pictures
 from rlflow.contract.tokenizers import Tokenizer
 from rlflow.contract.values import (
     Advanced,
@@ -35,6 +36,10 @@ class ModelInUse(Protocol):
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's Hugging Face tokenizer."""
+
+    @property
+    def pictures(self) -> PictureReader:
+        """What reads pictures for the model; raises where it sees none."""
 
     @property
     def context(self) -> int | None:
@@ -63,8 +68,11 @@ class ModelInUse(Protocol):
         until: int | None = None,
         draft_tokens: int = 0,
         routing: bool = False,
+        pictures: Pictures | None = None,
     ) -> Generation:
         """Draw n responses to every prompt (ragged int64 [prompts, j]), prompt-major.
+
+        Tokens among them may stand for `pictures`.
 
         Of each the tokens at positions `first` to `until` - 1, the last tokens of a prompt being
         those before. It may be some of the rows that come: the others come in other calls. With
@@ -155,6 +163,11 @@ class Alone:
         return range(n)
 
 
+def no_reader(path: str) -> PictureReader:
+    """What a call has that knows no files of models."""
+    raise AssertionError(f"pictures of a node that was called without a reader for {path}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One run of a node: its inputs, options, and what it may draw on.
@@ -181,6 +194,7 @@ class Call:
     wanted: frozenset[str]
     permutation: Callable[..., Any]
     tokenizer: Callable[[str], Tokenizer]
+    reader: Callable[[str], PictureReader] = no_reader
     inputs: Batch | None = None
     others: tuple[Batch, ...] = ()
     rows: Tensor | None = None

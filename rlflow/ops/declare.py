@@ -13,9 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from rlflow.data import Chat, DataSource
+from rlflow.data.pictures.columns import IMAGES
 from rlflow.errors import Finding
 from rlflow.graph.callables import hints_of, name_of, parameters_of
-from rlflow.graph.fields import DType, Level, row, token
+from rlflow.graph.fields import IMAGE, PICTURES, PIXELS, DType, Level, row, token
 from rlflow.graph.model import Model
 from rlflow.graph.op import Input, Op, register
 from rlflow.graph.roles import Calling, Drawn, Sharing, Tokenizing
@@ -25,6 +26,7 @@ from rlflow.ops.estimator_options import checked_options
 from rlflow.ops.estimators import REFERENCE, find_estimator, granularity, needed_inputs
 from rlflow.ops.loops.curriculum import PassRates, drawn_by_pass_rates
 from rlflow.ops.missing_reward import on_valid_rows
+from rlflow.ops.rows.pictures import pictures_of, seeing
 
 PROMPTS = register(
     Op(
@@ -94,8 +96,8 @@ def prompts(
 ) -> Handle:
     """Draw `batch` rows of a data source in every iteration, shuffled anew each epoch.
 
-    Makes one row field per column; `prompt` is text (or chat messages as JSON), other
-    columns are text unless the source says otherwise. With `weights` the rows of some buckets
+    Makes one row field per column; `prompt` is text (or chat messages as JSON), `images` pictures
+    where the source says so, other columns are text. With `weights` the rows of some buckets
     come more often than others, by the pass rates that `ops.track` has measured.
     """
     if batch < 1:
@@ -118,7 +120,8 @@ def prompts(
                 fix='rename={"question": "prompt"}',
             )
         )
-    extra = tuple(row(column, "text") for column in columns)
+    pictured = (IMAGES,) if data.pictured else ()
+    extra = tuple(row(column, IMAGE if column in pictured else "text") for column in columns)
     op = replace(PROMPTS, outputs=(*PROMPTS.outputs, *extra))
     params: dict[str, Any] = {"data": data, "batch": batch}
     if weights is not None:
@@ -138,12 +141,16 @@ def tokenize(
     """Turn prompts and a column of written responses into tokens, EOS appended (for SFT).
 
     Uses the model's tokenizer, not its weights. Makes prompt_tokens and
-    response_tokens (int64 [row, token]) and response_mask.
+    response_tokens (int64 [row, token]) and response_mask; of pictures what the model reads.
     """
     written = Input(name=response, dtype="text", levels=("row",))
     op = replace(TOKENIZE, inputs=(*TOKENIZE.inputs, written))
     params: dict[str, Any] = {"tokenizer": model.path, "response": response}
     params |= {"chat": chat} if chat else {}
+    if images := pictures_of("a tokenization", (prompts,)):
+        read = (*op.inputs, Input(name=images, dtype=IMAGE, levels=("row",)))
+        op = replace(seeing(op, model), inputs=read)
+        params |= {"images": images}
     return add_node(op, (prompts,), params=params, name=name)
 
 
@@ -194,7 +201,12 @@ def metrics(
     if function is not None:
         inputs, _ = plain_inputs(function, skip=())
     else:
-        offered = {o.name: o.field for h in handles for o in h.offers if o.field.dtype != "text"}
+        offered = {
+            o.name: o.field
+            for h in handles
+            for o in h.offers
+            if o.field.dtype not in ("text", IMAGE) and o.name not in (PIXELS, PICTURES)
+        }
         inputs = tuple(
             Input(name=key, dtype=field.dtype, levels=(field.level,))
             for key, field in offered.items()

@@ -17,6 +17,7 @@ from rlflow.graph.source import declared_at
 from rlflow.graph.trace import Handle, add_node, declared_node, report_finding
 from rlflow.graph.user.iterations import Iterations, schedule
 from rlflow.ops.rows.experts import EXPERTS, Routing, experts_made, known_routing
+from rlflow.ops.rows.pictures import with_pictures
 
 TOKENS = (
     Input(name="prompt_tokens", dtype="int64", levels=("token",)),
@@ -91,7 +92,7 @@ def log_probs(
         params["routing"] = routing
         made += experts_made(model) if routing == "record" else ()
         read = (*read, *(EXPERTS if routing == "replay" else ()))
-    op = replace(LOG_PROBS, inputs=read, outputs=tuple(made))
+    op = replace(LOG_PROBS, inputs=with_pictures(read, handles), outputs=tuple(made))
     due = _due(every, when)
     return add_node(op, handles, model=model, params=params, name=name, **due)
 
@@ -143,7 +144,8 @@ def values(
                 fix=f'rf.Model("{model.name}", ..., head="value")',
             )
         )
-    return add_node(VALUES, handles, model=model, name=name, **_due(every, when))
+    op = replace(VALUES, inputs=with_pictures(VALUES.inputs, handles))
+    return add_node(op, handles, model=model, name=name, **_due(every, when))
 
 
 def sampled_at(handles: tuple[Handle, ...]) -> float:

@@ -37,6 +37,7 @@ from rlflow.ops.losses.preference import DPOLoss, RewardModelLoss
 from rlflow.ops.losses.user import FunctionLoss, no_loss
 from rlflow.ops.missing_reward import on_valid_rows
 from rlflow.ops.rows.experts import EXPERTS, known_routing, recording
+from rlflow.ops.rows.pictures import pictures_of, seeing, with_pictures
 from rlflow.ops.scoring import Functions, as_function
 
 MASK = Input(name="response_mask", dtype="bool", levels=("token",))
@@ -143,7 +144,7 @@ def rollout(
     (int64), `group` (the number of the prompt), and every row field of the prompts, repeated.
     Several handles may bring fields of the same prompts. `temperature=0` is greedy. With `chat` a
     prompt goes through the tokenizer's chat template: text as one user message, or messages as
-    JSON; `rf.Chat(...)` adds tools, or a template of its own. With `ignore_eos` every response has
+    JSON; `rf.Chat(...)` adds tools, or a template of its own. With `ignore_eos` a response has
     exactly `max_new_tokens` tokens.
 
     A `drafter`, a small model with the same tokenizer, proposes up to `draft_tokens` tokens at a
@@ -152,12 +153,13 @@ def rollout(
 
     `routing="record"` adds which experts of a mixture each token chose, for log-probs and updates
     to replay (Ma et al., arXiv:2510.11370): `ops.rows.experts` has the fields.
+
+    Pictures stand at a chat message's parts {"type": "image"}, or first: see `ops.rows.pictures`.
     """
     where = declared_at()
     checks = _sampling_checks(n, max_new_tokens, temperature, top_p, top_k, draft_tokens)
     _require("a rollout", checks, where)
-    records = known_routing("a rollout", routing, ("record",), drafted=drafter is not None)
-    rolled = recording(ROLLOUT, model) if records else ROLLOUT
+    rolled, beside = _rolled(model, prompts, routing, drafted=drafter is not None)
     made = {field.name for field in rolled.outputs}
     offered = {offer.name: offer for handle in prompts for offer in handle.offers}
     carried = tuple(
@@ -177,10 +179,21 @@ def rollout(
         ("top_k", top_k, 0),
         ("chat", chat, False),
         ("ignore_eos", ignore_eos, False),
-        ("routing", routing if records else None, None),
     )
-    params |= {key: value for key, value, off in unusual if value != off}
+    params |= {key: value for key, value, off in unusual if value != off} | beside
     return add_node(op, prompts, model=model, params=params, name=name, beside=drafter)
+
+
+def _rolled(
+    model: Model, prompts: tuple[Handle, ...], routing: str | None, *, drafted: bool
+) -> tuple[Op, dict[str, Any]]:
+    """A rollout with what it makes beside tokens, of experts and of pictures; and its options."""
+    records = known_routing("a rollout", routing, ("record",), drafted=drafted)
+    rolled = recording(ROLLOUT, model) if records else ROLLOUT
+    params: dict[str, Any] = {"routing": routing} if records else {}
+    if images := pictures_of("a rollout", prompts, drafted=drafted):
+        return seeing(rolled, model), {**params, "images": images}
+    return rolled, params
 
 
 def update(
@@ -234,7 +247,7 @@ def update(
     inputs, declined, extra = _loss_inputs(loss, handles, moved=_moved(model, counts))
     experts = EXPERTS if known_routing("an update", routing, ("replay",)) else ()
     read = {wanted.name: wanted for wanted in (*TOKENS, MASK, GROUPED, *inputs, *experts)}
-    op = replace(UPDATE, inputs=tuple(read.values()))
+    op = replace(UPDATE, inputs=with_pictures(tuple(read.values()), handles))
     params = {"loss": loss, **counts, "max_grad_norm": max_grad_norm, **extra}
     params |= {} if shuffle else {"shuffle": False}
     params |= {"background": True} if background else {}

@@ -17,7 +17,7 @@ from rlflow.batch import flat, lengths, ragged_rows
 from rlflow.contract.values import Reach, SampleKey, Sampling
 from rlflow.engines.hf.forward.attention import Traits
 from rlflow.engines.hf.forward.fused import replace_forwards, restore_forwards
-from rlflow.engines.hf.generate import paged_decoding
+from rlflow.engines.hf.generate import decoding as begun
 from rlflow.engines.hf.generate.decoding import Responses
 from rlflow.engines.hf.generate.paged import PagedAttention, PagedCache, RowBlocks
 from rlflow.engines.hf.generate.paged_decoding import PagedDecoding
@@ -141,8 +141,8 @@ def test_prompts_are_read_without_masks_as_on_a_device(long_dir, monkeypatch):
     model = load(long_dir)
     sampling = Sampling(max_new_tokens=12, n=2, temperature=0.8)
     expected = generated(TorchRollout(model), sampling, LONG)
-    packed = partial(paged_decoding.pack_prompts, dense=False)
-    monkeypatch.setattr(paged_decoding, "pack_prompts", packed)
+    packed = partial(begun.pack_prompts, dense=False)
+    monkeypatch.setattr(begun, "pack_prompts", packed)
     require_same(expected, generated(TorchRollout(model, paged=True), sampling, LONG))
 
 

@@ -38,6 +38,7 @@ from rlflow.engines.hf.lora import AdapterSpec, adapt
 from rlflow.engines.hf.mixers.latent import use_latents
 from rlflow.engines.hf.mixers.states import use_states
 from rlflow.engines.hf.models import TorchModel, ValueModel
+from rlflow.engines.hf.pictures.towers import TOWER_ATTENTION, let_see
 from rlflow.engines.hf.recompute import recompute_layers
 from rlflow.engines.hf.routing.routers import lead_routers
 from rlflow.engines.hf.weights.corrections import weigh_corrections
@@ -296,7 +297,11 @@ def pretrained(path: str, config: ModelConfig, head: Head, dtype: torch.dtype) -
 def use_packed_attention(module: nn.Module, path: str) -> None:
     """Switch a module to this engine's attention, or say that it cannot be."""
     body: Any = module.body if isinstance(module, ValueModel) else module
-    read(path, lambda: body.set_attn_implementation(attention.NAME))
+    sees = bool(family_of(body.config.to_dict()).sees)
+    by = {"": attention.NAME, "text_config": attention.NAME, "vision_config": TOWER_ATTENTION}
+    read(path, lambda: body.set_attn_implementation(by if sees else attention.NAME))
+    if sees:
+        let_see(module)
     if body.config._attn_implementation != attention.NAME:
         what = "computes attention in code of its own, which cannot be packed"
         raise UsageError(cannot_be_packed(path, what, type(body).__name__))

@@ -12,9 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlflow.batch import Batch, column_index, flat, lengths, make_batch, ragged_like, ragged_rows
+from rlflow.batch import (
+    Batch,
+    column_index,
+    flat,
+    lengths,
+    make_batch,
+    ragged,
+    ragged_like,
+    ragged_rows,
+)
 from rlflow.contract.values import Temperature
 from rlflow.engines.hf.forward.vocabulary import IDS
+from rlflow.graph.fields import PICTURES, PIXELS
 
 
 def chosen_ids(batch: Batch) -> Tensor | None:
@@ -46,10 +56,16 @@ def nothing(
 
 
 def one_token(like: Batch) -> Batch:
-    """The smallest row that a model can be asked about, with ids where another batch has them."""
+    """The smallest row that a model can be asked about, with ids where another batch has them.
+
+    Where that has pictures this row has none of them.
+    """
     token = ragged_rows([[0]], torch.int64)
     fields = {"prompt_tokens": token, "response_tokens": token}
     ids = chosen_ids(like)
+    for name in (PIXELS, PICTURES):
+        if name in like:
+            fields[name] = ragged(flat(like[name])[:0], torch.zeros(1, dtype=torch.int64))
     if ids is not None:
         fields[IDS] = ragged_like(torch.arange(ids.shape[1])[None], token)
     return make_batch(fields, 1)

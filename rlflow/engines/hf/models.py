@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
@@ -25,6 +26,7 @@ from rlflow.engines.hf.layerwise.activations import HostedActivations
 from rlflow.engines.hf.lora import Adapters
 from rlflow.errors import Finding, RunError, known_names, near_names
 from rlflow.modelfiles.heads import Head as StoredHead
+from rlflow.modelfiles.pictures.sights import Sight, sight_in
 
 Made = TypeVar("Made")
 
@@ -118,6 +120,11 @@ class TorchModel(Resident):
         """The dtype of the weights."""
         return next(self.module.parameters()).dtype
 
+    @cached_property
+    def sight(self) -> Sight | None:
+        """How it sees pictures; None where it reads text alone."""
+        return sight_in(self.config.to_dict(), {})
+
     @property
     def context(self) -> int | None:
         """How many tokens a row may have, None where the model sets no limit."""
@@ -130,15 +137,19 @@ class TorchModel(Resident):
         """Run flat `tokens [total]`; logits `[kept, vocabulary]`, or values `[kept, 1]`.
 
         `keep` int64 `[kept]` names the flat tokens whose predictions are wanted, None all of
-        them. Raises RunError while the model is asleep.
+        them. Pictures come with the attention of a packed pass. Raises RunError while the model is
+        asleep.
         """
         self.require_ready()
+        seen = getattr(attention, "pictures", None)
+        turned = None if seen is None else seen.positions
         with attending(attention):
             output = self.module(
                 input_ids=tokens[None],
-                position_ids=positions[None],
+                position_ids=positions[None] if turned is None else turned[:, None],
                 use_cache=False,
                 logits_to_keep=0 if keep is None else keep,
+                **({} if seen is None else seen.inputs),
             )
         # An index would copy as much again in the backward; this is a view there as well.
         logits: Tensor = output.logits.squeeze(0)

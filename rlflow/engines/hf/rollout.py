@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import lengths
+from rlflow.contract.pictures import Pictures
 from rlflow.contract.values import (
     Advanced,
     Generation,
@@ -63,13 +64,16 @@ class TorchRollout:
         sample_ids: Tensor,
         reach: Reach = EVERYTHING,
         draft: Draft | None = None,
+        *,
+        pictures: Pictures | None = None,
     ) -> Generation:
         """Draw `sampling.n` responses to each of `prompts` (ragged int64 `[prompts, j]`).
 
         Rows are prompt-major: row p * n + s is sample s of prompt p, and `sample_ids` int64
         `[prompts * n]` names each. Log-probs are of the whole distribution at the sampling
         temperature. Between the pieces of a `reach` the cache stays as it is, and the weights
-        have to. With a `draft` the tokens are the same, in fewer passes of the model. Raises
+        have to. With a `draft` the tokens are the same, in fewer passes of the model. Tokens of
+        prompts may stand for `pictures`. Raises
         RunError for a prompt that leaves no room for `max_new_tokens` in the model's context,
         for a drafter that does not fit, and while a model is asleep.
         """
@@ -82,7 +86,7 @@ class TorchRollout:
         with torch.inference_mode():
             decoding = self._open.pop(key, None) if reach.piece else None
             if decoding is None:
-                decoding = self._begun(prompts, sampling, key, sample_ids, reach, draft)
+                decoding = self._begun(prompts, sampling, key, sample_ids, reach, draft, pictures)
             rows = None
             if reach.pieces == 1:
                 decoding.run()
@@ -120,6 +124,7 @@ class TorchRollout:
         sample_ids: Tensor,
         reach: Reach,
         draft: Draft | None,
+        pictures: Pictures | None,
     ) -> Decoding:
         """A generation whose prompts are prefilled."""
         if reach.piece:
@@ -135,17 +140,25 @@ class TorchRollout:
         if sampling.routing:
             self.require_routers()
         if draft is None and self.paged and not sampling.routing:
-            return self.paged_decoding(prompts, sizes, responses)
+            return self.paged_decoding(prompts, sizes, responses, pictures)
         if draft is None:
-            return PlainDecoding(self.model, prompts, sizes, responses, self.stopped)
+            return PlainDecoding(self.model, prompts, sizes, responses, self.stopped, pictures)
         return SpeculativeDecoding(self.model, draft, prompts, sizes, responses, self.stopped)
 
-    def paged_decoding(self, prompts: Tensor, sizes: Tensor, responses: Responses) -> PagedDecoding:
+    def paged_decoding(
+        self,
+        prompts: Tensor,
+        sizes: Tensor,
+        responses: Responses,
+        pictures: Pictures | None = None,
+    ) -> PagedDecoding:
         """A generation on a pool of blocks, replayed from graphs where a device has them."""
         graphs = self.model.device.type == "cuda" and self.model.layers is None
         record = cuda_graphs() if graphs else None
         stopped, most = self.stopped, self.rows_at_once
-        return PagedDecoding(self.model, prompts, sizes, responses, stopped, record, at_once=most)
+        return PagedDecoding(
+            self.model, prompts, sizes, responses, stopped, record, at_once=most, pictures=pictures
+        )
 
     def responses(
         self, sampling: Sampling, key: SampleKey, sample_ids: Tensor, reach: Reach

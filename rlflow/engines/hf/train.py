@@ -37,6 +37,7 @@ from rlflow.engines.hf.optim.kinds import WHOLE, Kinds, optimizer_kind
 from rlflow.engines.hf.routing.following import FollowedRouters
 from rlflow.engines.hf.routing.replays import PROMPTS, RESPONSES
 from rlflow.errors import Finding, RunError
+from rlflow.graph.fields import PIXELS
 from rlflow.modelfiles.chunks import CHUNK_BYTES
 
 SCORES = ("log_probs", "entropy")
@@ -71,7 +72,9 @@ class TrainEngine:
         self.model = model
         self.routers = FollowedRouters(model, router, self.total_of_rows)
         on_cpu = model.device.type == "cpu"
-        self.packing = PackingAhead(model.device, beside=ahead, shared=model.shared_rows)
+        self.packing = PackingAhead(
+            model.device, beside=ahead, shared=model.shared_rows, sight=model.sight
+        )
         self.chunk_bytes = CHUNK_BYTES if chunk_bytes is None and not on_cpu else chunk_bytes
         self.optimizer = None
         if optimizer is not None:
@@ -171,6 +174,7 @@ class TrainEngine:
         in_chunks = self.chunk_bytes is not None and self.model.predictor is not None
         scored = self.in_chunks if in_chunks and outputs else self.at_once
         with self.routers.attention(layout, batch, records=records) as attention:
+            attention.pictures = packed.pictures
             found = scored(packed, attention, outputs, temperature, top_k)
         if (shared := self.model.shared_rows) is not None:
             found = {name: shared.joined(values, layout) for name, values in found.items()}
@@ -251,7 +255,7 @@ class TrainEngine:
         if self.micro_tokens is None:
             yield None, batch
             return
-        groups = prompt_groups(prompts)
+        groups = prompt_groups(prompts, batch.get(PIXELS, None))
         cuts = cut_by_tokens(
             groups, lengths(prompts).numpy(), lengths(responses).numpy(), self.micro_tokens
         )

@@ -5,13 +5,14 @@ This file knows no operator.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlflow.batch import Batch, flat, is_ragged, lengths, pad, ragged_rows
-from rlflow.contract.tokenizers import Tokenizer
+from rlflow.contract.tokenizers import Messages, Tokenizer
 from rlflow.data import Chat
 from rlflow.errors import Finding, RunError
 from rlflow.ops.body import Call, ModelInUse
@@ -75,6 +76,12 @@ def token_rows(call: Call, tokenizer: Tokenizer, texts: list[str], chat: bool) -
             return_attention_mask=False,
             return_token_type_ids=False,
         )["input_ids"]
+    require_tokens(call, texts, rows)
+    return ragged_rows(rows, torch.int64)
+
+
+def require_tokens(call: Call, texts: Sequence[str], rows: Sequence[Sequence[int]]) -> None:
+    """Raise RunError with the text of a prompt that has no token."""
     for text, row in zip(texts, rows, strict=True):
         if not row:
             raise RunError(
@@ -85,12 +92,31 @@ def token_rows(call: Call, tokenizer: Tokenizer, texts: list[str], chat: bool) -
                     got=repr(text),
                 )
             )
-    return ragged_rows(rows, torch.int64)
+
+
+def chat_of(call: Call) -> Chat:
+    """How a node's prompts go through a chat template."""
+    option = call.params.get("chat", True)
+    return option if isinstance(option, Chat) else Chat(declared=call.where)
 
 
 def _chat_tokens(call: Call, tokenizer: Tokenizer, text: str) -> list[int]:
-    option = call.params.get("chat", True)
-    chat = option if isinstance(option, Chat) else Chat(declared=call.where)
+    encoded: Mapping[str, list[int]] = _through_template(
+        call, tokenizer, chat_of(call).messages(text), {"return_dict": True}
+    )
+    return encoded["input_ids"]
+
+
+def chat_text(call: Call, tokenizer: Tokenizer, messages: Messages) -> str:
+    """Messages as the text that the chat template makes of them; raises RunError."""
+    written: str = _through_template(call, tokenizer, messages, {"tokenize": False})
+    return written
+
+
+def _through_template(
+    call: Call, tokenizer: Tokenizer, messages: Messages, form: Mapping[str, bool]
+) -> Any:
+    chat = chat_of(call)
     if not (chat.template or tokenizer.chat_template):
         raise RunError(
             Finding(
@@ -101,12 +127,13 @@ def _chat_tokens(call: Call, tokenizer: Tokenizer, text: str) -> list[int]:
             )
         )
     try:
-        encoded = tokenizer.apply_chat_template(
-            chat.messages(text),
+        apply: Any = tokenizer.apply_chat_template
+        return apply(
+            messages,
             tools=list(chat.tools) or None,
             chat_template=chat.template,
             add_generation_prompt=True,
-            return_dict=True,
+            **form,
         )
     except Exception as error:
         raise RunError(
@@ -114,10 +141,14 @@ def _chat_tokens(call: Call, tokenizer: Tokenizer, text: str) -> list[int]:
                 code="E290",
                 what=f"{call.node}: the chat template does not take a prompt",
                 where=chat.declared or call.where,
-                got=f"{type(error).__name__}: {error}\n{text!r:.160}",
+                got=f"{type(error).__name__}: {error}\n{_said(messages)!r:.160}",
             )
         ) from error
-    return encoded["input_ids"]
+
+
+def _said(messages: Messages) -> object:
+    """What the error of a template shows: the text of the one message, or all of them."""
+    return messages[0]["content"] if len(messages) == 1 else messages
 
 
 def too_long(

@@ -15,13 +15,17 @@ from rlflow.batch import (
     ragged,
     ragged_like,
     select_field,
+    shared_rows,
     split_rows,
     strings,
     text,
 )
+from rlflow.contract.pictures import Pictures
 from rlflow.contract.tokenizers import Tokenizer
 from rlflow.contract.values import Generation, Stat
+from rlflow.data.pictures.columns import IMAGES
 from rlflow.data.sources import as_text
+from rlflow.graph.fields import PICTURES, PIXELS
 from rlflow.ops.bodies.common import (
     inputs_of,
     model_of,
@@ -31,7 +35,9 @@ from rlflow.ops.bodies.common import (
     too_long,
     total_rows,
 )
+from rlflow.ops.bodies.data import encoded_field
 from rlflow.ops.bodies.reward import score
+from rlflow.ops.bodies.rows.pictures import picture_fields, seen_rows
 from rlflow.ops.bodies.stats import max_of, mean_of
 from rlflow.ops.body import Call, Output
 
@@ -48,6 +54,8 @@ CARRIED_BY_ENGINE = frozenset(
         "version",
         "prompt_experts",
         "routed_experts",
+        PIXELS,
+        PICTURES,
     }
 )
 
@@ -62,14 +70,15 @@ def rollout(call: Call) -> Output:
     inputs, model, params = inputs_of(call), model_of(call), call.params
     n, count, numbers = params["n"], num_rows(inputs), row_numbers(call)
     texts = strings(inputs["prompt"])
-    prompt_tokens = token_rows(call, model.tokenizer, texts, "chat" in params)
+    prompt_tokens, pictures = _prompts(call, texts, inputs)
     room = params["max_new_tokens"]
     too_long(call, prompt_tokens, texts, room, model.context, numbers.tolist())
     parent = torch.arange(count).repeat_interleave(n)
     group = numbers[parent] + call.drawn * total_rows(call)
     sample = group * n + torch.arange(n).repeat(count)
     until = params.get("until")
-    made = model.generate(prompt_tokens, sample, n=n, until=until, **drawn(params))
+    seen: dict[str, Any] = {} if pictures is None else {"pictures": pictures}
+    made = model.generate(prompt_tokens, sample, n=n, until=until, **drawn(params), **seen)
     if made.rows is not None:
         parent, group, sample = parent[made.rows], group[made.rows], sample[made.rows]
     fields = responses(call, made) | {
@@ -81,11 +90,24 @@ def rollout(call: Call) -> Output:
         assert made.prompt_experts is not None
         assert made.experts is not None
         fields |= {"prompt_experts": made.prompt_experts, "routed_experts": made.experts}
+    if pictures is not None:
+        shown = picture_fields(pictures)
+        fields |= {name: shared_rows(field, parent) for name, field in shown.items()}
     for name in sorted(call.wanted - CARRIED_BY_ENGINE):
         fields[name] = select_field(inputs[name], parent)
     kept = {name: value for name, value in fields.items() if name in call.wanted}
     metrics = sample_metrics(call, made) if until is None else {"paused": mean_of(~made.finished)}
     return Output(fields=kept, rows=len(parent), factor=n, kept=made.rows, metrics=metrics)
+
+
+def _prompts(
+    call: Call, texts: list[str], fields: Mapping[str, Tensor]
+) -> tuple[Tensor, Pictures | None]:
+    """Prompts as tokens, and their pictures where the node has some."""
+    model, chat, images = model_of(call), "chat" in call.params, call.params.get("images")
+    if images is None:
+        return token_rows(call, model.tokenizer, texts, chat), None
+    return seen_rows(call, model.tokenizer, model.pictures, texts, fields[images], chat=chat)
 
 
 def resume(call: Call) -> Output:
@@ -195,7 +217,9 @@ def evaluate(call: Call) -> Output:
     share = call.peers.share(len(held_out))
     rows = [held_out[number] for number in share]
     texts = [as_text(row["prompt"]) for row in rows]
-    prompt_tokens = token_rows(call, model.tokenizer, texts, "chat" in params)
+    images = encoded_field(row.get(IMAGES, ()) for row in rows)
+    prompt_tokens, pictures = _prompts(call, texts, {IMAGES: images})
+    seen: dict[str, Any] = {} if pictures is None else {"pictures": pictures}
     too_long(call, prompt_tokens, texts, params["max_new_tokens"], model.context, share)
     made = model.generate(
         prompt_tokens,
@@ -206,8 +230,10 @@ def evaluate(call: Call) -> Output:
         top_p=1.0,
         top_k=0,
         ignore_eos=False,
+        **seen,
     )
-    names = [name for name in held_out[0] if name != "row_id"]
+    unread = {"row_id", *((IMAGES,) if params["data"].pictured else ())}
+    names = [name for name in held_out[0] if name not in unread]
     columns = {name: [as_text(row[name]) for row in rows] for name in names}
     columns["response"] = as_texts(model.tokenizer, made.response_tokens)
     scores = score(call, params["function"], columns, share, params["batched"])

@@ -17,9 +17,13 @@ from rlflow.batch import (
     concat_rows,
     flat,
     is_ragged,
+    is_shared,
     make_batch,
     offsets,
     ragged,
+    select_field,
+    shared,
+    shared_parts,
 )
 
 Rows = NDArray[np.int64]
@@ -30,7 +34,8 @@ Packed = dict[str, Entry]
 def packed_rows(fields: Mapping[str, Tensor], rows: Rows | None) -> Packed:
     """Fields of some rows as arrays that another process can read in place.
 
-    An entry is dtype, shape, the values as bytes, and where rows begin if they are ragged. Rows
+    An entry is dtype, shape, the values as bytes, and where rows begin if they are ragged; where
+    rows share values, `[2, rows]`, where each begins and how long it is. Rows
     that follow each other are taken as they lie, without a copy.
     """
     if rows is not None:
@@ -53,6 +58,9 @@ def picked(field: Tensor, chosen: Sequence[tuple[int, int]]) -> Tensor:
     """The rows of some runs, in their order; a view where there is one run."""
     if not is_ragged(field):
         return _together([field[a:b] for a, b in chosen], field)
+    if is_shared(field):
+        rows = [torch.arange(a, b) for a, b in chosen]
+        return select_field(field, torch.cat([torch.arange(0), *rows]))
     values, bounds = flat(field), offsets(field)
     at = bounds.tolist()
     kept = _together([values[at[a] : at[b]] for a, b in chosen], values)
@@ -68,8 +76,12 @@ def _together(parts: list[Tensor], like: Tensor) -> Tensor:
 
 
 def _packed_field(field: Tensor) -> Entry:
-    values = flat(field) if is_ragged(field) else field
     bounds = offsets(field).cpu().numpy() if is_ragged(field) else None
+    if is_shared(field):
+        values, starts, sizes = shared_parts(field)
+        bounds = torch.stack([starts, sizes]).cpu().numpy()
+    else:
+        values = flat(field) if is_ragged(field) else field
     host = values.detach().cpu().contiguous()
     raw = host.view(-1).view(torch.uint8).numpy() if host.numel() else np.empty(0, dtype=np.uint8)
     return str(host.dtype).removeprefix("torch."), tuple(host.shape), raw, bounds
@@ -93,6 +105,8 @@ def _unpacked_field(
         )
         if bounds is None:
             return values
+        if bounds.ndim > 1:
+            return shared(values, *torch.from_numpy(bounds).unbind())
         return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(bounds))
 
 

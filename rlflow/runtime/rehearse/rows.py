@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import make_batch, ragged, text
-from rlflow.graph.fields import DType, Field
+from rlflow.graph.fields import IMAGE, PICTURES, PIXELS, DType, Field
 from rlflow.graph.graph import Binding, Node
 from rlflow.runtime.worker.reading import Read
 from rlflow.runtime.worker.store import ShardStore, Stored
@@ -99,8 +99,11 @@ class RowsAtLongest:
         return found
 
     def _field(self, field: Field, size: RowSizes, drawn: torch.Generator) -> Tensor:
-        if field.dtype == "text":
+        if field.dtype in ("text", IMAGE):
             return text([""] * size.rows)
+        if field.name in (PIXELS, PICTURES):
+            none = torch.zeros(0, field.width or 1, dtype=DTYPES[field.dtype])
+            return ragged(none, torch.zeros(size.rows, dtype=torch.int64))
         dtype = DTYPES[field.dtype]
         wide = () if field.width is None else (field.width,)
         if field.level == "row":

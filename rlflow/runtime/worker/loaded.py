@@ -18,6 +18,7 @@ from rlflow.contract.engines import (
     RolloutEngine,
     Trainer,
 )
+from rlflow.contract.pictures import PictureReader, Pictures
 from rlflow.contract.tokenizers import Tokenizer
 from rlflow.contract.values import (
     Advanced,
@@ -36,6 +37,7 @@ from rlflow.engines.hf.average import move
 from rlflow.engines.hf.generate.speculative import Draft
 from rlflow.engines.hf.models import TorchModel
 from rlflow.engines.hf.optim.rates import learning_rate
+from rlflow.engines.hf.pictures.reader import picture_reader
 from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.engines.tf32 import changes_products, tf32_products
 from rlflow.graph.op import Use
@@ -57,7 +59,7 @@ class Loaded:
     """A model instance in this process; `version` is None while its weights are discarded.
 
     `train` is None for an engine that only generates, and both engines for weights that lie in
-    another instance's.
+    another instance's. `path` is where its files are.
     """
 
     instance: Instance
@@ -67,6 +69,12 @@ class Loaded:
     tokenizer: Tokenizer
     stop_tokens: tuple[int, ...]
     version: int | None = 0
+    path: str = ""
+
+    @property
+    def pictures(self) -> PictureReader:
+        """What reads pictures for it, made when it is first asked for."""
+        return picture_reader(self.path)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -205,6 +213,11 @@ class InUse:
         self.context = loaded.model.context
 
     @property
+    def pictures(self) -> PictureReader:
+        """What reads pictures for the model; raises UsageError where it sees none."""
+        return self._loaded.pictures
+
+    @property
     def version(self) -> int:
         """How many updates have made the weights that are here."""
         if self._loaded.version is None:
@@ -237,6 +250,7 @@ class InUse:
         until: int | None = None,
         draft_tokens: int = 0,
         routing: bool = False,
+        pictures: Pictures | None = None,
     ) -> Generation:
         """Sample n responses to every prompt; returns this call's chunk in order of completion."""
         index, count = self._piece
@@ -254,7 +268,9 @@ class InUse:
         assert engine is not None, f"{self._loaded.instance.name} does not generate"
         before = engine.stats()
         asked = (prompts, sampling, self._key, sample_ids, reach)
-        if self._drafter is None:
+        if pictures is not None:
+            made = engine.generate(*asked, pictures=pictures)
+        elif self._drafter is None:
             made = engine.generate(*asked)
         else:
             proposing = self._drafter.model

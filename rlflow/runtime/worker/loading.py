@@ -108,6 +108,7 @@ def load_instance(
         rollout=rollout,
         tokenizer=tokenizer,
         stop_tokens=_stop_tokens(model, tokenizer),
+        path=path,
     )
 
 

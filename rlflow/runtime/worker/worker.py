@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlflow.batch import select_field
-from rlflow.contract.tokenizers import Tokenizer
 from rlflow.contract.values import SampleKey, Stat
 from rlflow.engines.hf.generate.rng import permutation
 from rlflow.engines.hf.loading import load_tokenizer
+from rlflow.engines.hf.pictures.reader import picture_reader
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.rules.nesting import declared_name, draw_of
 from rlflow.modelfiles.directories import model_directory
@@ -115,7 +115,7 @@ class Worker:
         self._carried: dict[str, dict[str, Any]] = {}
         self._resharders: dict[str, Resharder | BucketStream] = {}
         self._wanted = {node.name: fields_read(plan.graph, node) for node in plan.graph.nodes}
-        self._tokenizer = functools.cache(self._load_tokenizer)
+        self._tokenizer = functools.cache(lambda path: load_tokenizer(self._path(path)))
         self.loaded: dict[str, Loaded] = {}
         self._helped: dict[str, Loaded] = {}
         try:
@@ -263,6 +263,7 @@ class Worker:
             wanted=self._wanted[node.name] | self.recorder.adds(node.name, iteration),
             permutation=functools.partial(_permutation, self.seed, iteration, node.name),
             tokenizer=self._tokenizer,
+            reader=lambda path: picture_reader(self._path(path)),
             inputs=read.inputs,
             others=read.others,
             rows=read.rows,
@@ -366,9 +367,6 @@ class Worker:
     def _path(self, path: str) -> str:
         directory = model_directory(path, self.near)
         return path if directory is None else str(directory)
-
-    def _load_tokenizer(self, path: str) -> Tokenizer:
-        return load_tokenizer(self._path(path))
 
 
 def _counted_for(node: Node) -> str:

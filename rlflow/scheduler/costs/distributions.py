@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from rlflow.graph.fields import Field
+from rlflow.graph.fields import PICTURES, PIXELS, Field
 from rlflow.graph.graph import Node
 from rlflow.graph.placement import Recompute
 from rlflow.graph.roles import Drafted
@@ -21,7 +21,8 @@ from rlflow.scheduler.costs.ranks.rank_memory import ACTIVATIONS, Holds
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.plan.plan import Cost, Instance, Spread
 
-VALUE_BYTES = {"int64": 8, "int16": 2, "float32": 4, "bool": 1, "text": 4}
+# A token of a picture stands for 28 by 28 pixels; files have fewer bytes than these.
+VALUE_BYTES = {"int64": 8, "int16": 2, "float32": 4, "bool": 1, "text": 4, "image": 3 * 28 * 28}
 FULL_BYTES = 4
 # The dtype of numbers of experts.
 EXPERTS = "int16"
@@ -47,11 +48,12 @@ JOINED = 3
 def width(node: Node) -> int:
     """Numbers of one place in the widest field that a node makes, or is trained on; 0 for one.
 
-    Experts that tokens chose are no numbers of a distribution.
+    Experts that tokens chose, and pixels, are no numbers of a distribution.
     """
     made = list(node.op.outputs)
     read = [bound.field for bound in node.inputs] if node.op.use == "train" else []
-    wide = (field for field in (*made, *read) if field.dtype != EXPERTS)
+    beside = (PIXELS, PICTURES)
+    wide = (f for f in (*made, *read) if f.dtype != EXPERTS and f.name not in beside)
     return max((field.width or 0 for field in wide), default=0)
 
 
@@ -64,9 +66,8 @@ def numbers_alive(node: Node) -> int:
 
 def field_bytes(field: Field, prompt: int, response: int) -> int:
     """Bytes of a field in a row: 8 an integer, 4 a float, 1 a bool, 4 a token of text."""
-    tokens = prompt if field.name.startswith("prompt") else response
-    long = field.level == "token" or field.dtype == "text"
-    return VALUE_BYTES[field.dtype] * (field.width or 1) * (tokens if long else 1)
+    tokens = prompt if field.of_prompt else response
+    return VALUE_BYTES[field.dtype] * (field.width or 1) * (tokens if field.ragged else 1)
 
 
 def wide_bytes(fields: tuple[Field, ...], response: int) -> int:

@@ -12,8 +12,11 @@ from rlflow.errors import UsageError
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.roles import Drawn, SamplingOptions
 from rlflow.graph.rules.nesting import nodes_within
+from rlflow.modelfiles.configs import read_config
+from rlflow.modelfiles.directories import model_directory
+from rlflow.modelfiles.pictures.sights import Sight, sight_of
 from rlflow.scheduler.models.known_shapes import PREFIX
-from rlflow.scheduler.models.prompts import PromptTokens, counted_prompts
+from rlflow.scheduler.models.prompts import PromptTokens, counted_prompts, with_picture_tokens
 from rlflow.scheduler.models.tokenizers import tokenizer_file
 
 ASSUMED_RESPONSE_TOKENS = 256
@@ -51,9 +54,19 @@ class Prompts:
         if counted and origin.model is not None:
             file = self._tokenizer(graph.model(origin.model).path)
         key = id(data), file
+        sight = self._sight(graph, origin) if getattr(data, "pictured", False) else None
         if key not in self._known:
-            self._known[key] = data, counted_prompts(data, file)
+            found = with_picture_tokens(counted_prompts(data, file), data, sight)
+            self._known[key] = data, found
         return self._known[key][1]
+
+    def _sight(self, graph: Graph, origin: Node) -> Sight | None:
+        """How the model of a node sees pictures, where its files are here."""
+        path = None if origin.model is None else graph.model(origin.model).path
+        if path is None or path.startswith(PREFIX):
+            return None
+        folder = model_directory(path, self.near)
+        return None if folder is None else sight_of(folder, read_config(folder))
 
     def _tokenizer(self, path: str) -> Path | None:
         """The tokenizer's file of a model, where it is here; a missing model is told elsewhere."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from rlflow.modelfiles.pictures.sights import Sight
 from rlflow.scheduler.models.tokenizers import tokenizer_content
 
 ASSUMED_PROMPT_TOKENS = 64
@@ -37,6 +38,13 @@ NOT_LOADED = PromptTokens(longest=ASSUMED_PROMPT_TOKENS, how="assumed: the data 
 
 class PromptRows(Protocol):
     """What is asked of a data source: whether rows are here, how many, and the rows."""
+
+    @property
+    def pictured(self) -> bool:
+        """Whether its rows have pictures."""
+
+    def picture_sizes(self, row: Mapping[str, object]) -> Sequence[tuple[int, int]]:
+        """Width and height of each picture of a row; raises `ValueError` and OSError."""
 
     @property
     def remote(self) -> bool:
@@ -72,13 +80,48 @@ def counted_prompts(data: PromptRows | None, tokenizer: Path | None) -> PromptTo
     return PromptTokens(longest=longest, how=f"characters of {len(first)} rows")
 
 
+def with_picture_tokens(
+    found: PromptTokens, data: PromptRows | None, sight: Sight | None
+) -> PromptTokens:
+    """The same with the tokens of pictures, of as many rows as are tokenized.
+
+    By the sizes that their files tell; what cannot be read is told by the check of the data.
+    """
+    if data is None or sight is None or not data.pictured or found is NOT_LOADED:
+        return found
+    rows = data.rows()
+    step = max(len(rows) / SAMPLED, 1.0)
+    counts = [
+        _picture_tokens(data, rows[int(number * step)], sight)
+        for number in range(min(len(rows), SAMPLED))
+    ]
+    mean = None if found.mean is None else found.mean + sum(counts) / len(counts)
+    longest = found.longest + max(counts)
+    return PromptTokens(longest=longest, mean=mean, how=f"{found.how} with pictures")
+
+
+def _picture_tokens(data: PromptRows, row: Mapping[str, object], sight: Sight) -> int:
+    """Tokens that the pictures of a row take, those that cannot be read none."""
+    try:
+        return sum(sight.tokens(*size) for size in data.picture_sizes(row))
+    except (ValueError, OSError):
+        return 0
+
+
 def _text(prompt: object) -> str:
     """A prompt as text: of a conversation what its messages say."""
     if isinstance(prompt, str):
         return prompt
     messages = prompt if isinstance(prompt, list) else [prompt]
     said = (each.get("content", each) if isinstance(each, dict) else each for each in messages)
-    return "\n".join(map(str, said))
+    return "\n".join(map(_text_of_content, said))
+
+
+def _text_of_content(content: object) -> str:
+    """What a message says, without the places of its pictures."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
 
 
 def _kept(tokenizer: Path, texts: Sequence[str]) -> list[int]:

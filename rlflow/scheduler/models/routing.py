@@ -1,4 +1,4 @@
-"""How wide fields are of experts that tokens chose, from shapes. Knows no torch."""
+"""How wide fields are of experts that tokens chose, and of pixels, from shapes. Knows no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlflow.scheduler.models.shapes import Shape
 
 def with_widths(graph: Graph, shapes: Mapping[str, Shape | None]) -> Graph:
     """The graph with the width of each such field, where its model's shape is known."""
-    if not any(f.routed for node in graph.nodes for f in node.op.outputs):
+    if not any(f.routed or f.seen for node in graph.nodes for f in node.op.outputs):
         return graph
     return replace(graph, nodes=tuple(_widened(node, shapes) for node in graph.nodes))
 
@@ -24,5 +24,10 @@ def _widened(node: Node, shapes: Mapping[str, Shape | None]) -> Node:
 
 
 def _wide(field: Field, shapes: Mapping[str, Shape | None]) -> Field:
-    shape = None if field.routed is None else shapes.get(field.routed)
-    return field if shape is None else replace(field, width=shape.routed or None, routed=None)
+    shape = shapes.get(field.routed or field.seen or "")
+    if shape is None:
+        return field
+    if field.seen is not None:
+        numbers = None if shape.sight is None else shape.sight.numbers
+        return replace(field, width=numbers, seen=None)
+    return replace(field, width=shape.routed or None, routed=None)

@@ -24,6 +24,8 @@ from rlflow.modelfiles.host_memory import made_whole
 from rlflow.modelfiles.kernels.attention import softcap_of
 from rlflow.modelfiles.layouts.contexts import WINDOWED, windowed
 from rlflow.modelfiles.orthogonal import is_layer_matrix
+from rlflow.modelfiles.pictures.sights import Sight, sight_of
+from rlflow.modelfiles.pictures.towers import stored_tower, tower_parameters
 from rlflow.modelfiles.widths import Widths, widths_of
 from rlflow.scheduler.models.known_shapes import PREFIX, known_model_type, known_widths
 
@@ -46,7 +48,8 @@ class Shape:
     of such; none are known of experts. `family` says what can be computed of it. A token
     chooses `routed` experts in all layers together. One process makes the model whole in host
     memory before its weights go to a device where it is `made_whole`. Scores of attention have a
-    `softcap` where that is not None; there are `windows` where layers see a part of a row.
+    `softcap` where that is not None; there are `windows` where layers see a part of a row. So many
+    parameters are a `tower` that sees pictures, by `sight`.
     """
 
     parameters: int
@@ -76,6 +79,8 @@ class Shape:
     made_whole: bool = False
     softcap: float | None = None
     windows: bool = False
+    tower: int = 0
+    sight: Sight | None = None
 
     @property
     def active(self) -> int:
@@ -196,12 +201,16 @@ def read_shape(directory: Path) -> Shape:
     family, kind = family_of(config), str(text_config(config).get("model_type", ""))
     widths = _computed_widths(config, directory, family)
     counted, source = count_parameters(directory, tied=widths.tied), "safetensors headers"
+    named = tensor_shapes(directory)
+    tower = stored_tower(named) if named else tower_parameters(config)
     if counted is None:
-        counted, source = widths.parameters, "config.json"
+        counted, source = widths.parameters + tower, "config.json"
     found = _shape_of(widths, counted, source, family=family, kind=kind)
-    whole = made_whole(config, tensor_shapes(directory))
+    whole = made_whole(config, named)
     capped = softcap_of(text_config(config))
     found = replace(found, made_whole=whole, softcap=capped, windows=windowed(config))
+    if family.sees:
+        found = replace(found, tower=tower, sight=sight_of(directory, config))
     stored = stored_matrices(directory)
     return replace(found, matrices=stored) if stored and not widths.experts else found
 

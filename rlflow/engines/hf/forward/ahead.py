@@ -20,6 +20,9 @@ from rlflow.engines.hf.forward.attention import PackedAttention
 from rlflow.engines.hf.forward.packed import PackedLayout, pack
 from rlflow.engines.hf.layers import side_stream
 from rlflow.engines.hf.microbatches import chosen_ids
+from rlflow.engines.hf.pictures.passes import SeenPictures, with_pictures_in
+from rlflow.graph.fields import PICTURES, PIXELS
+from rlflow.modelfiles.pictures.sights import Sight
 
 Part = tuple[Tensor | None, Batch]
 
@@ -53,22 +56,35 @@ class PackedRows:
     """A micro-batch on its device: where its tokens lie, and those of its responses, int64.
 
     `ids [predictions, k]` are those at which log-probs are asked for, if any.
+    And the pictures of its prompts, where they may have some.
     """
 
     layout: PackedLayout
     responses: Tensor
     ids: Tensor | None
+    pictures: SeenPictures | None = None
 
 
-def rows_on_device(batch: Batch, device: torch.device, shared: SharedRows | None) -> PackedRows:
-    """Pack the rows of a batch, or of `shared` ones this rank's part; bring them to a device."""
-    tokens, ids = batch["response_tokens"], chosen_ids(batch)
+def rows_on_device(
+    batch: Batch, device: torch.device, shared: SharedRows | None, sight: Sight | None = None
+) -> PackedRows:
+    """Pack the rows of a batch, or of `shared` ones this rank's part; bring them to a device.
+
+    They are for a model of such a `sight`.
+    """
+    prompts, tokens, ids = batch["prompt_tokens"], batch["response_tokens"], chosen_ids(batch)
     responses = to_device(flat(tokens), device)
-    if shared is None:
-        return PackedRows(pack(batch["prompt_tokens"], tokens, device), responses, ids)
-    layout = shared.part_of(pack(batch["prompt_tokens"], tokens, device, dense=shared.dense))
-    of_own = None if ids is None else layout.predicted(to_device(ids, device))
-    return PackedRows(layout, layout.predicted(responses), of_own)
+    if shared is not None:
+        layout = shared.part_of(pack(prompts, tokens, device, dense=shared.dense))
+        of_own = None if ids is None else layout.predicted(to_device(ids, device))
+        return PackedRows(layout, layout.predicted(responses), of_own)
+    if sight is None or PIXELS not in batch:
+        return PackedRows(pack(prompts, tokens, device), responses, ids)
+    pixels, shapes = batch[PIXELS], batch[PICTURES]
+    dense = True if sight.sees == "soft" else None
+    layout = pack(prompts, tokens, device, pixels=pixels, dense=dense)
+    layout, pictures = with_pictures_in(sight, layout, prompts, pixels, shapes)
+    return PackedRows(layout, responses, ids, pictures)
 
 
 class PackingAhead:
@@ -84,9 +100,11 @@ class PackingAhead:
         *,
         beside: bool | None = None,
         shared: SharedRows | None = None,
+        sight: Sight | None = None,
     ) -> None:
         self.device = device
         self.shared = shared
+        self.sight = sight
         there = device.type == "cuda" and torch.cuda.is_available()
         self.beside = there if beside is None else beside
         self.stream = side_stream(device) if self.beside else None
@@ -127,7 +145,7 @@ class PackingAhead:
             return part, self._packed(part[1]), self.stream.record_event()
 
     def _packed(self, batch: Batch) -> PackedRows:
-        return rows_on_device(batch, self.device, self.shared)
+        return rows_on_device(batch, self.device, self.shared, self.sight)
 
     def _receive(self, rows: PackedRows, arrived: torch.cuda.Event) -> None:
         """Let later work begin when rows are there; their memory stays until it is done."""

@@ -153,7 +153,7 @@ class PackedAttention:
 
     Where keys and values are made of `latents` of a layer, these are what the cache gets. `runs`
     are those of `mixers.states`, once they were asked for; `routing` is what routers of experts
-    follow in the same pass, None for nothing.
+    follow in the same pass, None for nothing; so are `pictures` of prompts.
     """
 
     def __init__(
@@ -162,6 +162,7 @@ class PackedAttention:
         self.layout = layout
         self.cache = cache
         self.routing = routing
+        self.pictures: Any = None
         self.latents: dict[int, Tensor] = {}
         self.runs: Any = None
         self.biases: dict[tuple[int, torch.dtype, int], Tensor] = {}
@@ -190,7 +191,7 @@ class PackedAttention:
                 spread(k, block.kv_index, block.size),
                 spread(v, block.kv_index, block.size),
             )
-            mask = block.mask if window is None else block.mask & within(block, window)
+            mask = block.mask if window is None else seen_within(block, window)
             parts.append(block_attention(queries, keys, values, mask, traits).flatten(0, 1))
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         return joined if slots is None else joined.index_select(0, slots)
@@ -223,9 +224,11 @@ def eager(block: Block, heads: int) -> bool:
     return block.square and block.size * heads * block.q_len * block.kv_len <= EAGER_SCORES
 
 
-def within(block: Block, window: int) -> Tensor:
-    """Where a key is no further back than the window, bool `[size, q_len, kv_len]`."""
-    return block.q_positions[:, :, None] - block.kv_positions[:, None, :] < window
+def seen_within(block: Block, window: int) -> Tensor:
+    """What is seen of keys no further back than the window, bool `[size, q_len, kv_len]`."""
+    seen = block.q_positions[:, :, None] - block.kv_positions[:, None, :] < window
+    seen &= block.mask
+    return seen if block.together is None else seen | block.together
 
 
 def spread(x: Tensor, index: Tensor | None, size: int) -> Tensor:

@@ -16,9 +16,15 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import flat, lengths, offsets, prompt_groups, to_device
-from rlflow.engines.hf.forward.prefixes import Index, Prefixes, prefixes, unshared_rows
+from rlflow.engines.hf.forward.prefixes import (
+    Index,
+    Prefixes,
+    empty_prompt,
+    prefixes,
+    unshared_rows,
+)
 from rlflow.engines.hf.forward.spans import Spans, spans
-from rlflow.errors import Finding, RunError
+from rlflow.errors import RunError
 
 # Ragged batches are filled up to a multiple of this many tokens, for matrix libraries make code
 # for every shape they meet, which costs more than the tokens do.
@@ -38,7 +44,8 @@ class Block:
 
     `q_index` and `kv_index` name the flat token in every place (int64, flattened), None where
     the flat tokens already are the rectangle; padded places name token 0. `mask` is bool
-    `[size, q_len, kv_len]`, true where a query sees a key; a padded query sees at least one.
+    `[size, q_len, kv_len]`, true where a query sees a key; a padded query sees at least one. What
+    is true in `together` no window hides.
     """
 
     size: int
@@ -49,6 +56,7 @@ class Block:
     mask: Tensor
     q_positions: Tensor
     kv_positions: Tensor
+    together: Tensor | None = None
 
     @property
     def square(self) -> bool:
@@ -122,9 +130,10 @@ def pack(
     device: torch.device,
     tree_width: int = TREE_WIDTH,
     *,
+    pixels: Tensor | None = None,
     dense: bool | None = None,
 ) -> PackedLayout:
-    """Lay out ragged int64 prompts and responses `[rows, j]`; equal prompts are shared.
+    """Lay out ragged int64 prompts and responses `[rows, j]`; prompts of equal `pixels` are shared.
 
     A prompt whose responses are all empty is left out. A `dense` layout, the default on a CPU, has
     blocks with masks, in which groups of up to `tree_width` tokens attend as one square; another
@@ -136,7 +145,8 @@ def pack(
     if len(sizes) and not sizes.min():
         raise RunError(empty_prompt(int(sizes.argmin())))
     used = np.flatnonzero(responses)
-    first, group = np.unique(prompt_groups(prompt_tokens)[used], return_inverse=True)
+    alike = prompt_groups(prompt_tokens, pixels)[used]
+    first, group = np.unique(alike, return_inverse=True)
     inputs, values = responses[used] - 1, flat(response_tokens).cpu().numpy()
     starts = (np.cumsum(responses) - responses)[used]
     width = sizes[first] + np.bincount(group, inputs, len(first)).astype(np.int64)
@@ -168,16 +178,6 @@ def pack_prompts(
     rows = flat_order(starts, sizes, none, none, none, unshared_rows(none))
     last, width = rows.group_start + sizes - 1, TREE_WIDTH if dense else None
     return lay_out(rows, flat(prompt_tokens), last, device, width)
-
-
-def empty_prompt(row: int) -> Finding:
-    """The finding for a prompt of no tokens: nothing predicts its first response token."""
-    return Finding(
-        code="E508",
-        what=f"the prompt of row {row} has no tokens",
-        expected="at least one token, such as the tokenizer's BOS",
-        fix="drop empty prompts where the data is read",
-    )
 
 
 def flat_order(

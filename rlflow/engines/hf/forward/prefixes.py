@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rlflow.errors import Finding
+
 Index = NDArray[np.int64]
 
 
@@ -71,3 +73,13 @@ def sorted_rows(table: Index) -> Index:
     keys = (table + 1).astype(">u8").view(f"S{8 * table.shape[1]}")[:, 0]
     order: Index = np.argsort(keys, kind="stable")
     return order
+
+
+def empty_prompt(row: int) -> Finding:
+    """The finding for a prompt of no tokens: nothing predicts its first response token."""
+    return Finding(
+        code="E508",
+        what=f"the prompt of row {row} has no tokens",
+        expected="at least one token, such as the tokenizer's BOS",
+        fix="drop empty prompts where the data is read",
+    )

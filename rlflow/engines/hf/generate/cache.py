@@ -50,7 +50,8 @@ class KeyValueCache:
     of layers that carry some, `[rows, ...]`.
 
     `prompt_lengths` int64 `[prompts]`; every prompt has `n` rows at first, prompt-major, which may
-    make up to `max_new_tokens` tokens, and branch until there are `branches` times as many. All
+    make up to `max_new_tokens` tokens, and branch until there are `branches` times as many. New
+    tokens stand at the positions of their columns, or by `shifts` int64 `[rows]` further. All
     tensors are on `device`.
     """
 
@@ -70,6 +71,7 @@ class KeyValueCache:
         self.columns = min(self.limit, self.width + FIRST_COLUMNS)
         self.column = self.width - 1
         self.lengths = prompt_lengths.to(device).repeat_interleave(n)
+        self.shifts: Tensor | None = None
         self.ragged = bool((prompt_lengths != self.width).any())
         self.buffers: dict[int, tuple[Tensor, ...]] = {}
         self.states: dict[int, States] = {}
@@ -112,6 +114,11 @@ class KeyValueCache:
         by_head = flat.view(prompts, self.width, heads, size).transpose(1, 2)
         by_prompt[:, :, :, : self.width] = by_head[:, None]
         return buffer
+
+    def positions(self, column: int) -> Tensor:
+        """The positions of the rows' new tokens of a column, int64 `[rows]`."""
+        places = self.lengths + column
+        return places if self.shifts is None else places + self.shifts
 
     def advance(self) -> None:
         """Open the next column of every live row."""
@@ -192,6 +199,10 @@ class KeyValueCache:
         self.rows = min(self.room, -(-left // MULTIPLE) * MULTIPLE)
         self.lengths = lengths.new_full((self.rows,), self.width)
         self.lengths[places] = lengths
+        if self.shifts is not None:
+            moved = self.shifts[parents]
+            self.shifts = moved.new_zeros(self.rows)
+            self.shifts[places] = moved
         self.biases = {}
         return places
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import flat, ragged, select_field
+from rlflow.contract.pictures import Pictures
 from rlflow.contract.progress import advance
 from rlflow.contract.values import Generation, Reach, SampleKey, Sampling
 from rlflow.engines.hf.forward.attention import DecodeAttention, PackedAttention, PromptCache
@@ -23,6 +24,7 @@ from rlflow.engines.hf.generate.cache import KeyValueCache
 from rlflow.engines.hf.generate.rng import uniforms
 from rlflow.engines.hf.generate.sampling import draw_tokens, require_finite
 from rlflow.engines.hf.models import TorchModel
+from rlflow.engines.hf.pictures.passes import SeenPictures, with_pictures_in
 from rlflow.engines.hf.routing.passes import Pass
 from rlflow.engines.hf.routing.replays import NONE, flat_experts, prompts_of
 from rlflow.graph.rules.completion_order import ended_rows
@@ -203,7 +205,8 @@ class PlainDecoding(Decoding):
 
     Samples of a prompt are computed once as long as their tokens are the same: `nodes` int64
     `[live]` has the place of each row in the cache, ascending, and no two rows share one once all
-    differ (`apart`). `prompts` is ragged int64 `[prompts, j]` with lengths `sizes`.
+    differ (`apart`). `prompts` is ragged int64 `[prompts, j]` with lengths `sizes`, with their
+    `pictures` if there are any.
     """
 
     def __init__(
@@ -213,16 +216,19 @@ class PlainDecoding(Decoding):
         sizes: Tensor,
         responses: Responses,
         stopped: Callable[[], bool],
+        pictures: Pictures | None = None,
     ) -> None:
         super().__init__(responses, stopped)
         self.model = model
         self.column = 0
         width = responses.tokens.shape[1]
         n = responses.sampling.n
-        layout = pack_prompts(prompts, model.device)
+        layout, seen = packed_prompts(model, prompts, pictures)
         self.cache: KeyValueCache | None = KeyValueCache(sizes, 1, width, model.device, n)
         led = Pass(records=True) if responses.sampling.routing else None
-        logits = prefill(model, self.cache, layout, layout.targets, led)
+        logits = prefill(model, self.cache, layout, layout.targets, led, seen)
+        if seen is not None and seen.shifts is not None:
+            self.cache.shifts = seen.shifts
         if led is not None:
             responses.prompt_experts = prompts_of(led, layout, prompts)
         self.nodes = torch.arange(len(sizes), device=model.device).repeat_interleave(n)
@@ -247,7 +253,7 @@ class PlainDecoding(Decoding):
         filled[self.nodes] = tokens
         led = Pass(records=True) if responses.sampling.routing else None
         self.attention.routing = led
-        logits = self.model.logits(filled, cache.lengths + column, self.attention, None)
+        logits = self.model.logits(filled, cache.positions(column), self.attention, None)
         if led is not None:
             responses.read(column, flat_experts(led)[self.nodes])
         self.logits = logits[: len(tokens)] if self.apart else logits[self.nodes]
@@ -283,13 +289,28 @@ class PlainDecoding(Decoding):
         return len(self.responses.sizes) - len(self.responses.live)
 
 
+def packed_prompts(
+    model: TorchModel, prompts: Tensor, pictures: Pictures | None
+) -> tuple[PackedLayout, SeenPictures | None]:
+    """Prompts laid out one after the other, each by itself, and their pictures."""
+    if pictures is None:
+        return pack_prompts(prompts, model.device), None
+    sight = model.sight
+    assert sight is not None
+    dense = True if sight.sees == "soft" else None
+    layout = pack_prompts(prompts, model.device, dense=dense)
+    return with_pictures_in(sight, layout, prompts, pictures.pixels, pictures.shapes)
+
+
 def prefill(
     model: TorchModel,
     cache: PromptCache,
     layout: PackedLayout,
     keep: Tensor,
     routing: Pass | None = None,
+    seen: SeenPictures | None = None,
 ) -> Tensor:
     """Read the prompts into a cache; logits of the flat tokens that int64 `keep` names."""
     state = PackedAttention(layout, cache, routing)
+    state.pictures = seen
     return model.logits(layout.tokens, layout.positions, state, keep)

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import select_field, to_device
-from rlflow.engines.hf.forward.packed import pack_prompts
-from rlflow.engines.hf.generate.decoding import Decoding, Responses, prefill
+from rlflow.contract.pictures import Pictures
+from rlflow.engines.hf.generate.decoding import Decoding, Responses, packed_prompts, prefill
 from rlflow.engines.hf.generate.graphs import Record, Replays
 from rlflow.engines.hf.generate.paged import PagedCache, RowBlocks
 from rlflow.engines.hf.generate.rng import uniforms
 from rlflow.engines.hf.generate.stepped import Look, Numbers, Places, SteppedRows
 from rlflow.engines.hf.models import TorchModel
+from rlflow.engines.hf.pictures.passes import pictures_of_rows
 from rlflow.modelfiles.paging import (
     BLOCK,
     LOOK,
@@ -55,10 +56,12 @@ class PagedDecoding(Decoding):
         record: Record | None,
         blocks: int | None = None,
         at_once: int = MOST_ROWS,
+        pictures: Pictures | None = None,
     ) -> None:
         super().__init__(responses, stopped)
         self.model = model
         self.prompts = prompts
+        self.pictures = pictures
         self.n = responses.sampling.n
         self.width = responses.tokens.shape[1]
         self.sizes: Places = sizes.cpu().numpy().astype(np.int64)
@@ -210,9 +213,14 @@ class PagedDecoding(Decoding):
     def _begin(self, state: SteppedRows, prompts: list[int]) -> None:
         """Read prompts and draw the first token of their rows."""
         self.cache.expect(prompts, self.sizes, self.held)
-        layout = pack_prompts(select_field(self.prompts, torch.tensor(prompts)), self.model.device)
-        logits = prefill(self.model, self.cache, layout, layout.targets)[: layout.predictions]
+        chosen = torch.tensor(prompts)
+        own = select_field(self.prompts, chosen)
+        layout, seen = packed_prompts(self.model, own, pictures_of_rows(self.pictures, chosen))
+        logits = prefill(self.model, self.cache, layout, layout.targets, seen=seen)
+        logits = logits[: layout.predictions]
         rows = (np.array(prompts)[:, None] * self.n + np.arange(self.n)).reshape(-1)
+        if seen is not None and seen.shifts is not None:
+            state.shifts[torch.from_numpy(rows)] = seen.shifts.repeat_interleave(self.n)
         state.begin(rows, logits.repeat_interleave(self.n, 0), self.numbers(rows, 1)[:, 0])
         self.made[rows] = 1
 

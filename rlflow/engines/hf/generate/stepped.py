@@ -68,6 +68,8 @@ class SteppedRows:
         self.live = torch.zeros(rows, dtype=torch.bool, device=device)
         self.finished = torch.zeros_like(self.live)
         self.lengths = to_device(torch.from_numpy(np.append(sizes, 1)), device)
+        # How much further than their places new tokens stand, after pictures.
+        self.shifts = torch.zeros_like(self.lengths)
         self.row = torch.full((slots,), self.nobody, dtype=torch.int64, device=device)
         self.numbers = torch.zeros(slots, LOOK, dtype=torch.float64, device=device)
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
@@ -98,7 +100,8 @@ class SteppedRows:
         positions = torch.where(live, self.lengths[row] + self.counts[row] - 1, 0)
         table = self.cache.table[:size, :width]
         attention = PagedAttention(self.cache, table, positions, live, row)
-        logits = self.model.logits(self.last[row], positions, attention, None)
+        turned = positions + self.shifts[row]
+        logits = self.model.logits(self.last[row], turned, attention, None)
         self.keep(row, logits, self.numbers[:size].index_select(1, self.turn)[:, 0])
         self.turn += 1
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlflow.contract.pictures import Pictures
 from rlflow.contract.values import Generation, Reach, SampleKey, Sampling
 from rlflow.engines.hf.generate.decoding import Responses
 from rlflow.engines.hf.generate.speculative import Draft
@@ -81,11 +82,15 @@ class ShardedRollout(TorchRollout):
         sample_ids: Tensor,
         reach: Reach = EVERYTHING,
         draft: Draft | None = None,
+        *,
+        pictures: Pictures | None = None,
     ) -> Generation:
         """See `TorchRollout.generate`; every rank of a row part returns the same."""
         self.model.require_ready()
         with self.model.gathered():
-            return super().generate(prompts, sampling, key, sample_ids, reach, draft)
+            return super().generate(
+                prompts, sampling, key, sample_ids, reach, draft, pictures=pictures
+            )
 
     def responses(
         self, sampling: Sampling, key: SampleKey, sample_ids: Tensor, reach: Reach

@@ -24,6 +24,7 @@ from rlflow.batch import (
     unpad,
 )
 from rlflow.errors import Finding, RunError
+from rlflow.graph.fields import PICTURES, PIXELS
 from rlflow.ops.bodies.common import MASK, model_of, num_rows, padded_fields
 from rlflow.ops.body import Call, Peers
 from rlflow.ops.losses.preference import BatchwiseLoss, DPOLoss, RewardModelLoss
@@ -135,7 +136,7 @@ def _require_probabilities(call: Call, rewards: Tensor) -> None:
 
 
 def _made_ready(batch: Batch, mask: Tensor, slopes: Tensor, shares: Tensor) -> Batch:
-    fields = {name: batch[name] for name in TOKENS}
+    fields = {name: batch[name] for name in (*TOKENS, PIXELS, PICTURES) if name in batch}
     fields[MASK] = mask
     fields[SLOPES] = ragged_like(slopes, batch["response_tokens"])
     fields[SHARES] = shares

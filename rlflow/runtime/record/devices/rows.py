@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlflow.batch import lengths, prompt_groups
+from rlflow.graph.fields import PIXELS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,7 @@ def row_work(fields: Mapping[str, Tensor]) -> dict[str, float]:
     responses = sizes.get("response_tokens", none)
     once = prompts
     if "prompt_tokens" in fields:
-        first = prompt_groups(fields["prompt_tokens"])
+        first = prompt_groups(fields["prompt_tokens"], fields.get(PIXELS))
         once = prompts[first == np.arange(len(first))]
     within = once * (once + 1) / 2
     of_responses = responses * prompts + responses * (responses + 1) / 2

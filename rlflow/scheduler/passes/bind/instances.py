@@ -33,6 +33,7 @@ from rlflow.scheduler.costs.microbatches import hosted_activations
 from rlflow.scheduler.engines.engines import engine_parts
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.passes.bind.cuts import width_findings
+from rlflow.scheduler.passes.bind.pictures import unseen_findings
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.plan.plan import Instance, Part, Plan
 
@@ -245,6 +246,7 @@ def layout_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Findin
     shape = costs.shapes[instance.model]
     if shape is None:
         return findings
+    findings += unseen_findings(instance, model, shape, plan.graph.nodes)
     if (instance.recompute_first or 0) > shape.layers:
         findings.append(
             Finding(

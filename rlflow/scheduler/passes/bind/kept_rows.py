@@ -41,6 +41,6 @@ def kept_fields(node: Node) -> tuple[Field, ...]:
 def row_bytes(node: Node, costs: Costs) -> int:
     """Bytes of a row that a node keeps, with all its fields, at its longest."""
     fields = list(kept_fields(node))
-    ragged = sum(field.level == "token" or field.dtype == "text" for field in fields)
+    ragged = sum(field.ragged for field in fields)
     values = sum(field_bytes(field, *costs.tokens(node)) for field in fields)
     return values + NUMBER * (1 + ragged)

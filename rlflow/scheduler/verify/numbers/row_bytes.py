@@ -22,7 +22,7 @@ from rlflow.scheduler.plan.plan import Action, Chunk, Spread
 from rlflow.scheduler.verify.happens_before import Facts
 
 # Bytes of a value; of text, of each token that it may be.
-VALUE = {"int64": 8, "int16": 2, "float32": 4, "bool": 1, "text": 4}
+VALUE = {"int64": 8, "int16": 2, "float32": 4, "bool": 1, "text": 4, "image": 2352}
 INTEGER = VALUE["int64"]
 
 Rows = Fraction | int
@@ -76,7 +76,7 @@ def rows_take_their_bytes(facts: Facts) -> Iterator[str]:
         node = graph.node(kept.node)
         makes = node.op.rows == "expand"
         fields = list(node.op.outputs) if makes else [bound.field for bound in node.inputs]
-        ragged = sum(field.level == "token" or field.dtype == "text" for field in fields)
+        ragged = sum(field.ragged for field in fields)
         row = _row_bytes(graph, node, fields)
         size = kept.size - kept.rows * INTEGER * (1 + ragged)
         if kept.rows and not _agrees(graph, node, row, size, kept.rows, prompts):
@@ -146,9 +146,9 @@ def _row_bytes(graph: Graph, node: Node, fields: Sequence[Field]) -> RowBytes:
     longest = _longest(graph, node)
     for field in fields:
         size = VALUE[field.dtype] * (field.width or 1)
-        if field.level == "row" and field.dtype != "text":
+        if not field.ragged:
             found["each"] += size
-        elif field.name.startswith("prompt"):
+        elif field.of_prompt:
             found["prompts"] += size
         elif longest is None:
             found["open_ended"] += size

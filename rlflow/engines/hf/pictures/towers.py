@@ -1,0 +1,59 @@
+"""How a model of transformers puts what its tower made of pictures in the place of their tokens.
+
+It looks for tokens of a certain number; here the pass says which they are, for a model may draw
+such a number, and a row may have none while a blank picture passes the tower with it. This file
+knows neither rows nor losses.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlflow.engines.hf.forward.attention import PackedAttention, current_state
+from rlflow.modelfiles.pictures.towers import is_tower
+
+# Attention within towers is transformers' own: whole pictures, without a cache.
+TOWER_ATTENTION = "sdpa"
+
+
+def let_see(module: nn.Module) -> None:
+    """Have a model take the places of pictures from the pass in progress."""
+    for part in module.modules():
+        body: Any = part
+        if hasattr(body, "get_placeholder_mask"):
+            several = "video_features" in body.get_placeholder_mask.__code__.co_varnames
+            body.get_placeholder_mask = partial(_placeholders, several)
+        if hasattr(body, "_deepstack_process"):
+            body._deepstack_process = _added
+
+
+def tower_modules(module: nn.Module) -> list[nn.Module]:
+    """All modules within towers."""
+    return [part for name, part in module.named_modules() if is_tower(name)]
+
+
+def _places() -> Tensor:
+    state = current_state()
+    assert isinstance(state, PackedAttention)
+    found: Tensor = state.pictures.places
+    return found
+
+
+def _placeholders(several: bool, input_ids: Tensor, inputs_embeds: Tensor, **features: Any) -> Any:
+    """Which tokens pictures take the place of, bool `[1, tokens, 1]`; and of videos where asked."""
+    mask = torch.zeros(inputs_embeds.shape[1], dtype=torch.bool, device=inputs_embeds.device)
+    mask[_places()] = True
+    return (mask[None, :, None], None) if several else mask[None, :, None]
+
+
+def _added(hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor) -> Tensor:
+    """Hidden states `[1, tokens, size]` with what a layer of the tower adds to a picture's."""
+    added = visual_embeds.to(hidden_states.device, hidden_states.dtype)
+    places = _places()
+    if not len(places):
+        return hidden_states + added.sum() * 0
+    return hidden_states.index_add(1, places, added[None])

@@ -1,0 +1,1 @@
+"""What models see of pictures, from their files alone."""

@@ -1,0 +1,177 @@
+"""Pictures in prompts: packed rows and drawn tokens are those of the model's own forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from rlflow.batch import (
+    flat,
+    lengths,
+    make_batch,
+    ragged_rows,
+    shared_rows,
+    split_rows,
+)
+from rlflow.contract.values import SampleKey, Sampling
+from rlflow.data.pictures.columns import encoded_pictures
+from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.pictures.passes import forward_inputs
+from rlflow.engines.hf.pictures.reader import picture_reader
+from rlflow.engines.hf.rollout import TorchRollout
+from rlflow.engines.hf.train import TrainEngine
+from rlflow.graph.fields import PICTURES, PIXELS
+from rlflow.ops.bodies.rows.pictures import joined_pictures
+from tests.engines.seeing import KINDS, PART, picture, write_seeing
+
+pytestmark = pytest.mark.torch
+
+# The second prompt is the first one's text with another picture; the last one has none.
+SEEN = ([(20, 12, 1)], [(20, 12, 2)], [(9, 30, 3), (16, 16, 4)], [])
+RESPONSES = [[10, 11, 12], [10, 11], [10, 11, 14, 2, 15], [9], [7, 2], [20, 21, 22, 23]]
+OF_PROMPT = [0, 0, 1, 2, 2, 3]
+
+
+def seen_prompts(path):
+    """Prompts as ragged tokens, and their pictures."""
+    from rlflow.engines.hf.loading import load_tokenizer
+
+    reader, tokenizer = picture_reader(path), load_tokenizer(path)
+    found, rows = [], []
+    for sizes in SEEN:
+        read = reader.read([picture(*size) for size in sizes])
+        found.append(read)
+        marks = "ab".join(read.texts)
+        rows.append(tokenizer([f"look {marks} ok"], add_special_tokens=False)["input_ids"][0])
+    encoded = [encoded_pictures([picture(*size) for size in sizes]) for sizes in SEEN]
+    field = ragged_rows([list(each) for each in encoded], torch.uint8)
+    return ragged_rows(rows, torch.int64), joined_pictures(found, field)
+
+
+def sampled(path):
+    """Rows of several samples of the prompts, as a rollout makes them."""
+    prompts, pictures = seen_prompts(path)
+    parent = torch.tensor(OF_PROMPT)
+    tokens = split_rows(prompts)
+    return make_batch(
+        {
+            "prompt_tokens": ragged_rows([tokens[row].tolist() for row in OF_PROMPT], torch.int64),
+            "response_tokens": ragged_rows(RESPONSES, torch.int64),
+            PIXELS: shared_rows(pictures.pixels, parent),
+            PICTURES: shared_rows(pictures.shapes, parent),
+        },
+        len(RESPONSES),
+    )
+
+
+def own_logits(plain, model, tokens, pixels, shapes):
+    """The logits that transformers computes of one unpacked row."""
+    if not len(shapes):
+        return plain(input_ids=tokens[None]).logits[0]
+    inputs = forward_inputs(model.sight, pixels, shapes)
+    types = (tokens == PART).long()
+    # Tokens that were drawn stand for no picture, whatever their number.
+    types[int((types.cumsum(0) <= len(pixels)).sum()) :] = 0
+    name = "token_type_ids" if model.sight.sees == "soft" else "mm_token_type_ids"
+    more = {name: types[None]} if model.sight.sees in ("soft", "grid") else {}
+    return plain(input_ids=tokens[None], **inputs, **more).logits[0]
+
+
+def own_log_probs(path, model, batch):
+    """Log-probs of the responses, each row by itself, by transformers."""
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(path).eval()
+    fields = ("prompt_tokens", "response_tokens", PIXELS, PICTURES)
+    rows = zip(*(split_rows_of(batch[name]) for name in fields), strict=True)
+    found = []
+    for prompt, response, pixels, shapes in rows:
+        drawn = torch.where(response == PART, 8, response)
+        logits = own_logits(plain, model, torch.cat([prompt, drawn]), pixels, shapes)
+        scores = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        found.append(scores.gather(1, drawn[:, None])[:, 0])
+    return torch.cat(found)
+
+
+def split_rows_of(field):
+    return torch.split(flat(field), lengths(field).tolist())
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def seeing(request, tmp_path_factory):
+    return write_seeing(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.mark.parametrize("micro_tokens", [None, 40])
+def test_packed_log_probs_are_the_models_own(seeing, micro_tokens):
+    model = load_model(seeing, dtype=torch.float32, device="cpu")
+    batch = sampled(seeing)
+    batch["response_tokens"] = ragged_rows(
+        [[8 if token == PART else token for token in row] for row in RESPONSES], torch.int64
+    )
+    train = TrainEngine(model, None, micro_tokens=micro_tokens)
+    made = train.forward(batch, outputs=("log_probs",), temperature=1.0)["log_probs"]
+
+    first, other = made[:2], made[5:7]
+    assert not torch.allclose(first, other, atol=1e-3), "two pictures of one text are read alike"
+    with torch.no_grad():
+        torch.testing.assert_close(made, own_log_probs(seeing, model, batch), atol=2e-5, rtol=0)
+
+
+def greedy(path, paged, monkeypatch=None):
+    """What a rollout draws without chance, and its log-probs."""
+    model = load_model(path, dtype=torch.float32, device="cpu")
+    prompts, pictures = seen_prompts(path)
+    rollout = TorchRollout(model, paged=paged)
+    sampling = Sampling(max_new_tokens=9, temperature=0.0, n=2)
+    key = SampleKey(seed=0, iteration=0, stream="rollout")
+    made = rollout.generate(
+        prompts, sampling, key, torch.arange(2 * len(prompts)), pictures=pictures
+    )
+    return model, prompts, pictures, made
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_greedy_tokens_are_the_models_own(seeing, paged):
+    """A token is the likeliest after its prompt, pictures and tokens in the model's own forward."""
+    model, prompts, pictures, made = greedy(seeing, paged)
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(seeing).eval()
+    rows = zip(
+        *map(split_rows_of, (prompts, pictures.pixels, pictures.shapes)),
+        split_rows_of(made.response_tokens)[::2],
+        split_rows_of(made.log_probs)[::2],
+        strict=True,
+    )
+    for prompt, pixels, shapes, drawn, log_probs in rows:
+        stop = drawn.tolist().index(PART) if PART in drawn.tolist() else len(drawn)
+        tokens = drawn[:stop]
+        with torch.no_grad():
+            logits = own_logits(plain, model, torch.cat([prompt, tokens]), pixels, shapes)
+        scores = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        own = scores.gather(1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(own, log_probs[: len(own)], atol=2e-5, rtol=0)
+        torch.testing.assert_close(own, scores.max(-1).values, atol=2e-5, rtol=0)
+
+
+def test_a_rollouts_log_probs_are_those_of_training(seeing):
+    model = load_model(seeing, dtype=torch.float32, device="cpu")
+    prompts, pictures = seen_prompts(seeing)
+    sampling = Sampling(max_new_tokens=7, temperature=1.0, n=3)
+    key = SampleKey(seed=0, iteration=0, stream="rollout")
+    count = 3 * len(SEEN)
+    made = TorchRollout(model).generate(
+        prompts, sampling, key, torch.arange(count), pictures=pictures
+    )
+    parent = torch.arange(len(SEEN)).repeat_interleave(3)
+    batch = make_batch(
+        {
+            "prompt_tokens": shared_rows(prompts, parent),
+            "response_tokens": made.response_tokens,
+            PIXELS: shared_rows(pictures.pixels, parent),
+            PICTURES: shared_rows(pictures.shapes, parent),
+        },
+        count,
+    )
+    train = TrainEngine(model, None, micro_tokens=60)
+    again = train.forward(batch, outputs=("log_probs",), temperature=1.0)["log_probs"]
+
+    torch.testing.assert_close(again, flat(made.log_probs), atol=2e-5, rtol=0)
