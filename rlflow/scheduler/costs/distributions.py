@@ -99,7 +99,7 @@ def holds(node: Node, roof: Roofline, load: Load, *, recompute: Recompute) -> Ho
         read = tuple(bound.field for bound in node.inputs)
         batches = mini_batches(node)
         kept = (batches + (batches > 1)) * load.rows * wide_bytes(read, longest) if on_host else 0
-        tokens = min(load.most_tokens, max(roof.micro_tokens, load.longest_row))
+        tokens = min(load.most_tokens, roof.pass_tokens(load))
         places = min(load.rows * longest, tokens)
         size = kept + places * width(node) * IN_LOSS
     else:
@@ -121,7 +121,7 @@ def beside_gradients(
     whole, not a rank's share of them.
     """
     tokens = math.ceil(load.prompts) * load.prompt + math.ceil(load.rows) * load.lengths.longest
-    most = max(roof.micro_tokens, load.longest_row)
+    most = roof.pass_tokens(load)
     left = tokens - most + (load.longest_row if tokens > most else 0)
     waiting = size * (instance.shards - 1) if instance.reduces_last and tokens > most else 0
     held = dict(found) | ({WAITING: waiting} if waiting else {})
@@ -129,7 +129,7 @@ def beside_gradients(
         return tuple(sorted(held.items(), key=lambda part: -part[1])) if waiting else found
     size += waiting
     activations = held.pop(ACTIVATIONS, 0)
-    one = min(int(roof.layers.kept * min(tokens, most)), activations)
+    one = min(int(roof.layers.kept * min(tokens, most) / roof.cp.ranks), activations)
     later = activations * max(left, 0) // most
     held[BEYOND] = max(activations - size, one, int(later))
     return tuple(sorted(held.items(), key=lambda part: -part[1]))

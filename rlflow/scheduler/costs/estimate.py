@@ -256,6 +256,8 @@ class Costs(ExpectedRows):
             fsdp=group_of(self.cluster, devices[: across : instance.tp]),
             ep=group_of(self.cluster, devices[: instance.ep * instance.tp : instance.tp]),
             shard=group_of(self.cluster, devices[: across : instance.ep * instance.tp]),
+            cp=group_of(self.cluster, devices[: instance.cp * instance.tp : instance.tp]),
+            cp_by=instance.cp_by,
             replicas=group_of(self.cluster, devices[::across] if instance.trained else ()),
             serving=serving_of(instance, self),
             spared=spared_bytes(shape, size, instance.tp) if instance.engine_plan.in_float8 else 0,

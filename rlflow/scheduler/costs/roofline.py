@@ -113,6 +113,11 @@ class Roofline(HeadSeconds):
         one = THERE_AND_BACK * self.ep.all_to_all(size) + self.ep.all_to_all(0)
         return self.shape.expert_layers * one
 
+    def exchanged(self, tokens: float, pairs: float, forwards: float, back: int = 0) -> float:
+        """Seconds that ranks with parts of the same rows wait for what others have of these."""
+        attended = 0.0 if self.on_cpu or self.cp.ranks < 2 else self.computed(0, 0, pairs)
+        return self.rows.waited(tokens, attended, forwards, back)
+
     @property
     def between(self) -> float:
         """Bytes of a token that kernels between products read and write, in all layers.
@@ -136,12 +141,17 @@ class Roofline(HeadSeconds):
         return max(computed, self.read(size))
 
     def ending(self, load: Load) -> tuple[float, float, float]:
-        """Tokens, predictions and pairs of attention of the part that is done last."""
-        predictions = load.rows * load.lengths.mean
-        if self.on_cpu:
-            return load.tokens, predictions, load.pairs
-        more = fullest(load)
-        return more * load.tokens, more * predictions, more**2 * attended_pairs(load)
+        """Tokens, predictions and pairs of attention of the part that is done last.
+
+        Of ranks that share its rows one may have all predictions that its tokens can make.
+        """
+        more = 1.0 if self.on_cpu else fullest(load)
+        pairs = load.pairs if self.on_cpu else more**2 * attended_pairs(load)
+        tokens, predictions = more * load.tokens, more * (load.rows * load.lengths.mean)
+        if self.cp.ranks == 1:
+            return tokens, predictions, pairs
+        part = tokens / self.cp.ranks
+        return part, min(predictions, part), pairs / self.cp.ranks
 
     def brought(self) -> float:
         """Seconds to bring every layer from the host once."""
@@ -213,7 +223,7 @@ class Roofline(HeadSeconds):
 
     def passes(self, load: Load) -> int:
         """Micro-batches that rows are cut into."""
-        return max(1, math.ceil(load.tokens / max(self.micro_tokens, load.longest_row)))
+        return max(1, math.ceil(load.tokens / self.pass_tokens(load)))
 
     def forward(self, load: Load) -> float:
         """Seconds of a forward over the rows of a part."""
@@ -221,6 +231,7 @@ class Roofline(HeadSeconds):
         computed = self.passed(tokens, predictions, pairs)
         one = self.launched(max(self.multiplied(computed / count, self.weights), self.brought()))
         beside = self.agreed_passing(tokens) + self.dispatched(tokens) + self.scored(predictions)
+        beside += self.exchanged(tokens, pairs, 1)
         return count * self.beside(one, self.gathered()) + beside
 
     def update(self, load: Load, trained: float, *, recompute: Recompute) -> float:
@@ -246,6 +257,7 @@ class Roofline(HeadSeconds):
         one = self.beside_copies(one, times, self.layers.sent(tokens / count, recompute))
         gathered = (1 if self.kept_whole else 2) * self.gathered()
         agreed = (times - 1) * (self.agreed_passing(tokens) + self.dispatched(tokens))
+        agreed += self.exchanged(tokens, pairs, 1 + share, 1)
         last = self.beside(one, gathered + self.shared_out(trained)) + self.added(trained)
         passed = count * last
         if self.reduces_last:

@@ -60,6 +60,13 @@ class Group:
         outside = size * (self.ranks - near) / self.ranks / self.card
         return self.start + (self.ranks - 1) * self.step + max(inside, outside)
 
+    def shift(self, size: float) -> float:
+        """Seconds until each rank has the `size` bytes of the one before it: a step of a ring."""
+        if self.ranks < 2:
+            return 0.0
+        link = self.card if 0 < self.near < self.ranks else min(self.link, self.bandwidth)
+        return self.start + self.step + size / link
+
     def all_reduce(self, size: float) -> float:
         """Seconds until each rank has the whole sum: around a ring or over a tree."""
         if self.ranks < 2:

@@ -20,9 +20,9 @@ class LayerBytes:
     """The layers of a model in numbers of `size` bytes, each shared by `ranks`.
 
     Those have all tokens between the blocks of a layer, or of `sequence` ranks each a part; experts
-    lie apart on `ep` others. What layers leave to a backward goes to the host in between if they
-    are `hosted`. Where a layer is computed again but for its attention, what that made is kept if
-    it `keeps_attention`.
+    lie apart on `ep` others. Ranks that exchange tokens keep `exchanged` bytes of each more. What
+    layers leave to a backward goes to the host in between if they are `hosted`. Where a layer is
+    computed again but for its attention, what that made is kept if it `keeps_attention`.
     """
 
     shape: Shape
@@ -30,6 +30,7 @@ class LayerBytes:
     ranks: int = 1
     sequence: int = 1
     ep: int = 1
+    exchanged: float = 0.0
     hosted: bool = False
     keeps_attention: bool = True
 
@@ -41,7 +42,8 @@ class LayerBytes:
     @property
     def kept(self) -> float:
         """Bytes of a token for a layer's backward; below float32 norms keep float32 copies."""
-        return self.passing + (0 if self.size >= WIDE_BYTES else 8 * self.between)
+        wide = 0 if self.size >= WIDE_BYTES else 8 * self.between
+        return self.passing + self.exchanged + wide
 
     @property
     def passing(self) -> float:

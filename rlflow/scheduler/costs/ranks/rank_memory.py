@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from rlflow.graph.op import Use
-from rlflow.graph.placement import Recompute
+from rlflow.graph.placement import ContextBy, Recompute
 from rlflow.modelfiles.chunks import PLAIN, PRODUCT, chunk_bytes
 from rlflow.modelfiles.kernels.attention import AttentionAsked, AttentionChoice, attention_choice
 from rlflow.modelfiles.paging import MOST_ROWS
 from rlflow.scheduler.costs.lengths import Load
+from rlflow.scheduler.costs.ranks.row_share import RowShare
 from rlflow.scheduler.costs.serving import Serving
 from rlflow.scheduler.devices.collectives import ALONE, Group
 from rlflow.scheduler.devices.hardware import ROCM, Kind
@@ -33,6 +34,7 @@ CACHE, ACTIVATIONS, GRAPHS = "KV cache", "activations", "graphs"
 EMBEDDED = "gradient of the embedding"
 SUMMED = "sum of the head's gradient"
 REDUCED = "gradients on their way to the ranks"
+EXCHANGED = "tokens on their way to other ranks"
 Holds = tuple[tuple[str, int], ...]
 
 
@@ -43,7 +45,8 @@ class RankMemory:
     `size` is bytes of a number; `predicts` says whether there is a head over the vocabulary;
     `gathers` whether parameters have to be made whole before a layer computes; `streamed`
     whether layers come from the host. Of the `fsdp` ranks `ep` have different experts, and those
-    that share the same ones are a `shard`. With `serving` keys and values lie in a pool of its own,
+    that share the same ones are a `shard`; `cp` have parts of the same rows, and attend `cp_by`
+    heads or round a ring. With `serving` keys and values lie in a pool of its own,
     prompts are read some at a time, and rows wait for room. A pass sees at most `micro_tokens`
     tokens, or one row. With `trains_vocabulary` a backward has a gradient of the embedding. A
     `paged` rollout has a pool of blocks for `rows_at_once` rows, and graphs unless layers are
@@ -76,6 +79,8 @@ class RankMemory:
     fsdp: Group = ALONE
     ep: Group = ALONE
     shard: Group = ALONE
+    cp: Group = ALONE
+    cp_by: ContextBy | None = None
     replicas: Group = ALONE
 
     @property
@@ -142,8 +147,16 @@ class RankMemory:
             ranks=self.tp.ranks,
             sequence=self.tp.ranks if self.sequence else 1,
             ep=self.ep.ranks,
+            exchanged=self.rows.kept,
             hosted=self.hosts_activations,
             keeps_attention=self.attention.by != "flex",
+        )
+
+    @property
+    def rows(self) -> RowShare:
+        """The ranks that have parts of the same rows."""
+        return RowShare(
+            shape=self.shape, size=self.size, by=self.cp_by, group=self.cp, tp=self.tp.ranks
         )
 
     @property
@@ -202,7 +215,10 @@ class RankMemory:
         if not self.on_cpu:
             whole = max(whole, self.held_whole(twice=True) - activations - logits)
         return _largest_first(
-            (ACTIVATIONS, activations), ("logits", logits), ("gathered weights", whole)
+            (ACTIVATIONS, activations),
+            ("logits", logits),
+            ("gathered weights", whole),
+            (EXCHANGED, int(self.rows.working * tokens)),
         )
 
     def _update_holds(self, tokens: float, logits: int, recompute: Recompute) -> Holds:
@@ -231,11 +247,16 @@ class RankMemory:
             (EMBEDDED, made.embedded),
             (SUMMED, summed),
             (REDUCED, waiting),
+            (EXCHANGED, int(self.rows.working * tokens)),
         )
 
+    def pass_tokens(self, load: Load) -> float:
+        """The most tokens of a micro-batch, on all ranks that have parts of its rows."""
+        return max(self.micro_tokens * self.cp.ranks, load.longest_row)
+
     def most_tokens(self, load: Load) -> float:
-        """The most tokens of a micro-batch."""
-        return min(load.most_tokens, max(self.micro_tokens, load.longest_row))
+        """The most tokens of a micro-batch that a rank has."""
+        return min(load.most_tokens, self.pass_tokens(load)) / self.cp.ranks
 
     @property
     def gradients(self) -> WholeGradients:

@@ -10,6 +10,7 @@ from rlflow.modelfiles.paging import MOST_ROWS
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.microbatches import instance_seconds, row_parts
 from rlflow.scheduler.devices.cluster import amount
+from rlflow.scheduler.passes.bind.contexts import context_note
 from rlflow.scheduler.passes.bind.experts import experts_note
 from rlflow.scheduler.plan.plan import Instance, Plan
 from rlflow.scheduler.plan.text import duration
@@ -25,7 +26,7 @@ def noting_fitted(
 
     An optimizer's state that stays on the host, layers that are computed again and slots for fewer
     rows, with what `served` nodes take longer for it; and of ranks that share the sequence, and of
-    experts that lie apart.
+    experts, or tokens of rows, that lie apart.
     """
     before = {instance.name: instance for instance in declared}
     for part in plan.parts:
@@ -42,6 +43,8 @@ def noting_fitted(
             plan = _noting_rows(plan, instance, nodes, costs)
         if instance.ep > 1:
             plan = plan.noting("experts", experts_note(instance, nodes, costs))
+        if instance.cp > 1:
+            plan = plan.noting("context", context_note(instance, nodes, costs))
         if instance.sequence:
             plan = plan.noting("sequence", _of_sequence(instance, nodes, costs))
         text = _of_gradients(instance, nodes, costs)
@@ -66,7 +69,8 @@ def _of_gradients(instance: Instance, nodes: Sequence[Node], costs: Costs) -> st
     spared = instance_seconds(each, updates, costs) - instance_seconds(last, updates, costs)
     more = f"{amount(held[1] - held[0])} more"
     less = f"{duration(spared)} less by estimate" if spared > 0 else "no less by estimate"
-    what = f"gradients of {instance.name} are summed over fsdp={instance.fsdp} "
+    over = f"fsdp={instance.fsdp} " + (f"x cp={instance.cp} " if instance.cp > 1 else "")
+    what = f"gradients of {instance.name} are summed over {over}"
     if instance.reduces_last:
         what += f"once, in the last of {passes} micro-batches"
         return f"{what}: that holds {more} and takes {less}"

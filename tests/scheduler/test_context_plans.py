@@ -1,0 +1,116 @@
+"""Rows that lie on several ranks, in plans: bytes and seconds by hand, notes, what tune tries."""
+
+from __future__ import annotations
+
+import pytest
+
+import rlflow as rf
+from rlflow import ops
+from rlflow.graph.placement import ContextBy
+from rlflow.scheduler.compile import compile_plan
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.lengths import Load
+from rlflow.scheduler.costs.ranks.row_share import RowShare
+from rlflow.scheduler.costs.roofline import Roofline
+from rlflow.scheduler.devices.cluster import parse_cluster
+from rlflow.scheduler.devices.collectives import group_of
+from rlflow.scheduler.models.shapes import known_shape
+from rlflow.scheduler.plan.plan import Plan
+from tests.scheduler.strategies import exact, graph_of
+
+SEVEN = known_shape("qwen2.5-7b")
+HEADS, KEYS, WIDTH, LAYERS = 28, 4, 128, 28
+GPUS = parse_cluster("h100:8", 8)
+TOKENS = 16_384
+
+
+def declared() -> None:
+    actor = rf.Model("actor", "shape:qwen2.5-7b", dtype="bfloat16", optimizer=rf.AdamW(lr=1e-6))
+    prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=64)
+    samples = ops.rollout(actor, prompts, n=2, max_new_tokens=126_000)
+    advantages = ops.advantage("grpo", samples, ops.reward(exact, samples))
+    ops.update(actor, samples, advantages, loss=rf.PolicyLoss())
+
+
+def planned(devices: str = "h100:8", **how: object) -> Plan:
+    count = int(devices.split(":")[1])
+    cluster = parse_cluster(devices, count)
+    assign = {"*": rf.on("all", **how), "actor.rollout": rf.on("all", tp=4)}
+    placement = rf.Placement(pools={"all": count}, assign=assign)
+    return compile_plan(graph_of(declared, "contexts"), placement, cluster).plan
+
+
+@pytest.fixture
+def load() -> Load:
+    graph = graph_of(declared, "contexts")
+    costs = Costs(graph=graph, cluster=GPUS, shapes={"actor": SEVEN})
+    return costs.load(graph.node("actor.update"), 1)
+
+
+def share(ranks: int, by: ContextBy, tp: int = 1) -> RowShare:
+    return RowShare(shape=SEVEN, size=2, by=by, group=group_of(GPUS, range(ranks)), tp=tp)
+
+
+def test_heads_go_to_ranks_and_come_back() -> None:
+    four = share(4, "ulysses")
+    link, wait = GPUS.kind.bus * GPUS.kind.reached, GPUS.kind.latency + 3 * GPUS.kind.hop
+    sent = TOKENS * (2 * HEADS + 2 * KEYS) * WIDTH * 2 * 3 / 4
+
+    assert sent / link + 2 * wait == pytest.approx(four.forward(TOKENS))
+    assert sent / TOKENS == four.sent == four.sent_back
+    # Seven ranks do not go into four heads of keys: each has one of them for each of its queries.
+    assert [KEYS, 8, 28] == [share(ranks, "ulysses").keys for ranks in (4, 8, 7)]
+    assert KEYS / 2 == share(2, "ulysses", tp=2).keys
+
+
+def test_keys_and_values_go_round_and_their_gradients_after_them() -> None:
+    four = share(4, "ring")
+    link, wait = GPUS.kind.bus * GPUS.kind.reached, GPUS.kind.latency + GPUS.kind.hop
+    passed = 2 * KEYS * WIDTH * TOKENS
+
+    assert 3 * (2 * passed / link + wait) == pytest.approx(four.forward(TOKENS))
+    wide = 4 * (4 * passed / link + wait)
+    assert four.forward(TOKENS) + wide == pytest.approx(four.backward(TOKENS))
+    assert 0.0 == four.waited(TOKENS, 1e9, 1, 1)
+    assert LAYERS * four.forward(TOKENS) == pytest.approx(four.waited(TOKENS, 0.0, 1, 0))
+    assert 0.0 == share(1, "ring").forward(TOKENS) == share(1, "ring").working
+
+
+def roofline(ranks: int) -> Roofline:
+    group = group_of(GPUS, range(ranks))
+    return Roofline(kind=GPUS.kind, shape=SEVEN, size=2, cp=group, cp_by="ring", micro_tokens=8192)
+
+
+def test_a_rank_has_its_part_of_the_tokens_and_of_a_row_that_is_longer(load: Load) -> None:
+    one, eight = roofline(1), roofline(8)
+
+    assert load.longest_row == one.most_tokens(load)
+    assert load.longest_row / 8 == eight.most_tokens(load)
+    assert [part / 8 for part in one.ending(load)][::2] == list(eight.ending(load))[::2]
+    held = [dict(each.pass_holds(load, train=True, recompute=False)) for each in (one, eight)]
+    assert held[0]["activations"] / 9 < held[1]["activations"] < held[0]["activations"] / 7
+    assert "tokens on their way to other ranks" in held[1]
+
+
+def test_rows_of_128k_tokens_fit_and_take_less_with_cp_on_8_and_64_gpus() -> None:
+    for devices in ("h100:8", "h100:64"):
+        whole, cut = planned(devices), planned(devices, cp=8)
+        seconds = [plan.action("actor.update").cost.seconds or 0 for plan in (whole, cut)]
+        assert seconds[1] < seconds[0], devices
+
+
+def test_a_plan_says_how_ranks_attend_and_what_the_other_way_takes() -> None:
+    said = {
+        cp: next(note.text for note in planned(cp=cp).notes if note.rule == "context")
+        for cp in (4, 8)
+    }
+
+    assert "cp=4 ranks" in said[4]
+    assert "a step of actor.update sends" in said[4]
+    assert "by estimate" in said[4]
+    assert "28 heads do not divide by 8 for ulysses" in said[8]
+    assert "(cp_by='ring')" in said[8]
+    ways = {way: planned(cp=4, cp_by=way) for way in ("ulysses", "ring")}
+    assert {f"fsdp=2 cp=4 {way}" for way in ways} <= {
+        " ".join(i.layout().split()[:3]) for plan in ways.values() for i in plan.instances
+    }
