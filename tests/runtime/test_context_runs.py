@@ -68,7 +68,10 @@ def test_it_learns_with_parts_of_rows_what_it_learns_with_whole_ones(
         written[name] = load_file(tmp_path / f"{name}-out" / "model.safetensors")
 
     for one, other in zip(found["whole"], found[place], strict=True):
-        for name in ("actor.update/loss", "actor.update/grad_norm", "reward/mean"):
+        for name in ("actor.update/loss", "actor.update/kl", "reward/mean"):
             assert one[name] == pytest.approx(other[name], abs=1e-5), name
+        # One rank adds up its squares in float32.
+        norms = (each["actor.update/grad_norm"] for each in (one, other))
+        assert next(norms) == pytest.approx(next(norms), rel=1e-4)
     for name, weight in written["whole"].items():
         assert torch.allclose(weight, written[place][name], atol=1e-5), name
