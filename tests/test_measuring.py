@@ -129,6 +129,28 @@ def test_products_that_take_too_long_are_not_tried_in_larger_sizes(monkeypatch) 
     assert [] == list(measuring.square_products(device, 16, late))
 
 
+def test_products_of_a_pass_and_attention_are_timed_by_rows(monkeypatch) -> None:
+    import torch
+
+    from rlflow.runtime import measuring
+    from rlflow.scheduler.devices.curves import curves_of
+
+    monkeypatch.setattr(measuring, "PASSES", {"cpu": (1, 8, 64)})
+    monkeypatch.setattr(measuring, "ATTENDED", (8, 32))
+    monkeypatch.setattr(measuring, "AT_ONCE", 64)
+    device = torch.device("cpu")
+    rows = list(measuring.row_products(device, 32))
+    assert [1, 8, 64] * 2 == [row.size for row in rows]
+    assert rows[-1].rate == pytest.approx(2 * 64 * 32**2 / rows[-1].seconds)
+    over = list(measuring.attention(device))
+    assert over[1].rate == pytest.approx(2 * 2 * 16 * 128 * 32**2 / over[1].seconds)
+    curves = curves_of((*rows, *over))
+    assert over[1].rate == pytest.approx(curves.attended("bfloat16", 32))
+    assert 0 < (curves.filled("float32", 8, 32) or 0) <= 1
+    monkeypatch.setattr(measuring, "TOO_LONG", 0.0)
+    assert [1, 1] == [row.size for row in measuring.row_products(device, 32)]
+
+
 def test_gpus_that_torch_has_are_measured_whoever_made_them(monkeypatch) -> None:
     """No driver's library is asked: NVML knows no AMD."""
     import torch

@@ -22,8 +22,14 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from rlflow.scheduler.devices.curves import ATTENTION, ROWS
+
 MIB = 1 << 20
 PRODUCTS = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
+# Tokens of a pass and widths of a layer, and lengths of rows: a curve goes through these.
+PASSES = {"cpu": (1, 16, 128, 1024), "cuda": (1, 16, 128, 1024, 8192)}
+WIDTHS = {"cpu": (256, 1024, 4096), "cuda": (1024, 4096, 16384)}
+ATTENDED, HEADS, HEAD, AT_ONCE = (128, 512, 2048, 8192), 16, 128, 16384
 COPIES = {"cpu": (16 * MIB, 256 * MIB), "cuda": (16 * MIB, 256 * MIB, 1024 * MIB)}
 TRANSFERS = (MIB, 16 * MIB, 256 * MIB)
 GATHERED = {"cpu": (1024, MIB, 16 * MIB), "cuda": (1024, MIB, 16 * MIB, 256 * MIB)}
@@ -48,7 +54,8 @@ class DeviceTiming:
 
     def line(self) -> str:
         """The timing as it is printed."""
-        scale, unit = (1e9, "Gflop/s") if "product" in self.what else (1e9, "GB/s")
+        counted = self.what.startswith(("product", ATTENTION))
+        scale, unit = (1e9, "Gflop/s") if counted else (1e9, "GB/s")
         if self.what in ("launch", "replayed"):
             return f"{self.what:<28} {self.seconds * 1e6:>10.2f} us"
         took = f"{self.seconds * 1e3:.3f} ms"
@@ -78,8 +85,12 @@ def _alone(kind: str) -> Iterator[Timings]:
     late: set[str] = set()
     for size in PRODUCTS[kind]:
         yield partial(square_products, device, size, late)
+    for width in WIDTHS[kind]:
+        yield partial(row_products, device, width)
     if kind == "cpu":
         yield partial(reads, device)
+    else:
+        yield partial(attention, device)
     yield partial(copies, device)
     yield partial(launches, device)
     if kind == "cuda":
@@ -111,6 +122,39 @@ def square_products(device: torch.device, size: int, late: set[str]) -> Iterator
                 late.add(name)
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def row_products(device: torch.device, width: int) -> Iterator[DeviceTiming]:
+    """Products of some rows with a square weight, as a layer's of so many tokens in a pass.
+
+    More rows are left out where those of the next size would take too long.
+    """
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
+        weight = torch.randn(width, width, device=device).to(dtype)
+        for rows in PASSES[device.type]:
+            one = torch.randn(rows, width, device=device).to(dtype)
+            out = torch.empty(rows, width, device=device, dtype=dtype)
+            took = median_seconds(partial(torch.mm, one, weight.T, out=out), device)
+            rate = 2.0 * rows * width**2 / took
+            what = f"{ROWS} {name} {width}"
+            yield DeviceTiming(what=what, size=rows, seconds=took, rate=rate)
+            if 8 * took > TOO_LONG:
+                break
+
+
+def attention(device: torch.device) -> Iterator[DeviceTiming]:
+    """Causal attention of torch's flash kernel over rows of one length, forward, bfloat16.
+
+    Rows are as many as have 16,384 tokens; half of all pairs are computed.
+    """
+    for length in ATTENDED:
+        rows = max(1, AT_ONCE // length)
+        q, k, v = torch.randn(3, rows, HEADS, length, HEAD, device=device).bfloat16()
+        call = partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, is_causal=True)
+        took = median_seconds(call, device)
+        rate = 4.0 * rows * HEADS * HEAD * length**2 / 2 / took
+        what = f"{ATTENTION} bfloat16"
+        yield DeviceTiming(what=what, size=length, seconds=took, rate=rate)
 
 
 def reads(device: torch.device) -> Iterator[DeviceTiming]:

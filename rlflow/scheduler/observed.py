@@ -140,7 +140,26 @@ def samples(
     lines = list(figures)
     for more in (_lengths, _trips, _engines):
         found += more(plan, costs, lines, seen, origin)
-    return found
+    return found + _corrections(plan, costs, by_action, origin)
+
+
+def _corrections(
+    plan: Plan, costs: Costs, spans: Mapping[str, Sequence[Seen]], origin: Origin
+) -> list[Found]:
+    """By how much estimates by measured curves were off, of each kind of work: median ratios."""
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for action in plan.actions:
+        if action.kind != "run" or action.instance is None or not spans[action.id]:
+            continue
+        node, instance = plan.graph.node(str(action.node)), plan.instance(action.instance)
+        parts = work_parts(plan, action)
+        estimated = costs.table(node, instance, parts, piece_done(action)).seconds
+        if costs.curves_of(instance) and estimated:
+            key = costs.correction_key(instance, node.op.use or "forward")
+            ratios[key] += [(span.end - span.start) / estimated for span in spans[action.id]]
+    return [
+        (key, costs.setting, Sample(origin, len(of), median(of), 0.0)) for key, of in ratios.items()
+    ]
 
 
 def key_of(plan: Plan, costs: Costs, action: Action) -> str | None:

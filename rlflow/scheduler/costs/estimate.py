@@ -6,7 +6,6 @@ table of device kinds. Nothing here decides anything.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,8 +15,13 @@ from rlflow.graph.rules.check import num_prompts, row_counts
 from rlflow.graph.rules.steps import mini_batches
 from rlflow.modelfiles.chunks import MOST
 from rlflow.modelfiles.kernels.head import HeadAsked, head_by_rows
-from rlflow.modelfiles.orthogonal import orthogonal_flops
 from rlflow.scheduler.costs import measurement_keys as keys
+from rlflow.scheduler.costs.corrections import (
+    beside_curves,
+    corrected,
+    correction_key,
+    correction_of,
+)
 from rlflow.scheduler.costs.distributions import (
     DRAFTS,
     ORTHOGONAL,
@@ -33,12 +37,19 @@ from rlflow.scheduler.costs.distributions import (
 from rlflow.scheduler.costs.lengths import Load
 from rlflow.scheduler.costs.pieces import WHOLE, Piece, as_measured
 from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn, drafting_shape, turn_of
+from rlflow.scheduler.costs.ranks.optimizer_seconds import averaging, orthogonal_seconds
 from rlflow.scheduler.costs.ranks.rank_memory import CACHE, DTYPES, Holds
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.rows.expected import ExpectedRows
 from rlflow.scheduler.costs.rows.steady import rollout_seconds
 from rlflow.scheduler.costs.serving import serving_of
-from rlflow.scheduler.devices.collectives import as_shared, copy_bandwidth, group_of, staging
+from rlflow.scheduler.devices.collectives import (
+    as_shared,
+    copy_bandwidth,
+    group_of,
+    staging,
+    to_host_rate,
+)
 from rlflow.scheduler.devices.efficiency import slowest
 from rlflow.scheduler.devices.hardware import OBJECT_STORE, STORE_SECONDS
 from rlflow.scheduler.models.quantised import spared_bytes
@@ -48,8 +59,6 @@ from rlflow.scheduler.plan.plan import ActionKind, Cost, Instance, Transport
 HOST_SECONDS_PER_ROW = 5e-6
 HOST_SECONDS = 2e-4
 FULL_BYTES = 4
-# How often Muon reads or writes what it steps, beyond AdamW: it and its momentum in four passes.
-MUON_PASSES = 4
 # Bytes that are read and written to make two moments of 8 bits wide and to code them.
 CODED = 2 * 50
 TABLE = "model shape and device table"
@@ -85,16 +94,25 @@ class Costs(ExpectedRows):
             return estimate
         if self.graph.lengths is not None and instance is not None:
             return self._as_said(node, instance, parts, piece, estimate)
+        curves = self.curves_of(instance)
         record = self.record_of(self.run_key(node, instance, parts, piece))
         if record is not None:
-            return as_measured(estimate, record, self.setting)
+            return beside_curves(estimate, record, self.setting, curves)
         for other in piece.relatives:
             record = self.record_of(self.run_key(node, instance, parts, other))
             seconds = self.table(node, instance, parts, other).seconds
             if record is not None and seconds and estimate.seconds is not None:
                 found = as_measured(estimate, record, self.setting, estimate.seconds / seconds)
                 return replace(found, source=f"{found.source}, {piece.as_part_of(other)}")
-        return self.with_dispatch(estimate)
+        return self.with_dispatch(self._corrected(estimate, node, instance))
+
+    def _corrected(self, estimate: Cost, node: Node, instance: Instance | None) -> Cost:
+        """An estimate by measured curves, as spans of the same kind of work correct it."""
+        curves = self.curves_of(instance)
+        if instance is None or not curves:
+            return estimate
+        known = self.cluster.measured.all(self.correction_key(instance, node.op.use or "forward"))
+        return corrected(estimate, correction_of(known), curves)
 
     def _as_said(
         self, node: Node, instance: Instance, parts: int, piece: Piece, estimate: Cost
@@ -105,7 +123,7 @@ class Costs(ExpectedRows):
         if not before or found.seconds is None or estimate.seconds is None:
             return estimate
         if found.source.startswith(estimate.source):
-            return self.with_dispatch(estimate)
+            return self.with_dispatch(self._corrected(estimate, node, instance))
         share = estimate.seconds / before
         source = found.source if share == 1 else f"{found.source}, by the lengths"
         return replace(estimate, seconds=found.seconds * share, source=source)
@@ -291,7 +309,7 @@ class Costs(ExpectedRows):
         elif to_host:
             kinds = [self.cluster.kind_of(device) for device in devices] or [self.cluster.kind]
             kinds += [as_shared(self.cluster, devices)] if devices else []
-            bandwidth = min(k.host_link * k.reached for k in kinds)
+            bandwidth = min(to_host_rate(k, moved / beside) for k in kinds)
         else:
             bandwidth = copy_bandwidth(self.cluster, devices)
         seconds = moved / (1 if self.cluster.is_cpu else beside) / bandwidth
@@ -341,6 +359,15 @@ class Costs(ExpectedRows):
         what = f"copy to or from the host by {lanes}" if to_host else f"copy by {lanes}"
         return keys.key_of_parts(self._hardware(()), self.backend, what, f"{moved} bytes")
 
+    def curves_of(self, instance: Instance | None) -> str:
+        """The version of the curves that were measured of an instance's devices; "" for none."""
+        return "" if instance is None else self.cluster.kind_of(instance.devices[0]).curves.version
+
+    def correction_key(self, instance: Instance, use: str) -> str:
+        """What spans say of estimates of a use on such devices is kept under."""
+        hardware = self._hardware(instance.devices)
+        return correction_key(hardware, self.backend, use, self.curves_of(instance))
+
     def _hardware(self, devices: Sequence[int]) -> str:
         return keys.hardware(self.cluster.kind_of(max([0, *devices])).name, self.cluster.threads)
 
@@ -355,39 +382,6 @@ class Costs(ExpectedRows):
             return estimate
         source = f"{estimate.source}; dispatch {record.source}"
         return replace(estimate, seconds=estimate.seconds + record.wait, source=source)
-
-
-def averaging(roof: Roofline, trained: int, of: int, *, period: int, source: str) -> Cost:
-    """The cost of taking `trained` weights, numbers of `of` bytes each, into an average of them.
-
-    Both are read and one is written; of another dtype a weight is converted first. Taken every
-    `period` iterations it costs so much less in each.
-    """
-    ranks = roof.tp.ranks * roof.fsdp.ranks
-    whole = roof.shape.embedding * roof.size // ranks if of != roof.size else 0
-    return Cost(
-        seconds=roof.read((2 * roof.size + of) * trained) / period,
-        transient=whole,
-        holds=(("converted weight", whole),) if whole else (),
-        source=source,
-    )
-
-
-def orthogonal_seconds(roof: Roofline, held: float) -> float:
-    """Seconds of Muon beyond those of AdamW, of `held` numbers in matrices a rank.
-
-    Each matrix is computed whole by one of the ranks that share it, where its parts come and from
-    where they go back, as many at once as there are ranks.
-    """
-    shape, wide = roof.shape, max(roof.size, FULL_BYTES)
-    size = wide if roof.kind.name == "cpu" else 2
-    count = sum(number for *_, number in shape.matrices)
-    rounds = math.ceil(count / (roof.tp.ranks * roof.fsdp.ranks))
-    one = size * shape.in_matrices / count
-    sent = 2 * rounds * (roof.tp.all_gather(one) + roof.fsdp.all_gather(one))
-    flops = sum(orthogonal_flops(r, c) * number for r, c, number in shape.matrices)
-    computed = flops / count * rounds / (roof.kind.rate(size) * roof.kind.sustained)
-    return computed + sent + roof.read(MUON_PASSES * wide * held)
 
 
 def keeps_workspace(roof: Roofline) -> bool:

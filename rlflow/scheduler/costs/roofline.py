@@ -16,6 +16,7 @@ from rlflow.modelfiles.chunks import WIDE_BYTES
 from rlflow.scheduler.costs.lengths import Load, attended_pairs, fullest, stages
 from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn
 from rlflow.scheduler.costs.ranks.head_seconds import HeadSeconds
+from rlflow.scheduler.costs.ranks.rank_memory import DTYPES
 from rlflow.scheduler.devices import efficiency
 from rlflow.scheduler.devices.collectives import ALONE, Group
 from rlflow.scheduler.models.flops import product_sizes, recomputed_layers
@@ -56,7 +57,7 @@ class Roofline(HeadSeconds):
         if self.on_cpu:
             return sizes.forward(tokens, predictions, pairs) / (rate * self.kind.sustained)
         row = 2 * pairs / max(tokens, 1.0)
-        attention = rate * efficiency.attended(self.kind.chip, max(row, 1.0))
+        attention = self.attending_rate(rate, max(row, 1.0))
         products = rate * self.kind.sustained
         if not pairs:
             return sizes.forward(tokens, predictions, 0) / products
@@ -65,6 +66,21 @@ class Roofline(HeadSeconds):
             + sizes.forward(0, 0, pairs) / (attention * self.attention_share)
             + self.scores_in_blocks(pairs)
         )
+
+    def attending_rate(self, rate: float, row: float) -> float:
+        """Flop/s of attention over rows of so many tokens, where all ranks compute at `rate`."""
+        measured = self.kind.curves.attended(DTYPES.get(self.size, ""), row)
+        if measured is not None:
+            return measured * self.tp.ranks
+        return rate * efficiency.attended(self.kind.chip, row)
+
+    def filled(self, tokens: float) -> float:
+        """The part of its rate that products of so many rows get, as measured or by their tiles."""
+        width = self.shape.ffn / self.tp.ranks
+        measured = self.kind.curves.filled(DTYPES.get(self.size, ""), tokens, width)
+        if measured is not None:
+            return measured
+        return 1.0 if self.on_cpu else efficiency.filled(self.kind.chip, tokens, width)
 
     @property
     def attention_share(self) -> float:
@@ -84,11 +100,8 @@ class Roofline(HeadSeconds):
         An accelerator does one kernel after the other. Those between products read and write.
         """
         computed = self.computed(tokens, predictions, pairs) + self.waited(tokens)
-        if self.on_cpu:
-            return computed
-        seen = min(tokens, float(self.micro_tokens))
-        busy = efficiency.filled(self.kind.chip, seen, self.shape.ffn / self.tp.ranks)
-        return computed / busy + self.read(tokens * self.between)
+        computed /= self.filled(min(tokens, float(self.micro_tokens)))
+        return computed if self.on_cpu else computed + self.read(tokens * self.between)
 
     def waited(self, tokens: float) -> float:
         """Seconds that products of experts take beyond those of one matrix with all their rows.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from rlflow.scheduler.devices.cluster import Cluster
+from rlflow.scheduler.devices.curves import LEAST_GATHER, Curve
 from rlflow.scheduler.devices.hardware import Kind
 
 BUCKET = 64 << 20
@@ -25,7 +26,8 @@ class Group:
     """`ranks` that talk to each other: B/s of each, seconds to start and for each step.
 
     In what each sends to each, `near` of them, all if it is 0, are reached by links of `link` B/s,
-    the others by a rank's own card of `card` B/s.
+    the others by a rank's own card of `card` B/s. What all-gathers were `measured` to bring to each
+    a second, by their bytes, goes before the bandwidth where all are reached by links.
     """
 
     ranks: int
@@ -35,13 +37,16 @@ class Group:
     near: int = 0
     link: float = math.inf
     card: float = math.inf
+    measured: Curve | None = None
 
     def all_gather(self, size: float) -> float:
         """Seconds until each rank has all `size` bytes, around a ring."""
         if self.ranks < 2:
             return 0.0
-        share = (self.ranks - 1) / self.ranks
-        return self.start + (self.ranks - 1) * self.step + share * size / self.bandwidth
+        share, bandwidth = (self.ranks - 1) / self.ranks, self.bandwidth
+        if self.measured is not None and size >= LEAST_GATHER:
+            bandwidth = self.measured.at(size)
+        return self.start + (self.ranks - 1) * self.step + share * size / bandwidth
 
     def reduce_scatter(self, size: float) -> float:
         """Seconds until each rank has its share of a sum of `size` bytes: a ring the other way."""
@@ -108,6 +113,7 @@ def _group_of(cluster: Cluster, devices: tuple[int, ...]) -> Group:
         step=step,
         near=min(on_host.values()),
         link=link,
+        measured=slowest.curves.gather if len(on_host) == 1 else None,
         card=min(kind.nic * kind.reached for kind in kinds),
     )
 
@@ -130,6 +136,12 @@ def as_shared(cluster: Cluster, devices: Sequence[int]) -> Kind:
         (cluster.host_of(device), device % kind.per_host // kind.host_sharing) for device in devices
     )
     return replace(kind, host_link=kind.host_link / max(ways.values()))
+
+
+def to_host_rate(kind: Kind, size: float) -> float:
+    """B/s of a copy of so many bytes between a device and its host, as measured or by the table."""
+    measured = kind.curves.to_host(size)
+    return kind.host_link * kind.reached if measured is None else min(measured, kind.host_link)
 
 
 def staging(moved: int, *, on_cpu: bool) -> tuple[tuple[str, int], ...]:

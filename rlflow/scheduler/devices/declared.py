@@ -27,6 +27,7 @@ from pydantic import Field, ValidationError
 
 from rlflow.errors import Finding, UsageError, known_names, near_names
 from rlflow.graph.strict_model import Strict
+from rlflow.scheduler.devices.curves import curves_of
 from rlflow.scheduler.devices.hardware import KINDS, Kind, accelerator
 
 SUFFIX = ".toml"
@@ -90,6 +91,7 @@ class DeclaredKind(Strict):
     weights: float | None = Field(None, gt=0)
     engine: float | None = Field(None, ge=0)
     per_host: int | None = Field(None, ge=1)
+    host_sharing: int | None = Field(None, ge=1)
     linked: int | None = Field(None, ge=0)
     reserve: float | None = Field(None, ge=0, lt=1)
     measured: tuple[MeasuredFigure, ...] = ()
@@ -219,14 +221,14 @@ def measured_cpu(kind: Kind, said: DeclaredKind, threads: int) -> Kind:
         for name, value in said.figures().items()
     }
     source = said.source or kind.source
-    made = replace(kind, **found, source=source)
+    made = replace(kind, **found, source=source, curves=curves_of(said.measured))
     return replace(made, weights=min(made.weights, made.bandwidth))
 
 
 def _made(path: Path, name: str, said: DeclaredKind) -> Kind:
     """A kind of a file, which stands on its base."""
     base = said.base or (name if name in KINDS else None)
-    figures = said.figures()
+    figures = {**said.figures(), "curves": curves_of(said.measured)}
     source = said.source or f"declared in {path.name}"
     if base is not None:
         if "link" in figures:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from rlflow.scheduler.devices.curves import NO_CURVES, Curves
 from rlflow.scheduler.devices.efficiency import sustained
 
 GB = 1e9
@@ -64,7 +65,8 @@ class Kind:
     the same in a captured graph; `latency` that before a collective's first byte, `hop` and
     `far_hop` that of each rank it passes, in one host and between hosts. `reached` is the part of
     the bandwidths that large copies get, `sustained` the part of the rates that large products get.
-    An engine's process keeps `engine` bytes while its weights and its pool sleep: context and
+    What was measured by size is in `curves`, which go before these. An engine's process keeps
+    `engine` bytes while its weights and its pool sleep: context and
     workspaces.
 
     Where the threads that read weights are those that multiply, as on a CPU, a product takes both
@@ -103,6 +105,7 @@ class Kind:
     linked: int = 0
     family: str = ""
     reserve: float = 0.0
+    curves: Curves = NO_CURVES
 
     @property
     def usable_memory(self) -> float:

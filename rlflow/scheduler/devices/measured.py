@@ -149,6 +149,10 @@ class MeasuredCosts:
         found = self._by_key.get(key, ())
         return max(found, key=lambda r: (r.setting.likeness(setting), r.serial), default=None)
 
+    def all(self, key: str) -> tuple[Record, ...]:
+        """The records of a key in every setting."""
+        return tuple(self._by_key.get(key, ()))
+
     def adding(self, samples: Iterable[tuple[str, Setting, Sample]]) -> MeasuredCosts:
         """With one run more: each key keeps its last few samples, the file its newest records."""
         serial = self.serial + 1

@@ -15,7 +15,7 @@ from rlflow.scheduler.costs.estimate import TABLE, Costs
 from rlflow.scheduler.costs.pieces import as_measured
 from rlflow.scheduler.costs.ranks.rank_memory import Holds
 from rlflow.scheduler.devices.collectives import as_shared, group_of
-from rlflow.scheduler.devices.hardware import CPU_COLLECTIVES
+from rlflow.scheduler.devices.hardware import CPU_COLLECTIVES, Kind
 from rlflow.scheduler.engines.engines import on_cpu
 from rlflow.scheduler.engines.moving import (
     ASSUMED,
@@ -166,11 +166,11 @@ def staged_update(source: Instance, engine: Instance, costs: Costs) -> UpdateSta
     kind = as_shared(costs.cluster, engine.devices)
     own = max(whole * len(engine.owners) - lacked, 0) / len(engine.owners)
     sent, got = lacked / len(source.devices), lacked / len(engine.owners)
-    wire = GLOO
+    wire, pageable = GLOO, _pageable(kind)
     if len({costs.cluster.host_of(d) for d in (*source.devices, *engine.devices)}) > 1:
         wire = min(GLOO, kind.nic * kind.reached)
     first = [
-        ("the gather by gloo", max(sent, got) / wire + sent / PAGEABLE),
+        ("the gather by gloo", max(sent, got) / wire + sent / pageable),
         ("the copy from the device", own / (kind.host_link * kind.reached)),
         ("asking the engine", CALL * (CALLS["reshard"] + whole / HOST_BUCKET)),
     ]
@@ -178,6 +178,11 @@ def staged_update(source: Instance, engine: Instance, costs: Costs) -> UpdateSta
     each, beside = (first, then) if together else (first + then, [])
     way = "through a copy in host memory"
     return UpdateStages(way=way, each=tuple(each), beside=tuple(beside))
+
+
+def _pageable(kind: Kind) -> float:
+    """B/s between a device and memory that is not pinned, as measured or assumed."""
+    return kind.curves.pageable(HOST_BUCKET) or PAGEABLE
 
 
 def _repeated(engine: Instance, costs: Costs) -> int:
@@ -194,15 +199,16 @@ def _from_host(engine: Instance, whole: int, costs: Costs) -> tuple[list[tuple[s
     By memory buckets are copied and loaded side by side. A broadcast is received and loaded in one
     request of SGLang's, a file is read when all of it is there.
     """
+    pageable = _pageable(costs.cluster.kind_of(engine.devices[0]))
     options, hosts = engine.engine_plan.sglang, num_hosts_of(engine, costs.cluster)
     way = "memory" if options is None else options.way(hosts)
     part = whole / engine.tp + _repeated(engine, costs)
     if way == "disk":
         file = ("the file", whole / DISK_WRITE + whole / DISK_READ)
-        return [file, ("the load", part / PAGEABLE)], False
+        return [file, ("the load", part / pageable)], False
     if way == "group":
         # A tree without a pipeline: each round sends everything once more.
         rounds = engine.tp.bit_length()
         sent = ("the broadcast by gloo", rounds * whole / GLOO)
-        return [sent, ("the load", whole / PAGEABLE)], False
-    return [("the copy of the staging", whole / HOST_COPY), ("the load", part / PAGEABLE)], True
+        return [sent, ("the load", whole / pageable)], False
+    return [("the copy of the staging", whole / HOST_COPY), ("the load", part / pageable)], True

@@ -116,6 +116,9 @@ def rates_text(cluster: Cluster) -> tuple[str, ...]:
     """What part of their peaks accelerators are taken to reach; rates of CPUs are measured ones."""
     told = []
     for kind, _ in cluster.kinds:
+        if kind.curves.version:
+            told.append(f"rates of {kind.name} by curves {kind.curves.version} (measured)")
+            continue
         if kind.name == "cpu":
             continue
         own = kind.family and kind.name != kind.family
