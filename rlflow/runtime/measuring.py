@@ -22,8 +22,6 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from rlflow.scheduler.devices.curves import ATTENTION, ROWS
-
 MIB = 1 << 20
 PRODUCTS = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
 # Tokens of a pass and widths of a layer, and lengths of rows: a curve goes through these.
@@ -54,7 +52,7 @@ class DeviceTiming:
 
     def line(self) -> str:
         """The timing as it is printed."""
-        counted = self.what.startswith(("product", ATTENTION))
+        counted = self.what.startswith(("product", "attention"))
         scale, unit = (1e9, "Gflop/s") if counted else (1e9, "GB/s")
         if self.what in ("launch", "replayed"):
             return f"{self.what:<28} {self.seconds * 1e6:>10.2f} us"
@@ -136,7 +134,7 @@ def row_products(device: torch.device, width: int) -> Iterator[DeviceTiming]:
             out = torch.empty(rows, width, device=device, dtype=dtype)
             took = median_seconds(partial(torch.mm, one, weight.T, out=out), device)
             rate = 2.0 * rows * width**2 / took
-            what = f"{ROWS} {name} {width}"
+            what = f"product of rows {name} {width}"
             yield DeviceTiming(what=what, size=rows, seconds=took, rate=rate)
             if 8 * took > TOO_LONG:
                 break
@@ -153,7 +151,7 @@ def attention(device: torch.device) -> Iterator[DeviceTiming]:
         call = partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, is_causal=True)
         took = median_seconds(call, device)
         rate = 4.0 * rows * HEADS * HEAD * length**2 / 2 / took
-        what = f"{ATTENTION} bfloat16"
+        what = "attention bfloat16"
         yield DeviceTiming(what=what, size=length, seconds=took, rate=rate)
 
 

@@ -58,7 +58,7 @@ def correction_of(records: Iterable[Record]) -> Correction | None:
     return Correction(factor=math.exp(weight(spans) * mean), spans=spans)
 
 
-def corrected(estimate: Cost, by: Correction | None, curves: str) -> Cost:
+def corrected_by(estimate: Cost, by: Correction | None, curves: str) -> Cost:
     """An estimate by curves, times what spans of the same kind of work say."""
     if by is None or estimate.seconds is None:
         return estimate

@@ -18,7 +18,7 @@ from rlflow.modelfiles.kernels.head import HeadAsked, head_by_rows
 from rlflow.scheduler.costs import measurement_keys as keys
 from rlflow.scheduler.costs.corrections import (
     beside_curves,
-    corrected,
+    corrected_by,
     correction_key,
     correction_of,
 )
@@ -112,7 +112,7 @@ class Costs(ExpectedRows):
         if instance is None or not curves:
             return estimate
         known = self.cluster.measured.all(self.correction_key(instance, node.op.use or "forward"))
-        return corrected(estimate, correction_of(known), curves)
+        return corrected_by(estimate, correction_of(known), curves)
 
     def _as_said(
         self, node: Node, instance: Instance, parts: int, piece: Piece, estimate: Cost

@@ -23,7 +23,7 @@ PINNED, PAGEABLE = ("h2d pinned", "d2h pinned"), ("h2d pageable", "d2h pageable"
 LEAST_GATHER = 1 << 20
 
 
-class Timed(Protocol):
+class TimedPoint(Protocol):
     """One timing: `rate` in flop/s or B/s at a `size` in rows, tokens or bytes."""
 
     @property
@@ -116,7 +116,7 @@ class Curves:
 NO_CURVES = Curves()
 
 
-def curves_of(timings: Iterable[Timed]) -> Curves:
+def curves_of(timings: Iterable[TimedPoint]) -> Curves:
     """The curves through timings: those of which there are two sizes or more."""
     points: dict[str, dict[float, float]] = {}
     for timing in timings:
