@@ -10,9 +10,9 @@ import pytest
 
 from rlflow.scheduler import observed
 from rlflow.scheduler.compile import compile_plan
-from rlflow.scheduler.costs import corrections
 from rlflow.scheduler.costs.lengths import Load, full_lengths
 from rlflow.scheduler.costs.roofline import Roofline
+from rlflow.scheduler.costs.seen import corrections
 from rlflow.scheduler.devices.cluster import Cluster, cpu_cluster, parse_cluster
 from rlflow.scheduler.devices.collectives import group_of, to_host_rate
 from rlflow.scheduler.devices.curves import Curves, curves_of

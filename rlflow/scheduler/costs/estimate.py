@@ -16,12 +16,6 @@ from rlflow.graph.rules.steps import mini_batches
 from rlflow.modelfiles.chunks import MOST
 from rlflow.modelfiles.kernels.head import HeadAsked, head_by_rows
 from rlflow.scheduler.costs import measurement_keys as keys
-from rlflow.scheduler.costs.corrections import (
-    beside_curves,
-    corrected_by,
-    correction_key,
-    correction_of,
-)
 from rlflow.scheduler.costs.distributions import (
     DRAFTS,
     ORTHOGONAL,
@@ -42,6 +36,12 @@ from rlflow.scheduler.costs.ranks.rank_memory import CACHE, DTYPES, Holds
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.rows.expected import ExpectedRows
 from rlflow.scheduler.costs.rows.steady import rollout_seconds
+from rlflow.scheduler.costs.seen.corrections import (
+    beside_curves,
+    corrected_by,
+    correction_key,
+    correction_of,
+)
 from rlflow.scheduler.costs.serving import serving_of
 from rlflow.scheduler.devices.collectives import (
     as_shared,

@@ -16,7 +16,6 @@ from rlflow.modelfiles.chunks import WIDE_BYTES
 from rlflow.scheduler.costs.lengths import Load, attended_pairs, fullest, stages
 from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn
 from rlflow.scheduler.costs.ranks.head_seconds import HeadSeconds
-from rlflow.scheduler.costs.ranks.rank_memory import DTYPES
 from rlflow.scheduler.devices import efficiency
 from rlflow.scheduler.devices.collectives import ALONE, Group
 from rlflow.scheduler.models.flops import product_sizes, recomputed_layers
@@ -66,26 +65,6 @@ class Roofline(HeadSeconds):
             + sizes.forward(0, 0, pairs) / (attention * self.attention_share)
             + self.scores_in_blocks(pairs)
         )
-
-    def attending_rate(self, rate: float, row: float) -> float:
-        """Flop/s of attention over rows of so many tokens, where all ranks compute at `rate`."""
-        measured = self.kind.curves.attended(DTYPES.get(self.size, ""), row)
-        if measured is not None:
-            return measured * self.tp.ranks
-        return rate * efficiency.attended(self.kind.chip, row)
-
-    def filled(self, tokens: float) -> float:
-        """The part of its rate that products of so many rows get, as measured or by their tiles."""
-        width = self.shape.ffn / self.tp.ranks
-        measured = self.kind.curves.filled(DTYPES.get(self.size, ""), tokens, width)
-        if measured is not None:
-            return measured
-        return 1.0 if self.on_cpu else efficiency.filled(self.kind.chip, tokens, width)
-
-    @property
-    def attention_share(self) -> float:
-        """What its kernel gets of FlashAttention-2's rate."""
-        return efficiency.FLEX_SHARE if self.attention.by == "flex" else 1.0
 
     def scores_in_blocks(self, pairs: float) -> float:
         """Seconds to read and write all scores, of whole squares, where blocks are multiplied."""

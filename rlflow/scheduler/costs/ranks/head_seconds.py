@@ -11,17 +11,13 @@ from dataclasses import dataclass
 
 from rlflow.modelfiles.chunks import PLAIN, PRODUCT, WIDE_BYTES, chunk_tokens
 from rlflow.modelfiles.kernels import head
-from rlflow.scheduler.costs.ranks.rank_memory import RankMemory
+from rlflow.scheduler.costs.ranks.rank_rates import RankRates
 from rlflow.scheduler.devices import efficiency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadSeconds(RankMemory):
+class HeadSeconds(RankRates):
     """Seconds of the head of a model on its ranks; what they are and hold, `RankMemory` says."""
-
-    def read(self, size: float) -> float:
-        """Seconds to read bytes from a device's memory."""
-        return size / (self.kind.bandwidth * self.kind.reached)
 
     def scored(self, predictions: float) -> float:
         """Seconds until so many distributions have given log-probs and entropies."""

@@ -1,0 +1,1 @@
+"""What spans of runs say of estimates."""
