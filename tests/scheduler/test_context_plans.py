@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import rlflow as rf
 from rlflow import ops
+from rlflow.errors import PlanError
 from rlflow.graph.placement import ContextBy
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.costs.estimate import Costs
@@ -15,7 +18,10 @@ from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.devices.cluster import parse_cluster
 from rlflow.scheduler.devices.collectives import group_of
 from rlflow.scheduler.models.shapes import known_shape
-from rlflow.scheduler.plan.plan import Plan
+from rlflow.scheduler.plan.plan import MICRO_TOKENS, Plan
+from rlflow.scheduler.search.layouts import contexts_on
+from rlflow.scheduler.search.remedies import other_layouts, with_remedies
+from rlflow.scheduler.search.space import layouts_of, placed_uses
 from tests.scheduler.strategies import exact, graph_of
 
 SEVEN = known_shape("qwen2.5-7b")
@@ -114,3 +120,25 @@ def test_a_plan_says_how_ranks_attend_and_what_the_other_way_takes() -> None:
     assert {f"fsdp=2 cp=4 {way}" for way in ways} <= {
         " ".join(i.layout().split()[:3]) for plan in ways.values() for i in plan.instances
     }
+
+
+def test_tune_and_what_would_fit_name_cp_where_rows_are_longer_than_a_pass() -> None:
+    graph, wide = graph_of(declared, "contexts"), (SEVEN, 8, 1, 8)
+
+    assert [2, 4, 8] == list(contexts_on(*wide))
+    assert [2, 4] == list(contexts_on(replace(SEVEN, windows=True), 8, 1, 8))
+    (trained, _) = placed_uses(graph)
+    for longest, cps in ((MICRO_TOKENS, {1}), (MICRO_TOKENS + 1, {1, 2, 4, 8})):
+        found = layouts_of(trained, (0, 8), SEVEN, GPUS, longest=longest)
+        assert cps == {layout.cp for layout in found}
+    where = rf.on("all", fsdp=8)
+    others = other_layouts("train", where, frozen=False, on_host=False, contexts=[4])
+    assert rf.on("all", cp=4) in list(others)
+    tight = rf.Placement(
+        pools={"train": 2, "gen": 2},
+        assign={"actor": rf.on("train"), "actor.rollout": rf.on("gen", tp=2)},
+    )
+    with pytest.raises(PlanError) as refused:
+        compile_plan(graph, tight, parse_cluster("h100:4", 4))
+    told = with_remedies(refused.value, graph, tight, parse_cluster("h100:4", 4))
+    assert "cp=" in str(told)

@@ -22,7 +22,8 @@ from rlflow.scheduler.observed import key_of
 from rlflow.scheduler.plan.plan import HOST, Plan
 from rlflow.scheduler.plan.text import plan_text
 from rlflow.scheduler.search.bounds import Figures, KnownCosts
-from rlflow.scheduler.search.space import Choice, Layout, placed_uses
+from rlflow.scheduler.search.layouts import Layout
+from rlflow.scheduler.search.space import Choice, placed_uses
 from rlflow.scheduler.verify.verify import STAGES, verify
 from tests.scheduler.examples import compiled_with
 from tests.scheduler.strategies import PLENTY, cluster

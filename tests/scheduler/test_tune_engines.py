@@ -15,7 +15,8 @@ from rlflow.scheduler.models.shapes import model_shape
 from rlflow.scheduler.search.bounds import Figures, KnownCosts, PeriodBounds
 from rlflow.scheduler.search.candidates import Moves
 from rlflow.scheduler.search.engines import by_engine, with_engines
-from rlflow.scheduler.search.space import Candidate, Choice, Layout, placed_uses, placement_of
+from rlflow.scheduler.search.layouts import Layout
+from rlflow.scheduler.search.space import Candidate, Choice, placed_uses, placement_of
 from rlflow.scheduler.search.text import placement_source, tuned_text
 from rlflow.scheduler.search.tune import SearchLimits, _rewritten, search_placements
 from tests.budget import examples

@@ -18,11 +18,11 @@ from rlflow.scheduler.devices.cluster import cpu_cluster, parse_cluster
 from rlflow.scheduler.models.shapes import model_shape
 from rlflow.scheduler.search.bounds import Figures, KnownCosts, PeriodBounds
 from rlflow.scheduler.search.candidates import Moves
+from rlflow.scheduler.search.layouts import Layout, ways_to_train
 from rlflow.scheduler.search.space import (
     MOST_COMBINATIONS,
     Candidate,
     Choice,
-    Layout,
     PlacedUse,
     classes_of,
     cut_points,
@@ -35,7 +35,6 @@ from rlflow.scheduler.search.space import (
     placement_of,
     scaled,
     unions,
-    ways_to_train,
 )
 from rlflow.scheduler.search.text import placement_source
 from rlflow.scheduler.search.tune import _rewritten

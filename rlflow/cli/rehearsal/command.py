@@ -169,7 +169,8 @@ def row_sizes(plan: Plan, costs: Costs) -> dict[str, RowSizes]:
         chunks = action.chunk.count if action.chunk is not None else 1
         group = max(1, math.ceil(load.rows / load.prompts))
         longest = load.prompt + group * load.lengths.longest
-        enough = math.ceil(PASSES * max(instance.micro_tokens, load.longest_row) / longest)
+        micro_tokens = instance.micro_tokens * instance.cp
+        enough = math.ceil(PASSES * max(micro_tokens, load.longest_row) / longest)
         steps = mini_batches(node) if node.op.use == "train" else 1
         prompts = max(1, min(math.ceil(load.prompts / chunks), enough)) * int(max(steps, 1))
         sizes = RowSizes(
@@ -178,7 +179,7 @@ def row_sizes(plan: Plan, costs: Costs) -> dict[str, RowSizes]:
             prompt=load.prompt,
             response=load.lengths.longest,
         )
-        found[action.id] = sizes.filling(instance.micro_tokens, steps=int(max(steps, 1)))
+        found[action.id] = sizes.filling(micro_tokens, steps=int(max(steps, 1)))
     return found
 
 

@@ -8,28 +8,30 @@ of it. What moves between devices, and between devices and the host, comes on to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rlflow.graph.graph import Graph, Node
-from rlflow.graph.roles import Drafted
 from rlflow.graph.rules.steps import steps_in_order
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.microbatches import fitted_to_room
 from rlflow.scheduler.costs.pieces import WHOLE, Piece
 from rlflow.scheduler.engines.engines import engine_parts, with_pool
+from rlflow.scheduler.passes.bind.contexts import with_way_to_attend
 from rlflow.scheduler.passes.bind.instances import layout_findings
 from rlflow.scheduler.passes.bind.row_checks import division_findings
-from rlflow.scheduler.plan.plan import MICRO_TOKENS, Cost, Instance, Plan, Spread
+from rlflow.scheduler.plan.plan import Cost, Instance, Plan, Spread
 from rlflow.scheduler.plan.row_layout import cut_groups
+from rlflow.scheduler.search.layouts import ways_to_train
 from rlflow.scheduler.search.space import (
     Candidate,
     Choice,
     PlacedUse,
     Range,
     alike,
+    average_instance,
     layouts_of,
-    ways_to_train,
+    role_instance,
 )
 
 Why = Literal["memory", "layout", "rows"]
@@ -164,7 +166,8 @@ class Figures:
         if not alike(where, self.costs.cluster):
             return ()
         shape = self.costs.shapes[made.model]
-        layouts = layouts_of(made, where, shape, self.costs.cluster)
+        rows = (self.costs.load(node, 1).longest_row for node in made.nodes if not made.rollout)
+        layouts = layouts_of(made, where, shape, self.costs.cluster, longest=max(rows, default=0))
         return tuple(Choice(*where, layout) for layout in layouts)
 
     def why(self, role: int, where: Range) -> Why:
@@ -180,12 +183,13 @@ class Figures:
             instance = with_pool(instance, role.nodes, room, self.costs)
         else:
             free = not choice.layout.recomputes
+            instance = with_way_to_attend(instance, role.nodes, {}, self.costs)
             instance = fitted_to_room(instance, role.nodes, room, self.costs, free=free)
         seconds, need, at = [], 0, role.nodes[0].name
         why: Why | None = "layout" if layout_findings(instance, self.plan, self.costs) else None
         held = 0
         for node in role.runs if why is None else ():
-            own = _averaged(node, instance) if node.averages else instance
+            own = average_instance(node, instance) if node.averages else instance
             parts = instance.row_parts if node.op.dispatched not in ("all", "first") else 1
             if why is None and _undivided(self.plan.graph, node, instance, parts):
                 why, at = "rows", node.name
@@ -214,46 +218,6 @@ class Figures:
             held += self.costs.gradients(instance) or 0
             held += self.costs.moments(instance) or 0
         return held
-
-
-def role_instance(role: PlacedUse, choice: Choice) -> Instance:
-    """The instance that a role has alone on its devices; its engine with what drafts in it."""
-    layout, options = choice.layout, role.options(choice.layout)
-    pool = f"{choice.start}:{choice.stop}"
-    roles = (node.role(Drafted) for node in role.nodes if options is not None)
-    drafting = next((drafted for drafted in roles if drafted is not None), None)
-    return Instance(
-        name=f"{role.model}@{pool}",
-        model=role.model,
-        pool=pool,
-        devices=tuple(range(choice.start, choice.stop)),
-        uses=tuple(dict.fromkeys(node.op.use or "forward" for node in role.nodes)),
-        trained=role.trained,
-        fsdp=layout.fsdp,
-        tp=layout.tp,
-        ep=layout.ep,
-        recompute="selective" if layout.selective else layout.recompute,
-        kept_whole=layout.kept_whole,
-        offload="layers" if layout.offload else "optimizer" if layout.hosted else None,
-        options=options,
-        drafter=None if drafting is None else drafting.by,
-        draft_tokens=0 if drafting is None else drafting.tokens,
-    )
-
-
-def _averaged(node: Node, source: Instance) -> Instance:
-    """The instance of the average that a node takes of another one, beside that."""
-    return replace(
-        source,
-        name=f"{node.model}@{source.pool}",
-        model=str(node.model),
-        uses=("train",),
-        recompute=False,
-        recompute_first=None,
-        kept_whole=False,
-        offload=None,
-        micro_tokens=MICRO_TOKENS,
-    )
 
 
 def _undivided(graph: Graph, node: Node, instance: Instance, parts: int) -> bool:

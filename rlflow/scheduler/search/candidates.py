@@ -167,6 +167,8 @@ class Moves:
             if made.source is None or None not in made.engines:
                 continue
             here, there = candidate.choices[role], candidate.choices[made.source]
+            if there.layout.cp > 1:  # Rollouts have whole rows.
+                continue
             fsdp, tp, ep = there.layout.fsdp, there.layout.tp, there.layout.ep
             layout = replace(here.layout, fsdp=fsdp, tp=tp, ep=ep, engine="")
             shared = Choice(here.start, here.stop, layout)

@@ -17,8 +17,8 @@ from rlflow.scheduler.engines.drafters import drafts_findings
 from rlflow.scheduler.engines.engines import option_findings
 from rlflow.scheduler.passes.bind.bind import assignment
 from rlflow.scheduler.plan.engine_plan import EnginePlan
-from rlflow.scheduler.search.bounds import role_instance
-from rlflow.scheduler.search.space import Choice, Layout, PlacedUse, as_named
+from rlflow.scheduler.search.layouts import Layout
+from rlflow.scheduler.search.space import Choice, PlacedUse, as_named, role_instance
 
 
 def with_engines(

@@ -11,15 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlflow.errors import Finding, PlanError
-from rlflow.graph.graph import Graph
+from rlflow.graph.graph import Graph, Node
 from rlflow.graph.placement import On, Placement
 from rlflow.scheduler.compile import compile_plan
+from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.devices.cluster import Cluster, amount
-from rlflow.scheduler.models.shapes import model_shape
+from rlflow.scheduler.models.shapes import Shape, model_shape
 from rlflow.scheduler.passes.bind.bind import assignment
 from rlflow.scheduler.passes.residency import TooLarge
-from rlflow.scheduler.plan.plan import HOST, Backend, Plan
+from rlflow.scheduler.plan.plan import HOST, MICRO_TOKENS, Backend, Plan
 from rlflow.scheduler.plan.text import duration, table
+from rlflow.scheduler.search.layouts import contexts_on
 from rlflow.scheduler.search.space import TENSOR_PARALLEL, scaled
 from rlflow.scheduler.search.text import on_source
 
@@ -130,18 +132,35 @@ class Neighbourhood:
                     frozen=frozen,
                     on_host=self.cluster.is_cpu,
                     experts=0 if shape is None else shape.experts,
+                    contexts=self._contexts(node, where, shape),
                 )
                 yield from ({**said, key: other} for other in others)
 
+    def _contexts(self, node: Node, where: On, shape: Shape | None) -> list[int]:
+        """Over how many ranks the rows of a node may be cut, if they are longer than a pass."""
+        costs = Costs(graph=self.graph, cluster=self.cluster, shapes={str(node.model): shape})
+        if node.op.use == "rollout" or costs.load(node, 1).longest_row <= MICRO_TOKENS:
+            return []
+        most = self.count // (where.tp or 1)
+        return [cp for cp in contexts_on(shape, most, where.tp or 1, most) if cp > (where.cp or 1)]
+
 
 def other_layouts(
-    use: str, where: On, *, frozen: bool, on_host: bool, experts: int = 0
+    use: str,
+    where: On,
+    *,
+    frozen: bool,
+    on_host: bool,
+    experts: int = 0,
+    contexts: Sequence[int] = (),
 ) -> Iterator[On]:
     """Layouts of a use that take less of each device: shared by more ranks, or not there at all.
 
     Devices whose memory is the host's, `on_host`, gain nothing by what is kept there. So many
-    `experts` of a layer may lie apart.
+    `experts` of a layer may lie apart, and tokens of rows on as many ranks as `contexts` say.
     """
+    for cp in contexts:
+        yield where.model_copy(update={"cp": cp, "cp_by": None, "fsdp": None})
     for ep in EXPERT_PARALLEL if use == "train" else ():
         if experts and experts % ep == 0 and ep > (where.ep or 1):
             yield where.model_copy(update={"ep": ep})

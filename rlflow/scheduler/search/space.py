@@ -13,12 +13,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.graph.graph import Graph, Node
-from rlflow.graph.placement import On, Placement, Recompute
+from rlflow.graph.placement import On, Placement
+from rlflow.graph.roles import Drafted
 from rlflow.graph.user.engine_options import EngineOptions
 from rlflow.scheduler.devices.cluster import Cluster
 from rlflow.scheduler.models.mixtures import apart_on
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.engine_plan import EnginePlan
+from rlflow.scheduler.plan.plan import MICRO_TOKENS, Instance
+from rlflow.scheduler.search.layouts import Layout, contexts_on
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 EIGHTHS = 8
@@ -57,52 +60,6 @@ class PlacedUse:
         """The options of the engine that a layout names; None for the embedded one."""
         found = (o for o in self.engines if o is not None and o.describe() == layout.engine)
         return next(found, None)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Layout:
-    """How a role's ranks share its model; `own` is a rollout's copy where it could share.
-
-    `engine` describes the one that generates in a process of its own; empty for the embedded one.
-    Of training all layers may be computed again, or all but attention where that is `selective`;
-    layers `kept_whole` from forward to backward, and the optimizer's state `hosted`.
-    """
-
-    fsdp: int = 1
-    tp: int = 1
-    recompute: bool = False
-    offload: bool = False
-    own: bool = False
-    engine: str = ""
-    selective: bool = False
-    kept_whole: bool = False
-    hosted: bool = False
-    ep: int = 1
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Ranks that share the parameters, each layer, and the experts."""
-        return self.fsdp, self.tp, self.ep
-
-    @property
-    def recomputes(self) -> Recompute:
-        """What is computed again; whatever does not fit otherwise where that is False."""
-        return "selective" if self.selective else self.recompute
-
-    def describe(self) -> str:
-        """The printed form."""
-        apart = f" ep={self.ep}" if self.ep > 1 else ""
-        sizes = f"fsdp={self.fsdp}{apart} tp={self.tp}"
-        said = {
-            "recompute": self.recompute,
-            "recompute=selective": self.selective,
-            "reshard_after_forward=False": self.kept_whole,
-            "offload=layers": self.offload,
-            "offload=optimizer": self.hosted,
-            "own": self.own,
-        }
-        said |= {self.engine: True} if self.engine else {}
-        return " ".join([sizes, *(word for word, holds in said.items() if holds)])
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -203,6 +160,47 @@ def alike(where: Range, cluster: Cluster) -> bool:
     return not any(where[0] < boundary < where[1] for boundary in met)
 
 
+def role_instance(role: PlacedUse, choice: Choice) -> Instance:
+    """The instance that a role has alone on its devices; its engine with what drafts in it."""
+    layout, options = choice.layout, role.options(choice.layout)
+    pool = f"{choice.start}:{choice.stop}"
+    roles = (node.role(Drafted) for node in role.nodes if options is not None)
+    drafting = next((drafted for drafted in roles if drafted is not None), None)
+    return Instance(
+        name=f"{role.model}@{pool}",
+        model=role.model,
+        pool=pool,
+        devices=tuple(range(choice.start, choice.stop)),
+        uses=tuple(dict.fromkeys(node.op.use or "forward" for node in role.nodes)),
+        trained=role.trained,
+        fsdp=layout.fsdp,
+        tp=layout.tp,
+        ep=layout.ep,
+        cp=layout.cp,
+        recompute="selective" if layout.selective else layout.recompute,
+        kept_whole=layout.kept_whole,
+        offload="layers" if layout.offload else "optimizer" if layout.hosted else None,
+        options=options,
+        drafter=None if drafting is None else drafting.by,
+        draft_tokens=0 if drafting is None else drafting.tokens,
+    )
+
+
+def average_instance(node: Node, source: Instance) -> Instance:
+    """The instance of the average that a node takes of another one, beside that."""
+    return replace(
+        source,
+        name=f"{node.model}@{source.pool}",
+        model=str(node.model),
+        uses=("train",),
+        recompute=False,
+        recompute_first=None,
+        kept_whole=False,
+        offload=None,
+        micro_tokens=MICRO_TOKENS,
+    )
+
+
 def classes_of(roles: tuple[PlacedUse, ...], ways: int) -> tuple[tuple[int, ...], ...]:
     """Roles that go to the same devices, as few as keep the combinations in bounds.
 
@@ -223,12 +221,13 @@ def classes_of(roles: tuple[PlacedUse, ...], ways: int) -> tuple[tuple[int, ...]
 
 
 def layouts_of(
-    role: PlacedUse, where: Range, shape: Shape | None, cluster: Cluster
+    role: PlacedUse, where: Range, shape: Shape | None, cluster: Cluster, *, longest: int = 0
 ) -> Iterator[Layout]:
     """The layouts of a role on a range: tensor parallelism within a host, then how to shard.
 
     Training shards over all, over a host (hybrid sharding) or not at all, and experts of a mixture
-    may lie apart; a frozen model may stay on the host as well.
+    may lie apart, and tokens of rows where the `longest` has more than a micro-batch. A frozen
+    model may stay on the host as well.
     """
     start, stop = where
     count, per_host = stop - start, -(-cluster.count // cluster.hosts)
@@ -248,24 +247,11 @@ def layouts_of(
         for fsdp in dict.fromkeys(sizes):
             yield Layout(fsdp=fsdp, tp=tp)
             yield from (Layout(fsdp, tp, ep=ep) for ep in apart_on(shape, fsdp, tp, host))
+        if longest > MICRO_TOKENS:
+            cuts = contexts_on(shape, ranks, tp, host)
+            yield from (Layout(ranks // cp, tp, cp=cp) for cp in cuts)
     if not (role.trained or role.averaged) and role.source is None and None in role.engines:
         yield Layout(offload=True)
-
-
-def ways_to_train(layout: Layout, *, on_host: bool) -> Iterator[Layout]:
-    """Other ways to train in a layout: what is recomputed, kept whole, and where the state lies.
-
-    A number of layers is none of them: where an update does not fit the compiler finds the fewest.
-    Nor are layers kept whole where memory is made beside: all weights, for one all-gather less.
-    Devices whose memory is the host's, `on_host`, have no state to send there.
-    """
-    if layout.fsdp > 1:
-        yield replace(layout, kept_whole=True)
-    for hosted in (False,) if on_host else (False, True):
-        if hosted:
-            yield replace(layout, hosted=True)
-        yield replace(layout, hosted=hosted, selective=True)
-        yield replace(layout, hosted=hosted, recompute=True)
 
 
 def _divides(tp: int, shape: Shape | None, *, repeats: bool = False) -> bool:
@@ -275,12 +261,13 @@ def _divides(tp: int, shape: Shape | None, *, repeats: bool = False) -> bool:
 def on_of(role: PlacedUse, choice: Choice, pool: str) -> On:
     """A choice as an assignment; what the compiler derives by itself is left out."""
     layout, count = choice.layout, choice.stop - choice.start
-    derived = 1 if role.rollout or layout.offload else max(1, count // layout.tp)
+    derived = 1 if role.rollout or layout.offload else max(1, count // (layout.tp * layout.cp))
     return On(
         pool=pool,
         fsdp=layout.fsdp if layout.fsdp != derived else None,
         tp=layout.tp if layout.tp > 1 else None,
         ep=layout.ep if layout.ep > 1 else None,
+        cp=layout.cp if layout.cp > 1 else None,
         recompute=layout.recomputes or None,
         reshard_after_forward=False if layout.kept_whole else None,
         offload="layers" if layout.offload else "optimizer" if layout.hosted else None,

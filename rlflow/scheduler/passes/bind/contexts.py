@@ -53,7 +53,9 @@ def _said(instance: Instance, nodes: Sequence[Node], chosen: Mapping[str, On]) -
     spoken = [
         (node, way)
         for node in nodes
-        if node.op.use != "rollout" and (way := chosen[node.name].cp_by) is not None
+        if node.op.use != "rollout"
+        and (where := chosen.get(node.name)) is not None
+        and (way := where.cp_by) is not None
     ]
     for node, way in spoken:
         if way != spoken[0][1]:
