@@ -223,13 +223,12 @@ def test_more_cpu_devices_than_cores_share_them(rlflow, here, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["run", "plan", "check"])
-def test_fewer_prompts_than_ranks(rlflow, here, command):
+def test_fewer_samples_than_ranks(rlflow, here, command):
     rewrite(here, "@rf.pipeline()", PLACED)
+    rewrite(here, "batch=2", "batch=1")
     result = rlflow(command, "mine.py", "--placement", "four")
     assert 4 == result.code
-    assert (
-        "error[E214]: actor.rollout: 2 prompts do not split over 4 ranks, groups kept whole\n"
-    ) in result.err
+    assert "error[E214]: actor.rollout: 2 rows do not split over 4 ranks\n" in result.err
     assert nothing_started(here)
 
 

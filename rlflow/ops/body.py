@@ -178,7 +178,9 @@ class Call:
     a node averages, and `others` are the inputs of further row sets that it reads, whole; `memory`
     has the rows that it has kept of earlier iterations, None where it has kept none.
     The inputs are a part of the batch: `rows` int64 `[rows]` numbers them within
-    its `total` rows, and `peers` have the others. `state` is what the node keeps from call to call:
+    its `total` rows, and `peers` have the others. Where each row of the batch lies in `pieces`, one
+    after the other, an equal share of what is made of it is made of each of them. `state`
+    is what the node keeps from call to call:
     numbers that a checkpoint holds, and that all who run the node change alike. Rollouts may run
     `staleness` updates ahead; `updates` are those of the model that sampled the tokens it
     reads, each due in some iterations. It is call
@@ -199,6 +201,7 @@ class Call:
     others: tuple[Batch, ...] = ()
     rows: Tensor | None = None
     total: int = 0
+    pieces: int = 1
     peers: Peers = field(default_factory=Alone)
     model: ModelInUse | None = None
     source: ModelInUse | None = None

@@ -77,14 +77,16 @@ def grpo(
     old: bool = False,
     every: int = 3,
     ignore_eos: bool = False,
+    prompts: int = 8,
+    n: int = 2,
 ) -> Graph:
     """GRPO with a reference, evaluated every few iterations unless `every` is 0."""
 
     def declare() -> None:
         actor = rf.Model("actor", path, optimizer=rf.AdamW(lr=1e-3))
         ref = rf.Model("ref", path)
-        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
-        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8, ignore_eos=ignore_eos)
+        drawn = ops.prompts(rf.data.arithmetic(digits=2), batch=prompts)
+        samples = ops.rollout(actor, drawn, n=n, max_new_tokens=8, ignore_eos=ignore_eos)
         reward = ops.reward(exact, samples)
         given = [ops.log_probs(ref, samples)]
         if old or epochs > 1:

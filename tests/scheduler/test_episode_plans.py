@@ -39,7 +39,7 @@ def compiled(*, gen=1, engine=None, **options):
         rows = ops.episodes(actor, Never(), prompts, n=2, **limits)
         ops.update(actor, rows, ops.advantage("grpo", rows), loss=rf.PolicyLoss())
 
-    devices = cpu_cluster(1 + gen, threads=1, memory=4e9)
+    devices = cpu_cluster(1 + gen, threads=1, memory=1.5e9)
     return compile_plan(made.trace(made.config()), placement, devices)
 
 

@@ -271,6 +271,32 @@ def test_the_verifier_refuses_groups_that_are_cut_for_nothing() -> None:
     assert "actor.update cuts groups over 4 parts, and there are 8 prompts" == broken
 
 
+def test_the_verifier_refuses_samples_that_are_shared_out_wrongly() -> None:
+    """Two prompts of four samples on four ranks lie in two pieces each."""
+    gen = rf.Placement(
+        pools={"train": 1, "gen": 4},
+        assign={"*": rf.on("train"), "actor.rollout": rf.on("gen")},
+    )
+    plan = compiled_with(grpo(prompts=2, n=4), gen).plan
+    takes, makes = spreads(plan, "actor.rollout")
+    assert ("balanced samples", 2) == (takes and takes.rule, takes and takes.pieces)
+    assert generated((1,), (2,), (3,), (4,)) == makes
+
+    for pieces, problem in (
+        (3, "actor.rollout draws 4 samples of a prompt in 3 pieces"),
+        (1, "actor.rollout has 2 prompts in 1 pieces for 4 parts"),
+    ):
+        wrong = replace(takes, pieces=pieces)
+        actions = (
+            replace(a, takes=wrong if a.takes == takes else a.takes)
+            if a.kind == "run"
+            else replace(a, makes=wrong if a.makes == takes else a.makes)
+            for a in plan.actions
+        )
+        assert problem in verify(replace(plan, actions=tuple(actions)), "timing")
+    assert takes == Spread(**takes.as_json())
+
+
 def test_losses_that_compare_samples_have_them_on_one_rank() -> None:
     def declare() -> None:
         actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))
@@ -298,7 +324,7 @@ def test_prompts_of_a_mini_batch_have_to_reach_every_rank() -> None:
 
     (finding,) = found.value.findings
     assert ("E214", "8 prompts, 4 mini-batches of them") == (finding.code, finding.got)
-    assert "actor.update: 2 prompts do not split over 8 ranks" in finding.what
+    assert "actor.update: 4 rows do not split over 8 ranks" in finding.what
     for devices, rule in ((4, "balanced rows"), (2, "balanced")):
         taken, _ = spreads(compiled_with(graph, on_pool(devices)).plan, "actor.update")
         assert taken is not None

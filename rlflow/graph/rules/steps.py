@@ -6,8 +6,10 @@ and it may stop between two steps and let others go first.
 
 from __future__ import annotations
 
+import math
+
 from rlflow.graph.graph import Node
-from rlflow.graph.roles import Learning
+from rlflow.graph.roles import Learning, SamplingOptions
 
 
 def steps_in_order(node: Node) -> int:
@@ -37,6 +39,24 @@ def groups_may_part(node: Node) -> bool:
     if learning is not None:
         return not {"group", "pair"}.intersection(learning.loss.needs())
     return node.op.per == "row" and node.op.rows in ("same", "none")
+
+
+def sample_pieces(node: Node, prompts: int, parts: int) -> int:
+    """In how many equal pieces the samples of a prompt are drawn, so that every part has some.
+
+    1 where there are prompts enough, or too few samples, or rows that nothing samples. Of the
+    divisors of the number of samples the one whose fullest part has the fewest; of those that
+    are alike the smallest, as a prompt is read once for each piece.
+    """
+    sampling = node.role(SamplingOptions)
+    if sampling is None or node.op.rows != "expand" or node.op.per != "row" or not sampling.n:
+        return 1
+    many = int(sampling.n)
+    if not prompts < parts <= prompts * many:
+        return 1
+    able = [pieces for pieces in range(2, many + 1) if many % pieces == 0]
+    enough = [pieces for pieces in able if prompts * pieces >= parts]
+    return min(enough, key=lambda p: (math.ceil(prompts * p / parts) * (many // p), p))
 
 
 def in_background(node: Node) -> bool:

@@ -18,7 +18,7 @@ Dispatch = Callable[[Sequence[int], Sequence[int] | None, int], Parts]
 Collect = Callable[[Parts], Parts]
 
 # The rules that rlflow itself spreads rows by.
-RULES = ("whole", "balanced", "balanced rows", "generated")
+RULES = ("whole", "balanced", "balanced rows", "balanced samples", "generated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

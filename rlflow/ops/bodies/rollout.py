@@ -64,18 +64,20 @@ def rollout(call: Call) -> Output:
     """Sample n responses to every prompt; rows are prompt-major.
 
     Sample s of row p of the batch has the same number, and so the same random numbers, in
-    whichever part the row is. The version of a token is that of the weights that sampled it.
+    whichever part it is drawn; where prompts lie in pieces, a piece has a share of the samples.
+    The version of a token is that of the weights that sampled it.
     With the option `until` responses stop after so many tokens.
     """
     inputs, model, params = inputs_of(call), model_of(call), call.params
-    n, count, numbers = params["n"], num_rows(inputs), row_numbers(call)
+    n, count, numbers = params["n"] // call.pieces, num_rows(inputs), row_numbers(call)
     texts = strings(inputs["prompt"])
     prompt_tokens, pictures = _prompts(call, texts, inputs)
     room = params["max_new_tokens"]
-    too_long(call, prompt_tokens, texts, room, model.context, numbers.tolist())
+    too_long(call, prompt_tokens, texts, room, model.context, (numbers // call.pieces).tolist())
     parent = torch.arange(count).repeat_interleave(n)
-    group = numbers[parent] + call.drawn * total_rows(call)
-    sample = group * n + torch.arange(n).repeat(count)
+    piece = numbers[parent] + call.drawn * total_rows(call)
+    sample = piece * n + torch.arange(n).repeat(count)
+    group = piece // call.pieces
     until = params.get("until")
     seen: dict[str, Any] = {} if pictures is None else {"pictures": pictures}
     made = model.generate(prompt_tokens, sample, n=n, until=until, **drawn(params), **seen)

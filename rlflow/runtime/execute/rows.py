@@ -92,6 +92,11 @@ def sub_groups(groups: Rows, parts: int) -> Rows:
     return found
 
 
+def laid_out(rows: Rows, pieces: int) -> Rows:
+    """Numbers of rows of which each is laid out `pieces` times, one after the other."""
+    return generated([rows], pieces)[0]
+
+
 def generated(parents: Sequence[Rows], factor: int) -> list[Rows]:
     """The rows made of each part's parents: p * factor + 0 .. factor - 1 of every parent p."""
     children = np.arange(factor, dtype=np.int64)
@@ -109,7 +114,7 @@ def dispatched(
 ) -> tuple[list[Rows], list[Rows]]:
     """The rows each part takes by a rule, and those of them whose results are kept.
 
-    `rule` is `whole`, `balanced`, `balanced rows`, or the name of a registered pair; `tokens` and
+    `rule` is one of rlflow's, or the name of a registered pair; `tokens` and
     `groups` are as in `balanced`. Kept rows stand in the order they were taken in, every row in one
     part.
     Raises RunError naming the function, what it returned and what was expected, where a
@@ -120,7 +125,7 @@ def dispatched(
         assert parts == 1, f"rows that are not shared out have one part, not {parts}"
         everything = [np.arange(len(tokens), dtype=np.int64)]
         return everything, everything
-    if rule in ("balanced", "balanced rows"):
+    if rule in ("balanced", "balanced rows", "balanced samples"):
         if groups is not None and rule == "balanced rows":
             groups = sub_groups(groups, parts)
         made = balanced(tokens, groups, parts)

@@ -17,7 +17,13 @@ from rlflow.graph.graph import Node
 from rlflow.graph.roles import SamplingOptions
 from rlflow.graph.user.dispatch import RULES
 from rlflow.runtime.execute.flow import Flow
-from rlflow.runtime.execute.rows import chunk_rows, dispatched, generated, row_positions
+from rlflow.runtime.execute.rows import (
+    chunk_rows,
+    dispatched,
+    generated,
+    laid_out,
+    row_positions,
+)
 from rlflow.runtime.ray.exchange import Exchange, exchange
 from rlflow.scheduler.plan.plan import Action, Chunk, Plan, Spread
 
@@ -27,8 +33,8 @@ if TYPE_CHECKING:
 Rows = NDArray[np.int64]
 Key = tuple[str, int]
 
-# What a partition of the rows of a set depends on: its rule, the number of parts, the chunk.
-Partition = tuple[str, int, Chunk | None]
+# What a partition of the rows of a set depends on: its rule, how many parts and pieces, the chunk.
+Partition = tuple[str, int, int, Chunk | None]
 
 
 @dataclass(slots=True)
@@ -105,12 +111,16 @@ class RowLedger:
         assert action.takes is not None
         assert action.makes is not None
         wanted, _ = self._partition(action, iteration, action.makes)
+        wanted = [rows // action.makes.pieces for rows in wanted]
         return exchange(action.takes, self._held(action, iteration), action.makes, wanted)
 
     def rows(self, action: Action, iteration: int, device: int) -> tuple[Rows | None, int]:
-        """The row numbers a receiver gets, None for all of them, and the rows of the batch."""
+        """The row numbers a receiver gets, None for all of them, and the rows of the batch.
+
+        Of rows that are laid out in pieces, the numbers of those.
+        """
         assert action.makes is not None
-        total = self._row_set(action, iteration).total
+        total = self._row_set(action, iteration).total * action.makes.pieces
         if action.makes.rule == "whole" and action.piece_read is None:
             return None, total
         wanted, _ = self._partition(action, iteration, action.makes)
@@ -166,8 +176,9 @@ class RowLedger:
         answers = [made[device] for device in self.answering(action)]
         parents = self._taken(action, iteration)
         count = max(sum(len(part) for part in parents), 1)
+        pieces = 1 if action.takes is None else action.takes.pieces
         factor = (
-            int(node.as_a(SamplingOptions).n or 1)
+            int(node.as_a(SamplingOptions).n or 1) // pieces
             if action.ends_first
             else made_of(answers) // count
         )
@@ -177,8 +188,8 @@ class RowLedger:
         ]
         key = (node.name, iteration)
         if key not in self._sets:
-            total = self._row_set(action, iteration).total * factor
-            groups = np.arange(total, dtype=np.int64) // max(factor, 1)
+            total = self._row_set(action, iteration).total * pieces * factor
+            groups = np.arange(total, dtype=np.int64) // max(pieces * factor, 1)
             self._sets[key] = _row_set(total, groups)
         if action.chunk is not None and action.ends_first:
             self._sets[key].pieces[action.chunk] = np.sort(np.concatenate(parts))
@@ -205,7 +216,8 @@ class RowLedger:
         held, chunk = self._held(action, iteration), action.piece_read
         if chunk is None or chunk.by == "finish":
             return held
-        first, last = chunk_rows(self._row_set(action, iteration).total, chunk)
+        pieces = 1 if action.takes is None else action.takes.pieces
+        first, last = chunk_rows(self._row_set(action, iteration).total * pieces, chunk)
         return [rows[(rows >= first) & (rows < last)] for rows in held]
 
     def _generated(self, action: Action, iteration: int) -> list[Rows]:
@@ -228,14 +240,16 @@ class RowLedger:
             held = made(action, iteration)
             return held, held
         rows = self._row_set(action, iteration)
-        key = (spread.rule, len(spread.parts), action.piece_read)
+        key = (spread.rule, len(spread.parts), spread.pieces, action.piece_read)
         if key not in rows.partitions:
             node = self._node(action)
-            chosen = rows.of(action.piece_read)
-            groups = None if rows.groups is None or not len(chosen) else rows.groups[chosen]
+            chosen = laid_out(rows.of(action.piece_read), spread.pieces)
+            of = chosen // spread.pieces
+            whole = rows.groups is None or not len(chosen) or spread.pieces > 1
+            groups = None if whole or rows.groups is None else rows.groups[of]
             taken, kept = dispatched(
                 spread.rule,
-                rows.tokens[chosen],
+                rows.tokens[of],
                 groups if groups is None else groups - groups[0],
                 len(spread.parts),
                 whole_groups=node.op.per == "group",

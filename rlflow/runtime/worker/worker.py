@@ -268,6 +268,7 @@ class Worker:
             others=read.others,
             rows=read.rows,
             total=read.total,
+            pieces=1 if action.takes is None else action.takes.pieces,
             peers=Alone() if shared is None else shared,
             state=self.states.of(node.shares or node.name),
             model=None if loaded is None else self._in_use(action, node, loaded, key),

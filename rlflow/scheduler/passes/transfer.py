@@ -128,6 +128,7 @@ def _shared_out(spread: Spread) -> str:
     rules = {
         "balanced": "balanced by tokens",
         "balanced rows": "balanced by tokens, the samples of a prompt apart,",
+        "balanced samples": f"each prompt for {spread.pieces} equal shares of its samples,",
         "generated": "as generated",
     }
     each = "parts" if len(spread.devices) > len(spread.parts) else "ranks"
@@ -148,13 +149,14 @@ def moved_share(source: Spread, target: Spread) -> float:
 
     A row is put once for all ranks of a part that lack it. Rows of a part that is cut by
     another rule are taken to lie anywhere: of a part of 1 / p of the rows, a process that holds
-    1 / q of them in the source has 1 / q. All rows in one process, none move.
+    1 / q of them in the source has 1 / q. All rows in one process, none move. Rows
+    that are laid out several times move as often.
     """
     if source == target:
         return 0.0
     held = {device: 1 / len(source.parts) for device in source.devices}
     lacking = sum(max(1 - held.get(device, 0.0) for device in part) for part in target.parts)
-    return lacking / len(target.parts)
+    return lacking / len(target.parts) * target.pieces
 
 
 def _after(reader: Action, sources: Collection[str], moved: str) -> Action:

@@ -111,12 +111,15 @@ class Spread:
 
     `rule` says which rows a part has. `whole`: there is one part, with all rows. `balanced`: parts
     have about equally many tokens, and groups stay together. `balanced rows`: groups are cut, as
-    there are fewer of them than parts. `generated`: rows lie where the rows
+    there are fewer of them than parts. `balanced samples`: each row is laid out `pieces` times, one
+    after the other, and of each an equal share of its rows is made: row r of the laid out is of
+    row r // pieces. `generated`: rows lie where the rows
     that they were made of lay. Any other name is a registered dispatch function.
     """
 
     parts: tuple[tuple[int, ...], ...]
     rule: str = "whole"
+    pieces: int = 1
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -124,8 +127,13 @@ class Spread:
         return tuple(chain.from_iterable(self.parts))
 
     def describe(self) -> str:
-        """The printed form: `whole`, `2 parts, balanced`."""
-        return self.rule if len(self.parts) == 1 else f"{len(self.parts)} parts, {self.rule}"
+        """The printed form: `whole`, `2 parts, balanced`, `4 parts, balanced samples / 2`."""
+        cut = f" / {self.pieces}" if self.pieces > 1 else ""
+        return self.rule if len(self.parts) == 1 else f"{len(self.parts)} parts, {self.rule}{cut}"
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data; without `pieces` where rows lie once."""
+        return {k: v for k, v in asdict(self).items() if k != "pieces" or v > 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +252,8 @@ class Action:
     def as_json(self) -> dict[str, Any]:
         """As plain data; without a window where it has none."""
         found = {k: v for k, v in asdict(self).items() if k != "within" or self.within != ALWAYS}
+        rows = {"takes": self.takes, "makes": self.makes}
+        found |= {k: None if lying is None else lying.as_json() for k, lying in rows.items()}
         return found | {"trip": None if self.trip is None else self.trip.as_json()}
 
     @property

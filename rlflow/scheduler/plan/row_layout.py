@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.rules.check import most_rows, num_prompts, row_counts
-from rlflow.graph.rules.steps import groups_may_part, mini_batches
+from rlflow.graph.rules.steps import groups_may_part, mini_batches, sample_pieces
 from rlflow.graph.user.dispatch import RULES
 from rlflow.scheduler.plan.plan import HOST, Action, Chunk, Instance, Spread
 
@@ -87,19 +87,25 @@ def takes(
 def cut_groups(graph: Graph, node: Node, taken: Spread | None) -> Spread | None:
     """The layout with the samples of a prompt on several ranks, where that is what it takes.
 
-    There are fewer prompts than parts, rows enough, and the node computes each row by itself.
+    There are fewer prompts than parts, rows enough, and the node computes each row by itself, or
+    draws it.
     """
     if taken is None or taken.rule != "balanced" or node.op.uneven == "refuse":
         return taken
-    if not groups_may_part(node):
-        return taken
     groups, rows = (each // mini_batches(node) for each in least_rows(graph, node))
     parts = len(taken.parts)
+    if (pieces := sample_pieces(node, groups, parts)) > 1:
+        return replace(taken, rule="balanced samples", pieces=pieces)
+    if not groups_may_part(node):
+        return taken
     return replace(taken, rule="balanced rows") if groups < parts <= rows else taken
 
 
 def least_rows(graph: Graph, node: Node) -> tuple[int, int]:
-    """The fewest prompts that a node's rows descend from in an iteration, and the fewest rows."""
+    """The fewest prompts that a node's rows descend from in an iteration, and the fewest rows.
+
+    Of a rollout the rows that it draws.
+    """
     groups, rows = num_prompts(graph, node), most_rows(graph, node)
     if groups is None or rows is None:
         return 0, 0
@@ -120,7 +126,7 @@ def makes(node: Node, place: Place, taken: Spread | None) -> Spread | None:
         alike = place.instance is not None or node.op.dispatch == "all"
         return place.everywhere if alike else place.first
     if node.op.rows == "expand" and len(taken.parts) > 1:
-        return replace(taken, rule="generated")
+        return replace(taken, rule="generated", pieces=1)
     return taken
 
 

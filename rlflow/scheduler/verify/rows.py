@@ -14,7 +14,7 @@ from rlflow.graph.rules.check import most_rows, num_prompts, row_counts
 from rlflow.scheduler.plan.plan import HOST, Action, Chunk, Spread
 from rlflow.scheduler.verify.happens_before import Facts, runs_only_with
 
-OWN_RULES = ("whole", "balanced", "balanced rows", "generated")
+OWN_RULES = ("whole", "balanced", "balanced rows", "balanced samples", "generated")
 
 Carried = tuple[str, Spread | None, Chunk | None]
 
@@ -146,6 +146,8 @@ def _is_formed(facts: Facts, a: Action, word: str, spread: Spread) -> Iterator[s
     wrong = held != able and (len(set(held)) < len(held) or not set(held) <= set(able))
     if wrong or not all(spread.parts):
         yield f"{a.id} {word} rows in parts {spread.parts}, it has devices {list(able)}"
+    if (spread.pieces > 1) is not (spread.rule == "balanced samples"):
+        yield f"{a.id} {word} rows in {spread.pieces} pieces by the rule {spread.rule}"
     if (spread.rule == "whole") is not (len(spread.parts) == 1):
         yield f"{a.id} {word} {len(spread.parts)} parts by the rule {spread.rule}"
     instance = facts.instances.get(a.instance or "")
@@ -181,6 +183,8 @@ def _is_dispatched(facts: Facts, node: Node, a: Action, spread: Spread) -> Itera
     elif _goes_on(facts, node, a):
         if spread != facts.runs[str(node.rows_of)][0].makes:
             yield f"{a.id} takes {spread.describe()}, an engine has cached its rows elsewhere"
+    elif how == "split" and spread.rule == "balanced samples":
+        yield from _may_be_shared(facts, node, a, spread)
     elif how == "split" and spread.rule == "balanced rows":
         yield from _may_be_cut(facts, node, a, len(spread.parts))
     elif spread.rule != ("balanced" if how == "split" else how):
@@ -203,6 +207,22 @@ def _may_be_cut(facts: Facts, node: Node, a: Action, parts: int) -> Iterator[str
     steps = 1 if learning is None else learning.mini_batches
     if fewest is None or fewest // steps >= parts:
         yield f"{a.id} cuts groups over {parts} parts, and there are {fewest} prompts"
+
+
+def _may_be_shared(facts: Facts, node: Node, a: Action, spread: Spread) -> Iterator[str]:
+    """A prompt's samples are drawn in equal pieces, where prompts are too few for all parts."""
+    prompts, counts = num_prompts(facts.plan.graph, node), row_counts(facts.plan.graph, node)
+    fewest = prompts if counts is None or prompts is None else min(prompts, counts.least)
+    drawn, parts = dict(node.params).get("n"), len(spread.parts)
+    if node.op.rows != "expand" or node.op.per != "row" or drawn is None:
+        yield f"{a.id} shares out samples, and draws none by themselves"
+        return
+    if drawn % spread.pieces:
+        yield f"{a.id} draws {drawn} samples of a prompt in {spread.pieces} pieces"
+    if fewest is None or fewest >= parts:
+        yield f"{a.id} shares out samples over {parts} parts, and there are {fewest} prompts"
+    elif fewest * spread.pieces < parts:
+        yield f"{a.id} has {fewest} prompts in {spread.pieces} pieces for {parts} parts"
 
 
 def _goes_on(facts: Facts, node: Node, a: Action) -> bool:

@@ -22,6 +22,7 @@ from rlflow.scheduler.plan.plan import Action, Chunk, Plan
 from tests.budget import examples
 from tests.scheduler.conftest import write_models
 from tests.scheduler.examples import MESH, SPLIT, TWICE, compiled_with, grpo
+from tests.scheduler.player import play
 from tests.scheduler.strategies import PLENTY, Case, cluster, graphs, placements
 from tests.scheduler.test_episode_plans import compiled as episodes
 
@@ -80,7 +81,7 @@ class Ranks:
     def read(self, device: int, action: Action, node: str) -> np.ndarray:
         """The rows of a node that lie on a device for an action, joined as a worker does."""
         found = [torch.tensor(self.held[device, o]) for o in self.flow.origins(action.id, node)]
-        total = self.totals[node]
+        total = self.totals[node] * (pieces_of(action) if action.kind == "run" else 1)
         pieces = [Stored(fields={"row": rows}, total=total, rows=rows) for rows in found]
         return joined_fields(pieces, ("row",)).fields["row"].numpy()
 
@@ -101,7 +102,8 @@ class Ranks:
         node = self.plan.graph.node(str(action.node))
         made, taken = {}, {}
         kept = self.lying.keep(action, 0)
-        factor = node.param("n") if node.op.rows == "expand" else 1
+        shares = pieces_of(action)
+        factor = node.param("n") // shares if node.op.rows == "expand" else 1
         for device in self.lying.asked(action):
             rows = np.empty(0, dtype=np.int64)
             for source in node.sources:
@@ -113,7 +115,7 @@ class Ranks:
             made[device] = self.left_by(action, device, rows, kept, factor)
         if node.sources:
             self.check(action, taken, self.wanted(action, node.sources[0]))
-            self.totals[node.name] = self.totals[node.sources[0]] * factor
+            self.totals[node.name] = self.totals[node.sources[0]] * shares * factor
         else:
             self.totals[node.name] = dict(node.params).get("batch", 0)
         self.lying.note(action, 0, made)
@@ -122,7 +124,7 @@ class Ranks:
         """The rows of a node that an action works on, ascending."""
         chunk = action.piece_read
         if chunk is None or chunk.by == "prompts":
-            return np.arange(*chunk_rows(self.totals[source], chunk))
+            return np.arange(*chunk_rows(self.totals[source] * pieces_of(action), chunk))
         return np.unique(np.concatenate(self.pieces[self.origin(source), chunk]))
 
     def origin(self, name: str) -> str:
@@ -153,7 +155,7 @@ class Ranks:
             together.append(taken[part[0]])
         rows = np.concatenate(together)
         assert wanted.tolist() == np.unique(rows).tolist()
-        if action.takes.rule in ("whole", "balanced", "generated"):
+        if action.takes.rule in ("whole", "balanced", "balanced samples", "generated"):
             assert len(wanted) == len(rows)
         if action.takes.rule == "whole":
             assert wanted.tolist() == rows.tolist()
@@ -168,7 +170,8 @@ class Ranks:
         arrived = {}
         for device, pieces in moves.takes.items():
             numbers, total = self.lying.rows(action, 0, device)
-            assert self.totals[node] == total
+            shares = action.makes.pieces
+            assert self.totals[node] * shares == total
             numbers = np.arange(total) if numbers is None else numbers
             rows = np.full(len(numbers), -1)
             for piece in pieces:
@@ -179,8 +182,8 @@ class Ranks:
                     else sent[piece.sender][piece.index]
                 )
                 rows[slice(None) if piece.target is None else piece.target] = found
-            assert numbers.tolist() == rows.tolist()
-            arrived[device] = rows
+            assert (numbers // shares).tolist() == rows.tolist()
+            arrived[device] = numbers
         for device in moves.sends:
             self.release(device, action)
         for device, rows in arrived.items():
@@ -190,6 +193,11 @@ class Ranks:
     @staticmethod
     def picked(rows: np.ndarray, places: np.ndarray | None) -> np.ndarray:
         return rows if places is None else rows[places]
+
+
+def pieces_of(action: Action) -> int:
+    """How many times each row that an action reads is laid out."""
+    return 1 if action.takes is None else action.takes.pieces
 
 
 def sizes(rows: np.ndarray) -> np.ndarray:
@@ -229,6 +237,28 @@ def test_rows_of_a_paused_rollout_arrive(placement, count):
     Ranks(plan, seed=count).play()
 
 
+FEW = [(1, 8, 2), (1, 8, 3), (1, 8, 4), (2, 4, 3), (3, 6, 8), (5, 8, 8), (6, 2, 8)]
+
+
+@pytest.mark.rows(10)
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("stream", [1, 2])
+@pytest.mark.parametrize(("prompts", "n", "gen"), FEW)
+def test_samples_of_fewer_prompts_than_ranks_arrive(prompts, n, gen, stream, staleness):
+    """Each sample is drawn once, on ranks of which none idles and few have more than others."""
+    pools = {"train": 2, "gen": gen}
+    assign = {"*": rf.on("train"), "actor.rollout": rf.on("gen"), "reward": rf.on("gen")}
+    placement = rf.Placement(pools=pools, assign=assign, stream=stream, staleness=staleness)
+    plan = compiled_with(grpo(prompts=prompts, n=n), placement, backend="ray").plan
+    (takes,) = {a.takes for a in plan.actions if a.kind == "run" and a.node == "actor.rollout"}
+    assert "balanced samples" == takes.rule
+    assert -(-prompts * n // gen) * 3 / 2 >= -(-prompts * takes.pieces // gen) * n / takes.pieces
+    assert [] == play(plan, seed=gen)
+    ranks = Ranks(plan, seed=prompts)
+    ranks.play()
+    assert prompts * n == ranks.totals["actor.rollout"]
+
+
 @pytest.mark.slow
 @settings(max_examples=examples(20))
 @given(st.data(), st.sampled_from([2, 4]), st.integers(0, 2**16))
@@ -248,7 +278,7 @@ def test_rows_of_chunks_arrive_whatever_the_graph(data, count, seed):
 
 
 @pytest.mark.rows(3)
-@pytest.mark.parametrize("gen", [2, 4])
+@pytest.mark.parametrize("gen", [2, 4, 8])
 @pytest.mark.parametrize("stream", [1, 2])
 @pytest.mark.parametrize("engine", ["torch", "sglang"])
 def test_rows_of_later_turns_arrive(engine, stream, gen):

@@ -13,7 +13,7 @@ from statistics import fmean
 from rlflow.graph.graph import Node
 from rlflow.graph.roles import Drawn, Paused, Resumed, SamplingOptions
 from rlflow.graph.rules.check import longest_response, most_rows, num_prompts
-from rlflow.graph.rules.steps import mini_batches
+from rlflow.graph.rules.steps import mini_batches, sample_pieces
 from rlflow.scheduler.costs import measurement_keys as keys
 from rlflow.scheduler.costs.lengths import (
     Load,
@@ -121,6 +121,7 @@ class ExpectedRows(Sizes):
         """The rows of one part in one of so many cuts of an iteration; whole rows at least."""
         rows = self.rows(node)
         prompts = num_prompts(self.graph, node) or rows
+        prompts *= sample_pieces(node, prompts, parts)
         prompt, _ = self.tokens(node)
         share = parts * cuts
         return Load(

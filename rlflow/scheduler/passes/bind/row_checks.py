@@ -16,7 +16,7 @@ from rlflow.graph.rules.counts import Counts
 from rlflow.graph.rules.steps import mini_batches
 from rlflow.graph.user.dispatch import RULES, registered
 from rlflow.scheduler.plan.plan import Spread
-from rlflow.scheduler.plan.row_layout import Place
+from rlflow.scheduler.plan.row_layout import Place, least_rows
 
 
 def dispatch_findings(node: Node, place: Place, made: Mapping[str, Spread]) -> list[Finding]:
@@ -112,7 +112,7 @@ def division_findings(graph: Graph, node: Node, taken: Spread | None) -> list[Fi
     """E214 where parts would be empty, or differ though the op refuses that.
 
     Rows are shared out by prompt, the samples of one together, and mini-batch by mini-batch; by
-    row where `cut_groups` has said so.
+    row or sample where `cut_groups` has said so.
     """
     groups = num_prompts(graph, node)
     if taken is None or groups is None or len(taken.parts) == 1:
@@ -126,14 +126,20 @@ def division_findings(graph: Graph, node: Node, taken: Spread | None) -> list[Fi
     if not too_few and even:
         return []
     within = "" if batches == 1 else f", {batches} mini-batches of them"
+    _, rows = least_rows(graph, node)
+    apart = too_few and node.op.uneven == "pad" and rows // batches < parts
+    few = f"{rows // batches} rows" if apart else f"{each} prompts"
     return [
         Finding(
             code="E214",
-            what=f"{node.name}: {each} prompts do not split over {parts} ranks, groups kept whole",
+            what=f"{node.name}: {few} do not split over {parts} ranks"
+            + ("" if apart else ", groups kept whole"),
             where=node.where,
             got=f"{groups} prompts{within}" + ("" if even else _differing(counts)),
             expected=f"{parts} or more" if too_few else f"a multiple of {parts}",
-            fix="a larger batch, or tp= so that ranks share the prompts" if node.model else "",
+            fix="a larger batch, or tp= so that ranks share the prompts"
+            if node.model
+            else f"leave {node.name!r} out of the placement: the host then has all rows",
         )
     ]
 

@@ -126,7 +126,7 @@ def _lacked(source: Spread, target: Spread) -> Fraction:
         return Fraction(0)
     away = 1 - Fraction(1, len(source.parts))
     lacks = [max(away if d in source.devices else Fraction(1) for d in p) for p in target.parts]
-    return sum(lacks, Fraction(0)) / max(len(lacks), 1)
+    return sum(lacks, Fraction(0)) / max(len(lacks), 1) * target.pieces
 
 
 def _share(chunk: Chunk | None) -> Fraction:
