@@ -23,6 +23,7 @@ PLACEMENTS = {
     ],
     "ppo_arithmetic.py": ["colocate", "split"],
     "sft_arithmetic.py": ["colocate"],
+    "vlm_grpo.py": ["colocate", "fsdp", "split"],
 }
 FILES = sorted(PLACEMENTS)
 EXAMPLES = [
@@ -148,3 +149,18 @@ def test_gsm8k_needs_its_columns(rlflow, tmp_path, monkeypatch):
     assert 2 == result.code
     assert "answer" in result.err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_a_model_that_sees_learns_what_is_drawn(rlflow, tmp_path):
+    """It begins with a guess among four colours."""
+    words = ("--placement", "colocate", "--threads", 1, "--set", "eval_every=90")
+    options = ("--iterations", 90, "--run-dir", tmp_path / "run", "-q")
+    result = rlflow("run", PIPELINES / "vlm_grpo.py", *words, *options)
+    assert 0 == result.code, result.err
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    held_out = [line.metrics["eval/reward"] for line in lines if "eval/reward" in line.metrics]
+
+    assert held_out[0] < 0.35
+    assert held_out[-1] > 0.8

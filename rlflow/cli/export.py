@@ -25,6 +25,8 @@ KEPT_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 
 

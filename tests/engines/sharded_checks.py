@@ -154,12 +154,21 @@ def differ(expected, found, shards, limit):
     return wrong
 
 
-def check_equal(rank, path, shape, limit=1e-10, uneven=False, **options):
+def with_pictures(rank, path, shape, options):
+    """`check_equal` on rows of which most have pictures, in single precision."""
+    from tests.engines.test_pictures import sampled
+
+    return check_equal(
+        rank, path, shape, limit=2e-5, batch=sampled(path), dtype=torch.float32, **options
+    )
+
+
+def check_equal(rank, path, shape, limit=1e-10, uneven=False, batch=None, **options):
     """Outputs, gradients, three steps and their metrics are those of one rank."""
     head = options.get("head", "lm")
     kinds = KINDS[head]
     one, sharded = pair(path, shape, **options)
-    batch = rows(n=4)
+    batch = rows(n=4) if batch is None else batch
     chosen = own_rows(sharded, len(batch), uneven)
     mine = select_rows(batch, chosen)
     shards = sharded.model.shards()

@@ -22,10 +22,14 @@ from rlflow.engines.hf.pictures.reader import picture_reader
 from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.graph.fields import PICTURES, PIXELS
+from rlflow.modelfiles.pictures.towers import is_tower
 from rlflow.ops.bodies.rows.pictures import joined_pictures
+from tests.engines import sharded_checks as checks
+from tests.engines.examples import Spec
 from tests.engines.seeing import KINDS, PART, picture, write_seeing
 
 pytestmark = pytest.mark.torch
+held = checks.held
 
 # The second prompt is the first one's text with another picture; the last one has none.
 SEEN = ([(20, 12, 1)], [(20, 12, 2)], [(9, 30, 3), (16, 16, 4)], [])
@@ -78,9 +82,9 @@ def own_logits(plain, model, tokens, pixels, shapes):
     return plain(input_ids=tokens[None], **inputs, **more).logits[0]
 
 
-def own_log_probs(path, model, batch):
+def own_log_probs(path, model, batch, plain=None):
     """Log-probs of the responses, each row by itself, by transformers."""
-    plain = transformers.AutoModelForImageTextToText.from_pretrained(path).eval()
+    plain = plain or transformers.AutoModelForImageTextToText.from_pretrained(path).eval()
     fields = ("prompt_tokens", "response_tokens", PIXELS, PICTURES)
     rows = zip(*(split_rows_of(batch[name]) for name in fields), strict=True)
     found = []
@@ -175,3 +179,36 @@ def test_a_rollouts_log_probs_are_those_of_training(seeing):
     again = train.forward(batch, outputs=("log_probs",), temperature=1.0)["log_probs"]
 
     torch.testing.assert_close(again, flat(made.log_probs), atol=2e-5, rtol=0)
+
+
+def test_gradients_are_those_of_the_models_own_forward(seeing):
+    """Of the tower too; a micro-batch each of rows with one picture, several and none."""
+    model = load_model(seeing, dtype=torch.float32, device="cpu")
+    batch = sampled(seeing)
+    batch["response_tokens"] = ragged_rows(
+        [[8 if token == PART else token for token in row] for row in RESPONSES], torch.int64
+    )
+    train = TrainEngine(model, Spec(), micro_tokens=40)
+    real, found = train.optimizer.step, {}
+    train.optimizer.step = lambda scale: found.update(held(train))
+    loss = lambda outputs, micro: (-outputs["log_probs"].sum(), {})  # noqa: E731
+    train.step(batch, loss, outputs=("log_probs",), temperature=1.0, max_grad_norm=None)
+    train.optimizer.step = real
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(seeing).eval()
+    (-own_log_probs(seeing, model, batch, plain).sum()).backward()
+
+    assert any(is_tower(name) and bool(g.abs().max() > 1e-3) for name, g in found.items())
+    for name, parameter in plain.named_parameters():
+        if name in found:
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(found[name], own, atol=3e-4, rtol=2e-3, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "mistral3", "internvl"])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_two_ranks_compute_what_one_does(kind, uneven, world, tmp_path):
+    """With shards of the tower; where `uneven` a rank has no row, and so a blank picture."""
+    path = write_seeing(tmp_path, kind)
+    options = {"uneven": uneven, "micro_tokens": 40}
+    assert all(world(2).run(checks.with_pictures, path, (1, 2, 1), options))

@@ -116,9 +116,9 @@ def unshared_sight(path: str, layout: str) -> Finding:
     """E554: a layout whose ranks do not bring pictures to a model."""
     return Finding(
         code="E554",
-        what=f"model {path!r} is given pictures, and its ranks share layers or experts",
+        what=f"model {path!r} is given pictures, and its layout or engine brings none",
         got=layout,
-        expected="whole layers on each rank, or shards of them: fsdp=",
+        expected="the engine in the worker, with whole layers or shards of them (fsdp=)",
         fix="rf.on(..., tp=1, fsdp=...)",
     )
 

@@ -71,7 +71,8 @@ def rollout(call: Call) -> Output:
     inputs, model, params = inputs_of(call), model_of(call), call.params
     n, count, numbers = params["n"] // call.pieces, num_rows(inputs), row_numbers(call)
     texts = strings(inputs["prompt"])
-    prompt_tokens, pictures = _prompts(call, texts, inputs)
+    images = inputs[params["images"]] if "images" in params else None
+    prompt_tokens, pictures = _prompts(call, texts, images)
     room = params["max_new_tokens"]
     too_long(call, prompt_tokens, texts, room, model.context, (numbers // call.pieces).tolist())
     parent = torch.arange(count).repeat_interleave(n)
@@ -102,14 +103,12 @@ def rollout(call: Call) -> Output:
     return Output(fields=kept, rows=len(parent), factor=n, kept=made.rows, metrics=metrics)
 
 
-def _prompts(
-    call: Call, texts: list[str], fields: Mapping[str, Tensor]
-) -> tuple[Tensor, Pictures | None]:
-    """Prompts as tokens, and their pictures where the node has some."""
-    model, chat, images = model_of(call), "chat" in call.params, call.params.get("images")
+def _prompts(call: Call, texts: list[str], images: Tensor | None) -> tuple[Tensor, Pictures | None]:
+    """Prompts as tokens, and their pictures, of `images` as the field of them has these."""
+    model, chat = model_of(call), "chat" in call.params
     if images is None:
         return token_rows(call, model.tokenizer, texts, chat), None
-    return seen_rows(call, model.tokenizer, model.pictures, texts, fields[images], chat=chat)
+    return seen_rows(call, model.tokenizer, model.pictures, texts, images, chat=chat)
 
 
 def resume(call: Call) -> Output:
@@ -219,8 +218,9 @@ def evaluate(call: Call) -> Output:
     share = call.peers.share(len(held_out))
     rows = [held_out[number] for number in share]
     texts = [as_text(row["prompt"]) for row in rows]
-    images = encoded_field(row.get(IMAGES, ()) for row in rows)
-    prompt_tokens, pictures = _prompts(call, texts, {IMAGES: images})
+    pictured = params["data"].pictured
+    images = encoded_field(row[IMAGES] for row in rows) if pictured else None
+    prompt_tokens, pictures = _prompts(call, texts, images)
     seen: dict[str, Any] = {} if pictures is None else {"pictures": pictures}
     too_long(call, prompt_tokens, texts, params["max_new_tokens"], model.context, share)
     made = model.generate(
@@ -234,7 +234,7 @@ def evaluate(call: Call) -> Output:
         ignore_eos=False,
         **seen,
     )
-    unread = {"row_id", *((IMAGES,) if params["data"].pictured else ())}
+    unread = {"row_id", *((IMAGES,) if pictured else ())}
     names = [name for name in held_out[0] if name not in unread]
     columns = {name: [as_text(row[name]) for row in rows] for name in names}
     columns["response"] = as_texts(model.tokenizer, made.response_tokens)

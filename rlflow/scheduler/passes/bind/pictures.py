@@ -9,6 +9,7 @@ from rlflow.errors import Finding
 from rlflow.graph.fields import PIXELS
 from rlflow.graph.graph import Node
 from rlflow.graph.model import Model
+from rlflow.graph.roles import Drawn
 from rlflow.modelfiles.pictures.sights import blind_finding, unshared_sight
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.plan import Instance
@@ -17,17 +18,19 @@ from rlflow.scheduler.plan.plan import Instance
 def unseen_findings(
     instance: Instance, model: Model, shape: Shape, nodes: Sequence[Node]
 ) -> list[Finding]:
-    """E551 for a model that sees no pictures, E554 where its layout does not bring them."""
-    own = [node for node in nodes if node.model == model.name]
-    given = any(bound.field.name == PIXELS for node in own for bound in node.inputs)
-    given |= any(made.name == PIXELS for node in own for made in node.op.outputs)
-    if not given:
+    """E551 for a model that sees no pictures, E554 where its layout or engine brings none."""
+    if not any(_is_given(node) for node in nodes if node.model == model.name):
         return []
     if shape.sight is None:
         return [replace(blind_finding(model.path, shape.kind), where=model.where)]
-    if (
-        instance.engine_plan.in_process
-        or max(instance.tp, instance.ep, instance.cp, instance.pp) == 1
-    ):
+    shared = max(instance.tp, instance.ep, instance.cp, instance.pp) > 1
+    if not shared and not instance.engine_plan.own_process:
         return []
     return [replace(unshared_sight(model.path, instance.layout()), where=model.where)]
+
+
+def _is_given(node: Node) -> bool:
+    """Whether a node gives its model pictures: of its data, or what was made of some."""
+    drawn = node.role(Drawn)
+    fields = (*(bound.field for bound in node.inputs), *node.op.outputs)
+    return any(f.name == PIXELS for f in fields) or (drawn is not None and drawn.data.pictured)
