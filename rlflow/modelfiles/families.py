@@ -131,6 +131,7 @@ FAMILIES: dict[str, Family] = {
     **_each("mistral3", replace(SEEING, sees="rows")),
     **_each("internvl", replace(SEEING, sees="tiles")),
     # Models that see, on text alone.
+    **_each("qwen2_vl", SEEING),
     **_each("llava", replace(SEEING, alone="buffers")),
     # Mixtures of experts.
     **_each("mixtral", replace(MIXED, cut=True)),

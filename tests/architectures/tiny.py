@@ -68,6 +68,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8, "num_key_value_heads": 2},
     "nemotron_h": {"layer_types": ["linear_attention", "full_attention", "moe"]},
     "qwen2_vl_text": MULTI_ROPE,
+    "qwen2_vl_vision": {"depth": 2, "embed_dim": 32},
     "qwen2_5_vl_text": MULTI_ROPE,
     "glm4v_text": MULTI_ROPE,
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 12)},

@@ -22,7 +22,7 @@ from tests.architectures.walking import RUNS, SHAPES, on_ranks, outcome, whole
 from tests.engines.ranks import World
 from tests.scheduler.test_families import LAYOUTS, planned
 
-SEEING = ("qwen2_5_vl", "qwen3_vl", "mistral3", "internvl", "llava")
+SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl", "llava")
 
 
 @dataclass(kw_only=True)

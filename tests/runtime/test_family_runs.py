@@ -41,7 +41,9 @@ def placed(count: int, **layout: int) -> rf.Placement:
         "fsdp": placed(2),
         "ep": placed(2, ep=2),
         "tp": placed(2, tp=2),
+        "cp": placed(2, cp=2),
         "fsdp_tp": placed(4, fsdp=2, tp=2),
+        "cp_tp": placed(4, cp=2, tp=2),
         "ep_tp": placed(4, fsdp=2, ep=2, tp=2),
         "replicas": placed(4, fsdp=2),
     }
@@ -71,11 +73,14 @@ MAKERS = {
     "gemma3_text": save_gemma,
 }
 # Each family on two ranks in every way, and on four in two.
-MIXED = (("ep", 2), ("fsdp", 2), ("tp", 2), ("ep_tp", 4), ("replicas", 4))
+MIXED = (("ep", 2), ("fsdp", 2), ("tp", 2), ("cp", 2), ("ep_tp", 4), ("replicas", 4))
 OTHER = (("fsdp", 2), ("tp", 2), ("fsdp_tp", 4), ("replicas", 4))
 PLACES = {
-    "qwen3_moe": MIXED, "deepseek_v3": MIXED, "qwen3_5_text": OTHER, "gemma3_text": OTHER,
-}  # fmt: skip
+    "qwen3_moe": MIXED,
+    "deepseek_v3": MIXED,
+    "qwen3_5_text": OTHER,
+    "gemma3_text": (*OTHER, ("cp", 2), ("cp_tp", 4)),
+}
 FIRST = [(family, places[:1]) for family, places in PLACES.items()]
 REST = [(family, places[1:]) for family, places in PLACES.items()]
 

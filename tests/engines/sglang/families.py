@@ -29,6 +29,8 @@ FAMILIES = {
     "qwen3_next": (save_hybrid, {**WIDE, **NEXT, "shared_expert_intermediate_size": 32}),
 }
 ROUTED = ("qwen3_moe", "deepseek_v3")
+# Slots for states: SGLang would take memory for them that another process may have by then.
+STATES = {"max_mamba_cache_size": 256}
 
 
 def save_family(family, path, **options):

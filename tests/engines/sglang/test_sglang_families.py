@@ -15,7 +15,7 @@ from rlflow.engines.hf.routing.replays import RESPONSES
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.engines.process.client.load import load_sglang
 from tests.engines.sglang.conftest import Pair, needs_sglang, options, same
-from tests.engines.sglang.families import FAMILIES, ROUTED, save_family
+from tests.engines.sglang.families import FAMILIES, ROUTED, STATES, save_family
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.sglang]
 
@@ -38,7 +38,8 @@ def pair(family, path):
     """One engine of a family for all tests, and the embedded one beside it."""
     needs_sglang()
     wanted = {"name": "gen", "dtype": torch.float32, "device": "cpu"}
-    model, rollout = load_sglang(path, options=options(routed_experts=family in ROUTED), **wanted)
+    asked = options(routed_experts=family in ROUTED, args=STATES)
+    model, rollout = load_sglang(path, options=asked, **wanted)
     yield Pair(model, rollout, TorchRollout(plainly(path)))
     model.close()
 
