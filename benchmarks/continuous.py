@@ -22,7 +22,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,7 @@ SIDES = (DRAINED, "stale", "continuous2", "continuous4", "continuous8")
 WARMUP = 4
 ROWS = (1, 4, 16, 64)
 STEPS = 48
+PROMPT = 6
 TARGET = 1.5
 CLOSE = 0.10
 HEADER = (
@@ -119,14 +119,17 @@ def planned(placement: str) -> Any:
     return compile_target(target).compiled.plan
 
 
-def side(placement: str, iterations: int, seed: int) -> dict[str, Any]:
-    """Train in this process; seconds of each action, and tokens of each iteration."""
+def side(placement: str, iterations: int) -> dict[str, Any]:
+    """Train in this process; seconds of each action, and tokens of each iteration.
+
+    Every turn has the same random weights: of those every response ends where it is drawn to.
+    """
     from rlflow.runtime.execute.executor import Executor
     from rlflow.runtime.local import LocalBackend
     from rlflow.runtime.worker.worker import Worker
 
     plan = planned(placement)
-    worker = Worker(plan, seed, PIPELINE)
+    worker = Worker(plan, 0, PIPELINE)
     clocked, ends = Clocked(worker), Ends(time.perf_counter)
     backend = LocalBackend(plan, clocked, threads=1, now=time.perf_counter)
     try:
@@ -134,13 +137,12 @@ def side(placement: str, iterations: int, seed: int) -> dict[str, Any]:
     finally:
         backend.close()
         worker.close()
-    rows = next(k.rows for k in plan.kept) if plan.kept else 0
+    assert all(numbers["actor.rollout/finished"] == 1 for numbers in ends.numbers)
     return {
         "spent": [[name, i, own, wall] for (name, i), (own, wall) in clocked.spent.items()],
         "wall": ends.ends,
         "length": [numbers["actor.rollout/length"] for numbers in ends.numbers],
         "lag": [numbers.get("actor.rollout/lag_max", 0.0) for numbers in ends.numbers],
-        "kept": rows,
     }
 
 
@@ -196,7 +198,7 @@ def engine_seconds() -> dict[str, Any]:
     for rows in ROWS:
         steps[rows] = (timed(rows, 64, STEPS + 1) - timed(rows, 64, 1)) / STEPS
     reading = (timed(32, 128, 1) - timed(32, 8, 1)) / (32 * 120)
-    return {"steps": steps, "reading": reading}
+    return {"steps": steps, "reading": reading, "pass": timed(4, 6, 1)}
 
 
 def step_seconds(steps: Mapping[Any, float], rows: float) -> float:
@@ -209,43 +211,49 @@ def step_seconds(steps: Mapping[Any, float], rows: float) -> float:
 
 
 def predicted(placement: str, engine: Mapping[str, Any], drained: Mapping[str, Any]) -> float:
-    """The period of a side's plan, by the engine's steps and the drained side's other actions."""
+    """The period of a side on the virtual clock, with what its iterations are expected to take.
+
+    Of a rollout by the engine's steps and passes, of other actions as on the drained side.
+    """
     from rlflow.graph.roles import Recalling
-    from rlflow.scheduler.context import Context
+    from rlflow.runtime.execute.executor import Executor
+    from rlflow.runtime.fake import FakeBackend
     from rlflow.scheduler.costs.lengths import as_seen, stages
-    from rlflow.scheduler.costs.rows.steady import steady
-    from rlflow.scheduler.passes.order import timing
+    from rlflow.scheduler.costs.rows.steady import counted
 
     sys.path.insert(0, str(PIPELINE.parent))
     import tails
 
-    plan = planned(placement)
-    even = [tails.length_of((n + 0.5) / 2048) for n in range(2048)]
-    lengths = as_seen(tails.LONGEST, even)
-    cfg = tails.Config()
+    plan, cfg = planned(placement), tails.Config()
+    lengths = as_seen(tails.LONGEST, [tails.length_of((n + 0.5) / 2048) for n in range(2048)])
     groups, n = cfg.prompts_per_iteration, cfg.group_size
-    node = plan.graph.node("actor.rollout")
-    lasting = node.role(Recalling)
+    lasting = plan.graph.node("actor.rollout").role(Recalling)
+    steps, reading = engine["steps"], engine["reading"]
+    rollouts = []
     if lasting is None:
         found = stages(lengths, groups * n, 1)
-        again = 0.0
+        decoding = sum(s.tokens * s.goes_on * step_seconds(steps, s.live) for s in found)
+        rollouts.append(decoding + engine["pass"] + reading * groups * PROMPT)
     else:
-        flow = steady(lengths, groups, n, groups * n, lasting.keep)
-        found, again = flow.stages, flow.rows * (flow.age + 6)
-    decoding = sum(s.tokens * s.goes_on * step_seconds(engine["steps"], s.live) for s in found)
-    rollout = decoding + engine["reading"] * (groups * 6 + again)
+        for each in counted(lengths, groups, n, groups * n, lasting.keep):
+            decoding = sum(s.tokens * step_seconds(steps, s.live) for s in each.stages)
+            tokens = groups * PROMPT + each.rows * (each.age + PROMPT)
+            rollouts.append(decoding + engine["pass"] * (each.passes + 1) + reading * tokens)
     means = defaultdict(list)
     for name, i, own, _ in drained["spent"]:
         if i >= WARMUP:
             means[name].append(own)
     seconds = {name: statistics.fmean(found) for name, found in means.items()}
-    seconds["actor.rollout"] = rollout
-    actions = tuple(
-        replace(a, cost=replace(a.cost, seconds=seconds.get(a.id, 0.0))) for a in plan.actions
-    )
-    timed = timing(replace(plan, actions=actions), Context.__new__(Context)).timing
-    assert timed is not None
-    return timed.period
+
+    def taken(action: Any, iteration: int) -> float:
+        if action.id == "actor.rollout":
+            return rollouts[iteration % len(rollouts)]
+        return seconds.get(action.id, 0.0)
+
+    backend = FakeBackend(seconds=taken)
+    ends, count = Ends(lambda: backend.now), WARMUP + 8 * len(rollouts) + 8
+    Executor(plan, backend, ends, start=0, end=count, barrier=count, events=backend.events).run()
+    return (ends.ends[-1] - ends.ends[WARMUP]) / (count - 1 - WARMUP)
 
 
 def rate(ends: Sequence[float], tokens: Sequence[float]) -> float:
@@ -318,7 +326,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--side")
     parser.add_argument("--engine", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=24)
@@ -328,7 +335,7 @@ def main() -> None:
     if given.engine or given.side:
         found = engine_seconds() if given.engine else {}
         if given.side:
-            found = side(given.side, given.iterations, given.seed)
+            found = side(given.side, given.iterations)
             found["own"] = replayed(given.side, found)
         given.out.write_text(json.dumps(found), encoding="utf-8")
         return
@@ -340,7 +347,7 @@ def main() -> None:
         first: Mapping[str, Any] = {}
         for name in given.placements:
             say(f"{name}: {number + 1} of {given.turns}")
-            words = ["--side", name, "--iterations", str(given.iterations), "--seed", str(number)]
+            words = ["--side", name, "--iterations", str(given.iterations)]
             found = apart(words, f"continuous-{name}-{number}")
             first = first or found
             tokens = [64 * length for length in found["length"]]

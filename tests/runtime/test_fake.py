@@ -44,6 +44,7 @@ MODES = (
     (2, 3, 1, RAY),
     (2, 2, 6, LOCAL),
 )
+CONTINUOUS = ((1, LOCAL), (2, BOTH), (5, LOCAL))
 PIPELINES = ("grpo_arithmetic", "ppo_arithmetic")
 
 
@@ -72,8 +73,14 @@ def plans():
         settings = ("eval_every=3",) if name.startswith("grpo") else ("eval_every=2",)
         declared = declare(Target(pipeline=file, settings=settings))
         for title, placement in declared.pipeline.placements.items():
-            for staleness, stream, pause, backends in MODES:
-                said = {"staleness": staleness, "stream": stream, "pause_at": pause}
+            modes = [
+                ({"staleness": staleness, "stream": stream, "pause_at": pause}, backends)
+                for staleness, stream, pause, backends in MODES
+            ]
+            modes += [
+                ({"staleness": k, "continuous": True}, backends) for k, backends in CONTINUOUS
+            ]
+            for said, backends in modes:
                 mode = placement.model_copy(update=said)
                 for backend in backends:
                     options = " ".join(f"{key}={value}" for key, value in said.items())

@@ -16,10 +16,12 @@ from rlflow.scheduler.passes.staleness import stale_rollouts
 from rlflow.scheduler.plan.lags import largest_lag
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.plan.text import plan_text
+from rlflow.scheduler.search.text import placement_source
+from rlflow.scheduler.search.tune import SearchLimits, search_placements
 from rlflow.scheduler.verify.verify import verify
 from tests.scheduler.examples import COLOCATE, OWN, SPLIT, compiled_with, grpo
 from tests.scheduler.mutants import with_action
-from tests.scheduler.strategies import exact, graph_of
+from tests.scheduler.strategies import PLENTY, cluster, exact, graph_of
 
 ROLLOUT = "actor.rollout"
 ALONE = rf.Placement(
@@ -202,3 +204,25 @@ def test_in_the_plan_staleness_1_4_and_8_differ():
     assert drained == seconds(4, continuous=False)
     flows = [seconds(staleness, continuous=True) for staleness in (2, 4, 8)]
     assert drained / 2 > flows[0] > 1.1 * flows[1] > 1.1**2 * flows[2]
+
+
+def test_a_search_has_rollouts_go_on_where_staleness_is_allowed_and_that_is_shorter():
+    def declare() -> None:
+        actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=1000)
+        advantage = ops.advantage("grpo", samples, ops.reward(exact, samples))
+        ops.update(actor, samples, advantage, loss=rf.PolicyLoss())
+
+    tail = rf.Lengths(response=rf.Length(mean=125, p95=400, max=1000))
+    graph = replace(graph_of(declare, "long"), lengths=tail)
+    found = {}
+    for staleness in (0, 4):
+        limits = SearchLimits(plans=20, staleness=staleness)
+        found[staleness] = search_placements(graph, {}, cluster("h100", 2, PLENTY), limits=limits)
+    best = found[4].rows[0]
+    assert best.placement.continuous
+    assert "continuous=True" in placement_source(best.placement)
+    assert not any(row.placement.continuous for row in found[0].rows)
+    drained = [row.period for row in found[4].rows if not row.placement.continuous]
+    assert best.period < min([*drained, found[0].rows[0].period])

@@ -35,7 +35,7 @@ from rlflow.scheduler.costs.ranks.optimizer_seconds import averaging, orthogonal
 from rlflow.scheduler.costs.ranks.rank_memory import CACHE, DTYPES, Holds
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.rows.expected import ExpectedRows
-from rlflow.scheduler.costs.rows.steady import rollout_seconds
+from rlflow.scheduler.costs.rows.steady import rollout_seconds, rollout_swings
 from rlflow.scheduler.costs.seen.corrections import (
     beside_curves,
     corrected_by,
@@ -174,10 +174,11 @@ class Costs(ExpectedRows):
             seconds = epochs * batches * (first + one + likeliest_seconds(node, roof, load))
         found = () if keeps_workspace(roof) else self._holds(node, instance, roof, load)
         found = tuple(h for h in found if not piece.leg or h[0] not in (CACHE, DRAFTS))
-        transient = sum(size for _, size in found)
         if not roof.on_cpu:  # All of them wait for the slowest.
             seconds *= slowest(len(instance.devices))
-        return Cost(seconds=seconds, transient=transient, holds=found, source=TABLE)
+        swings = rollout_swings(roof, node, load)
+        size = sum(size for _, size in found)
+        return Cost(seconds=seconds, transient=size, holds=found, source=TABLE, swings=swings)
 
     def held(self, node: Node, instance: Instance, parts: int) -> int:
         """Bytes that running a node holds beside the model; 0 where its shape is not known."""

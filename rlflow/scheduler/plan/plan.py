@@ -95,7 +95,8 @@ class Cost:
     """Estimated seconds, bytes moved, and device memory used only while it runs (bytes).
 
     A size that no file on this machine tells is None. `holds` lists what `transient` is made of,
-    largest first: (`KV cache`, bytes), ... `source` says where the seconds come from.
+    largest first: (`KV cache`, bytes), ... `source` says where the seconds come from. Where
+    iterations differ by nature, `swings` has what some in a row take, as parts of the mean.
     """
 
     seconds: float | None = None
@@ -103,6 +104,7 @@ class Cost:
     transient: int | None = 0
     holds: tuple[tuple[str, int], ...] = ()
     source: str = "not estimated"
+    swings: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,10 +252,12 @@ class Action:
         return self.every == 1 and self.within == ALWAYS
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data; without a window where it has none."""
+        """As plain data; without a window, and without swings, where it has none."""
         found = {k: v for k, v in asdict(self).items() if k != "within" or self.within != ALWAYS}
         rows = {"takes": self.takes, "makes": self.makes}
         found |= {k: None if lying is None else lying.as_json() for k, lying in rows.items()}
+        if not self.cost.swings:
+            del found["cost"]["swings"]
         return found | {"trip": None if self.trip is None else self.trip.as_json()}
 
     @property

@@ -12,9 +12,13 @@ UNKNOWN_SECONDS = 1.0
 
 
 def estimated(action: Action, iteration: int) -> float:
-    """Estimated seconds of an instance, weighted by its chance to run; 1 where none is known."""
+    """Estimated seconds of an instance, weighted by its chance to run; 1 where none is known.
+
+    Those of an action whose iterations differ are drawn ones, over and over.
+    """
     seconds = UNKNOWN_SECONDS if action.cost.seconds is None else action.cost.seconds
-    return seconds * action.chance
+    swings = action.cost.swings
+    return seconds * action.chance * (swings[iteration % len(swings)] if swings else 1.0)
 
 
 def serving(plan: Plan) -> dict[str, int]:

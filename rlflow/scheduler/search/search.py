@@ -18,8 +18,11 @@ from rlflow.scheduler.passes.staleness import allowed
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.search.candidates import Moves
 from rlflow.scheduler.search.space import Candidate, hand_written, pattern, placement_of
+from rlflow.scheduler.simulate.simulate import play_plan
 
 CLIMBED = 3
+PLAYED_ITERATIONS = 64
+"""As many as show what iterations that differ come to."""
 PLAN_COST = 0.5
 CHUNK_COST = 0.5
 AUTO_CHUNKS = 15
@@ -53,7 +56,9 @@ class Tried:
 
     @property
     def period(self) -> float:
-        """Seconds an iteration."""
+        """Seconds an iteration; where iterations differ, as they come to one after the other."""
+        if any(action.cost.swings for action in self.plan.actions):
+            return played_period(self.plan)
         return self.plan.timing.period if self.plan.timing else float("inf")
 
     @property
@@ -68,6 +73,11 @@ class Tried:
         period, pools = float(f"{self.period:.6g}"), len(self.placement.pools)
         size = pools, len(self.plan.actions), peak
         return period, self.plan.staleness, self.devices, *size, not self.name, text
+
+
+def played_period(plan: Plan) -> float:
+    """Seconds an iteration of a plan whose iterations differ, on the virtual clock."""
+    return play_plan(plan, iterations=PLAYED_ITERATIONS).period
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,6 +136,16 @@ class Search:
             near = {(bounds.estimate(c), c) for c in self.moves.neighbours(following)}
             self._try_all(candidate for _, candidate in sorted(near))
 
+    def compile_continuous(self) -> None:
+        """Have rollouts of the best placements never drain.
+
+        Nothing is said of those that cannot.
+        """
+        for tried in self.ranked()[:CLIMBED]:
+            for staleness in range(1, self.moves.staleness + 1):
+                said = {"continuous": True, "staleness": staleness, "stream": 1}
+                self._compile(tried.placement.model_copy(update=said), quiet=True)
+
     def one_reason(self) -> PlanError | None:
         """What refused every plan, where that is one thing and no lack of room; else None."""
         counted = set(self.moves.refused) - {OTHER}
@@ -158,9 +178,17 @@ class Search:
             self._compile(placement, candidate=candidate)
 
     def _compile(
-        self, placement: Placement, *, name: str = "", candidate: Candidate | None = None
+        self,
+        placement: Placement,
+        *,
+        name: str = "",
+        candidate: Candidate | None = None,
+        quiet: bool = False,
     ) -> None:
-        """Make the plan of a placement, not verified, and see where it ranks."""
+        """Make the plan of a placement, not verified, and see where it ranks.
+
+        Where it is `quiet`, nobody hears of a refusal.
+        """
         stale = allowed(self.graph, placement)
         key = placement.model_dump_json(), stale
         if key in self.seen and not name:
@@ -172,6 +200,8 @@ class Search:
         try:
             plan = self.compiler(placement, name or "tuned", False)
         except PlanError as error:
+            if quiet:
+                return
             self.last_error = error
             self.codes.add(error.findings[0].code)
             if name:

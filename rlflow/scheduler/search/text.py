@@ -75,7 +75,7 @@ def _row(rank: str, tried: Tried, samples: int) -> tuple[str, ...]:
         "?" if idle is None else f"{100 * idle:.0f} %",
         amount(max((size for d, size in plan.peaks.items() if d >= 0), default=0)),
         str(plan.staleness),
-        str(placement.stream),
+        "flow" if placement.continuous else str(placement.stream),
         str(tried.devices),
         limit_text(plan),
         (f"{tried.name} (hand-written): " if tried.name else "") + placed_text(plan),
@@ -177,9 +177,10 @@ def placement_source(placement: Placement) -> str:
         f'"{name}": {_pool_source(wanted)}' for name, wanted in placement.pools.items()
     )
     assign = ", ".join(f'"{key}": {on_source(where)}' for key, where in placement.assign.items())
+    said = ("staleness", "stream", *(["continuous"] if placement.continuous else []))
     rest = "".join(
-        f", {name}={value!r}"
-        for name, value in (("staleness", placement.staleness), ("stream", placement.stream))
+        f", {name}={getattr(placement, name)!r}"
+        for name in said
         if name in placement.model_fields_set
     )
     return f"rf.Placement(pools={{{pools}}}, assign={{{assign}}}{rest})"
@@ -249,6 +250,7 @@ def _row_json(rank: int, tried: Tried, samples: int) -> dict[str, Any]:
         "peak": max((size for d, size in plan.peaks.items() if d >= 0), default=0),
         "staleness": plan.staleness,
         "stream": tried.placement.stream,
+        **({"continuous": True} if tried.placement.continuous else {}),
         "devices": tried.devices,
         "binding": timing.binding if timing else None,
         "busiest": timing.busiest if timing else None,

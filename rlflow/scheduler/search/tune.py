@@ -145,6 +145,7 @@ def search_placements(
     search.compile_usual()
     search.compile_promising()
     search.climb()
+    search.compile_continuous()
     if not search.ranks:
         raise search.one_reason() or PlanError(_nothing_fits(plan.graph, search, cluster))
     return _result(plan.graph, search, limits, cluster)

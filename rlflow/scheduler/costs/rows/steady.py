@@ -14,7 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 
 from rlflow.graph.graph import Node
 from rlflow.graph.roles import Recalling
@@ -26,7 +26,7 @@ from rlflow.scheduler.costs.roofline import Roofline
 MOST_GROUPS = 64
 MOST_PLAYED = 1024
 """Groups, and rows, of an iteration as it is played."""
-PLAYED = 24
+PLAYED = 32
 """Iterations that are counted, after as many as rows may live through, twice."""
 APART = 1.15
 """Steps with numbers of live rows that differ by no more than this factor count as alike."""
@@ -34,14 +34,16 @@ APART = 1.15
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """An iteration in the steady state, in the mean.
+    """What an iteration decodes, in the steady state in the mean.
 
     `rows` are in flight when it begins, with `age` tokens of response each, and are read anew.
+    Prompts begin in so many `passes`.
     """
 
     stages: tuple[Stage, ...]
     rows: float
     age: float
+    passes: float
 
 
 def rollout_seconds(roof: Roofline, node: Node, load: Load, piece: Piece) -> float:
@@ -52,15 +54,35 @@ def rollout_seconds(roof: Roofline, node: Node, load: Load, piece: Piece) -> flo
 
 
 def continuous_seconds(roof: Roofline, load: Load, span: int) -> float:
-    """Seconds of an iteration of a rollout whose rows live through up to `span` updates.
+    """Mean seconds of an iteration of a rollout whose rows live through up to `span` updates.
 
-    It reads the prompts that begin, and anew what is in flight; no more rows are live than in a
-    rollout that drains.
+    No more rows are live than in a rollout that drains.
     """
-    total = roof.gathered() if roof.gathers else 0.0
+    return _seconds(roof, load, steady(*_played(roof, load), span))
+
+
+def rollout_swings(roof: Roofline, node: Node, load: Load) -> tuple[float, ...]:
+    """What single iterations of a continuous rollout take in a row, as parts of their mean."""
+    if (lasting := node.role(Recalling)) is None or node.op.use != "rollout":
+        return ()
+    played = counted(*_played(roof, load), lasting.keep)
+    found = [_seconds(roof, load, each) for each in played]
+    mean = fmean(found)
+    return tuple(round(each / mean, 4) for each in found)
+
+
+def _played(roof: Roofline, load: Load) -> tuple[ResponseLengths, int, int, float]:
     n = max(round(load.rows / load.prompts), 1)
-    lasting = steady(load.lengths, max(round(load.prompts), 1), n, roof.at_once(load), span)
-    total += roof.agreed(load.prompts * load.mean_prompt) + roof.prefill(load)
+    return load.lengths, max(round(load.prompts), 1), n, roof.at_once(load)
+
+
+def _seconds(roof: Roofline, load: Load, lasting: Steady) -> float:
+    """Seconds to read what begins and, anew, what is in flight, and to decode."""
+    total = roof.gathered() if roof.gathers else 0.0
+    if lasting.passes:
+        share = min(lasting.passes, load.prompts)
+        some = replace(load, rows=load.rows / share, prompts=load.prompts / share)
+        total += share * (roof.agreed(some.prompts * some.mean_prompt) + roof.prefill(some))
     if lasting.rows >= 1:
         seen = round(load.mean_prompt + lasting.age)
         known = replace(load, rows=lasting.rows, prompts=lasting.rows, prompt=seen, usual=None)
@@ -87,24 +109,51 @@ def drawn_length(lengths: ResponseLengths, source: Random) -> int:
 
 
 @lru_cache(maxsize=256)
-def steady(lengths: ResponseLengths, groups: int, n: int, room: float, span: int) -> Steady:
+def counted(
+    lengths: ResponseLengths, groups: int, n: int, room: float, span: int
+) -> tuple[Steady, ...]:
     """Iterations of `groups` groups of `n` rows, of which `room` rows are live at most.
 
-    No group leaves more than `span` iterations after that in which it began.
+    No group leaves more than `span` iterations after that in which it began. Together they decode
+    as many tokens as rows have in the mean.
     """
     played = max(min(groups, MOST_GROUPS, MOST_PLAYED // n), 1)
     scale = groups / played
     flow = _Flow(lengths, Bound(batch=played, span=span), n, max(int(room / scale), n))
     for _ in range(2 * span + 1):
         flow.iterate()
-    flow.count()
+    found = []
     for _ in range(PLAYED):
+        flow.count()
         flow.iterate()
-    stages = tuple(
-        Stage(ages / rows, steps / PLAYED, scale * rows / steps, 1.0, 0.0)
-        for steps, rows, ages in flow.spent.values()
+        spent = tuple(tuple(each) for each in flow.spent.values())
+        found.append((spent, flow.rows, flow.age, flow.passes))
+    tokens = sum(rows for spent, *_ in found for _, rows, _ in spent)
+    share = PLAYED * played * n * lengths.mean / max(tokens, 1)
+    return tuple(
+        Steady(
+            tuple(
+                Stage(ages / rows, share * steps, scale * rows / steps, 1.0, 0.0)
+                for steps, rows, ages in spent
+            ),
+            scale * rows,
+            age / max(rows, 1),
+            passes,
+        )
+        for spent, rows, age, passes in found
     )
-    return Steady(stages, scale * flow.rows / PLAYED, flow.age / max(flow.rows, 1))
+
+
+@lru_cache(maxsize=256)
+def steady(lengths: ResponseLengths, groups: int, n: int, room: float, span: int) -> Steady:
+    """The mean of the iterations that are `counted`."""
+    found = counted(lengths, groups, n, room, span)
+    rows = fmean(each.rows for each in found)
+    aged = fmean(each.rows * each.age for each in found)
+    stages = tuple(
+        replace(stage, tokens=stage.tokens / len(found)) for each in found for stage in each.stages
+    )
+    return Steady(stages, rows, aged / max(rows, 1), fmean(each.passes for each in found))
 
 
 class _Flow:
@@ -128,6 +177,7 @@ class _Flow:
         """Begin to count what is spent."""
         self.spent: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         self.rows = self.age = 0.0
+        self.passes = 0
 
     def iterate(self) -> None:
         """Decode until an iteration's groups are complete, and let them leave."""
@@ -147,7 +197,7 @@ class _Flow:
         return self.bound.met(self.begun, self.ended, self.iteration)
 
     def _begin(self) -> None:
-        until = self.bound.open_until(self.iteration)
+        until, before = self.bound.open_until(self.iteration), self.next
         while self.next < until and (len(self.live) + self.n <= self.room or not self.live):
             self.begun[self.next], self.left[self.next] = self.iteration, self.n
             for _ in range(self.n):
@@ -155,6 +205,7 @@ class _Flow:
                 heapq.heappush(self.live, (end, self.next, self.now))
             self.sum_begun += self.n * self.now
             self.next += 1
+        self.passes += self.next > before
 
     def _step(self) -> None:
         """Go on to the next end of a row, which leaves."""
