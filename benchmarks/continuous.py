@@ -219,7 +219,7 @@ def predicted(placement: str, engine: Mapping[str, Any], drained: Mapping[str, A
     from rlflow.runtime.execute.executor import Executor
     from rlflow.runtime.fake import FakeBackend
     from rlflow.scheduler.costs.lengths import as_seen, stages
-    from rlflow.scheduler.costs.rows.steady import counted
+    from rlflow.scheduler.costs.rows.steady import drawn_iterations
 
     sys.path.insert(0, str(PIPELINE.parent))
     import tails
@@ -235,7 +235,7 @@ def predicted(placement: str, engine: Mapping[str, Any], drained: Mapping[str, A
         decoding = sum(s.tokens * s.goes_on * step_seconds(steps, s.live) for s in found)
         rollouts.append(decoding + engine["pass"] + reading * groups * PROMPT)
     else:
-        for each in counted(lengths, groups, n, groups * n, lasting.keep):
+        for each in drawn_iterations(lengths, groups, n, groups * n, lasting.keep):
             decoding = sum(s.tokens * step_seconds(steps, s.live) for s in each.stages)
             tokens = groups * PROMPT + each.rows * (each.age + PROMPT)
             rollouts.append(decoding + engine["pass"] * (each.passes + 1) + reading * tokens)

@@ -176,8 +176,7 @@ class Costs(ExpectedRows):
         found = tuple(h for h in found if not piece.leg or h[0] not in (CACHE, DRAFTS))
         if not roof.on_cpu:  # All of them wait for the slowest.
             seconds *= slowest(len(instance.devices))
-        swings = rollout_swings(roof, node, load)
-        size = sum(size for _, size in found)
+        swings, size = rollout_swings(roof, node, load), sum(each for _, each in found)
         return Cost(seconds=seconds, transient=size, holds=found, source=TABLE, swings=swings)
 
     def held(self, node: Node, instance: Instance, parts: int) -> int:

@@ -65,7 +65,7 @@ def rollout_swings(roof: Roofline, node: Node, load: Load) -> tuple[float, ...]:
     """What single iterations of a continuous rollout take in a row, as parts of their mean."""
     if (lasting := node.role(Recalling)) is None or node.op.use != "rollout":
         return ()
-    played = counted(*_played(roof, load), lasting.keep)
+    played = drawn_iterations(*_played(roof, load), lasting.keep)
     found = [_seconds(roof, load, each) for each in played]
     mean = fmean(found)
     return tuple(round(each / mean, 4) for each in found)
@@ -109,7 +109,7 @@ def drawn_length(lengths: ResponseLengths, source: Random) -> int:
 
 
 @lru_cache(maxsize=256)
-def counted(
+def drawn_iterations(
     lengths: ResponseLengths, groups: int, n: int, room: float, span: int
 ) -> tuple[Steady, ...]:
     """Iterations of `groups` groups of `n` rows, of which `room` rows are live at most.
@@ -146,8 +146,8 @@ def counted(
 
 @lru_cache(maxsize=256)
 def steady(lengths: ResponseLengths, groups: int, n: int, room: float, span: int) -> Steady:
-    """The mean of the iterations that are `counted`."""
-    found = counted(lengths, groups, n, room, span)
+    """The mean of the iterations that are drawn."""
+    found = drawn_iterations(lengths, groups, n, room, span)
     rows = fmean(each.rows for each in found)
     aged = fmean(each.rows * each.age for each in found)
     stages = tuple(
