@@ -28,6 +28,9 @@ the model's own forward, and what two ranks compute against one rank.
 Tokens go to experts on other ranks (`ep=`) in these mixtures; others are refused (E533):
 {dispatched}.
 
+Tokens of rows lie on several ranks (`cp=`) in all that run on *fsdp* and are packed or latent: by
+Ulysses, or round a ring where no layer sees windows (E537).
+
 An architecture that is not here is judged by what its config says. Engines in processes of
 their own (SGLang, vLLM) compute what they can: this table is of the engines that rlflow brings.
 

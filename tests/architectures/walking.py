@@ -25,7 +25,14 @@ from rlflow.errors import RunError, UsageError
 
 RUNS = "runs"
 NEW_TOKENS = 6
-SHAPES = {"fsdp": (1, 2, 1), "tp": (1, 1, 2), "sequence": (1, 1, 2), "ep": (1, 2, 1, 2)}
+SHAPES = {
+    "fsdp": (1, 2, 1),
+    "tp": (1, 1, 2),
+    "sequence": (1, 1, 2),
+    "ep": (1, 2, 1, 2),
+    "ulysses": (1, 2, 1, 1, 2),
+    "ring": (1, 2, 1, 1, 2),
+}
 LIMIT = 1e-2
 KEY = SampleKey(seed=0, iteration=0, stream="rollout")
 
@@ -121,20 +128,21 @@ def on_ranks(rank, path, layout):
     """
     warnings.simplefilter("ignore")
     differences = {}
-    sequence = layout == "sequence"
-    found = outcome(lambda: differences.update(differences_on(path, SHAPES[layout], sequence)))
+    how = {"sequence": layout == "sequence"}
+    how |= {"cp_by": layout} if layout in ("ulysses", "ring") else {}
+    found = outcome(lambda: differences.update(differences_on(path, SHAPES[layout], how)))
     worst = max(differences, key=lambda name: differences[name], default=None)
     if worst is not None and not differences[worst] <= LIMIT:
         return f"{worst} differs by {differences[worst]:.2g}"
     return found
 
 
-def differences_on(path, shape, sequence):
+def differences_on(path, shape, how):
     """How far log-probs and gradients are from those of one rank, over the largest of each."""
     from tests.engines import sharded_checks as checks
     from tests.engines.examples import rows, weighted
 
-    one, sharded = checks.pair(path, shape, dtype=torch.float32, sequence=sequence)
+    one, sharded = checks.pair(path, shape, dtype=torch.float32, **how)
     batch = rows(n=4)
     chosen = checks.own_rows(sharded, len(batch), False)
     mine = select_rows(batch, chosen)

@@ -71,17 +71,19 @@ CONFIGS: dict[str, dict[str, object]] = {
     "llama4_text": {"num_local_experts": 4},
 }
 # What is refused on one device, on two by fsdp, by tp, by tp with the sequence shared, and by ep.
-DENSE_REFUSED = ("", "", "", "", "E533")
+DENSE_REFUSED = ("", "", "", "", "E533", "", "")
 REFUSED = {
-    "phi3": ("", "", "E521", "E521", "E533"),
-    "bloom": ("E503",) * 5,
-    "glm4_moe": ("", "", "E521", "E521", ""),
-    "gpt_oss": ("", "", "E521", "E521", "E533"),
-    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), ("", "", "", "E530", "")),
-    **dict.fromkeys(("deepseek_v3", "deepseek_v2", "qwen3_next"), ("", "", "", "E530", "")),
-    "minicpm3": ("", "", "", "E530", "E533"),
-    "lfm2": ("", "", "E521", "E521", "E533"),
-    "llama4_text": ("E503",) * 5,
+    "phi3": ("", "", "E521", "E521", "E533", "", ""),
+    "bloom": ("E503",) * 7,
+    "glm4_moe": ("", "", "E521", "E521", "", "", ""),
+    "gpt_oss": ("", "", "E521", "E521", "E533", "", "E537"),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), ("", "", "", "E530", "", "", "")),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v2"), ("", "", "", "E530", "", "", "")),
+    "qwen3_next": ("", "", "", "E530", "", "E537", "E537"),
+    "minicpm3": ("", "", "", "E530", "E533", "", ""),
+    "lfm2": ("", "", "E521", "E521", "E533", "E537", "E537"),
+    **dict.fromkeys(("gemma2", "gemma3_text"), ("", "", "", "", "E533", "", "E537")),
+    "llama4_text": ("E503",) * 7,
 }
 COUNTED = [f for f in CONFIGS if family_of({"model_type": f}).counted]
 DIGITS = rf.data.arithmetic(digits=2)
@@ -91,6 +93,8 @@ LAYOUTS = {
     "tp": {"tp": 2},
     "sequence": {"tp": 2, "sequence": True},
     "ep": {"fsdp": 2, "ep": 2},
+    "ulysses": {"cp": 2, "cp_by": "ulysses"},
+    "ring": {"cp": 2, "cp_by": "ring"},
 }
 
 

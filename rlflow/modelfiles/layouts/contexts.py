@@ -15,8 +15,13 @@ from rlflow.modelfiles.configs import text_config
 from rlflow.modelfiles.families import Family
 
 _By = Literal["ulysses", "ring"]
-# Families with windows of rows in some layers, whatever a config leaves unsaid.
-WINDOWED = {"gpt_oss"}
+# Families that transformers gives windows of rows where a config says nothing of them.
+WINDOWED = {
+    *("afmoe", "beam", "cohere2", "cohere2_moe", "cwm", "exaone4", "exaone_moe", "flint", "gemma2"),
+    *("gemma3_text", "gemma4_text", "gemma4_unified_text", "gpt_oss", "granite_swa"),
+    *("granitemoe_swa", "kolibri1", "mimo_v2_flash", "ministral", "mistral"),
+    *("modernbert-decoder", "moshi", "olmo3", "vaultgemma"),
+}
 # Attention of which every rank may have other tokens, or other heads.
 CUT = ("full", "latent")
 
@@ -24,7 +29,8 @@ CUT = ("full", "latent")
 def windowed(config: Mapping[str, Any]) -> bool:
     """Whether layers of the model of a config see windows of a row alone."""
     text = text_config(config)
-    if not text.get("sliding_window") or not text.get("use_sliding_window", True):
+    said = text.get("sliding_window", text.get("model_type") in WINDOWED)
+    if not said or not text.get("use_sliding_window", True):
         return False
     layers = text.get("layer_types")
     return layers is None or "sliding_attention" in layers
@@ -53,13 +59,13 @@ def context_finding(
     if cp == 1:
         return None
     what = f"cp={cp}: rows of model {path!r} cannot be cut over ranks"
+    kinds = {"hybrid": "layers that carry states from token to token"}
+    got = kinds.get(family.attention, f"{family.attention} attention")
     if family.attention not in CUT:
         return Finding(
             code="E537",
             what=what,
-            got="layers that carry states from token to token"
-            if family.attention == "hybrid"
-            else f"{family.attention} attention",
+            got=got,
             expected="attention alone between tokens, full or latent",
             fix="rf.on(..., cp=1)",
         )
