@@ -305,7 +305,9 @@ def test_prompts_bring_what_is_wanted():
     call = call_of(
         params={"data": source, "batch": 3},
         wanted=("prompt", "row_id"),
-        outputs=tuple(SimpleNamespace(name=name) for name in ("prompt", "row_id", "answer")),
+        outputs=tuple(
+            SimpleNamespace(name=name, dtype="text") for name in ("prompt", "row_id", "answer")
+        ),
     )
     made = data.prompts(call)
     assert {"prompt", "row_id"} == set(made.fields)

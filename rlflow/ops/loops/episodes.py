@@ -36,6 +36,7 @@ from rlflow.ops.loops.episode_options import (
 )
 from rlflow.ops.loops.loops import repeat
 from rlflow.ops.models import MASK, rollout
+from rlflow.ops.rows.pictures import no_pictures
 from rlflow.rewards.bounds import PLAIN, Bounds
 
 OnError = Literal["error", "end"]
@@ -207,6 +208,7 @@ def act(
     params: dict[str, Any] = {"max_new_tokens": max_new_tokens, "max_tokens": max_tokens}
     params |= _drawn(handles)
     params |= {"chat": chat, "role": role} if chat else {}
+    no_pictures("a turn of an episode", handles)
     return merged_handles(*handles, add_node(ACT, handles, model=model, params=params, name=name))
 
 

@@ -50,6 +50,14 @@ def pictures_of(what: str, handles: tuple[Handle, ...], *, drafted: bool = False
     return found[0]
 
 
+def no_pictures(what: str, handles: tuple[Handle, ...]) -> None:
+    """E118 where handles offer what was made of pictures to an op that reads text alone."""
+    if any(offer.name == PIXELS for handle in handles for offer in handle.offers):
+        found = f"{what} on rows with pictures"
+        expected = "prompts without images=: it reads text alone"
+        report_finding(Finding(code="E118", what=found, where=declared_at(), expected=expected))
+
+
 def seeing(op: Op, model: Model) -> Op:
     """An op that makes the fields of pictures too; a rollout's rows are made in one go."""
     return replace(op, outputs=(*op.outputs, *pictures_made(model)), resumed=None, continued="")
