@@ -17,7 +17,8 @@ from published.rows import Setting
 from rlflow import ops
 from rlflow.errors import PlanError
 
-ENGINE = "vllm"
+# vLLM as rlflow starts it has its ranks on one host.
+ENGINE, OVER_HOSTS = "vllm", "sglang"
 # Lengths of GSM8K: a sync moves the same bytes whatever responses are.
 SYNC_ROWS: Mapping[str, int] = {
     "prompts": 64,
@@ -137,7 +138,8 @@ def placement_of(setting: Setting) -> rf.Placement:
     said = setting.said["placement"]
     layout = {} if said["train_tp"] == 1 else {"tp": said["train_tp"]}
     training = {"recompute": True} if setting.said.get("recompute") else {}
-    rollout = {"tp": said["rollout_tp"], "engine": ENGINE}
+    hosts = setting.said["nodes"] * said["rollout_tp"] / devices_of(setting)
+    rollout = {"tp": said["rollout_tp"], "engine": ENGINE if hosts <= 1 else OVER_HOSTS}
     if setting.said["algorithm"] == "generate":
         everything = {"*": rf.on("all", **rollout)}
         return rf.Placement(pools={"all": devices_of(setting)}, assign=everything)
