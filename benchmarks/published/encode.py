@@ -136,7 +136,8 @@ def config_of(setting: Setting) -> Config:
 def placement_of(setting: Setting) -> rf.Placement:
     """The setting's placement."""
     said = setting.said["placement"]
-    layout = {} if said["train_tp"] == 1 else {"tp": said["train_tp"]}
+    degrees = {"tp": said["train_tp"], "ep": said.get("train_ep", 1)}
+    layout = {name: ranks for name, ranks in degrees.items() if ranks > 1}
     training = {"recompute": True} if setting.said.get("recompute") else {}
     hosts = setting.said["nodes"] * said["rollout_tp"] / devices_of(setting)
     rollout = {"tp": said["rollout_tp"], "engine": ENGINE if hosts <= 1 else OVER_HOSTS}
