@@ -32,6 +32,7 @@ EXCEPTIONS = {
         "transformers' classes by name"
     ),
     r"^engines/hf/writing:WrittenForm\.module$": "transformers' classes by name",
+    r"^engines/hf/pictures/reader:FamilyReader": "transformers' processors and tokenizers",
     r"^engines/hf/sharded/build:(opaque|HiddenStates)": "a family's own forward",
     r"weights/filling:fill\(stored|shards/reading:StoredTensor": "slices of a safetensors file",
     r"^engines/hf/forward/shares:over_ranks": "torch's types know no ReduceOp",

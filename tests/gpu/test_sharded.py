@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.sharded.build import load_sharded
+from rlflow.engines.hf.sharded.mesh import AXES
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 from rlflow.engines.hf.train import TrainEngine
 from tests.engines.examples import Spec
@@ -20,8 +21,6 @@ from tests.gpu.test_compute import OUTPUTS, batch_of, weighted
 
 pytestmark = pytest.mark.torch
 
-AXES = ("replicate", "fsdp", "tp")
-
 
 @pytest.fixture
 def mesh(device: Any) -> Iterator[DeviceMesh]:
@@ -29,7 +28,8 @@ def mesh(device: Any) -> Iterator[DeviceMesh]:
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield DeviceMesh(device.type, torch.zeros(1, 1, 1, dtype=torch.int64), mesh_dim_names=AXES)
+        alone = torch.zeros((1,) * len(AXES), dtype=torch.int64)
+        yield DeviceMesh(device.type, alone, mesh_dim_names=AXES)
     finally:
         dist.destroy_process_group()
 

@@ -96,7 +96,7 @@ def reshard_of(plan: Plan) -> str:
         ("ray_mesh", lambda p: with_action(p, "actor.update", takes=p.action("reward").takes),
          "takes rows in parts ((4,), (5,)), it has devices [0, 1, 2, 3]"),
         ("ray_mesh", lambda p: with_action(p, "ref.log_probs", takes=halved(p, "ref.log_probs")),
-         "different rows on devices [0, 1], which share layers"),
+         "different rows on devices [0, 1], which share them"),
         ("ray_mesh", lambda p: with_action(p, "actor.rollout", makes=None),
          "actor.rollout makes no rows: not what its op declares"),
         ("ray_mesh", lambda p: with_action(p, reshard_of(p), transport="copy"),

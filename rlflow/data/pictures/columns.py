@@ -10,7 +10,6 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlflow.data.pictures.headers import KNOWN, Size, picture_size, size_in_file
 from rlflow.errors import DataError, Finding, Source
@@ -33,7 +32,7 @@ class PictureColumn:
     opened: bool = True
 
 
-def pictures_in(value: Any, folder: Path | None) -> list[Picture]:
+def pictures_in(value: object, folder: Path | None) -> list[Picture]:
     """The pictures of a column's value, paths relative to `folder` made absolute.
 
     A path, bytes, a struct of `bytes` and `path` as the hub's `Image` feature has it, or a list of
@@ -43,8 +42,9 @@ def pictures_in(value: Any, folder: Path | None) -> list[Picture]:
     found: list[Picture] = []
     several = value if isinstance(value, list | tuple) else [value]
     for entry in () if value is None else several:
-        stored = isinstance(entry, Mapping)
-        each = (entry.get("bytes") or entry.get("path")) if stored else entry
+        each = entry
+        if isinstance(entry, Mapping):
+            each = entry.get("bytes") or entry.get("path")
         if isinstance(each, bytes | bytearray):
             found.append(bytes(each))
         elif isinstance(each, str) and each:
@@ -69,7 +69,7 @@ def size_of_picture(picture: Picture) -> Size:
     return found
 
 
-def picture_problem(value: Any, prompt: Any, column: PictureColumn) -> tuple[str, str] | None:
+def picture_problem(value: object, prompt: object, column: PictureColumn) -> tuple[str, str] | None:
     """What is wrong with a row's pictures: the code, and what was got; None for nothing.
 
     `prompt` may say where pictures stand.
@@ -106,7 +106,7 @@ def unseen_picture(place: str, column: str, code: str, got: str, where: Source |
     )
 
 
-def places_in(prompt: Any) -> int:
+def places_in(prompt: object) -> int:
     """How many places for pictures the messages of a prompt have."""
     messages = prompt if isinstance(prompt, list) else ()
     return sum(

@@ -13,7 +13,7 @@ from dataclasses import replace
 from rlflow.graph.fields import PICTURES, PIXELS, Field
 from rlflow.graph.graph import Node
 from rlflow.graph.placement import Recompute
-from rlflow.graph.roles import Drafted
+from rlflow.graph.roles import Drafted, Scoring
 from rlflow.graph.rules.steps import mini_batches
 from rlflow.modelfiles.chunks import MOST, PLAIN
 from rlflow.scheduler.costs.lengths import Load
@@ -60,7 +60,8 @@ def width(node: Node) -> int:
 def numbers_alive(node: Node) -> int:
     """Numbers that are alive for each logit while a node's distributions are made."""
     squares = any(field.name == "sum_pi_squared" for field in node.op.outputs)
-    several = isinstance(dict(node.params).get("temperature"), tuple)
+    scoring = node.role(Scoring)
+    several = scoring is not None and isinstance(scoring.temperature, tuple)
     return MOST if squares or several or width(node) else PLAIN
 
 

@@ -7,6 +7,7 @@ Knows options and sizes; no plan.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,10 +34,12 @@ AT_ONCE_DRAFTING = {"sglang": 48}
 # an engine of four ranks and more: SGLang's `handle_gpu_memory_settings`.
 CAPTURED = ((20, 8, 8), (35, 48, 160), (60, 32, 160), (160, 256, 512))
 CAPTURED_AT_MOST = 512
+# vLLM's does not follow the device.
+CAPTURED_OF: Mapping[str, tuple[tuple[int, int, int], ...]] = {"vllm": ()}
 # Tokens of prompts that are read in one pass, by the gibibytes of a device: SGLang's too. vLLM's
 # AsyncLLM reads the fewest that any use does (`SchedulerConfig`).
 PREFILL = ((35, 2048), (60, 4096), (160, 8192))
-PREFILL_AT_MOST, PREFILL_VLLM = 16384, 2048
+PREFILL_AT_MOST, PREFILL_OF = 16384, {"vllm": 2048}
 PREFILL_NAMES = ("chunked_prefill_size", "max_num_batched_tokens")
 # Bytes of graphs for each of these rows: what SGLang's `reserve_for_graph_mb` keeps free.
 GRAPH_BYTES = 2 << 20
@@ -106,10 +109,15 @@ def slots_of(instance: Instance, sizes: Sizes) -> int | None:
         return AT_ONCE_ON_CPU
     if engine.drafts and engine.name in AT_ONCE_DRAFTING:
         return AT_ONCE_DRAFTING[engine.name]
-    if engine.name == "vllm":
-        large = kind.memory >= VLLM_LARGE * 2**30 and kind.chip not in SMALL_BATCHES
-        return VLLM_MANY if large else VLLM_FEW
-    return _sglang_slots(instance, sizes) if engine.name == "sglang" else None
+    by_itself = AT_ONCE.get(engine.name)
+    return None if by_itself is None else by_itself(instance, sizes)
+
+
+def _vllm_slots(instance: Instance, sizes: Sizes) -> int:
+    """Rows that vLLM computes at once, by the kind of its devices."""
+    kind = sizes.cluster.kind_of(instance.devices[0])
+    large = kind.memory >= VLLM_LARGE * 2**30 and kind.chip not in SMALL_BATCHES
+    return VLLM_MANY if large else VLLM_FEW
 
 
 def _sglang_slots(instance: Instance, sizes: Sizes) -> int:
@@ -119,6 +127,14 @@ def _sglang_slots(instance: Instance, sizes: Sizes) -> int:
         return SGLANG_LEAST
     context = getattr(instance.engine_plan.options, "context_length", None) or shape.context
     return min(max(int(SGLANG_OF_CONTEXT * pool / context), SGLANG_LEAST), SGLANG_MOST)
+
+
+AT_ONCE: Mapping[str, Callable[[Instance, Sizes], int]] = {
+    "sglang": _sglang_slots,
+    "vllm": _vllm_slots,
+}
+# Engines that take what is right on few devices where they are told nothing.
+TOLD = frozenset({"vllm"})
 
 
 def with_slots(instance: Instance, sizes: Sizes) -> Instance:
@@ -131,7 +147,7 @@ def with_slots(instance: Instance, sizes: Sizes) -> Instance:
     engine = instance.engine_plan
     if sizes.cluster.kind_of(instance.devices[0]).name == "cpu":
         return instance
-    if engine.name != "vllm" and not (engine.name in AT_ONCE_DRAFTING and engine.drafts):
+    if engine.name not in TOLD and not (engine.name in AT_ONCE_DRAFTING and engine.drafts):
         return instance
     return told_options(instance, max_running_requests=slots_of(instance, sizes))
 
@@ -142,7 +158,7 @@ def prefill_of(instance: Instance, memory: float) -> int:
     told = getattr(engine.options, "args", {})
     said = next((int(told[name]) for name in PREFILL_NAMES if told.get(name)), 0)
     own = next((t for gibibytes, t in PREFILL if memory < gibibytes * 2**30), PREFILL_AT_MOST)
-    return said if said > 0 else PREFILL_VLLM if engine.name == "vllm" else own
+    return said if said > 0 else PREFILL_OF.get(engine.name, own)
 
 
 def pool_tokens(instance: Instance, sizes: Sizes) -> float | None:
@@ -197,10 +213,8 @@ def engine_key(sizes: Sizes, instance: Instance) -> str:
 
 
 def _captured(instance: Instance, memory: float) -> int:
-    """Rows of the largest decode pass that an engine captures by itself: vLLM 512 at the most."""
-    if instance.engine_plan.name == "vllm":
-        return CAPTURED_AT_MOST
-    for gibibytes, few, many in CAPTURED:
+    """Rows of the largest decode pass that an engine captures by itself."""
+    for gibibytes, few, many in CAPTURED_OF.get(instance.engine_plan.name, CAPTURED):
         if memory < gibibytes * 2**30:
             return many if instance.tp >= 4 else few
     return CAPTURED_AT_MOST
