@@ -30,6 +30,7 @@ from rlflow.runtime.record.devices.kernels import ready_profiler, with_kernels
 from rlflow.runtime.record.devices.meter import DeviceMeter
 from rlflow.runtime.record.devices.profiled import ProfiledActions
 from rlflow.runtime.record.shards.places import assign_writers
+from rlflow.runtime.stopping import LEFT_BEHIND
 from rlflow.runtime.worker.node_states import States, saved_states, to_save
 from rlflow.runtime.worker.saving import Saver, restore_components
 from rlflow.scheduler.plan.plan import Action, Lane, Plan
@@ -244,6 +245,7 @@ class LocalBackend:
         for thread in self._threads if wait else ():
             if thread not in left:
                 thread.join()
+        LEFT_BEHIND.update(thread for thread in self._threads if thread.is_alive())
 
     def _work(self, jobs: queue.SimpleQueue[Job | None], threads: int) -> None:
         torch.set_num_threads(threads)

@@ -200,6 +200,10 @@ class Run:
         """Ask `execute` to return after what has begun: the run goes on elsewhere. Any thread."""
         self._executor.stop()
 
+    def interrupt(self) -> None:
+        """Have `execute` give up what has begun, from any thread; it raises KeyboardInterrupt."""
+        self._executor.interrupt()
+
     def _stopped(self, done: int) -> str:
         """What to say of a run that was asked to stop."""
         text = f"stopped after {done} of {self.settings.iterations} iterations; continue with: "

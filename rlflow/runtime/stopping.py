@@ -13,10 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from weakref import WeakSet
 
 from rlflow.errors import GraceOver
 from rlflow.runtime.execute.executor import Executor
 
+# Threads that a run which stopped at once has left to what they compute: whoever ends the
+# interpreter before they have ended ends the process by SIGABRT.
+LEFT_BEHIND: WeakSet[threading.Thread] = WeakSet()
 # Of the seconds of grace, and at least so many, what is left for processes to end.
 RESERVE, LEAST = 0.1, 1.0
 

@@ -139,6 +139,21 @@ def signalled(name: str, times: int, phase: str, scene: Scene) -> None:
         assert "stopped at once" in result.err, result.err
 
 
+def program_interrupted(how: str, scene: Scene) -> None:
+    """Ctrl-C of a user's own program, twice, whose run hangs: over at once, with no SIGABRT."""
+    words = [sys.executable, Path(__file__).with_name("program.py"), how, scene.run_dir]
+    started = scene.started(words, **{ACT: "sleeps@40"})
+    scene.wait_for(lambda: (scene.folder / "fired").exists(), started)
+    scene.acted()
+    for _ in range(2):
+        assert started.poll() is None, started.communicate()
+        started.send_signal(signal.SIGINT)
+        time.sleep(1.0)
+    result = scene.ended(started, 30)
+    assert 130 == result.code, (result.code, result.err)
+    scene.continues()
+
+
 def reach(phase: str, scene: Scene, started: object) -> None:
     """Wait until a run is in a phase."""
     run = scene.run_dir
@@ -374,6 +389,13 @@ def run_rows() -> Iterator[Row]:
                     expect="continues",
                     inject=partial(signalled, name, times, phase),
                 )
+    for how in ("loop", "with"):
+        yield Row(
+            id=f"K6 program {how}",
+            fault=f"Ctrl-C, twice, of a user's program that waits for a hung run: {how}",
+            expect="continues",
+            inject=partial(program_interrupted, how),
+        )
     yield Row(id="K15 in time", fault="SIGTERM with --grace", expect="continues", inject=preempted)
     yield Row(
         id="K15 out of time",

@@ -90,6 +90,7 @@ class Scene:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
+            preexec_fn=hears_ctrl_c,
         )
         self._started.append(made)
         return made
@@ -192,6 +193,11 @@ class Scene:
         if self._room:
             self._room.kill()
             self._room.communicate()
+
+
+def hears_ctrl_c() -> None:
+    """A shell has what it starts in the background ignore Ctrl-C, and what that starts in turn."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager

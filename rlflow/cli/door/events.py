@@ -105,6 +105,13 @@ class RunWatch:
                 self._run.stop()
             self.stopping = True
 
+    def interrupted(self) -> None:
+        """Ctrl-C came to whoever waits: end after what has begun, and the second time at once."""
+        with self.changed:
+            if self.stopping and self._run is not None and self.begun and not self.over:
+                self._run.interrupt()
+        self.stop()
+
     def end(self, error: BaseException | None) -> None:
         """The run is over, well or with an error."""
         with self.changed:

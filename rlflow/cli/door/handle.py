@@ -5,8 +5,12 @@ The run goes on in a thread of its own; what it raises is raised where one waits
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -85,12 +89,12 @@ class RunHandle:
     def wait(self, timeout: float | None = None) -> Self:
         """Wait for the end of the run, or `timeout` seconds; raise what it has raised.
 
-        Ctrl-C stops the run after what has begun.
+        Ctrl-C stops the run after what has begun, a second one at once.
         """
         try:
             self._thread.join(timeout)
         except KeyboardInterrupt:
-            self._watch.stop()
+            self._watch.interrupted()
             raise
         self._raise()
         return self
@@ -112,7 +116,7 @@ class RunHandle:
                     if len(watch.events) <= seen:
                         break
             except KeyboardInterrupt:
-                watch.stop()
+                watch.interrupted()
                 raise
             yield watch.events[seen]
             seen += 1
@@ -128,7 +132,11 @@ class RunHandle:
         trace: TracebackType | None,
     ) -> None:
         self._watch.stop()
-        self._thread.join()
+        try:
+            self._thread.join()
+        except KeyboardInterrupt:
+            self._watch.interrupted()
+            raise
         if error is None:
             self._raise()
 
@@ -163,6 +171,34 @@ def samples_frame(
     return pandas.DataFrame(rows)
 
 
+_going_on: dict[threading.Thread, RunWatch] = {}
+# Seconds for what computes to end, of a run that was stopped at once.
+PATIENCE = 10.0
+
+
+@atexit.register
+def _leave() -> None:
+    """End the process where the interpreter cannot: its threads would take it along by SIGABRT.
+
+    Python waits for runs that go on before it comes here, unless Ctrl-C has cut that short.
+    """
+    from rlflow.cli.shell.early import STOPPED
+
+    stopping = sys.modules.get("rlflow.runtime.stopping")
+    until = time.monotonic() + PATIENCE
+    with contextlib.suppress(KeyboardInterrupt):
+        for thread in stopping.LEFT_BEHIND if stopping and not _going_on else ():
+            thread.join(max(0.0, until - time.monotonic()))
+        if not _going_on and not (stopping and any(t.is_alive() for t in stopping.LEFT_BEHIND)):
+            return
+    for watch in [*_going_on.values()]:
+        sys.stderr.write(f"stopped at once; continue with: resume={str(watch.directory)!r}\n")
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(STOPPED)
+
+
 def started(watch: RunWatch, work: Callable[[], object]) -> RunHandle:
     """Start a run in a thread, and wait until its first iteration can begin.
 
@@ -175,16 +211,18 @@ def started(watch: RunWatch, work: Callable[[], object]) -> RunHandle:
             work()
         except BaseException as raised:  # handed to whoever waits for the run
             error = raised
+        _going_on.pop(thread, None)
         watch.end(error)
 
     thread = threading.Thread(target=follow, name="rlflow-run")
+    _going_on[thread] = watch
     thread.start()
     try:
         with watch.changed:
             while not watch.begun and not watch.over:
                 watch.changed.wait()
     except KeyboardInterrupt:
-        watch.stop()
+        watch.interrupted()
         raise
     if not watch.begun and watch.error is not None:
         thread.join()
