@@ -8,19 +8,34 @@ export HF_HUB_OFFLINE ?= 1
 # Compiled files are kept: hundreds of processes that tests start would compile rlflow again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-slow test-long chaos fuzz test-sglang test-vllm test-trackers test-triton test-architectures test-gpu bench-gpu test-lowest check bench bench-learning docs setup clean
+.PHONY: demo test test-fast test-slow test-long chaos kills fuzz test-sglang test-vllm test-trackers test-triton test-architectures test-gpu bench-gpu test-lowest check bench bench-learning docs locks sbom setup clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt constraints-hashes.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "rlflow needs Python 3.11 or later; this is `$(PYTHON) --version`. Try: make PYTHON=python3.12"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "python3 -m venv does not work here. On Debian and Ubuntu: apt install python3-venv"; exit 2; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r constraints-hashes.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	$(BIN)/python -m compileall -q -j 0 rlflow
 	@touch $(STAMP)
+
+# torch has no hash: what indexes for machines without a GPU have under its version is another file.
+locks: .venv-locks/.ready  ## the hashes of constraints.txt anew, from the index
+	grep -v '^torch==' constraints.txt | .venv-locks/bin/uv pip compile --quiet --no-config --no-deps --universal --python-version 3.11 \
+		--generate-hashes --no-annotate --no-emit-index-url --custom-compile-command 'make locks' --output-file constraints-hashes.txt -
+
+sbom: $(STAMP) .venv-locks/.ready  ## what is installed here, with licences and who needs what, in CycloneDX: build/sbom.cdx.json
+	@mkdir -p build
+	.venv-locks/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible -o build/sbom.cdx.json $(VENV)
+
+.venv-locks/.ready: constraints-locks.txt
+	@test -x .venv-locks/bin/python || $(PYTHON) -m venv .venv-locks
+	.venv-locks/bin/python -m pip install --quiet --disable-pip-version-check -r constraints-locks.txt
+	@touch $@
 
 demo: $(STAMP)  ## train GRPO on this CPU until the reward climbs; leaves runs/demo/report.html
 	$(BIN)/rlflow viz pipelines/grpo_arithmetic.py
@@ -37,10 +52,10 @@ SIDE   := -n 3 --dist loadfile
 ROWS   := all
 
 test: $(STAMP)  ## all tests but the slow ones
-	RLFLOW_ROWS=week $(BIN)/python -m pytest -m "not slow and not chaos" $(SIDE)
+	RLFLOW_ROWS=week $(BIN)/python -m pytest -m "not slow and not chaos and not kills" $(SIDE)
 
 test-fast: $(STAMP)  ## the tests that need no torch
-	$(BIN)/python -m pytest -m "not torch and not slow and not chaos"
+	$(BIN)/python -m pytest -m "not torch and not slow and not chaos and not kills"
 
 test-slow: $(STAMP)  ## end-to-end runs of minutes; BUT="and not extra" leaves some out, ROWS=week other rows each week
 	RLFLOW_ROWS=$(ROWS) $(BIN)/python -m pytest -m "slow and not sglang and not vllm $(BUT)" $(SIDE)
@@ -61,6 +76,16 @@ chaos: $(STAMP)  ## every fault of the matrix in whole runs, and what was left; 
 	RLFLOW_CHAOS_SAMPLE=$(SAMPLE) RLFLOW_CHAOS_SEED=$(SEED) RLFLOW_CHAOS_ROWS="$(ONLY)" RLFLOW_CHAOS_MISSING=$(MISSING) RLFLOW_CHAOS_SLOWER=$(SLOWER) \
 		RLFLOW_CHAOS_REPORT=$(if $(SAMPLE),build/chaos.md,benchmarks/results/chaos.md) \
 		$(BIN)/python -m pytest tests/chaos -m chaos --no-showlocals -p no:cacheprovider -n 2 --maxschedchunk=1
+
+# So many kills of chance, drawn by SEED; SETUPS=ray for some alone.
+N       := 200
+SETUPS  := local,ray,engine
+
+kills: $(STAMP)  ## processes of whole runs killed by chance, N=200 of them: nothing is lost, nothing left, the bits are equal
+	RLFLOW_KILLS=$(N) RLFLOW_KILLS_SEED=$(SEED) RLFLOW_KILLS_SETUPS=$(SETUPS) RLFLOW_CHAOS_SLOWER=$(SLOWER) \
+		RLFLOW_SGLANG_PYTHON=$${RLFLOW_SGLANG_PYTHON:-$(wildcard $(CURDIR)/.venv-sglang/bin/python)} \
+		RLFLOW_KILLS_REPORT=benchmarks/results/kills.md \
+		$(BIN)/python -m pytest tests/chaos -m kills --no-showlocals -p no:cacheprovider -n 2 --maxschedchunk=1
 
 fuzz: $(STAMP)  ## files of models with anything in them: an hour, never an error of rlflow's own
 	env -u CI RLFLOW_EXAMPLES=400 $(BIN)/python -m pytest tests/test_fuzzed_models.py --timeout=7200 -n 2
@@ -112,7 +137,7 @@ TORCH_LOWEST ?= $(patsubst torch==%,%,$(filter torch==%,$(shell cat constraints-
 TORCH_INDEX  ?= https://download.pytorch.org/whl/cpu
 
 test-lowest: $(LOWEST)/.ready  ## tests but the slow ones, the demo and a Ray run on the lowest versions that pyproject.toml declares
-	$(LOWEST)/bin/python -m pytest -m "not slow and not chaos" $(SIDE)
+	$(LOWEST)/bin/python -m pytest -m "not slow and not chaos and not kills" $(SIDE)
 	rm -rf runs/lowest runs/lowest-ray
 	$(LOWEST)/bin/rlflow run pipelines/grpo_arithmetic.py --run-dir runs/lowest
 	$(LOWEST)/bin/rlflow run pipelines/grpo_arithmetic.py --placement split --backend ray --threads 1 --iterations 3 --run-dir runs/lowest-ray
@@ -165,4 +190,4 @@ docs: .venv-docs/.ready  ## the documentation as a site that works offline: buil
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-docs .venv-lowest .venv-sglang .venv-trackers .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-bench .venv-docs .venv-locks .venv-lowest .venv-sglang .venv-trackers .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

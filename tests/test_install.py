@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 from setuptools import find_namespace_packages
 
@@ -115,3 +117,22 @@ def test_the_demo_ends_with_what_to_type():
 def test_nothing_advises_an_index_that_does_not_have_us():
     files = [*(ROOT / "rlflow").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
     assert [] == [str(f) for f in files if "install 'rlflow-engine" in f.read_text()]
+
+
+def test_every_version_but_torchs_has_hashes():
+    """What set-up installs is what was looked at: `make locks` writes them after a change."""
+    kept = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    text = (ROOT / "constraints-hashes.txt").read_text()
+    blocks = re.findall(
+        r"^(\S+==\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", text, re.M
+    )
+    names = [(canonicalize_name(name), version) for name, _, version in map(split_pin, kept)]
+    hashed = [
+        (canonicalize_name(name), version) for name, _, version in map(split_pin, dict(blocks))
+    ]
+    assert sorted(pin for pin in names if pin[0] != "torch") == sorted(hashed)
+    assert len(dict(blocks)) == text.count("==")
+
+
+def split_pin(pin: str) -> tuple[str, str, str]:
+    return pin.partition("==")

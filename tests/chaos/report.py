@@ -11,7 +11,8 @@ import os
 import platform
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -74,22 +75,33 @@ def read(page: Path) -> Kept:
 
 def keep(page: Path, rows: Sequence[Row], change: Callable[[Kept], object]) -> None:
     """Change what is kept and write the page anew; one process at a time."""
-    page.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(page.parent, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with alone(page.parent):
         kept = read(page)
         change(kept)
         known = [kept.rows[row.id] for row in rows if row.id in kept.rows]
-        lines: dict[str, Any] = {"rows": known, "sessions": kept.sessions}
-        said = (
-            f'"{name}": [\n' + ",\n".join(json.dumps(asdict(each)) for each in values) + "\n]"
-            for name, values in lines.items()
-        )
-        page.with_suffix(".json").write_text("{" + ",\n".join(said) + "}\n")
+        page.with_suffix(".json").write_text(by_line(rows=known, sessions=kept.sessions))
         page.write_text(written(rows, Kept({each.row: each for each in known}, kept.sessions)))
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Within it no other process that asks is in this folder, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(lock)
+
+
+def by_line(**lists: Sequence[Any]) -> str:
+    """Lists of frozen values as JSON, a line each value."""
+    said = (
+        f'"{name}": [\n' + ",\n".join(json.dumps(asdict(each)) for each in values) + "\n]"
+        for name, values in lists.items()
+    )
+    return "{" + ",\n".join(said) + "}\n"
 
 
 INTRODUCTION = (

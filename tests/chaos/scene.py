@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -75,6 +76,8 @@ class Scene:
             "PYTHONPATH": str(ROOT),
             "PYTHONFAULTHANDLER": "1",
             "TMPDIR": str(self.temporary),
+            # Torch makes it where it is imported, used or not.
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "torch"),
             "RLFLOW_COSTS": "off",
             FIRED: str(self.folder / "fired"),
             MARK: self.mark,
@@ -90,7 +93,7 @@ class Scene:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            preexec_fn=hears_ctrl_c,
+            preexec_fn=hears_ctrl_c,  # noqa: PLW1509  it calls nothing that another thread may hold
         )
         self._started.append(made)
         return made
@@ -172,7 +175,11 @@ class Scene:
         return found
 
     def _alive(self) -> list[str]:
-        return [f"process {pid}: {command}" for pid, command in marked(self.mark).items()]
+        return [f"process {pid}: {command}" for pid, command in self.processes().items()]
+
+    def processes(self) -> dict[int, str]:
+        """What this row has started and is alive, by pid, with its command."""
+        return marked(self.mark, self.folder)
 
     def _unheld(self) -> list[str]:
         """Shared memory that came and that nobody has; what others just make has a moment."""
@@ -183,7 +190,7 @@ class Scene:
 
     def close(self) -> None:
         """End what has not ended by itself."""
-        for pid in marked(self.mark):
+        for pid in self.processes():
             with suppressed():
                 os.kill(pid, signal.SIGKILL)
         for each in self._started:
@@ -209,19 +216,33 @@ def suppressed() -> Iterator[None]:
         return
 
 
-def marked(mark: str) -> dict[int, str]:
-    """Processes that inherited a mark in their environment, by pid, with their command."""
+def marked(mark: str, folder: Path | None = None) -> dict[int, str]:
+    """Processes that inherited a mark in their environment, by pid, with their command.
+
+    A process that sets its title may have written it over its environment, as Ray's workers do:
+    who has a file in `folder` open is one of them as well.
+    """
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
-            if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+            known = f"{MARK}={mark}".encode() in (entry / "environ").read_bytes()
+            if known or (folder is not None and uses(entry, folder)):
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
                 found[int(entry.name)] = command[:200]
         except OSError:
             continue
     return found
+
+
+def uses(process: Path, folder: Path) -> bool:
+    """Whether a process has a file of a folder open."""
+    for each in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):
+            if str(each.readlink()).startswith(f"{folder}{os.sep}"):
+                return True
+    return False
 
 
 def names_in(folder: Path) -> frozenset[str]:
