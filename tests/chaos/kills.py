@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.scene import PIPELINE, Scene
+from tests.chaos.scene import PIPELINE, SLOWER, Scene
 from tests.conftest import Result
 from tests.runtime.whole_runs import state
 
@@ -62,7 +62,7 @@ SETUPS = {
     "ray": Setup(
         words=(
             *("--placement", "fsdp", "--devices", "cpu:2", "--backend", "ray"),
-            *("--deadline", 60, "--set", "timeout=30"),
+            *("--deadline", 60 * SLOWER, "--set", "timeout=30"),
         ),
         victims=("driver", *("rank or host worker",) * 2, "raylet", "GCS", "reaper", "reward"),
     ),
