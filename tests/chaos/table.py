@@ -349,6 +349,16 @@ TESTED: tuple[Told, ...] = (
         ),
     ),
     (
+        "N5",
+        "no memory in a forward, a backward, a step, a rollout, a reshard",
+        "error",
+        120,
+        "",
+        (
+            "runtime/test_worker.py::test_no_memory_is_one_error_that_leaves_the_weights_and_frees_what_was_taken",
+        ),
+    ),
+    (
         "N8",
         "policies that are far apart",
         "goes on",
@@ -391,7 +401,6 @@ MISSING = (
     Row(
         id="K11 hosts", fault="a host of two is lost, cut off, slow", expect="error", needs="hosts"
     ),
-    Row(id="N5", fault="out of memory at each point of an update", expect="error", needs="gpu"),
     Row(id="K14 gpu", fault="a killed engine's memory on the device", expect="error", needs="gpu"),
 )
 WHY = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -181,3 +183,45 @@ def test_a_body_gets_its_own_learning_rate_and_context():
     plan, worker = worker_of(TOGETHER)
     metrics = run(plan, worker, 0)["actor.update", 0]
     assert 1e-3 == metrics["lr"]
+
+
+def out_of_memory(*words, **more):
+    """What every allocation of a device without memory does; a tensor that it had made lives on."""
+    made = torch.zeros(1 << 20)
+    OUT_OF.append(weakref.ref(made))
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+
+OUT_OF: list[weakref.ref] = []
+POINTS = {
+    "forward": ("rlflow.engines.hf.train.TrainEngine.compute", "actor.update"),
+    "backward": ("torch.Tensor.backward", "actor.update"),
+    "optimizer": ("rlflow.engines.hf.optim.adamw.AdamWState.step", "actor.update"),
+    "rollout": ("rlflow.engines.hf.rollout.TorchRollout.generate", "actor.rollout"),
+    "sync": ("rlflow.engines.reshard.resharder.Resharder.run", "reshard:"),
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_no_memory_is_one_error_that_leaves_the_weights_and_frees_what_was_taken(
+    point, monkeypatch
+):
+    """At each point of an iteration; what the error's frames had is gone, and so are gradients."""
+    where, action = POINTS[point]
+    plan, worker = worker_of(SPLIT)
+    run(plan, worker, 0)
+    before = {name: tensors(loaded) for name, loaded in worker.loaded.items()}
+    OUT_OF.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(where, out_of_memory)
+        with pytest.raises(RunError, match="E768") as raised:
+            run(plan, worker, 1)
+    assert raised.value.findings[0].what.startswith(action)
+    assert "2.00 GiB" in str(raised.value)
+    assert [None] == [made() for made in OUT_OF]
+    (trained,) = worker.trained()
+    assert {} == trained.optimizer.grads == trained.optimizer.sums
+    for name, loaded in worker.loaded.items():
+        if point != "sync":
+            assert all(torch.equal(before[name][k], t) for k, t in tensors(loaded).items())
+    run(plan, worker, 1)

@@ -8,14 +8,23 @@ that an engine's process shares, and there after every action that may leave fre
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
+from rlflow.errors import Finding, RunError
+from rlflow.runtime.worker.loaded import Loaded
 from rlflow.scheduler.plan.plan import Action, Plan
 
 # What leaves freed memory behind. A wake takes memory, and a transfer's rows lie on the host.
 LEAVES = ("run", "reshard", "sleep")
+
+
+# What torch says where the host has no memory, as an error of no type of its own.
+HOST = "can't allocate memory"
 
 
 class AcceleratorMemory(Protocol):
@@ -106,6 +115,44 @@ class ProcessMemory:
 def device_memory(device: str) -> AcceleratorMemory:
     """The memory of a device by its name, `cuda:0` or `cpu`."""
     return CudaMemory(device) if torch.device(device).type == "cuda" else ProcessMemory()
+
+
+@contextmanager
+def memory_errors(
+    action: Action, iteration: int, memory: AcceleratorMemory, trained: Sequence[Loaded]
+) -> Iterator[None]:
+    """Within it, a device or a host without memory left is RunError E768, and what was taken free.
+
+    The frames of the error have what the action has made so far: they are emptied, and the trained
+    models let go of their gradients, the allocator of what it keeps.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out(error):
+            raise
+        said = (str(error).splitlines() or [""])[0]
+        traceback.clear_frames(error.__traceback__)
+    else:
+        return
+    for loaded in trained:
+        loaded.trainer.release_gradients()
+    memory.give_back()
+    devices = ", ".join(map(str, action.devices))
+    raise RunError(
+        Finding(
+            code="E768",
+            what=f"{action.id} in iteration {iteration} ran out of memory on device {devices}",
+            got=said or "no memory",
+            expected=f"{(action.cost.transient or 0) / 1e9:.3g} GB of its own, by the plan",
+            fix="--set of a smaller batch, micro_tokens= in rf.on, or more devices",
+        )
+    )
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that a device, or the host, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or HOST in str(error)
 
 
 def leaving_memory(plan: Plan) -> frozenset[str]:

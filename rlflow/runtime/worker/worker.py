@@ -37,6 +37,7 @@ from rlflow.runtime.worker.device_memory import (
     AcceleratorMemory,
     device_memory,
     leaving_memory,
+    memory_errors,
 )
 from rlflow.runtime.worker.drafting import drafter_within, drafting_in
 from rlflow.runtime.worker.loaded import InUse, Loaded, products_of
@@ -181,7 +182,8 @@ class Worker:
 
         `keep` int64 names the rows, by place, whose results stay; None for all of them.
         """
-        result = self._performed(action, iteration, keep)
+        with memory_errors(action, iteration, self.memory, self.trained()):
+            result = self._performed(action, iteration, keep)
         if action.kind in ("run", "reshard"):
             self.memory.wait()
         if action.id in self._leaving:
@@ -210,8 +212,7 @@ class Worker:
             self.store.memory[node.name] = output.memory
         for name, lag in action.writes:
             self.loaded[name].version = iteration - lag
-        made = self._made(node, call, output, keep)
-        if made is not None:
+        if (made := self._made(node, call, output, keep)) is not None:
             made = self.recorder.take(action, iteration, made)
             self.store.put(action.id, iteration, made, self.flow.readers(action.id, iteration))
         self.release(action, iteration)
