@@ -66,20 +66,23 @@ class Family:
     sees: Sees = ""
 
 
-DENSE = Family()
+DENSE = Family(staged=True)
 WHOLE = replace(DENSE, cut=False)
 TIED = replace(DENSE, tied=True)
-OLDER = replace(WHOLE, biases="all", shifts=True, gated=False, tied=True, counted=False)
-MIXED = replace(WHOLE, experts="apart", dispatched=True)
+OLDER = replace(
+    WHOLE, staged=False, biases="all", shifts=True, gated=False, tied=True, counted=False
+)
+MIXED = replace(WHOLE, experts="apart", dispatched=True, staged=False)
+PASSED = replace(MIXED, staged=True)
 # Experts that compute in a way of their own.
 UNSENT = replace(MIXED, dispatched=False)
 FUSED = replace(WHOLE, experts="fused")
-LATENT = Family(attention="latent")
+LATENT = Family(attention="latent", staged=True)
 LATENT_MIXED = replace(LATENT, experts="apart", dispatched=True)
 HYBRID = Family(attention="hybrid", cut=False, counted=False)
 HYBRID_MIXED = replace(HYBRID, experts="apart", dispatched=True)
 STATE = Family(attention="state", cut=False, layers="linear_attention", counted=False)
-SEEING = replace(WHOLE, counted=False)
+SEEING = replace(WHOLE, staged=False, counted=False)
 OWN = Family(attention="own", cut=False, counted=False)
 ENCODER = Family(attention="encoder", cut=False, counted=False)
 NONE = Family(attention="none", cut=False, counted=False)
@@ -117,8 +120,8 @@ FAMILIES: dict[str, Family] = {
     **_each("glm4", replace(WHOLE, biases="asked", norms=4)),
     **_each("hunyuan_v1_dense", replace(WHOLE, head_norms="each")),
     **_each("gpt2 gpt-sw3 gpt_bigcode opt biogpt persimmon", OLDER),
-    **_each("bitnet granite_swa gemma4_text moshi modernbert-decoder",
-            replace(WHOLE, counted=False)),
+    **_each("bitnet granite_swa", replace(WHOLE, counted=False)),
+    **_each("gemma4_text moshi modernbert-decoder", replace(WHOLE, staged=False, counted=False)),
     # Dense, on one rank.
     **_each("apertus", replace(WHOLE, alone="buffers", gated=False, counted=False)),
     **_each("ctrl", replace(OLDER, alone="layers")),
@@ -134,13 +137,13 @@ FAMILIES: dict[str, Family] = {
     **_each("qwen2_vl", SEEING),
     **_each("llava", replace(SEEING, alone="buffers")),
     # Mixtures of experts.
-    **_each("mixtral", replace(MIXED, cut=True)),
-    **_each("qwen2_moe", replace(MIXED, cut=True, biases="qkv")),
-    **_each("qwen3_moe", replace(MIXED, cut=True, head_norms="each")),
-    **_each("granitemoe", MIXED),
-    **_each("olmoe flex_olmo", replace(MIXED, head_norms="wide")),
-    **_each("phimoe", replace(MIXED, shifts=True)),
-    **_each("ernie4_5_moe", replace(MIXED, tied=True, counted=False)),
+    **_each("mixtral", replace(PASSED, cut=True)),
+    **_each("qwen2_moe", replace(PASSED, cut=True, biases="qkv")),
+    **_each("qwen3_moe", replace(PASSED, cut=True, head_norms="each")),
+    **_each("granitemoe", PASSED),
+    **_each("olmoe flex_olmo", replace(PASSED, head_norms="wide")),
+    **_each("phimoe", replace(PASSED, shifts=True)),
+    **_each("ernie4_5_moe", replace(PASSED, tied=True, counted=False)),
     **_each("solar_open", MIXED),
     **_each("aria_text", UNSENT),
     **_each("mellum", replace(MIXED, head_norms="each")),
@@ -219,6 +222,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
         experts="apart" if experts else "none",
         cut=not experts and not latent,
         alone="experts" if experts else "",
+        # A public model that is known by its widths alone names no family.
+        staged=not config.get("model_type") and not experts,
     )
 
 

@@ -9,6 +9,7 @@ from rlflow.modelfiles.families import (
     packing_finding,
     sharding_finding,
 )
+from rlflow.modelfiles.layouts.stages import staging_finding
 
 ATTENTION = {
     "full": "packed", "latent": "latent (MLA)", "hybrid": "states, row by row",
@@ -20,7 +21,8 @@ START = """# Models
 What each architecture of transformers can be in rlflow, by its `model_type` in `config.json`.
 `check` and `plan` read this table, and so does loading: what one refuses, the others refuse,
 with the code given here. *One* is training, forwards and embedded rollouts on one device, and
-export; *fsdp* the same over ranks that share parameters, *tp* over ranks that share layers.
+export; *fsdp* the same over ranks that share parameters, *tp* over ranks that share layers,
+*pp* updates and forwards over stages of layers.
 `make test-architectures` makes a tiny model of each architecture of the installed transformers
 and holds every line against what happens: packed logits, gradients and greedy tokens against
 the model's own forward, and what two ranks compute against one rank.
@@ -34,8 +36,8 @@ Ulysses, or round a ring where no layer sees windows (E537).
 An architecture that is not here is judged by what its config says. Engines in processes of
 their own (SGLang, vLLM) compute what they can: this table is of the engines that rlflow brings.
 
-| `model_type` | attention | experts | one | fsdp | tp |
-|---|---|---|---|---|---|
+| `model_type` | attention | experts | one | fsdp | tp | pp |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -53,5 +55,7 @@ def line(kind: str, family: Family) -> str:
     packing = packing_finding(kind, family)
     found = [packing, packing or sharding_finding(kind, family)]
     found.append(packing or cutting_finding(kind, family, kind))
+    staged = sharding_finding(kind, family) or staging_finding(kind, family, 2, 2)
+    found.append(packing or staged)
     codes = [each.code if each else "runs" for each in found]
     return f"| {kind} | {attention} | {EXPERTS[family.experts]} | {' | '.join(codes)} |\n"

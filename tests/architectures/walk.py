@@ -20,7 +20,7 @@ from rlflow.modelfiles.widths import widths_of
 from tests.architectures.tiny import UNMADE, tiny_config
 from tests.architectures.walking import RUNS, SHAPES, on_ranks, outcome, whole
 from tests.engines.ranks import World
-from tests.scheduler.test_families import LAYOUTS, planned
+from tests.scheduler.test_families import LAYOUTS, STAGES, planned
 
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl", "llava")
 
@@ -42,7 +42,7 @@ class Walked:
             return {} if load == self.said["one"] else {"load": load}
         wrong = {}
         for name, what in self.ran.items():
-            expected = (self.said[name] if name in LAYOUTS else "") or RUNS
+            expected = self.said.get(name, "") or RUNS
             if what != expected:
                 wrong[name] = f"{what}, and check says {expected}"
         if self.counted[0] != self.counted[1]:
@@ -86,7 +86,7 @@ def look(kind, folder):
         config.save_pretrained(path)
         saved = json.loads((folder / "model" / "config.json").read_text())
         found = Walked(kind=kind, config=saved)
-        found.said = {layout: refusal(path, layout) for layout in LAYOUTS}
+        found.said = {layout: refusal(path, layout) for layout in (*LAYOUTS, *STAGES)}
     if found.said["one"]:
         load = outcome(load_model, path, dtype=torch.float32, device="cpu", init="random")
         found.ran = {"forward": load}

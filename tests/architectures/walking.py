@@ -32,6 +32,7 @@ SHAPES = {
     "ep": (1, 2, 1, 2),
     "ulysses": (1, 2, 1, 1, 2),
     "ring": (1, 2, 1, 1, 2),
+    "pp": (1, 1, 1),
 }
 LIMIT = 1e-2
 KEY = SampleKey(seed=0, iteration=0, stream="rollout")
@@ -128,7 +129,7 @@ def on_ranks(rank, path, layout):
     """
     warnings.simplefilter("ignore")
     differences = {}
-    how = {"sequence": layout == "sequence"}
+    how = {"sequence": layout == "sequence", "pp": 2 if layout == "pp" else 1}
     how |= {"cp_by": layout} if layout in ("ulysses", "ring") else {}
     found = outcome(lambda: differences.update(differences_on(path, SHAPES[layout], how)))
     worst = max(differences, key=lambda name: differences[name], default=None)

@@ -9,6 +9,7 @@ from rlflow.errors import UsageError
 from tests.engines.sharded_checks import meshes
 
 SHAPES = {"fsdp": (1, 2, 1), "tp": (1, 1, 2), "sequence": (1, 1, 2), "ep": (1, 2, 1, 2)}
+SHAPES |= {"pp": (1, 1, 1)}
 
 
 def refusal(rank, path, layout):

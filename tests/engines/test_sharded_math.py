@@ -28,7 +28,7 @@ def path_of(family, model_dir):
 
 
 def equal(world, path, shape, **options):
-    ranks = shape[0] * shape[1] * shape[2]
+    ranks = shape[0] * shape[1] * shape[2] * options.get("pp", 1)
     assert all(world(ranks).run(checks.with_options, path, shape, options))
 
 
@@ -76,6 +76,43 @@ def test_two_ranks_compute_what_one_does(shape, family, options, world, model_di
 )
 def test_four_ranks_compute_what_one_does(shape, family, options, world, model_dir):
     equal(world, path_of(family, model_dir), shape, **options)
+
+
+STAGES = {"pp": 2, "micro_tokens": 20}
+
+
+@pytest.mark.rows(3)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        pytest.param("llama", {}, id="llama"),
+        pytest.param("qwen2", {"recompute": True}, id="tied"),
+        pytest.param("qwen3", {"head": "value", "recompute": 1}, id="value"),
+        pytest.param("mistral", {"recompute": "selective"}, id="window"),
+        pytest.param("llama", {"lora": LORA}, id="lora"),
+        pytest.param("qwen3", HOSTING, id="hosting"),
+        pytest.param("qwen2", {"init": "random", "seed": 7, "micro_tokens": None}, id="drawn"),
+    ],
+)
+def test_two_stages_compute_what_one_rank_does(family, options, world, model_dir):
+    """Micro-batches of different lengths, several under way at once, and one alone."""
+    equal(world, path_of(family, model_dir), (1, 1, 1), **{**STAGES, **options})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "family", "options"),
+    [
+        pytest.param((1, 2, 1), "llama", {"uneven": True}, id="pp2xfsdp2"),
+        pytest.param((1, 2, 1), "qwen2", {"recompute": True}, id="pp2xfsdp2-tied"),
+        pytest.param((2, 1, 1), "qwen2", {}, id="dp2-tied"),
+        pytest.param((1, 1, 2), "qwen3", {}, id="pp2xtp2"),
+        pytest.param((1, 1, 2), "qwen2", {"sequence": True}, id="sequence-tied"),
+        pytest.param((1, 1, 2), "llama", {"sequence": True}, id="sequence"),
+    ],
+)
+def test_stages_of_two_ranks_compute_what_one_does(shape, family, options, world, model_dir):
+    equal(world, path_of(family, model_dir), shape, **{**STAGES, **options})
 
 
 # A gradient that is all rounding, such as that of a key's bias, would be scaled up to a step.

@@ -96,6 +96,7 @@ LAYOUTS = {
     "ulysses": {"cp": 2, "cp_by": "ulysses"},
     "ring": {"cp": 2, "cp_by": "ring"},
 }
+STAGES = {"pp": {"pp": 2}}
 
 
 def declared(path: str) -> None:
@@ -109,7 +110,7 @@ def declared(path: str) -> None:
 def planned(path: str, layout: str, devices: str = "cpu:2@64GB") -> Plan:
     graph = graph_of(lambda: declared(path), "families")
     count = 1 if layout == "one" else 2
-    where = rf.on("all", **LAYOUTS[layout])  # type: ignore[arg-type]
+    where = rf.on("all", **(LAYOUTS | STAGES)[layout])  # type: ignore[arg-type]
     placement = rf.Placement(pools={"all": count}, assign={"*": where})
     return compile_plan(graph, placement, parse_cluster(devices, count, 1)).plan
 

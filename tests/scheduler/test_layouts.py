@@ -33,17 +33,20 @@ from rlflow.scheduler.plan.saved import read_plan
 from tests.scheduler.examples import OWN, SPLIT, TWICE, compiled_with, grpo
 from tests.scheduler.strategies import PLENTY
 
+LAYERS = 6
+STAGES = {1: (), 2: (2, 4), 3: (1, 3, 2)}
 SIDE = 48
 
 
 @st.composite
 def instances(draw: st.DrawFn) -> Instance:
     """A layout over up to eight of twelve devices, in any order."""
-    fsdp, tp, copies = draw(st.sampled_from([(1, 1, 2), (2, 2, 2), (4, 2, 1), (4, 1, 2)]))
-    devices = draw(st.permutations(range(12)))[: fsdp * tp * copies]
+    sizes = [(1, 1, 2, 1), (2, 2, 2, 1), (4, 2, 1, 1), (4, 1, 2, 1), (2, 2, 1, 2), (1, 1, 2, 3)]
+    fsdp, tp, copies, pp = draw(st.sampled_from(sizes))
+    devices = draw(st.permutations(range(12)))[: fsdp * tp * copies * pp]
     ep = draw(st.sampled_from([n for n in (1, 2, 4) if fsdp % n == 0]))
     cp = draw(st.sampled_from([n for n in (1, 2, 4) if fsdp % n == 0]))
-    return made(tuple(devices), fsdp // cp, tp, ep, cp)
+    return replace(made(tuple(devices), fsdp // cp, tp, ep, cp), pp=pp, stages=STAGES[pp])
 
 
 def made(
@@ -63,12 +66,29 @@ def made(
     )
 
 
-def cells(instance: Instance, device: int, how: str) -> set[tuple[int, int]]:
-    """The elements of a `SIDE` x `SIDE` matrix that a device holds, one by one."""
+def cells(instance: Instance, device: int, how: str) -> set[tuple[int, int, int]]:
+    """The elements of `LAYERS` matrices of `SIDE` x `SIDE` that a device holds, one by one.
+
+    What is beside layers is one matrix.
+    """
+    place = instance.devices.index(device) // instance.stage_ranks % instance.pp
+    layers = instance.stages or (LAYERS,)
+    mine = range(sum(layers[:place]), sum(layers[: place + 1]))
+    if how in ("first", "last", "ends"):
+        there = (place == 0, place == instance.pp - 1)
+        mine = range({"first": there[0], "last": there[1], "ends": any(there)}[how])
+    return {(layer, *each) for layer in mine for each in _cells(instance, device, how)}
+
+
+def count(how: str) -> int:
+    return SIDE**2 * (1 if how in ("first", "last", "ends") else LAYERS)
+
+
+def _cells(instance: Instance, device: int, how: str) -> set[tuple[int, int]]:
     rank = instance.devices.index(device)
     layer, shard = rank % instance.tp, rank // instance.tp % instance.shards
     rows, columns = list(range(SIDE)), list(range(SIDE))
-    if how in ("columns", "experts"):
+    if how in ("columns", "experts", "first", "last", "ends"):
         rows = rows[layer * SIDE // instance.tp : (layer + 1) * SIDE // instance.tp]
     if how == "rows":
         columns = columns[layer * SIDE // instance.tp : (layer + 1) * SIDE // instance.tp]
@@ -91,8 +111,8 @@ def test_pieces_and_overlaps_are_those_of_matrices_counted_by_element(
         for device in set(one.devices) & set(other.devices):
             mine, theirs = cells(one, device, how), cells(other, device, how)
             boxes = piece(one, device, how), piece(other, device, how)
-            assert Fraction(len(mine), SIDE**2) == area(boxes[0])
-            assert Fraction(len(mine & theirs), SIDE**2) == shared_fraction(*boxes)
+            assert Fraction(len(mine), count(how)) == area(boxes[0])
+            assert Fraction(len(mine & theirs), count(how)) == shared_fraction(*boxes)
 
 
 @given(source=instances(), target=instances())
@@ -101,11 +121,11 @@ def test_what_is_lacking_is_what_no_process_of_the_target_holds(
 ) -> None:
     found = lacking(source, target)
     for how in CUTS:
-        count = 0
+        missing = 0
         for device in target.devices:
             held = cells(source, device, how) if device in source.devices else set()
-            count += len(cells(target, device, how) - held)
-        assert Fraction(count, SIDE**2) == found[how]
+            missing += len(cells(target, device, how) - held)
+        assert Fraction(missing, count(how)) == found[how]
     assert held_in_place(source, target) is (sum(found.values()) == 0)
 
 
@@ -113,6 +133,7 @@ def test_what_is_lacking_is_what_no_process_of_the_target_holds(
 def test_ranks_hold_every_parameter_once_for_each_replica(instance: Instance) -> None:
     for how in CUTS:
         times = 1 if how != "whole" else instance.tp
+        times *= 2 if how == "ends" and instance.pp > 1 else 1
         held = sum(area(piece(instance, device, how)) for device in instance.devices)
         assert held == instance.replicas * times
 
@@ -146,6 +167,7 @@ def test_parameters_are_counted_by_how_they_are_cut() -> None:
         ({"fsdp": 2, "ep": 2}, "fsdp=2 ep=2 x2"),
         ({"fsdp": 2, "cp": 2}, "fsdp=2 cp=2"),
         ({"cp": 2, "tp": 2}, "cp=2 tp=2"),
+        ({"pp": 2, "tp": 2}, "pp=2 tp=2"),
         ({"tp": 2, "recompute": True}, "tp=2 x2 recompute"),
         ({"tp": 4, "offload": "layers"}, "tp=4 offload=layers"),
     ],

@@ -51,6 +51,12 @@ class Adapters:
         self.layers: dict[str, AdaptedLinear] = {}
         self.names: frozenset[str] = frozenset()
 
+    def keep(self, module: nn.Module) -> None:
+        """Know those alone that are still in a module of which parts were taken out."""
+        there, known = set(module.modules()), {name for name, _ in module.named_parameters()}
+        self.layers = {name: layer for name, layer in self.layers.items() if layer in there}
+        self.names &= known
+
     @contextmanager
     def off(self) -> Iterator[None]:
         """Compute the base model within the block, in every thread."""

@@ -216,13 +216,20 @@ def described(
 
 
 def _limited(ranks: Sequence[Described]) -> Names:
-    """Which parameters the source sends.
+    """Which parameters the source sends: what any of its ranks says, of those that it holds.
 
-    Raises RunError (E541) where its ranks disagree.
+    Raises RunError (E541) where ranks disagree on one that they hold, or whether all are sent.
     """
     said = [its.only for its in ranks if its.source]
-    require_one("what is to be sent", [None if only is None else sorted(only) for only in said])
-    return said[0] if said else None
+    known = [only for only in said if only is not None]
+    require_one("what is to be sent", [only is None for only in said])
+    if not known:
+        return None
+    sent = frozenset[str]().union(*known)
+    for its in (each for each in ranks if each.source and each.only is not None):
+        own = sorted(its.source.keys() & sent)
+        require_one("what is to be sent", [sorted(its.source.keys() & (its.only or own)), own])
+    return sent
 
 
 def require_one(what: str, said: Sequence[object]) -> None:

@@ -5,12 +5,21 @@ Read by plans and by engines. Knows families and numbers of layers; neither tens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+
 from rlflow.errors import Finding
 from rlflow.modelfiles.families import Family
 
 
-def staging_finding(path: str, family: Family, layers: int, pp: int) -> Finding | None:
-    """E531 where a model cannot be cut into `pp` stages of whole layers; None where it can."""
+def staging_finding(
+    path: str, family: Family, layers: int, pp: int, *, led: bool = False, apart: bool = False
+) -> Finding | None:
+    """E531 where a model cannot be cut into `pp` stages of whole layers; None where it can.
+
+    Of a mixture whose routers are `led` no stage knows what those of the others choose. Rows whose
+    tokens lie `apart` along `cp` were never passed through stages.
+    """
     if pp == 1:
         return None
     if not family.staged:
@@ -18,6 +27,21 @@ def staging_finding(path: str, family: Family, layers: int, pp: int) -> Finding 
             code="E531",
             what=f"pp={pp}: the layers of model {path!r} cannot be cut into stages",
             got="a family whose stages were never compared with the whole model",
+            fix="rf.on(..., pp=1)",
+        )
+    if apart:
+        return Finding(
+            code="E531",
+            what=f"pp={pp}: stages of model {path!r} pass whole rows",
+            got="rows whose tokens lie apart, by cp=",
+            fix="rf.on(..., pp=1)",
+        )
+    if led:
+        return Finding(
+            code="E531",
+            what=f"pp={pp}: the routers of model {path!r} lie on several stages",
+            got="routing= of an op, or router= of the model",
+            expected="routers that are neither recorded, replayed nor balanced",
             fix="rf.on(..., pp=1)",
         )
     if pp <= layers:
@@ -29,3 +53,34 @@ def staging_finding(path: str, family: Family, layers: int, pp: int) -> Finding 
         expected="one layer in each stage at least",
         fix=f"rf.on(..., pp={layers})",
     )
+
+
+@cache
+def stage_layers(
+    layers: int, pp: int, *, layer: float = 1, first: float = 0, last: float = 0
+) -> tuple[int, ...]:
+    """How many of a model's layers each of `pp` stages has, at least one.
+
+    A layer weighs `layer`; the first stage has `first` beside its layers, the last `last`. The
+    heaviest stage is as light as it can be. Of the cuts of which that holds, later stages have what
+    they can: those before them have more passes under way.
+    """
+    beside = [0.0] * pp
+    beside[0] += first
+    beside[-1] += last
+    heaviest = min(
+        weight
+        for stage in {0, 1 % pp, pp - 1}
+        for count in range(1, layers + 1)
+        if sum(_fitting(weight := beside[stage] + count * layer, beside, layer)) >= layers
+    )
+    left, found = layers, list[int]()
+    for before, most in reversed(list(enumerate(_fitting(heaviest, beside, layer)))):
+        found.insert(0, left if before == 0 else min(most, left - before))
+        left -= found[0]
+    return tuple(found)
+
+
+def _fitting(weight: float, beside: Sequence[float], layer: float) -> list[int]:
+    """How many layers each stage has at the most where it weighs no more, one at the least."""
+    return [max(1, int((weight - each) / layer + 1e-9)) for each in beside]

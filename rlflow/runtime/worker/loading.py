@@ -140,6 +140,7 @@ def _sharded(
     from rlflow.engines.hf.sharded.build import load_sharded
     from rlflow.engines.hf.sharded.rollout import ShardedRollout
     from rlflow.engines.hf.sharded.train import ShardedTrainEngine
+    from rlflow.engines.hf.stages.train import StagedTrainEngine
 
     model = load_sharded(
         path,
@@ -148,13 +149,13 @@ def _sharded(
         kept_whole=instance.kept_whole,
         sequence=instance.sequence,
         cp_by=instance.cp_by or "ulysses",
+        stages=instance.stages,
         **meshes._asdict(),
         **common,
     )
     micro, visiting = instance.micro_tokens * instance.cp, instance.offload == "optimizer"
-    train = ShardedTrainEngine(
-        model, optimizer, micro_tokens=micro, visiting=visiting, router=router
-    )
+    engine = ShardedTrainEngine if instance.pp == 1 else StagedTrainEngine
+    train = engine(model, optimizer, micro_tokens=micro, visiting=visiting, router=router)
     train.reduces_last = instance.reduces_last
     return model, train, ShardedRollout(model, rows_at_once=instance.rows_at_once)
 

@@ -153,11 +153,12 @@ def restore_components(
         with open_component(files[model]) as stored, open_component(kept) as beside:
             # A checkpoint of format 1 has float32 copies beside the moments.
             copies = {n.removeprefix(MASTER): t for n, t in beside.items() if n.startswith(MASTER)}
-            _fill(model, weights, stored, copies)
+            some = loaded.instance.pp > 1
+            _fill(model, weights, stored, copies, some=some)
             if not meta.get(FRESH):
                 own = {n: t for n, t in beside.items() if not n.startswith(MASTER)}
                 fitted = own if optimizer is None else optimizer.fitted(own)
-                _fill(f"{model}.optimizer", moments, fitted, {})
+                _fill(f"{model}.optimizer", moments, fitted, {}, some=some)
         if optimizer is not None:
             with torch.no_grad():
                 optimizer.round_masters()
@@ -169,11 +170,17 @@ def _fill(
     shards: Mapping[str, Shard],
     stored: Mapping[str, Any],
     better: Mapping[str, Any],
+    *,
+    some: bool,
 ) -> None:
-    """Read shards from what is stored, of some names from something `better`."""
+    """Read shards from what is stored, of some names from something `better`.
+
+    These are all that is stored, or but `some` of it: those of a stage.
+    """
     from rlflow.engines.hf.weights.filling import fill
 
-    wrong = stored.keys() ^ shards.keys()
+    wrong = shards.keys() - stored.keys()
+    wrong |= set() if some else stored.keys() - shards.keys()
     wrong |= {
         name
         for name in stored.keys() & shards.keys()

@@ -118,7 +118,8 @@ def beside_gradients(
     last, and each layer's activations are gone by then. So the first micro-batch holds the most as
     its backward begins, without gradients, or as it ends, with those and one layer. The next one
     finds the gradients of the first; of two, it has the rows that are left. Of layers that come
-    from the host there are as many at any time. Gradients that wait for the last micro-batch are
+    from the host there are as many at any time, and so there are of micro-batches that pass through
+    stages. Gradients that wait for the last micro-batch are
     whole, not a rank's share of them.
     """
     tokens = math.ceil(load.prompts) * load.prompt + math.ceil(load.rows) * load.lengths.longest
@@ -126,7 +127,7 @@ def beside_gradients(
     left = tokens - most + (load.longest_row if tokens > most else 0)
     waiting = size * (instance.shards - 1) if instance.reduces_last and tokens > most else 0
     held = dict(found) | ({WAITING: waiting} if waiting else {})
-    if not instance.sharded or left >= most or roof.hosts_activations:
+    if not instance.sharded or left >= most or roof.hosts_activations or instance.pp > 1:
         return tuple(sorted(held.items(), key=lambda part: -part[1])) if waiting else found
     size += waiting
     activations = held.pop(ACTIVATIONS, 0)

@@ -32,6 +32,7 @@ from rlflow.scheduler.costs.lengths import Load
 from rlflow.scheduler.costs.pieces import WHOLE, Piece, as_measured
 from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn, drafting_shape, turn_of
 from rlflow.scheduler.costs.ranks.optimizer_seconds import averaging, orthogonal_seconds
+from rlflow.scheduler.costs.ranks.pipeline import piped
 from rlflow.scheduler.costs.ranks.rank_memory import CACHE, DTYPES, Holds
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.rows.expected import ExpectedRows
@@ -156,7 +157,8 @@ class Costs(ExpectedRows):
         if node.op.use == "rollout":
             seconds = rollout_seconds(roof, node, load, piece)
         elif node.op.use == "forward":
-            seconds = roof.forward(load) + likeliest_seconds(node, roof, load)
+            seconds = piped(roof, load, lambda each: each.forward(load))
+            seconds += likeliest_seconds(node, roof, load)
         else:
             learning, router = node.role(Learning), self.graph.model(node.model).router
             epochs = 1 if learning is None else learning.epochs
@@ -167,10 +169,12 @@ class Costs(ExpectedRows):
             if matrices := self.matrices(instance):
                 step += orthogonal_seconds(roof, matrices)
             step += roof.read(CODED * self.coded(instance)[0])
-            one = roof.update(load, sent, recompute=instance.recomputes) + step
+            again = instance.recomputes
+            one = piped(roof, load, lambda each: each.update(load, sent, recompute=again)) + step
+            one += roof.replicas.all_reduce(sent) if roof.pp > 1 else 0.0
             before = getattr(learning and learning.loss, "forwards", 0)
             before += bool(router is not None and router.balance_coef)
-            first = before * roof.forward(load)
+            first = before * piped(roof, load, lambda each: each.forward(load))
             seconds = epochs * batches * (first + one + likeliest_seconds(node, roof, load))
         found = () if keeps_workspace(roof) else self._holds(node, instance, roof, load)
         found = tuple(h for h in found if not piece.leg or h[0] not in (CACHE, DRAFTS))
@@ -252,9 +256,9 @@ class Costs(ExpectedRows):
         return replace(self.roofline(replace(instance, model=name), shape), paged=False)
 
     def roofline(self, instance: Instance, shape: Shape) -> Roofline:
-        """A model on an instance's ranks: a mesh (replicas, fsdp, tp), row-major."""
+        """A model on an instance's ranks: a mesh (replicas, pp, fsdp, tp), row-major."""
         model, devices = self.graph.model(instance.model), instance.devices
-        across = instance.ranks
+        across = instance.stage_ranks
         size = dtype_bytes(model)
         low = instance.trained and size < FULL_BYTES
         return Roofline(
@@ -276,7 +280,9 @@ class Costs(ExpectedRows):
             shard=group_of(self.cluster, devices[: across : instance.ep * instance.tp]),
             cp=group_of(self.cluster, devices[: instance.cp * instance.tp : instance.tp]),
             cp_by=instance.cp_by,
-            replicas=group_of(self.cluster, devices[::across] if instance.trained else ()),
+            replicas=group_of(self.cluster, devices[:: instance.ranks] if instance.trained else ()),
+            pp=instance.pp,
+            hop=group_of(self.cluster, devices[: 2 * across : across] if instance.pp > 1 else ()),
             serving=serving_of(instance, self),
             spared=spared_bytes(shape, size, instance.tp) if instance.engine_plan.in_float8 else 0,
             paged=paged_there(instance, self.cluster.kind_of(devices[0]).name),

@@ -7,6 +7,7 @@ knows bytes, tensors or processes; the engines compute the same exactly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
@@ -14,36 +15,63 @@ from typing import Literal
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.plan import Instance
 
-Cut = Literal["columns", "rows", "whole", "experts"]
+Cut = Literal["columns", "rows", "whole", "experts", "first", "last", "ends"]
 Interval = tuple[Fraction, Fraction]
-Box = tuple[Interval, Interval]
+# Of layers, of what `fsdp` cuts and of the other side of a parameter.
+Box = tuple[Interval, Interval, Interval]
 
-CUTS: tuple[Cut, ...] = ("columns", "rows", "whole", "experts")
+CUTS: tuple[Cut, ...] = ("columns", "rows", "whole", "experts", "first", "last", "ends")
+# Beside layers: an embedding, a head, and what is both.
+BESIDE: tuple[Cut, ...] = ("first", "last", "ends")
+WHOLE: Interval = (Fraction(0), Fraction(1))
+NONE: Interval = (Fraction(0), Fraction(0))
 
 
-def shares(shape: Shape) -> dict[Cut, int]:
+def shares(shape: Shape, *, predicts: bool = True) -> dict[Cut, int]:
     """How many parameters `tp` cuts by outputs, by inputs, not at all, and by experts.
 
     The projections out of attention and out of the feed-forward layer are cut by their
     inputs, the rest by outputs, embedding and head by vocabulary. Norms are held whole. A dense
-    layer, or a shared expert, of a mixture counts as cut by outputs.
+    layer, or a shared expert, of a mixture counts as cut by outputs. The `first` of a pipeline's
+    stages has the embedding and the `last` the head; what is both is at both `ends`.
     """
     experts = shape.in_experts
     body = max(shape.parameters - shape.embedding - experts, 0)
     inside = shape.heads * shape.head_dim + (0 if experts else shape.ffn)
     by_inputs = min(shape.layers * shape.hidden * inside, body)
     norms = min(shape.norms, body - by_inputs)
-    columns = shape.parameters - experts - by_inputs - norms
-    return {"columns": columns, "rows": by_inputs, "whole": norms, "experts": experts}
+    found: dict[Cut, int] = dict.fromkeys(CUTS, 0)
+    words = min(shape.vocab * shape.hidden, shape.embedding)
+    found["ends" if predicts and words == shape.embedding else "first"] = words
+    found["last"] = shape.embedding - words
+    columns = shape.parameters - experts - by_inputs - norms - shape.embedding
+    return found | {"columns": columns, "rows": by_inputs, "whole": norms, "experts": experts}
+
+
+def depth(instance: Instance, stage: int, how: Cut) -> Interval:
+    """The part of all layers that a stage has; all or none of what is beside them."""
+    last = instance.pp - 1
+    if how in BESIDE:
+        there = (how != "last" and stage == 0) or (how != "first" and stage == last)
+        return WHOLE if there else NONE
+    layers = instance.stages or (1,) * instance.pp
+    start, total = sum(layers[:stage]), sum(layers)
+    return Fraction(start, total), Fraction(start + layers[stage], total)
 
 
 def parameters_per_rank(instance: Instance, sizes: Mapping[Cut, int]) -> int:
-    """Parameters on each rank, the largest rank's where they do not divide."""
-    cut = sum(size for how, size in sizes.items() if how != "whole")
-    return -(-(cut // instance.tp + sizes.get("whole", 0)) // instance.shards)
+    """Parameters on each rank, those of the largest rank where ranks have not as many."""
+    return max(_of_stage(instance, stage, sizes) for stage in range(instance.pp))
 
 
-def held_parameters(instance: Instance, shape: Shape) -> int:
+def _of_stage(instance: Instance, stage: int, sizes: Mapping[Cut, int]) -> int:
+    """Parameters on each rank of a stage."""
+    held = {how: int(size * _length(depth(instance, stage, how))) for how, size in sizes.items()}
+    cut = sum(size for how, size in held.items() if how != "whole")
+    return -(-(cut // instance.tp + held.get("whole", 0)) // instance.shards)
+
+
+def held_parameters(instance: Instance, shape: Shape, *, predicts: bool = True) -> int:
     """Parameters on the first rank, which has most where a vocabulary does not divide by ranks.
 
     Ranks of an engine beyond the key-value heads repeat the projections to them.
@@ -53,29 +81,32 @@ def held_parameters(instance: Instance, shape: Shape) -> int:
     rows = -(-of_layer // instance.shards)
     beyond = width * (rows - Fraction(words, instance.tp * instance.shards))
     repeated = shape.repeated_keys(instance.tp)
-    return parameters_per_rank(instance, shares(shape)) + int(beyond) + repeated
+    held = parameters_per_rank(instance, shares(shape, predicts=predicts))
+    return held + int(beyond) + repeated
 
 
 def piece(instance: Instance, device: int, how: Cut) -> Box:
     """The piece of a parameter that a device of the instance holds, as fractions of its sides.
 
-    `fsdp` and `cp` cut the outputs of what `tp` leaves, of experts after neighbours along `ep`. An
-    engine takes whole weights in one process for each replica, and shares them out itself.
+    A stage has some of the layers. `fsdp` and `cp` cut the outputs of what `tp` leaves, of experts
+    after neighbours along `ep`. An engine takes whole weights in one process for each replica, and
+    shares them out itself.
     """
     if instance.engine_plan.in_process:
         side = (Fraction(0), Fraction(int(device in instance.owners)))
-        return side, side
+        return side, side, side
     place = instance.devices.index(device)
     layer, shard = place % instance.tp, place // instance.tp % instance.shards
-    whole: Interval = (Fraction(0), Fraction(1))
+    deep = depth(instance, place // instance.stage_ranks % instance.pp, how)
     if how == "whole":
-        return _part(whole, shard, instance.shards), whole
+        return deep, _part(WHOLE, shard, instance.shards), WHOLE
     if how == "experts":
-        mine = _part(_part(whole, layer, instance.tp), shard % instance.ep, instance.ep)
-        return _part(mine, shard // instance.ep, instance.shards // instance.ep), whole
+        mine = _part(_part(WHOLE, layer, instance.tp), shard % instance.ep, instance.ep)
+        return deep, _part(mine, shard // instance.ep, instance.shards // instance.ep), WHOLE
     if how == "rows":
-        return _part(whole, shard, instance.shards), _part(whole, layer, instance.tp)
-    return _part(_part(whole, layer, instance.tp), shard, instance.shards), whole
+        own = _part(WHOLE, layer, instance.tp)
+        return deep, _part(WHOLE, shard, instance.shards), own
+    return deep, _part(_part(WHOLE, layer, instance.tp), shard, instance.shards), WHOLE
 
 
 def _part(interval: Interval, number: int, parts: int) -> Interval:
@@ -84,18 +115,19 @@ def _part(interval: Interval, number: int, parts: int) -> Interval:
     return start + number * width, start + (number + 1) * width
 
 
+def _length(interval: Interval) -> Fraction:
+    return interval[1] - interval[0]
+
+
 def area(box: Box) -> Fraction:
     """The part of a parameter that a box is."""
-    (top, bottom), (left, right) = box
-    return (bottom - top) * (right - left)
+    return math.prod((_length(side) for side in box), start=Fraction(1))
 
 
 def shared_fraction(one: Box, other: Box) -> Fraction:
     """The part of a parameter that two boxes have in common."""
-    sides = [
-        max(Fraction(0), min(a[1], b[1]) - max(a[0], b[0])) for a, b in zip(one, other, strict=True)
-    ]
-    return sides[0] * sides[1]
+    common = ((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
+    return math.prod((max(Fraction(0), _length(side)) for side in common), start=Fraction(1))
 
 
 def lacking(source: Instance, target: Instance) -> dict[Cut, Fraction]:

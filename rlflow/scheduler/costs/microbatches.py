@@ -89,7 +89,7 @@ def in_micro_batches(
 
     found = largest_fit(instance, fits)
     if found is not None:
-        return found
+        return filling_stages(found, nodes, costs)
     least = replace(instance, micro_tokens=LEAST_TOKENS)
     if not instance.trained:
         return least
@@ -100,7 +100,8 @@ def in_micro_batches(
     layers = shape.layers if free and shape is not None else 0
     fitting = [fit for way in ways for fit in ways_of(way, layers, fits)]
     if fitting:
-        return min(fitting, key=lambda fit: instance_seconds(fit, nodes, costs))
+        fast = min(fitting, key=lambda fit: instance_seconds(fit, nodes, costs))
+        return filling_stages(fast, nodes, costs)
     again = [least, replace(least, recompute=True)] if layers else [least]
     tried = (replace(each, offload=way.offload) for way in ways for each in again)
     return min(tried, key=lambda way: max(needed(node, way, costs) for node in nodes))
@@ -160,6 +161,15 @@ def largest_fit(way: Instance, fits: Fits) -> Instance | None:
     return next(filter(fits, tried), None)
 
 
+def filling_stages(fit: Instance, nodes: Sequence[Node], costs: Costs) -> Instance:
+    """The instance with smaller micro-batches where these take less, as more fill a pipeline."""
+    if fit.pp == 1:
+        return fit
+    sizes = (tokens for tokens in micro_sizes() if tokens <= fit.micro_tokens)
+    tried = (replace(fit, micro_tokens=tokens) for tokens in sizes)
+    return min(tried, key=lambda way: instance_seconds(way, nodes, costs))
+
+
 def micro_sizes() -> Iterator[int]:
     """Tokens of micro-batches, the most first."""
     tokens = MICRO_TOKENS
@@ -198,5 +208,7 @@ def hosted_activations(instance: Instance, nodes: Sequence[Node], costs: Costs) 
     for node in (each for each in nodes if each.op.use == "train"):
         roof = costs.roofline_of(node, instance, shape)
         tokens = roof.most_tokens(costs.load(node, instance.row_parts))
-        most = max(most, roof.layers.sent(tokens, instance.recomputes))
+        for stage in roof.stages:
+            sent = stage.in_flight * stage.layers.sent(tokens, instance.recomputes)
+            most = max(most, sent)
     return in_pieces(int(most))

@@ -38,6 +38,7 @@ from rlflow.scheduler.devices.cluster import Cluster
 from rlflow.scheduler.devices.measured import Setting
 from rlflow.scheduler.models.quantised import spared_bytes
 from rlflow.scheduler.models.shapes import Shape, dtype_bytes, trained_parameters
+from rlflow.scheduler.models.stages import cut_of
 from rlflow.scheduler.plan.plan import Backend, Instance
 
 LAYERS_AT_ONCE = 2
@@ -63,6 +64,17 @@ class Sizes:
         """Beside what the actions are planned."""
         return Setting(self.graph.name, self.cluster.count, self.staleness)
 
+    def staged(self, instance: Instance) -> Instance:
+        """An instance with the number of layers that each of its stages has, where it has several.
+
+        As many each, or one more, where the shape of its model is not known.
+        """
+        shape = self.shapes[instance.model]
+        if instance.pp == 1 or shape is None or shape.layers < instance.pp:
+            return instance
+        predicts = self.graph.model(instance.model).head != "value"
+        return replace(instance, stages=cut_of(shape, instance.pp, predicts=predicts))
+
     def weights(self, instance: Instance) -> int | None:
         """Bytes of parameters on each device; embedding and two layers where layers come and go.
 
@@ -72,7 +84,7 @@ class Sizes:
         shape, model = self.shapes[instance.model], self.graph.model(instance.model)
         if shape is None:
             return None
-        count, size = held_parameters(instance, shape), dtype_bytes(model)
+        count, size = self._held_parameters(instance, shape), dtype_bytes(model)
         trained = state_bytes(instance, size)["weights"]
         if instance.offload == "layers":
             layers = min(shape.layers, LAYERS_AT_ONCE)
@@ -167,7 +179,8 @@ class Sizes:
         numbers, scales = coded_numbers(shape, instance.tp)
         count = parameters_per_rank(instance, {"columns": numbers})
         # The first rank has most of a vocabulary, which is coded with the rest.
-        count += held_parameters(instance, shape) - parameters_per_rank(instance, shares(shape))
+        held = parameters_per_rank(instance, self._shares(instance, shape))
+        count += self._held_parameters(instance, shape) - held
         return count, parameters_per_rank(instance, {"columns": scales})
 
     def _spared(self, instance: Instance) -> int:
@@ -208,14 +221,21 @@ class Sizes:
         if shape is None:
             return None
         if model.lora is None:
-            return shares(shape)
+            return self._shares(instance, shape)
         adapters = trained_parameters(model, shape)
         return None if adapters is None else {**dict.fromkeys(CUTS, 0), "whole": adapters}
+
+    def _shares(self, instance: Instance, shape: Shape) -> dict[Cut, int]:
+        return shares(shape, predicts=self.graph.model(instance.model).head != "value")
+
+    def _held_parameters(self, instance: Instance, shape: Shape) -> int:
+        predicts = self.graph.model(instance.model).head != "value"
+        return held_parameters(instance, shape, predicts=predicts)
 
     def _trained_per_rank(self, instance: Instance) -> int | None:
         shape, model = self.shapes[instance.model], self.graph.model(instance.model)
         if shape is not None and model.lora is None:
-            return held_parameters(instance, shape)
+            return self._held_parameters(instance, shape)
         sizes = self._trained(instance)
         return None if sizes is None else parameters_per_rank(instance, sizes)
 

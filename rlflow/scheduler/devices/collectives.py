@@ -72,6 +72,10 @@ class Group:
         link = self.card if 0 < self.near < self.ranks else min(self.link, self.bandwidth)
         return self.start + self.step + size / link
 
+    def send(self, size: float) -> float:
+        """Seconds until one of two ranks has `size` bytes of the other."""
+        return self.start + self.step + size / self.bandwidth
+
     def all_reduce(self, size: float) -> float:
         """Seconds until each rank has the whole sum: around a ring or over a tree."""
         if self.ranks < 2:

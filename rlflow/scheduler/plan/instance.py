@@ -66,8 +66,8 @@ class Instance:
 
     Its ranks are a mesh (replicas, pp, fsdp, cp, tp), row-major over `devices`. Ranks along `tp`
     share each layer, and therefore the rows, of which ranks along `cp` have a part of the tokens
-    each, and attend `cp_by` heads or a ring. Those along pp are stages, which see the same rows and
-    have different layers. Those along fsdp and cp share every parameter; each `ep` neighbours hold
+    each, and attend `cp_by` heads or a ring. Those along pp are `stages` of so many layers each,
+    and see the same rows. Those along fsdp and cp share every parameter; each `ep` neighbours hold
     different experts.
     A rank sees at most `micro_tokens` tokens in a pass, or its part of one row.
     An update's backward computes layers again that `recompute` names, or the `recompute_first`.
@@ -97,6 +97,7 @@ class Instance:
     cp: int = 1
     cp_by: ContextBy | None = None
     pp: int = 1
+    stages: tuple[int, ...] = ()
     recompute: bool | Literal["selective"] = False
     recompute_first: int | None = None
     kept_whole: bool = False
@@ -261,7 +262,7 @@ class Instance:
     def as_json(self) -> dict[str, Any]:
         """As plain data; keys for what is rare, such as engines or `ep`, only where it is."""
         found = asdict(self)
-        rare = ("drafter", "draft_tokens", "inside", "kept_whole", "recompute_first")
+        rare = ("drafter", "draft_tokens", "inside", "kept_whole", "recompute_first", "stages")
         late = ("hosts_activations", "compiled", "sequence", "tf32", "reduces_last")
         for name in (*rare, *late):
             if not found[name]:

@@ -177,7 +177,7 @@ class Figures:
         return next((why for why in known if why in reasons), "layout")
 
     def _figure(self, role: PlacedUse, choice: Choice) -> Figure:
-        instance = role_instance(role, choice)
+        instance = self.costs.staged(role_instance(role, choice))
         room = min(self.plan.budget(device) for device in instance.devices)
         if instance.engine_plan.own_process:
             instance = with_pool(instance, role.nodes, room, self.costs)

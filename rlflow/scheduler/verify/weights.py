@@ -28,6 +28,8 @@ def instances_are_placed(facts: Facts) -> Iterator[str]:
         if len(i.devices) % (i.pp * i.fsdp * i.cp * i.tp):
             sizes = f"{i.pp} x {i.fsdp} x {i.cp} x {i.tp}"
             yield f"{i.name}: {sizes} ranks on {len(i.devices)} devices"
+        if i.stages and (len(i.stages) != i.pp or min(i.stages) < 1):
+            yield f"{i.name}: stages of {i.stages} layers, where there are {i.pp}"
         if i.fsdp * i.cp % i.ep:
             yield f"{i.name}: experts apart on {i.ep} of {i.fsdp * i.cp} ranks"
         if i.name not in served:
@@ -188,9 +190,10 @@ def _opens_memory(facts: Facts, target: Instance) -> bool:
 
 def _held(source: Instance, target: Instance) -> bool:
     """Whether every process of the target holds its pieces in the source: side by side."""
-    cells = source.ranks * target.ranks
+    cells, layers = source.ranks * target.ranks, layers_of(source, target)
     return all(
         device in source.devices
+        and set(stage_held(target, device, layers)) <= set(stage_held(source, device, layers))
         and all(
             not mine or (theirs.start <= mine.start and mine.stop <= theirs.stop)
             for mine, theirs in zip(
@@ -201,6 +204,24 @@ def _held(source: Instance, target: Instance) -> bool:
     )
 
 
+def layers_of(source: Instance, target: Instance) -> int:
+    """Into how many layers two instances of a model are taken to be cut, known or not."""
+    known = {sum(each.stages) for each in (source, target) if each.stages}
+    return max(known, default=source.pp * target.pp)
+
+
+def stage_held(instance: Instance, device: int, layers: int) -> range:
+    """The layers of so many that a device holds; before them lies an embedding, after them a head.
+
+    Those have the numbers -1 and `layers`.
+    """
+    counts = instance.stages or (layers // instance.pp,) * instance.pp
+    stage = instance.devices.index(device) // (instance.shards * instance.tp) % instance.pp
+    start = sum(counts[:stage])
+    first, last = stage == 0, stage == instance.pp - 1
+    return range(start - first, start + counts[stage] + last)
+
+
 def cells_held(instance: Instance, device: int, cells: int) -> tuple[range, ...]:
     """The cells that a device holds along the sides that are cut, of `cells` in each side.
 
@@ -208,9 +229,10 @@ def cells_held(instance: Instance, device: int, cells: int) -> tuple[range, ...]
     does not cut, and of experts; `fsdp` x `cp` cut each along its first side, experts after
     neighbours along `ep` have. Of an engine the first rank holds all, and shares it out itself.
     """
-    rank = instance.devices.index(device) % instance.ranks
     if instance.engine_plan.in_process:
+        rank = instance.devices.index(device) % instance.ranks
         return tuple(range(0 if rank else cells) for _ in range(4))
+    rank = instance.devices.index(device) % (instance.shards * instance.tp)
     shard, layer = divmod(rank, instance.tp)
     by_tp, by_fsdp = cells // instance.tp, cells // instance.shards
     by_both = by_tp // instance.shards

@@ -23,8 +23,10 @@ from rlflow.contract.engines import ModelConfig
 from rlflow.contract.values import Head
 from rlflow.engines.hf.checking import (
     check_outputs,
+    check_rows,
     checked_head,
     forward_differences,
+    packed_outputs,
     plain_outputs,
 )
 from rlflow.engines.hf.context.attention import ContextRanks
@@ -32,6 +34,7 @@ from rlflow.engines.hf.forward import attention
 from rlflow.engines.hf.forward.attention import AttentionState
 from rlflow.engines.hf.forward.fused import EXACT
 from rlflow.engines.hf.forward.head import Predictor, take_head_apart
+from rlflow.engines.hf.forward.packed import TREE_WIDTH
 from rlflow.engines.hf.heads import find_stored_head
 from rlflow.engines.hf.loading import (
     Init,
@@ -43,7 +46,7 @@ from rlflow.engines.hf.loading import (
     treat_layers,
     use_packed_attention,
 )
-from rlflow.engines.hf.lora import AdapterSpec, adapt
+from rlflow.engines.hf.lora import Adapters, AdapterSpec, adapt
 from rlflow.engines.hf.models import TorchModel, ValueModel
 from rlflow.engines.hf.recompute import decoder_layers
 from rlflow.engines.hf.sharded.expert_parallel import ExpertParallel, expert_layers
@@ -53,6 +56,7 @@ from rlflow.engines.hf.sharded.mesh import Axis, MeshRanks
 from rlflow.engines.hf.sharded.model import ShardedModel
 from rlflow.engines.hf.sharded.sequence import share_sequence
 from rlflow.engines.hf.sharded.tensor_parallel import Cut, Split, parallelize
+from rlflow.engines.hf.stages.stage import LayerStage, cut_stage
 from rlflow.engines.hf.weights.filling import fill_all
 from rlflow.engines.hf.weights.skeletons import auto, skeleton
 from rlflow.errors import Finding, UsageError
@@ -66,7 +70,9 @@ from rlflow.modelfiles.families import (
     sequence_finding,
     sharding_finding,
 )
+from rlflow.modelfiles.heads import Head as StoredHead
 from rlflow.modelfiles.layouts.contexts import context_finding, windowed
+from rlflow.modelfiles.layouts.stages import stage_layers, staging_finding
 
 __all__ = ["ShardedModel", "load_sharded"]
 
@@ -89,15 +95,14 @@ def load_sharded(
     kept_whole: bool = False,
     sequence: bool = False,
     cp_by: ContextBy = "ulysses",
+    stages: tuple[int, ...] = (),
     name: str = "",
     lora: AdapterSpec | None = None,
     fresh_head: bool = True,
 ) -> ShardedModel:
     """Load this rank's shards of a causal language model, or of its body with a value head.
 
-    All ranks of the meshes, see MeshRanks, call it alike; options and weights are as of
-    `load_model`. Weights that are `trained` and of a `dtype` below float32 are kept in float32.
-    Raises UsageError as `load_model` does, and where ranks cannot share a model, or its tokens.
+    Options are those of `load_model`. Raises UsageError also where ranks cannot share a model.
     """
     check_path(path, init)
     ranks = MeshRanks(mesh, torch.device(device), experts, context)
@@ -106,22 +111,23 @@ def load_sharded(
         config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
         check_layers(path, config)
         check_family(path, config, ranks.sizes, ranks.ep, cp_by, sequence=sequence)
-        valued = head == "value" and init == "weights"
-        stored = find_stored_head(path, config, fresh=fresh_head) if valued else None
+        stage = stage_of(ranks, config, stages)
+        stored = stored_head(path, config, head, init, fresh_head)
         module = read(path, lambda: skeleton(path, config, head, dtype, stored))
     adapters = None if lora is None else adapt(module, lora, seed)
     if not trained:
         module.requires_grad_(False)
-    split, apart, cuts = cut_up(module, config, ranks, path)
+    split, apart, cuts = cut_up(module, config, ranks, path, stage, adapters, dtype)
     share_out(module, ranks, dtype, trained, kept_whole=kept_whole)
     materialize(module, ranks.device)
     model = ShardedModel(
         module.eval(), config, head=head, name=name or path, ranks=ranks, dtype=dtype, cuts=cuts,
         adapters=adapters, kept_whole=kept_whole, apart=apart, shared=sharing_rows(ranks, cp_by),
+        stage=stage,
     )  # fmt: skip
     make = partial(build, path, config, head, dtype, seed, init, fresh_head)
+    drawn = make if init == "random" else None
     with quiet_transformers():
-        drawn = make if init == "random" else None
         read(path, lambda: fill_all(model.shards(), model, path, seed=seed, make=drawn))
     plain = plain_outputs(HiddenStates(module), config, head)
     model.settle()
@@ -136,6 +142,14 @@ def load_sharded(
 def sharing_rows(ranks: MeshRanks, by: ContextBy) -> ContextRanks | None:
     """The ranks that have parts of the same rows; None where each has whole ones."""
     return ContextRanks(ranks.groups["cp"], by) if ranks.sizes["cp"] > 1 else None
+
+
+def stored_head(
+    path: str, config: ModelConfig, head: Head, init: Init, fresh: bool
+) -> StoredHead | None:
+    """The value head that files have, where one is read."""
+    valued = head == "value" and init == "weights"
+    return find_stored_head(path, config, fresh=fresh) if valued else None
 
 
 def check_family(
@@ -158,20 +172,43 @@ def check_family(
     windows = windowed(config.to_dict())
     heads = (text.num_attention_heads, sizes["cp"], sizes["tp"], cp_by)
     found = found or context_finding(path, family, *heads, windows=windows)
+    found = found or staging_finding(path, family, text.num_hidden_layers, sizes["pp"])
     if found is not None:
         raise UsageError(found)
 
 
-def cut_up(
-    module: nn.Module, config: ModelConfig, ranks: MeshRanks, path: str
-) -> tuple[Split | None, ExpertParallel | None, dict[str, Cut]]:
-    """Cut layers along `tp`, then experts along `ep`; None where there is one rank along it.
+def stage_of(ranks: MeshRanks, config: ModelConfig, stages: tuple[int, ...]) -> LayerStage | None:
+    """The stage of this rank; None where there is one."""
+    if ranks.sizes["pp"] == 1:
+        return None
+    return LayerStage(
+        ranks, stages or stage_layers(config.get_text_config().num_hidden_layers, ranks.sizes["pp"])
+    )
 
-    And which parameters are parts of larger ones.
+
+def cut_up(
+    module: nn.Module,
+    config: ModelConfig,
+    ranks: MeshRanks,
+    path: str,
+    stage: LayerStage | None,
+    adapters: Adapters | None,
+    dtype: torch.dtype,
+) -> tuple[Split | None, ExpertParallel | None, dict[str, Cut]]:
+    """Cut layers along `tp`, leave a `stage` of them, and cut its experts along `ep`.
+
+    None where there is one rank along an axis. And which parameters are parts of larger ones.
     """
     split = None
     if ranks.sizes["tp"] > 1:
         split = parallelize(module, config, ranks.mesh["tp"], path)
+    if stage is not None:
+        cut_stage(module, stage, dtype)
+        if split is not None:
+            there = set(module.modules()) - stage.unread
+            split.roles = {each: role for each, role in split.roles.items() if each in there}
+        if adapters is not None:
+            adapters.keep(module)
     apart = ExpertParallel(module, ranks, split) if ranks.ep > 1 else None
     known = ({} if split is None else split.cuts) | ({} if apart is None else apart.cuts)
     cuts = {name: known[id(p)] for name, p in module.named_parameters() if id(p) in known}
@@ -310,12 +347,18 @@ class Checked:
 
 
 def _head_of_all(model: ShardedModel, plain: Tensor, split: Split | None) -> Predictor | None:
-    """The head, where it computes the plain outputs on every rank."""
-    predictor = cut_head(model.module, model.config, split) if model.head == "lm" else None
-    if predictor is None:
+    """The head, where it computes the plain outputs on every rank that has one."""
+    if model.head != "lm":
         return None
-    mine = checked_head(cast("TorchModel", model), plain, predictor)
-    return predictor if not model.ranks.most(mine is None) else None
+    has = model.stage is None or model.stage.last
+    predictor = cut_head(model.module, model.config, split) if has else None
+    if not model.ranks.most(predictor is not None):
+        return None
+    seen = cast("TorchModel", model)
+    differs = has and checked_head(seen, plain, predictor) is None
+    if not has and model.device.type != "cpu":
+        packed_outputs(seen, *check_rows(model.config.get_text_config().vocab_size), TREE_WIDTH)
+    return predictor if not model.ranks.most(differs) else None
 
 
 def cut_head(module: nn.Module, config: ModelConfig, split: Split | None) -> Predictor | None:

@@ -25,6 +25,7 @@ from rlflow.engines.hf.models import TorchModel
 from rlflow.engines.hf.sharded.expert_parallel import ExpertParallel
 from rlflow.engines.hf.sharded.mesh import MeshRanks, chunk
 from rlflow.engines.hf.sharded.tensor_parallel import Cut
+from rlflow.engines.hf.stages.stage import LayerStage
 
 
 class ShardedModel(TorchModel):
@@ -35,7 +36,8 @@ class ShardedModel(TorchModel):
     a parameter, by name, this rank's layers have. Layers are `kept_whole` from a forward to its
     backward, or gathered again. Weights `seen_in_part` are held by all ranks along `tp` and have
     gradients of a rank's own tokens. Experts may be `apart`, so that tokens go to them; tokens of
-    `shared` rows lie apart.
+    `shared` rows lie apart. Layers may be those of a `stage` alone, which makes hidden states
+    unless it is the last.
     """
 
     seen_in_part: frozenset[str] = frozenset()
@@ -54,10 +56,12 @@ class ShardedModel(TorchModel):
         kept_whole: bool = False,
         apart: ExpertParallel | None = None,
         shared: SharedRows | None = None,
+        stage: LayerStage | None = None,
     ) -> None:
         self.module = module
         self.shared_rows = shared
         self.apart = apart
+        self.stage = stage
         self.kept_whole = kept_whole
         self.config = config
         self.head = head

@@ -117,11 +117,13 @@ class ShardedAdamW(AdamWState):
         for name, gradient in self.gradients().items():
             if self.counts(name, self.parameters[name]):
                 squares += torch.linalg.vector_norm(gradient).double().square()
-        return self.model.ranks.total(squares, ("fsdp", "tp")).sqrt()
+        return self.model.ranks.total(squares, ("pp", "fsdp", "tp")).sqrt()
 
     def counts(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether this rank's shard is counted among those that hold the same one."""
-        ranks = self.model.ranks
+        ranks, stage = self.model.ranks, self.model.stage
+        if stage is not None and name in stage.repeated and not stage.first:
+            return False
         first = name in self.model.cuts or ranks.place("tp") == 0
         return first and (isinstance(parameter, DTensor) or ranks.place("fsdp") == 0)
 

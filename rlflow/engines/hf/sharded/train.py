@@ -6,7 +6,8 @@ or no rows, pass a single token whose gradient is zero. This file knows no algor
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from rlflow.batch import Batch, lengths
 from rlflow.contract.progress import advance
 from rlflow.contract.values import LossFunction, StepResult, Temperature
+from rlflow.engines.hf.forward.ahead import Part
 from rlflow.engines.hf.microbatches import add_metrics, numbers_of, one_token
 from rlflow.engines.hf.optim.kinds import Kinds
 from rlflow.engines.hf.sharded.grouped import ShardedInt8AdamW, ShardedMuon
@@ -24,6 +26,25 @@ from rlflow.engines.hf.sharded.optim import ShardedAdamW
 from rlflow.engines.hf.train import EXPERTS, TrainEngine
 
 SHARDED: Kinds = {"adamw": ShardedAdamW, "int8": ShardedInt8AdamW, "muon": ShardedMuon}
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """A micro-batch's forward: where its backward begins, and its metrics.
+
+    That is a loss where it `learns`, and all its outputs where nothing depends on them.
+    """
+
+    ends: tuple[Tensor, ...]
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    learns: bool = False
+
+    def backward(self) -> None:
+        """Add its gradients, of zero where nothing depends on it."""
+        ends = tuple(each for each in self.ends if each.requires_grad)
+        torch.autograd.backward(
+            ends, tuple((torch.ones_like if self.learns else torch.zeros_like)(e) for e in ends)
+        )
 
 
 class ShardedTrainEngine(TrainEngine):
@@ -61,41 +82,60 @@ class ShardedTrainEngine(TrainEngine):
         self.routers.begin(batch, self.count_routing)
         optimizer.zero_grad()
         parts = [part for part in self.micro_batches(batch) if len(part[1])]
-        micros = self.packing.over(parts)
         passes = max(1, self.passes(len(parts)))
-        total: dict[str, Tensor] = {}
-        for number in range(passes):
-            self.model.reduce_gradients(number + 1 == passes, once=self.reduces_last)
-            if number < len(parts):
-                _, micro = next(micros)
-                add_metrics(total, self.backward(micro, loss_fn, outputs, temperature))
-            else:
-                with self.routers.filling():
-                    self.backward(one_token(batch), None, outputs, temperature)
-            advance(1, "micro-batches")
+        micros = self.filled_up(self.packing.over(parts), batch, passes)
+        total = self.pass_all(micros, passes, loss_fn, outputs, temperature)
         optimizer.add_parts()
         return self.finish(self.metrics(total), max_grad_norm)
 
-    def backward(
+    def filled_up(
+        self, own: Iterator[Part], batch: Batch, passes: int
+    ) -> Iterator[tuple[Batch, bool]]:
+        """So many micro-batches, and whether they are this rank's own: after those single tokens.
+
+        What is done with one is done before the next is asked for.
+        """
+        made = 0
+        for _, micro in own:
+            yield micro, True
+            made += 1
+        for _ in range(made, passes):
+            with self.routers.filling():
+                yield one_token(batch), False
+
+    def pass_all(
+        self,
+        micros: Iterator[tuple[Batch, bool]],
+        passes: int,
+        loss_fn: LossFunction,
+        outputs: Collection[str],
+        temperature: float,
+    ) -> dict[str, Tensor]:
+        """Add up the gradients of so many micro-batches; the metrics of this rank's own."""
+        total: dict[str, Tensor] = {}
+        for number, (micro, own) in enumerate(micros):
+            self.model.reduce_gradients(number + 1 == passes, once=self.reduces_last)
+            found = self.forwarded(micro, loss_fn if own else None, outputs, temperature)
+            found.backward()
+            add_metrics(total, found.metrics)
+            advance(1, "micro-batches")
+        return total
+
+    def forwarded(
         self,
         micro: Batch,
         loss_fn: LossFunction | None,
         outputs: Collection[str],
         temperature: float,
-    ) -> dict[str, Tensor]:
-        """Add a micro-batch's gradients, of zero where nothing depends on it; its metrics."""
+    ) -> Forwarded:
+        """A micro-batch's forward and its metrics, without a `loss_fn` of nobody's rows."""
         with torch.enable_grad():
             found = self.compute(micro, outputs, temperature)
-            metrics: dict[str, Tensor] = {}
-            if loss_fn is not None:
-                loss, metrics = loss_fn(found, micro)
-                metrics = {"loss": loss, **metrics}
-            if loss_fn is not None and loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]
-            else:
-                values = tuple(each for each in found.values() if each.requires_grad)
-                torch.autograd.backward(values, tuple(torch.zeros_like(v) for v in values))
-        return metrics
+            if loss_fn is None:
+                return Forwarded(tuple(found.values()))
+            loss, metrics = loss_fn(found, micro)
+        ends = (loss,) if loss.requires_grad else tuple(found.values())
+        return Forwarded(ends, {"loss": loss, **metrics}, learns=loss.requires_grad)
 
     def compute(
         self, batch: Batch, outputs: Collection[str], temperature: Temperature, top_k: int = 0
@@ -115,7 +155,7 @@ class ShardedTrainEngine(TrainEngine):
 
     def metrics(self, own: dict[str, Tensor]) -> dict[str, float]:
         """The metrics of all rows, of those of every part's rows."""
-        parts = self.model.ranks.gather(numbers_of(own))
+        parts = self.model.ranks.gather(numbers_of(own), (*ROWS, "pp"))
         total: dict[str, Any] = {}
         for part in parts:
             add_metrics(total, {n: torch.tensor(v, dtype=torch.float64) for n, v in part.items()})

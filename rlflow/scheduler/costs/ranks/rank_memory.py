@@ -7,8 +7,9 @@ no plan.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Self
 
 from rlflow.graph.op import Use
 from rlflow.graph.placement import ContextBy, Recompute
@@ -24,6 +25,7 @@ from rlflow.scheduler.models.activations import LayerBytes
 from rlflow.scheduler.models.gradients import WholeGradients
 from rlflow.scheduler.models.mixtures import Experts
 from rlflow.scheduler.models.shapes import Shape
+from rlflow.scheduler.models.stages import stage_shapes
 from rlflow.scheduler.plan.plan import MICRO_TOKENS
 
 LAYERS_GATHERED = 2
@@ -54,7 +56,9 @@ class RankMemory:
     keeps of its layers goes to the host and comes back where it `hosts_activations`. Ranks of `tp`
     share the `sequence` in forwards and updates, or add up all tokens. Where it `reduces_last`
     gradients are whole until the last pass of an update. Products of float32 numbers go by `tf32`,
-    where the device has it. Kernels read each logit once where the head goes `by_rows`.
+    where the device has it. Kernels read each logit once where the head goes `by_rows`. Of `pp`
+    stages, which send each other by `hop`, each has other layers; of a rank's micro-batches
+    `in_flight` are under way at once.
     """
 
     kind: Kind
@@ -82,6 +86,25 @@ class RankMemory:
     cp: Group = ALONE
     cp_by: ContextBy | None = None
     replicas: Group = ALONE
+    pp: int = 1
+    hop: Group = ALONE
+    in_flight: int = 1
+
+    @property
+    def stages(self) -> tuple[Self, ...]:
+        """Each stage as if it were a model of its own."""
+        found = stage_shapes(self.shape, self.pp, predicts=self.predicts)
+        return tuple(
+            replace(
+                self,
+                shape=shape,
+                predicts=self.predicts and place + 1 == len(found),
+                in_flight=len(found) - place,
+                replicas=ALONE,
+                pp=1,
+            )
+            for place, shape in enumerate(found)
+        )
 
     @property
     def weights(self) -> float:
@@ -126,7 +149,11 @@ class RankMemory:
         if use == "rollout":
             return self.rollout_holds(load)
         train = use == "train"
-        return self.pass_holds(load, train=train, recompute=recompute, numbers=numbers)
+        each = (
+            stage.pass_holds(load, train=train, recompute=recompute, numbers=numbers)
+            for stage in (self.stages if self.pp > 1 else (self,))
+        )
+        return max(each, key=lambda held: sum(size for _, size in held))
 
     @property
     def replays(self) -> bool:
@@ -208,7 +235,8 @@ class RankMemory:
         tokens = self.most_tokens(load)
         logits = self.predicted(min(load.rows * load.lengths.longest, tokens), numbers)
         if train:
-            return self._update_holds(tokens, logits, recompute)
+            under_way = min(self.in_flight, max(1, math.ceil(load.most_tokens / tokens)))
+            return self._update_holds(tokens, logits, recompute, under_way)
         activations, whole = int(self.layers.passing * tokens), self.held_whole()
         if self.in_chunks:  # Layers are done before the head begins.
             activations, logits = max((activations, 0), (0, logits), key=sum)
@@ -221,16 +249,20 @@ class RankMemory:
             (EXCHANGED, int(self.rows.working * tokens)),
         )
 
-    def _update_holds(self, tokens: float, logits: int, recompute: Recompute) -> Holds:
+    def _update_holds(
+        self, tokens: float, logits: int, recompute: Recompute, under_way: int
+    ) -> Holds:
         """What an update holds as its backward begins, at the head, or in a layer, if that is more.
 
-        On a CPU, where distributions are whole, both at once.
+        On a CPU, where distributions are whole, both at once. What other micro-batches that are
+        under way have left is there in any case.
         """
         made, whole, waiting = self.gradients, self.held_whole(), 0
-        summed = made.summed
-        activations = int(self.layers.worked_on(tokens, recompute))
+        summed, left = made.summed, int(self.layers.left(tokens, recompute))
+        others = (under_way - 1) * left
+        activations = int(self.layers.worked_on(tokens, recompute)) + others
         if not self.on_cpu:
-            first = int(self.layers.left(tokens, recompute))
+            first = left + others
             layer, waiting = activations + int(self.layers.gated * tokens), made.reduced
             if first + logits + summed >= layer + waiting:
                 activations, waiting = first, 0

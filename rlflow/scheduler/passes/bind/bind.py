@@ -130,7 +130,7 @@ def _fitted(
     """
     used = {node.op.use or "forward" for node in nodes}
     instance = replace(
-        instance,
+        context.costs.staged(instance),
         uses=tuple(use for use in instance.uses if use in used),
         kept_whole=instance.kept_whole or instance.name in context.kept_whole,
         reduces_last=instance.reduces_last or instance.name in context.reduces_last,

@@ -12,6 +12,7 @@ from rlflow.scheduler.costs.microbatches import instance_seconds, row_parts
 from rlflow.scheduler.devices.cluster import amount
 from rlflow.scheduler.passes.bind.contexts import context_note
 from rlflow.scheduler.passes.bind.experts import experts_note
+from rlflow.scheduler.passes.bind.pipelines import stages_note
 from rlflow.scheduler.plan.plan import Instance, Plan
 from rlflow.scheduler.plan.text import duration
 
@@ -25,8 +26,8 @@ def noting_fitted(
     """The plan with a note for whatever was chosen of itself so that an update fits.
 
     An optimizer's state that stays on the host, layers that are computed again and slots for fewer
-    rows, with what `served` nodes take longer for it; and of ranks that share the sequence, and of
-    experts, or tokens of rows, that lie apart.
+    rows, with what `served` nodes take longer for it; and of ranks that share the sequence, of
+    experts, or tokens of rows, that lie apart, and of stages.
     """
     before = {instance.name: instance for instance in declared}
     for part in plan.parts:
@@ -45,6 +46,8 @@ def noting_fitted(
             plan = plan.noting("experts", experts_note(instance, nodes, costs))
         if instance.cp > 1:
             plan = plan.noting("context", context_note(instance, nodes, costs))
+        if instance.pp > 1:
+            plan = plan.noting("stages", stages_note(instance, nodes, costs))
         if instance.sequence:
             plan = plan.noting("sequence", _of_sequence(instance, nodes, costs))
         text = _of_gradients(instance, nodes, costs)

@@ -22,7 +22,7 @@ from rlflow.scheduler.verify.numbers.parameters import (
     holds_bytes,
     which_weights,
 )
-from rlflow.scheduler.verify.weights import cells_held
+from rlflow.scheduler.verify.weights import cells_held, layers_of, stage_held
 
 Box = tuple[range, range]
 UNKNOWN = 2**63
@@ -97,9 +97,9 @@ def _lacking(
     number = NUMBER[model.dtype]
     for target in targets:
         times = _times(source, target, in_place=in_place)
-        outputs, inputs, uncut, experts = times
-        fewest = uncut if model.lora else min(outputs, inputs, experts)
-        largest = uncut if model.lora else max(outputs, inputs, experts)
+        uncut, *cut = times
+        fewest = uncut if model.lora else min(cut)
+        largest = uncut if model.lora else max(cut)
         low = fewest / number if holds_bytes(target) else fewest
         least += (low + UNEVEN * min(uncut - low, Fraction(0))) * whole[0]
         most += (largest + UNEVEN * max(uncut - largest, Fraction(0))) * whole[1]
@@ -107,22 +107,37 @@ def _lacking(
 
 
 def _times(source: Instance, target: Instance, *, in_place: bool) -> tuple[Fraction, ...]:
-    """How often a parameter is to come, all devices together: by its outputs, inputs, neither.
+    """How often a parameter is to come, all devices together: uncut, by outputs, inputs, experts.
 
-    And an expert's, last.
-    A device needs its piece, without what it has of the source's.
+    Then an embedding, a head and what is both, which lie at one end of the layers, or at each. A
+    device needs its piece, without what it has of the source's.
     """
-    cells = source.ranks * target.ranks
-    square = [0, 0, 0, 0]
+    cells, layers = source.ranks * target.ranks, layers_of(source, target)
+    found = [Fraction(0)] * 7
     for device in target.devices:
         need = cells_held(target, device, cells)
         here = device in source.devices and not in_place
         has = cells_held(source, device, cells) if here else NOTHING
-        boxes = zip(_boxes(need, cells), _boxes(has, cells), strict=True)
-        for number, (sides, held) in enumerate(boxes):
+        deep = _depths(stage_held(target, device, layers), layers)
+        known = _depths(stage_held(source, device, layers) if here else range(0), layers)
+        boxes = (_boxes(need, cells), _boxes(has, cells))
+        # Embedding and head are cut by their outputs.
+        for number, kind in enumerate((2, 0, 1, 3, 0, 0, 0)):
+            sides, held = (each[kind] for each in boxes)
             common = [_common(mine, theirs) for mine, theirs in zip(sides, held, strict=True)]
-            square[number] += len(sides[0]) * len(sides[1]) - common[0] * common[1]
-    return tuple(Fraction(found, cells * cells) for found in square)
+            end = max(number - 3, 0)
+            mine, theirs = deep[end], known[end]
+            own = Fraction(len(sides[0]) * len(sides[1]), cells * cells) * len(mine)
+            shared = Fraction(common[0] * common[1], cells * cells) * len(mine & theirs)
+            found[number] += (own - shared) / (1 if end else layers)
+    return tuple(found)
+
+
+def _depths(held: range, layers: int) -> tuple[set[int], ...]:
+    """Which layers are held, then whether an embedding, a head, and what is both."""
+    ends = {place for place in (-1, layers) if place in held}
+    both = {0} if ends else set[int]()
+    return set(held) - {-1, layers}, ends - {layers}, ends - {-1}, both
 
 
 def _boxes(sides: tuple[range, ...], cells: int) -> tuple[Box, Box, Box, Box]:

@@ -28,6 +28,9 @@ UNEVEN, MOST_UNEVEN = Fraction(1, 32), Fraction(1, 2)
 # those: 2 of the 5 widths of a head, of queries, output and a feed-forward layer as wide as the
 # queries, less the share of it that the rank has in any case.
 REPEATED = Fraction(2, 5)
+ALIKE = Fraction(1)
+# The most of a model that is beside its layers: most of a small one with many words.
+BESIDE = Fraction(3, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,21 +90,35 @@ def fewest_bytes(instance: Instance, span: Span, model: Model) -> Span:
     return least, span[1]
 
 
-def most_of_share(ranks: int, *, engine: bool = False) -> Fraction:
-    """How much of an equal share the largest of some ranks may have, 1 or a little more."""
+def most_of_share(ranks: int, *, engine: bool = False, deep: Fraction = ALIKE) -> Fraction:
+    """How much of an equal share the largest of some ranks may have, 1 or a little more.
+
+    Where they are of stages the fullest of those may have `deep` times an equal share.
+    """
     repeated = REPEATED * Fraction(ranks - 1, ranks) if engine else 0
-    return 1 + min((ranks - 1) * UNEVEN, MOST_UNEVEN) + repeated
+    return deep * (1 + min((ranks - 1) * UNEVEN, MOST_UNEVEN) + repeated)
 
 
-def whole_of(share: Span, ranks: int, *, engine: bool = False) -> Span:
+def fullest_stage(instance: Instance) -> Fraction:
+    """How many times an equal share of a model the fullest stage may have, with what is beside.
+
+    It has so many of all layers; of the embedding and the head nobody knows how much of the model
+    they are, so that it may have all of them.
+    """
+    layers = instance.stages or (1,) * instance.pp
+    return instance.pp * (BESIDE + (1 - BESIDE) * Fraction(max(layers), sum(layers)))
+
+
+def whole_of(share: Span, ranks: int, *, engine: bool = False, deep: Fraction = ALIKE) -> Span:
     """How many there are in all, where the largest of some ranks has so many of them."""
-    least = ((share[0] - 1) * ranks + 1) / most_of_share(ranks, engine=engine)
+    least = ((share[0] - 1) * ranks + 1) / most_of_share(ranks, engine=engine, deep=deep)
     return ceil(least), (share[1] + 1) * ranks - 1
 
 
-def share_of(whole: Span, ranks: int, *, engine: bool = False) -> Span:
+def share_of(whole: Span, ranks: int, *, engine: bool = False, deep: Fraction = ALIKE) -> Span:
     """How many the largest of some ranks has of so many in all."""
-    return whole[0] // ranks, ceil(whole[1] * most_of_share(ranks, engine=engine) / ranks)
+    most = most_of_share(ranks, engine=engine, deep=deep)
+    return whole[0] // ranks, ceil(whole[1] * most / ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +149,9 @@ class ParameterCounts:
             part = self.facts.parts.get(i.gradients)
             if i.trained and part is not None and part.size:
                 each = part.size // self.trained(i).gradient
-                found[self._adapted(i)] = whole_of((each, each), i.shards)
+                found[self._adapted(i)] = whole_of(
+                    (each, each), i.pp * i.shards, deep=fullest_stage(i)
+                )
         return found
 
     def _adapted(self, instance: Instance) -> tuple[object, ...]:
@@ -161,9 +180,11 @@ class ParameterCounts:
                 continue
             number = NUMBER[self.model(i).dtype]
             weight = self.trained(i).weight if self.model(i).lora is None else number
-            beside = [each * self.trained(i).weight for each in share_of(adapters, i.shards)]
+            deep = fullest_stage(i)
+            spread = share_of(adapters, i.pp * i.shards, deep=deep)
+            beside = [each * self.trained(i).weight for each in spread]
             base = (lent(part) - beside[1]) // weight, -(-(lent(part) - beside[0]) // weight)
-            whole = whole_of(base, i.ranks, engine=engine)
+            whole = whole_of(base, i.ranks, engine=engine, deep=deep)
             found.append((which_weights(self.model(i)), part.name, whole))
         return found
 

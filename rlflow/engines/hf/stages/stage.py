@@ -1,0 +1,235 @@
+"""A stage of a pipeline: some neighbouring layers of a model, and what passes to and from others.
+
+The module stays what it was, by every name. Layers of other stages let hidden states through; the
+one before a stage's first layer takes what the stage before has sent, the one after its last sends
+on (Huang et al., "GPipe", arXiv:1811.06965). All stages see the same rows, so that each knows the
+shape of what comes: torch's `PipelineStage` takes tensors of one shape alone, and packed
+micro-batches have as many shapes. This file knows neither rows nor the order of passes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlflow.engines.hf.recompute import decoder_layers
+from rlflow.engines.hf.sharded.mesh import MeshRanks
+
+
+class LayerStage:
+    """The stage of this rank among those along `pp`, of so many `layers` each.
+
+    `entered` is what the last pass began with here and `left` what it ended with, `[1, tokens,
+    size]`; both are None before a pass, and where this is the first stage, or the last. What goes
+    on and what comes back have groups of their own, for NCCL sends in the order of one queue.
+    The first and the last stage both hold weights of names that are `repeated`; of its parts a
+    stage has some `unread`, by their forwards, for their weights alone.
+    """
+
+    def __init__(self, ranks: MeshRanks, layers: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.place, self.count = ranks.place("pp"), ranks.sizes["pp"]
+        assert len(layers) == self.count, (layers, self.count)
+        start = sum(layers[: self.place])
+        self.layers = range(start, start + layers[self.place])
+        self.group = ranks.groups["pp"]
+        members = dist.get_process_group_ranks(self.group)
+        self._returning = dist.new_group(members, use_local_synchronization=True)
+        self.entered: Tensor | None = None
+        self.left: Tensor | None = None
+        self.repeated: frozenset[str] = frozenset()
+        self.unread: frozenset[nn.Module] = frozenset()
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    @property
+    def first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.place == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it has the head, and what is made of it."""
+        return self.place == self.count - 1
+
+    def take(self, like: Tensor) -> Tensor:
+        """What the stage before sends of this pass, as a leaf of this stage's graph."""
+        came = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        dist.recv(came, group=self.group, group_src=self.place - 1)
+        self.entered = came.requires_grad_(torch.is_grad_enabled())
+        return self.entered
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """Send to the stage after this one what this one has made."""
+        self.left = hidden
+        self._send(hidden.detach(), self.group, self.place + 1)
+        return hidden.detach()
+
+    def passed(self) -> tuple[Tensor | None, Tensor | None]:
+        """What the last pass began and ended with; the stage lets go of it."""
+        found = self.entered, self.left
+        self.entered = self.left = None
+        return found
+
+    def gradient(self, left: Tensor) -> Tensor:
+        """What the stage after this one sends back of a pass: the gradient of its end here."""
+        came = torch.empty_like(left, memory_format=torch.contiguous_format)
+        dist.recv(came, group=self._returning, group_src=self.place + 1)
+        return came
+
+    def give_back(self, entered: Tensor) -> None:
+        """Send to the stage before this one the gradient of what it sent."""
+        found = torch.zeros_like(entered) if entered.grad is None else entered.grad
+        self._send(found, self._returning, self.place - 1)
+
+    def flush(self) -> None:
+        """Wait until all that was sent is with the others."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+    def _send(self, values: Tensor, group: dist.ProcessGroup, place: int) -> None:
+        """Send without waiting; values are kept until they have gone."""
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        sent = values.contiguous()
+        work = dist.isend(sent, group=group, group_dst=place)
+        assert work is not None
+        self._sent.append((work, sent))
+
+    def add_repeated(self, gradient: Tensor) -> None:
+        """Add up, in place, the gradient of a weight that the first and the last stage hold.
+
+        Called by these two.
+        """
+        if self.last:
+            dist.send(gradient.contiguous(), group=self._returning, group_dst=0)
+            total = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+            dist.recv(total, group=self.group, group_src=0)
+            gradient.copy_(total)
+            return
+        other = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        dist.recv(other, group=self._returning, group_src=self.count - 1)
+        gradient.add_(other)
+        dist.send(gradient.contiguous(), group=self.group, group_dst=self.count - 1)
+
+    def last_says(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the last stage has found, on the CPU, on all of them."""
+        told: list[Any] = [[(n, v.dtype, tuple(v.shape)) for n, v in found.items()]]
+        dist.broadcast_object_list(told, group=self.group, group_src=self.count - 1)
+        made: dict[str, Tensor] = {}
+        for name, dtype, shape in told[0]:
+            here = found.get(name, torch.empty(shape, dtype=dtype)).to(self.ranks.device)
+            dist.broadcast(here.contiguous(), group=self.group, group_src=self.count - 1)
+            made[name] = here.cpu()
+        return made
+
+
+class Elsewhere(nn.Module):
+    """In the place of a layer of another stage: lets hidden states through.
+
+    It has the plain attributes by which a body asks what kind of layer one is.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        plain = {n: v for n, v in vars(layer).items() if isinstance(v, str | int | float)}
+        vars(self).update({n: v for n, v in plain.items() if not n.startswith("_")})
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """The hidden states themselves."""
+        return hidden_states
+
+
+class Entrance(Elsewhere):
+    """In the place of the layer before a stage's first one."""
+
+    def __init__(self, layer: nn.Module, stage: LayerStage) -> None:
+        super().__init__(layer)
+        self.stage = stage
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """What comes from the stage before; `hidden_states` has its shape alone."""
+        return self.stage.take(hidden_states)
+
+
+class Exit(Elsewhere):
+    """In the place of the layer after a stage's last one."""
+
+    def __init__(self, layer: nn.Module, stage: LayerStage) -> None:
+        super().__init__(layer)
+        self.stage = stage
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Send them to the stage after this one."""
+        return self.stage.leave(hidden_states)
+
+
+class Unread(nn.Module):
+    """In the place of an embedding of another stage: hidden states by their shape alone."""
+
+    weight = None
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.size = size
+        self.dtype = dtype
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Zeros `[..., size]` for int64 `tokens [...]`, one number in memory."""
+        zero = torch.zeros((), dtype=self.dtype, device=tokens.device)
+        return zero.expand(*tokens.shape, self.size)
+
+
+def cut_stage(module: nn.Module, stage: LayerStage, dtype: torch.dtype) -> None:
+    """Leave of a module on the meta device a stage, computed with in `dtype`, and its two ends.
+
+    The first stage has the embedding, the last all else beside layers. An embedding that is the
+    head's weight as well stays on both.
+    """
+    layers = decoder_layers(module)
+    for number, (name, layer) in enumerate(layers.items()):
+        if number not in stage.layers:
+            _put(module, name, _beyond(layer, number, stage))
+    inner: Any = getattr(module, "body", module)
+    embedding = inner.get_input_embeddings()
+    names = {part: known for known, part in module.named_modules()}
+    own = {id(p) for layer in layers.values() for p in layer.parameters()}
+    tied = {id(p) for p in embedding.parameters()} & {
+        id(p)
+        for part, name in names.items()
+        if part is not embedding and not list(part.children())
+        for p in part.parameters()
+    }
+    beside = [
+        (names[part], part)
+        for part in module.modules()
+        if part is not embedding and any(id(p) not in own for p in part.parameters(recurse=False))
+    ]
+    if not stage.last:
+        for name, part in beside:
+            _put(module, name, Elsewhere(part))
+    unread = Unread(embedding.embedding_dim, dtype)
+    if not stage.first and tied:
+        embedding.forward = unread.forward if stage.last else embedding.forward
+        stage.unread = frozenset({embedding})
+    if not stage.first and not (tied and stage.last):
+        _put(module, names[embedding], unread)
+    if tied and (stage.first or stage.last):
+        stage.repeated = frozenset(
+            f"{names[embedding]}.{n}" for n, _ in embedding.named_parameters()
+        )
+
+
+def _beyond(layer: nn.Module, number: int, stage: LayerStage) -> Elsewhere:
+    if number == stage.layers.start - 1:
+        return Entrance(layer, stage)
+    return Exit(layer, stage) if number == stage.layers.stop else Elsewhere(layer)
+
+
+def _put(module: nn.Module, name: str, part: nn.Module) -> None:
+    """Put a module in the place of the one of that name."""
+    above, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(above), leaf, part)

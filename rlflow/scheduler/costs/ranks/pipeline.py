@@ -1,0 +1,42 @@
+"""Seconds of passes that go through stages one behind the other.
+
+One forward, one backward (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): the slowest stage
+sets the pace, and the first pass goes through all of them. Knows neither graphs nor plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rlflow.scheduler.costs.lengths import Load
+from rlflow.scheduler.costs.roofline import Roofline
+
+
+def through_stages(seconds: Sequence[float], passes: int, hop: float) -> float:
+    """Seconds until so many passes are through stages that take `seconds` for all of them.
+
+    A pass takes `hop` from a stage to the next, on its way there and back.
+    """
+    slowest, first = max(seconds) / passes, sum(seconds) / passes
+    return first + (passes - 1) * (slowest + hop) + (len(seconds) - 1) * hop
+
+
+def piped(roof: Roofline, load: Load, seconds: Callable[[Roofline], float]) -> float:
+    """Seconds of passes of a part's rows through all stages, each of which takes so many."""
+    if roof.pp == 1:
+        return seconds(roof)
+    tokens = roof.ending(load)[0] / roof.passes(load)
+    each = [seconds(stage) for stage in roof.stages]
+    return through_stages(each, roof.passes(load), roof.hop.send(hop_bytes(roof, tokens)))
+
+
+def hop_bytes(roof: Roofline, tokens: float) -> float:
+    """Bytes that a rank sends to the next stage of a pass of so many tokens."""
+    ranks = roof.tp.ranks if roof.sequence else 1
+    return tokens * roof.shape.hidden * roof.size / ranks
+
+
+def bubble(seconds: Sequence[float], passes: int) -> float:
+    """The share of its time that the slowest stage waits for others."""
+    whole = through_stages(seconds, passes, 0.0)
+    return 1 - max(seconds) / whole if whole else 0.0

@@ -1,0 +1,64 @@
+"""A model's stages in a pipeline, by their sizes: how its layers are cut, and what each has.
+
+Knows widths and numbers of layers; neither devices nor seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from rlflow.modelfiles.layouts.stages import stage_layers
+from rlflow.scheduler.models.shapes import Shape
+
+
+def cut_of(shape: Shape, pp: int, *, predicts: bool) -> tuple[int, ...]:
+    """How many layers each of `pp` stages has, so that the heaviest is as light as can be.
+
+    A stage weighs the parameters that a token passes in it. The first has the embedding, the last
+    a head where the model `predicts` tokens.
+    """
+    if pp == 1:
+        return (shape.layers,)
+    words = shape.vocab * shape.hidden
+    layer = max(shape.active - shape.embedding, shape.layers) / shape.layers
+    return stage_layers(
+        shape.layers, min(pp, shape.layers), layer=layer, first=words, last=words * predicts
+    )
+
+
+@lru_cache(maxsize=4096)
+def stage_shapes(shape: Shape, pp: int, *, predicts: bool) -> tuple[Shape, ...]:
+    """The shape of each stage, as if it were a model of its own; a stage between has no words."""
+    cut = cut_of(shape, pp, predicts=predicts)
+    if len(cut) == 1:
+        return (shape,)
+    words = shape.vocab * shape.hidden
+    found = []
+    for place, layers in enumerate(cut):
+        first, last = place == 0, place == len(cut) - 1
+        own = words if first or (last and predicts) else 0
+        found.append(_of_layers(shape, layers, own, words=first or last))
+    return tuple(found)
+
+
+def _of_layers(shape: Shape, layers: int, embedding: int, *, words: bool) -> Shape:
+    def part(whole: int) -> int:
+        return whole * layers // shape.layers
+
+    body = max(shape.parameters - shape.embedding, 0)
+    routed = shape.chosen * part(shape.expert_layers)
+    return replace(
+        shape,
+        parameters=part(body) + embedding,
+        embedding=embedding,
+        layers=layers,
+        vocab=shape.vocab if words else 0,
+        idle=shape.idle * routed // shape.routed if shape.routed else 0,
+        routed=routed,
+        without_attention=part(shape.without_attention),
+        convolved=part(shape.convolved),
+        recurrent=part(shape.recurrent),
+        norms=part(shape.norms),
+        matrices=tuple((rows, columns, part(count)) for rows, columns, count in shape.matrices),
+    )

@@ -1,0 +1,56 @@
+"""What a plan says of the stages of a pipeline: their layers, what waits, and what passes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlflow.errors import Finding
+from rlflow.graph.graph import Node
+from rlflow.graph.model import Model
+from rlflow.graph.roles import Routed
+from rlflow.modelfiles.layouts.stages import staging_finding
+from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.microbatches import row_parts
+from rlflow.scheduler.costs.ranks.pipeline import bubble, hop_bytes
+from rlflow.scheduler.devices.cluster import amount
+from rlflow.scheduler.models.shapes import Shape
+from rlflow.scheduler.plan.plan import Instance
+
+
+def stages_note(instance: Instance, nodes: Sequence[Node], costs: Costs) -> str:
+    """How layers are cut, and use by use the share of time that stages wait and the bytes sent."""
+    layers = " + ".join(map(str, instance.stages)) if instance.stages else "as many each"
+    text = f"layers of {instance.name} are cut into pp={instance.pp} stages, {layers}"
+    if costs.shapes[instance.model] is None:
+        return text
+    passed = [node for node in nodes if node.op.use != "rollout" and node.averages is None]
+    return "; ".join([text, *(_passing(node, instance, costs) for node in passed)])
+
+
+def _passing(node: Node, instance: Instance, costs: Costs) -> str:
+    """What a node's micro-batches do in the stages."""
+    shape = costs.shapes[instance.model]
+    assert shape is not None
+    roof, load = (
+        costs.roofline_of(node, instance, shape),
+        costs.load(node, row_parts(node, instance)),
+    )
+    passes = roof.passes(load)
+    waits = bubble([stage.forward(load) for stage in roof.stages], passes)
+    sent = hop_bytes(roof, roof.ending(load)[0])
+    told = f"{node.name} passes {passes} micro-batches, of which stages wait {waits:.0%} for others"
+    if node.op.use != "train":
+        return f"{told} and a rank sends {amount(int(sent))} on"
+    ahead = min(passes, instance.pp)
+    told += f", the first has up to {ahead} under way (one forward, one backward)"
+    return f"{told}, and a rank sends {amount(int(sent))} on and as much back"
+
+
+def unstaged(
+    instance: Instance, model: Model, shape: Shape, nodes: Sequence[Node]
+) -> Finding | None:
+    """What keeps the layers of a model from being cut into stages."""
+    routed = any(node.model == model.name and node.role(Routed) for node in nodes)
+    led, apart = routed or model.router is not None, instance.cp > 1
+    sizes = (shape.layers, instance.pp)
+    return staging_finding(model.path, shape.family, *sizes, led=led, apart=apart)
