@@ -9,14 +9,16 @@ from rlflow.errors import UsageError
 from tests.engines.sharded_checks import meshes
 
 SHAPES = {"fsdp": (1, 2, 1), "tp": (1, 1, 2), "sequence": (1, 1, 2), "ep": (1, 2, 1, 2)}
-SHAPES |= {"pp": (1, 1, 1)}
+SHAPES |= {"ulysses": (1, 2, 1, 1, 2), "ring": (1, 2, 1, 1, 2), "pp": (1, 1, 1)}
 
 
 def refusal(rank, path, layout):
     """The code of the refusal to load a model over ranks, empty where it loads."""
     how = {"dtype": torch.float32, "device": "cpu", "trained": False}
     how["sequence"] = layout == "sequence"
-    return refused(lambda: load_sharded(path, **meshes(SHAPES[layout]), **how))
+    how |= {"cp_by": layout} if layout in ("ulysses", "ring") else {}
+    apart = meshes(SHAPES[layout], 2 if layout == "pp" else 1)
+    return refused(lambda: load_sharded(path, **apart, **how))
 
 
 def refused(load):

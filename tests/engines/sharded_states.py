@@ -328,7 +328,7 @@ def bytes_held(rank, path, shape, dtype, spec=None):
     def loss(outputs, _):
         return -outputs["log_probs"].sum(), {}
 
-    engine.backward(micro, loss, ("log_probs",), 1.0)
+    engine.forwarded(micro, loss, ("log_probs",), 1.0).backward()
     left = sum(g.numel() * g.element_size() for g in optimizer.gradients().values())
     moments = sum(b.numel() * b.element_size() for b in optimizer.state_buffers())
     assert left + moments == optimizer.num_bytes()
@@ -359,7 +359,7 @@ def visiting_state_steps_alike(rank, path, shape, numbers, spec):
 
 def held_by(engine, name="actor"):
     """An engine as a worker holds it, and the worker as far as a save asks it."""
-    instance = SimpleNamespace(model=name, name=f"{name}@all", trained=True)
+    instance = SimpleNamespace(model=name, name=f"{name}@all", trained=True, pp=1)
     loaded = Loaded(
         instance=instance,
         model=engine.model,
