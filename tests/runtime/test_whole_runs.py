@@ -154,7 +154,7 @@ TABLE = {
             At("apart4", fault="run:saved=raise@2", saved=6, marks=SLOW),
             At("together1", first=3, saved=3, marks=SLOW),
         ),
-        ray=(*placed("apart2"), *placed("apart4", marks=SLOW + EXTRA)),
+        ray=(*placed("apart2", marks=SLOW), *placed("apart4", marks=SLOW + EXTRA)),
     ),
     "loop": Feature(
         MIXED,
