@@ -141,11 +141,12 @@ def _wanted(options: Mapping[str, Any]) -> WantedDevices:
     placement = changed(declared, placement, target)
     count = cluster_of(target, devices_for(placement, target)).count
     if not placement.shares:
-        shared = in_shares(placement, placement.num_devices())
+        fixed = placement.num_devices()
+        shared = in_shares(placement, fixed)
         raise UsageError(
             Finding(
                 code="E257",
-                what=f"--elastic: placement {name!r} is for {placement.num_devices()} devices "
+                what=f"--elastic: placement {name!r} is for {fixed} device{'s' * (fixed != 1)} "
                 "and no other number",
                 got=f"pools={dict(placement.pools)}",
                 expected='pools that are shares of all devices: "*", "3/4"',
