@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.errors import RunDirError
+from rlflow.errors import RunDirError, RunError
 from rlflow.runtime.record import durable
 from rlflow.runtime.record.metrics import MetricsLog, final_metrics, read_metrics
 
@@ -171,5 +171,5 @@ def test_unwritable_place_is_said(tmp_path):
 
 
 def test_full_disk_is_said():
-    with MetricsLog(Path("/dev/full")) as log, pytest.raises(RunDirError, match="E701"):
+    with MetricsLog(Path("/dev/full")) as log, pytest.raises(RunError, match="E701"):
         log.write(0, {"x": 1})

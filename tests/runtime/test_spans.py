@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.errors import RunDirError
+from rlflow.errors import RunDirError, RunError
 from rlflow.runtime.record.spans import Span, SpanLog, covered, read_spans, summarise
 
 BASE = Span(
@@ -164,7 +164,7 @@ def test_recording_costs_microseconds(tmp_path):
 
 def test_full_disk_is_said(tmp_path):
     (tmp_path / "full.jsonl").symlink_to("/dev/full")
-    with pytest.raises(RunDirError, match="E701"):
+    with pytest.raises(RunError, match="E701"):
         SpanLog(tmp_path / "full.jsonl", process="driver")
 
 

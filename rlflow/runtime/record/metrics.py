@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Self
 
-from rlflow.errors import Finding, RunDirError
+from rlflow.errors import Finding, RunDirError, RunError
 from rlflow.runtime.record.durable import (
     append,
     disk_errors,
@@ -47,8 +47,8 @@ class MetricsLog:
     """Appends to a metrics file; each line is handed to the system before `write` returns.
 
     To resume: `truncate_after(iteration of the checkpoint)` before the first `write`. For
-    the file to survive a power loss too, `sync` before each checkpoint. Every method raises
-    `RunDirError` when the disk refuses.
+    the file to survive a power loss too, `sync` before each checkpoint. Where the disk refuses,
+    what opens or cuts the file raises `RunDirError`, and what a run has in its middle, `RunError`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,13 +67,13 @@ class MetricsLog:
         values = {name: _word(value) for name, value in sorted(metrics.items())}
         mark = {"closing": True} if closing else {}
         line = json.dumps({"iteration": iteration, **mark, "metrics": values}, allow_nan=False)
-        with disk_errors(RunDirError, f"write {self.path}", self.path.parent):
+        with disk_errors(RunError, f"write {self.path}", self.path.parent):
             append(self._file, f"{line}\n".encode())
             fault("metrics:write")
 
     def sync(self) -> None:
         """Wait until all lines are on the disk."""
-        with disk_errors(RunDirError, f"sync {self.path}", self.path.parent):
+        with disk_errors(RunError, f"sync {self.path}", self.path.parent):
             os.fsync(self._file.fileno())
 
     def truncate_after(self, iteration: int) -> int:

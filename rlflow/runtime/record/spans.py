@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Self, TypeAlias
 
-from rlflow.errors import Finding, RunDirError
+from rlflow.errors import Finding, RunDirError, RunError
 from rlflow.runtime.record.durable import append, disk_errors, fault, register_faults
 
 register_faults("spans:write")
@@ -65,7 +65,7 @@ class SpanLog:
 
     `process` is the name under which other processes' spans are told apart; `clock` is
     monotonic, `wall` is seconds since 1970. A resumed run appends to the same file under a
-    new origin. Raises `RunDirError` when the disk refuses.
+    new origin. Where the disk refuses, opening raises `RunDirError` and a line raises `RunError`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SpanLog:
         self._start = clock()
         try:
             self._append(origin)
-        except RunDirError:
+        except RunError:
             self.close()
             raise
 
@@ -106,7 +106,6 @@ class SpanLog:
     def record(self, span: Span) -> None:
         """Append one span; it is handed to the system before this returns."""
         self._append({name: getattr(span, name) for name in SPAN_FIELDS})
-        fault("spans:write")
 
     def close(self) -> None:
         """Close the file; safe to repeat."""
@@ -114,8 +113,9 @@ class SpanLog:
 
     def _append(self, row: Mapping[str, object]) -> None:
         line = f"{json.dumps(row)}\n".encode()
-        with self._lock, disk_errors(RunDirError, f"write {self.path}", self.path.parent):
+        with self._lock, disk_errors(RunError, f"write {self.path}", self.path.parent):
             append(self._file, line)
+            fault("spans:write")
 
 
 def _is_torn(path: Path) -> bool:
