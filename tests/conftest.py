@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -31,6 +32,9 @@ os.environ["RLFLOW_GPUS"] = "off"
 
 # Threads of OpenMP sleep while they wait: spinning ones of two processes cost both a factor of 40.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Trees of the whole package are kept for tests of its shape: few collections walk over them.
+gc.set_threshold(20_000, 20, 20)
 
 # Tests that wait for processes of their own more than they compute.
 WAITING = ("ray", "sglang", "vllm")

@@ -7,7 +7,7 @@ import struct
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 
 from tests.budget import examples
 from tests.conftest import TINY
@@ -79,6 +79,7 @@ def test_the_files_as_they_are_are_planned(rlflow, model):
 
 @fuzzed
 @given(name=st.sampled_from([*CONFIG, *MORE]), value=VALUES)
+@example(name="model_type", value=[])
 def test_any_value_of_a_config(rlflow, model, name, value):
     (model / "config.json").write_text(json.dumps({**CONFIG, name: value}))
     said(rlflow, model)

@@ -65,6 +65,8 @@ def _check_values(config: Mapping[str, Any], path: Path) -> None:
         elif name in EPSILONS:
             good = isinstance(value, int | float) and 0 <= value < 1
             expected = "a number from 0 to 1"
+        elif name == "model_type":
+            good, expected = isinstance(value, str), "the name of a family"
         else:
             continue
         if not good:

@@ -39,7 +39,11 @@ def equal(world, path, shape, options):
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        pytest.param("qwen3", {**HEADS, **CUT, "recompute": "selective"}, id="heads-selective"),
+        pytest.param(
+            *("qwen3", {**HEADS, **CUT, "recompute": "selective"}),
+            id="heads-selective",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("mistral", {**HEADS, "head": "value"}, id="heads-window-value"),
         pytest.param("qwen3", {**RING, **CUT, "recompute": "selective"}, id="ring-selective"),
         pytest.param("llama", {**RING, "lora": LORA, "chunk_bytes": 64}, id="ring-lora-chunks"),

@@ -95,7 +95,7 @@ TABLE = {
     "kl": Feature(
         GRPO.said("--set", "kl_coef=0.05"),
         same=BOTH_SLOW,
-        ray=(*placed("colocate", marks=SLOW + EXTRA), At("split")),
+        ray=(*placed("colocate", marks=SLOW + EXTRA), At("split", marks=SLOW)),
     ),
     "ppo": Feature(PPO, same=BOTH),
     "adapters": Feature(
