@@ -109,6 +109,8 @@ def test_two_stages_compute_what_one_rank_does(family, options, world, model_dir
         pytest.param((1, 1, 2), "qwen3", {}, id="pp2xtp2"),
         pytest.param((1, 1, 2), "qwen2", {"sequence": True}, id="sequence-tied"),
         pytest.param((1, 1, 2), "llama", {"sequence": True}, id="sequence"),
+        pytest.param((1, 2, 1, 1, 2), "llama", {}, id="pp2xcp2"),
+        pytest.param((1, 2, 1, 1, 2), "qwen2", {"cp_by": "ring"}, id="pp2xcp2-ring-tied"),
     ],
 )
 def test_stages_of_two_ranks_compute_what_one_does(shape, family, options, world, model_dir):

@@ -169,3 +169,43 @@ def test_what_fits_some_devices_fits_twice_as_many(
         else:
             codes.append("")
     assert codes[1] in ("", "E214") or codes[0]
+
+
+def test_235b_in_stages_plans_with_an_engine_over_hosts_which_is_named_where_it_is_not() -> None:
+    """An eighth of the rollout's weights leaves no room for buckets beside 64 shards in float32."""
+    graph, cluster = grpo("shape:qwen3-235b-a22b"), parse_cluster("h100:64", 8, host_memory="2TB")
+    shared = {"pp": 4, "ep": 8, "recompute": True}
+    uses = {"*": rf.on("all", **shared), "actor.rollout": rf.on("all", tp=8, engine="sglang")}
+    placement = rf.Placement(pools={"all": 64}, assign=uses)
+    error = refused(graph, placement, cluster)
+
+    first = with_remedies(error, graph, placement, cluster).findings[0]
+
+    assert "reshard:actor@all->actor@all/sglang" in first.what
+    assert "any of these fits:" in first.fix
+    assert '"actor.rollout": rf.on("all", tp=16, engine="sglang")' in first.fix
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices", "train", "tp"),
+    [
+        pytest.param("llama-3.1-70b", 64, {"pp": 4, "tp": 8}, 8, id="70b"),
+        pytest.param("qwen3-235b-a22b", 128, {"pp": 8, "cp": 2, "tp": 2, "ep": 8}, 16, id="235b"),
+    ],
+)
+def test_large_models_plan_as_they_are_published(
+    shape: str, devices: int, train: dict[str, int], tp: int
+) -> None:
+    """235B in NeMo RL is [TP, CP, EP, PP] = [2, 2, 16, 8] on 128: of its 16, two are of `tp`."""
+    cluster = parse_cluster(f"h100:{devices}", 8, host_memory="2TB")
+    shared = rf.on("all", recompute=True, **train)
+    rollout = rf.on("all", tp=tp, engine="sglang")
+    placement = rf.Placement(pools={"all": devices}, assign={"*": shared, "actor.rollout": rollout})
+
+    plan = compile_plan(grpo(f"shape:{shape}"), placement, cluster).plan
+
+    trained = next(each for each in plan.instances if each.trained)
+    assert trained.pp == train["pp"]
+    assert len(trained.stages) == trained.pp
+    assert trained.cp == train.get("cp", 1)
+    assert max(plan.peaks.values()) > 0

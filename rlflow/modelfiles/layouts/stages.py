@@ -13,12 +13,11 @@ from rlflow.modelfiles.families import Family
 
 
 def staging_finding(
-    path: str, family: Family, layers: int, pp: int, *, led: bool = False, apart: bool = False
+    path: str, family: Family, layers: int, pp: int, *, led: bool = False
 ) -> Finding | None:
     """E531 where a model cannot be cut into `pp` stages of whole layers; None where it can.
 
-    Of a mixture whose routers are `led` no stage knows what those of the others choose. Rows whose
-    tokens lie `apart` along `cp` were never passed through stages.
+    Of a mixture whose routers are `led` no stage knows what those of the others choose.
     """
     if pp == 1:
         return None
@@ -27,13 +26,6 @@ def staging_finding(
             code="E531",
             what=f"pp={pp}: the layers of model {path!r} cannot be cut into stages",
             got="a family whose stages were never compared with the whole model",
-            fix="rf.on(..., pp=1)",
-        )
-    if apart:
-        return Finding(
-            code="E531",
-            what=f"pp={pp}: stages of model {path!r} pass whole rows",
-            got="rows whose tokens lie apart, by cp=",
             fix="rf.on(..., pp=1)",
         )
     if led:

@@ -19,6 +19,7 @@ from rlflow.scheduler.devices.cluster import Cluster, amount
 from rlflow.scheduler.models.shapes import Shape, model_shape
 from rlflow.scheduler.passes.bind.bind import assignment
 from rlflow.scheduler.passes.residency import TooLarge
+from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.plan.plan import HOST, MICRO_TOKENS, Backend, Plan
 from rlflow.scheduler.plan.text import duration, table
 from rlflow.scheduler.search.layouts import contexts_on
@@ -29,6 +30,8 @@ ROUNDS = 3
 SHOWN = 3
 TIMES = (2, 4, 8, 16)
 EXPERT_PARALLEL = (2, 4, 8, 16)
+# Of engines in processes of their own, which repeat key-value heads and share layers over hosts.
+ENGINE_PARALLEL = (*TENSOR_PARALLEL, 16, 32)
 MOST_PLANS, LEAST_PLANS = 48, 12
 NODES_TIMES_DEVICES = 32_000
 
@@ -164,7 +167,7 @@ def other_layouts(
     for ep in EXPERT_PARALLEL if use == "train" else ():
         if experts and experts % ep == 0 and ep > (where.ep or 1):
             yield where.model_copy(update={"ep": ep})
-    for tp in TENSOR_PARALLEL:
+    for tp in ENGINE_PARALLEL if EnginePlan.chosen(where).own_process else TENSOR_PARALLEL:
         if tp > (where.tp or 1):
             yield where.model_copy(update={"tp": tp})
     if use == "train":

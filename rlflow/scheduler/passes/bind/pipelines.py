@@ -51,6 +51,5 @@ def unstaged(
 ) -> Finding | None:
     """What keeps the layers of a model from being cut into stages."""
     routed = any(node.model == model.name and node.role(Routed) for node in nodes)
-    led, apart = routed or model.router is not None, instance.cp > 1
-    sizes = (shape.layers, instance.pp)
-    return staging_finding(model.path, shape.family, *sizes, led=led, apart=apart)
+    led = routed or model.router is not None
+    return staging_finding(model.path, shape.family, shape.layers, instance.pp, led=led)
