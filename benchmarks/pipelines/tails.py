@@ -87,7 +87,7 @@ def apart(**options: Any) -> rf.Placement:
     }
 )
 def tails(cfg: Config) -> None:
-    judge = arm(Judge, {"__name__": "judge"})
+    judge = arm(Judge, {"__name__": "judge", "__qualname__": "judge"})
     actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=cfg.lr), init="random")
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=cfg.prompts_per_iteration)
     samples = ops.rollout(actor, prompts, n=cfg.group_size, max_new_tokens=LONGEST)

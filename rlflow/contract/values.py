@@ -155,7 +155,8 @@ class InFlight:
     `[rows]` tokens are response. Random numbers are those of sample `ids` in draw `draws`, both
     int64 `[rows]`. `groups` int64 `[rows]` ascends. Of `begun` groups all rows go on; the others
     begin in their order, as long as no more than `at_once` rows are live. It stops once `met` says
-    so of the groups that began and of those that are complete, the earliest first.
+    so of the groups that began and of those that are complete, the earliest first, and `least`
+    turns are made or fewer than `few` rows are live. In a turn every live row gets a token.
     """
 
     seen: Tensor
@@ -166,6 +167,8 @@ class InFlight:
     begun: frozenset[int]
     at_once: int
     met: Callable[[Collection[int], Sequence[int]], bool]
+    least: int = 0
+    few: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +176,8 @@ class Advanced:
     """What became of rows in flight: the tokens that each has got, ragged, none where it waited.
 
     `finished` bool `[rows]` says which ended by themselves, `over` which ended at all. `begun` are
-    the groups that have begun, `ended` those that were completed now, the earliest first.
+    the groups that have begun, `ended` those that were completed now, the earliest first. `turns`
+    is 0 where an engine counts none.
     """
 
     response_tokens: Tensor
@@ -182,3 +186,4 @@ class Advanced:
     over: Tensor
     begun: frozenset[int]
     ended: tuple[int, ...]
+    turns: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -30,7 +32,7 @@ def one_by_one(rollout, draw: int = 0):
     return rollout.generate(ragged_rows(PROMPTS, torch.int64), SAMPLING, key, ids, Reach())
 
 
-def flight(met, at_once: int, begun=None, rows=None) -> InFlight:
+def flight(met, at_once: int, begun=None, rows=None, **ahead: int) -> InFlight:
     """All groups, or those `rows` of them of which `begun` has the tokens so far."""
     rows = torch.arange(len(PROMPTS) * SAMPLING.n) if rows is None else rows
     groups = rows // SAMPLING.n
@@ -46,6 +48,7 @@ def flight(met, at_once: int, begun=None, rows=None) -> InFlight:
         begun=frozenset(going.tolist()),
         at_once=at_once,
         met=met,
+        **ahead,
     )
 
 
@@ -92,6 +95,18 @@ def test_rows_that_go_on_have_the_tokens_of_one_call(model_dir, family):
         row.tolist() for row in made.unbind()
     ]
     assert 1 < calls <= len(PROMPTS)
+
+
+@pytest.mark.parametrize(("least", "turns"), [(0, 0), (3, 3), (100, 20)])
+def test_who_has_enough_groups_works_ahead_while_rows_are_live(model_dir, least, turns):
+    rollout = engine(model_dir("qwen2"))
+    long = replace(SAMPLING, stop_tokens=())
+    asked = flight(lambda begun, ended: True, 100, least=least)
+    found = rollout.advance(asked, long, SampleKey(seed=1, iteration=0, stream="rollout"))
+    assert turns == found.turns == int(lengths(found.response_tokens).max())
+    asked = flight(lambda begun, ended: True, 4, least=least, few=5)
+    alone = rollout.advance(asked, long, SampleKey(seed=1, iteration=0, stream="rollout"))
+    assert 0 == alone.turns
 
 
 def test_no_more_rows_are_live_than_there_is_room_for(model_dir, monkeypatch):

@@ -6,14 +6,45 @@ within `span` iterations of the one in which it began. Of the groups whose last 
 before, (d - i) `batch` may stay; of those beyond, as many as that have to leave now, and are waited
 for. Nothing that begins later has an earlier last iteration, and no more are here than leave in
 `span` + 1 iterations, so that never asks for more than `batch`: no group is ever too old, and none
-waits for good. Pure functions of numbers; this file knows no engine and no clock.
+waits for good.
+
+That alone has iterations come in bursts: one waits for a long row, and while it does, the groups of
+the next become complete, which then decodes nothing beside its update. So an iteration whose groups
+are complete works ahead, at a `Pace` that follows from the turns that it has made before. Pure
+functions of numbers; this file knows no engine and no clock.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+# Of the turns of an iteration in the mean, this part is made in each: less leaves bursts, more is
+# made with few rows. The mean forgets in so many iterations. Fewer rows than this part of the room
+# decode better beside those that begin in the next iteration.
+SHARE, OVER, FEW = 0.75, 8, 1 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The turns of an iteration in the mean, as far as there were any; 0 before the first."""
+
+    mean: float = 0.0
+
+    @property
+    def least(self) -> int:
+        """How many turns an iteration makes at least, unless few rows are live."""
+        return math.floor(SHARE * self.mean)
+
+    def few(self, room: int) -> int:
+        """Of fewer live rows than this no turn is made ahead, where there is room for so many."""
+        return max(math.ceil(FEW * room), 1)
+
+    def after(self, turns: int) -> Pace:
+        """The pace after an iteration that made so many."""
+        return Pace(self.mean + (turns - self.mean) / (OVER if self.mean else 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,33 +141,37 @@ class ContinuousDecoding:
         self.attention = DecodeAttention(self.cache)
         self.live = np.zeros(0, dtype=np.int64)
         self.logits: Tensor | None = None
-        self.passes = self.read = 0
+        self.passes = self.read = self.turns = 0
 
     def run(self) -> Advanced:
-        """Make turns until enough groups are complete, or nothing is left."""
+        """Make turns until enough groups are complete and as many as asked, or nothing is left."""
         with torch.inference_mode():
-            known = -1
+            known, met = -1, False
             while True:
-                if known != len(self.ended) and self.rows.met(self.begun, self.ended):
+                if not met and known != len(self.ended):
+                    met, known = self.rows.met(self.begun, self.ended), len(self.ended)
+                if (met and self.turns >= self.rows.least) or not self._begin():
                     break
-                known = len(self.ended)
-                if not self._turn():
+                if met and len(self.live) < self.rows.few:
                     break
+                self._turn()
+                self.turns += 1
                 advance(1, "turns of tokens")
         return self._result()
 
-    def _turn(self) -> bool:
-        """Let rows begin, and draw a token of every live row; whether there was any."""
+    def _begin(self) -> bool:
+        """Let rows begin; whether there are any, and none has asked to stop."""
         while entering := self._entering():
             self._enter(entering)
-        if not len(self.live) or self.stopped():
-            return False
+        return bool(len(self.live)) and not self.stopped()
+
+    def _turn(self) -> None:
+        """Draw a token of every live row."""
         going = self._draw()
         if not going.all():
             self._leave(going)
         if len(self.live):
             self._forward()
-        return True
 
     def _entering(self) -> list[np.ndarray]:
         """The rows of the groups that enter now: all that go on, and others while there is room."""
@@ -277,4 +281,5 @@ class ContinuousDecoding:
             over=self.over,
             begun=frozenset(self.begun),
             ended=tuple(self.ended),
+            turns=self.turns,
         )

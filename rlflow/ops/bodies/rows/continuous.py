@@ -28,15 +28,16 @@ from rlflow.batch import (
     strings,
 )
 from rlflow.contract.values import Advanced, Generation, InFlight, Stat
-from rlflow.graph.rules.in_flight import Bound
+from rlflow.graph.rules.in_flight import Bound, Pace
 from rlflow.ops.bodies.common import inputs_of, model_of, num_rows, token_rows, too_long
 from rlflow.ops.bodies.rollout import CARRIED_BY_ENGINE, responses, sample_metrics
 from rlflow.ops.bodies.stats import max_of, mean_of
 from rlflow.ops.body import Call, Output
 
 # No field of a user has a blank in its name. In which iteration a row's group began, -1 of one that
-# waits; whether the row has ended; and as which of the groups that were complete its own was.
-BEGUN, OVER, ENDED = "begun in", "is over", "ended as"
+# waits; whether the row has ended; and as which of the groups that were complete its own was. All
+# rows have the same mean of turns.
+BEGUN, OVER, ENDED, TURNS = "begun in", "is over", "ended as", "mean of turns"
 
 
 def go_on(call: Call) -> Output:
@@ -44,16 +45,17 @@ def go_on(call: Call) -> Output:
 
     Rows have the numbers and the random numbers that they have in a rollout that drains: `group`
     is the number of the prompt, counted from the first of all. Logs also how many updates old the
-    oldest token of a row is (`lag`, `lag_max`), how many rows are `in_flight`, and how many groups
-    are `complete` beyond those that leave.
+    oldest token of a row is (`lag`, `lag_max`), how many rows are `in_flight`, how many groups
+    are `complete` beyond those that leave, and how many `turns` were made.
     """
     rows = _here(call)
     bound, begun, ended = _bound(call, rows), _begun(rows), _ended(rows)
-    going, made = _advanced(call, rows, bound, begun, ended)
+    pace = _pace(call)
+    going, made = _advanced(call, rows, bound, pace, begun, ended)
     begun |= {group: call.iteration for group in made.begun if group not in begun}
     ended += made.ended
     taken = bound.taken(begun, ended, call.iteration)
-    rows = _numbered(_with(call, rows, going, made), begun, ended)
+    rows = _numbered(_with(call, rows, going, made), pace.after(made.turns), begun, ended)
     leaves = torch.isin(rows["group"], torch.tensor(taken, dtype=torch.int64))
     gone = select_rows(rows, torch.nonzero(leaves).flatten())
     left = select_rows(rows, torch.nonzero(~leaves).flatten())
@@ -65,6 +67,7 @@ def go_on(call: Call) -> Output:
         "lag_max": max_of(ages),
         "in_flight": float((left[BEGUN] >= 0).sum() - left[OVER].sum()),
         "complete": float(len(ended) - len(taken)),
+        "turns": float(made.turns),
     }
     fields = _fields(call, gone)
     return Output(fields=fields, rows=num_rows(gone), own=True, memory=left, metrics=metrics)
@@ -74,6 +77,11 @@ def _bound(call: Call, rows: Batch) -> Bound:
     """How many groups leave in an iteration, and for how many they may stay."""
     span, n = int(call.params["keep"]), int(call.params["n"])
     return Bound(batch=num_rows(rows) // n // (span + 1), span=span)
+
+
+def _pace(call: Call) -> Pace:
+    """How many turns the iterations before have made in the mean."""
+    return Pace() if call.memory is None else Pace(float(call.memory[TURNS][0]))
 
 
 def _here(call: Call) -> Batch:
@@ -124,7 +132,12 @@ def _ended(rows: Batch) -> list[int]:
 
 
 def _advanced(
-    call: Call, rows: Batch, bound: Bound, begun: Mapping[int, int], ended: Sequence[int]
+    call: Call,
+    rows: Batch,
+    bound: Bound,
+    pace: Pace,
+    begun: Mapping[int, int],
+    ended: Sequence[int],
 ) -> tuple[Tensor, Advanced]:
     """Go on with the rows that are not over; which those are, and what they have got."""
     going = torch.nonzero(~rows[OVER]).flatten()
@@ -144,6 +157,8 @@ def _advanced(
         begun=frozenset(here["group"][here[BEGUN] >= 0].tolist()),
         at_once=size,
         met=met,
+        least=pace.least,
+        few=pace.few(size),
     )
     made = model_of(call).advance(flight, **_drawn(call.params))
     return going, made
@@ -178,13 +193,14 @@ def _with(call: Call, rows: Batch, going: Tensor, made: Advanced) -> Batch:
     return make_batch(fields, num_rows(rows))
 
 
-def _numbered(rows: Batch, begun: Mapping[int, int], ended: Sequence[int]) -> Batch:
-    """The rows with what is known of their groups."""
+def _numbered(rows: Batch, pace: Pace, begun: Mapping[int, int], ended: Sequence[int]) -> Batch:
+    """The rows with what is known of their groups, and the pace."""
     groups = rows["group"].tolist()
     order = {group: place for place, group in enumerate(ended)}
     fields = dict(rows.items())
     fields[BEGUN] = torch.tensor([begun.get(group, -1) for group in groups])
     fields[ENDED] = torch.tensor([order.get(group, -1) for group in groups])
+    fields[TURNS] = torch.full((len(groups),), pace.mean, dtype=torch.float64)
     return make_batch(fields, num_rows(rows))
 
 

@@ -18,7 +18,7 @@ from statistics import NormalDist, fmean
 
 from rlflow.graph.graph import Node
 from rlflow.graph.roles import Recalling
-from rlflow.graph.rules.in_flight import Bound
+from rlflow.graph.rules.in_flight import Bound, Pace
 from rlflow.scheduler.costs.lengths import Load, ResponseLengths, Stage, location
 from rlflow.scheduler.costs.pieces import Piece
 from rlflow.scheduler.costs.roofline import Roofline
@@ -171,6 +171,7 @@ class _Flow:
         self.begun: dict[int, int] = {}
         self.left: dict[int, int] = {}
         self.ended: list[int] = []
+        self.pace = Pace()
         self.count()
 
     def count(self) -> None:
@@ -180,14 +181,20 @@ class _Flow:
         self.passes = 0
 
     def iterate(self) -> None:
-        """Decode until an iteration's groups are complete, and let them leave."""
+        """Decode until an iteration's groups are complete, work ahead, and let them leave."""
         self.rows += len(self.live)
         self.age += len(self.live) * self.now - self.sum_begun
-        known = -1
+        known, first = -1, self.now
         while known == len(self.ended) or not self._met():
             known = len(self.ended)
             self._begin()
             self._step()
+        while (ahead := first + self.pace.least - self.now) > 0:
+            self._begin()
+            if len(self.live) < self.pace.few(self.room):
+                break
+            self._step(ahead)
+        self.pace = self.pace.after(self.now - first)
         for group in self.bound.taken(self.begun, self.ended, self.iteration):
             del self.begun[group], self.left[group]
             self.ended.remove(group)
@@ -207,16 +214,19 @@ class _Flow:
             self.next += 1
         self.passes += self.next > before
 
-    def _step(self) -> None:
-        """Go on to the next end of a row, which leaves."""
-        end, group, began = heapq.heappop(self.live)
-        steps, live = end - self.now, len(self.live) + 1
+    def _step(self, most: int | None = None) -> None:
+        """Go on to the next end of a row, which leaves, or by as many steps if that is less."""
+        left, live = self.live[0][0] - self.now, len(self.live)
+        steps = left if most is None else min(left, most)
         if steps:
             spent = self.spent[round(math.log(live) / math.log(APART))]
             spent[0] += steps
             spent[1] += steps * live
             spent[2] += steps * (live * (self.now + steps / 2) - self.sum_begun)
-        self.now = end
+        self.now += steps
+        if steps < left:
+            return
+        _, group, began = heapq.heappop(self.live)
         self.sum_begun -= began
         self.left[group] -= 1
         if not self.left[group]:
