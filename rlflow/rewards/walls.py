@@ -8,6 +8,7 @@ addition wherever one can be had. This file tries nothing out and runs nothing.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -33,6 +34,7 @@ Isolation = Literal["auto", "bubblewrap", "namespaces", "limits"]
 Bounded = Literal["auto", "required", "none"]
 JAIL = Path(__file__).with_name("jail.py")
 GUARD = Path(__file__).with_name("guard.py")
+PREFIX = "rlflow-jail-"
 FAILED = 120
 MIB = 2**20
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
@@ -141,13 +143,49 @@ class Jail:
 
 
 @contextlib.contextmanager
+def jail_folder() -> Iterator[str]:
+    """A temporary folder that is held by a lock, and is gone afterwards.
+
+    Those of processes that were killed are held by nobody: the first of a process removes them.
+    """
+    sweep_jails(tempfile.gettempdir())
+    while True:
+        made = tempfile.TemporaryDirectory(prefix=PREFIX)
+        with made as directory, contextlib.suppress(FileNotFoundError), _opened(directory) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if Path(directory).exists():  # else another process has swept before it was locked
+                yield directory
+                return
+
+
+@functools.cache
+def sweep_jails(parent: str) -> None:
+    """Remove the folders of this user's jails in `parent` that nobody holds any more."""
+    for path in Path(parent).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), _opened(str(path)) as lock:
+            if os.fstat(lock).st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def _opened(directory: str) -> Iterator[int]:
+    """A folder's descriptor; OSError where it is none, or a link."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
 def jail(program: str, limits: Limits, walls: Walls) -> Iterator[Jail]:
     """A jail for a program; its folder and its control group are gone afterwards."""
     if sys.platform != "linux":
         raise no_jail(f"the platform is {sys.platform}")
     wrapped = walls.isolation == "bubblewrap"
     with contextlib.ExitStack() as held:
-        directory = held.enter_context(tempfile.TemporaryDirectory(prefix="rlflow-jail-"))
+        directory = held.enter_context(jail_folder())
         group = _group(walls.home, limits) if walls.home else None
         if group:
             held.callback(group.close)

@@ -32,7 +32,7 @@ class Row:
     expect: Expectation
     seconds: float = SHORT
     inject: Callable[[Scene], None] | None = None
-    needs: Literal["", "ray", "gpu", "hosts"] = ""
+    needs: Literal["", "ray", "sglang", "gpu", "hosts"] = ""
 
     def __post_init__(self) -> None:
         assert self.inject is not None or self.needs in {"gpu", "hosts"}, self.id

@@ -20,6 +20,7 @@ ATTACKS = "rewards/test_sandbox_attacks.py::test_"
 JAIL = "rewards/test_sandbox.py::test_"
 JUDGE = "rewards/test_judging.py::test_"
 REMOTE = "rewards/test_remote.py::test_"
+ENGINE = "engines/sglang/test_sglang"
 BAD = "test_bad_input.py::test_"
 NUMBERS = "ops/test_not_finite.py::test_"
 
@@ -291,9 +292,41 @@ TESTED: tuple[Told, ...] = (
         "G6",
         "an engine is lost in the middle of a generation: each sample exactly once",
         "continues",
-        300,
-        "",
+        600,
+        "sglang",
         ("runtime/test_engine_faults.py",),
+    ),
+    (
+        "G4 answers",
+        "an engine answers rows twice, text without ids, no log-probs, ids beyond the vocabulary",
+        "error",
+        60,
+        "",
+        (f"{ENGINE}_rows.py",),
+    ),
+    (
+        "G4 sglang",
+        "the same of a real SGLang; log-probs that are no numbers; weights torn in two; versions",
+        "error",
+        300,
+        "sglang",
+        (f"{ENGINE}_answers.py",),
+    ),
+    (
+        "G6 sglang",
+        "a real SGLang is killed, stopped: in a generation, a piece, an update, asleep, twice",
+        "continues",
+        600,
+        "sglang",
+        (f"{ENGINE}_losses.py",),
+    ),
+    (
+        "G7 sglang",
+        "one byte of a weight of a real SGLang is another; its cache after an update",
+        "error",
+        300,
+        "sglang",
+        (f"{ENGINE}_weights.py",),
     ),
     (
         "G7",
@@ -350,11 +383,13 @@ TESTED: tuple[Told, ...] = (
     ),
     (
         "N5",
-        "no memory in a forward, a backward, a step, a rollout, a reshard",
+        "no memory in a forward, a backward, a step, a rollout, a reshard; finer micro-batches",
         "error",
         120,
         "",
         (
+            "engines/test_train.py::test_without_memory_micro_batches_are_cut_finer_and_gradients_stay",
+            "engines/test_train.py::test_a_row_that_has_no_room_is_the_error_that_it_was",
             "runtime/test_worker.py::test_no_memory_is_one_error_that_leaves_the_weights_and_frees_what_was_taken",
         ),
     ),

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from tests.engines.examples import (
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("exact_softmax")]
 
+KINDS = ("prompt", "response")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 LARGE = """
 import rlflow.engines, torch
@@ -113,6 +115,49 @@ def test_any_cut_into_micro_batches_gives_the_same(micro_tokens, model_dir):
     assert all(torch.allclose(expected[k], found[k], rtol=1e-12, atol=1e-12) for k in kinds)
     grads = gradients(whole, batch, kinds)
     assert worst(grads, gradients(cut, batch, kinds)) < 1e-10
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_without_memory_micro_batches_are_cut_finer_and_gradients_stay(
+    where, model_dir, monkeypatch
+):
+    """There is room for 20 tokens: what was half added up before it ran out is not in the sum."""
+    batch, room = rows(), 20
+    expected = gradients(engine(model_dir("qwen2")), batch)
+    cramped = engine(model_dir("qwen2"), 60)
+    seen, compute, backward = [], cramped.compute, torch.Tensor.backward
+
+    def too_large():
+        if seen[-1] > room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def computed(micro, *words):
+        seen.append(int(sum(lengths(micro[f"{kind}_tokens"]).sum() for kind in KINDS)))
+        if where == "forward":
+            too_large()
+        return compute(micro, *words)
+
+    def backward_then_none(loss):
+        backward(loss)
+        too_large()
+
+    monkeypatch.setattr(cramped, "compute", computed)
+    if where == "backward":
+        monkeypatch.setattr(torch.Tensor, "backward", backward_then_none)
+    with pytest.warns(UserWarning, match="out of memory; micro-batches have"):
+        found = gradients(cramped, batch)
+    assert max(seen) > room >= seen[-1]
+    assert worst(expected, found) < 1e-10
+    again = engine(model_dir("qwen2"), cramped.micro_tokens)
+    assert all(torch.equal(g, found[name]) for name, g in gradients(again, batch).items())
+
+
+def test_a_row_that_has_no_room_is_the_error_that_it_was(model_dir, monkeypatch):
+    trained = engine(model_dir("qwen2"))
+    monkeypatch.setattr(trained, "compute", Mock(side_effect=torch.OutOfMemoryError("none")))
+    with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="out of memory"):
+        trained.forward(rows(), outputs=("log_probs",), temperature=1.0)
+    assert trained.finer_cut(rows()) is None
 
 
 def test_entropy_and_its_gradient_equal_autograds(model_dir):

@@ -13,7 +13,7 @@ import pytest
 
 from rlflow.rewards import jail
 from rlflow.rewards.sandbox import run_python
-from rlflow.rewards.walls import Limits
+from rlflow.rewards.walls import Limits, sweep_jails
 from tests.rewards.jails import JAILED
 
 WAITS = (
@@ -45,32 +45,38 @@ def until(holds, seconds=10.0):
     return holds()
 
 
-def started(mark, wall, isolation):
+def started(mark, wall, isolation, **environment):
     """A process that runs a waiting program in a jail, once the program runs."""
     code = (
         "from rlflow.rewards.sandbox import Limits, run_python\n"
         f"run_python({WAITS.format(mark=mark)!r}, limits=Limits(wall={wall}), "
         f"isolation={isolation!r})\n"
     )
-    outside = subprocess.Popen([sys.executable, "-c", code])
+    outside = subprocess.Popen([sys.executable, "-c", code], env=os.environ | environment)
     assert until(lambda: running(mark))
     return outside
 
 
 @JAILED
-def test_a_program_dies_with_a_run_that_is_killed(isolation):
+def test_a_program_dies_with_a_run_that_is_killed(isolation, tmp_path):
+    """Its folder has no owner then, and goes with the next sweep, which leaves what is held."""
     mark = f"rlflow-{os.getpid()}-killed"
-    outside = started(mark, 60, isolation)
+    outside = started(mark, 60, isolation, TMPDIR=str(tmp_path))
+    (folder,) = tmp_path.iterdir()
+    sweep_jails.__wrapped__(str(tmp_path))
+    assert folder.exists()
     outside.kill()
     outside.wait()
     assert until(lambda: not running(mark), 3.0)
+    sweep_jails.__wrapped__(str(tmp_path))
+    assert [] == list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 @JAILED
-def test_the_wall_clock_holds_where_nobody_outside_looks(isolation):
+def test_the_wall_clock_holds_where_nobody_outside_looks(isolation, tmp_path):
     mark = f"rlflow-{os.getpid()}-stopped"
-    outside = started(mark, 1, isolation)
+    outside = started(mark, 1, isolation, TMPDIR=str(tmp_path))
     os.kill(outside.pid, signal.SIGSTOP)
     try:
         assert until(lambda: not running(mark), 5.0)

@@ -30,7 +30,7 @@ from tests.scheduler.examples import EXAMPLES
 from tests.scheduler.strategies import CONFIGS, PLENTY, cluster, graphs, placements
 
 ROOT = Path(__file__).parents[2]
-SEEDS = int(os.environ.get("RLFLOW_SEEDS", "1000"))
+SEEDS = int(os.environ.get("RLFLOW_SEEDS", "1200"))
 CHUNKS = 5
 LOCAL, RAY, BOTH = ("local",), ("ray",), ("local", "ray")
 MODES = (

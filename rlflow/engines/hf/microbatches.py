@@ -26,6 +26,14 @@ from rlflow.contract.values import Temperature
 from rlflow.engines.hf.forward.vocabulary import IDS
 from rlflow.graph.fields import PICTURES, PIXELS
 
+# What torch says where the host has no memory, as an error of no type of its own.
+HOST = "can't allocate memory"
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that a device, or the host, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or HOST in str(error)
+
 
 def chosen_ids(batch: Batch) -> Tensor | None:
     """At which ids of each response token log-probs may be asked for, int64 `[total, k]`."""
@@ -142,3 +150,17 @@ def cut_by_tokens(
         room -= needed
         last = groups[row]
     return [np.array(cut, dtype=np.int64) for cut in cuts]
+
+
+def half_of_largest(
+    groups: np.ndarray[Any, np.dtype[np.int64]],
+    prompts: np.ndarray[Any, np.dtype[np.int64]],
+    responses: np.ndarray[Any, np.dtype[np.int64]],
+    budget: int | None,
+) -> int | None:
+    """A budget that cuts the largest micro-batch in two; None where that is a single row."""
+    every = int(prompts.sum() + responses.sum())
+    cuts = cut_by_tokens(groups, prompts, responses, every if budget is None else budget)
+    sizes = [int(responses[c].sum() + prompts[np.unique(groups[c])].sum()) for c in cuts]
+    largest = int(np.argmax(sizes)) if sizes else 0
+    return sizes[largest] // 2 if sizes and len(cuts[largest]) > 1 else None

@@ -8,8 +8,11 @@ loss is a function that it is given.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,10 +29,12 @@ from rlflow.engines.hf.forward.vocabulary import CHOSEN, SUMS, TOP, distribution
 from rlflow.engines.hf.microbatches import (
     add_metrics,
     cut_by_tokens,
+    half_of_largest,
     in_batch_order,
     nothing,
     numbers_of,
     one_token,
+    ran_out,
 )
 from rlflow.engines.hf.models import TorchModel
 from rlflow.engines.hf.optim.adamw import AdamWState
@@ -40,6 +45,7 @@ from rlflow.errors import Finding, RunError
 from rlflow.graph.fields import PIXELS
 from rlflow.modelfiles.chunks import CHUNK_BYTES
 
+Computed = TypeVar("Computed")
 SCORES = ("log_probs", "entropy")
 EXPERTS = {PROMPTS, RESPONSES}
 OUTPUTS = {"lm": (*SCORES, *SUMS, *TOP, *CHOSEN, PROMPTS, RESPONSES), "value": ("values",)}
@@ -57,6 +63,8 @@ class TrainEngine:
     """
 
     steps_with: Kinds = WHOLE
+    # Whether micro-batches may become smaller here without a word to anybody else.
+    alone = True
 
     def __init__(
         self,
@@ -100,6 +108,16 @@ class TrainEngine:
         see `routing.replays`.
         float64 models give float64. Raises RunError while the model is asleep.
         """
+
+        def computed() -> dict[str, Tensor]:
+            return self.forward_parts(batch, outputs, temperature, top_k)
+
+        return self.in_less_memory(batch, computed)
+
+    def forward_parts(
+        self, batch: Batch, outputs: Collection[str], temperature: Temperature, top_k: int
+    ) -> dict[str, Tensor]:
+        """The outputs of a batch, from a pass over each of its micro-batches."""
         parts = list(self.micro_batches(batch))
         passes = self.passes(len(parts))
         computed = []
@@ -131,6 +149,16 @@ class TrainEngine:
         the gradient's norm is not finite, nothing changes and `applied` is false. Raises
         RunError without an optimizer or while asleep.
         """
+
+        def summed() -> dict[str, float]:
+            return self.sum_gradients(batch, loss_fn, outputs, temperature)
+
+        return self.finish(self.in_less_memory(batch, summed), max_grad_norm)
+
+    def sum_gradients(
+        self, batch: Batch, loss_fn: LossFunction, outputs: Collection[str], temperature: float
+    ) -> dict[str, float]:
+        """Add up the gradients of all micro-batches, from zero; their metrics."""
         optimizer = self.require_optimizer()
         self.routers.begin(batch, self.count_routing)
         optimizer.zero_grad()
@@ -143,7 +171,39 @@ class TrainEngine:
                 optimizer.accumulate()
             add_metrics(total, {"loss": loss, **metrics})
             advance(1, "micro-batches")
-        return self.finish(numbers_of(total), max_grad_norm)
+        return numbers_of(total)
+
+    def in_less_memory(self, batch: Batch, compute: Callable[[], Computed]) -> Computed:
+        """What `compute()` makes of a batch; where it runs out of memory, of one that is cut finer.
+
+        The largest micro-batch is cut in two, from then on; gradients are those of the batch for
+        every cut. Raises the error where ranks would have to cut alike, and where a single row has
+        no room.
+        """
+        while True:
+            try:
+                return compute()
+            except (MemoryError, RuntimeError) as error:
+                finer = self.finer_cut(batch) if self.alone and ran_out(error) else None
+                if finer is None:
+                    raise
+                traceback.clear_frames(error.__traceback__)
+            self.release_gradients()
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self.micro_tokens = finer
+            warnings.warn(
+                f"{self.model.name}: out of memory; micro-batches have {finer} tokens at most from "
+                f"here on. micro_tokens={finer} in rf.on plans them so",
+                stacklevel=2,
+            )
+
+    def finer_cut(self, batch: Batch) -> int | None:
+        """Tokens of a micro-batch that cut the largest one of a batch in two, if anything does."""
+        prompts, responses = batch["prompt_tokens"], batch["response_tokens"]
+        groups = prompt_groups(prompts, batch.get(PIXELS, None))
+        sizes = lengths(prompts).numpy(), lengths(responses).numpy()
+        return half_of_largest(groups, *sizes, self.micro_tokens)
 
     def finish(self, metrics: dict[str, float], max_grad_norm: float | None) -> StepResult:
         """Update the weights with the gradients of the whole batch, if all is finite."""

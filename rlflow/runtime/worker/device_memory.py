@@ -15,16 +15,13 @@ from typing import Protocol
 
 import torch
 
+from rlflow.engines.hf.microbatches import ran_out
 from rlflow.errors import Finding, RunError
 from rlflow.runtime.worker.loaded import Loaded
 from rlflow.scheduler.plan.plan import Action, Plan
 
 # What leaves freed memory behind. A wake takes memory, and a transfer's rows lie on the host.
 LEAVES = ("run", "reshard", "sleep")
-
-
-# What torch says where the host has no memory, as an error of no type of its own.
-HOST = "can't allocate memory"
 
 
 class AcceleratorMemory(Protocol):
@@ -148,11 +145,6 @@ def memory_errors(
             fix="--set of a smaller batch, micro_tokens= in rf.on, or more devices",
         )
     )
-
-
-def ran_out(error: BaseException) -> bool:
-    """Whether an error says that a device, or the host, has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or HOST in str(error)
 
 
 def leaving_memory(plan: Plan) -> frozenset[str]:

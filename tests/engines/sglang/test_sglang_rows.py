@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlflow.batch import flat, lengths
 from rlflow.engines.process.client.link import LostError
-from rlflow.engines.process.client.rows import Rows
+from rlflow.engines.process.client.rows import Rows, WrongAnswerError
 from rlflow.graph.rules.completion_order import ended_rows
 
 pytestmark = pytest.mark.torch
@@ -49,7 +49,12 @@ def rows(count, *plays, stopped=False):
         return Played(plays[len(asked) - 1])
 
     made = Rows(
-        count, ask, stopped=lambda: stopped, give_up=lambda reason: RuntimeError(f"gone: {reason}")
+        count,
+        ask,
+        stopped=lambda: stopped,
+        give_up=lambda reason: RuntimeError(f"gone: {reason}"),
+        vocabulary=20,
+        most=lambda row: 6,
     )
     return made, asked
 
@@ -152,6 +157,28 @@ def test_after_an_abort_nothing_is_asked_again():
     found = made.result(None)
     assert [0, 2] == lengths(found.response_tokens).tolist()
     assert [False, True] == found.finished.tolist()
+
+
+ROW = answered(0, 3)
+WRONG = {
+    "numbers of 0 came": {"tokens": b"", "log_probs": b"", "made": 3},
+    "3 tokens with 0 log-probs": {"log_probs": b""},
+    "3 tokens with 2 log-probs": {"log_probs": array("f", [-1.0, -1.0]).tobytes()},
+    "token 20 of a vocabulary of 20": {"tokens": array("q", [1, 20, 2]).tobytes()},
+    "token -1 of": {"tokens": array("q", [1, -1, 2]).tobytes()},
+    "a log-prob of 0.5": {"log_probs": array("f", [-1.0, 0.5, -1.0]).tobytes()},
+    "7 tokens, and 6 at most": answered(0, 7),
+    "row 5 that nobody has asked for": {"row": 5},
+    "row 1 a second time": {"row": 1},
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_what_no_engine_can_mean_is_no_row(said):
+    made, _ = rows(3, [answered(1, 2), {**ROW, **WRONG[said]}])
+    with pytest.raises(WrongAnswerError, match=said):
+        made.run()
+    assert {1} == made.tokens.keys()
 
 
 def test_what_was_drafted_adds_up_over_the_rows():

@@ -57,6 +57,7 @@ class ShardedTrainEngine(TrainEngine):
 
     model: ShardedModel
     steps_with = SHARDED
+    alone = False
     reduces_last = False
 
     def passes(self, own: int) -> int:

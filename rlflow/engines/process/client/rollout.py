@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import threading
 from array import array
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from rlflow.contract.values import (
 from rlflow.engines.hf.generate.speculative import require_drafter
 from rlflow.engines.process.client.link import LostError, PendingRequest, RefusedError
 from rlflow.engines.process.client.model import EngineModel
-from rlflow.engines.process.client.rows import CompleteGroups, Rows
+from rlflow.engines.process.client.rows import CompleteGroups, Rows, WrongAnswerError
 from rlflow.engines.process.sglang.experts import with_experts
 from rlflow.errors import Finding, RunError
 from rlflow.graph.user.speculative import slots
@@ -79,13 +79,11 @@ class SGLangRollout:
         if rows is None:
             rows = self._begun(prompts, sampling, key, sample_ids, reach)
         chosen = None
-        try:
+        with self._answering():
             if reach.pieces == 1:
                 rows.run()
             else:
                 chosen = rows.piece(reach.piece, reach.pieces)
-        except RefusedError as error:
-            raise self.model.refused("generate", error) from error
         if reach.piece + 1 < reach.pieces:
             self._open[key] = rows
         self._require_version(rows)
@@ -122,15 +120,13 @@ class SGLangRollout:
             more.append({"max_new_tokens": most, **seed})
         asked = self._rows(rows.seen, single, more, EVERYTHING, stream=True)
         ended = CompleteGroups(groups)
-        try:
+        with self._answering():
             while asked.growing and not rows.met(ended.all, ended.complete):
                 asked.advance()
                 ended.note(row for row in asked.tokens if asked.is_over(row, left[row]))
             if asked.growing:
                 self.abort()
                 asked.run()
-        except RefusedError as error:
-            raise self.model.refused("generate", error) from error
         self._require_version(asked)
         over = [asked.is_over(row, left[row]) for row in range(count)]
         ended.note(row for row in range(count) if over[row])
@@ -177,10 +173,11 @@ class SGLangRollout:
         stream: bool,
     ) -> Rows:
         """Rows to ask for, each with what is its `own`; with `stream` they come as they end."""
+        common = parameters(sampling, reach)
         given = [array("q", row.tolist()).tobytes() for row in prompts.unbind()]
         fields = {
             "prompts": given,
-            "sampling": parameters(sampling, reach),
+            "sampling": common,
             "stream": stream,
             "version": self.model.version,
         }
@@ -194,8 +191,31 @@ class SGLangRollout:
                 link.ask("abort", {})
             return call
 
-        lost = self.model.replica.lost
-        return Rows(len(own), ask, stopped=self._abort.is_set, give_up=lost)
+        return Rows(
+            len(own),
+            ask,
+            stopped=self._abort.is_set,
+            give_up=self.model.replica.lost,
+            vocabulary=self.model.config.get_text_config().vocab_size,
+            most=lambda row: int({**common, **own[row]}["max_new_tokens"]),
+        )
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Within it, an engine that refuses, or that answers what cannot be, is a RunError."""
+        try:
+            yield
+        except RefusedError as error:
+            raise self.model.refused("generate", error) from error
+        except WrongAnswerError as error:
+            raise RunError(
+                Finding(
+                    code="E592",
+                    what=f"the engine of {self.model.name!r} answered what cannot be",
+                    got=str(error),
+                    expected="of every row once: its tokens, and a log-prob of each",
+                )
+            ) from error
 
     def _require_room(self, sizes: Tensor, sampling: Sampling, reach: Reach) -> None:
         """Raise RunError, naming the longest prompt, where one does not fit."""

@@ -20,6 +20,8 @@ from rlflow.contract.values import Generation
 from rlflow.engines.process.client.link import LostError, PendingRequest
 from rlflow.graph.rules.completion_order import ended_rows
 
+# A log-prob is above 0 by so much at most, where it was rounded.
+ROUNDING = 1e-2
 # What is answered for a row that was not made.
 NOTHING: dict[str, Any] = {
     "tokens": b"",
@@ -30,11 +32,15 @@ NOTHING: dict[str, Any] = {
 }
 
 
+class WrongAnswerError(Exception):
+    """An answer that no engine can mean; the text says of which row and what it has."""
+
+
 class Rows:
     """What has come of `count` rows; `ask(rows)` asks the engine for some of them.
 
     `stopped` says whether the generation was aborted, `give_up(reason)` makes the error of a
-    second loss.
+    second loss. Tokens are numbers below `vocabulary`, and a row has `most` of them at most.
     """
 
     def __init__(
@@ -44,6 +50,8 @@ class Rows:
         *,
         stopped: Callable[[], bool],
         give_up: Callable[[str], Exception],
+        vocabulary: int,
+        most: Callable[[int], int],
     ) -> None:
         self.count = count
         self.tokens: dict[int, array[int]] = {}
@@ -59,6 +67,8 @@ class Rows:
         self._ask = ask
         self._stopped = stopped
         self._give_up = give_up
+        self._vocabulary = vocabulary
+        self._most = most
         self._losses = 0
         self._call: PendingRequest | None = None
 
@@ -119,8 +129,15 @@ class Rows:
 
     def _take(self, message: Mapping[str, Any]) -> None:
         row = message["row"]
-        self.tokens[row] = array("q", message["tokens"])
-        self.log_probs[row] = array("f", message["log_probs"])
+        if row not in self._grown:
+            again = "a second time" if row in self.tokens else "that nobody has asked for"
+            raise WrongAnswerError(f"row {row} {again}")
+        tokens, log_probs = array("q", message["tokens"]), array("f", message["log_probs"])
+        made = message.get("made", len(tokens))
+        wrong = wrong_row(tokens, log_probs, made, self._vocabulary, self._most(row))
+        if wrong:
+            raise WrongAnswerError(f"row {row}: {wrong}")
+        self.tokens[row], self.log_probs[row] = tokens, log_probs
         self.finished[row] = message["reason"] == "stop"
         self.experts[row] = message.get("experts", b"")
         self.cached += message["cached"]
@@ -149,6 +166,28 @@ class Rows:
             finished=torch.tensor([self.finished[row] for row in chosen], dtype=torch.bool),
             rows=rows,
         )
+
+
+def wrong_row(
+    tokens: array[int], log_probs: array[float], made: int, vocabulary: int, most: int
+) -> str:
+    """What cannot be of a row, in words; nothing where it can.
+
+    Log-probs that are not finite are left to whoever reads them and names the token. `made` is how
+    many tokens the engine has counted.
+    """
+    if made != len(tokens):
+        return f"{made} tokens were made, and the numbers of {len(tokens)} came"
+    if len(log_probs) != len(tokens):
+        return f"{len(tokens)} tokens with {len(log_probs)} log-probs"
+    if len(tokens) > most:
+        return f"{len(tokens)} tokens, and {most} at most were asked for"
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        far = next(each for each in tokens if not 0 <= each < vocabulary)
+        return f"token {far} of a vocabulary of {vocabulary}"
+    if any(each > ROUNDING for each in log_probs):
+        return f"a log-prob of {max(log_probs):.3g}"
+    return ""
 
 
 class CompleteGroups:

@@ -180,6 +180,7 @@ def answered(call: int, row: int, made: dict[str, Any]) -> dict[str, Any]:
         "accepted": int(meta.get("spec_num_correct_drafts") or 0),
         "versions": versions(meta),
         **experts(meta),
+        **({"made": int(meta["completion_tokens"])} if "completion_tokens" in meta else {}),
     }
 
 
