@@ -97,7 +97,7 @@ def published(cfg: Config) -> None:
     if not cfg.train:
         ops.metrics(reward)
         return
-    scored = [ops.log_probs(actor, samples)] if cfg.old_log_probs or cfg.stale else []
+    scored = [ops.log_probs(actor, samples)] if cfg.old_log_probs else []
     if cfg.reference:
         ref = rf.Model("ref", cfg.model, dtype="bfloat16")
         scored.append(ops.log_probs(ref, samples))
@@ -109,9 +109,9 @@ def loss_of(cfg: Config) -> rf.PolicyLoss:
     """The clipped loss, with the corrections that its samples need."""
     return rf.PolicyLoss(
         "ppo_clip",
-        old="recomputed" if cfg.old_log_probs or cfg.stale else "rollout",
+        old="recomputed" if cfg.old_log_probs else "rollout",
         kl_coef=0.01 if cfg.reference else 0.0,
-        correction=rf.ImportanceSampling(cap=5.0) if cfg.stale else None,
+        correction=rf.ImportanceSampling(cap=5.0) if cfg.stale and cfg.old_log_probs else None,
     )
 
 
@@ -136,8 +136,9 @@ def config_of(setting: Setting) -> Config:
 def placement_of(setting: Setting) -> rf.Placement:
     """The setting's placement."""
     said = setting.said["placement"]
-    degrees = {"tp": said["train_tp"], "ep": said.get("train_ep", 1)}
+    degrees = {axis: said.get(f"train_{axis}", 1) for axis in ("tp", "cp", "ep", "pp")}
     layout = {name: ranks for name, ranks in degrees.items() if ranks > 1}
+    layout |= {"micro": setting.said["micro"]} if "micro" in setting.said else {}
     training = {"recompute": True} if setting.said.get("recompute") else {}
     hosts = setting.said["nodes"] * said["rollout_tp"] / devices_of(setting)
     rollout = {"tp": said["rollout_tp"], "engine": ENGINE if hosts <= 1 else OVER_HOSTS}

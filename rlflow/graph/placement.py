@@ -60,6 +60,8 @@ class On(Strict):
     (Korthikanti et al. 2022, section 4.2.2); for updates and log-probs.
     With `gradient_sync="last"` gradients are whole on each rank until the last micro-batch of a
     step sums them over `fsdp`; with `"each"` every one does, to shares (stage 2 of ZeRO).
+    With `micro` updates, log-probs and values go over their rows in micro-batches of so many tokens
+    a rank at the most, which a plan halves until they fit.
     `offload="layers"` keeps a frozen model on the host and copies it in layer by layer;
     `offload="optimizer"` keeps the moments of a trained one there, and master weights beside lower
     ones, and brings them piece by piece while a step uses them. A plan does so by itself where an
@@ -87,6 +89,7 @@ class On(Strict):
     reshard_after_forward: bool | None = None
     sequence: bool | None = None
     gradient_sync: Literal["each", "last"] | None = None
+    micro: Count | None = None
     offload: Offload | tuple[Offload, ...] | None = None
     compile: bool | None = None
     tf32: bool | None = None

@@ -19,7 +19,7 @@ from rlflow.modelfiles.hosted import in_pieces
 from rlflow.modelfiles.paging import MOST_ROWS
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.devices.measured import NOTHING
-from rlflow.scheduler.plan.plan import MICRO_TOKENS, Instance
+from rlflow.scheduler.plan.plan import Instance
 
 LEAST_TOKENS = 1024
 
@@ -77,7 +77,7 @@ def in_micro_batches(
 ) -> Instance:
     """The instance with micro-batches as large as fit `room` bytes; if none do, what needs least.
 
-    They are halved from `MICRO_TOKENS` down, and no smaller than needed. Where none fits, an
+    They are halved from the instance's own down, and no smaller than needed. Where none fits, an
     optimizer's state stays on the host, unless that is where the devices have their memory; and
     where the instance is `free` to, a backward computes layers again. A pool of blocks has slots
     for as many rows as fit.
@@ -90,7 +90,7 @@ def in_micro_batches(
     found = largest_fit(instance, fits)
     if found is not None:
         return filling_stages(found, nodes, costs)
-    least = replace(instance, micro_tokens=LEAST_TOKENS)
+    least = replace(instance, micro_tokens=min(LEAST_TOKENS, instance.micro_tokens))
     if not instance.trained:
         return least
     ways = [instance]
@@ -145,7 +145,7 @@ def ways_of(way: Instance, layers: int, fits: Fits) -> Iterator[Instance]:
     plain = largest_fit(way, fits)
     if plain is not None:
         yield plain
-    for tokens in micro_sizes() if layers > 1 else ():
+    for tokens in micro_sizes(way) if layers > 1 else ():
         tried = [replace(way, micro_tokens=tokens, recompute_first=n) for n in range(1, layers)]
         fewest = bisect_left(tried, True, key=fits)
         if fewest < len(tried):
@@ -157,7 +157,7 @@ def ways_of(way: Instance, layers: int, fits: Fits) -> Iterator[Instance]:
 
 def largest_fit(way: Instance, fits: Fits) -> Instance | None:
     """The instance with the largest micro-batches that fit, if any do."""
-    tried = (replace(way, micro_tokens=tokens) for tokens in micro_sizes())
+    tried = (replace(way, micro_tokens=tokens) for tokens in micro_sizes(way))
     return next(filter(fits, tried), None)
 
 
@@ -165,17 +165,16 @@ def filling_stages(fit: Instance, nodes: Sequence[Node], costs: Costs) -> Instan
     """The instance with smaller micro-batches where these take less, as more fill a pipeline."""
     if fit.pp == 1:
         return fit
-    sizes = (tokens for tokens in micro_sizes() if tokens <= fit.micro_tokens)
-    tried = (replace(fit, micro_tokens=tokens) for tokens in sizes)
+    tried = (replace(fit, micro_tokens=tokens) for tokens in micro_sizes(fit))
     return min(tried, key=lambda way: instance_seconds(way, nodes, costs))
 
 
-def micro_sizes() -> Iterator[int]:
-    """Tokens of micro-batches, the most first."""
-    tokens = MICRO_TOKENS
-    while tokens >= LEAST_TOKENS:
+def micro_sizes(instance: Instance) -> Iterator[int]:
+    """Tokens of micro-batches, the most that the instance may have first."""
+    tokens = instance.micro_tokens
+    yield tokens
+    while (tokens := tokens // 2) >= LEAST_TOKENS:
         yield tokens
-        tokens //= 2
 
 
 def instance_seconds(instance: Instance, nodes: Sequence[Node], costs: Costs) -> float:

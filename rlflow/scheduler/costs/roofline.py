@@ -16,6 +16,7 @@ from rlflow.modelfiles.chunks import WIDE_BYTES
 from rlflow.scheduler.costs.lengths import Load, attended_pairs, fullest, stages
 from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn
 from rlflow.scheduler.costs.ranks.head_seconds import HeadSeconds
+from rlflow.scheduler.costs.ranks.operators import operators
 from rlflow.scheduler.devices import efficiency
 from rlflow.scheduler.devices.collectives import ALONE, Group
 from rlflow.scheduler.models.flops import product_sizes, recomputed_layers
@@ -156,6 +157,16 @@ class Roofline(HeadSeconds):
         overhead = times * self.overhead
         return seconds + overhead if self.on_cpu else max(seconds, overhead)
 
+    def launched_by_torch(self, seconds: float, times: float = 1) -> float:
+        """The same of forwards and updates: of three passes two are a backward.
+
+        An accelerator waits for launches of torch's operators, some of which engines have fused.
+        """
+        if self.on_cpu:
+            return self.launched(seconds, times)
+        count = operators(self.shape, times, apart=self.ep.ranks > 1)
+        return max(seconds, count * self.kind.launch)
+
     def agreed(self, tokens: float) -> float:
         """Seconds of the two all-reduces a layer by which `tp` ranks add up their shares."""
         summed = self.tp.all_reduce(tokens * self.shape.hidden * self.size)
@@ -221,7 +232,8 @@ class Roofline(HeadSeconds):
         """Seconds of a forward over the rows of a part."""
         count, (tokens, predictions, pairs) = self.passes(load), self.ending(load)
         computed = self.passed(tokens, predictions, pairs)
-        one = self.launched(max(self.multiplied(computed / count, self.weights), self.brought()))
+        one = max(self.multiplied(computed / count, self.weights), self.brought())
+        one = self.launched_by_torch(one)
         beside = self.agreed_passing(tokens) + self.dispatched(tokens) + self.scored(predictions)
         beside += self.exchanged(tokens, pairs, 1)
         return count * self.beside(one, self.gathered()) + beside
@@ -245,7 +257,7 @@ class Roofline(HeadSeconds):
         if share and not whole:
             again = 0 if recompute == "selective" and self.layers.keeps_attention else pairs
             computed += share * self.passed(tokens, 0, again) / count
-        one = self.launched(self.multiplied(computed, times * self.weights), times)
+        one = self.launched_by_torch(self.multiplied(computed, times * self.weights), times)
         one = self.beside_copies(one, times, self.layers.sent(tokens / count, recompute))
         gathered = (1 if self.kept_whole else 2) * self.gathered()
         agreed = (times - 1) * (self.agreed_passing(tokens) + self.dispatched(tokens))
@@ -350,7 +362,7 @@ class Roofline(HeadSeconds):
         An engine in a process of its own then schedules the next step.
         """
         host = 0.0 if self.serving is None or self.on_cpu else self.serving.scheduled(rows)
-        return self.one_pass(rows, context, span, eager=eager) + host
+        return self.one_pass(rows, context, span, eager=eager) + host * self.kind.host
 
     def one_pass(self, rows: float, context: float, span: int = 1, *, eager: bool = False) -> float:
         """Seconds of the model alone in such a step; `eager` where graphs do not replay it.

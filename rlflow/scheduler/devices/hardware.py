@@ -61,7 +61,8 @@ class Kind:
     memory, of which a host has `host_memory` bytes and `per_host` devices; `host_sharing` of them
     have one such way together. Where links leave the host, so many as `linked` devices are joined
     by them, 0 where they do not. `family` is the kind of the table that a declared one stands on,
-    `gpu` where it stands alone. `launch` is the least time from one kernel to the next, `replayed`
+    `gpu` where it stands alone. A thread of its host takes `host` times as long for the same
+    Python as one of an x86 server. `launch` is the least time between kernels, `replayed`
     the same in a captured graph; `latency` that before a collective's first byte, `hop` and
     `far_hop` that of each rank it passes, in one host and between hosts. `reached` is the part of
     the bandwidths that large copies get, `sustained` the part of the rates that large products get.
@@ -103,6 +104,7 @@ class Kind:
     per_host: int = GPUS_PER_HOST
     host_sharing: int = 1
     linked: int = 0
+    host: float = 1.0
     family: str = ""
     reserve: float = 0.0
     curves: Curves = NO_CURVES
@@ -155,11 +157,12 @@ def _gpu(
     per_host: int = GPUS_PER_HOST,
     host_sharing: int = 1,
     linked: int = 0,
+    host: float = 1.0,
 ) -> Kind:
     """An accelerator; `mib` of memory by its driver, rates in Tflop/s, bandwidths in GB/s.
 
     Its host is the maker's server with eight of them and 2 TB unless said. A kernel follows
-    another after 4 us, in a captured graph after 1 us (assumed); a small all-reduce of eight
+    another after 4 us on x86, in a captured graph after 1 us (assumed); a small all-reduce of eight
     devices takes about 20 us within a host (NCCL, 2 + 2 log2 8 steps), some 40 us across hosts.
     """
     return Kind(
@@ -176,7 +179,7 @@ def _gpu(
         nic=nic * GB,
         host_link=host_link * GB,
         host_memory=host_memory,
-        launch=4e-6,
+        launch=4e-6 * host,
         latency=1e-5,
         hop=1e-6,
         far_hop=5e-6,
@@ -188,6 +191,7 @@ def _gpu(
         per_host=per_host,
         host_sharing=host_sharing,
         linked=linked,
+        host=host,
     )
 
 
@@ -291,7 +295,8 @@ KINDS = {
             source="NVIDIA HGX B200 and DGX B200 data sheets (NVLink 5, NDR 400 Gb/s, PCIe 5)",
         ),
         # A host is a tray: two superchips, each of a Grace with 480 GB and two GPUs that share its
-        # NVLink-C2C of 450 GB/s in one direction. NVLink joins all trays of a rack.
+        # NVLink-C2C of 450 GB/s in one direction. NVLink joins all trays of a rack. Its host is
+        # at a product by torch for 37.08 us, in a DGX H100 13.48 (Transformer Engine, issue 2053).
         _gpu(
             "gb200",
             mib=189471,
@@ -306,6 +311,7 @@ KINDS = {
             host_memory=960e9,
             per_host=4,
             linked=72,
+            host=37.08 / 13.48,
             source="NVIDIA GB200 NVL72 data sheet, 2024, over 72 (NVLink 5, C2C, NDR 400 Gb/s)",
         ),
         # Of PCIe alone: 200 Gb/s for two devices and 128 GB a device, as in the maker's servers.

@@ -88,6 +88,7 @@ def option_findings(node: Node, where: On, costs: Costs) -> list[Finding]:
         "sequence": where.sequence or None,
         "tf32": where.tf32 or None,
         "gradient_sync": where.gradient_sync,
+        "micro": where.micro,
         "weights": where.weights if where.weights == "shared" else None,
     }
     wrong = [f"{name}={value}" for name, value in said.items() if value is not None]

@@ -35,7 +35,7 @@ from rlflow.scheduler.passes.bind.cuts import width_findings
 from rlflow.scheduler.passes.bind.pictures import unseen_findings
 from rlflow.scheduler.passes.bind.pipelines import unstaged
 from rlflow.scheduler.plan.engine_plan import EnginePlan
-from rlflow.scheduler.plan.plan import Instance, Part, Plan
+from rlflow.scheduler.plan.plan import MICRO_TOKENS, Instance, Part, Plan
 
 Stays = Literal["layers", "optimizer"]
 USES: tuple[Use, ...] = ("train", "forward", "rollout")
@@ -87,6 +87,7 @@ def _as_said(instance: Instance, said: list[tuple[Node, On]]) -> Instance:
     shared = instance.shards > 1
     how = replace(recomputing(instance, again), offload=offload, kept_whole=kept and shared)
     how = replace(how, reduces_last=last and shared)
+    how = replace(how, micro_tokens=min([MICRO_TOKENS, *(w.micro for _, w in said if w.micro)]))
     compiled = set(instance.uses) != {"rollout"} and any(where.compile for _, where in said)
     return replace(how, hosts_activations=hosts, compiled=compiled, tf32=_tf32_uses(instance, said))
 
