@@ -183,4 +183,4 @@ def _period(planned: Planned) -> float | None:
     """The estimated period of the placement on a cluster, compiled anew."""
     again = plan_declared(planned.declared, planned.target, planned.cluster)
     timing = again.compiled.plan.timing
-    return None if timing is None else timing.period
+    return None if timing is None else timing.seconds

@@ -17,6 +17,7 @@ from rlflow.graph.roles import LoopEnd
 from rlflow.scheduler.costs import measurement_keys as keys
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.pieces import piece_done
+from rlflow.scheduler.costs.ranks.draft_turns import acceptance_of, drafts_of
 from rlflow.scheduler.costs.serving import pool_key
 from rlflow.scheduler.devices.measured import Origin, Sample, Setting
 from rlflow.scheduler.engines.engines import asleep_key, kept_of, start_key
@@ -138,7 +139,7 @@ def samples(
     if every:
         found.append((costs.dispatch_key(), setting, Sample(origin, len(every), 0.0, dispatch)))
     lines = list(figures)
-    for more in (_lengths, _trips, _engines):
+    for more in (_lengths, _trips, _accepted, _engines):
         found += more(plan, costs, lines, seen, origin)
     return found + _corrections(plan, costs, by_action, origin)
 
@@ -300,6 +301,32 @@ def _trips(
         if counts:
             sample = Sample(origin, len(counts), 0.0, 0.0, trips=fmean(counts))
             found.append((keys.trips(plan.graph, end), costs.setting, sample))
+    return found
+
+
+def _accepted(
+    plan: Plan,
+    costs: Costs,
+    figures: Sequence[tuple[int, Mapping[str, float]]],
+    seen: Window,
+    origin: Origin,
+) -> list[Found]:
+    """How often drafted tokens were accepted, of rollouts that draft one at each place."""
+    found = []
+    runs = {a.node: a for a in plan.actions if a.kind == "run" and a.instance}
+    for node in (each for each in plan.graph.nodes if each.name in runs):
+        shares = [
+            values[f"{node.name}/acceptance"]
+            for iteration, values in figures
+            if iteration >= seen.first and f"{node.name}/acceptance" in values
+        ]
+        instance = plan.instance(str(runs[node.name].instance))
+        drafted, beams = drafts_of(node, instance)
+        if shares and drafted and beams == 1:
+            each = acceptance_of(fmean(shares), drafted)
+            key = keys.accepted(plan.graph, node, instance, drafted)
+            sample = Sample(origin, len(shares), 0.0, 0.0, accepted=each)
+            found.append((key, costs.setting, sample))
     return found
 
 

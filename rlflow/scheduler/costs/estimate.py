@@ -237,10 +237,7 @@ class Costs(ExpectedRows):
 
     def turn(self, node: Node, instance: Instance) -> DraftTurn | None:
         """A turn of a rollout that drafts; None where nothing is drafted, or counts."""
-        if node.op.use != "rollout":
-            return None
-        kind = self.cluster.kind_of(instance.devices[0])
-        return turn_of(node, instance, self.graph.acceptance, on_cpu=kind.name == "cpu")
+        return turn_of(node, instance, self) if node.op.use == "rollout" else None
 
     def _drafter(
         self, node: Node, instance: Instance, policy: Shape, roof: Roofline

@@ -165,6 +165,16 @@ def lengths_key(graph: Graph, origin: Node, longest: int) -> str:
     return key_of_parts("lengths", graph.name, name, path, f"at most {longest}")
 
 
+def accepted(graph: Graph, node: Node, instance: Instance, drafted: int) -> str:
+    """How often drafted tokens are accepted: by which weights and drafter, of how many a turn."""
+    drafter, options = instance.engine_plan.drafter_of(node), instance.engine_plan.speculative
+    by = "" if drafter is None else graph.model(drafter).path
+    by += "" if options is None else f"{options.algorithm} {options.draft_model or ''}"
+    path = graph.model(instance.model).path
+    name = declared_name(node.name)
+    return key_of_parts("acceptance", graph.name, name, path, f"{drafted} by {by}")
+
+
 def trips(graph: Graph, end: Node) -> str:
     """The trips through a loop, by the node that ends it: what they draw, and what they end by."""
     depth = len(path(graph, end))

@@ -24,7 +24,7 @@ VERSION = 1
 MOST_RUNS = 5
 MOST_RECORDS = 2000
 
-FIGURES = ("seconds", "wait", "length", "longest", "trips", "held")
+FIGURES = ("seconds", "wait", "length", "longest", "trips", "held", "accepted")
 
 # What a sample is of: a run, `rlflow profile`, or a run of fewer than three iterations, whose first
 # one has begun everything. The earlier one is believed before the later.
@@ -57,7 +57,7 @@ class Sample:
     rollout made, in the mean over its iterations, 0 where it made none; `trips` are those
     through a loop in the mean over `count` iterations, 0 where it is of none; `held` is the most
     bytes that an engine kept of a device while it slept, or the tokens of its pool, 0 where it is
-    of neither.
+    of neither; `accepted` is how often a drafted token was where those before it were.
     """
 
     origin: Origin
@@ -68,6 +68,7 @@ class Sample:
     longest: float = 0.0
     trips: float = 0.0
     held: float = 0.0
+    accepted: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,13 @@ class Record:
         chosen = self.chosen
         count = sum(sample.count for sample in chosen)
         return sum(sample.trips * sample.count for sample in chosen) / max(count, 1)
+
+    @property
+    def accepted(self) -> float:
+        """How often a drafted token was accepted: the mean over all iterations of the runs."""
+        chosen = self.chosen
+        count = sum(sample.count for sample in chosen)
+        return sum(sample.accepted * sample.count for sample in chosen) / max(count, 1)
 
     @property
     def held(self) -> float:
@@ -246,12 +254,14 @@ def _record(row: Any) -> Record:
 
 def _sample(origin: Origin, count: int, *seconds: float) -> Sample:
     took, wait, length, longest, *rest = (float(value) for value in seconds)
-    trips, held = (*rest, *(0.0, 0.0)[len(rest) :])
+    trips, held, accepted = (*rest, *(0.0, 0.0, 0.0)[len(rest) :])
     if origin not in ORIGINS or not 0 <= took < float("inf"):
         raise ValueError(f"a sample of {took} seconds from {origin!r}")
     if not 0 <= trips < float("inf") or not 0 <= held < float("inf"):
         raise ValueError(f"a sample of {trips} trips and {held} bytes")
-    return Sample(origin, int(count), took, wait, length, longest, trips, held)
+    if not 0 <= accepted <= 1:
+        raise ValueError(f"a sample of which {accepted} is accepted")
+    return Sample(origin, int(count), took, wait, length, longest, trips, held, accepted)
 
 
 def add_to_file(path: Path, samples: Iterable[tuple[str, Setting, Sample]]) -> MeasuredCosts:

@@ -15,6 +15,7 @@ from typing import Literal
 
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.periodic.cycles import slack_of
+from rlflow.scheduler.periodic.differing import period_of_turns
 from rlflow.scheduler.periodic.exact import optimise
 from rlflow.scheduler.periodic.fit import ROUGH_WORK, WORK
 from rlflow.scheduler.periodic.problem import (
@@ -171,8 +172,25 @@ def timing(plan: Plan, context: Context) -> Plan:
         critical=tuple(plan.actions[task].id for task in timed.critical),
         slack=tuple((a.id, room) for a, room in zip(plan.actions, slack, strict=True)),
         latency=_latency(plan, problem, timed),
+        played=_played(plan, problem, timed),
     )
     return replace(plan, timing=found)
+
+
+def _played(plan: Plan, problem: Problem, timed: Timed) -> float:
+    """Seconds an iteration where iterations differ, no less than their means say; else 0."""
+    swings = [action.cost.swings for action in plan.actions]
+    if not any(swings):
+        return 0.0
+    ahead = [action.ahead for action in plan.actions]
+
+    def seconds(task: int, turn: int) -> float:
+        of, mean = swings[task], problem.seconds[task]
+        return mean * of[(turn + ahead[task]) % len(of)] if of else mean
+
+    arcs = turn_arcs(problem, timed.kernel)
+    turns = 3 * max(len(each) for each in swings)
+    return max(period_of_turns(seconds, arcs, len(ahead), turns), timed.period)
 
 
 def _binding(problem: Problem, timed: Timed) -> Literal["resource", "recurrence", "order"]:

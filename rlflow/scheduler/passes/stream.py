@@ -139,7 +139,7 @@ def choose_chunks(bound: Plan, planned: Callable[[int], Plan]) -> tuple[int, str
         except PlanError as error:
             refused.append(error)
         else:
-            periods[count] = None if timing is None else timing.period
+            periods[count] = None if timing is None else timing.seconds
     if not periods:
         raise refused[0]
     best, *others = periods

@@ -315,6 +315,8 @@ class Timing:
     `critical` are the actions of a slowest cycle, in its order: the period is shorter only if one
     of them is. `slack` has by action how many seconds later it may end at the same period.
     `latency` is from the start of an iteration's first run on a device to the end of its last one.
+    The period is that of mean seconds; where iterations differ, `played` is what they take one
+    after the other, as each waits for what it has itself that is longest, else 0.
     """
 
     resource_bound: float
@@ -325,6 +327,16 @@ class Timing:
     critical: tuple[str, ...] = ()
     slack: tuple[tuple[str, float], ...] = ()
     latency: float = 0.0
+    played: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds an iteration, in the mean over iterations that differ."""
+        return self.played or self.period
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data; without what is played where iterations are alike."""
+        return {k: v for k, v in asdict(self).items() if v or k != "played"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -456,7 +468,7 @@ class Plan:
             "awake_at_start": list(self.awake_at_start),
             "peaks": {str(device): peak for device, peak in sorted(self.peaks.items())},
             "notes": [asdict(note) for note in self.notes],
-            "timing": asdict(self.timing) if self.timing else None,
+            "timing": self.timing.as_json() if self.timing else None,
         }
 
     @cached_property

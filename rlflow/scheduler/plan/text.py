@@ -170,10 +170,11 @@ def _footer(plan: Plan) -> list[str]:
 def _timing_lines(plan: Plan, timing: Timing) -> list[str]:
     """Period, latency and idle share, the bounds, the critical cycle, where figures come from."""
     latency = f"   latency {duration(timing.latency)}" if timing.latency else ""
-    idle = idle_share(plan)
+    of_means = f" (iterations differ; of their means {duration(timing.period)})"
+    differ, idle = of_means if timing.played else "", idle_share(plan)
     idle_text = "" if idle is None else f"   idle {100 * idle:.0f} % of device time"
     lines = [
-        f"  iteration, estimated: {duration(timing.period)}{latency}{idle_text}",
+        f"  iteration, estimated: {duration(timing.seconds)}{differ}{latency}{idle_text}",
         *([] if plan.range is None else [f"  range: {range_text(plan.range)}"]),
         f"  bounds: {bound_text(plan, timing)}",
     ]
@@ -222,7 +223,7 @@ def cycle_text(names: Sequence[str]) -> str:
 def idle_share(plan: Plan) -> float | None:
     """The share of device time in which no action computes; None where the period is unknown."""
     devices = {device for pool in plan.pools.values() for device in pool}
-    if plan.timing is None or plan.timing.period <= 0 or not devices:
+    if plan.timing is None or plan.timing.seconds <= 0 or not devices:
         return None
     busy = sum(
         (action.cost.seconds or 0.0)
@@ -231,7 +232,7 @@ def idle_share(plan: Plan) -> float | None:
         for action in plan.actions
         if action.lane == "compute"
     )
-    return max(0.0, 1 - busy / (plan.timing.period * len(devices)))
+    return max(0.0, 1 - busy / (plan.timing.seconds * len(devices)))
 
 
 def _weights_are(plan: Plan, instance: Instance) -> str:

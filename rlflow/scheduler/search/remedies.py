@@ -226,7 +226,7 @@ def with_remedies(
 
 def _period(neighbour: Neighbour) -> float:
     plan = neighbour.plan
-    return plan.timing.period if plan is not None and plan.timing else float("inf")
+    return plan.timing.seconds if plan is not None and plan.timing else float("inf")
 
 
 def _shown(neighbour: Neighbour, around: Neighbourhood) -> tuple[str, ...] | None:
@@ -236,7 +236,7 @@ def _shown(neighbour: Neighbour, around: Neighbourhood) -> tuple[str, ...] | Non
     except PlanError:  # What is refused by a rule that rough plans are not asked.
         return None
     peak = max(size for device, size in plan.peaks.items() if device != HOST)
-    seconds = "" if plan.timing is None else f"{duration(plan.timing.period)} an iteration"
+    seconds = "" if plan.timing is None else f"{duration(plan.timing.seconds)} an iteration"
     return _written(neighbour, around), seconds, f"{amount(peak)} at most"
 
 

@@ -18,10 +18,8 @@ from rlflow.scheduler.passes.staleness import allowed
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.search.candidates import Moves
 from rlflow.scheduler.search.space import Candidate, hand_written, pattern, placement_of
-from rlflow.scheduler.simulate.simulate import play_plan
 
 CLIMBED = 3
-PLAYED_ITERATIONS = 64
 """As many as show what iterations that differ come to."""
 PLAN_COST = 0.5
 CHUNK_COST = 0.5
@@ -57,9 +55,7 @@ class Tried:
     @property
     def period(self) -> float:
         """Seconds an iteration; where iterations differ, as they come to one after the other."""
-        if any(action.cost.swings for action in self.plan.actions):
-            return played_period(self.plan)
-        return self.plan.timing.period if self.plan.timing else float("inf")
+        return self.plan.timing.seconds if self.plan.timing else float("inf")
 
     @property
     def devices(self) -> int:
@@ -73,11 +69,6 @@ class Tried:
         period, pools = float(f"{self.period:.6g}"), len(self.placement.pools)
         size = pools, len(self.plan.actions), peak
         return period, self.plan.staleness, self.devices, *size, not self.name, text
-
-
-def played_period(plan: Plan) -> float:
-    """Seconds an iteration of a plan whose iterations differ, on the virtual clock."""
-    return play_plan(plan, iterations=PLAYED_ITERATIONS).period
 
 
 @dataclass(slots=True, kw_only=True)

@@ -63,7 +63,8 @@ def period_range(plan: Plan, costs: Costs, seed: int = 0) -> PeriodRange | None:
     count = len(plan.actions)
     arcs = turn_arcs(problem, Kernel(order=tuple(range(count)), ahead=(0,) * count))
     products = [each.product for each in factors]
-    periods = _periods(problem.seconds, arcs, products)
+    differ = plan.timing.seconds / plan.timing.period
+    periods = [differ * each for each in _periods(problem.seconds, arcs, products)]
     causes = {
         cause: [
             sum(s * f.of[cause][world] for s, f in zip(problem.seconds, factors, strict=True))

@@ -161,8 +161,9 @@ def play_plan(
 
 
 def hyperperiod(plan: Plan) -> int:
-    """Iterations after which everything that is due every n iterations falls as before."""
-    return math.lcm(*(action.every for action in plan.actions))
+    """Iterations after which all that is due every n of them, or differs, falls as before."""
+    differ = (len(action.cost.swings) or 1 for action in plan.actions)
+    return math.lcm(*(action.every for action in plan.actions), *differ)
 
 
 def _enough(plan: Plan) -> int:

@@ -86,6 +86,9 @@ def _period_is_right(facts: Facts, timing: Timing) -> Iterator[str]:
         )
     if timing.binding == "order" and timing.period <= bound * (1 + TOLERANCE):
         yield f"the period of {timing.period:g} s is its bound, and the order is said to bind"
+    differs = any(action.cost.swings for action in facts.plan.actions)
+    if differs != bool(timing.played) or (differs and timing.played < timing.period):
+        yield f"{timing.played:g} s are played, of a period of means of {timing.period:g} s"
     unknown = sorted({*timing.critical, *(n for n, _ in timing.slack)}.difference(facts.actions))
     if unknown:
         yield f"timing names {', '.join(unknown)}, which the plan does not have"

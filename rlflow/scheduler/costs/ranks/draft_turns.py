@@ -1,6 +1,6 @@
 """Turns of rollouts that draft: how many tokens each brings, and by what model it is drafted.
 
-Of acceptance what is said, or an assumed one. Knows shapes and options; no seconds.
+Of acceptance what is said, else what runs have measured, else an assumed one. Knows no seconds.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 from rlflow.graph.roles import Drafted
 from rlflow.graph.user.speculative import Speculative
 from rlflow.scheduler.costs.drafting import frozen_bytes
+from rlflow.scheduler.costs.measurement_keys import accepted
 
 if TYPE_CHECKING:
     from rlflow.graph.graph import Node
+    from rlflow.scheduler.costs.sizes import Sizes
     from rlflow.scheduler.models.shapes import Shape
     from rlflow.scheduler.plan.instance import Instance
 
@@ -48,24 +50,53 @@ class DraftTurn:
         return 1 + self.drafted * self.beams
 
 
-def turn_of(
-    node: Node, instance: Instance, said: float | None, *, on_cpu: bool
-) -> DraftTurn | None:
-    """A turn of a node's rollout; None where nothing drafts, and on a CPU if nothing is `said`."""
-    engine = instance.engine_plan
-    own, options = node.role(Drafted), engine.speculative
-    drafted = engine.drafts if engine.own_process else own is not None
-    if not drafted or (on_cpu and said is None):
+def turn_of(node: Node, instance: Instance, sizes: Sizes) -> DraftTurn | None:
+    """A turn of a node's rollout; None where nothing drafts, and on a CPU if nothing is said."""
+    engine, said = instance.engine_plan, sizes.graph.acceptance
+    on_cpu = sizes.cluster.kind_of(instance.devices[0]).name == "cpu"
+    drafted, beams = drafts_of(node, instance)
+    if not beams or (on_cpu and said is None):
         return None
+    options = engine.speculative
     by_ngrams = options is not None and options.algorithm == "NGRAM"
     assumed = BY_NGRAMS if by_ngrams else BY_MODEL
-    tokens = engine.draft_tokens if engine.own_process or own is None else own.tokens
-    return DraftTurn(
-        drafted=tokens if options is None else options.draft_tokens,
+    turn = DraftTurn(
+        drafted=drafted,
         acceptance=assumed if said is None else said,
-        beams=1 if options is None else options.topk,
+        beams=beams,
         how="assumed" if said is None else "given",
     )
+    if said is not None or not sizes.cluster.measured.records:
+        return turn
+    key = accepted(sizes.graph, node, instance, turn.drafted)
+    record = sizes.cluster.measured.find(key, sizes.setting)
+    if record is None:
+        return turn
+    return replace(turn, acceptance=record.accepted, how=record.source_for(sizes.setting))
+
+
+def drafts_of(node: Node, instance: Instance) -> tuple[int, int]:
+    """Tokens that a turn of a node's rollout drafts, and how many at each place; 0 where none."""
+    engine, own = instance.engine_plan, node.role(Drafted)
+    options = engine.speculative
+    if not (engine.drafts if engine.own_process else own is not None):
+        return 0, 0
+    if options is not None:
+        return options.draft_tokens, options.topk
+    return engine.draft_tokens if engine.own_process or own is None else own.tokens, 1
+
+
+def acceptance_of(share: float, drafted: int) -> float:
+    """The acceptance `a` at which so large a share of all drafted tokens counts.
+
+    `(a + ... + a^k) / k` of k, which grows with a: found by halving.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        reached = sum(middle**place for place in range(1, drafted + 1)) / drafted
+        low, high = (middle, high) if reached < share else (low, middle)
+    return (low + high) / 2
 
 
 def drafting_shape(instance: Instance, policy: Shape, size: int) -> Shape | None:
