@@ -297,7 +297,7 @@ def test_files_without_bytes_or_trips_are_read(tmp_path: Path) -> None:
         path.write_text(json.dumps(document))
         found: MeasuredCosts = load_measured(path)
         assert ("", held) == (found.problem, found.records[0].held)
-    document["records"][0]["samples"][0] = ["run", 2, 1.0, 0.5, 3.0, 4.0, 2.0, 7.0, 1.0]
+    document["records"][0]["samples"][0] = ["run", 2, 1.0, 0.5, 3.0, 4.0, 2.0, 7.0, 1.0, 1.0]
     path.write_text(json.dumps(document))
     assert load_measured(path).problem
 
