@@ -24,6 +24,8 @@ SETTINGS = ("preprocessor_config.json", "processor_config.json")
 CHANNELS = 3
 # InternVL's processor cuts pictures up, whatever its settings say but for `max_patches`.
 MOST_TILES = 12
+# Language models whose pictures an engine in a process of its own is given, by its name.
+SEEN_IN_ENGINES = {"sglang": ("qwen3_vl_text",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +120,8 @@ def unshared_sight(path: str, layout: str) -> Finding:
         code="E554",
         what=f"model {path!r} is given pictures, and its layout or engine brings none",
         got=layout,
-        expected="the engine in the worker, with whole layers or shards of them (fsdp=)",
+        expected="the engine in the worker, with whole layers or shards of them (fsdp=); "
+        "or SGLang on one device, of a Qwen3-VL",
         fix="rf.on(..., tp=1, fsdp=...)",
     )
 

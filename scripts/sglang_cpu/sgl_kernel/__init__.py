@@ -223,6 +223,16 @@ for _function in (
     setattr(torch.ops.sgl_kernel, _function.__name__, Operator(_function))
 
 
+# Processors of pictures import models that look these up; none of them calls one.
+LOOKED_UP = (
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_qkvzba_split_reshape_cat_cpu",
+    "fused_sigmoid_mul_cpu",
+)
+
+
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
@@ -232,3 +242,7 @@ def __getattr__(name: str) -> Any:
 
     missing.__name__ = name
     return missing
+
+
+for _name in LOOKED_UP:
+    setattr(torch.ops.sgl_kernel, _name, Operator(__getattr__(_name)))

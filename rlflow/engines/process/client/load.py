@@ -57,6 +57,8 @@ PATIENCE = 120.0
 SLOWEST_LOAD = 200e6
 SERVER = Path(__file__).parents[1] / "server"
 LEFT_OUT = {"config.json", "generation_config.json"}
+# Files of weights; others beside them, such as settings of a processor, an engine reads too.
+STORED, INDEX = {".safetensors", ".bin", ".pt", ".pth"}, ".index.json"
 LOOPBACK = "127.0.0.1"
 
 
@@ -322,11 +324,12 @@ def readable(
     The weights are those of `path`, or the given ones, which may be quantised in `blocks`.
     """
     source = _located(path)
-    if weights is None:
-        for file in source.iterdir():
-            if file.name not in LEFT_OUT and file.is_file():
-                (directory / file.name).symlink_to(file.resolve())
-    else:
+    for file in source.iterdir():
+        stored = file.suffix in STORED or file.name.endswith(INDEX)
+        if file.name in LEFT_OUT or (stored and weights is not None) or not file.is_file():
+            continue
+        (directory / file.name).symlink_to(file.resolve())
+    if weights is not None:
         # Any rank writes its engine's; transformers would only have the first one save.
         whole = {n: t.contiguous() for n, t in weights.items() if not is_adapter(n)}
         save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})

@@ -12,12 +12,15 @@ from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlflow.batch import lengths
+from rlflow.contract.pictures import Pictures
 from rlflow.contract.values import (
     Advanced,
     Generation,
@@ -32,8 +35,10 @@ from rlflow.engines.process.client.link import LostError, PendingRequest, Refuse
 from rlflow.engines.process.client.model import EngineModel
 from rlflow.engines.process.client.rows import CompleteGroups, Rows, WrongAnswerError
 from rlflow.engines.process.sglang.experts import with_experts
+from rlflow.engines.process.sglang.pictures import sent_pictures
 from rlflow.errors import Finding, RunError
 from rlflow.graph.user.speculative import slots
+from rlflow.modelfiles.pictures.sights import Sight, sight_of
 
 EVERYTHING = Reach()
 # SGLang keeps so many tokens of its pool and of its context back.
@@ -63,21 +68,23 @@ class SGLangRollout:
         key: SampleKey,
         sample_ids: Tensor,
         reach: Reach = EVERYTHING,
+        *,
+        pictures: Pictures | None = None,
     ) -> Generation:
         """Draw `sampling.n` responses to each of `prompts` (ragged int64 `[prompts, j]`).
 
         Rows are prompt-major: row p * n + s is sample s of prompt p, and `sample_ids` int64
-        `[prompts * n]` names each. Log-probs are of the whole distribution at the sampling
-        temperature. Raises RunError for a prompt that leaves no room for `max_new_tokens` in
-        the model's context or in the pool, while the model is asleep, and where the engine and
-        its replacement were lost.
+        `[prompts * n]` names each. Tokens of prompts may stand for `pictures`.
+        Log-probs are of the whole distribution at the sampling temperature. Raises RunError for a
+        prompt that leaves no room for `max_new_tokens` in the model's context or in the pool,
+        while the model is asleep, and where the engine and its replacement were lost.
         """
         if not reach.piece:
             self._abort.clear()
         self.model.require_ready()
         rows = self._open.pop(key, None) if reach.piece else None
         if rows is None:
-            rows = self._begun(prompts, sampling, key, sample_ids, reach)
+            rows = self._begun(prompts, sampling, key, sample_ids, reach, pictures)
         chosen = None
         with self._answering():
             if reach.pieces == 1:
@@ -146,7 +153,13 @@ class SGLangRollout:
         )
 
     def _begun(
-        self, prompts: Tensor, sampling: Sampling, key: SampleKey, sample_ids: Tensor, reach: Reach
+        self,
+        prompts: Tensor,
+        sampling: Sampling,
+        key: SampleKey,
+        sample_ids: Tensor,
+        reach: Reach,
+        pictures: Pictures | None,
     ) -> Rows:
         """The rows of a generation that is to begin."""
         if reach.piece:
@@ -161,7 +174,8 @@ class SGLangRollout:
             {"sampling_seed": seed_of(key, number)} if self.seeded else {}
             for number in sample_ids.tolist()
         ]
-        return self._rows(prompts, sampling, seeds, reach, stream=reach.pieces > 1)
+        streamed = reach.pieces > 1
+        return self._rows(prompts, sampling, seeds, reach, stream=streamed, pictures=pictures)
 
     def _rows(
         self,
@@ -171,6 +185,7 @@ class SGLangRollout:
         reach: Reach,
         *,
         stream: bool,
+        pictures: Pictures | None = None,
     ) -> Rows:
         """Rows to ask for, each with what is its `own`; with `stream` they come as they end."""
         common = parameters(sampling, reach)
@@ -182,6 +197,8 @@ class SGLangRollout:
             "version": self.model.version,
         }
         fields |= {"routing": True} if sampling.routing else {}
+        if pictures is not None:
+            fields["pictures"] = sent_pictures(self._sight, pictures)
 
         def ask(rows: list[int]) -> PendingRequest:
             link = self.model.replica.link()
@@ -216,6 +233,14 @@ class SGLangRollout:
                     expected="of every row once: its tokens, and a log-prob of each",
                 )
             ) from error
+
+    @cached_property
+    def _sight(self) -> Sight:
+        """How the model sees pictures, by what the engine reads of it."""
+        directory = Path(self.model.replica.launch.directory, "model")
+        found = sight_of(directory, self.model.config.to_dict())
+        assert found is not None
+        return found
 
     def _require_room(self, sizes: Tensor, sampling: Sampling, reach: Reach) -> None:
         """Raise RunError, naming the longest prompt, where one does not fit."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from rlflow.engines.hf.lora import is_adapter
-from rlflow.engines.process.sglang.checksums import hashed, hashes, weight_layout
+from rlflow.engines.process.sglang.checksums import TABLE, hashed, hashes, weight_layout
 from rlflow.engines.reshard.bucket_layout import scale_name
 
 Ask = Callable[[str, Mapping[str, Any]], Any]
@@ -32,7 +32,8 @@ def hash_differences(
     have the same ones. Staged weights that the engine has
     no place for have their own names, and nothing on its side.
     """
-    ranks: list[dict[str, str]] = ask("checksums", of)
+    answered: list[dict[str, str]] = ask("checksums", of)
+    ranks = [{name: held[name] for name in held if not name.endswith(TABLE)} for held in answered]
     found = {}
     for rank, held in enumerate(ranks):
         mine = _expected(ask, held, staged, of, (rank, len(ranks), kv_heads), cuda=cuda)

@@ -154,6 +154,8 @@ def sglang_environment(
     """
     made = plain_environment(threads)
     made["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    # What towers make of pictures it would keep by the pixels, also where the weights are new.
+    made["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     made["SGLANG_MAMBA_CONV_DTYPE"] = str(dtype).removeprefix("torch.")
     if device.type == "cpu":
         made["PYTHONPATH"] = str(Path(python).parent.parent / "cpu")

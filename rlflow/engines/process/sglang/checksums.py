@@ -25,8 +25,15 @@ EXPERTS = {
     "w2_weight": (("down_proj",), ("w2",)),
 }
 ATTENTION = "self_attn"
+# A model that sees has its language model and its tower beside each other; SGLang has the first
+# under the names of a model of text.
+LANGUAGE, TOWER = "model.language_model.", "visual."
+# Which axis a rotation turns with: it lies among an engine's weights, and no file has it.
+TABLE = "rotary_emb.axis_map"
 VOCABULARY = ("embed_tokens", "lm_head")
 VOCABULARY_STEP = 64
+# What has rows of zeros at its end, the positions of a tower among it.
+PADDED = (*VOCABULARY, "pos_embed")
 OUTPUTS = frozenset(
     {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj"}
 )
@@ -75,7 +82,7 @@ def pieces(
     (Shoeybi et al. 2019, section 3), a vocabulary by rows; everything else is whole.
     """
     found = parts(name, staged)
-    if layer_of(name) in VOCABULARY and found:
+    if layer_of(name) in PADDED and found:
         return vocabulary(found[0], len(staged[found[0]]), rank, ranks)
     made: list[Piece] = []
     for part in found:
@@ -125,6 +132,9 @@ def parts(name: str, staged: Mapping[str, Tensor]) -> list[str]:
     """The weights that an engine's weight is made of."""
     if name in staged:
         return [name]
+    name = beside_tower(name, staged)
+    if name in staged:
+        return [name]
     *front, module, kind = ["", *name.split(".")]
     if kind in EXPERTS:
         return parts_of_experts(".".join([*front[1:], module]), EXPERTS[kind], staged)
@@ -137,6 +147,14 @@ def parts(name: str, staged: Mapping[str, Tensor]) -> list[str]:
     # Layers of a hybrid have attention, or something else: some names leave out which.
     inside = ATTENTION in front or not front[1:]
     return [] if inside else parts(".".join([*front[1:], ATTENTION, module, kind]), staged)
+
+
+def beside_tower(name: str, staged: Mapping[str, Tensor]) -> str:
+    """The name of an engine's weight as files of a model that sees begin it; else as it is."""
+    if name.startswith(TOWER):
+        return f"model.{name}".replace(".qkv_proj.", ".qkv.")
+    text = f"{LANGUAGE}norm.weight" in staged and not name.startswith(LANGUAGE)
+    return LANGUAGE + name.removeprefix("model.") if text and name.startswith("model.") else name
 
 
 def parts_of_experts(

@@ -10,7 +10,7 @@ from rlflow.graph.fields import PIXELS
 from rlflow.graph.graph import Node
 from rlflow.graph.model import Model
 from rlflow.graph.roles import Drawn
-from rlflow.modelfiles.pictures.sights import blind_finding, unshared_sight
+from rlflow.modelfiles.pictures.sights import SEEN_IN_ENGINES, blind_finding, unshared_sight
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.plan import Instance
 
@@ -23,10 +23,13 @@ def unseen_findings(
         return []
     if shape.sight is None:
         return [replace(blind_finding(model.path, shape.kind), where=model.where)]
+    engine = instance.engine_plan
     shared = max(instance.tp, instance.ep, instance.cp, instance.pp) > 1
-    if not shared and not instance.engine_plan.own_process:
+    seen = shape.kind in SEEN_IN_ENGINES.get(engine.name, ()) or not engine.own_process
+    if seen and not shared:
         return []
-    return [replace(unshared_sight(model.path, instance.layout()), where=model.where)]
+    found = unshared_sight(model.path, f"{shape.kind}, {instance.layout()}")
+    return [replace(found, where=model.where)]
 
 
 def _is_given(node: Node) -> bool:

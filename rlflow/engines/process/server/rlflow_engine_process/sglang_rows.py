@@ -14,6 +14,10 @@ from .server import BEAT_SECONDS, Refused, Server
 
 # A row: its number, the number of its prompt, and parameters of its own.
 Row = tuple[int, int, dict[str, int]]
+# A tensor: its dtype, its shape, its bytes.
+Sent = tuple[str, tuple[int, ...], bytes]
+# A prompt: its tokens, and what its pictures are, as the model's processor makes that.
+Prompt = tuple[list[int], dict[str, Sent]]
 
 
 class Generating(Server):
@@ -38,16 +42,19 @@ class Generating(Server):
         sampling: dict[str, Any],
         stream: bool,
         routing: bool = False,
+        pictures: list[dict[str, Sent]] | None = None,
     ) -> None:
         """Make `rows`. With `stream` each is sent as it ends, and what the others have until then.
 
         Else all are one request, which costs less, and are sent when the last has ended. Rows
         of one prompt wait until it is in the cache. With `routing` each comes with the experts that
-        its tokens chose.
+        its tokens chose. Tokens of the prompts stand for `pictures`, one entry a prompt.
         """
         if version != self.version or self.asleep:
             raise Refused(f"version {version} is wanted, {self.version} is here")
-        tokens = {number: array("q", prompts[number]).tolist() for _, number, _ in rows}
+        seen = pictures or [{}] * len(prompts)
+        wanted = sorted({number for _, number, _ in rows})
+        tokens = {n: (array("q", prompts[n]).tolist(), seen[n]) for n in wanted}
         self.live[call] = {f"{call:08x}.{row:08x}" for row, _, _ in rows}
         make = self.one_by_one if stream else self.together
         if routing:
@@ -61,7 +68,7 @@ class Generating(Server):
             self.counts.pop(call, None)
 
     async def together(
-        self, call: int, tokens: dict[int, list[int]], rows: list[Row], sampling: dict[str, Any]
+        self, call: int, tokens: dict[int, Prompt], rows: list[Row], sampling: dict[str, Any]
     ) -> None:
         """Make all rows by one request, after those of the prompts that several rows share."""
         shared = {number for _, number, _ in _repeated(rows)}
@@ -77,9 +84,7 @@ class Generating(Server):
         for (row, _, _), answer in zip(rows, made, strict=True):
             self.send(answered(call, row, answer))
 
-    async def cached(
-        self, call: int, prompts: dict[int, list[int]], sampling: dict[str, Any]
-    ) -> None:
+    async def cached(self, call: int, prompts: dict[int, Prompt], sampling: dict[str, Any]) -> None:
         """Have prompts read into the cache."""
         if not prompts or call in self.aborted:
             return
@@ -89,7 +94,7 @@ class Generating(Server):
             pass
 
     async def one_by_one(
-        self, call: int, tokens: dict[int, list[int]], rows: list[Row], sampling: dict[str, Any]
+        self, call: int, tokens: dict[int, Prompt], rows: list[Row], sampling: dict[str, Any]
     ) -> None:
         """Make every row by a request of its own, those of one prompt once it was read."""
         of: dict[int, list[Row]] = {}
@@ -104,13 +109,13 @@ class Generating(Server):
 
         await asyncio.gather(*(prompt(number, made) for number, made in of.items()))
 
-    async def grown(self, call: int, row: int, tokens: list[int], sampling: dict[str, Any]) -> None:
+    async def grown(self, call: int, row: int, prompt: Prompt, sampling: dict[str, Any]) -> None:
         """Make one row and send it; how many tokens it has is reported as it grows."""
         made: dict[str, Any] = {}
         if call not in self.aborted:
             name = f"{call:08x}.{row:08x}"
             routing = call in self.routing
-            asked = self.requested(name, tokens, sampling, stream=True, routing=routing)
+            asked = self.requested(name, prompt, sampling, stream=True, routing=routing)
             async for made in asked:
                 count = int(made["meta_info"]["completion_tokens"])
                 self.counts.setdefault(call, {})[row] = count
@@ -120,7 +125,7 @@ class Generating(Server):
     def requested(
         self,
         names: Any,
-        tokens: Any,
+        prompts: Any,
         sampling: Any,
         *,
         stream: bool = False,
@@ -129,7 +134,9 @@ class Generating(Server):
         """One request to SGLang, or one of several rows, by names that begin no other's."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        first = sampling[0] if isinstance(sampling, list) else sampling
+        several = isinstance(sampling, list)
+        first = sampling[0] if several else sampling
+        tokens = [each for each, _ in prompts] if several else prompts[0]
         request = GenerateReqInput(
             rid=names,
             input_ids=tokens,
@@ -137,9 +144,18 @@ class Generating(Server):
             return_logprob=first["max_new_tokens"] > 0,
             stream=stream,
             lora_path=self.adapter,
+            **self.shown(prompts if several else [prompts], several=several),
             **({"return_routed_experts": True} if routing else {}),
         )
         return self.tokenizer.generate_request(request, None)
+
+    def shown(self, prompts: list[Prompt], *, several: bool) -> dict[str, Any]:
+        """What a request has of pictures, if any prompt has one; for `several` a list each."""
+        if not any(pictures for _, pictures in prompts):
+            return {}
+        found = [[processed(each)] if each else [] for _, each in prompts]
+        # Of a request of several SGLang tells by the first whether each has a list of its own.
+        return {"image_data": found if several else found[0]}
 
     async def do_abort(self) -> None:
         """End every generation; rows that have not begun come back empty.
@@ -162,6 +178,17 @@ def _repeated(rows: list[Row]) -> list[Row]:
             found.append(row)
         seen.add(row[1])
     return found
+
+
+def processed(pictures: dict[str, Sent]) -> dict[str, Any]:
+    """The pictures of a prompt as SGLang takes what a processor has made of them."""
+    import torch
+
+    tensors = {
+        name: torch.frombuffer(bytearray(held), dtype=getattr(torch, dtype)).view(shape)
+        for name, (dtype, shape, held) in pictures.items()
+    }
+    return {"format": "processor_output", **tensors}
 
 
 def answered(call: int, row: int, made: dict[str, Any]) -> dict[str, Any]:

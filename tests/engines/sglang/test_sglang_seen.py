@@ -1,0 +1,50 @@
+"""What SGLang is asked where prompts have pictures, without an engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlflow.engines.hf.pictures.passes import forward_inputs
+from rlflow.engines.process.server.rlflow_engine_process.sglang_rows import Generating
+from rlflow.engines.process.sglang.checksums import weight_layout
+from rlflow.engines.process.sglang.pictures import sent_pictures
+from rlflow.modelfiles.pictures.sights import sight_of
+from tests.engines.seeing import write_seeing
+from tests.engines.test_pictures import seen_prompts
+
+pytestmark = pytest.mark.torch
+
+
+def test_prompts_come_with_what_the_trained_forward_takes_of_their_pictures(tmp_path):
+    import transformers
+
+    path = write_seeing(tmp_path, "qwen3_vl")
+    config = transformers.AutoConfig.from_pretrained(path).to_dict()
+    sight = sight_of(tmp_path, config)
+    prompts, pictures = seen_prompts(path)
+    sent = sent_pictures(sight, pictures)
+    given = [(row.tolist(), each) for row, each in zip(prompts.unbind(), sent, strict=True)]
+    asked = Generating.shown(None, given, several=True)["image_data"]
+
+    assert [1, 1, 1, 0] == [len(each) for each in asked]
+    two = asked[2][0]
+    pixels, shapes = pictures.pixels.unbind()[2], pictures.shapes.unbind()[2]
+    assert "processor_output" == two["format"]
+    for name, value in forward_inputs(sight, pixels, shapes).items():
+        assert torch.equal(value, two[name])
+    (one,) = Generating.shown(None, [given[0]], several=False)["image_data"]
+    assert torch.equal(one["image_grid_thw"], pictures.shapes.unbind()[0])
+    assert {} == Generating.shown(None, [given[3]], several=False)
+
+
+def test_a_tower_and_the_model_beside_it_are_known_by_the_engines_names():
+    attention = [f"model.language_model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    names = ["model.visual.blocks.0.attn.qkv.weight", "model.visual.pos_embed.weight"]
+    staged = dict.fromkeys([*names, *attention, "model.language_model.norm.weight"], torch.ones(16))
+    held = ["visual.blocks.0.attn.qkv_proj.weight", "visual.pos_embed.weight", "model.norm.weight"]
+    found = weight_layout([*held, "model.layers.0.self_attn.qkv_proj.weight"], staged)
+
+    parts = [[part for part, *_ in pieces] for pieces, *_ in found.values()]
+    assert [*([name] for name in (*names, "model.language_model.norm.weight")), attention] == parts
+    assert 48 == found["visual.pos_embed.weight"][1]

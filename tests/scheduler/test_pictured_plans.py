@@ -1,0 +1,64 @@
+"""Where models that are given pictures may lie."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import rlflow as rf
+from rlflow import ops
+from rlflow.errors import PlanError
+from rlflow.scheduler.compile import compile_plan
+from rlflow.scheduler.devices.cluster import cpu_cluster
+from rlflow.scheduler.plan.plan import Plan
+
+SHAPES = Path(__file__).parents[2] / "pipelines" / "assets" / "shapes-tiny"
+
+
+def qwen3(folder: Path) -> str:
+    """The config of the tiny model of the assets, as one of Qwen3-VL has it."""
+    config = json.loads((SHAPES / "config.json").read_text())
+    config["model_type"] = "qwen3_vl"
+    config["text_config"]["model_type"] = "qwen3_vl_text"
+    config["vision_config"] |= {"num_position_embeddings": 16, "model_type": "qwen3_vl_vision"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").symlink_to(SHAPES / "preprocessor_config.json")
+    return str(folder)
+
+
+def seeing(path: str, **rollout: object) -> Plan:
+    @rf.pipeline()
+    def drawn(cfg: rf.Config) -> None:
+        actor = rf.Model("actor", path, optimizer=rf.AdamW(lr=1e-3), init="random")
+        prompts = ops.prompts(rf.data.shapes("colour"), batch=4)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
+        adv = ops.advantage("grpo", samples, ops.reward(lambda response: 1.0, samples))
+        ops.update(actor, samples, adv, loss=rf.PolicyLoss("ppo_clip"))
+
+    assign = {"*": rf.on("all"), "actor.rollout": rf.on("gen", **rollout)}
+    placement = rf.Placement(pools={"all": 1, "gen": 2}, assign=assign)
+    devices = cpu_cluster(3, threads=1, memory=1.5e9)
+    return compile_plan(drawn.trace(drawn.config()), placement, devices).plan
+
+
+def test_sglang_is_given_pictures_of_the_family_that_was_tried(tmp_path: Path) -> None:
+    plan = seeing(qwen3(tmp_path), engine="sglang")
+    assert plan.instance("actor@gen/sglang").engine_plan.own_process
+
+
+@pytest.mark.parametrize(
+    ("mended", "how"),
+    [
+        (False, {"engine": "sglang"}),
+        (True, {"engine": "vllm"}),
+        (True, {"engine": "sglang", "tp": 2}),
+    ],
+    ids=str,
+)
+def test_layouts_and_engines_that_bring_no_pictures_are_refused(
+    tmp_path: Path, mended: bool, how: dict[str, object]
+) -> None:
+    with pytest.raises(PlanError, match=r"E554.*is given pictures"):
+        seeing(qwen3(tmp_path) if mended else str(SHAPES), **how)
