@@ -113,7 +113,8 @@ class Average(Strict):
 class LoRA(Strict):
     """Low-rank adapters in the place of full training (Hu et al. 2021, section 4.1).
 
-    Every linear layer whose name ends in one of `targets` computes W x + alpha / rank * B A x
+    Every linear layer of the language model whose name ends in one of `targets` computes
+    W x + alpha / rank * B A x
     with `A [rank, in]` and `B [out, rank]`. Training changes A and B alone, and a new head.
     """
 

@@ -22,6 +22,7 @@ from rlflow.engines.hf.pictures.reader import picture_reader
 from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.graph.fields import PICTURES, PIXELS
+from rlflow.graph.model import LoRA
 from rlflow.modelfiles.pictures.towers import is_tower
 from rlflow.ops.bodies.rows.pictures import joined_pictures
 from tests.engines import sharded_checks as checks
@@ -212,3 +213,14 @@ def test_two_ranks_compute_what_one_does(kind, uneven, world, tmp_path):
     path = write_seeing(tmp_path, kind)
     options = {"uneven": uneven, "micro_tokens": 40}
     assert all(world(2).run(checks.with_pictures, path, (1, 2, 1), options))
+
+
+def test_adapters_are_on_the_language_model_alone(tmp_path):
+    """Gemma 3's tower has layers of the same names; without adapters it is not trained."""
+    path = write_seeing(tmp_path, "gemma3")
+    model = load_model(path, dtype=torch.float32, device="cpu", lora=LoRA(targets=("q_proj",)))
+    linear = [name for name, _ in model.module.named_modules() if name.endswith(".q_proj")]
+
+    assert any(is_tower(name) for name in linear)
+    assert model.trained_names()
+    assert {True} == {"language_model" in name for name in model.trained_names()}

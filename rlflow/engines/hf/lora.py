@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rlflow.engines.hf.generate.rng import uniforms
 from rlflow.errors import Finding, UsageError, known_names, near_names
+from rlflow.modelfiles.pictures.towers import is_tower
 
 DOWN, UP = ".lora_A", ".lora_B"
 # What a model gains beyond its pretrained layers is trained in whole.
@@ -138,11 +139,14 @@ def initial_down(seed: int, name: str, rank: int, size: int) -> Tensor:
 
 
 def chosen_layers(module: nn.Module, targets: tuple[str, ...]) -> dict[str, nn.Linear]:
-    """The linear layers whose names end in one of `targets`, whole parts of a name only."""
+    """The linear layers whose names end in one of `targets`, whole parts of a name only.
+
+    Those of the language model alone: a tower of pictures stays as it is.
+    """
     linears = {
         name: layer
         for name, layer in module.named_modules()
-        if type(layer) is nn.Linear and name != ADDED_HEAD
+        if type(layer) is nn.Linear and name != ADDED_HEAD and not is_tower(name)
     }
     matches = {target: [n for n in linears if f".{n}".endswith(f".{target}")] for target in targets}
     missing = [unmatched(target, linears) for target, found in matches.items() if not found]
@@ -175,7 +179,7 @@ def unmatched(target: str, linears: Mapping[str, Any]) -> Finding:
         code="E516",
         what=f"rf.LoRA has a target {target!r}, and the model has no linear layer of that name",
         got=known_names(known) if known else "a model without linear layers",
-        expected="the last part of a linear layer's name",
+        expected="the last part of a linear layer's name, outside of what sees pictures",
         near=near_names(target, known),
         fix=f"targets=({', '.join(map(repr, known[:2]))})" if len(known) > 1 else "",
     )
