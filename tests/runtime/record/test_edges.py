@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.batch import flat, is_ragged, offsets, ragged, text
+from rlflow.batch import flat, is_ragged, offsets, ragged, shared_rows, text
 from rlflow.errors import RunDirError
 from rlflow.runtime.record.durable import arm_from_environment, is_leftover
 from rlflow.runtime.record.edges.names import About, edge_directory
+from rlflow.runtime.record.edges.pieces import piece_of
 from rlflow.runtime.record.edges.reading import (
     about,
     is_whole,
@@ -231,3 +232,14 @@ def test_writing_imports_no_pandas(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
 
     assert "True False\n" == done.stdout
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+def test_rows_that_lie_in_the_same_values_are_written_each(limit):
+    once = ragged(torch.arange(12.0).view(6, 2), torch.tensor([4, 2]))
+    repeated = torch.tensor([0, 0, 1, 1])
+    held = piece_of({"x": shared_rows(once, repeated)}, None, 4, limit).fields["x"]
+
+    assert [4, 4, 2, 2][:limit] == held.bounds.diff().tolist()
+    wanted = torch.cat([once.unbind()[row] for row in repeated[:limit]])
+    assert torch.equal(wanted, held.values)

@@ -60,3 +60,24 @@ def test_rows_on_ray_have_the_bits_of_one_process(
             assert one.equals(other), (node, iteration)
             assert len(one) > 0
             assert recorded_tensors(one).keys() == recorded_tensors(other).keys()
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_rows_with_pictures_on_ray_have_the_bits_of_one_process(rlflow, tmp_path):
+    """Pixels lie once for all samples of a prompt, and are sent so between processes."""
+    small = {"prompts_per_iteration": 4, "group_size": 2, "eval_every": 9}
+    sets = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
+    words = ("--placement", "split", "--iterations", 2, "--quiet", *sets)
+    for backend in ("local", "ray"):
+        run = ("--backend", backend, "--run-dir", tmp_path / backend, "--devices", "cpu:2")
+        done = rlflow("run", PIPELINES / "vlm_grpo.py", *words, *run)
+        assert 0 == done.code, done.err
+
+    for node in NODES:
+        for iteration in (0, 1):
+            one, other = (read_edge(tmp_path / each, node, iteration) for each in ("local", "ray"))
+            assert one.equals(other), (node, iteration)
+    samples = read_edge(tmp_path / "ray", "actor.rollout", 1)
+    assert 8 == len(samples["prompt_pixels"])
+    assert samples["prompt_pixels"][0] == samples["prompt_pixels"][1]

@@ -154,10 +154,11 @@ def _apart(values: Tensor, count: int) -> Tensor:
 def _parts(field: Tensor) -> tuple[Tensor, Tensor | None]:
     """The values of a field, and the bounds of its rows where it is ragged.
 
-    A question to a nested tensor takes a tenth of a millisecond; what it holds is there at once.
+    Rows that lie in the same values, as those of one prompt's pictures, are copied. A question
+    to a nested tensor takes a tenth of a millisecond; what it holds is there at once.
     """
     held = getattr(field, "_values", None)
-    if isinstance(held, torch.Tensor):
+    if isinstance(held, torch.Tensor) and getattr(field, "_lengths", None) is None:
         return held.detach(), offsets(field)
     return (flat(field), offsets(field)) if is_ragged(field) else (field, None)
 
