@@ -39,14 +39,32 @@ their own (SGLang, vLLM) compute what they can: this table is of the engines tha
 | `model_type` | attention | experts | one | fsdp | tp | pp |
 |---|---|---|---|---|---|---|
 """
+END = """
+## Models that see
+
+Given `images=`, a model sees the pictures of its prompts, in training and in rollouts; without, it
+is trained on text as any other.
+
+| family | a picture is | by the worker | in SGLang |
+|---|---|---|---|
+| Qwen2.5-VL | a grid, with positions of time, height and width | whole, `fsdp=` | E554 |
+| Qwen3-VL | the same, which several layers of text see | whole, `fsdp=` | one device |
+| Mistral 3 | rows, with a token at the end of each | whole, `fsdp=` | E554 |
+| InternVL | tiles of one size | whole, `fsdp=` | E554 |
+| Gemma 3 | as many tokens whatever its size, seen both ways | whole | E554 |
+
+Log-probs, drawn tokens and gradients of packed rows are those of transformers' own forward, of the
+tower too; what SGLang draws is what the embedded engine draws. The tower is trained with the rest.
+`lora=` has adapters on the language model alone, and nothing else is trained then. Other layouts
+and engines are refused with pictures (E554), other families with E551.
+"""
 
 
 def page():
     """The whole page."""
     dispatched = ", ".join(sorted(kind for kind, each in FAMILIES.items() if each.dispatched))
-    return START.format(dispatched=dispatched) + "".join(
-        line(kind, family) for kind, family in sorted(FAMILIES.items())
-    )
+    lines = (line(kind, family) for kind, family in sorted(FAMILIES.items()))
+    return "".join([START.format(dispatched=dispatched), *lines, END])
 
 
 def line(kind: str, family: Family) -> str:
