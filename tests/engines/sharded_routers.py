@@ -10,6 +10,7 @@ from rlflow.engines.hf.microbatches import flat_places
 from rlflow.engines.hf.routing.replays import PROMPTS, RESPONSES
 from rlflow.engines.hf.sharded.build import load_sharded
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
+from rlflow.engines.hf.stages.train import StagedTrainEngine
 from rlflow.engines.hf.train import TrainEngine
 from tests.engines.examples import Spec, rows, weighted
 from tests.engines.sharded_checks import differ, gradients, meshes, own_rows
@@ -17,11 +18,15 @@ from tests.engines.sharded_checks import differ, gradients, meshes, own_rows
 KINDS = ("log_probs",)
 
 
-def replay_equal(rank, path, shape):
+def engine_of(pp):
+    return ShardedTrainEngine if pp == 1 else StagedTrainEngine
+
+
+def replay_equal(rank, path, shape, pp=1):
     """Ranks that replay experts, which are none's own choice, compute what one rank does."""
     shared = {"dtype": torch.float32, "device": "cpu"}
-    model = load_sharded(path, **meshes(shape), trained=True, recompute=True, **shared)
-    sharded = ShardedTrainEngine(model, Spec(), micro_tokens=20)
+    model = load_sharded(path, **meshes(shape, pp), trained=True, recompute=True, **shared)
+    sharded = engine_of(pp)(model, Spec(), micro_tokens=20)
     one = TrainEngine(load_model(path, **shared), Spec(), micro_tokens=None)
     batch = rows(n=4)
     told = one.forward(batch, outputs=(PROMPTS, RESPONSES), temperature=1.0)
@@ -49,11 +54,11 @@ def replay_equal(rank, path, shape):
     return True
 
 
-def check_equal(rank, path, shape, router):
+def check_equal(rank, path, shape, router, pp=1):
     """Gradients and metrics of ranks, cut unevenly, are those of one rank with all rows at once."""
     shared = {"dtype": torch.float32, "device": "cpu"}
-    model = load_sharded(path, **meshes(shape), trained=True, **shared)
-    sharded = ShardedTrainEngine(model, Spec(), micro_tokens=20, router=router)
+    model = load_sharded(path, **meshes(shape, pp), trained=True, **shared)
+    sharded = engine_of(pp)(model, Spec(), micro_tokens=20, router=router)
     one = TrainEngine(load_model(path, **shared), Spec(), micro_tokens=None, router=router)
     batch = rows(n=4)
     mine = select_rows(batch, own_rows(sharded, len(batch), uneven=True))
@@ -71,9 +76,12 @@ def check_equal(rank, path, shape, router):
     assert results[0].metrics.keys() == results[1].metrics.keys()
     for name, value in results[0].metrics.items():
         assert abs(results[1].metrics[name] - value) <= 2e-5 * max(1, abs(value)), name
-    names = one.routers.names
+    names = sharded.routers.names
+    of_stages = model.ranks.gather(names, ("pp",))
+    assert set(one.routers.names) == set().union(*of_stages)
     mine = {name: shards[name].tensor for name in names}
     whole = one.model.named_tensors()
     assert not names or not differ({n: whole[n] for n in names}, mine, shards, 1e-6)
+    names = one.routers.names
     assert bool(router.bias_rate) == any(whole[name].any() for name in names)
     return True

@@ -173,6 +173,17 @@ def test_ranks_replay_what_one_rank_does(world, tmp_path):
 
 
 @pytest.mark.slow
+def test_stages_replay_what_one_rank_does(world, tmp_path):
+    """Every stage records and replays the layers that it has; of the second model one has none."""
+    for dense in ((), (0,)):
+        layers = {"mlp_only_layers": list(dense)}
+        path = mixtures.save_mixture("qwen3_moe", tmp_path / str(len(dense)), **layers)
+        assert all(world(2).run(sharded_routers.replay_equal, path, (1, 1, 1), 2))
+    for shape in ((1, 2, 1, 2), (1, 2, 1, 1, 2)):  # experts apart, and tokens
+        assert all(world(4).run(sharded_routers.replay_equal, path, shape, 2))
+
+
+@pytest.mark.slow
 @pytest.mark.extra
 @pytest.mark.parametrize("kind", [kind for kind, known in ROUTERS.items() if known.replays])
 def test_routers_of_every_family_are_told_and_trained(kind, tmp_path):

@@ -165,6 +165,19 @@ def test_statistics_are_of_all_ranks_rows(mixture, world):
     assert all(world(2).run(sharded_routers.check_equal, *args))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("over", ["layer", "model"])
+def test_statistics_are_of_all_stages(over, mixture, world):
+    router = Routed(balance_coef=0.3, z_coef=0.1, balance_over=over)
+    path = mixture("qwen3_moe")
+
+    assert all(world(2).run(sharded_routers.check_equal, path, (1, 1, 1), router, 2))
+    for shape in (EP, (1, 2, 1, 1, 2)):
+        assert all(world(4).run(sharded_routers.check_equal, path, shape, router, 2))
+    args = (mixture("ernie4_5_moe"), (1, 1, 1), Routed(bias_rate=0.01), 2)
+    assert all(world(2).run(sharded_routers.check_equal, *args))
+
+
 def test_a_balance_loss_brings_experts_into_balance(mixture):
     path, batch = mixture("qwen3_moe", num_experts=8, num_experts_per_tok=1), rows()
     trained = engine(path, Routed(balance_coef=1.0))

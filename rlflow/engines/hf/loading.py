@@ -133,7 +133,7 @@ def treat_layers(
 
     Routers of experts follow passes from then on.
     """
-    model.routers = lead_routers(model.module)
+    model.routers = lead_routers(model.module, model.router_places.start)
     if compiled:
         compile_layers(model.module)
     if recompute:

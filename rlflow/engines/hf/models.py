@@ -120,6 +120,16 @@ class TorchModel(Resident):
         """The dtype of the weights."""
         return next(self.module.parameters()).dtype
 
+    @property
+    def router_places(self) -> range:
+        """Where its routers are among those of the whole model."""
+        return range(len(self.routers))
+
+    @property
+    def routers_in_all(self) -> int:
+        """How many routers the whole model has."""
+        return len(self.routers)
+
     @cached_property
     def sight(self) -> Sight | None:
         """How it sees pictures; None where it reads text alone."""

@@ -65,6 +65,7 @@ class TrainEngine:
     steps_with: Kinds = WHOLE
     # Whether micro-batches may become smaller here without a word to anybody else.
     alone = True
+    alike = 1
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class TrainEngine:
         router: RouterSpec | None = None,
     ) -> None:
         self.model = model
-        self.routers = FollowedRouters(model, router, self.total_of_rows)
+        self.routers = FollowedRouters(model, router, self.total_of_rows, self.alike)
         on_cpu = model.device.type == "cpu"
         self.packing = PackingAhead(
             model.device, beside=ahead, shared=model.shared_rows, sight=model.sight
@@ -126,7 +127,11 @@ class TrainEngine:
             advance(1, "micro-batches")
         for _ in range(len(parts), passes):
             self.fill(batch, outputs, temperature, top_k)
-        return in_batch_order(batch, [rows for rows, _ in parts], computed)
+        return self.told(in_batch_order(batch, [rows for rows, _ in parts], computed))
+
+    def told(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The outputs of a batch, of what was found here of them."""
+        return found
 
     def passes(self, own: int) -> int:
         """How many passes a model makes here where so many are of its own rows."""
@@ -306,7 +311,7 @@ class TrainEngine:
             self.forward(batch, outputs=(), temperature=1.0)
 
     def total_of_rows(self, values: Tensor) -> Tensor:
-        """A tensor added up over all who have other rows of a batch."""
+        """A tensor added up over all who have other rows of a batch, `alike` of them the same."""
         return values
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor | None, Batch]]:

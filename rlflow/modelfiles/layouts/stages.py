@@ -12,13 +12,8 @@ from rlflow.errors import Finding
 from rlflow.modelfiles.families import Family
 
 
-def staging_finding(
-    path: str, family: Family, layers: int, pp: int, *, led: bool = False
-) -> Finding | None:
-    """E531 where a model cannot be cut into `pp` stages of whole layers; None where it can.
-
-    Of a mixture whose routers are `led` no stage knows what those of the others choose.
-    """
+def staging_finding(path: str, family: Family, layers: int, pp: int) -> Finding | None:
+    """E531 where a model cannot be cut into `pp` stages of whole layers; None where it can."""
     if pp == 1:
         return None
     if not family.staged:
@@ -26,14 +21,6 @@ def staging_finding(
             code="E531",
             what=f"pp={pp}: the layers of model {path!r} cannot be cut into stages",
             got="a family whose stages were never compared with the whole model",
-            fix="rf.on(..., pp=1)",
-        )
-    if led:
-        return Finding(
-            code="E531",
-            what=f"pp={pp}: the routers of model {path!r} lie on several stages",
-            got="routing= of an op, or router= of the model",
-            expected="routers that are neither recorded, replayed nor balanced",
             fix="rf.on(..., pp=1)",
         )
     if pp <= layers:

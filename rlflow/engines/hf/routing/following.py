@@ -35,14 +35,18 @@ from rlflow.modelfiles.mixtures.routers import replay_finding, router_finding
 class FollowedRouters:
     """The routers of `model`, trained as `spec` says; None where nothing is said of them.
 
-    `total` adds up a tensor over the ranks that have other rows, or tokens. Raises UsageError
-    (E534, E535) for a model whose routers cannot be trained so.
+    `total` adds up a tensor over the ranks that have other rows, tokens or layers, of which `alike`
+    have the same rows. Raises UsageError (E534, E535) for a model whose routers cannot be trained
+    so.
     """
 
-    def __init__(self, model: TorchModel, spec: RouterSpec | None, total: Total) -> None:
+    def __init__(
+        self, model: TorchModel, spec: RouterSpec | None, total: Total, alike: int = 1
+    ) -> None:
         self.model = model
         self.spec = spec
         self.total = total
+        self.alike = alike
         self.step: StepRouting | None = None
         self.loads: Tensor | None = None
         self._fills = False
@@ -79,7 +83,7 @@ class FollowedRouters:
             self._require_replays()
         led = Pass() if self.step is None else self.step.follow(layout, filling=self._fills)
         led.records = records
-        led.replayed = replayed_of(batch, layout, len(self.model.routers))
+        led.replayed = replayed_of(batch, layout, self.model.routers_in_all)
         yield self._under(layout, led)
         led.open = False
         if self.step is not None:
@@ -90,6 +94,8 @@ class FollowedRouters:
         assert isinstance(state.routing, Pass)
         if not state.routing.records:
             return {}
+        if not self.model.routers:
+            return self.unread(batch)
         chosen, shared = flat_experts(state.routing), self.model.shared_rows
         if shared is not None:
             chosen = shared.of_all_tokens(chosen, state.layout)
@@ -117,10 +123,8 @@ class FollowedRouters:
         if self.spec is None:
             return
         experts = experts_in(text_config(self.model.config.to_dict()))
-        layers = len(self.model.routers)
-        shared = self.model.shared_rows
-        alike = 1 if shared is None else shared.ranks
-        self.step = StepRouting(self.spec, batch, layers, experts, self.total, alike)
+        layers = self.model.routers_in_all
+        self.step = StepRouting(self.spec, batch, layers, experts, self.total, self.alike)
         if self.step.counts_first:
             count(batch)
             self.step.counted()
@@ -142,7 +146,8 @@ class FollowedRouters:
         held = self.model.laid_out(self.model.all_tensors(), self.names)
         before = {name: shard.tensor.clone() for name, shard in held.items()}
         yield
-        changes = corrections(self.loads, self.spec.bias_rate)
+        places = self.model.router_places
+        changes = corrections(self.loads[places.start : places.stop], self.spec.bias_rate)
         for name, change in zip(self.names, changes, strict=True):
             shard = held[name]
             piece = change.view(shard.shape)[tuple(slice(*bounds) for bounds in shard.box)]

@@ -32,7 +32,7 @@ def replayed_of(batch: Batch, layout: PackedLayout, layers: int) -> Tensor | Non
 
 def flat_experts(done: Pass) -> Tensor:
     """What a pass has recorded of flat tokens, int16 `[tokens, layers * k]`."""
-    return torch.cat([done.chosen[layer] for layer in range(len(done.chosen))], -1)
+    return torch.cat([done.chosen[layer] for layer in sorted(done.chosen)], -1)
 
 
 def recorded_of(chosen: Tensor, layout: PackedLayout, batch: Batch) -> dict[str, Tensor]:

@@ -33,14 +33,15 @@ def find_routers(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if isinstance(part, recorded.target_class)]
 
 
-def lead_routers(module: nn.Module) -> list[nn.Module]:
+def lead_routers(module: nn.Module, first: int = 0) -> list[nn.Module]:
     """Let every router of a module follow the pass that a forward runs under; the routers.
 
-    Without one it computes what it did. Call it before layers are compiled or recomputed.
+    They are numbered from the `first` one on, in a stage of a larger model. Without a pass a router
+    computes what it did. Call it before layers are compiled or recomputed.
     """
     routers: list[Any] = find_routers(module)
     inner: Any = getattr(module, "body", module)
-    for layer, router in enumerate(routers):
+    for layer, router in enumerate(routers, first):
         scores = ROUTERS[inner.config.get_text_config().model_type].scores
         router.forward = partial(routed, router, layer, scores)
     return routers

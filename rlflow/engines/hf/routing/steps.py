@@ -27,7 +27,8 @@ Total = Callable[[Tensor], Tensor]
 class StepRouting:
     """What routers do in one optimizer step with a batch; `experts` a layer, of so many `layers`.
 
-    `total` adds up over ranks, of which `alike` have the same rows and parts of their tokens.
+    `total` adds up over ranks, of which `alike` have the same rows: parts of their tokens, or of
+    the layers, whose sums are zero for the others.
     Passes that are counted in `finish` are those of the step itself.
     """
 
@@ -78,7 +79,7 @@ class StepRouting:
     def took(self, done: Pass) -> None:
         """Take note of a pass that is over."""
         done.open = False
-        for layer in range(self.shape[0]):
+        for layer in done.loads:
             self.loads[layer] += done.loads[layer].cpu()
             self.given[layer] += done.given[layer].cpu()
             self.squares[layer] += done.squares[layer].cpu()

@@ -82,6 +82,16 @@ class ShardedModel(TorchModel):
         """The dtype that the model computes in."""
         return self._dtype
 
+    @property
+    def router_places(self) -> range:
+        """See `TorchModel.router_places`."""
+        return super().router_places if self.stage is None else self.stage.router_places
+
+    @property
+    def routers_in_all(self) -> int:
+        """See `TorchModel.routers_in_all`."""
+        return super().routers_in_all if self.stage is None else sum(self.stage.routers)
+
     def logits(
         self, tokens: Tensor, positions: Tensor, attention: AttentionState, keep: Tensor | None
     ) -> Tensor:

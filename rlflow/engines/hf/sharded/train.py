@@ -149,10 +149,15 @@ class ShardedTrainEngine(TrainEngine):
         none = self.routers.unread(batch) if len(plain) < len(outputs) else {}
         return none | {name: values[:0] for name, values in found.items()}
 
+    @property
+    def alike(self) -> int:  # type: ignore[override]
+        """How many ranks have the same rows, and other tokens or layers."""
+        return self.model.ranks.sizes["cp"] * self.model.ranks.sizes["pp"]
+
     def total_of_rows(self, values: Tensor) -> Tensor:
-        """A tensor added up over the ranks that have other rows, or tokens."""
+        """A tensor added up over the ranks that have other rows, tokens or layers."""
         ranks = self.model.ranks
-        return ranks.total(values.to(ranks.device), (*ROWS, "cp")).to(values.device)
+        return ranks.total(values.to(ranks.device), (*ROWS, "cp", "pp")).to(values.device)
 
     def metrics(self, own: dict[str, Tensor]) -> dict[str, float]:
         """The metrics of all rows, of those of every part's rows."""

@@ -10,6 +10,7 @@ micro-batches have as many shapes. This file knows neither rows nor the order of
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlflow.engines.hf.recompute import decoder_layers
-from rlflow.engines.hf.sharded.mesh import MeshRanks
+from rlflow.engines.hf.routing.routers import find_routers
+from rlflow.engines.hf.sharded.mesh import Axis, MeshRanks
 
 
 class LayerStage:
@@ -27,15 +29,17 @@ class LayerStage:
     size]`; both are None before a pass, and where this is the first stage, or the last. What goes
     on and what comes back have groups of their own, for NCCL sends in the order of one queue.
     The first and the last stage both hold weights of names that are `repeated`; of its parts a
-    stage has some `unread`, by their forwards, for their weights alone.
+    stage has some `unread`, by their forwards, for their weights alone. Each stage has so many
+    `routers` of experts.
     """
 
     def __init__(self, ranks: MeshRanks, layers: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.place, self.count = ranks.place("pp"), ranks.sizes["pp"]
         assert len(layers) == self.count, (layers, self.count)
-        start = sum(layers[: self.place])
-        self.layers = range(start, start + layers[self.place])
+        self.of_stages = layers
+        self.layers = _own(layers, self.place)
+        self.routers = (0,) * self.count
         self.group = ranks.groups["pp"]
         members = dist.get_process_group_ranks(self.group)
         self._returning = dist.new_group(members, use_local_synchronization=True)
@@ -44,6 +48,11 @@ class LayerStage:
         self.repeated: frozenset[str] = frozenset()
         self.unread: frozenset[nn.Module] = frozenset()
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    @property
+    def router_places(self) -> range:
+        """Where its routers are among those of the whole model."""
+        return _own(self.routers, self.place)
 
     @property
     def first(self) -> bool:
@@ -126,6 +135,25 @@ class LayerStage:
             made[name] = here.cpu()
         return made
 
+    def joined(self, own: Tensor) -> Tensor:
+        """What all stages have found of their routers `[tokens, routers * k]`, side by side."""
+        axes: tuple[Axis] = ("pp",)
+        each = self.ranks.most(own.shape[1] // max(1, len(self.router_places)), axes)
+        parts = []
+        for place, count in enumerate(self.routers):
+            here = own if place == self.place else own.new_empty((len(own), count * each))
+            sent = here.to(self.ranks.device).contiguous()
+            # Neither gloo nor NCCL knows numbers of 16 bits.
+            dist.broadcast(sent.view(torch.uint8), group=self.group, group_src=place)
+            parts.append(sent.cpu())
+        return torch.cat(parts, -1)
+
+
+def _own(counts: Sequence[int], place: int) -> range:
+    """Which of things a stage has, of which each has so many."""
+    start = sum(counts[:place])
+    return range(start, start + counts[place])
+
 
 class Elsewhere(nn.Module):
     """In the place of a layer of another stage: lets hidden states through.
@@ -190,6 +218,10 @@ def cut_stage(module: nn.Module, stage: LayerStage, dtype: torch.dtype) -> None:
     head's weight as well stays on both.
     """
     layers = decoder_layers(module)
+    routers = set(find_routers(module))
+    held = [len(routers.intersection(layer.modules())) for layer in layers.values()]
+    numbers = (_own(stage.of_stages, place) for place in range(stage.count))
+    stage.routers = tuple(sum(held[n] for n in own) for own in numbers)
     for number, (name, layer) in enumerate(layers.items()):
         if number not in stage.layers:
             _put(module, name, _beyond(layer, number, stage))

@@ -25,6 +25,7 @@ from rlflow.engines.hf.sharded.model import local
 from rlflow.engines.hf.sharded.optim import ShardedAdamW
 from rlflow.engines.hf.sharded.train import Forwarded, ShardedTrainEngine
 from rlflow.engines.hf.stages.stage import LayerStage
+from rlflow.engines.hf.train import EXPERTS
 
 Turn = Literal["forward", "backward"]
 
@@ -73,18 +74,11 @@ class StagedTrainEngine(ShardedTrainEngine):
         assert self.model.stage is not None
         return self.model.stage
 
-    def forward(
-        self,
-        batch: Batch,
-        *,
-        outputs: Collection[str],
-        temperature: Temperature,
-        top_k: int = 0,
-    ) -> dict[str, Tensor]:
-        """See `TrainEngine.forward`; a stage goes on to the next micro-batch as it has sent one."""
-        found = super().forward(batch, outputs=outputs, temperature=temperature, top_k=top_k)
+    def told(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See `TrainEngine.told`; of experts that tokens chose every stage has some layers."""
         self.stage.flush()
-        return self.stage.last_says(found) if outputs else found
+        experts = {name: self.stage.joined(found.pop(name)) for name in sorted(EXPERTS & {*found})}
+        return self.stage.last_says(found) | experts
 
     def at_once(
         self,

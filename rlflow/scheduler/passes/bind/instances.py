@@ -25,6 +25,7 @@ from rlflow.modelfiles.families import (
     stacked_finding,
 )
 from rlflow.modelfiles.layouts.contexts import context_finding
+from rlflow.modelfiles.layouts.stages import staging_finding
 from rlflow.modelfiles.mixtures.routers import replay_finding, router_finding, width_finding
 from rlflow.scheduler.costs.distributions import EXPERTS
 from rlflow.scheduler.costs.estimate import Costs
@@ -33,7 +34,6 @@ from rlflow.scheduler.engines.engines import engine_parts
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.passes.bind.cuts import width_findings
 from rlflow.scheduler.passes.bind.pictures import unseen_findings
-from rlflow.scheduler.passes.bind.pipelines import unstaged
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.plan.plan import MICRO_TOKENS, Instance, Part, Plan
 
@@ -282,7 +282,7 @@ def _uncomputed(
     found.append(None if shared else _undispatched(instance, model, shape))
     apart = (shape.heads, instance.cp, instance.tp, instance.cp_by)
     found.append(context_finding(model.path, shape.family, *apart, windows=shape.windows))
-    found.append(unstaged(instance, model, shape, nodes))
+    found.append(staging_finding(model.path, shape.family, shape.layers, instance.pp))
     if isinstance(model.optimizer, Muon) and shape.family.experts != "none":
         found.append(stacked_finding(model.path))
     if model.router is not None:

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlflow.errors import Finding
 from rlflow.graph.graph import Node
-from rlflow.graph.model import Model
-from rlflow.graph.roles import Routed
-from rlflow.modelfiles.layouts.stages import staging_finding
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.microbatches import row_parts
 from rlflow.scheduler.costs.ranks.pipeline import bubble, hop_bytes
 from rlflow.scheduler.devices.cluster import amount
-from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.plan import Instance
 
 
@@ -44,12 +39,3 @@ def _passing(node: Node, instance: Instance, costs: Costs) -> str:
     ahead = min(passes, instance.pp)
     told += f", the first has up to {ahead} under way (one forward, one backward)"
     return f"{told}, and a rank sends {amount(int(sent))} on and as much back"
-
-
-def unstaged(
-    instance: Instance, model: Model, shape: Shape, nodes: Sequence[Node]
-) -> Finding | None:
-    """What keeps the layers of a model from being cut into stages."""
-    routed = any(node.model == model.name and node.role(Routed) for node in nodes)
-    led = routed or model.router is not None
-    return staging_finding(model.path, shape.family, shape.layers, instance.pp, led=led)
