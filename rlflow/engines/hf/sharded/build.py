@@ -61,7 +61,7 @@ from rlflow.engines.hf.weights.filling import fill_all
 from rlflow.engines.hf.weights.skeletons import auto, skeleton
 from rlflow.errors import Finding, UsageError
 from rlflow.graph.placement import ContextBy, Recompute
-from rlflow.modelfiles.configs import text_config
+from rlflow.modelfiles.configs import HEADS, text_config, text_value
 from rlflow.modelfiles.families import (
     cutting_finding,
     dispatch_finding,
@@ -163,15 +163,15 @@ def check_family(
 ) -> None:
     """Refuse a family of models that ranks of so many along each axis cannot hold."""
     text = config.get_text_config()
-    family, experts = family_of(config.to_dict()), experts_in(text_config(config.to_dict()))
+    said = config.to_dict()
+    family, experts = family_of(said), experts_in(text_config(said))
     found = sharding_finding(path, family, experts, sizes["fsdp"], sizes["tp"])
     if sizes["tp"] > 1:
         found = cutting_finding(path, family, text.model_type) or found
         found = found or (sequence_finding(path, family) if sequence else None)
     found = found or dispatch_finding(path, family, experts, ep, sizes["fsdp"], sizes["tp"])
-    windows = windowed(config.to_dict())
-    heads = (text.num_attention_heads, sizes["cp"], sizes["tp"], cp_by)
-    found = found or context_finding(path, family, *heads, windows=windows)
+    heads = (text_value(said, *HEADS), sizes["cp"], sizes["tp"], cp_by)
+    found = found or context_finding(path, family, *heads, windows=windowed(said))
     found = found or staging_finding(path, family, text.num_hidden_layers, sizes["pp"])
     if found is not None:
         raise UsageError(found)
