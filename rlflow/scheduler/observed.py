@@ -284,6 +284,13 @@ def _lengths(
     return found
 
 
+def _said(
+    name: str, figures: Sequence[tuple[int, Mapping[str, float]]], seen: Window
+) -> list[float]:
+    """A metric in the iterations of a window that have it."""
+    return [v[name] for iteration, v in figures if iteration >= seen.first and name in v]
+
+
 def _trips(
     plan: Plan,
     costs: Costs,
@@ -296,8 +303,7 @@ def _trips(
     for end, loop in plan.graph.having(LoopEnd):
         if loop.at_most == 1:
             continue
-        name = f"{end.name}/trips"
-        counts = [v[name] for iteration, v in figures if iteration >= seen.first and name in v]
+        counts = _said(f"{end.name}/trips", figures, seen)
         if counts:
             sample = Sample(origin, len(counts), 0.0, 0.0, trips=fmean(counts))
             found.append((keys.trips(plan.graph, end), costs.setting, sample))
@@ -315,11 +321,7 @@ def _accepted(
     found = []
     runs = {a.node: a for a in plan.actions if a.kind == "run" and a.instance}
     for node in (each for each in plan.graph.nodes if each.name in runs):
-        shares = [
-            values[f"{node.name}/acceptance"]
-            for iteration, values in figures
-            if iteration >= seen.first and f"{node.name}/acceptance" in values
-        ]
+        shares = _said(f"{node.name}/acceptance", figures, seen)
         instance = plan.instance(str(runs[node.name].instance))
         drafted, beams = drafts_of(node, instance)
         if shares and drafted and beams == 1:

@@ -96,7 +96,13 @@ def generated(monkeypatch, encode, *, routing):
 )
 def test_experts_of_every_token_come_with_its_row(monkeypatch, encode):
     messages, asked = generated(monkeypatch, encode, routing=True)
-    rows = Rows(2, lambda wanted: Played(messages), stopped=bool, give_up=RuntimeError)
+    rows = Rows(
+        *(2, lambda wanted: Played(messages)),
+        stopped=bool,
+        give_up=RuntimeError,
+        vocabulary=20,
+        most=lambda row: row + 1,
+    )
     rows.run()
     prompts = ragged_rows(PROMPTS, torch.int64)
 
