@@ -11,7 +11,7 @@ from tests.sources import FILES, PACKAGE, nodes, tree
 # Files of more than 400 lines, each with its reason. A file is as long as its subject: one that is
 # cut in two to fit, with half of a class in each, is harder to read than a long one.
 LONG = {
-    "graph/graph.py": "a graph with its edges, which follow from its nodes, and its plain data",
+    "graph/graph.py": "a graph and its nodes, from which its edges follow, and its plain data",
     "scheduler/devices/hardware.py": "a table of kinds, each with its sources, and their rates",
     "scheduler/plan/plan.py": "a plan and all that its actions are made of, read side by side",
 }

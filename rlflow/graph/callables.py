@@ -31,6 +31,14 @@ def name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
+def full_name_of(function: Callable[..., Any]) -> str:
+    """Its name behind its module's; of an object that has none that of its class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The evaluated annotations of its parameters and its result; none of what has none."""
     try:

@@ -1,19 +1,21 @@
-"""The types of what travels on an edge, and the annotations users write them with.
+"""What travels on an edge: its types, the annotations users write them with, and what binds it.
 
 A field has a dtype, a level (how many values it has) and, at the token level, the mask
-it lives under. This file does not know which op makes a field or who reads it.
+it lives under. Bindings and edges name the nodes at their ends and know nothing else of them.
 """
 
 from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 Level = Literal["token", "row"]
 DType = Literal["int64", "int16", "float32", "bool", "text", "image"]
 Granularity = Literal["row", "group", "batch"]
+EdgeKind = Literal["data", "weights", "order", "state"]
 
 IMAGE: DType = "image"
 """Pictures of a row as they are encoded in files, any number of them."""
@@ -129,3 +131,54 @@ def is_optional(annotation: Any) -> tuple[bool, Any]:
         if len(rest) == 1:
             return True, rest[0]
     return False, annotation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """An input of a node, bound to the field of another node that feeds it.
+
+    `part` says of which of the row sets that the node reads it is.
+    """
+
+    name: str
+    source: str
+    field: Field
+    part: int = 0
+
+    def __str__(self) -> str:
+        renamed = "" if self.field.name == self.name else f"{self.field.name} as "
+        return f"{self.source}.{renamed}{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declined:
+    """A field that was offered to a node and that its options leave unread."""
+
+    source: str
+    field: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """`target` in iteration i waits for `source` in iteration i - distance, because of `reason`."""
+
+    source: str
+    target: str
+    kind: EdgeKind
+    distance: int
+    reason: str = ""
+    fields: tuple[str, ...] = ()
+    model: str | None = None
+
+
+def references(inputs: Iterable[Binding]) -> dict[str, str | list[str]]:
+    """What is read by the name it is read as: `node.field`, a list where it is read of several.
+
+    A name of another row set than the first has its number before it: `1:reward`.
+    """
+    found: dict[str, list[str]] = {}
+    for bound in inputs:
+        name = f"{bound.part}:{bound.name}" if bound.part else bound.name
+        found.setdefault(name, []).append(f"{bound.source}.{bound.field.name}")
+    return {name: each[0] if len(each) == 1 else each for name, each in found.items()}

@@ -10,15 +10,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import networkx as nx
 
 from rlflow.errors import Source
-from rlflow.graph.fields import Field
+from rlflow.graph.fields import Binding, Declined, Edge, references
 from rlflow.graph.model import Model
 from rlflow.graph.op import Op, param_text
 from rlflow.graph.roles import (
@@ -39,34 +38,7 @@ from rlflow.graph.rules.counts import Counts
 from rlflow.graph.schedule import ALWAYS, Window, is_due, written
 from rlflow.graph.user.lengths import Lengths
 
-EdgeKind = Literal["data", "weights", "order", "state"]
 R = TypeVar("R", bound=Role)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
-    """An input of a node, bound to the field of another node that feeds it.
-
-    `part` says of which of the row sets that the node reads it is.
-    """
-
-    name: str
-    source: str
-    field: Field
-    part: int = 0
-
-    def __str__(self) -> str:
-        renamed = "" if self.field.name == self.name else f"{self.field.name} as "
-        return f"{self.source}.{renamed}{self.name}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Declined:
-    """A field that was offered to a node and that its options leave unread."""
-
-    source: str
-    field: str
-    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,19 +151,6 @@ class Node:
     def sources(self) -> tuple[str, ...]:
         """The nodes that feed this one, each once, in order of the inputs."""
         return tuple(dict.fromkeys(binding.source for binding in self.inputs))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Edge:
-    """`target` in iteration i waits for `source` in iteration i - distance, because of `reason`."""
-
-    source: str
-    target: str
-    kind: EdgeKind
-    distance: int
-    reason: str = ""
-    fields: tuple[str, ...] = ()
-    model: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -485,7 +444,7 @@ def _node_data(node: Node) -> dict[str, Any]:
         "use": node.op.use,
         "model": node.model,
         "every": node.every,
-        "inputs": _references(node.inputs),
+        "inputs": references(node.inputs),
         "outputs": [str(made) for made in node.op.outputs],
         "params": {key: param_text(value) for key, value in node.params},
         **({"loop": node.loop, "trip": node.trip} if node.loop is not None else {}),
@@ -494,15 +453,3 @@ def _node_data(node: Node) -> dict[str, Any]:
         **({"recalls": True} if node.op.recalls else {}),
         **({"effect": node.op.effect} if node.shares is not None else {}),
     }
-
-
-def _references(inputs: Iterable[Binding]) -> dict[str, str | list[str]]:
-    """What is read by the name it is read as: `node.field`, a list where it is read of several.
-
-    A name of another row set than the first has its number before it: `1:reward`.
-    """
-    found: dict[str, list[str]] = {}
-    for bound in inputs:
-        name = f"{bound.part}:{bound.name}" if bound.part else bound.name
-        found.setdefault(name, []).append(f"{bound.source}.{bound.field.name}")
-    return {name: each[0] if len(each) == 1 else each for name, each in found.items()}

@@ -14,7 +14,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from rlflow.graph.graph import Binding, Edge, Graph, Node
+from rlflow.graph.fields import Binding, Edge
+from rlflow.graph.graph import Graph, Node
 from rlflow.graph.op import param_text
 from rlflow.graph.schedule import due_text
 

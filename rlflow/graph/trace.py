@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlflow.errors import LONGEST_NAME, Finding, GraphError, Source
-from rlflow.graph.fields import Field
-from rlflow.graph.graph import Binding, Declined, Node
+from rlflow.graph.fields import Binding, Declined, Field
+from rlflow.graph.graph import Node
 from rlflow.graph.model import Model
 from rlflow.graph.op import Input, Op
 from rlflow.graph.rules import handle_findings

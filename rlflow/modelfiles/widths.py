@@ -345,3 +345,19 @@ def _latent(text: Mapping[str, Any]) -> dict[str, Any]:
         "nope_dim": text_value(text, "qk_nope_head_dim"),
         "value_dim": text_value(text, "v_head_dim"),
     }
+
+
+def length_finding(what: str, got: str, least: int, new: int, context: int) -> Finding | None:
+    """E505 where a row of at `least` so many tokens and `new` ones is longer than a context.
+
+    None where it fits, or where a config says no context.
+    """
+    if not context or least + new <= context:
+        return None
+    return Finding(
+        code="E505",
+        what=what,
+        got=got,
+        expected=f"at most {context} tokens, the model's context",
+        fix=f"max_new_tokens={context - least}" if new and least < context else "",
+    )

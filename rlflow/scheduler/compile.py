@@ -22,6 +22,7 @@ from rlflow.scheduler.costs.rows.assumptions import seconds_rest_on
 from rlflow.scheduler.costs.rows.given import check_lengths
 from rlflow.scheduler.devices.cluster import Cluster, mixed_pools
 from rlflow.scheduler.devices.hardware import TAKEN_FOR_GRANTED
+from rlflow.scheduler.models.contexts import length_findings
 from rlflow.scheduler.models.heads import head_findings, head_notes
 from rlflow.scheduler.models.routing import with_widths
 from rlflow.scheduler.models.shapes import Shape, model_shape, stand_ins
@@ -201,7 +202,7 @@ def _checked_shapes(graph: Graph, near: Path | None) -> dict[str, Shape | None]:
     """The shapes of all models, read from files that fit what the graph does with them."""
     shapes = {model.name: model_shape(model, near) for model in graph.models}
     findings = [*tokenizer_findings(graph, near), *model_findings(graph, shapes, near)]
-    findings += vocabulary_findings(graph, shapes)
+    findings += [*vocabulary_findings(graph, shapes), *length_findings(graph, shapes)]
     if findings:
         raise PlanError(*findings)
     wrong = [*missing_tokenizers(graph, near), *head_findings(graph, near)]

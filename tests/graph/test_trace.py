@@ -9,7 +9,8 @@ import pytest
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import GraphError
-from rlflow.graph.graph import Binding, Graph, Node
+from rlflow.graph.fields import Binding
+from rlflow.graph.graph import Graph, Node
 from rlflow.graph.op import Op
 from rlflow.graph.rules.check import check_graph
 from rlflow.graph.rules.nesting import NodeName

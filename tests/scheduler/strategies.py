@@ -36,7 +36,7 @@ def config(hidden: int, layers: int) -> dict[str, object]:
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
+        "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
     }
 

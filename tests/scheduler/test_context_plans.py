@@ -24,14 +24,15 @@ from rlflow.scheduler.search.remedies import other_layouts, with_remedies
 from rlflow.scheduler.search.space import layouts_of, placed_uses
 from tests.scheduler.strategies import exact, graph_of
 
-SEVEN = known_shape("qwen2.5-7b")
+MODEL = "deepseek-r1-distill-qwen-7b"
+SEVEN = known_shape(MODEL)
 HEADS, KEYS, WIDTH, LAYERS = 28, 4, 128, 28
 GPUS = parse_cluster("h100:8", 8)
 TOKENS = 16_384
 
 
 def declared() -> None:
-    actor = rf.Model("actor", "shape:qwen2.5-7b", dtype="bfloat16", optimizer=rf.AdamW(lr=1e-6))
+    actor = rf.Model("actor", f"shape:{MODEL}", dtype="bfloat16", optimizer=rf.AdamW(lr=1e-6))
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=64)
     samples = ops.rollout(actor, prompts, n=2, max_new_tokens=126_000)
     advantages = ops.advantage("grpo", samples, ops.reward(exact, samples))

@@ -9,7 +9,8 @@ import pytest
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
-from rlflow.graph.graph import Binding, Edge, Graph, Node
+from rlflow.graph.fields import Binding, Edge
+from rlflow.graph.graph import Graph, Node
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.plan.plan import Action, Dep, Instance, Part, Plan, Reason
 from rlflow.scheduler.verify.happens_before import Facts

@@ -17,7 +17,8 @@ from hypothesis import given, reject, settings
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
-from rlflow.graph.graph import Binding, Graph, Node
+from rlflow.graph.fields import Binding
+from rlflow.graph.graph import Graph, Node
 from rlflow.graph.trace import Handle
 from rlflow.scheduler.passes.rewrite import rewrite
 from rlflow.scheduler.passes.staleness import stamp

@@ -32,7 +32,7 @@ def kept(response: list[str]) -> None:
 
 def of_rows(batch: int, new: int = 1024) -> Graph:
     def declare() -> None:
-        actor = rf.Model("actor", "shape:qwen2.5-7b", dtype="bfloat16")
+        actor = rf.Model("actor", "shape:deepseek-r1-distill-qwen-7b", dtype="bfloat16")
         data = rf.data.arithmetic(digits=2)
         samples = ops.rollout(actor, ops.prompts(data, batch=batch), n=N, max_new_tokens=new)
         kept(samples)

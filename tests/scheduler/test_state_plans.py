@@ -11,7 +11,8 @@ from hypothesis import given, settings
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
-from rlflow.graph.graph import Edge, Graph
+from rlflow.graph.fields import Edge
+from rlflow.graph.graph import Graph
 from rlflow.graph.trace import Handle
 from rlflow.scheduler.compile import Compiled, compile_plan
 from rlflow.scheduler.plan.plan import Plan

@@ -8,8 +8,8 @@ from typing import Any
 
 import rlflow as rf
 from rlflow import ops
-from rlflow.graph.fields import Field, row, token
-from rlflow.graph.graph import Binding, Graph, Node
+from rlflow.graph.fields import Binding, Field, row, token
+from rlflow.graph.graph import Graph, Node
 from rlflow.graph.op import Input, Op
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.devices.cluster import parse_cluster

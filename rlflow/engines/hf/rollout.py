@@ -29,9 +29,10 @@ from rlflow.engines.hf.generate.graphs import cuda_graphs
 from rlflow.engines.hf.generate.paged_decoding import PagedDecoding
 from rlflow.engines.hf.generate.speculative import Draft, SpeculativeDecoding, require_drafter
 from rlflow.engines.hf.models import TorchModel
-from rlflow.errors import Finding, RunError, UsageError
+from rlflow.errors import RunError, UsageError
 from rlflow.modelfiles.mixtures.routers import replay_finding
 from rlflow.modelfiles.paging import MOST_ROWS
+from rlflow.modelfiles.widths import length_finding
 
 EVERYTHING = Reach()
 
@@ -172,21 +173,15 @@ class TorchRollout:
 
     def require_room(self, sizes: Tensor, sampling: Sampling, reach: Reach) -> None:
         """Raise RunError, naming the longest prompt, where one does not fit."""
-        context = self.model.context
-        if context is None or not len(sizes):
+        if not len(sizes):
             return
-        longest = int(sizes.argmax())
+        longest, new = int(sizes.argmax()), sampling.max_new_tokens
         size = int(sizes[longest]) - reach.first
-        if size + sampling.max_new_tokens > context:
-            raise RunError(
-                Finding(
-                    code="E505",
-                    what=f"prompt {longest} is too long for model {self.model.name!r}",
-                    got=f"{size} prompt tokens + {sampling.max_new_tokens} new tokens",
-                    expected=f"at most {context}, the model's context",
-                    fix=f"max_new_tokens={context - size}" if size < context else "",
-                )
-            )
+        what = f"prompt {longest} is too long for model {self.model.name!r}"
+        got = f"{size} prompt tokens + {new} new tokens"
+        found = length_finding(what, got, size, new, self.model.context or 0)
+        if found is not None:
+            raise RunError(found)
 
     def require_routers(self) -> None:
         """Raise UsageError (E536) where the model's routers cannot be recorded."""

@@ -44,6 +44,7 @@ from rlflow.engines.hf.routing.replays import PROMPTS, RESPONSES
 from rlflow.errors import Finding, RunError
 from rlflow.graph.fields import PIXELS
 from rlflow.modelfiles.chunks import CHUNK_BYTES
+from rlflow.modelfiles.widths import length_finding
 
 Computed = TypeVar("Computed")
 SCORES = ("log_probs", "entropy")
@@ -347,16 +348,11 @@ class TrainEngine:
 
     def require_context(self, longest: int) -> None:
         """Raise RunError for rows longer than the model's context."""
-        context = self.model.context
-        if context is not None and longest > context:
-            raise RunError(
-                Finding(
-                    code="E505",
-                    what=f"a row is longer than the context of model {self.model.name!r}",
-                    got=f"{longest} tokens",
-                    expected=f"at most {context}",
-                )
-            )
+        what = f"a row is longer than the context of model {self.model.name!r}"
+        got, context = f"{longest} tokens", self.model.context or 0
+        found = length_finding(what, got, longest, 0, context)
+        if found is not None:
+            raise RunError(found)
 
     def require_optimizer(self) -> AdamWState:
         """The optimizer; RunError where there is none or it sleeps."""

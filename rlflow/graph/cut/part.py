@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from rlflow.errors import Finding, UsageError
 from rlflow.graph.cut.names import ReadEdge, name_findings
 from rlflow.graph.cut.sources import SINK, joined_to, recorded_source
-from rlflow.graph.graph import Binding, Graph, Node
+from rlflow.graph.fields import Binding
+from rlflow.graph.graph import Graph, Node
 from rlflow.graph.model import Model
 from rlflow.graph.op import Input
 

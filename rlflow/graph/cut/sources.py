@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from rlflow.graph.cut.names import ReadEdge
-from rlflow.graph.graph import Binding, Graph, Node
+from rlflow.graph.fields import Binding
+from rlflow.graph.graph import Graph, Node
 from rlflow.graph.op import Input, Op
 from rlflow.graph.roles import Drawn, Recorded, SamplingOptions
 from rlflow.graph.rules.check import row_counts

@@ -12,7 +12,8 @@ from dataclasses import replace
 import networkx as nx
 
 from rlflow.errors import Finding
-from rlflow.graph.graph import Binding, Graph, Node
+from rlflow.graph.fields import Binding
+from rlflow.graph.graph import Graph, Node
 from rlflow.graph.roles import Drawn, Learning, LoopEnd, SamplingOptions, Scoring
 from rlflow.graph.rules.averages import averages_are_alike, averages_are_taken
 from rlflow.graph.rules.counts import Counts

@@ -8,6 +8,7 @@ from torch import Tensor
 from rlflow.batch import flat, is_ragged, strings
 from rlflow.contract.values import Stat
 from rlflow.errors import Finding, RunError
+from rlflow.graph.callables import name_of
 from rlflow.ops.bodies.common import inputs_of
 from rlflow.ops.bodies.reward import python_rows
 from rlflow.ops.bodies.stats import max_of, mean_of, min_of
@@ -41,7 +42,7 @@ def metrics(call: Call) -> Output:
         raise RunError(
             Finding(
                 code="E641",
-                what=f"metrics {function.__name__}: {type(error).__name__}: {error}",
+                what=f"metrics {name_of(function)}: {type(error).__name__}: {error}",
                 where=call.where,
                 expected="a dict of names and numbers",
             )

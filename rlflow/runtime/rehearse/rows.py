@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import make_batch, ragged, text
-from rlflow.graph.fields import IMAGE, PICTURES, PIXELS, DType, Field
-from rlflow.graph.graph import Binding, Node
+from rlflow.graph.fields import IMAGE, PICTURES, PIXELS, Binding, DType, Field
+from rlflow.graph.graph import Node
 from rlflow.runtime.worker.reading import Read
 from rlflow.runtime.worker.store import ShardStore, Stored
 from rlflow.scheduler.plan.plan import Action

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlflow.batch import Batch
-    from rlflow.graph.graph import Binding, Graph, Node
+    from rlflow.graph.fields import Binding
+    from rlflow.graph.graph import Graph, Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,12 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlflow.graph.callables import full_name_of
 from rlflow.graph.fields import Field
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.model import Model, Muon
@@ -73,7 +74,7 @@ def hardware(kind: str, threads: int) -> str:
 def work(node: Node) -> str:
     """What a node does, as far as that decides how long it takes."""
     options = {key: _option(value) for key, value in sorted(node.params) if key not in WEIGHTLESS}
-    function = _function(node.op.function) if node.op.function is not None else ""
+    function = full_name_of(node.op.function) if node.op.function is not None else ""
     reads = ",".join(sorted(binding.name + _width(binding.field) for binding in node.inputs))
     made = ",".join(sorted(field.name + _width(field) for field in node.op.outputs))
     said = " ".join(f"{key}={value}" for key, value in options.items())
@@ -88,14 +89,10 @@ def _width(field: Field) -> str:
 def _option(value: object) -> str:
     """An option as text; of a loss its kind, of a function its name."""
     if callable(value) and hasattr(value, "__qualname__"):
-        return _function(value)
+        return full_name_of(value)
     if hasattr(value, "needs"):
         return type(value).__name__
     return param_text(value)
-
-
-def _function(function: Callable[..., object]) -> str:
-    return f"{function.__module__}.{function.__qualname__}"
 
 
 def model(declared: Model | None, shape: Shape | None, instance: Instance | None) -> str:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rlflow.errors import Finding, PlanError
-from rlflow.graph.graph import Binding, Graph, Node
+from rlflow.graph.fields import Binding
+from rlflow.graph.graph import Graph, Node
 from rlflow.graph.roles import Paused, Resumed, SamplingOptions
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.costs.loop_trips import recarried

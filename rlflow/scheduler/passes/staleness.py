@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from rlflow.errors import Finding, PlanError
-from rlflow.graph.graph import Binding, Declined, Graph, Node
+from rlflow.graph.fields import Binding, Declined
+from rlflow.graph.graph import Graph, Node
 from rlflow.graph.op import Input
 from rlflow.graph.placement import Placement
 from rlflow.graph.roles import Learning, LoopEnd, Recalling, Recorded

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rlflow.errors import Finding, PlanError
-from rlflow.graph.graph import Binding, Graph, Node
+from rlflow.graph.fields import Binding
+from rlflow.graph.graph import Graph, Node
 from rlflow.graph.roles import LoopEnd, Paused, Resumed
 from rlflow.graph.rules.nesting import NodeName, declared_name, nodes_within, path
 from rlflow.scheduler.context import Context

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from rlflow.errors import Finding, UsageError
-from rlflow.graph.fields import Field
-from rlflow.graph.graph import Binding, Graph, Node
+from rlflow.graph.fields import Binding, Field
+from rlflow.graph.graph import Graph, Node
 from rlflow.graph.model import Model
 from rlflow.graph.op import Op
 from rlflow.graph.roles import ALL

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlflow.graph.graph import Binding, Graph, Node
+from rlflow.graph.fields import Binding
+from rlflow.graph.graph import Graph, Node
 from rlflow.graph.rules.check import most_rows, num_prompts
 from rlflow.scheduler.verify.happens_before import Facts
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from rlflow.graph.graph import Edge, Node
+from rlflow.graph.fields import Edge
+from rlflow.graph.graph import Node
 from rlflow.graph.roles import Learning
 from rlflow.graph.rules.check import most_rows, num_prompts, row_counts
 from rlflow.scheduler.plan.plan import HOST, Action, Chunk, Spread

@@ -39,6 +39,7 @@ from rlflow.engines.process.sglang.pictures import sent_pictures
 from rlflow.errors import Finding, RunError
 from rlflow.graph.user.speculative import slots
 from rlflow.modelfiles.pictures.sights import Sight, sight_of
+from rlflow.modelfiles.widths import length_finding
 
 EVERYTHING = Reach()
 # SGLang keeps so many tokens of its pool and of its context back.
@@ -246,20 +247,14 @@ class SGLangRollout:
         """Raise RunError, naming the longest prompt, where one does not fit."""
         longest = int(sizes.argmax())
         size = int(sizes[longest]) - reach.first
-        context = self.model.context
-        got = f"{size} prompt tokens + {sampling.max_new_tokens} new tokens"
-        if context is not None and size + sampling.max_new_tokens > context:
-            raise RunError(
-                Finding(
-                    code="E505",
-                    what=f"prompt {longest} is too long for model {self.model.name!r}",
-                    got=got,
-                    expected=f"at most {context}, the model's context",
-                    fix=f"max_new_tokens={context - size}" if size < context else "",
-                )
-            )
+        new = sampling.max_new_tokens
+        what = f"prompt {longest} is too long for model {self.model.name!r}"
+        got = f"{size} prompt tokens + {new} new tokens"
+        found = length_finding(what, got, size, new, self.model.context or 0)
+        if found is not None:
+            raise RunError(found)
         pool = int(self.model.replica.facts["pool_tokens"]) - KEPT_BACK - slots(self._verified())
-        if size + sampling.max_new_tokens > pool:
+        if size + new > pool:
             raise RunError(
                 Finding(
                     code="E589",

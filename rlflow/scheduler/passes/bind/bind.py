@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rlflow.errors import Finding, PlanError, known_names, near_names
+from rlflow.graph.callables import name_of
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.placement import On, Placement
 from rlflow.graph.roles import Averaged, Drafted, Paused, Recorded, Resumed
@@ -354,5 +355,5 @@ def _as_declared(node: Node) -> str:
     return (
         f"ops.{node.op.name}{model}{period}"
         if node.op.function is None
-        else (f"{node.op.name}{model} of {node.op.function.__name__}{period}")
+        else f"{node.op.name}{model} of {name_of(node.op.function)}{period}"
     )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rlflow.graph.graph import Binding, Declined, Graph, Node
+from rlflow.graph.fields import Binding, Declined
+from rlflow.graph.graph import Graph, Node
 from rlflow.graph.roles import Learning
 from rlflow.graph.rules.old_policy import why_not_current
 from rlflow.scheduler.context import Context
