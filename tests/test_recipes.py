@@ -124,14 +124,16 @@ def test_held_out_rows_are_evaluated(rlflow, beside_rows):
     assert "eval" in rlflow("plan", "mine.py", "--placement", "one", *GPUS).out
 
 
-def test_a_model_without_a_chat_template_is_asked_without_one(rlflow, beside_rows):
+def test_a_model_is_asked_as_its_files_say(rlflow, beside_rows):
     shutil.copytree(TINY, "plain")
     config = Path("plain/tokenizer_config.json")
     without = {k: v for k, v in json.loads(config.read_text()).items() if k != "chat_template"}
     config.write_text(json.dumps(without))
-    init(rlflow, "mine", model="plain")
+    written = init(rlflow, "mine", model="plain")
 
+    assert written.code == 0
     assert "chat: bool = False" in (beside_rows / "mine.py").read_text()
+    assert "max_new_tokens: int = 64\n" in (beside_rows / "mine.py").read_text()
 
 
 def test_the_reward_pays_numbers_and_texts(rlflow, beside_rows):

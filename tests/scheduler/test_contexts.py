@@ -61,6 +61,18 @@ def test_rows_that_may_be_longer_are_refused_for_each_model_that_reads_them(
     assert all(finding.fix == f"max_new_tokens={context - 1}" for finding in findings)
 
 
+def test_held_out_rows_are_as_long_as_the_context_allows() -> None:
+    def declare() -> None:
+        student = rf.Model("student", "shape:qwen2.5-0.5b", optimizer=rf.AdamW(lr=1e-6))
+        rows = rf.data.arithmetic(digits=2)
+        answers = ops.tokenize(student, ops.prompts(rows, batch=8))
+        ops.update(student, answers, loss=rf.SFTLoss())
+        ops.evaluate(student, rows, exact, every=8, max_new_tokens=CONTEXT)
+
+    with pytest.raises(PlanError, match=r"E505\]: rows of 'eval' may be longer"):
+        planned(graph_of(declare))
+
+
 class Judge:
     """A reward that is an object."""
 

@@ -17,9 +17,11 @@ from rlflow.cli.recipes.catalogue import TEMPLATES, Recipe
 from rlflow.cli.recipes.rows import OwnRows, double_quoted
 from rlflow.data.paths import shown
 from rlflow.errors import Finding, UsageError
+from rlflow.modelfiles.configs import CONTEXT, read_config, text_value
 from rlflow.modelfiles.directories import model_directory
 
 LINE = 100
+LONGEST = 512  # New tokens of a response, of models with contexts for more
 RULE = 501  # of ruff, for lines of more
 # Names of the written file, and modules that a file of the same name would stand before.
 TAKEN = {"actor", "adam", "apart", "cfg", "Config", "correct", "critic", "in_turns", "last_number"}
@@ -47,6 +49,7 @@ class AskedPipeline:
             "model": double_quoted(self.model),
             "data": double_quoted(self.rows.data),
             "chat": str(has_chat_template(self.model)),
+            "longest": room_for_responses(self.model),
             "rows": self.rows.source(),
             "correct": correct if self.recipe.name != "sft" else f"{correct}\n\n\n" * judged,
             "imports": "\nfrom rlflow.data import last_number, same_number" * judged,
@@ -63,7 +66,7 @@ class AskedPipeline:
         fields = [f"eval_data: str = {double_quoted(self.held_out.data)}"]
         fields += ["eval_every: int = 20", "eval_limit: int = 256"]
         if self.recipe.name == "sft":
-            fields.append("max_new_tokens: int = 512")
+            fields.append(f"max_new_tokens: int = {room_for_responses(self.model)}")
         return "".join(f"\n    {field}" for field in fields)
 
     def _evaluation(self) -> str:
@@ -78,6 +81,19 @@ def long_line(line: str) -> str:
     """A line as it is, or one that a long path has made longer than linters take, marked so."""
     too_long = len(line) > LINE and line.startswith("    ") and ": str = " in line
     return f"{line}  # noqa: E{RULE}" if too_long else line
+
+
+def room_for_responses(model: str) -> int:
+    """New tokens of a response: of a model that is here at most half its context.
+
+    A power of two; a prompt has the rest. Raises UsageError (E205) for a
+    `config.json` that nothing can be made of.
+    """
+    directory = model_directory(model)
+    context = 0 if directory is None else text_value(read_config(directory), *CONTEXT)
+    if not context:
+        return LONGEST
+    return min(LONGEST, max(1, 1 << ((context // 2).bit_length() - 1)))
 
 
 def has_chat_template(model: str) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rlflow.errors import Finding
 from rlflow.graph.graph import Graph, Node
-from rlflow.graph.roles import LoopEnd, SamplingOptions
+from rlflow.graph.roles import Drawn, LoopEnd, SamplingOptions
 from rlflow.modelfiles.widths import length_finding
 from rlflow.scheduler.models.shapes import Shape
 
@@ -42,9 +42,11 @@ def length_findings(graph: Graph, shapes: Mapping[str, Shape | None]) -> list[Fi
 
 
 def _drawn_by(graph: Graph, node: Node) -> Node | None:
-    """The rollout that has made a node's rows, outside of loops."""
-    if node.model is None or node.loop is not None or node.rows_of is None:
+    """What has drawn a node's rows, outside of loops: a rollout, or itself where it evaluates."""
+    if node.model is None or node.loop is not None:
         return None
+    if node.rows_of is None:
+        return node if node.role(Drawn) and node.role(SamplingOptions) else None
     origin = graph.node(node.rows_of)
     single = origin.loop is None and origin.role(LoopEnd) is None
     return origin if single and origin.role(SamplingOptions) is not None else None
