@@ -180,6 +180,7 @@ bench: $(STAMP)  ## side-by-side measurements; makes environments of its own
 bench-learning: $(STAMP)  ## every pipeline, three seeds, in this process and on Ray: hours; goes on
 	$(BIN)/python benchmarks/learning_all.py
 	$(BIN)/python benchmarks/learning_all.py --backend ray
+	$(BIN)/python benchmarks/learning_continuous.py
 
 docs: .venv-docs/.ready  ## the documentation as a site that works offline: build/site/index.html
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict --clean

@@ -3,13 +3,15 @@
 Each side trains the same pipeline, whose responses have drawn lengths with a long tail. Seconds are
 the processor's: each action is counted by the thread that does it, and the executor plays the
 plan again with those on a virtual clock. So two cores of their own are told from a machine that is
-shared; seconds of the clock on the wall stand beside them. Sides take turns.
+shared. Seconds of the clock on the wall stand beside them: of the same run, whose pools are threads
+of one process and share its interpreter, and of one on Ray, where each is a process. Sides take
+turns.
 
 The prediction knows no rollout that went on: steps and passes of the engine are timed with some
 numbers of rows, an update is as long as on the drained side, and an iteration is played with the
 distribution of lengths, as plans do.
 
-python benchmarks/continuous.py
+python benchmarks/continuous.py --turns 2 --placements split continuous2 continuous4
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shutil
 import statistics
 import sys
 import time
@@ -32,6 +35,8 @@ from common import (
     machine,
     markdown_report,
     markdown_table,
+    read_jsonl,
+    rlflow,
     run,
     say,
     text_table,
@@ -49,14 +54,16 @@ STEPS = 48
 PROMPT = 6
 TARGET = 1.5
 CLOSE = 0.10
+NEVER = 10**9
 HEADER = (
     "placement",
     "tokens/s",
     "over drained",
     "predicted",
     "off by",
-    "on the wall",
     "each turn",
+    "wall, Ray",
+    "wall, threads",
 )
 
 
@@ -160,11 +167,14 @@ def replayed(placement: str, found: Mapping[str, Any]) -> list[float]:
 
 
 def engine_seconds() -> dict[str, Any]:
-    """Processor seconds of a decoding step by rows, and of reading a token."""
+    """Processor seconds of a decoding step by rows, and of reading a token.
+
+    Rows that all begin together are decoded otherwise than those that come and go: `drained`.
+    """
     import torch
 
     from rlflow.batch import ragged_rows
-    from rlflow.contract.values import InFlight, SampleKey, Sampling
+    from rlflow.contract.values import InFlight, Reach, SampleKey, Sampling
     from rlflow.engines.hf.loading import load_model
     from rlflow.engines.hf.rollout import TorchRollout
 
@@ -194,11 +204,23 @@ def engine_seconds() -> dict[str, Any]:
             found.append(time.thread_time() - begun)
         return min(found)
 
-    steps = {}
+    def timed_drained(rows: int, new: int) -> float:
+        prompts = ragged_rows([[5] * 64] * rows, torch.int64)
+        asked = prompts, Sampling(max_new_tokens=new), key, torch.arange(rows), Reach()
+        engine.generate(*asked)
+        found = []
+        for _ in range(3):
+            begun = time.thread_time()
+            engine.generate(*asked)
+            found.append(time.thread_time() - begun)
+        return min(found)
+
+    steps, drained = {}, {}
     for rows in ROWS:
         steps[rows] = (timed(rows, 64, STEPS + 1) - timed(rows, 64, 1)) / STEPS
+        drained[rows] = (timed_drained(rows, STEPS + 1) - timed_drained(rows, 1)) / STEPS
     reading = (timed(32, 128, 1) - timed(32, 8, 1)) / (32 * 120)
-    return {"steps": steps, "reading": reading, "pass": timed(4, 6, 1)}
+    return {"steps": steps, "drained": drained, "reading": reading, "pass": timed(4, 6, 1)}
 
 
 def step_seconds(steps: Mapping[Any, float], rows: float) -> float:
@@ -232,7 +254,8 @@ def predicted(placement: str, engine: Mapping[str, Any], drained: Mapping[str, A
     rollouts = []
     if lasting is None:
         found = stages(lengths, groups * n, 1)
-        decoding = sum(s.tokens * s.goes_on * step_seconds(steps, s.live) for s in found)
+        alone = engine["drained"]
+        decoding = sum(s.tokens * s.goes_on * step_seconds(alone, s.live) for s in found)
         rollouts.append(decoding + engine["pass"] + reading * groups * PROMPT)
     else:
         for each in drawn_iterations(lengths, groups, n, groups * n, lasting.keep):
@@ -270,6 +293,23 @@ def apart(words: Sequence[str], name: str) -> dict[str, Any]:
     return found
 
 
+def on_ray(placement: str, iterations: int) -> dict[str, list[float]]:
+    """Train with a process for each pool: when updates end on the wall, and tokens of each."""
+    folder = CACHE / "runs" / f"continuous-ray-{placement}"
+    shutil.rmtree(folder, ignore_errors=True)
+    path = model_directory(WIDTHS, "2x128-long")
+    command = [rlflow(), "run", PIPELINE, "--placement", placement, "--backend", "ray"]
+    command += ["--devices", "cpu:2", "--threads", "1", "--set", f"model={path}", "-q"]
+    command += ["--iterations", str(iterations), "--save-every", str(NEVER), "--run-dir", folder]
+    run(command, CACHE / "logs" / f"continuous-ray-{placement}.log")
+    spans = read_jsonl(folder / "spans" / "main.jsonl")
+    ends = [span["end"] for span in spans if span.get("action") == "actor.update"]
+    numbers = [line["metrics"] for line in read_jsonl(folder / "metrics.jsonl")]
+    assert all(each["actor.rollout/finished"] == 1 for each in numbers)
+    shutil.rmtree(folder)
+    return {"ends": sorted(ends), "length": [each["actor.rollout/length"] for each in numbers]}
+
+
 def report(turns: Sequence[Mapping[str, Any]], facts: dict[str, Any], folder: Path) -> None:
     """Print the table and write it."""
     rows, found = [], {}
@@ -282,8 +322,11 @@ def report(turns: Sequence[Mapping[str, Any]], facts: dict[str, Any], folder: Pa
             for each, turn in zip(every, turns, strict=True)
         )
         off = statistics.median(each["own"] / each["predicted"] - 1 for each in every)
-        wall = [turn[name]["wall"] / turn[DRAINED]["wall"] for turn in turns]
-        found[name] = {"gain": statistics.median(gains), "promised": promised, "off": off}
+        walls = {
+            clock: statistics.median(turn[name][clock] / turn[DRAINED][clock] for turn in turns)
+            for clock in ("ray", "wall")
+        }
+        found[name] = {"gain": statistics.median(gains), "promised": promised, "off": off, **walls}
         rows.append(
             (
                 name,
@@ -291,8 +334,9 @@ def report(turns: Sequence[Mapping[str, Any]], facts: dict[str, Any], folder: Pa
                 f"{statistics.median(gains):.2f}",
                 f"{promised:.2f}",
                 f"{100 * off:+.1f} %",
-                f"{statistics.median(wall):.2f}",
                 " ".join(f"{gain:.2f}" for gain in gains),
+                f"{walls['ray']:.2f}",
+                f"{walls['wall']:.2f}",
             )
         )
     print(text_table(HEADER, rows))
@@ -303,7 +347,7 @@ def report(turns: Sequence[Mapping[str, Any]], facts: dict[str, Any], folder: Pa
         near = abs(target["off"]) <= CLOSE
         said = f"at staleness 2 {target['gain']:.2f}x over the drained rollout (target {TARGET}x: "
         said += f"{'met' if met else 'NOT met'}), {100 * target['off']:+.1f} % off the prediction "
-        said += f"(target 10 %: {'met' if near else 'NOT met'})"
+        said += f"(target 10 %: {'met' if near else 'NOT met'}); {target['ray']:.2f}x on the wall"
         print(said)
     page = markdown_report(
         "Rollouts that never drain", facts, [markdown_table(HEADER, rows), said], NOTES
@@ -316,8 +360,9 @@ NOTES = (
     "Throughput is of tokens that updates learned from, after the first iterations. `over drained` "
     "and `predicted` are ratios to the row of `split`, whose rollouts and updates take turns.",
     "`off by` is how many more tokens a second there were than predicted for that placement.",
-    "Seconds are the processor's, played by the executor on a virtual clock of two cores; `on the "
-    "wall` is the ratio as the clock on the wall had it, on a machine with the load that is said.",
+    "Seconds are the processor's, played by the executor on a virtual clock of two cores. `wall` "
+    "is the ratio as the clock on the wall had it, on a machine with the load that is said: on "
+    "Ray, with a process for each pool, and with a thread for each in one process.",
 )
 
 
@@ -352,9 +397,11 @@ def main() -> None:
             first = first or found
             tokens = [64 * length for length in found["length"]]
             per = statistics.fmean(tokens[WARMUP:])
+            beside = on_ray(name, given.iterations)
             turn[name] = {
                 "own": rate(found["own"], tokens),
                 "wall": rate(found["wall"], tokens),
+                "ray": rate(beside["ends"], [64 * each for each in beside["length"]]),
                 "predicted": per / predicted(name, engine, first),
                 "lag": max(found["lag"]),
             }

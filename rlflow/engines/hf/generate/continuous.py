@@ -20,7 +20,7 @@ from rlflow.contract.progress import advance
 from rlflow.contract.values import Advanced, InFlight, SampleKey, Sampling
 from rlflow.engines.hf.forward.attention import DecodeAttention
 from rlflow.engines.hf.forward.packed import pack_prompts
-from rlflow.engines.hf.generate.cache import MULTIPLE, KeyValueCache, filled_up
+from rlflow.engines.hf.generate.cache import MULTIPLE, KeyValueCache, filled_up, stored_parts
 from rlflow.engines.hf.generate.decoding import DRAWN, prefill
 from rlflow.engines.hf.generate.rng import uniforms
 from rlflow.engines.hf.generate.sampling import draw_tokens, require_finite
@@ -41,6 +41,7 @@ class EnteredCache(KeyValueCache):
         self.room = -(-rows // MULTIPLE) * MULTIPLE
         self.ragged = True
         self.live = 0
+        self.places = self.lengths
 
     def enter(self, read: KeyValueCache, sources: Tensor) -> None:
         """Take rows in behind those that are live: copies of rows `sources` of a filled cache."""
@@ -72,7 +73,14 @@ class EnteredCache(KeyValueCache):
         """Open the next column of every live row."""
         self.biases = {}
         self.width = self.column = int(self.lengths[: self.live].max())
+        self.places = torch.arange(self.rows, device=self.lengths.device)
         self._widen(self.column + 1)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Put `[rows, kv_heads, head_size]` into the open columns; what any live row has seen."""
+        for buffer, tokens in stored_parts(self.buffers[layer], k, v):
+            buffer[self.places, :, self.lengths] = tokens
+        return self.seen(layer, v.shape[-1])
 
     def close(self) -> None:
         """The open columns are stored."""
@@ -124,9 +132,10 @@ class ContinuousDecoding:
         self.ended: list[int] = []
         self.got = np.zeros(count, dtype=np.int64)
         self.numbers = np.zeros((count, DRAWN))
-        most = int((sampling.max_new_tokens - self.made).max(initial=0))
-        self.tokens = torch.zeros(count, most, dtype=torch.int64, device=device)
-        self.log_probs = torch.zeros(self.tokens.shape, dtype=torch.float32, device=device)
+        # Of each turn: the rows that were live, and what they drew.
+        self.taken: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
+        self.tokens = [torch.zeros(0, dtype=torch.int64, device=device)]
+        self.log_probs = [torch.zeros(0, dtype=torch.float32, device=device)]
         self.finished = torch.zeros(count, dtype=torch.bool)
         self.over = torch.zeros(count, dtype=torch.bool)
         self.stops = torch.tensor(sampling.stop_tokens, dtype=torch.int64, device=device)
@@ -210,13 +219,12 @@ class ContinuousDecoding:
 
     def _draw(self) -> np.ndarray:
         """Draw a token of every live row; which of them go on, bool `[live]`."""
-        live = torch.from_numpy(self.live).to(self.model.device)
         assert self.logits is not None
         uniform = torch.from_numpy(self._uniform()).to(self.model.device)
         tokens, log_probs = draw_tokens(self.logits, uniform, self.sampling)
-        column = torch.from_numpy(self.got[self.live]).to(self.model.device)
-        self.tokens[live, column] = tokens
-        self.log_probs[live, column] = log_probs
+        self.taken.append(self.live)
+        self.tokens.append(tokens)
+        self.log_probs.append(log_probs)
         self.drawn = tokens
         self.got[self.live] += 1
         finished = (tokens[:, None] == self.stops).any(-1).cpu().numpy()
@@ -271,11 +279,11 @@ class ContinuousDecoding:
     def _result(self) -> Advanced:
         """What all rows have got, on the CPU; raises NumericsError E652 for logits not finite."""
         sizes = torch.from_numpy(self.got)
-        used = torch.arange(self.tokens.shape[1])[None, :] < sizes[:, None]
-        log_probs = self.log_probs.cpu()[used]
+        by_row = torch.from_numpy(np.argsort(np.concatenate(self.taken), kind="stable"))
+        log_probs = torch.cat(self.log_probs).cpu()[by_row]
         require_finite(log_probs)
         return Advanced(
-            response_tokens=ragged(self.tokens.cpu()[used], sizes),
+            response_tokens=ragged(torch.cat(self.tokens).cpu()[by_row], sizes),
             log_probs=ragged(log_probs, sizes),
             finished=self.finished,
             over=self.over,
