@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import RESULTS, markdown_table, say, text_table
-from published.encode import Prediction, predicted
+from published.encode import Prediction, devices_of, predicted
 from published.rows import Published, Row, Setting, load
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
@@ -67,7 +67,10 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two placements of the same work on the same devices; ratios are slower over faster."""
+    """Two placements of the same work; ratios are of seconds times devices, dearer over cheaper.
+
+    On the same devices that is the ratio of their seconds.
+    """
 
     group: str
     measured: float
@@ -75,7 +78,7 @@ class Pair:
 
     @property
     def right(self) -> bool:
-        """Whether the plan finds the same one faster."""
+        """Whether the plan finds the same one cheaper."""
         return self.predicted > 1
 
 
@@ -119,13 +122,14 @@ def pairs(found: Sequence[Compared]) -> list[Pair]:
 
 
 def _pair(group: str, one: Compared, other: Compared) -> Pair:
-    fast, slow = sorted((one, other), key=lambda each: each.row.value)
-    assert fast.predicted
-    assert slow.predicted
+    cheap, dear = sorted((one, other), key=lambda each: each.row.value * devices_of(each.setting))
+    assert cheap.predicted
+    assert dear.predicted
+    devices = devices_of(dear.setting) / devices_of(cheap.setting)
     return Pair(
         group=group,
-        measured=slow.row.value / fast.row.value,
-        predicted=slow.predicted / fast.predicted,
+        measured=devices * dear.row.value / cheap.row.value,
+        predicted=devices * dear.predicted / cheap.predicted,
     )
 
 
@@ -174,7 +178,7 @@ def summary(found: Sequence[Compared], published: Published) -> list[tuple[str, 
         ("worst", f"{worst:.2f}", f"{BARS['worst']}"),
         ("Spearman of iterations", f"{spearman(found):.2f}", f"{BARS['spearman']}"),
         ("iterations within the plan's 90 % range", f"{inside} of {len(ranged)}", "9 in 10"),
-        ("pairs of placements with the faster one right", f"{right} of {len(two)}", "9 in 10"),
+        ("pairs of placements with the cheaper one right", f"{right} of {len(two)}", "9 in 10"),
         ("memory verdicts right", f"{sum(bool(m.predicted) for m in memory)} of {len(memory)}", ""),
     ]
 
@@ -210,7 +214,11 @@ def parts(found: Sequence[Compared], published: Published) -> list[Table]:
             by_quantity(count),
         ),
         ("Rows that count", HEADER, of_all),
-        ("Placements of the same work", ("group", "measured", "predicted", "same faster"), two),
+        (
+            "Placements of the same work, in seconds x devices",
+            ("group", "measured", "predicted", "same cheaper"),
+            two,
+        ),
         ("Rows that are encoded and not counted", HEADER, others),
         ("Refused plans", ("setting", "why"), refusals(found)),
         ("Why rows are not counted", ("reason", "rows"), not_counted(published)),
