@@ -157,6 +157,9 @@ class InFlight:
     begin in their order, as long as no more than `at_once` rows are live. It stops once `met` says
     so of the groups that began and of those that are complete, the earliest first, and `least`
     turns are made or fewer than `few` rows are live. In a turn every live row gets a token.
+
+    Several `replicas` have so many rows live each; those of them that are `own` decode here. All
+    make their turns together: the numbers that each gives `told` in a turn it gives to all, sorted.
     """
 
     seen: Tensor
@@ -169,6 +172,9 @@ class InFlight:
     met: Callable[[Collection[int], Sequence[int]], bool]
     least: int = 0
     few: int = 1
+    replicas: int = 1
+    own: Sequence[int] = (0,)
+    told: Callable[[Sequence[int]], Sequence[int]] = sorted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +183,8 @@ class Advanced:
 
     `finished` bool `[rows]` says which ended by themselves, `over` which ended at all. `begun` are
     the groups that have begun, `ended` those that were completed now, the earliest first. `turns`
-    is 0 where an engine counts none.
+    is 0 where an engine counts none. Of rows that others decoded there are no tokens, and they are
+    not `finished`.
     """
 
     response_tokens: Tensor

@@ -9,7 +9,7 @@ import torch
 
 from rlflow.batch import flat, joined_rows, lengths, ragged, ragged_rows, select_field
 from rlflow.contract.values import InFlight, Reach, SampleKey, Sampling
-from rlflow.engines.hf.generate.continuous import ContinuousDecoding
+from rlflow.engines.hf.generate.entered import LiveRows
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.errors import RunError
@@ -111,13 +111,13 @@ def test_who_has_enough_groups_works_ahead_while_rows_are_live(model_dir, least,
 
 def test_no_more_rows_are_live_than_there_is_room_for(model_dir, monkeypatch):
     live = []
-    forward = ContinuousDecoding._forward
+    enter = LiveRows.enter
 
-    def counted(self):
+    def counted(self, groups):
+        enter(self, groups)
         live.append(len(self.live))
-        forward(self)
 
-    monkeypatch.setattr(ContinuousDecoding, "_forward", counted)
+    monkeypatch.setattr(LiveRows, "enter", counted)
     rollout = engine(model_dir("qwen2"))
     rollout.advance(flight(never, 4), SAMPLING, SampleKey(seed=1, iteration=0, stream="rollout"))
     assert 4 == max(live)

@@ -34,6 +34,11 @@ def lasting(placement: rf.Placement, staleness: int, **more: object) -> rf.Place
     return placement.model_copy(update=said)
 
 
+def gen_of(devices: int, **said: object) -> rf.Placement:
+    assign = {**SPLIT.assign, ROLLOUT: rf.on("gen", **said)}
+    return SPLIT.model_copy(update={"pools": {"train": 1, "gen": devices}, "assign": assign})
+
+
 def made(placement: rf.Placement, staleness: int, **options: object) -> Plan:
     return compiled_with(grpo(**options), lasting(placement, staleness)).plan
 
@@ -62,6 +67,19 @@ def test_the_plan_says_what_is_in_flight_and_how_old_it_gets():
     assert "A row lives through 2 updates at the most" in note
     assert "read anew" in note
     assert "rows of actor.rollout at most 2 updates older" in plan_text(plan)
+
+
+def test_replicas_have_all_rows_and_share_the_work():
+    one, two = made(SPLIT, 3), made(gen_of(2), 3)
+    assert 2 == two.graph.node(ROLLOUT).as_a(Recalling).replicas
+    run = two.action(ROLLOUT)
+    assert [run.devices] == list(run.takes.parts) == list(run.makes.parts)
+    assert run.cost.seconds < one.action(ROLLOUT).cost.seconds
+    assert one.kept == two.kept
+    (note,) = (note.text for note in two.notes if note.rule == "continuous")
+    assert "a prompt goes to that of 2 replicas with the fewest live rows" in note
+    apart = replace(run.takes, parts=tuple((device,) for device in run.devices), rule="balanced")
+    assert verify(with_action(two, ROLLOUT, takes=apart), stage="notes")
 
 
 def test_without_the_word_nothing_changes():
@@ -119,12 +137,10 @@ def test_prompts_that_others_read_are_refused():
             lasting(SPLIT, 2, assign={**SPLIT.assign, ROLLOUT: rf.on("gen", engine="vllm")}),
             "its engine is vLLM",
         ),
-        (
-            lasting(SPLIT.model_copy(update={"pools": {"train": 1, "gen": 2}}), 2),
-            "its pool has 2 devices",
-        ),
+        (lasting(gen_of(2, tp=2), 2), "ranks share its weights, tp=2"),
+        (lasting(gen_of(4, engine="sglang", tp=2), 2), "SGLang has 2 replicas"),
     ],
-    ids=["pause", "process", "replicas"],
+    ids=["pause", "process", "cut", "replicas"],
 )
 def test_what_cannot_be_continuous_is_refused(placement, got):
     with pytest.raises(PlanError) as error:

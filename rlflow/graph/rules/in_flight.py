@@ -10,8 +10,11 @@ waits for good.
 
 That alone has iterations come in bursts: one waits for a long row, and while it does, the groups of
 the next become complete, which then decodes nothing beside its update. So an iteration whose groups
-are complete works ahead, at a `Pace` that follows from the turns that it has made before. Pure
-functions of numbers; this file knows no engine and no clock.
+are complete works ahead, at a `Pace` that follows from the turns that it has made before.
+
+Several replicas share the groups by `Dealing`. Their clock is the turn, in which every live row of
+all of them gets a token, so whoever knows which rows ended in which turn deals alike. Pure
+functions of numbers; this file knows no engine.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # Of the turns of an iteration in the mean, this part is made in each: less leaves bursts, more is
 # made with few rows. The mean forgets in so many iterations. Fewer rows than this part of the room
@@ -99,3 +102,52 @@ class Bound:
         late = [group for group in begun if begun[group] + self.span < iteration]
         assert not late, f"groups {late} began more than {self.span} iterations before {iteration}"
         return sorted(chosen)
+
+
+@dataclass(slots=True)
+class Dealing:
+    """Which of so many replicas decodes a group: the one with the fewest live rows, all its rows.
+
+    Each has room for so many live rows, or for one group. `live` has the rows of each.
+    """
+
+    replicas: int
+    room: int
+    live: list[int] = field(init=False)
+    homes: dict[int, int] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Nobody has rows yet."""
+        self.live = [0] * self.replicas
+
+    @property
+    def total(self) -> int:
+        """The live rows of all replicas."""
+        return sum(self.live)
+
+    def go_on(self, rows: Mapping[int, int]) -> None:
+        """Deal groups that have begun, with so many rows each, the largest first.
+
+        Each replica takes less than a group more than its room, if all have room for all.
+        """
+        for group in sorted(rows, key=lambda group: (-rows[group], group)):
+            self._take(self._emptiest(), group, rows[group])
+
+    def begins(self, group: int, rows: int) -> bool:
+        """Deal a group that is to begin; False where no replica has room for it."""
+        home = self._emptiest()
+        if self.live[home] and self.live[home] + rows > self.room:
+            return False
+        self._take(home, group, rows)
+        return True
+
+    def ends(self, group: int) -> None:
+        """A row of a group has ended."""
+        self.live[self.homes[group]] -= 1
+
+    def _emptiest(self) -> int:
+        return min(range(self.replicas), key=self.live.__getitem__)
+
+    def _take(self, home: int, group: int, rows: int) -> None:
+        self.homes[group] = home
+        self.live[home] += rows

@@ -39,6 +39,7 @@ from rlflow.runtime.record.edges.choice import Recording
 from rlflow.runtime.record.shards.places import ShardOf, ToWrite, assign_writers
 from rlflow.runtime.record.stages import stage
 from rlflow.runtime.worker.loading import loading
+from rlflow.runtime.worker.memories import keepers
 from rlflow.runtime.worker.node_states import States, saved_states, to_save
 from rlflow.runtime.worker.saving import shards_of
 from rlflow.scheduler.plan.plan import HOST, Instance, Plan
@@ -136,18 +137,14 @@ class RayMachine:
             held = self.answers(asked, "asking where weights lie", self.deadlines.answering)
             self._orders = assign_writers(held)
             self._shards = shards_of(self._orders, held)
-        writers = sorted({*self._orders, *self._remembering().values()})
+        kept = {devices[0] for devices in keepers(self.plan).values()}
+        writers = sorted({*self._orders, *kept})
         asked = {d: self.ranks.actor(d).snapshot.remote(self._orders.get(d, {})) for d in writers}
         taken: dict[int, Taken]
         taken = self.answers(asked, "taking a snapshot", self.deadlines.answering)
         counters = {model: dict(c) for t in taken.values() for model, c in t.counters.items()}
         size = sum(each.size for each in taken.values())
         return RankSnapshots(self, tuple(writers), size, self._shards), counters
-
-    def _remembering(self) -> dict[str, int]:
-        """The nodes that keep rows for later iterations, each with the device that has them."""
-        recalling = (node.name for node in self.plan.graph.nodes if node.op.recalls)
-        return {name: self.plan.action(name).devices[0] for name in recalling}
 
     def node_states(self) -> States:
         """What nodes keep from call to call."""
@@ -165,7 +162,7 @@ class RayMachine:
             for name, parts in found.files.items()
         }
         size = sum(file.path.stat().st_size for parts in files.values() for file in parts)
-        for device in sorted(set(self._remembering().values())):
+        for device in sorted({d for devices in keepers(self.plan).values() for d in devices}):
             again = {device: self.ranks.actor(device).recall.remote(files)}
             self.answers(
                 again, "giving back the rows that nodes keep", self.deadlines.for_files(size)

@@ -18,7 +18,7 @@ from rlflow.graph.graph import Graph
 from rlflow.runtime.ray.ranks import Start
 from rlflow.runtime.ray.rendezvous import meet
 from rlflow.runtime.worker.world import World
-from rlflow.scheduler.plan.plan import Action, Instance, Plan
+from rlflow.scheduler.plan.plan import HOST, Action, Instance, Plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 class Host:
     """The world of the host worker: no model, no device, nobody to reduce with."""
 
+    own = HOST
     device = "cpu"
     instances: tuple[Instance, ...] = ()
     helped: tuple[Instance, ...] = ()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from rlflow.graph.graph import Graph
     from rlflow.runtime.record.shards.places import StoredFile
+    from rlflow.scheduler.plan.plan import Plan
 
 VALUES, LENGTHS = " values", " lengths"  # no name of a field has a blank
 ROWS = "rows"
@@ -26,6 +27,11 @@ ROWS = "rows"
 def component(node: str) -> str:
     """The name of the checkpoint's component that holds what a node keeps."""
     return f"{node}.{ROWS}"
+
+
+def keepers(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """The devices that have what a node keeps, each all of it; the first writes it."""
+    return {n.name: plan.action(n.name).devices for n in plan.graph.nodes if n.op.recalls}
 
 
 def tensors_of(kept: Batch) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from rlflow.runtime.record.shards.places import SUFFIX, SavedPiece, ShardOf, Sto
 from rlflow.runtime.record.shards.reading import open_component
 from rlflow.runtime.record.shards.snapshot import HostBuffers, Keep, Snapshot, take_snapshot
 from rlflow.runtime.worker.memories import component as rows_of
-from rlflow.runtime.worker.memories import tensors_of
+from rlflow.runtime.worker.memories import keepers, tensors_of
 
 if TYPE_CHECKING:
     from rlflow.contract.values import Shard
@@ -84,7 +84,10 @@ class Saver:
                             for name in order.names
                         },
                     )
+        world, where = self._worker.world, keepers(self._worker.plan)
         for node, kept in self._worker.store.memory.items():
+            if world is not None and world.own != where[node][0]:
+                continue
             part = {n: Keep(tensor=t, resting=False) for n, t in tensors_of(kept).items()}
             files[rows_of(node) + SUFFIX] = rows_of(node), part
         trained = {part for each in self._worker.trained() for part in each.saved()}

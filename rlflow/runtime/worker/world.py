@@ -243,6 +243,8 @@ class GroupPeers:
         counts = [torch.empty_like(count) for _ in range(self._parts)]
         dist.all_gather(counts, count, group=self._group)
         widest = max(int(size) for size in counts)
+        if not widest:
+            return values
         mine = values.new_zeros((widest, *values.shape[1:]))
         mine[: len(values)] = values
         everyone = [torch.empty_like(mine) for _ in range(self._parts)]

@@ -50,9 +50,10 @@ def continuous(plan: Plan, context: Context) -> Plan:
             recalls=True,
             roles=(*node.op.roles, Recalling),
         )
-        changed[node.name] = replace(node, op=op).being(Recalling(keep=span))
+        replicas = _replicas(plan, node, context)
+        changed[node.name] = replace(node, op=op).being(Recalling(keep=span, replicas=replicas))
         changed[source.name] = source.being(replace(source.as_a(Drawn), ahead=span))
-        plan = plan.noting(RULE, _text(node, source, span, beside))
+        plan = plan.noting(RULE, _text(node, source, span, beside, replicas))
     nodes = tuple(changed.get(node.name, node) for node in graph.nodes)
     return replace(plan, graph=replace(graph, nodes=nodes))
 
@@ -68,6 +69,13 @@ def _beside(plan: Plan, node: Node, context: Context) -> int:
     update = plan.graph.updates(str(node.model))[-1]
     homes = [_devices(plan, assignment(each, context.placement)) for each in (node, update)]
     return int(homes[0].isdisjoint(homes[1]))
+
+
+def _replicas(plan: Plan, node: Node, context: Context) -> int:
+    """How many engines decode its rows, each with all of the model."""
+    where = assignment(node, context.placement)
+    ranks = 1 if where is None else (where.fsdp or 1) * (where.tp or 1)
+    return len(_devices(plan, where)) // ranks or 1
 
 
 def _devices(plan: Plan, where: On | None) -> set[int]:
@@ -88,11 +96,12 @@ def _findings(plan: Plan, node: Node, context: Context) -> Iterator[Finding]:
         if other is not node and source is not None and source.name in other.sources
     ]
     where = assignment(node, context.placement)
-    count = len(_devices(plan, where))
     options = None if where is None else where.options
     known = options is None or isinstance(options, SGLang)
-    # Ranks of an engine in a process of its own have its rows in one place.
-    ranks = 1 if options is None or where is None else where.tp or 1
+    # Ranks of an engine in a process of its own have its rows in one place, and count no turns.
+    axes = {} if where is None else {"fsdp": where.fsdp, "tp": where.tp, "ep": where.ep}
+    cut = [f"{axis}={size}" for axis, size in axes.items() if size and size > 1]
+    many = options is not None and _replicas(plan, node, context) > 1
     reasons = (
         (not node.op.continued, f"op {node.op.name} has no way to go on with its rows"),
         (node.loop is not None, f"it is in a loop, {node.loop}"),
@@ -103,7 +112,8 @@ def _findings(plan: Plan, node: Node, context: Context) -> Iterator[Finding]:
         (source is not None and source.role(Sharing) is not None, "pass rates choose its prompts"),
         (bool(others), f"{', '.join(others)} read its prompts too"),
         (context.placement.pause_at is not None, "pause_at says where it takes newer weights"),
-        (count > ranks, f"its pool has {count} devices"),
+        (options is None and bool(cut), f"ranks share its weights, {' '.join(cut)}"),
+        (many, f"{options.title if options else ''} has {_replicas(plan, node, context)} replicas"),
         (not known, f"its engine is {'' if options is None else options.title}"),
     )
     for wrong, got in reasons:
@@ -113,8 +123,8 @@ def _findings(plan: Plan, node: Node, context: Context) -> Iterator[Finding]:
                 what=f"{node.name} cannot be continuous",
                 where=node.where,
                 got=got,
-                expected="a rollout of prompts that it alone reads, by the engine in the worker of "
-                "one device, or by one of SGLang",
+                expected="a rollout of prompts that it alone reads, by engines in the workers of "
+                "devices that each have all of the model, or by one of SGLang",
                 fix="no continuous, or stream, which hands rows on as they end",
             )
 
@@ -130,7 +140,7 @@ def _idle(graph: Graph, got: str, staleness: int, least: int = 1) -> Finding:
     )
 
 
-def _text(node: Node, source: Node, span: int, beside: int) -> str:
+def _text(node: Node, source: Node, span: int, beside: int, replicas: int) -> str:
     """What a reader of the plan should know of a flow."""
     lives = f"{span} update{'' if span == 1 else 's'}"
     batch = source.as_a(Drawn).batch
@@ -138,4 +148,6 @@ def _text(node: Node, source: Node, span: int, beside: int) -> str:
     text += f"{'' if span == 1 else 's'} ahead; an iteration gets the {batch} groups that are "
     text += f"complete first. A row lives through {lives} at the most"
     text += ", and weights are 1 update behind as it runs beside the update" if beside else ""
+    if replicas > 1:
+        text += f"; a prompt goes to that of {replicas} replicas with the fewest live rows"
     return f"{text}; after each update what rows have so far is read anew"

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.graph.graph import Graph, Node
+from rlflow.graph.roles import Recalling
 from rlflow.graph.rules.check import most_rows, num_prompts, row_counts
 from rlflow.graph.rules.steps import groups_may_part, mini_batches, sample_pieces
 from rlflow.graph.user.dispatch import RULES
@@ -66,7 +67,8 @@ def takes(
     """The layout of a node's input rows; `made` has the layouts of its sources. None for no inputs.
 
     `grown` is the layout in which an engine has the rows in its cache; they stay there. With one
-    row part every device of the instance has all rows, whatever the dispatch. A collective op
+    row part every device of the instance has all rows, whatever the dispatch, and so it has where
+    rows go on from one iteration to the next: replicas deal them anew. A collective op
     without a model is not split, since only the ranks of an instance can reach each other.
     """
     if not node.inputs:
@@ -76,12 +78,17 @@ def takes(
     parts, how = place.row_parts, node.op.dispatched
     if how == "first" or (node.op.collective and place.instance is None):
         return place.first
-    if how == "all" or len(parts) == 1:
+    if how == "all" or len(parts) == 1 or goes_on(node):
         return place.everywhere
     stays = grown if how == "split" and node.op.rows == "same" else None
     if how == "parts" or stays is not None:
         return stays or made[node.sources[0]]
     return Spread(parts=parts, rule="balanced" if how == "split" else how)
+
+
+def goes_on(node: Node) -> bool:
+    """Whether it is a rollout whose rows go on from one iteration to the next."""
+    return node.op.rows == "expand" and node.role(Recalling) is not None
 
 
 def cut_groups(graph: Graph, node: Node, taken: Spread | None) -> Spread | None:
@@ -159,6 +166,6 @@ def in_place(source: Action, target: Action, wanted: Spread) -> bool:
 def num_parts(node: Node, place: Place, taken: Spread | None, made: Spread | None) -> int:
     """How many parts share a node's work; ranks may share work on no rows at all."""
     spread = taken or made
-    if spread is not None:
+    if spread is not None and not goes_on(node):
         return len(spread.parts)
     return len(place.row_parts) if node.op.dispatched not in ("all", "first") else 1

@@ -189,7 +189,7 @@ class Memory:
             for run in self.facts.runs.get(rows.node, ()):
                 places = (HOST,) if run.takes is None else run.takes.devices
                 everywhere = range(plan.hosts) if HOST in places else ()
-                for host in {*everywhere, *(plan.host_of(d) for d in places if d != HOST)}:
+                for host in (*everywhere, *(plan.host_of(d) for d in places if d != HOST)):
                     found[host] += rows.size
         return found
 

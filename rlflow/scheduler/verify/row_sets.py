@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from rlflow.graph.fields import Binding
 from rlflow.graph.graph import Graph, Node
+from rlflow.graph.roles import Recalling
 from rlflow.graph.rules.check import most_rows, num_prompts
 from rlflow.scheduler.verify.happens_before import Facts
 
@@ -108,10 +109,10 @@ def memories_are_in_order(facts: Facts) -> Iterator[str]:
         if not node.op.recalls:
             continue
         runs = facts.runs[node.name]
-        if (
-            len(runs) > 1
-            or len(runs[0].devices if runs[0].takes is None else runs[0].takes.devices) > 1
-        ):
+        known = runs[0].devices if runs[0].takes is None else runs[0].takes.devices
+        alike = runs[0].takes is not None and len(runs[0].takes.parts) == 1
+        replicas = node.as_a(Recalling).replicas if alike else 1
+        if len(runs) > 1 or len(known) != replicas:
             yield f"{node.name} keeps rows in several processes, or of a part of them"
         if not facts.comes_before(runs[0].id, runs[0].id, 1):
             yield f"{node.name} may add to its rows before it has those of the iteration before"

@@ -170,7 +170,8 @@ def _is_dispatched(facts: Facts, node: Node, a: Action, spread: Spread) -> Itera
     most = 1 if a.devices == (HOST,) else len(a.devices) // (instance.row_ranks if instance else 1)
     how = node.op.dispatched
     unreached = node.op.collective and instance is None
-    if how in ("all", "first") or unreached or most == 1:
+    lasting = node.op.rows == "expand" and node.op.recalls  # All replicas know of all rows.
+    if how in ("all", "first") or unreached or lasting or most == 1:
         alone = how == "first" or unreached
         wanted = set(a.devices[:1]) if alone else set(facts.rows_on(a))
         if len(spread.parts) != 1 or set(spread.devices) != wanted:

@@ -1,112 +1,33 @@
 """Rows that enter and leave a generation at any time: each row stands at a token of its own.
 
 Every live row draws a token a turn, a row that has ended leaves, and the next group begins as soon
-as there is room for its rows. What rows have seen before is read once, rows of a group that begin
-together as one. A sample's tokens depend on the weights, what it has seen and its own random
-numbers, never on who is beside it. This file knows neither engines nor iterations.
+as a replica has room for its rows. A sample's tokens depend on the weights, what it has seen and
+its own random numbers, never on who is beside it. Replicas make their turns together, and each
+knows what the others' rows do; those of other processes tell. This file knows neither engines nor
+iterations.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlflow.batch import lengths, ragged, select_field
+from rlflow.batch import ragged
 from rlflow.contract.progress import advance
 from rlflow.contract.values import Advanced, InFlight, SampleKey, Sampling
-from rlflow.engines.hf.forward.attention import DecodeAttention
-from rlflow.engines.hf.forward.packed import pack_prompts
-from rlflow.engines.hf.generate.cache import MULTIPLE, KeyValueCache, filled_up, stored_parts
-from rlflow.engines.hf.generate.decoding import DRAWN, prefill
+from rlflow.engines.hf.generate.decoding import DRAWN
+from rlflow.engines.hf.generate.entered import LiveRows
 from rlflow.engines.hf.generate.rng import uniforms
 from rlflow.engines.hf.generate.sampling import draw_tokens, require_finite
 from rlflow.engines.hf.models import TorchModel
+from rlflow.graph.rules.in_flight import Dealing
 
-# Tokens that are read in one pass, where rows that enter have more.
-READ_AT_ONCE = 1 << 16
-
-
-class EnteredCache(KeyValueCache):
-    """A cache that rows enter and leave; each has as many columns as tokens.
-
-    The first `live` rows are somebody's; `lengths` has how many tokens each of them has stored.
-    """
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        super().__init__(torch.zeros(0, dtype=torch.int64), 1, 0, device)
-        self.room = -(-rows // MULTIPLE) * MULTIPLE
-        self.ragged = True
-        self.live = 0
-        self.places = self.lengths
-
-    def enter(self, read: KeyValueCache, sources: Tensor) -> None:
-        """Take rows in behind those that are live: copies of rows `sources` of a filled cache."""
-        first, last = self.live, self.live + len(sources)
-        self._widen(read.width)
-        for layer, parts in read.buffers.items():
-            self.buffers.setdefault(layer, tuple(self._made(part) for part in parts))
-            for buffer, part in zip(self.buffers[layer], parts, strict=True):
-                buffer[first:last, :, : read.width] = part[sources, :, : read.width]
-        for layer, states in read.states.items():
-            kept = self.states.setdefault(layer, {})
-            for name, each in states.items():
-                if name not in kept:
-                    kept[name] = each.new_zeros(self.room, *each.shape[1:])
-                kept[name][first:last] = each[sources]
-        known = self.lengths[: self.live]
-        self._lie(torch.cat([known, read.lengths[sources].to(known.device)]))
-
-    def leave(self, kept: Tensor) -> Tensor:
-        """Go on with the rows of ascending int64 `kept` alone; the place of each."""
-        known = self.lengths[kept]
-        places = self.branch(kept)
-        lie = torch.empty_like(known)
-        lie[places] = known
-        self._lie(lie)
-        return places
-
-    def advance(self) -> None:
-        """Open the next column of every live row."""
-        self.biases = {}
-        self.width = self.column = int(self.lengths[: self.live].max())
-        self.places = torch.arange(self.rows, device=self.lengths.device)
-        self._widen(self.column + 1)
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Put `[rows, kv_heads, head_size]` into the open columns; what any live row has seen."""
-        for buffer, tokens in stored_parts(self.buffers[layer], k, v):
-            buffer[self.places, :, self.lengths] = tokens
-        return self.seen(layer, v.shape[-1])
-
-    def close(self) -> None:
-        """The open columns are stored."""
-        self.lengths[: self.live] += 1
-
-    def _lie(self, stored: Tensor) -> None:
-        """So many tokens the live rows have stored; a few rows behind them are nobody's."""
-        self.live = len(stored)
-        self.rows = min(self.room, -(-self.live // MULTIPLE) * MULTIPLE)
-        self.lengths = stored.new_zeros(self.rows)
-        self.lengths[: self.live] = stored
-        self.column = int(stored.max()) - 1
-        self.biases = {}
-
-    def _made(self, part: Tensor) -> Tensor:
-        _, heads, _, size = part.shape
-        return part.new_zeros(self.room, heads, filled_up(self.columns, size), size)
-
-    def _widen(self, columns: int) -> None:
-        """See that there are so many columns; with those that there are, twice as many."""
-        if columns <= self.columns:
-            return
-        self.columns = max(columns, 2 * self.columns)
-        for layer, parts in self.buffers.items():
-            filled = filled_up(self.columns, min(part.shape[-1] for part in parts))
-            self.buffers[layer] = tuple(self.widen(part, filled) for part in parts)
+# What replicas tell each other in the place of a row: one has been asked to stop.
+STOP = -1
 
 
 class ContinuousDecoding:
@@ -143,14 +64,22 @@ class ContinuousDecoding:
         names, first = np.unique(self.groups, return_index=True)
         places = dict(zip(names.tolist(), np.split(np.arange(count), first[1:]), strict=True))
         self.waiting = deque((group, where) for group, where in places.items() if len(where))
-        most_rows = max([rows.at_once, *(len(where) for where in places.values())])
-        going = sum(len(places[group]) for group in rows.begun if group in places)
-        self.room = max(most_rows, going)
-        self.cache = EnteredCache(self.room, device)
-        self.attention = DecodeAttention(self.cache)
-        self.live = np.zeros(0, dtype=np.int64)
-        self.logits: Tensor | None = None
-        self.passes = self.read = self.turns = 0
+        self.dealing = Dealing(rows.replicas, rows.at_once)
+        self.dealing.go_on({g: len(places[g]) for g in rows.begun if g in places})
+        most = max([rows.at_once, *self.dealing.live, *(len(where) for where in places.values())])
+        self.parts = {home: LiveRows(model, rows, most) for home in rows.own}
+        self.halted = False
+        self.turns = 0
+
+    @property
+    def passes(self) -> int:
+        """Decoding steps made here."""
+        return sum(part.passes for part in self.parts.values())
+
+    @property
+    def read(self) -> int:
+        """Tokens read here."""
+        return sum(part.read for part in self.parts.values())
 
     def run(self) -> Advanced:
         """Make turns until enough groups are complete and as many as asked, or nothing is left."""
@@ -161,7 +90,7 @@ class ContinuousDecoding:
                     met, known = self.rows.met(self.begun, self.ended), len(self.ended)
                 if (met and self.turns >= self.rows.least) or not self._begin():
                     break
-                if met and len(self.live) < self.rows.few:
+                if met and self.dealing.total < self.rows.few:
                     break
                 self._turn()
                 self.turns += 1
@@ -169,112 +98,70 @@ class ContinuousDecoding:
         return self._result()
 
     def _begin(self) -> bool:
-        """Let rows begin; whether there are any, and none has asked to stop."""
-        while entering := self._entering():
-            self._enter(entering)
-        return bool(len(self.live)) and not self.stopped()
-
-    def _turn(self) -> None:
-        """Draw a token of every live row."""
-        going = self._draw()
-        if not going.all():
-            self._leave(going)
-        if len(self.live):
-            self._forward()
-
-    def _entering(self) -> list[np.ndarray]:
-        """The rows of the groups that enter now: all that go on, and others while there is room."""
-        found: list[np.ndarray] = []
-        tokens, live = 0, len(self.live)
-        while self.waiting and tokens < READ_AT_ONCE:
+        """Let rows begin; whether any are live, and none has asked to stop."""
+        entering: dict[int, list[np.ndarray]] = {home: [] for home in self.parts}
+        while self.waiting:
             group, where = self.waiting[0]
-            if group not in self.begun and live + len(where) > self.rows.at_once and live:
+            if group not in self.begun and not self.dealing.begins(group, len(where)):
                 break
             self.waiting.popleft()
             self.begun.add(group)
-            found.append(where)
-            live += len(where)
-            tokens += int(lengths(self.rows.seen)[where].sum())
-        return found
+            if (home := self.dealing.homes[group]) in entering:
+                entering[home].append(where)
+        for home, groups in entering.items():
+            self.parts[home].enter(groups)
+        return self.dealing.total > 0 and not self.halted
 
-    def _enter(self, groups: list[np.ndarray]) -> None:
-        """Read what rows have seen, once for the rows of a group that has just begun."""
-        read: list[int] = []
-        sources: list[int] = []
-        for where in groups:
-            alike = not self.made[where].any()
-            sources += [len(read) + (0 if alike else k) for k in range(len(where))]
-            read += [where[0]] if alike else where.tolist()
-        seen = select_field(self.rows.seen, torch.tensor(read))
-        sizes = lengths(seen)
-        layout = pack_prompts(seen, self.model.device)
-        filled = KeyValueCache(sizes, 1, 1, self.model.device)
-        logits = prefill(self.model, filled, layout, layout.targets)[: layout.predictions]
-        order = torch.tensor(sources, device=self.model.device)
-        self.cache.enter(filled, order)
-        logits = logits[order]
-        self.logits = logits if self.logits is None else torch.cat([self.logits, logits])
-        self.live = np.concatenate([self.live, *groups])
-        self.read += int(sizes.sum())
+    def _turn(self) -> None:
+        """Draw a token of every live row."""
+        drawn = {home: self._draw(part) for home, part in self.parts.items() if len(part.live)}
+        over = [row for home, (_, going) in drawn.items() for row in self.parts[home].live[~going]]
+        self._note(self.rows.told([*map(int, over), *([STOP] if self.stopped() else [])]))
+        for home, (tokens, going) in drawn.items():
+            self.parts[home].follow(tokens, going)
 
-    def _draw(self) -> np.ndarray:
-        """Draw a token of every live row; which of them go on, bool `[live]`."""
-        assert self.logits is not None
-        uniform = torch.from_numpy(self._uniform()).to(self.model.device)
-        tokens, log_probs = draw_tokens(self.logits, uniform, self.sampling)
-        self.taken.append(self.live)
+    def _note(self, ended: Sequence[int]) -> None:
+        """Rows have ended, of whichever replica; groups are complete with the last of theirs."""
+        for row in ended:
+            if row == STOP:
+                self.halted = True
+                continue
+            self.over[row] = True
+            group = int(self.groups[row])
+            self.dealing.ends(group)
+            self.left[group] -= 1
+            if not self.left[group]:
+                self.ended.append(group)
+
+    def _draw(self, part: LiveRows) -> tuple[Tensor, np.ndarray]:
+        """A token of every live row, int64 `[live]`; which of them go on, bool `[live]`."""
+        assert part.logits is not None
+        live = part.live
+        uniform = torch.from_numpy(self._uniform(live)).to(self.model.device)
+        tokens, log_probs = draw_tokens(part.logits, uniform, self.sampling)
+        self.taken.append(live)
         self.tokens.append(tokens)
         self.log_probs.append(log_probs)
-        self.drawn = tokens
-        self.got[self.live] += 1
+        self.got[live] += 1
         finished = (tokens[:, None] == self.stops).any(-1).cpu().numpy()
-        full = self.made[self.live] + self.got[self.live] >= self.sampling.max_new_tokens
-        self.finished[self.live[finished]] = True
-        return ~(finished | full)
+        full = self.made[live] + self.got[live] >= self.sampling.max_new_tokens
+        self.finished[live[finished]] = True
+        return tokens, ~(finished | full)
 
-    def _uniform(self) -> np.ndarray:
+    def _uniform(self, live: np.ndarray) -> np.ndarray:
         """The random numbers of the live rows for their next tokens, float64 `[live]`."""
         if self.sampling.temperature == 0:
-            return np.zeros(len(self.live))
-        place = self.got[self.live] % DRAWN
-        lacking = self.live[place == 0]
+            return np.zeros(len(live))
+        place = self.got[live] % DRAWN
+        lacking = live[place == 0]
         if len(lacking):
             first = self.made[lacking] + self.got[lacking]
             key, draws = self.key, self.draws[lacking]
             self.numbers[lacking] = uniforms(
                 key.seed, draws, key.stream, self.ids[lacking], DRAWN, first=first
             )
-        found: np.ndarray = self.numbers[self.live, place]
+        found: np.ndarray = self.numbers[live, place]
         return found
-
-    def _leave(self, going: np.ndarray) -> None:
-        """Rows that have ended leave; their groups are complete with the last of them."""
-        for row in self.live[~going]:
-            self.over[row] = True
-            group = int(self.groups[row])
-            self.left[group] -= 1
-            if not self.left[group]:
-                self.ended.append(group)
-        kept = torch.from_numpy(np.flatnonzero(going)).to(self.model.device)
-        if not len(kept):
-            self.live, self.logits = self.live[:0], None
-            self.cache = EnteredCache(self.room, self.model.device)
-            self.attention = DecodeAttention(self.cache)
-            return
-        order = torch.argsort(self.cache.leave(kept))
-        kept = kept[order]
-        self.live, self.drawn = self.live[kept.cpu().numpy()], self.drawn[kept]
-
-    def _forward(self) -> None:
-        """The logits after the tokens just drawn."""
-        cache = self.cache
-        cache.advance()
-        filled = self.drawn.new_zeros(cache.rows)
-        filled[: cache.live] = self.drawn
-        logits = self.model.logits(filled, cache.lengths, self.attention, None)
-        cache.close()
-        self.logits = logits[: cache.live]
-        self.passes += 1
 
     def _result(self) -> Advanced:
         """What all rows have got, on the CPU; raises NumericsError E652 for logits not finite."""

@@ -2,13 +2,16 @@
 
 Each call goes on with the rows of the one before, lets new ones begin, and hands on as many groups
 as an iteration has. What stays is its memory: a checkpoint holds it, and a run that goes on from
-there reads it again, as every call does. Which groups are handed on, and when,
-`rlflow.graph.rules.in_flight` says.
+there reads it again, as every call does. Which groups are handed on, and when, and which replica
+decodes them, `rlflow.graph.rules.in_flight` says. Replicas of other processes have the same rows
+and the same memory: each decodes those that are its own, and they tell each other what became of
+them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +35,7 @@ from rlflow.graph.rules.in_flight import Bound, Pace
 from rlflow.ops.bodies.common import inputs_of, model_of, num_rows, token_rows, too_long
 from rlflow.ops.bodies.rollout import CARRIED_BY_ENGINE, responses, sample_metrics
 from rlflow.ops.bodies.stats import max_of, mean_of
-from rlflow.ops.body import Call, Output
+from rlflow.ops.body import Call, Output, Peers
 
 # No field of a user has a blank in its name. In which iteration a row's group began, -1 of one that
 # waits; whether the row has ended; and as which of the groups that were complete its own was. All
@@ -148,6 +151,8 @@ def _advanced(
         new = {group: call.iteration for group in all_begun if group not in begun}
         return bound.met({**begun, **new}, [*ended, *now_ended], call.iteration)
 
+    replicas, peers = int(call.params.get("replicas", 1)), call.peers
+    own = tuple(peers.share(replicas))
     flight = InFlight(
         seen=joined_rows(here["prompt_tokens"], here["response_tokens"]),
         made=lengths(here["response_tokens"]),
@@ -155,13 +160,35 @@ def _advanced(
         ids=here["sample"],
         groups=here["group"],
         begun=frozenset(here["group"][here[BEGUN] >= 0].tolist()),
-        at_once=size,
+        at_once=-(-bound.batch // replicas) * int(call.params["n"]),
         met=met,
         least=pace.least,
         few=pace.few(size),
+        replicas=replicas,
+        own=own,
+        told=lambda ended: peers.union(torch.tensor(ended, dtype=torch.int64)).tolist(),
     )
     made = model_of(call).advance(flight, **_drawn(call.params))
-    return going, made
+    return going, made if len(own) == replicas else _of_all(made, peers)
+
+
+def _of_all(made: Advanced, peers: Peers) -> Advanced:
+    """What became of the rows of all replicas, of which `made` has the tokens of those here."""
+    count = len(made.over)
+    rows = torch.arange(count).repeat_interleave(lengths(made.response_tokens))
+    columns = rows, flat(made.response_tokens), flat(made.log_probs)
+    # Numbers of 24 bits and token ids are exact in float64.
+    found = peers.gather(torch.stack([column.double() for column in columns], 1))
+    found = found[torch.argsort(found[:, 0], stable=True)]
+    sizes = torch.bincount(found[:, 0].long(), minlength=count)
+    finished = torch.zeros(count, dtype=torch.bool)
+    finished[peers.union(torch.nonzero(made.finished).flatten())] = True
+    return replace(
+        made,
+        response_tokens=ragged(found[:, 1].long(), sizes),
+        log_probs=ragged(found[:, 2].float(), sizes),
+        finished=finished,
+    )
 
 
 def _drawn(params: Mapping[str, Any]) -> dict[str, Any]:

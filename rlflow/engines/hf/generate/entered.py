@@ -1,0 +1,179 @@
+"""Rows that enter and leave a generation at any time, as one replica holds them.
+
+Each row has its own columns of a cache. What rows have seen before is read once, rows of a group
+that begin together as one. This file knows neither when rows enter nor what they draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlflow.batch import lengths, select_field
+from rlflow.contract.values import InFlight
+from rlflow.engines.hf.forward.attention import DecodeAttention
+from rlflow.engines.hf.forward.packed import pack_prompts
+from rlflow.engines.hf.generate.cache import MULTIPLE, KeyValueCache, filled_up, stored_parts
+from rlflow.engines.hf.generate.decoding import prefill
+from rlflow.engines.hf.models import TorchModel
+
+# Tokens that are read in one pass, where rows that enter have more.
+READ_AT_ONCE = 1 << 16
+
+
+class EnteredCache(KeyValueCache):
+    """A cache that rows enter and leave; each has as many columns as tokens.
+
+    The first `live` rows are somebody's; `lengths` has how many tokens each of them has stored.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        super().__init__(torch.zeros(0, dtype=torch.int64), 1, 0, device)
+        self.room = -(-rows // MULTIPLE) * MULTIPLE
+        self.ragged = True
+        self.live = 0
+        self.places = self.lengths
+
+    def enter(self, read: KeyValueCache, sources: Tensor) -> None:
+        """Take rows in behind those that are live: copies of rows `sources` of a filled cache."""
+        first, last = self.live, self.live + len(sources)
+        self._widen(read.width)
+        for layer, parts in read.buffers.items():
+            self.buffers.setdefault(layer, tuple(self._made(part) for part in parts))
+            for buffer, part in zip(self.buffers[layer], parts, strict=True):
+                buffer[first:last, :, : read.width] = part[sources, :, : read.width]
+        for layer, states in read.states.items():
+            kept = self.states.setdefault(layer, {})
+            for name, each in states.items():
+                if name not in kept:
+                    kept[name] = each.new_zeros(self.room, *each.shape[1:])
+                kept[name][first:last] = each[sources]
+        known = self.lengths[: self.live]
+        self._lie(torch.cat([known, read.lengths[sources].to(known.device)]))
+
+    def leave(self, kept: Tensor) -> Tensor:
+        """Go on with the rows of ascending int64 `kept` alone; the place of each."""
+        known = self.lengths[kept]
+        places = self.branch(kept)
+        lie = torch.empty_like(known)
+        lie[places] = known
+        self._lie(lie)
+        return places
+
+    def advance(self) -> None:
+        """Open the next column of every live row."""
+        self.biases = {}
+        self.width = self.column = int(self.lengths[: self.live].max())
+        self.places = torch.arange(self.rows, device=self.lengths.device)
+        self._widen(self.column + 1)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Put `[rows, kv_heads, head_size]` into the open columns; what any live row has seen."""
+        for buffer, tokens in stored_parts(self.buffers[layer], k, v):
+            buffer[self.places, :, self.lengths] = tokens
+        return self.seen(layer, v.shape[-1])
+
+    def close(self) -> None:
+        """The open columns are stored."""
+        self.lengths[: self.live] += 1
+
+    def _lie(self, stored: Tensor) -> None:
+        """So many tokens the live rows have stored; a few rows behind them are nobody's."""
+        self.live = len(stored)
+        self.rows = min(self.room, -(-self.live // MULTIPLE) * MULTIPLE)
+        self.lengths = stored.new_zeros(self.rows)
+        self.lengths[: self.live] = stored
+        self.column = int(stored.max()) - 1
+        self.biases = {}
+
+    def _made(self, part: Tensor) -> Tensor:
+        _, heads, _, size = part.shape
+        return part.new_zeros(self.room, heads, filled_up(self.columns, size), size)
+
+    def _widen(self, columns: int) -> None:
+        """See that there are so many columns; with those that there are, twice as many."""
+        if columns <= self.columns:
+            return
+        self.columns = max(columns, 2 * self.columns)
+        for layer, parts in self.buffers.items():
+            filled = filled_up(self.columns, min(part.shape[-1] for part in parts))
+            self.buffers[layer] = tuple(self.widen(part, filled) for part in parts)
+
+
+class LiveRows:
+    """The live rows of a replica: their places among all, int64 `[live]`, logits and cache.
+
+    There is `room` for so many.
+    """
+
+    def __init__(self, model: TorchModel, rows: InFlight, room: int) -> None:
+        self.model, self.rows, self.room = model, rows, room
+        self.made = rows.made.cpu().numpy().astype(np.int64)
+        self.sizes = lengths(rows.seen)
+        self.passes = self.read = 0
+        self._empty()
+
+    def _empty(self) -> None:
+        self.live = np.zeros(0, dtype=np.int64)
+        self.logits: Tensor | None = None
+        self.cache = EnteredCache(self.room, self.model.device)
+        self.attention = DecodeAttention(self.cache)
+
+    def enter(self, groups: list[np.ndarray]) -> None:
+        """Take the rows of groups in, each read at what it has seen."""
+        for some in self._passes(groups):
+            self._enter(some)
+
+    def _passes(self, groups: list[np.ndarray]) -> Iterator[list[np.ndarray]]:
+        """Groups that are read together."""
+        some: list[np.ndarray] = []
+        tokens = 0
+        for where in groups:
+            some.append(where)
+            tokens += int(self.sizes[where].sum())
+            if tokens >= READ_AT_ONCE:
+                yield some
+                some, tokens = [], 0
+        if some:
+            yield some
+
+    def _enter(self, groups: list[np.ndarray]) -> None:
+        """Read what rows have seen, once for the rows of a group that has just begun."""
+        read: list[int] = []
+        sources: list[int] = []
+        for where in groups:
+            alike = not self.made[where].any()
+            sources += [len(read) + (0 if alike else k) for k in range(len(where))]
+            read += [where[0]] if alike else where.tolist()
+        seen = select_field(self.rows.seen, torch.tensor(read))
+        sizes = lengths(seen)
+        layout = pack_prompts(seen, self.model.device)
+        filled = KeyValueCache(sizes, 1, 1, self.model.device)
+        logits = prefill(self.model, filled, layout, layout.targets)[: layout.predictions]
+        order = torch.tensor(sources, device=self.model.device)
+        self.cache.enter(filled, order)
+        logits = logits[order]
+        self.logits = logits if self.logits is None else torch.cat([self.logits, logits])
+        self.live = np.concatenate([self.live, *groups])
+        self.read += int(sizes.sum())
+
+    def follow(self, tokens: Tensor, going: np.ndarray) -> None:
+        """Go on after `tokens [live]` with the rows that are `going`, bool `[live]`."""
+        if not going.any():
+            self._empty()
+            return
+        if not going.all():
+            kept = torch.from_numpy(np.flatnonzero(going)).to(self.model.device)
+            kept = kept[torch.argsort(self.cache.leave(kept))]
+            self.live, tokens = self.live[kept.cpu().numpy()], tokens[kept]
+        cache = self.cache
+        cache.advance()
+        filled = tokens.new_zeros(cache.rows)
+        filled[: cache.live] = tokens
+        logits = self.model.logits(filled, cache.lengths, self.attention, None)
+        cache.close()
+        self.logits = logits[: cache.live]
+        self.passes += 1
