@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from rlflow.batch import flat, joined_rows, lengths, ragged, ragged_rows, select_field
 from rlflow.contract.values import InFlight, Reach, SampleKey, Sampling
+from rlflow.engines.hf.generate.continuous import STOP
 from rlflow.engines.hf.generate.entered import LiveRows
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.rollout import TorchRollout
@@ -32,7 +35,7 @@ def one_by_one(rollout, draw: int = 0):
     return rollout.generate(ragged_rows(PROMPTS, torch.int64), SAMPLING, key, ids, Reach())
 
 
-def flight(met, at_once: int, begun=None, rows=None, **ahead: int) -> InFlight:
+def flight(met, at_once: int, begun=None, rows=None, **more) -> InFlight:
     """All groups, or those `rows` of them of which `begun` has the tokens so far."""
     rows = torch.arange(len(PROMPTS) * SAMPLING.n) if rows is None else rows
     groups = rows // SAMPLING.n
@@ -48,7 +51,7 @@ def flight(met, at_once: int, begun=None, rows=None, **ahead: int) -> InFlight:
         begun=frozenset(going.tolist()),
         at_once=at_once,
         met=met,
-        **ahead,
+        **more,
     )
 
 
@@ -129,3 +132,41 @@ def test_a_prompt_that_leaves_no_room_is_refused(model_dir):
     long = Sampling(max_new_tokens=90, n=2)
     with pytest.raises(RunError, match="E505"):
         rollout.advance(flight(never, 4), long, SampleKey(seed=1, iteration=0, stream="rollout"))
+
+
+def test_replicas_of_two_processes_make_the_turns_of_one(model_dir):
+    """Each decodes its own rows; what they tell each other is who ended, and both know the same."""
+    rollout, key = engine(model_dir("qwen2")), SampleKey(seed=1, iteration=0, stream="rollout")
+    asked = flight(lambda _, ended: len(ended) >= 3, 2, replicas=2, own=(0, 1))
+    whole = rollout.advance(asked, SAMPLING, key)
+    meeting, said = threading.Barrier(2, timeout=60), [[], []]
+
+    def part(home: int):
+        def told(ended):
+            said[home] = list(ended)
+            meeting.wait()
+            found = sorted(said[0] + said[1])
+            meeting.wait()
+            return found
+
+        own = engine(model_dir("qwen2"))
+        return own.advance(replace(asked, own=(home,), told=told), SAMPLING, key)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(part, (0, 1)))
+    for each in found:
+        assert (whole.begun, whole.ended, whole.turns) == (each.begun, each.ended, each.turns)
+        assert torch.equal(whole.over, each.over)
+    for row, tokens in enumerate(whole.response_tokens.unbind()):
+        parts = [each.response_tokens[row].tolist() for each in found]
+        assert tokens.tolist() in parts
+        assert [] in parts
+    assert all(len(flat(each.response_tokens)) for each in found)
+    apart = torch.cat([flat(each.log_probs) for each in found]).sort().values
+    assert torch.equal(flat(whole.log_probs).sort().values, apart)
+
+
+def test_a_stop_that_one_replica_is_asked_for_is_of_all(model_dir):
+    rollout, key = engine(model_dir("qwen2")), SampleKey(seed=1, iteration=0, stream="rollout")
+    asked = flight(never, 100, told=lambda ended: [STOP, *ended])
+    assert 1 == rollout.advance(asked, SAMPLING, key).turns

@@ -7,21 +7,24 @@ after it began, and an iteration whose groups are complete works ahead.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.graph.rules.in_flight import Bound, Pace
+from rlflow.graph.rules.in_flight import Bound, Dealing, Pace
 
 
 class Engine:
-    """Groups of `n` rows, of which `room` rows are live, or one group's; killed whenever asked.
+    """Groups of `n` rows, of which each replica has `room` live, or one group's.
 
-    What it knows is what a checkpoint holds: begun, ended, and how many tokens live rows have.
+    What it knows is what a checkpoint holds: begun, ended, and how many tokens live rows have. So
+    every iteration deals what is in flight anew.
     """
 
-    def __init__(self, bound: Bound, n: int, room: int, lengths) -> None:
+    def __init__(self, bound: Bound, n: int, room: int, lengths, replicas: int = 1) -> None:
+        self.replicas = replicas
         self.bound, self.n, self.room, self.lengths = bound, n, room, lengths
         self.begun: dict[int, int] = {}
         self.ended: list[int] = []
@@ -33,14 +36,18 @@ class Engine:
         return self.lengths[(group * self.n + sample) % len(self.lengths)]
 
     def iterate(self, iteration: int) -> list[int]:
-        before = self.steps
+        before, here = self.steps, Counter(group for group, _ in self.live)
+        self.dealing = Dealing(self.replicas, self.room)
+        self.dealing.go_on(here)
+        most = max(self.room, self.n) + self.n - 1
+        assert max(self.dealing.live) <= most, "more rows go on than a replica has room for"
         while not self.bound.met(self.begun, self.ended, iteration):
             self.begin(iteration)
             assert self.live, f"nothing decodes, and iteration {iteration} waits"
             self.step()
         while self.paced and self.steps - before < self.pace.least:
             self.begin(iteration)
-            if len(self.live) < self.pace.few(self.room):
+            if len(self.live) < self.pace.few(self.replicas * self.room):
                 break
             self.step()
             assert self.bound.met(self.begun, self.ended, iteration)
@@ -53,8 +60,11 @@ class Engine:
 
     def begin(self, iteration: int) -> None:
         while self.next < self.bound.open_until(iteration):
-            if self.live and len(self.live) + self.n > self.room:
+            live = list(self.dealing.live)
+            if not self.dealing.begins(self.next, self.n):
+                assert all(each and each + self.n > self.room for each in live), "there is room"
                 return
+            assert min(live) == live[self.dealing.homes[self.next]]
             self.begun[self.next] = iteration
             self.live |= {(self.next, s): self.length(self.next, s) for s in range(self.n)}
             self.next += 1
@@ -62,19 +72,24 @@ class Engine:
     def step(self) -> None:
         self.steps += 1
         self.live = {row: left - 1 for row, left in self.live.items()}
+        for group, _ in (row for row, left in self.live.items() if not left):
+            self.dealing.ends(group)
         for group in dict.fromkeys(group for (group, _), left in self.live.items() if not left):
             if not any(left for (other, _), left in self.live.items() if other == group):
                 self.ended.append(group)
         self.live = {row: left for row, left in self.live.items() if left}
+        by_home = Counter(self.dealing.homes[group] for group, _ in self.live)
+        assert self.dealing.live == [by_home[home] for home in range(self.replicas)]
 
 
 flows = st.builds(
-    lambda batch, span, n, room, lengths: Engine(Bound(batch=batch, span=span), n, room, lengths),
+    lambda batch, span, *rest: Engine(Bound(batch=batch, span=span), *rest),
     st.integers(1, 5),
     st.integers(1, 5),
     st.integers(1, 3),
     st.integers(1, 20),
     st.lists(st.integers(1, 40), min_size=1, max_size=23),
+    st.integers(1, 3),
 )
 
 
@@ -159,3 +174,15 @@ def test_who_works_ahead_has_iterations_that_are_alike():
     assert smooth < 0.6 * bursts
     assert min(found[0]) < min(found[1])
     assert statistics.fmean(found[1]) < 1.3 * statistics.fmean(found[0])
+
+
+def test_what_goes_on_is_dealt_anew_evenly():
+    """Two long groups of one replica are on two in the next iteration."""
+    dealing = Dealing(2, 8)
+    dealing.go_on({3: 1, 5: 4, 6: 2, 7: 4})
+    assert {5: 0, 7: 1, 6: 0, 3: 1} == dealing.homes
+    assert [6, 5] == dealing.live
+    assert 11 == dealing.total
+    assert dealing.begins(8, 2)
+    assert 1 == dealing.homes[8]
+    assert not dealing.begins(9, 3)

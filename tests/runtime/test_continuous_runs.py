@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.whole_runs import LASTING
+from tests.runtime.whole_runs import LASTING, REPLICAS
 from tests.runtime.whole_runs import numbers as logged
 
 pytestmark = pytest.mark.torch
 
 GROUPS = tuple(f"seen/group{place}" for place in range(4))
-SPANS = {"apart2": 1, "apart4": 3, "together1": 1, "together3": 3}
+SPANS = {"apart2": 1, "apart4": 3, "together1": 1, "together3": 3, "replicas3": 2}
 
 
 def numbers(run) -> list[dict[str, float]]:
@@ -31,7 +31,8 @@ def groups(line: dict[str, float]) -> list[int]:
 @pytest.mark.rows(2)
 @pytest.mark.parametrize("placement", [*SPANS])
 def test_no_group_is_used_twice_and_no_token_is_too_old(train, placement):
-    lines, span = numbers(train(LASTING, placement)), SPANS[placement]
+    what, span = REPLICAS if placement == "replicas3" else LASTING, SPANS[placement]
+    lines = numbers(train(what, placement))
     used = [group for line in lines for group in groups(line)]
     assert len(used) == len(set(used)) == 4 * len(lines)
     staleness = int(placement[-1])

@@ -31,6 +31,7 @@ from tests.runtime.whole_runs import (
     PAUSED,
     PPO,
     REPLAYED,
+    REPLICAS,
     SEQUENTIAL,
     STALE,
     TURNS,
@@ -155,6 +156,11 @@ TABLE = {
             At("together1", first=3, saved=3, marks=SLOW),
         ),
         ray=(*placed("apart2", marks=SLOW), *placed("apart4", marks=SLOW + EXTRA)),
+    ),
+    "continuous replicas": Feature(
+        REPLICAS,
+        resumed=(broken("replicas3", 5, 3, marks=SLOW),),
+        ray=placed("replicas3", marks=SLOW),
     ),
     "loop": Feature(
         MIXED,
