@@ -186,6 +186,21 @@ def test_as_many_tokens_are_decoded_as_rows_have_in_fewer_steps(span):
     assert max(stage.live for stage in found.stages) <= 257
 
 
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_replicas_have_as_many_tokens_a_step_together_as_their_rates(replicas):
+    """So many times the rows on so many replicas take about the steps of one.
+
+    Each turn waits for the one with the most rows, an eighth more than in the mean for four.
+    """
+    one = steady(LENGTHS, 16, 4, 64, 2)
+    found = steady(LENGTHS, 16 * replicas, 4, 64, 2, replicas)
+    steps, alone = (sum(stage.tokens for stage in each.stages) for each in (found, one))
+    assert alone == pytest.approx(steps, rel=0.15)
+    most = sum(stage.tokens * stage.live for stage in found.stages)
+    assert 1 <= most / (256 * 64) < 1.2
+    assert one.rows == pytest.approx(found.rows, rel=0.25)
+
+
 def test_rows_of_one_length_flow_at_the_rate_of_the_room():
     found = steady(full_lengths(100), 8, 2, 16, 1)
     assert 100 == pytest.approx(sum(stage.tokens for stage in found.stages), rel=0.01)

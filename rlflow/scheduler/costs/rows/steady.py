@@ -3,6 +3,7 @@
 It is played on a virtual clock of decoding steps: rows of drawn lengths, the same in every call,
 begin as there is room, and groups leave by the rule that the engine follows,
 `rlflow.graph.rules.in_flight`. Large batches are played as smaller ones with as much less room.
+Replicas make their steps together, and each takes as long as that of the one with the most rows.
 What a step takes, the model's roofline says.
 """
 
@@ -18,7 +19,7 @@ from statistics import NormalDist, fmean
 
 from rlflow.graph.graph import Node
 from rlflow.graph.roles import Recalling
-from rlflow.graph.rules.in_flight import Bound, Pace
+from rlflow.graph.rules.in_flight import Bound, Dealing, Pace
 from rlflow.scheduler.costs.lengths import Load, ResponseLengths, Stage, location
 from rlflow.scheduler.costs.pieces import Piece
 from rlflow.scheduler.costs.roofline import Roofline
@@ -36,8 +37,9 @@ APART = 1.15
 class Steady:
     """What an iteration decodes, in the steady state in the mean.
 
-    `rows` are in flight when it begins, with `age` tokens of response each, and are read anew.
-    Prompts begin in so many `passes`.
+    `rows` of a replica are in flight when it begins, with `age` tokens of response each, and are
+    read anew. Prompts begin in so many `passes`. Live rows of a stage are those of the replica with
+    the most.
     """
 
     stages: tuple[Stage, ...]
@@ -49,31 +51,34 @@ class Steady:
 def rollout_seconds(roof: Roofline, node: Node, load: Load, piece: Piece) -> float:
     """Seconds of a rollout, or of a leg of it: until all rows have ended, or enough groups."""
     if (lasting := node.role(Recalling)) is not None:
-        return continuous_seconds(roof, load, lasting.keep)
+        return continuous_seconds(roof, load, lasting)
     return roof.rollout(load, *((piece.index, piece.count) if piece.leg else (0, 1)))
 
 
-def continuous_seconds(roof: Roofline, load: Load, span: int) -> float:
-    """Mean seconds of an iteration of a rollout whose rows live through up to `span` updates.
+def continuous_seconds(roof: Roofline, load: Load, lasting: Recalling) -> float:
+    """Mean seconds of an iteration of a rollout whose rows live through updates.
 
-    No more rows are live than in a rollout that drains.
+    `load` is a replica's share. No more rows are live than in a rollout that drains.
     """
-    return _seconds(roof, load, steady(*_played(roof, load), span))
+    return _seconds(roof, load, steady(*_played(roof, load, lasting)))
 
 
 def rollout_swings(roof: Roofline, node: Node, load: Load) -> tuple[float, ...]:
     """What single iterations of a continuous rollout take in a row, as parts of their mean."""
     if (lasting := node.role(Recalling)) is None or node.op.use != "rollout":
         return ()
-    played = drawn_iterations(*_played(roof, load), lasting.keep)
+    played = drawn_iterations(*_played(roof, load, lasting))
     found = [_seconds(roof, load, each) for each in played]
     mean = fmean(found)
     return tuple(round(each / mean, 4) for each in found)
 
 
-def _played(roof: Roofline, load: Load) -> tuple[ResponseLengths, int, int, float]:
-    n = max(round(load.rows / load.prompts), 1)
-    return load.lengths, max(round(load.prompts), 1), n, roof.at_once(load)
+def _played(
+    roof: Roofline, load: Load, lasting: Recalling
+) -> tuple[ResponseLengths, int, int, float, int, int]:
+    n, replicas = max(round(load.rows / load.prompts), 1), lasting.replicas
+    groups = max(round(load.prompts * replicas), 1)
+    return load.lengths, groups, n, roof.at_once(load), lasting.keep, replicas
 
 
 def _seconds(roof: Roofline, load: Load, lasting: Steady) -> float:
@@ -110,16 +115,17 @@ def drawn_length(lengths: ResponseLengths, source: Random) -> int:
 
 @lru_cache(maxsize=256)
 def drawn_iterations(
-    lengths: ResponseLengths, groups: int, n: int, room: float, span: int
+    lengths: ResponseLengths, groups: int, n: int, room: float, span: int, replicas: int = 1
 ) -> tuple[Steady, ...]:
-    """Iterations of `groups` groups of `n` rows, of which `room` rows are live at most.
+    """Iterations of `groups` groups of `n` rows, of which `room` rows a replica are live at most.
 
     No group leaves more than `span` iterations after that in which it began. Together they decode
     as many tokens as rows have in the mean.
     """
-    played = max(min(groups, MOST_GROUPS, MOST_PLAYED // n), 1)
+    played = max(min(groups, MOST_GROUPS, MOST_PLAYED // n), min(groups, replicas), 1)
     scale = groups / played
-    flow = _Flow(lengths, Bound(batch=played, span=span), n, max(int(room / scale), n))
+    dealt = replicas, max(int(room / scale), n)
+    flow = _Flow(lengths, Bound(batch=played, span=span), n, dealt)
     for _ in range(2 * span + 1):
         flow.iterate()
     found = []
@@ -128,15 +134,15 @@ def drawn_iterations(
         flow.iterate()
         spent = tuple(tuple(each) for each in flow.spent.values())
         found.append((spent, flow.rows, flow.age, flow.passes))
-    tokens = sum(rows for spent, *_ in found for _, rows, _ in spent)
+    tokens = sum(rows for spent, *_ in found for _, rows, _, _ in spent)
     share = PLAYED * played * n * lengths.mean / max(tokens, 1)
     return tuple(
         Steady(
             tuple(
-                Stage(ages / rows, share * steps, scale * rows / steps, 1.0, 0.0)
-                for steps, rows, ages in spent
+                Stage(ages / rows, share * steps, scale * most / steps, 1.0, 0.0)
+                for steps, rows, ages, most in spent
             ),
-            scale * rows,
+            scale * rows / replicas,
             age / max(rows, 1),
             passes,
         )
@@ -145,9 +151,11 @@ def drawn_iterations(
 
 
 @lru_cache(maxsize=256)
-def steady(lengths: ResponseLengths, groups: int, n: int, room: float, span: int) -> Steady:
+def steady(
+    lengths: ResponseLengths, groups: int, n: int, room: float, span: int, replicas: int = 1
+) -> Steady:
     """The mean of the iterations that are drawn."""
-    found = drawn_iterations(lengths, groups, n, room, span)
+    found = drawn_iterations(lengths, groups, n, room, span, replicas)
     rows = fmean(each.rows for each in found)
     aged = fmean(each.rows * each.age for each in found)
     stages = tuple(
@@ -159,12 +167,16 @@ def steady(lengths: ResponseLengths, groups: int, n: int, room: float, span: int
 class _Flow:
     """The rows in flight, at a step of their clock.
 
-    `spent` has by about how many rows were live: steps, and over them the sums of the live rows and
-    of their ages.
+    `spent` has by about how many rows were live: steps, and over them the sums of the live rows, of
+    their ages, and of the live rows of the replica with the most. `dealt` are the replicas, and the
+    room of each.
     """
 
-    def __init__(self, lengths: ResponseLengths, bound: Bound, n: int, room: int) -> None:
-        self.lengths, self.bound, self.n, self.room = lengths, bound, n, room
+    def __init__(
+        self, lengths: ResponseLengths, bound: Bound, n: int, dealt: tuple[int, int]
+    ) -> None:
+        self.lengths, self.bound, self.n, self.dealt = lengths, bound, n, dealt
+        self.dealing = Dealing(*dealt)
         self.source = drawn_lengths(lengths, bound.span)
         self.iteration = self.now = self.next = self.sum_begun = 0
         self.live: list[tuple[int, int, int]] = []
@@ -176,7 +188,7 @@ class _Flow:
 
     def count(self) -> None:
         """Begin to count what is spent."""
-        self.spent: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        self.spent: dict[int, list[float]] = defaultdict(lambda: [0.0] * 4)
         self.rows = self.age = 0.0
         self.passes = 0
 
@@ -184,6 +196,8 @@ class _Flow:
         """Decode until an iteration's groups are complete, work ahead, and let them leave."""
         self.rows += len(self.live)
         self.age += len(self.live) * self.now - self.sum_begun
+        self.dealing = Dealing(*self.dealt)
+        self.dealing.go_on({group: left for group, left in self.left.items() if left})
         known, first = -1, self.now
         while known == len(self.ended) or not self._met():
             known = len(self.ended)
@@ -191,7 +205,7 @@ class _Flow:
             self._step()
         while (ahead := first + self.pace.least - self.now) > 0:
             self._begin()
-            if len(self.live) < self.pace.few(self.room):
+            if len(self.live) < self.pace.few(math.prod(self.dealt)):
                 break
             self._step(ahead)
         self.pace = self.pace.after(self.now - first)
@@ -205,7 +219,7 @@ class _Flow:
 
     def _begin(self) -> None:
         until, before = self.bound.open_until(self.iteration), self.next
-        while self.next < until and (len(self.live) + self.n <= self.room or not self.live):
+        while self.next < until and self.dealing.begins(self.next, self.n):
             self.begun[self.next], self.left[self.next] = self.iteration, self.n
             for _ in range(self.n):
                 end = self.now + drawn_length(self.lengths, self.source)
@@ -219,15 +233,18 @@ class _Flow:
         left, live = self.live[0][0] - self.now, len(self.live)
         steps = left if most is None else min(left, most)
         if steps:
-            spent = self.spent[round(math.log(live) / math.log(APART))]
+            most = max(self.dealing.live)
+            spent = self.spent[round(math.log(most) / math.log(APART))]
             spent[0] += steps
             spent[1] += steps * live
             spent[2] += steps * (live * (self.now + steps / 2) - self.sum_begun)
+            spent[3] += steps * most
         self.now += steps
         if steps < left:
             return
         _, group, began = heapq.heappop(self.live)
         self.sum_begun -= began
         self.left[group] -= 1
+        self.dealing.ends(group)
         if not self.left[group]:
             self.ended.append(group)
