@@ -198,7 +198,7 @@ def test_replicas_have_as_many_tokens_a_step_together_as_their_rates(replicas):
     assert alone == pytest.approx(steps, rel=0.15)
     most = sum(stage.tokens * stage.live for stage in found.stages)
     assert 1 <= most / (256 * 64) < 1.2
-    assert one.rows == pytest.approx(found.rows, rel=0.25)
+    assert one.rows == pytest.approx(found.rows, rel=0.4)
 
 
 def test_rows_of_one_length_flow_at_the_rate_of_the_room():

@@ -78,7 +78,7 @@ def takes(
     parts, how = place.row_parts, node.op.dispatched
     if how == "first" or (node.op.collective and place.instance is None):
         return place.first
-    if how == "all" or len(parts) == 1 or goes_on(node):
+    if how == "all" or len(parts) == 1 or never_drains(node):
         return place.everywhere
     stays = grown if how == "split" and node.op.rows == "same" else None
     if how == "parts" or stays is not None:
@@ -86,7 +86,7 @@ def takes(
     return Spread(parts=parts, rule="balanced" if how == "split" else how)
 
 
-def goes_on(node: Node) -> bool:
+def never_drains(node: Node) -> bool:
     """Whether it is a rollout whose rows go on from one iteration to the next."""
     return node.op.rows == "expand" and node.role(Recalling) is not None
 
@@ -166,6 +166,6 @@ def in_place(source: Action, target: Action, wanted: Spread) -> bool:
 def num_parts(node: Node, place: Place, taken: Spread | None, made: Spread | None) -> int:
     """How many parts share a node's work; ranks may share work on no rows at all."""
     spread = taken or made
-    if spread is not None and not goes_on(node):
+    if spread is not None and not never_drains(node):
         return len(spread.parts)
     return len(place.row_parts) if node.op.dispatched not in ("all", "first") else 1
