@@ -72,14 +72,13 @@ TIED = replace(DENSE, tied=True)
 OLDER = replace(
     WHOLE, staged=False, biases="all", shifts=True, gated=False, tied=True, counted=False
 )
-MIXED = replace(WHOLE, experts="apart", dispatched=True, staged=False)
-PASSED = replace(MIXED, staged=True)
+MIXED = replace(WHOLE, experts="apart", dispatched=True)
 # Experts that compute in a way of their own.
 UNSENT = replace(MIXED, dispatched=False)
 FUSED = replace(WHOLE, experts="fused")
 LATENT = Family(attention="latent", staged=True)
 LATENT_MIXED = replace(LATENT, experts="apart", dispatched=True)
-HYBRID = Family(attention="hybrid", cut=False, counted=False)
+HYBRID = Family(attention="hybrid", cut=False, staged=True, counted=False)
 HYBRID_MIXED = replace(HYBRID, experts="apart", dispatched=True)
 STATE = Family(attention="state", cut=False, layers="linear_attention", counted=False)
 SEEING = replace(WHOLE, staged=False, counted=False)
@@ -137,13 +136,13 @@ FAMILIES: dict[str, Family] = {
     **_each("qwen2_vl", SEEING),
     **_each("llava", replace(SEEING, alone="buffers")),
     # Mixtures of experts.
-    **_each("mixtral", replace(PASSED, cut=True)),
-    **_each("qwen2_moe", replace(PASSED, cut=True, biases="qkv")),
-    **_each("qwen3_moe", replace(PASSED, cut=True, head_norms="each")),
-    **_each("granitemoe", PASSED),
-    **_each("olmoe flex_olmo", replace(PASSED, head_norms="wide")),
-    **_each("phimoe", replace(PASSED, shifts=True)),
-    **_each("ernie4_5_moe", replace(PASSED, tied=True, counted=False)),
+    **_each("mixtral", replace(MIXED, cut=True)),
+    **_each("qwen2_moe", replace(MIXED, cut=True, biases="qkv")),
+    **_each("qwen3_moe", replace(MIXED, cut=True, head_norms="each")),
+    **_each("granitemoe", MIXED),
+    **_each("olmoe flex_olmo", replace(MIXED, head_norms="wide")),
+    **_each("phimoe", replace(MIXED, shifts=True)),
+    **_each("ernie4_5_moe", replace(MIXED, tied=True, counted=False)),
     **_each("solar_open", MIXED),
     **_each("aria_text", UNSENT),
     **_each("mellum", replace(MIXED, head_norms="each")),
@@ -162,7 +161,8 @@ FAMILIES: dict[str, Family] = {
     **_each("longcat_flash", replace(LATENT_MIXED, alone="experts", counted=False)),
     **_each("minicpm3 youtu", replace(LATENT, tied=True)),
     # Layers that carry something from token to token, or pick tokens.
-    **_each("mamba2 bamba olmo_hybrid lfm2 lfm3", HYBRID),
+    **_each("olmo_hybrid lfm2 lfm3", HYBRID),
+    **_each("mamba2 bamba", replace(HYBRID, staged=False)),
     **_each("qwen3_5 qwen3_5_text", replace(HYBRID, cut=True)),
     **_each("falcon_h1", replace(HYBRID, alone="buffers")),
     **_each("granitemoehybrid nemotron_h lfm2_moe bailing_hybrid", HYBRID_MIXED),

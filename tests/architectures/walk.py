@@ -70,6 +70,9 @@ def walk(names):
             if not found.said["one"]:
                 world = World(2) if world is None or not world.alive else world
                 shared_out(found, world, str(folder / "model"))
+                if found.disagreements():
+                    # What a rank has sent that gave up would come to the next architecture.
+                    world.close()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         yield found
