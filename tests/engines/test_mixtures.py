@@ -66,6 +66,12 @@ def test_two_ranks_compute_what_one_does(mixture, world):
         assert all(world(2).run(sharded_checks.with_options, mixture("qwen3_moe"), shape, options))
 
 
+def test_no_rounding_is_between_one_rank_and_two_with_parts_of_layers(mixture, world):
+    """In float64 no token chooses otherwise: what routers, norms and clipping lose would be seen."""
+    options = {"uneven": True, "micro_tokens": 20}
+    assert all(world(2).run(sharded_checks.with_exact_routers, mixture("qwen3_moe"), TP, options))
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 def test_the_parts_of_ranks_add_up_to_what_a_layer_of_experts_computes(family, mixture):
     model = transformers.AutoModelForCausalLM.from_pretrained(mixture(family))

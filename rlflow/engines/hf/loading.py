@@ -43,7 +43,7 @@ from rlflow.engines.hf.recompute import recompute_layers
 from rlflow.engines.hf.routing.routers import lead_routers
 from rlflow.engines.hf.weights.corrections import weigh_corrections
 from rlflow.engines.hf.weights.filling import fill_all
-from rlflow.engines.hf.weights.skeletons import auto, maker_of
+from rlflow.engines.hf.weights.skeletons import auto, config_of, maker_of
 from rlflow.engines.hf.weights.streaming import streamed_skeleton
 from rlflow.errors import Finding, UsageError, near_names
 from rlflow.graph.placement import Recompute
@@ -93,7 +93,7 @@ def load_model(
     place = torch.device(device)
     with quiet_transformers():
         attention.register_attention()
-        config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
+        config = read(path, lambda: config_of(path, dtype))
         check_layers(path, config)
         make = partial(build, path, config, head, dtype, seed, init, fresh_head)
         empty = read(path, lambda: skeleton_for(path, config, head, dtype, init, fresh_head, place))

@@ -58,7 +58,7 @@ from rlflow.engines.hf.sharded.sequence import share_sequence
 from rlflow.engines.hf.sharded.tensor_parallel import Cut, Split, parallelize
 from rlflow.engines.hf.stages.stage import LayerStage, cut_stage
 from rlflow.engines.hf.weights.filling import fill_all
-from rlflow.engines.hf.weights.skeletons import auto, skeleton
+from rlflow.engines.hf.weights.skeletons import config_of, skeleton
 from rlflow.errors import Finding, UsageError
 from rlflow.graph.placement import ContextBy, Recompute
 from rlflow.modelfiles.configs import HEADS, text_config, text_value
@@ -108,7 +108,7 @@ def load_sharded(
     ranks = MeshRanks(mesh, torch.device(device), experts, context)
     with quiet_transformers():
         attention.register_attention()
-        config = read(path, lambda: auto("AutoConfig").from_pretrained(path))
+        config = read(path, lambda: config_of(path, dtype))
         check_layers(path, config)
         check_family(path, config, ranks.sizes, ranks.ep, cp_by, sequence=sequence)
         stage = stage_of(ranks, config, stages)

@@ -25,6 +25,16 @@ def auto(name: str) -> Any:
     return getattr(transformers, name)
 
 
+def config_of(path: str, dtype: torch.dtype) -> ModelConfig:
+    """The config of a model that is to compute in `dtype`.
+
+    In float64 experts are computed one by one: torch has no grouped product of it.
+    """
+    how = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    config: ModelConfig = auto("AutoConfig").from_pretrained(path, **how)
+    return config
+
+
 def maker_of(config: ModelConfig, head: Head) -> Any:
     """The automatic class that makes a language model of a config, or its body.
 
