@@ -37,15 +37,14 @@ class Family:
 
     `cut` says whether `tp` can cut it, `alone` why several ranks cannot hold it, `dispatched`
     whether tokens can go to experts on other ranks, `staged` whether layers can be cut into stages
-    of a pipeline. Sizes follow from
-    the rest: `gated` feed-forward layers have three matrices; `norms` counts those of a layer as
-    wide as it, and 0 are norms without weights; with `shifts` norms have biases. `biases` are those
-    of the projections to queries, keys and values (`qkv`, and by `attention_bias` where `asked`),
-    to the layer too (`attention`, `asked_all`), or of the feed-forward layer as well (`all`).
-    `head_norms` norm queries and keys by head (`each`) or all heads together (`wide`). `tied` is
-    whether the head is the embedding where a config is silent. A model that is not `counted` has
-    more than these; its files say how much. `sees` is in which of the ways that are known it sees
-    pictures.
+    of a pipeline, `parted` whether ranks can have some heads each of layers that carry states.
+    Sizes follow from the rest: `gated` feed-forward layers have three matrices; `norms` counts
+    those of a layer as wide as it, and 0 are norms without weights; with `shifts` norms have
+    biases. `biases` are those of the projections to queries, keys and values (`qkv`, and by
+    `attention_bias` where `asked`), to the layer too (`attention`, `asked_all`), or of the
+    feed-forward layer as well (`all`). `head_norms` norm queries and keys by head (`each`) or all
+    heads together (`wide`). `tied` is whether the head is the embedding where a config is silent. A
+    model that is not `counted` has more than these; its files say how much. `sees` is how it sees.
     """
 
     attention: Attention = "full"
@@ -56,6 +55,7 @@ class Family:
     alone: Alone = ""
     dispatched: bool = False
     staged: bool = False
+    parted: bool = False
     gated: bool = True
     norms: int = 2
     shifts: bool = False
@@ -80,6 +80,7 @@ LATENT = Family(attention="latent", staged=True)
 LATENT_MIXED = replace(LATENT, experts="apart", dispatched=True)
 HYBRID = Family(attention="hybrid", cut=False, staged=True, counted=False)
 HYBRID_MIXED = replace(HYBRID, experts="apart", dispatched=True)
+PARTED, PARTED_MIXED = (replace(each, parted=True) for each in (HYBRID, HYBRID_MIXED))
 STATE = Family(attention="state", cut=False, layers="linear_attention", counted=False)
 SEEING = replace(WHOLE, staged=False, counted=False)
 OWN = Family(attention="own", cut=False, counted=False)
@@ -126,8 +127,7 @@ FAMILIES: dict[str, Family] = {
     **_each("ctrl", replace(OLDER, alone="layers")),
     **_each("gemma4 gemma4_unified phi4_multimodal fuyu",
             replace(WHOLE, alone="buffers", tied=True, counted=False)),
-    **_each("gemma3",
-            replace(WHOLE, alone="buffers", tied=True, counted=False, sees="soft")),
+    **_each("gemma3", replace(WHOLE, alone="buffers", tied=True, counted=False, sees="soft")),
     # Models that see.
     **_each("qwen2_5_vl qwen3_vl", replace(SEEING, sees="grid")),
     **_each("mistral3", replace(SEEING, sees="rows")),
@@ -161,14 +161,14 @@ FAMILIES: dict[str, Family] = {
     **_each("longcat_flash", replace(LATENT_MIXED, alone="experts", counted=False)),
     **_each("minicpm3 youtu", replace(LATENT, tied=True)),
     # Layers that carry something from token to token, or pick tokens.
-    **_each("olmo_hybrid lfm2 lfm3", HYBRID),
+    **_each("olmo_hybrid lfm2 lfm3", PARTED),
     **_each("mamba2 bamba", replace(HYBRID, staged=False)),
-    **_each("qwen3_5 qwen3_5_text", replace(HYBRID, cut=True)),
+    **_each("qwen3_5 qwen3_5_text", replace(PARTED, cut=True)),
     **_each("falcon_h1", replace(HYBRID, alone="buffers")),
-    **_each("granitemoehybrid nemotron_h lfm2_moe bailing_hybrid", HYBRID_MIXED),
+    **_each("nemotron_h lfm2_moe", PARTED_MIXED),
+    **_each("granitemoehybrid bailing_hybrid", HYBRID_MIXED),
     **_each("kimi_linear", replace(HYBRID_MIXED, alone="experts")),
-    **_each("qwen3_next qwen3_5_moe qwen3_5_moe_text",
-            replace(HYBRID_MIXED, cut=True)),
+    **_each("qwen3_next qwen3_5_moe qwen3_5_moe_text", replace(PARTED_MIXED, cut=True)),
     # Selective scans of transformers that begin with a state of zeros alone.
     **_each("mamba falcon_mamba", replace(STATE, layers="mamba")),
     **_each("jamba", replace(STATE, layers="mamba", experts="apart")),

@@ -26,6 +26,7 @@ from rlflow.modelfiles.configs import (
     text_value,
 )
 from rlflow.modelfiles.families import Family, family_of
+from rlflow.modelfiles.layouts.carrying import NOTHING, Carrying, carrying_of
 from rlflow.modelfiles.mixtures.layers import experts_a_token, mixture_layers
 
 # Kinds of layers that do not attend, and kinds that carry a state from token to token.
@@ -45,7 +46,7 @@ class Widths:
     `dense`, of which a token takes `chosen`, with `shared_ffn` beside them. `latent` is the rank
     of keys and values, `query_rank` that of queries, 0 where they are projected at once. So many
     layers are `without_attention`; a row carries the inputs that convolutions have `convolved` last
-    and the `recurrent` numbers of states, of all layers.
+    and the `recurrent` numbers of states, of all layers, of which `carrying` says what they are.
     """
 
     layers: int
@@ -81,6 +82,7 @@ class Widths:
     without_attention: int = 0
     convolved: int = 0
     recurrent: int = 0
+    carrying: Carrying = NOTHING
 
     @property
     def embedding(self) -> int:
@@ -216,6 +218,7 @@ def widths_of(config: Mapping[str, Any], path: Path) -> Widths:
     return Widths(
         layers=_layers(text, kind) or get(*LAYERS),
         **_carried(text, hidden),
+        carrying=carrying_in(config),
         hidden=hidden,
         heads=heads,
         kv_heads=text_value(text, "num_key_value_heads") or heads,
@@ -241,6 +244,12 @@ def _layers(text: Mapping[str, Any], kind: str) -> int:
     if kind == "longcat_flash":
         return 2 * text_value(text, "num_layers")
     return 0 if text_value(text, *LAYERS) else len(text.get("layers_block_type") or ())
+
+
+def carrying_in(config: Mapping[str, Any]) -> Carrying:
+    """What a config says of layers that carry states."""
+    text = text_config(config)
+    return carrying_of(text, sum(kind in STATEFUL for kind in _kinds(text)))
 
 
 def _carried(text: Mapping[str, Any], hidden: int) -> dict[str, Any]:

@@ -31,7 +31,8 @@ Tokens go to experts on other ranks (`ep=`) in these mixtures; others are refuse
 {dispatched}.
 
 Tokens of rows lie on several ranks (`cp=`) in all that run on *fsdp* and are packed or latent: by
-Ulysses, or round a ring where no layer sees windows (E537).
+Ulysses, or round a ring where no layer sees windows. Of models with states by Ulysses alone, and in
+these; others are refused (E537): {parted}.
 
 An architecture that is not here is judged by what its config says. Engines in processes of
 their own (SGLang, vLLM) compute what they can: this table is of the engines that rlflow brings.
@@ -64,7 +65,8 @@ def page():
     """The whole page."""
     dispatched = ", ".join(sorted(kind for kind, each in FAMILIES.items() if each.dispatched))
     lines = (line(kind, family) for kind, family in sorted(FAMILIES.items()))
-    return "".join([START.format(dispatched=dispatched), *lines, END])
+    parted = ", ".join(sorted(kind for kind, each in FAMILIES.items() if each.parted))
+    return "".join([START.format(dispatched=dispatched, parted=parted), *lines, END])
 
 
 def line(kind: str, family: Family) -> str:

@@ -70,16 +70,21 @@ def plain_model(path):
     )
 
 
+# Families whose norms have weights that are counted from one.
+FROM_ONE = ("Gemma", "Qwen3_5", "Qwen3Next")
+
+
 def exact(module):
     """Norms in float64 too, where transformers rounds to float32 on the way."""
 
     def forward(layer, x):
         eps = getattr(layer, "variance_epsilon", getattr(layer, "eps", None))
-        weight = layer.weight + ("Gemma" in type(layer).__name__)
+        weight = layer.weight + any(name in type(layer).__name__ for name in FROM_ONE)
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
     for layer in module.modules():
-        if "RMSNorm" in type(layer).__name__ and "forward" not in vars(layer):
+        kind = type(layer).__name__
+        if "RMSNorm" in kind and "Gated" not in kind and "forward" not in vars(layer):
             layer.forward = partial(forward, layer)
     return module
 

@@ -34,6 +34,7 @@ MIXED = {
 FAMILIES = {
     "qwen3_5_text": LINEAR,
     "qwen3_next": {**LINEAR, **MIXED},
+    "olmo_hybrid": LINEAR,
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48},
     "falcon_h1": {
         "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
 from functools import cache
 
 import torch
+import transformers
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -216,18 +218,26 @@ def with_options(rank, path, shape, options):
     return check_equal(rank, path, shape, **options)
 
 
-def with_exact_routers(rank, path, shape, options):
-    """`check_equal` in float64, in which transformers' routers compute too, whatever they ask."""
-    real = torch.nn.functional.softmax
+class Wide:
+    """torch as a module of transformers sees it that computes in float64 where it asks for less."""
 
-    def softmax(x, dim=None, dtype=None, **more):
-        return real(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype, **more)
+    float = float32 = torch.float64
 
-    torch.nn.functional.softmax = softmax
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def with_exact_layers(rank, path, shape, options):
+    """`check_equal` in float64, in which transformers' routers and recurrences compute too."""
+    kind = type(transformers.AutoConfig.from_pretrained(path))
+    module = sys.modules[transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind].__module__]
+    single = torch.Tensor.float
+    module.torch = Wide()
+    torch.Tensor.float = lambda x: x if x.dtype == torch.float64 else single(x)
     try:
         return check_equal(rank, path, shape, **options)
     finally:
-        torch.nn.functional.softmax = real
+        module.torch, torch.Tensor.float = torch, single
 
 
 def with_short_blocks(rank, path, shape, options):

@@ -11,14 +11,18 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 
 import rlflow as rf
 from rlflow.batch import ragged_rows
+from rlflow.engines.hf.context.carrying import parts_of
 from rlflow.engines.hf.context.cutting import TokenCut, part_of_layout
 from rlflow.engines.hf.context.ring import ring_steps
 from rlflow.engines.hf.forward.packed import pack
-from tests.engines import latents, mixtures, sharded_routers
+from rlflow.modelfiles.families import family_of
+from rlflow.modelfiles.widths import carrying_in
+from tests.engines import hybrids, latents, mixtures, sharded_routers
 from tests.engines import sharded_checks as checks
 from tests.engines.test_sharded_math import STEADY
 
@@ -89,6 +93,67 @@ def test_routers_on_parts_of_rows_choose_and_count_as_on_one_rank(tmp_path, worl
 
     assert all(world(2).run(sharded_routers.replay_equal, path, CP2))
     assert all(world(2).run(sharded_routers.check_equal, path, CP2, router))
+
+
+# Heads of four ranks, where two have two.
+FOUR = {
+    "qwen3_5_text": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    "nemotron_h": {"n_groups": 4},
+    "lfm2": {},
+}
+
+
+AGAIN = {"uneven": True, "recompute": True, "limit": 1e-9}
+CARRYING = [("qwen3_5_text", AGAIN)]
+CARRYING += [
+    pytest.param(family, CUT, marks=pytest.mark.slow)
+    for family in ("qwen3_5_text", "qwen3_next", "olmo_hybrid", "nemotron_h", "lfm2")
+]
+
+
+@pytest.mark.parametrize(("family", "options"), CARRYING)
+def test_layers_that_carry_states_on_parts_of_rows(family, options, tmp_path, world):
+    """In float64: prompts and rows cut between heads of two ranks, and layers recomputed."""
+    path = hybrids.save_hybrid(family, tmp_path)
+
+    assert all(world(2).run(checks.with_exact_layers, path, CP2, {**HEADS, **options}))
+
+
+@pytest.mark.slow
+@pytest.mark.extra
+@pytest.mark.parametrize("shape", [CP4, ROWS2, TP2], ids=["cp4", "fsdp2-cp2", "cp2-tp2"])
+@pytest.mark.parametrize("family", FOUR)
+def test_layers_that_carry_states_beside_other_ranks(family, shape, tmp_path, world):
+    if shape == TP2 and family != "qwen3_5_text":
+        pytest.skip("no tp cuts it")
+    path = hybrids.save_hybrid(family, tmp_path, **FOUR[family])
+
+    assert all(world(4).run(checks.with_exact_layers, path, shape, {**HEADS, **CUT, "limit": 1e-9}))
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("family", sorted(hybrids.FAMILIES))
+def test_what_plans_say_of_layers_that_carry_states_is_what_ranks_exchange(family, tmp_path):
+    module = transformers.AutoModelForCausalLM.from_pretrained(
+        hybrids.save_hybrid(family, tmp_path)
+    )
+    layers = [
+        each
+        for each in module.modules()
+        if any(isinstance(part, torch.nn.Conv1d) for part in each.children())
+    ]
+    said = carrying_in(module.config.to_dict())
+
+    assert len(layers) == said.layers
+    if not family_of(module.config.to_dict()).parted:
+        return
+    for layer in layers:
+        parts = parts_of(layer)
+        sizes = [size for sizes in parts.projections.values() for size in sizes]
+        assert sum(sizes) == said.entering
+        assert getattr(layer, parts.back).in_features == said.leaving
+        cut = [*sizes, *parts.channels, *(getattr(layer, name) for name in parts.counts)]
+        assert not any(size % said.heads for size in cut)
 
 
 rows = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), min_size=1, max_size=6)

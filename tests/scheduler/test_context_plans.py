@@ -10,6 +10,7 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.graph.placement import ContextBy
+from rlflow.modelfiles.layouts.carrying import Carrying
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.lengths import Load
@@ -64,7 +65,7 @@ def test_heads_go_to_ranks_and_come_back() -> None:
     sent = TOKENS * (2 * HEADS + 2 * KEYS) * WIDTH * 2 * 3 / 4
 
     assert sent / link + 2 * wait == pytest.approx(four.forward(TOKENS))
-    assert sent / TOKENS == four.sent == four.sent_back
+    assert LAYERS * sent / TOKENS == four.sent == four.sent_back
     # Seven ranks do not go into four heads of keys: each has one of them for each of its queries.
     assert [KEYS, 8, 28] == [share(ranks, "ulysses").keys for ranks in (4, 8, 7)]
     assert KEYS / 2 == share(2, "ulysses", tp=2).keys
@@ -81,6 +82,23 @@ def test_keys_and_values_go_round_and_their_gradients_after_them() -> None:
     assert 0.0 == four.waited(TOKENS, 1e9, 1, 1)
     assert LAYERS * four.forward(TOKENS) == pytest.approx(four.waited(TOKENS, 0.0, 1, 0))
     assert 0.0 == share(1, "ring").forward(TOKENS) == share(1, "ring").working
+
+
+def test_heads_of_layers_that_carry_states_go_and_come_beside_those_of_attention() -> None:
+    states = Carrying(layers=21, heads=16, entering=12_352, leaving=4096)
+    hybrid = replace(SEVEN, without_attention=21, carrying=states)
+    four = replace(share(4, "ulysses"), shape=hybrid)
+    link, wait = GPUS.kind.bus * GPUS.kind.reached, GPUS.kind.latency + 3 * GPUS.kind.hop
+    sent = TOKENS * (12_352 + 4096) * 2 * 3 / 4
+
+    attended = 7 * four.forward(TOKENS)
+    assert 3 * (attended + 21 * (sent / link + 2 * wait)) == pytest.approx(
+        four.waited(TOKENS, 1e9, 2, 1)
+    )
+    assert four.sent == pytest.approx(share(4, "ulysses").sent / 4 + 21 * sent / TOKENS)
+    assert 2 * 12_352 * 2 == four.working
+    assert [2, 4] == list(contexts_on(hybrid, 8, 1, 8))
+    assert not list(contexts_on(replace(hybrid, windows=True), 8, 8, 8))
 
 
 def roofline(ranks: int) -> Roofline:

@@ -12,6 +12,7 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError, UsageError
 from rlflow.modelfiles.families import dispatch_finding, family_of
+from rlflow.modelfiles.layouts.carrying import Carrying
 from rlflow.modelfiles.layouts.contexts import context_finding
 from rlflow.modelfiles.widths import widths_of
 from rlflow.scheduler.compile import compile_plan
@@ -79,12 +80,14 @@ REFUSED = {
     "gpt_oss": ("", "", "E521", "E521", "E533", "", "E537"),
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), ("", "", "", "E530", "", "", "")),
     **dict.fromkeys(("deepseek_v3", "deepseek_v2"), ("", "", "", "E530", "", "", "")),
-    "qwen3_next": ("", "", "", "E530", "", "E537", "E537"),
+    "qwen3_next": ("", "", "", "E530", "", "", "E537"),
     "minicpm3": ("", "", "", "E530", "E533", "", ""),
-    "lfm2": ("", "", "E521", "E521", "E533", "E537", "E537"),
+    "lfm2": ("", "", "E521", "E521", "E533", "", "E537"),
     **dict.fromkeys(("gemma2", "gemma3_text"), ("", "", "", "", "E533", "", "E537")),
     "llama4_text": ("E503",) * 7,
 }
+# Layers that carry states of two heads.
+TWO = Carrying(layers=3, heads=2, entering=40, leaving=8)
 COUNTED = [f for f in CONFIGS if family_of({"model_type": f}).counted]
 DIGITS = rf.data.arithmetic(digits=2)
 LAYOUTS = {
@@ -363,7 +366,10 @@ def test_plans_derive_what_cp_leaves_of_fsdp_and_refuse_rows_that_cannot_be_cut(
         ("gpt_oss", {"cp": 2, "windows": True, "by": "ring"}, 'cp_by="ulysses"'),
         ("gpt_oss", {"cp": 6, "windows": True}, "cp=4"),
         ("deepseek_v3", {"cp": 2}, None),
-        ("qwen3_next", {"cp": 2}, "cp=1"),
+        ("qwen3_next", {"cp": 2, "carrying": TWO}, None),
+        ("qwen3_next", {"cp": 4, "carrying": TWO}, "cp=2"),
+        ("qwen3_next", {"cp": 2, "carrying": TWO, "by": "ring"}, 'cp_by="ulysses"'),
+        ("bamba", {"cp": 2, "carrying": TWO}, "cp=1"),
     ],
 )
 def test_rows_are_cut_over_ranks_that_can_attend(

@@ -122,7 +122,10 @@ def drafter(graph: Graph, shapes: Mapping[str, Shape | None], name: str | None) 
     return f" drafts by {_digest(shape)} {graph.model(name).dtype}"
 
 
-UNTIMED = ("source", "family", "kind", "matrices", "routed", "windows", "tower", "sight")
+UNTIMED = (
+    *("source", "family", "kind", "matrices", "routed", "windows", "tower", "sight"),
+    "carrying",
+)
 OF_SOME = (
     *("idle", "experts", "chosen", "latent"),
     *("without_attention", "convolved", "recurrent"),

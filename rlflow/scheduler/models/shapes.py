@@ -22,6 +22,7 @@ from rlflow.modelfiles.families import DENSE, Family, family_of, packing_finding
 from rlflow.modelfiles.headers import tensor_shapes
 from rlflow.modelfiles.host_memory import made_whole
 from rlflow.modelfiles.kernels.attention import softcap_of
+from rlflow.modelfiles.layouts.carrying import NOTHING, Carrying
 from rlflow.modelfiles.layouts.contexts import WINDOWED, windowed
 from rlflow.modelfiles.orthogonal import is_layer_matrix
 from rlflow.modelfiles.pictures.sights import Sight, sight_of
@@ -43,7 +44,8 @@ class Shape:
     `latent` numbers a layer are what is cached of a token, where that is less than its keys and
     values, and that of queries has `query_rank`. So many layers are `without_attention`; a row
     carries the inputs that convolutions have
-    `convolved` last, and the `recurrent` numbers of states. `norms` counts the weights of norms, of
+    `convolved` last, and the `recurrent` numbers of states, in layers that are `carrying` them.
+    `norms` counts the weights of norms, of
     which every rank of a layer has all. `matrices` are those of layers: rows, columns, and how many
     of such; none are known of experts. `family` says what can be computed of it. A token
     chooses `routed` experts in all layers together. One process makes the model whole in host
@@ -72,6 +74,7 @@ class Shape:
     without_attention: int = 0
     convolved: int = 0
     recurrent: int = 0
+    carrying: Carrying = NOTHING
     norms: int = 0
     matrices: tuple[tuple[int, int, int], ...] = ()
     family: Family = DENSE
@@ -251,6 +254,7 @@ def _shape_of(
         without_attention=widths.without_attention,
         convolved=widths.convolved,
         recurrent=widths.recurrent,
+        carrying=widths.carrying,
         norms=widths.norm_weights,
         matrices=() if widths.experts else widths.layer_matrices,
         family=family,

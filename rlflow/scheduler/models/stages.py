@@ -59,6 +59,7 @@ def _of_layers(shape: Shape, layers: int, embedding: int, *, words: bool) -> Sha
         without_attention=part(shape.without_attention),
         convolved=part(shape.convolved),
         recurrent=part(shape.recurrent),
+        carrying=replace(shape.carrying, layers=part(shape.carrying.layers)),
         norms=part(shape.norms),
         matrices=tuple((rows, columns, part(count)) for rows, columns, count in shape.matrices),
     )

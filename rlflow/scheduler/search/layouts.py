@@ -85,5 +85,5 @@ def contexts_on(shape: Shape | None, ranks: int, tp: int, host: int) -> Iterator
         if shape is None or ranks % cp or cp > host:
             continue
         how = shape.family, shape.heads, cp, tp
-        if context_finding("", *how, windows=shape.windows) is None:
+        if context_finding("", *how, windows=shape.windows, carrying=shape.carrying) is None:
             yield cp

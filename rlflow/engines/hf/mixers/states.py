@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from rlflow.batch import to_device
+from rlflow.engines.hf.context.attention import HeadsAttention
+from rlflow.engines.hf.context.carrying import SharedHeads, parts_of
 from rlflow.engines.hf.forward.attention import DecodeAttention, PackedAttention, current_state
 from rlflow.engines.hf.forward.packed import PackedLayout, alike_lengths
 from rlflow.engines.hf.generate.cache import States
@@ -95,6 +97,9 @@ def mixed(
     """The output of a layer for flat `hidden_states [1, tokens, size]`, as the state has rows."""
     name = next(name for name in CACHES if name in options)
     state, at = current_state(), layer.layer_idx
+
+    if isinstance(state, HeadsAttention):
+        return over_heads(state, layer, name, options, hidden_states[0])[None]
 
     def call(rows: Tensor, carried: RowStates) -> Tensor:
         return own(rows, **{**options, name: carried})
@@ -178,6 +183,27 @@ def over_layout(state: PackedAttention, layer: int, call: Call, hidden: Tensor) 
         begun = {name: each.index_select(0, place) for name, each in states.items()}
         outputs.append(call(hidden[tokens], RowStates(begun)).flatten(0, 1))
     return torch.cat(outputs).index_select(0, runs.slots)
+
+
+def over_heads(
+    state: HeadsAttention, layer: Any, name: str, options: Mapping[str, object], hidden: Tensor
+) -> Tensor:
+    """The output for own tokens `[tokens, size]` of a rank that computes a part of the heads.
+
+    Of all tokens of the rows: none of them has to wait for another rank's state.
+    """
+    whole = state.layout.whole
+    if whole.rows is None or not len(whole.rows.prompt_length):
+        return hidden
+    shared = SharedHeads(layer, parts_of(layer), state.group)
+    standing = shared.standing()
+
+    def call(rows: Tensor, carried: RowStates) -> Tensor:
+        made: Tensor = type(layer).forward(standing, rows, **{**options, name: carried})
+        return made
+
+    entered = shared.entered(hidden, state.layout.cut.total)
+    return shared.left(over_layout(state.inner, layer.layer_idx, call, entered), len(hidden))
 
 
 def over_rows(states: States, rows: int, call: Call, hidden: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ from rlflow.modelfiles.families import (
 from rlflow.modelfiles.heads import Head as StoredHead
 from rlflow.modelfiles.layouts.contexts import context_finding, windowed
 from rlflow.modelfiles.layouts.stages import stage_layers, staging_finding
+from rlflow.modelfiles.widths import carrying_in
 
 __all__ = ["ShardedModel", "load_sharded"]
 
@@ -170,7 +171,7 @@ def check_family(
         found = cutting_finding(path, family, text.model_type) or found
         found = found or (sequence_finding(path, family) if sequence else None)
     found = found or dispatch_finding(path, family, experts, ep, sizes["fsdp"], sizes["tp"])
-    heads = (text_value(said, *HEADS), sizes["cp"], sizes["tp"], cp_by)
+    heads = (text_value(said, *HEADS), sizes["cp"], sizes["tp"], cp_by, carrying_in(said))
     found = found or context_finding(path, family, *heads, windows=windowed(said))
     found = found or staging_finding(path, family, text.num_hidden_layers, sizes["pp"])
     if found is not None:

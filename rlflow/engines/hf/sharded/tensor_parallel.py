@@ -105,14 +105,18 @@ class _Style(ParallelStyle):
 
 
 class Standing:
-    """A layer with other tensors in the place of some of its own."""
+    """A layer with other tensors, layers or numbers in the place of some of its own."""
 
-    def __init__(self, layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, layer: nn.Module, others: Mapping[str, Any]) -> None:
         self.layer = layer
-        vars(self).update(tensors)
+        vars(self).update(others)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.layer, name)
+        """What the layer has; its methods see what stands here."""
+        found = getattr(self.layer, name)
+        if getattr(found, "__self__", None) is self.layer:
+            return partial(found.__func__, self)
+        return found
 
 
 class Split:

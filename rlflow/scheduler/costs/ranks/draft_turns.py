@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlflow.graph.roles import Drafted
 from rlflow.graph.user.speculative import Speculative
+from rlflow.modelfiles.layouts.carrying import NOTHING
 from rlflow.scheduler.costs.drafting import frozen_bytes
 from rlflow.scheduler.costs.measurement_keys import accepted
 
@@ -132,5 +133,6 @@ def _layers(policy: Shape, layers: int, embedding: int) -> Shape:
         without_attention=0,
         convolved=0,
         recurrent=0,
+        carrying=NOTHING,
         matrices=(),
     )

@@ -1,7 +1,8 @@
-"""What ranks that have parts of the same rows send each other for attention, and hold for it.
+"""What ranks that have parts of the same rows send each other between tokens, and hold for it.
 
-By heads each gets all tokens of its own, and sends back what it makes of them; round a ring keys
-and values are passed on, and in a backward their gradients after them. Knows widths and links;
+By heads each gets all tokens of its own, and sends back what it makes of them, in layers that carry
+states as in attention; round a ring keys and values are passed on, and in a backward their
+gradients after them. Knows widths and links;
 neither rows nor plans.
 """
 
@@ -46,11 +47,11 @@ class RowShare:
 
     @property
     def sent(self) -> float:
-        """Bytes a token and layer that a rank sends in a forward."""
-        width, ranks = self.shape.head_dim * self.size, self.group.ranks
-        if self.by == "ulysses":
-            return 2 * (self.heads + self.keys) * width * (1 - 1 / ranks)
-        return (ranks - 1) * 2 * self.keys * width
+        """Bytes a token that a rank sends in a forward through all layers."""
+        states = self.shape.carrying
+        carried = states.layers * (states.entering + states.leaving) * self.size
+        whole = carried * (1 - 1 / self.group.ranks)
+        return self.shape.attending * self._sent_to_attend + whole
 
     @property
     def sent_back(self) -> float:
@@ -58,7 +59,15 @@ class RowShare:
         if self.by == "ulysses":
             return self.sent
         wide = self.group.ranks * 2 * self.keys * self.shape.head_dim * WIDE_BYTES
-        return self.sent + wide
+        return self.sent + self.shape.attending * wide
+
+    @property
+    def _sent_to_attend(self) -> float:
+        """Bytes a token and layer with attention that a rank sends in a forward."""
+        width, ranks = self.shape.head_dim * self.size, self.group.ranks
+        if self.by == "ulysses":
+            return 2 * (self.heads + self.keys) * width * (1 - 1 / ranks)
+        return (ranks - 1) * 2 * self.keys * width
 
     def forward(self, tokens: float) -> float:
         """Seconds in which a layer's attention exchanges `tokens` of each rank."""
@@ -87,7 +96,16 @@ class RowShare:
             return 0.0
         hidden = attended if self.by == "ring" else 0.0
         into, back = (self.shape.attending * way(tokens) for way in (self.forward, self.backward))
-        return forwards * max(0.0, into - hidden) + backwards * max(0.0, back - 2 * hidden)
+        carried = (forwards + backwards) * self.carried(tokens)
+        return (
+            carried + forwards * max(0.0, into - hidden) + backwards * max(0.0, back - 2 * hidden)
+        )
+
+    def carried(self, tokens: float) -> float:
+        """Seconds in which all layers that carry states exchange `tokens` of each rank, one way."""
+        states, width = self.shape.carrying, self.size * tokens
+        ways = (states.entering * width, states.leaving * width) if states.layers else ()
+        return states.layers * sum(self.group.all_to_all(way) for way in ways)
 
     @property
     def kept(self) -> float:
@@ -110,7 +128,8 @@ class RowShare:
             return 0.0
         width = self.shape.head_dim
         if self.by == "ulysses":
-            return ON_ITS_WAY * (self.heads + 2 * self.keys) * width * self.size
+            most = max((self.heads + 2 * self.keys) * width, self.shape.carrying.entering)
+            return ON_ITS_WAY * most * self.size
         passing = 2 * self.keys * width
         wide = self.heads * width * WIDE_BYTES + 3 * passing * WIDE_BYTES
         return ON_ITS_WAY * passing * self.size + wide

@@ -45,7 +45,9 @@ def _ways(instance: Instance, costs: Costs) -> tuple[ContextBy, ...]:
     """The ways in which the ranks of a model with a shape can attend."""
     shape = costs.shapes[instance.model]
     assert shape is not None
-    return ways_to_attend(shape.heads, instance.cp, instance.tp, windows=shape.windows)
+    return ways_to_attend(
+        shape.heads, instance.cp, instance.tp, windows=shape.windows, carrying=shape.carrying
+    )
 
 
 def _said(instance: Instance, nodes: Sequence[Node], chosen: Mapping[str, On]) -> ContextBy | None:
@@ -87,7 +89,7 @@ def _sent(node: Node, instance: Instance, costs: Costs) -> str:
         again = recomputed_layers(instance.recomputes, shape.layers) / shape.layers
         times, back, what = 1 + again, 1, "a step"
     rows = roof.rows
-    moved = (times * rows.sent + back * rows.sent_back) * shape.attending * tokens
+    moved = (times * rows.sent + back * rows.sent_back) * tokens
     waited = duration(roof.exchanged(tokens, pairs, times, back))
     beside = " beside what is computed" if instance.cp_by == "ring" else ""
     return f"{what} of {node.name} sends {amount(int(moved))} a rank, {waited}{beside}"
@@ -101,6 +103,8 @@ def _other(instance: Instance, way: ContextBy, nodes: Sequence[Node], costs: Cos
     if not others:
         sizes = f"{shape.heads} heads" + (f" over tp={instance.tp}" if instance.tp > 1 else "")
         none = "windows of rows have no ring"
+        if shape.carrying.layers:
+            none = "states have no ring"
         return [none if way == "ulysses" else f"{sizes} do not divide by {instance.cp} for ulysses"]
     tables = without_measurements(costs)
     took, other = (

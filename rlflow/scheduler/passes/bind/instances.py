@@ -280,7 +280,7 @@ def _uncomputed(
         unshared = sequence_finding(model.path, shape.family) if instance.sequence else None
         found += [shared, unshared]
     found.append(None if shared else _undispatched(instance, model, shape))
-    apart = (shape.heads, instance.cp, instance.tp, instance.cp_by)
+    apart = (shape.heads, instance.cp, instance.tp, instance.cp_by, shape.carrying)
     found.append(context_finding(model.path, shape.family, *apart, windows=shape.windows))
     found.append(staging_finding(model.path, shape.family, shape.layers, instance.pp))
     if isinstance(model.optimizer, Muon) and shape.family.experts != "none":
