@@ -231,6 +231,10 @@ def test_rows_fill_micro_batches(sizes: Any, micro: int, steps: int, expected: i
     assert size.filling(micro, steps=steps).response == expected
 
 
+# Few activations, beside which all that is gathered shows.
+WHOLE_AGAIN = {"reshard_after_forward": False, "recompute": True, "micro": 2048}
+
+
 @pytest.mark.slow
 @pytest.mark.extra
 @pytest.mark.parametrize(
@@ -247,6 +251,7 @@ def test_rows_fill_micro_batches(sizes: Any, micro: int, steps: int, expected: i
         ("grpo_gsm8k.py", {}, "h100:2", "qwen2.5-7b", 64),
         ("grpo_gsm8k.py", {"offload": "optimizer"}, "h100:2", "qwen2.5-7b", 64),
         ("grpo_gsm8k.py", {"reshard_after_forward": False}, "h100:8", "qwen2.5-7b", 64),
+        ("grpo_gsm8k.py", WHOLE_AGAIN, "h100:8", "qwen2.5-1.5b", 64),
         ("grpo_gsm8k.py", {"recompute": "selective"}, "h100:8", "qwen2.5-7b", 64),
         ("grpo_gsm8k.py", {"recompute": 14, "tp": 2}, "h100:8", "qwen2.5-7b", 64),
         ("grpo_gsm8k.py", {"tp": 2}, "h100:8", "qwen2.5-7b", 64),

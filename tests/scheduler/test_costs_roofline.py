@@ -483,6 +483,9 @@ def test_layers_that_stay_whole_are_gathered_once_and_held() -> None:
         dict(roof.pass_holds(BATCH, train=True, recompute=False))["gathered weights"]
         for roof in (replace(SHARDED, kept_whole=True), SHARDED)
     )
+    few = replace(BATCH, rows=1, prompts=1)
+    whole = replace(SHARDED, kept_whole=True).pass_holds(few, train=True, recompute=True)
+    assert held == dict(whole)["gathered weights"]
     shape = SHARDED.shape
     assert held == (shape.parameters + shape.layer) * 2
     assert again == (shape.embedding + 2 * shape.layer) * 2

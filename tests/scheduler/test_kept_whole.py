@@ -92,7 +92,7 @@ def test_a_plan_keeps_layers_whole_by_itself_where_that_is_shorter() -> None:
         "layers of actor@all stay whole from an update's forward to its backward"
     )
     assert "(reshard_after_forward=False): an iteration is " in note
-    assert note.endswith(" by estimate, and its update holds 12.6 GB more")
+    assert note.endswith(" by estimate, and its update holds 10.2 GB more")
     assert note in explain(chosen, chosen.action("actor.update"))
 
 

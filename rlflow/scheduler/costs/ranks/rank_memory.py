@@ -269,13 +269,15 @@ class RankMemory:
             else:
                 activations, logits, summed = layer, 0, 0
         gradients = whole if self.on_cpu else max(whole - activations, 0)
-        if self.kept_whole:  # And the last layer as it came.
+        gathered = whole + gradients
+        if self.kept_whole:  # And the last layer as it came; layers go as their gradients come.
             apart = self.elsewhere / self.shape.layers
-            whole = int(self.weights + self.shape.layer * self.size / self.tp.ranks - apart)
+            kept = int(self.weights + self.shape.layer * self.size / self.tp.ranks - apart)
+            gathered = kept + gradients if self.on_cpu else max(kept, gathered)
         return _largest_first(
             (ACTIVATIONS, activations),
             ("logits", logits),
-            ("gathered weights", whole + gradients),
+            ("gathered weights", gathered),
             (EMBEDDED, made.embedded),
             (SUMMED, summed),
             (REDUCED, waiting),
