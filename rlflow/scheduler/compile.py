@@ -45,10 +45,11 @@ from rlflow.scheduler.passes.rewrite import rewrite
 from rlflow.scheduler.passes.rewrite.overlap import rewards_beside
 from rlflow.scheduler.passes.staleness import allowed, note_turns, stamp
 from rlflow.scheduler.passes.stream import choose_chunks, stream
+from rlflow.scheduler.passes.too_large import rooms_left
 from rlflow.scheduler.passes.transfer import transfer
 from rlflow.scheduler.passes.unroll import unroll
 from rlflow.scheduler.passes.weights import weights
-from rlflow.scheduler.plan.plan import Backend, Plan
+from rlflow.scheduler.plan.plan import Backend, Instance, Plan
 from rlflow.scheduler.plan.state_notes import memory_notes
 from rlflow.scheduler.plan.text import numbers
 from rlflow.scheduler.verify.verify import verify
@@ -183,10 +184,10 @@ def _keeping_whole(plan: Plan, context: Context, *, verified: bool) -> Compiled:
 
 def _cut(plan: Plan, context: Context, *, verified: bool) -> Compiled:
     """The plan in the chunks that its placement says, or as many as are shortest."""
-    chunks = context.placement.stream
+    chunks, begun = context.placement.stream, Compiled(plan=plan, stages=())
     if chunks == "auto":
-        return _streamed(plan, context, verified=verified)
-    return _compiled(plan, replace(context, chunks=chunks), verified=verified)
+        return _streamed(begun, context, verified=verified)
+    return _compiled(begun, replace(context, chunks=chunks), verified=verified)
 
 
 def _noting_graph(plan: Plan, notes: Sequence[tuple[str, str]], near: Path | None) -> Plan:
@@ -212,19 +213,21 @@ def _checked_shapes(graph: Graph, near: Path | None) -> dict[str, Shape | None]:
 
 
 def _compiled(
-    plan: Plan,
-    context: Context,
-    passes: Sequence[tuple[str, Pass]] = PASSES,
-    *,
-    verified: bool,
+    made: Compiled, context: Context, last: str = PASSES[-1][0], *, verified: bool
 ) -> Compiled:
-    """The plan after some passes, with the verifier after each where it is wanted.
+    """Goes on with the passes to the `last`, with the verifier after each where it is wanted.
 
-    Each pass finds the costs of the graph that the plan before it runs.
+    Each pass finds the costs of the graph that the plan before it runs. Where runs do not fit
+    beside what stays on their devices, which the transfers' plan is the first to know, those from
+    `bind` are done again with less room for them.
     """
-    stages = []
-    for title, run in passes:
-        plan = run(plan, replace(context, costs=replace(context.costs, graph=plan.graph)))
+    titles = [title for title, _ in PASSES]
+    plan, stages = made.plan, list(made.stages)
+    tried: tuple[Instance, ...] = ()
+    while not stages or stages[-1][0] != last:
+        title, run = PASSES[len(stages)]
+        context = replace(context, costs=replace(context.costs, graph=plan.graph))
+        plan = run(plan, context)
         broken = verify(plan, stage=title) if verified else []
         if broken:
             raise InvariantError(
@@ -232,22 +235,27 @@ def _compiled(
                 summary="This is a bug in rlflow: it refuses to run a plan it cannot prove.",
             )
         stages.append((title, plan))
+        if title == "transfer" and plan.instances != tried:
+            rooms, tried = rooms_left(plan, context), plan.instances
+            if rooms:
+                context = replace(context, rooms=rooms)
+                del stages[titles.index("bind") :]
+                plan = stages[-1][1]
     return Compiled(plan=plan, stages=tuple(stages))
 
 
-def _streamed(plan: Plan, context: Context, *, verified: bool) -> Compiled:
+def _streamed(made: Compiled, context: Context, *, verified: bool) -> Compiled:
     """The plan with as many chunks as shorten the estimated iteration."""
-    cut = [title for title, _ in PASSES].index("stream")
-    bound = _compiled(plan, context, PASSES[:cut], verified=verified)
+    bound = _compiled(made, context, "bind", verified=verified)
 
     def made_in(chunks: int, optimize: float) -> Compiled:
         chunked = replace(context, chunks=chunks, optimize=optimize)
-        return _compiled(bound.plan, chunked, PASSES[cut:], verified=verified)
+        return _compiled(bound, chunked, verified=verified)
 
     planned = functools.cache(lambda chunks: made_in(chunks, 0.0))
     chunks, why = choose_chunks(bound.plan, lambda count: planned(count).plan)
     made = made_in(chunks, context.optimize) if context.optimize else planned(chunks)
-    return Compiled(plan=made.plan, stages=(*bound.stages, *made.stages)).noting("stream", why)
+    return made.noting("stream", why)
 
 
 def _not_compiled(placement: Placement, name: str) -> list[Finding]:

@@ -6,7 +6,8 @@ It knows no plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from rlflow.graph.placement import Placement
 from rlflow.scheduler.costs.estimate import Costs
@@ -20,7 +21,8 @@ class Context:
     `chunks` is into how many chunks `stream` cuts. A `rough` plan is one of many that are
     compared: less work is spent on its order. The layers of instances that are `kept_whole` stay so
     from an update's forward to its backward, and gradients of those that `reduces_last` names are
-    whole until the last micro-batch, though no placement says it.
+    whole until the last micro-batch, though no placement says it. Nodes that have `rooms` may need
+    so many bytes of a device, as others leave no more.
     """
 
     placement: Placement
@@ -31,3 +33,4 @@ class Context:
     rough: bool = False
     kept_whole: frozenset[str] = frozenset()
     reduces_last: frozenset[str] = frozenset()
+    rooms: Mapping[str, int] = field(default_factory=dict)

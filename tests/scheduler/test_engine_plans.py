@@ -269,7 +269,7 @@ def test_an_engine_that_may_not_give_memory_back_never_does() -> None:
     with pytest.raises(PlanError) as refused:
         compiled_with(grpo(path="models/wide", every=0), placement, memory=memory)
     assert "E401" == refused.value.findings[0].code
-    assert f"left by {ENGINE}/weights asleep" in refused.value.findings[0].got
+    assert f"{ENGINE}/weights, which stays" in refused.value.findings[0].got
 
 
 def test_a_process_keeps_memory_while_it_sleeps_on_accelerators() -> None:

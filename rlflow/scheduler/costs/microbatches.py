@@ -9,9 +9,10 @@ This file knows sizes and seconds, and no other instance's memory.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 from rlflow.graph.graph import Node
 from rlflow.modelfiles.families import sequence_finding
@@ -22,6 +23,7 @@ from rlflow.scheduler.devices.measured import NOTHING
 from rlflow.scheduler.plan.plan import Instance
 
 LEAST_TOKENS = 1024
+NO_ROOMS: Mapping[str, int] = MappingProxyType({})
 
 Fits = Callable[[Instance], bool]
 
@@ -32,6 +34,7 @@ def fitted_to_room(
     room: int,
     costs: Costs,
     *,
+    rooms: Mapping[str, int] = NO_ROOMS,
     free: bool = False,
     sequence: bool | None = None,
 ) -> Instance:
@@ -40,7 +43,7 @@ def fitted_to_room(
     Where nobody says which, accelerators do what takes less, and what fits: that is decided by
     shapes and tables, not by measurements, which are of one layout.
     """
-    fit = partial(in_micro_batches, nodes=nodes, room=room, costs=costs, free=free)
+    fit = partial(in_micro_batches, nodes=nodes, room=room, costs=costs, rooms=rooms, free=free)
     if instance.tp == 1 or set(instance.uses) == {"rollout"}:
         return fit(instance)
     shared = replace(instance, sequence=True)
@@ -52,7 +55,7 @@ def fitted_to_room(
     tables = without_measurements(costs)
 
     def worth(way: Instance) -> tuple[bool, float]:
-        fits = all(needed(node, way, costs) <= room for node in nodes)
+        fits = all(needed(node, way, costs) <= rooms.get(node.name, room) for node in nodes)
         return not fits, instance_seconds(way, nodes, tables)
 
     return min(fit(shared), fit(instance), key=worth)
@@ -73,19 +76,26 @@ def without_measurements(costs: Costs) -> Costs:
 
 
 def in_micro_batches(
-    instance: Instance, nodes: Sequence[Node], room: int, costs: Costs, *, free: bool = False
+    instance: Instance,
+    nodes: Sequence[Node],
+    room: int,
+    costs: Costs,
+    *,
+    rooms: Mapping[str, int] = NO_ROOMS,
+    free: bool = False,
 ) -> Instance:
     """The instance with micro-batches as large as fit `room` bytes; if none do, what needs least.
 
+    Nodes that have `rooms`, by their names, have to fit those.
     They are halved from the instance's own down, and no smaller than needed. Where none fits, an
     optimizer's state stays on the host, unless that is where the devices have their memory; and
     where the instance is `free` to, a backward computes layers again. A pool of blocks has slots
     for as many rows as fit.
     """
-    instance = with_rows(instance, nodes, room, costs)
+    instance = with_rows(instance, nodes, room, costs, rooms)
 
     def fits(tried: Instance) -> bool:
-        return all(needed(node, tried, costs) <= room for node in nodes)
+        return all(needed(node, tried, costs) <= rooms.get(node.name, room) for node in nodes)
 
     found = largest_fit(instance, fits)
     if found is not None:
@@ -104,10 +114,20 @@ def in_micro_batches(
         return filling_stages(fast, nodes, costs)
     again = [least, replace(least, recompute=True)] if layers else [least]
     tried = (replace(each, offload=way.offload) for way in ways for each in again)
-    return min(tried, key=lambda way: max(needed(node, way, costs) for node in nodes))
+
+    def lacking(way: Instance) -> int:
+        return max(needed(node, way, costs) - rooms.get(node.name, room) for node in nodes)
+
+    return min(tried, key=lacking)
 
 
-def with_rows(instance: Instance, nodes: Sequence[Node], room: int, costs: Costs) -> Instance:
+def with_rows(
+    instance: Instance,
+    nodes: Sequence[Node],
+    room: int,
+    costs: Costs,
+    rooms: Mapping[str, int] = NO_ROOMS,
+) -> Instance:
     """The instance with slots for as many rows of its rollouts as fit `room` bytes, if any do.
 
     Rows of a prompt decode together, so they are a multiple of those where one rollout has blocks.
@@ -118,7 +138,7 @@ def with_rows(instance: Instance, nodes: Sequence[Node], room: int, costs: Costs
         return replace(instance, rows_at_once=rows)
 
     def too_many(rows: int) -> bool:
-        return any(needed(node, of(rows), costs) > room for node in paged)
+        return any(needed(n, of(rows), costs) > rooms.get(n.name, room) for n in paged)
 
     if not too_many(instance.rows_at_once):
         return instance

@@ -153,13 +153,29 @@ def with_pool(instance: Instance, nodes: Sequence[Node], room: int, costs: Costs
     wanted = max(_tokens(node, instance, costs) for node in nodes)
 
     def told(engine: Instance) -> Instance:
-        beside = (held_weights(engine, costs) or 0) + kept_asleep(engine, costs)
-        beside += sum(size for _, size in working(engine, nodes, costs))
-        fitting = int((ROOM * room - beside) / each)
+        fitting = int((ROOM * room - _beside_pool(engine, nodes, costs)) / each)
         return told_options(instance, max_total_tokens=max(longest, min(wanted, fitting)))
 
     # A pool of another size may have SGLang compute more rows at once, which takes of its room.
     return told(told(instance))
+
+
+def room_of_smaller_pool(
+    instance: Instance, nodes: Sequence[Node], less: int, costs: Costs
+) -> int | None:
+    """The room in which a pool is smaller by so many bytes; None where no tokens are said of it."""
+    tokens = instance.engine_plan.settings.max_total_tokens
+    if tokens is None:
+        return None
+    fewer = math.ceil(less / token_bytes(instance, costs))
+    size = (tokens - fewer) * token_bytes(instance, costs)
+    return int((_beside_pool(instance, nodes, costs) + size) / ROOM)
+
+
+def _beside_pool(instance: Instance, nodes: Sequence[Node], costs: Costs) -> int:
+    """Bytes of a device that an engine holds beside its pool while it generates."""
+    held = (held_weights(instance, costs) or 0) + kept_asleep(instance, costs)
+    return held + sum(size for _, size in working(instance, nodes, costs))
 
 
 def row_parts_over(instance: Instance, node: Node) -> int:

@@ -72,6 +72,16 @@ class Memories:
         return frozenset(name for action in self.plan.actions for name in action.needs)
 
     @cached_property
+    def all_asleep(self) -> dict[int, int]:
+        """Bytes of each group with every part asleep: what those leave that do."""
+        held = dict.fromkeys(self.group.values(), 0)
+        for part in self.plan.parts:
+            left = (part.size or 0) - bytes_freed(part)
+            for group in self.of_part[part.name] if left else ():
+                held[group] += left
+        return held
+
+    @cached_property
     def all_awake(self) -> dict[int, int]:
         """Bytes of each group with every part awake that is ever used."""
         held = dict.fromkeys(self.group.values(), 0)

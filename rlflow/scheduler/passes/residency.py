@@ -13,7 +13,7 @@ fits: of a part on several devices only the pieces on devices that are short of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rlflow.errors import Finding, PlanError
 from rlflow.scheduler.context import Context
@@ -23,14 +23,13 @@ from rlflow.scheduler.memory.demand import Demand, demand_of
 from rlflow.scheduler.memory.eviction import EFFORT, Residents, choose_residents, lru
 from rlflow.scheduler.memory.intervals import Trace
 from rlflow.scheduler.memory.judge import chosen_residents
-from rlflow.scheduler.memory.on_hosts import bytes_freed
 from rlflow.scheduler.memory.prefetch import Spot, placed, said, shortened
 from rlflow.scheduler.memory.profile import Instants, Memories
 from rlflow.scheduler.passes.order import seconds_of
 from rlflow.scheduler.passes.order_and_residency import Decided, Gap, joint_orders
 from rlflow.scheduler.passes.sleep_wake import move_cost, with_moves
+from rlflow.scheduler.passes.too_large import too_large
 from rlflow.scheduler.plan.plan import HOST, Action, Part, Plan
-from rlflow.scheduler.plan.text import device_name
 
 LARGEST = 6
 
@@ -212,83 +211,6 @@ def _noting(plan: Plan, demand: Demand, trace: Trace, choice: Residents, decided
     elif not choice.proven:
         text += f"; by least recent use it would be {amount(trace.moved(lru(trace)))}"
     return plan.noting("residency", text)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TooLarge(Finding):
-    """E401, and the bytes that an action lacks on the device where it lacks most."""
-
-    lacks: int = 0
-
-
-def too_large(plan: Plan, memories: Memories) -> list[TooLarge]:
-    """A finding for every action that does not fit with all that it does not need asleep."""
-    found: list[TooLarge] = []
-    for action in plan.actions:
-        worst = max(
-            (_alone(plan, memories, action, group) for group in memories.on[action.devices]),
-            key=lambda need: need.over,
-            default=None,
-        )
-        if worst is not None and worst.over > 0:
-            found.append(_does_not_fit(plan, action, worst))
-    return sorted(found, key=lambda finding: -finding.lacks)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Alone:
-    """What is on a device while an action runs by itself: (bytes, name), and the bytes too many."""
-
-    device: int
-    holders: tuple[tuple[int, str], ...]
-    over: int
-
-
-def _kept(part: Part) -> str:
-    """What a part that is not needed holds: all of a cache, which stays from piece to piece."""
-    return part.name if part.kind == "cache" else f"left by {part.name} asleep"
-
-
-def _alone(plan: Plan, memories: Memories, action: Action, device: int) -> _Alone:
-    here = [part for part in plan.parts if device in memories.of_part[part.name]]
-    needed = [((part.size or 0), part.name) for part in here if part.name in action.needs]
-    asleep = [part for part in here if part.name not in action.needs]
-    rest = [((p.size or 0) - bytes_freed(p), _kept(p)) for p in asleep]
-    used = sorted(((size, name) for name, size in action.cost.holds), reverse=True)
-    other = (action.cost.transient or 0) - sum(size for size, _ in used)
-    used.append((other, "otherwise" if used else "used while it runs"))
-    holders = [*sorted(needed, reverse=True), *used, *sorted(rest, reverse=True)]
-    total = sum(size for size, _ in holders)
-    return _Alone(
-        device=device,
-        holders=tuple((size, name) for size, name in holders if size),
-        over=total - plan.budget(device),
-    )
-
-
-def _does_not_fit(plan: Plan, action: Action, need: _Alone) -> TooLarge:
-    rows = [f"{amount(size)} {name}" for size, name in need.holders]
-    total, budget = sum(size for size, _ in need.holders), plan.budget(need.device)
-    takes, has = distinct_amounts(total, budget)
-    return TooLarge(
-        code="E401",
-        what=f"action {action.id!r} does not fit on {device_name(plan, need.device)}",
-        where=plan.graph.node(action.node).where if action.node else None,
-        got=f"{takes} at once while {action.id} runs:\n" + "\n".join(rows),
-        expected=f"at most {has}, the memory of the device",
-        fix=f"more devices in the pool, {_less_at_once(plan, action)}",
-        lacks=need.over,
-    )
-
-
-def _less_at_once(plan: Plan, action: Action) -> str:
-    """What of the pipeline makes an action take less at once."""
-    op = plan.graph.node(action.node).op if action.node else None
-    if op is not None and op.name == "evaluate":
-        return "a smaller limit= in ops.evaluate, or fewer max_new_tokens"
-    if op is not None and op.use == "train":
-        return "a smaller batch, or more mini_batches in the update"
-    return "or a smaller batch"
 
 
 def _stated(plan: Plan, instants: Instants) -> Plan:

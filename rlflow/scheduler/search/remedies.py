@@ -1,7 +1,8 @@
 """What would make a placement fit that is refused for memory: its neighbours, tried one by one.
 
-A neighbour says another layout for one use of a model, or has more devices in every pool. Where
-none fits, the one that lacks least is changed again. Nothing is shown that was not compiled.
+A neighbour says another layout for one use of a model, samples in one piece, or has more devices
+in every pool. Where none fits, the one that lacks least is changed again. Nothing is shown that was
+not compiled.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.devices.cluster import Cluster, amount
 from rlflow.scheduler.models.shapes import Shape, model_shape
 from rlflow.scheduler.passes.bind.bind import assignment
-from rlflow.scheduler.passes.residency import TooLarge
+from rlflow.scheduler.passes.too_large import TooLarge
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.plan.plan import HOST, MICRO_TOKENS, Backend, Plan
 from rlflow.scheduler.plan.text import duration, table
@@ -75,6 +76,8 @@ class Neighbourhood:
         said: Mapping[str, On] = {}
         for _ in range(ROUNDS):
             made = [self._tried(layouts, 1) for layouts in self._layouts(said)]
+            if self.placement.stream not in (1, "auto"):
+                made.append(self._tried(said, 1, pieces=1))
             known = [each for each in made if each is not None]
             found += [each for each in known if each.plan is not None]
             closest = min(known, key=lambda each: each.lacks, default=None)
@@ -87,7 +90,9 @@ class Neighbourhood:
         larger = next((each for each in more if each and each.plan is not None), None)
         return [*found[: SHOWN - (larger is not None)], *([larger] if larger else [])], nearest
 
-    def _tried(self, said: Mapping[str, On], times: int) -> Neighbour | None:
+    def _tried(
+        self, said: Mapping[str, On], times: int, pieces: int | None = None
+    ) -> Neighbour | None:
         """A neighbour, compiled; None where it is refused for anything but memory of devices."""
         cluster = self.cluster.enlarged(self.count * times)
         if cluster is None or self.most <= self.tried:
@@ -96,7 +101,8 @@ class Neighbourhood:
         placement = self.placement
         if times > 1 and not placement.shares:
             placement = scaled(placement, times)
-        placement = placement.model_copy(update={"assign": {**placement.assign, **said}})
+        changed = {"assign": {**placement.assign, **said}, "stream": pieces or placement.stream}
+        placement = placement.model_copy(update=changed)
         made = Neighbour(placement=placement, cluster=cluster, said=said)
         try:
             return replace(made, plan=self.compiled(made))
@@ -243,6 +249,8 @@ def _shown(neighbour: Neighbour, around: Neighbourhood) -> tuple[str, ...] | Non
 def _written(neighbour: Neighbour, around: Neighbourhood) -> str:
     """What to write into the placement, or the devices to ask for."""
     words = [f'"{key}": {on_source(where)}' for key, where in neighbour.said.items()]
+    if neighbour.placement.stream != around.placement.stream:
+        words.append(f"stream={neighbour.placement.stream}")
     pools = dict(neighbour.placement.pools)
     if pools != around.placement.pools:
         words.append(f"pools={pools}")

@@ -138,7 +138,8 @@ def _fitted(
     )
     room = min(plan.budget(device) for device in instance.devices)
     if instance.engine_plan.own_process:
-        return with_pool(instance, nodes, room, context.costs)
+        less = min(context.rooms.get(node.name, room) for node in nodes)
+        return with_pool(instance, nodes, less, context.costs)
     if instance.engine_plan.lies_inside:
         return instance
     instance = with_way_to_attend(instance, nodes, chosen, context.costs)
@@ -146,7 +147,15 @@ def _fitted(
     free = not any(chosen[node.name].recompute is not None for node in nodes)
     left = room - left_by_engines(instance, plan, context.costs)
     sequence = said_of_sequence(instance, [(node, chosen[node.name]) for node in nodes])
-    return fitted_to_room(instance, passed, left, context.costs, free=free, sequence=sequence)
+    return fitted_to_room(
+        instance,
+        passed,
+        left,
+        context.costs,
+        rooms=context.rooms,
+        free=free,
+        sequence=sequence,
+    )
 
 
 def left_by_engines(instance: Instance, plan: Plan, costs: Costs) -> int:
