@@ -1,11 +1,12 @@
 """A small pipeline whose reward does what the environment asks for, at one of its calls.
 
-`RLFLOW_CHAOS_ACT=name@n` does it at the n-th call of a process, and makes the file of
-`RLFLOW_CHAOS_FIRED` first, by which a row knows that its fault has fired.
+`RLFLOW_CHAOS_ACT=name@n` does it at the n-th call of a process, once: in whichever process first
+makes the file of `RLFLOW_CHAOS_FIRED`, by which a row knows that its fault has fired.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
 from collections.abc import Callable
@@ -30,15 +31,22 @@ class Config(rf.Config):
     model: str = str(TINY)
 
 
+def first(file: Path) -> bool:
+    """Whether no other process has made this file before; it is there then."""
+    with contextlib.suppress(FileExistsError):
+        file.touch(exist_ok=False)
+        return True
+    return False
+
+
 def judge(response: str) -> float:
     """A number that follows from the text alone, so that every iteration learns something."""
     CALLS[0] += 1
     name, _, at = os.environ.get(ACT, "").partition("@")
     value = float(zlib.crc32(response.encode()) % 5)
-    if name and CALLS[0] == int(at or 1):
+    if name and CALLS[0] == int(at or 1) and first(Path(os.environ[FIRED])):
         from tests.chaos import acts
 
-        Path(os.environ[FIRED]).touch()
         act: Callable[[float], Any] = getattr(acts, name)
         return act(value)  # type: ignore[no-any-return]
     return value
