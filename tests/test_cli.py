@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from rlflow.cli import main as commands
+from rlflow.cli.shell import leaving
 from rlflow.errors import (
     CheckpointError,
     GraphError,
@@ -285,6 +286,28 @@ def test_ctrl_c_while_loading_names_what_is_there(rlflow, monkeypatch, tmp_path,
     last = result.err.splitlines()[-1]
     assert ("continue with: rlflow run" in last) == existing
     assert ("no iteration had begun, so mine was removed" in last) != existing
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("at", ["_start", "remove"])
+def test_a_signal_while_a_run_directory_is_made_or_removed_says_what_is_there(
+    rlflow, monkeypatch, tmp_path, at
+):
+    """Of the third signal the process ends in any line; what it says there is asked for in one."""
+    said = []
+
+    def third(*_):
+        said.append((leaving._signals.said(), (tmp_path / "mine" / "run.json").exists()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rlflow.cli.running.weights_to_begin", third)
+    monkeypatch.setattr(f"rlflow.runtime.record.rundir.RunDir.{at}", third)
+    result = rlflow("run", GRPO, *SMALL, "--run-dir", "mine")
+    assert 130 == result.code
+    for text, there in [*said, (result.err, (tmp_path / "mine" / "run.json").exists())]:
+        assert there == ("continue with: rlflow run " in text)
+        assert there != ("no iteration had begun" in text)
+    assert (at == "remove") == there
 
 
 @pytest.mark.torch

@@ -26,7 +26,7 @@ except KeyboardInterrupt:
 IMPATIENT = """
 stop_on_signals()
 try:
-    with said_if_ended("continue with: rlflow run"):
+    with said_if_ended(lambda: "continue with: rlflow run"):
         try:
             os.kill(os.getpid(), signal.{0})
         finally:

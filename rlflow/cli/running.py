@@ -55,7 +55,7 @@ from rlflow.runtime.record.edges.keeping import record_kept
 from rlflow.runtime.record.identity.digests import digests_of
 from rlflow.runtime.record.metrics import final_metrics
 from rlflow.runtime.record.resuming import has_begun
-from rlflow.runtime.record.rundir import RUNS, RunDir
+from rlflow.runtime.record.rundir import RUN_FILE, RUNS, RunDir, fresh_path
 from rlflow.runtime.record.saves import SaveRule, parse_rule
 from rlflow.runtime.record.spans import read_spans
 from rlflow.runtime.record.stages import stage, telling
@@ -243,9 +243,12 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
     plan = planned.compiled.plan
     names = headline(plan.graph).names
     display = Display(console, quiet=asked.quiet, headline=names, watch=asked.watch)
+    wanted = asked.existing or asked.options["run_dir"]
+    parent = asked.options.get("parent", RUNS)
+    where = Path(wanted) if wanted else fresh_path(parent, plan.graph.name)
     with (
-        _directory(planned, asked) as directory,
-        _interrupted(asked, directory),
+        _interrupted(asked, where),
+        _directory(planned, asked, where) as directory,
         printed_apart(PrintedLog(directory.logs / FILE, display.say), asked.watch is None),
     ):
         weights = weights_to_begin(asked.options, directory)
@@ -359,21 +362,19 @@ def _measured(
 
 
 @contextmanager
-def _directory(planned: Planned, asked: _Asked) -> Iterator[RunDir]:
+def _directory(planned: Planned, asked: _Asked, where: Path) -> Iterator[RunDir]:
     """The run directory, locked; a new one in which no run began is removed again."""
     if asked.existing:
-        with RunDir.open(asked.existing) as directory:
+        with RunDir.open(where) as directory:
             read_spans(directory.spans)  # what the run says in the end: damage is told now
             yield directory
         return
-    wanted = asked.options["run_dir"]
     with RunDir.create(
-        Path(wanted) if wanted else None,
-        planned.compiled.plan.graph.name,
+        where,
         pipeline=planned.target.named,
+        name=planned.compiled.plan.graph.name,
         command=["rf.run"] if asked.watch else ["rlflow", *sys.argv[1:]],
         again=asked.again,
-        parent=asked.options.get("parent", RUNS),
     ) as directory:
         try:
             yield directory
@@ -383,14 +384,20 @@ def _directory(planned: Planned, asked: _Asked) -> Iterator[RunDir]:
 
 
 @contextmanager
-def _interrupted(asked: _Asked, directory: RunDir) -> Iterator[None]:
-    """Say what a Ctrl-C that stops at once has left: a run to continue, or nothing at all."""
-    left = f"continue with: {asked.resume_line(directory.path)}"
+def _interrupted(asked: _Asked, where: Path) -> Iterator[None]:
+    """Say what a Ctrl-C that stops at once has left: a run to continue, or nothing at all.
+
+    From before there is a directory until it is removed, for the third one ends all of it.
+    """
+
+    def left() -> str:
+        if (where / RUN_FILE).exists():
+            return f"continue with: {asked.resume_line(where)}"
+        return f"no iteration had begun, so {where} was removed"
+
     try:
         with said_if_ended(left):
             yield
     except KeyboardInterrupt as stopped:
         kind = Preempted if isinstance(stopped, GraceOver) else Interrupted
-        if not has_begun(directory):
-            left = f"no iteration had begun, so {directory.path} was removed"
-        raise kind(summary=f"stopped at once; {left}") from None
+        raise kind(summary=f"stopped at once; {left()}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -154,13 +155,21 @@ def program_interrupted(how: str, scene: Scene) -> None:
     scene.continues()
 
 
-def reach(phase: str, scene: Scene, started: object) -> None:
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler of a signal."""
+    said = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in said.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+def reach(phase: str, scene: Scene, started: subprocess.Popen[str]) -> None:
     """Wait until a run is in a phase."""
     run = scene.run_dir
     wait = partial(scene.wait_for, started=started)
     match phase:
-        case "imports":
-            time.sleep(scene.chance.uniform(0.15, 0.4))
+        case "imports":  # whoever has not come so far is of the kernel alone
+            wait(lambda: handles(started.pid, signal.SIGTERM))
+            time.sleep(scene.chance.uniform(0.0, 0.25))
         case "torch":
             wait(lambda: (run / "lock").exists())
         case "save":

@@ -13,7 +13,7 @@ import pytest
 
 from rlflow.errors import RunDirError
 from rlflow.runtime.record import durable
-from rlflow.runtime.record.rundir import RunDir, latest_run
+from rlflow.runtime.record.rundir import RUNS, RunDir, fresh_path, latest_run
 
 GIT = {
     "GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a",
@@ -23,8 +23,9 @@ GIT = {
 
 
 def create(path: Path | None, name: str = "grpo", **options) -> RunDir:
+    where = path or fresh_path(RUNS, name)
     return RunDir.create(
-        path, name, pipeline=f"pipelines/{name}.py", command=["rlflow", "run"], **options
+        where, name, pipeline=f"pipelines/{name}.py", command=["rlflow", "run"], **options
     )
 
 

@@ -31,7 +31,7 @@ class _Signals:
     """How many have come that end this command, and what it says where it ends uncleaned."""
 
     come: int = 0
-    said: str = ""
+    said: Callable[[], str] | None = None
 
 
 _signals = _Signals()
@@ -46,8 +46,8 @@ def stop_on_signals() -> None:
 
 
 @contextlib.contextmanager
-def said_if_ended(text: str) -> Iterator[None]:
-    """Within it, what a process says that ends before it has cleaned up."""
+def said_if_ended(text: Callable[[], str]) -> Iterator[None]:
+    """Within it, what a process says that ends before it has cleaned up; asked where it ends."""
     before, _signals.said = _signals.said, text
     try:
         yield
@@ -93,7 +93,8 @@ def leave(ended: str | int | None) -> NoReturn:
 def _stop(number: int, frame: FrameType | None) -> None:
     _signals.come += 1
     if _signals.come >= AT_ONCE:
-        os.write(2, f"stopped at once; {_signals.said}\n".replace("; \n", "\n").encode())
+        left = f"; {_signals.said()}" if _signals.said else ""
+        os.write(2, f"stopped at once{left}\n".encode())
         os._exit(STOPPED)
     if _signals.come == 1:
         raise KeyboardInterrupt

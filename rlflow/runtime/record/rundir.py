@@ -67,31 +67,33 @@ class RunDir:
     @classmethod
     def create(
         cls,
-        path: Path | None,
+        path: Path,
         name: str,
         *,
         pipeline: str,
         command: Sequence[str],
         again: Sequence[str] = (),
-        parent: Path = RUNS,
     ) -> Self:
         """Make the directory of a new run, lock it and write its run.json.
 
-        `path` None makes `parent/<name>-<UTC time>`. `name` is the pipeline's name,
-        `pipeline` what a user types after `rlflow run`, `command` the whole command line, `again`
-        the words after `rlflow` that go on with the run, but for its directory and its end.
+        `name` is the pipeline's name, `pipeline` what a user types after `rlflow run`, `command`
+        the whole command line, `again` the words after `rlflow` that go on with the run, but for
+        its directory and its end.
         Raises `RunDirError` if the directory is in use, holds a run, or holds other files.
         """
-        with disk_errors(RunDirError, f"make the run directory {path or parent}", parent):
-            where = _fresh_path(parent, name) if path is None else path
-            where.mkdir(parents=True, exist_ok=True)
-            if not (where / RUN_FILE).exists() and (strays := _strays(where)):
-                raise _foreign(where, strays)
-            run = cls(where, _lock(where))
+        with disk_errors(RunDirError, f"make the run directory {path}", path.parent):
+            path.mkdir(parents=True, exist_ok=True)
+            if not (path / RUN_FILE).exists() and (strays := _strays(path)):
+                raise _foreign(path, strays)
+            run = cls(path, _lock(path))
             try:
-                if (where / RUN_FILE).exists():
-                    raise run_in_the_way(where, pipeline)
-                run._start(name, pipeline, command, again)
+                if (path / RUN_FILE).exists():
+                    raise run_in_the_way(path, pipeline)
+                try:
+                    run._start(name, pipeline, command, again)
+                except BaseException:
+                    run.remove()
+                    raise
             except BaseException:
                 run.close()
                 raise
@@ -134,7 +136,16 @@ class RunDir:
             self._lock = None
 
     def remove(self) -> None:
-        """Delete a directory in which no run has begun, and the folder of runs if it is empty."""
+        """Delete a directory in which no run has begun, and the folder of runs if it is empty.
+
+        Its run.json last: killed meanwhile, it is still a run that another command continues.
+        """
+        with contextlib.suppress(OSError):
+            for entry in self.path.iterdir():
+                if entry.is_dir():
+                    shutil.rmtree(entry, ignore_errors=True)
+                elif entry.name not in {RUN_FILE, LOCK_FILE}:
+                    entry.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
         if self.path.parent.name == RUNS.name:
             with contextlib.suppress(OSError):
@@ -256,17 +267,19 @@ def _strays(path: Path) -> list[str]:
     )
 
 
-def _fresh_path(parent: Path, name: str) -> Path:
-    """Make a directory nobody else has, even of runs started in the same second."""
-    parent.mkdir(parents=True, exist_ok=True)
-    stem = f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-    for number in count(1):
-        path = parent / (stem if number == 1 else f"{stem}-{number}")
-        try:
-            path.mkdir()
-        except FileExistsError:
-            continue
-        return path
+def fresh_path(parent: Path, name: str) -> Path:
+    """Make `parent/<name>-<UTC time>`, which nobody else has, even of the same second.
+
+    Raises `RunDirError` when the disk refuses.
+    """
+    with disk_errors(RunDirError, f"make a run directory in {parent}", parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        stem = f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+        for number in count(1):
+            path = parent / (stem if number == 1 else f"{stem}-{number}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                return path
     raise AssertionError("count() does not end")
 
 
