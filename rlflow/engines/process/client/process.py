@@ -20,6 +20,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rlflow.engines.process.client.process_memory import members
+from rlflow.engines.process.server.rlflow_engine_process.sweeping import (
+    note_before,
+    note_held,
+    remove_held,
+)
 
 SCRIPT = Path(__file__).parents[1] / "server" / "rlflow_guardian.py"
 LAST_LINES = 20
@@ -47,6 +52,7 @@ class EngineProcess:
     def __init__(self, command: Command) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="rlflow-sglang-"))
         self._log = self.directory / "log"
+        note_before(str(self.directory))
         mine, theirs = socket.socketpair()
         given = (SCRIPT, theirs.fileno(), os.getpid(), command.script)
         words = [command.python, *map(str, given)]
@@ -73,6 +79,7 @@ class EngineProcess:
     def kill(self) -> None:
         """End the whole group, stopped processes too, and wait until they are gone."""
         if self._process.returncode is None:
+            note_held(str(self.directory), self.pid)
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
@@ -83,7 +90,8 @@ class EngineProcess:
             self._process.stdin.close()
 
     def remove(self) -> None:
-        """Remove what the process wrote."""
+        """Remove what the process wrote, and what shared memory it and those it started held."""
+        remove_held(str(self.directory))
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def last_lines(self) -> str:

@@ -14,7 +14,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from rlflow_engine_process.sweeping import sweep  # type: ignore[import-not-found]
+from rlflow_engine_process.sweeping import note_held, shared_names, sweep  # type: ignore[import-not-found]
 
 PR_SET_PDEATHSIG = 1
 SECONDS = 1.0
@@ -29,11 +29,16 @@ def guard(engine: int, worker: int) -> NoReturn:
     """Wait until the worker or the engine is gone, then end every process of this group.
 
     Standard input ends with the worker, the descriptor `engine` with the engine. A guardian
-    that is stopped goes on when its worker dies.
+    that is stopped goes on when its worker dies. Meanwhile it keeps what shared memory is the
+    group's, for whoever is left to remove it.
     """
     on_parents_death(signal.SIGCONT)
+    directory, group, there = os.environ.get("TMPDIR", ""), os.getpgrp(), shared_names()
     while os.getppid() == worker:
         ended = select.select([sys.stdin.fileno(), engine], [], [], SECONDS)[0]
+        if ended or there != shared_names():
+            there = shared_names()
+            note_held(directory, group)
         if sys.stdin.fileno() in ended:
             sweep()
         if ended:
