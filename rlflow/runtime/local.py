@@ -22,7 +22,7 @@ import torch
 
 from rlflow.contract.progress import Progress, following
 from rlflow.errors import Finding, RunError
-from rlflow.runtime.execute.deadlines import Allowance, Deadlines
+from rlflow.runtime.execute.deadlines import Allowance, Deadlines, unwatched
 from rlflow.runtime.execute.executor import TICK, Completion
 from rlflow.runtime.execute.stats import logged
 from rlflow.runtime.record.checkpoint import Found
@@ -291,23 +291,42 @@ class LocalBackend:
     def _watch(self) -> None:
         """Leave lanes behind whose action is silent for too long, until the backend is closed."""
         while not self._closed.wait(TICK):
-            with self._lock:
-                late = [each for each in self._watched.values() if each.late()]
-            for watched in late:
-                self._leave(watched)
+            try:
+                with self._lock:
+                    late = [each for each in self._watched.values() if each.late()]
+                for watched in late:
+                    self._leave(watched)
+            except Exception as error:  # nobody would be told of what hangs any more
+                self._leave_all(unwatched(error))
+                return
+
+    def _leave_all(self, error: RunError) -> None:
+        """Fail all that is under way or waits, and all that comes."""
+        with self._lock:
+            self._broken = self._broken or error
+            watched = [each for each in self._watched.values() if not each.left]
+            for each in watched:
+                each.left = True
+        for each in watched:
+            self._fail(each, error)
 
     def _leave(self, watched: Watched) -> None:
         """Fail an action instance that hangs, and those that wait behind it."""
-        action, iteration, done = watched.job
+        action, iteration, _ = watched.job
         last = str(watched.progress)
         with self._lock:
             if watched not in self._watched.values():  # it has ended in this moment
                 return
-            watched.left = True
             error = self._deadlines.late(
                 action, iteration, watched.allowed, who=["this process"], last=last
             )
+            watched.left = True
             self._broken = self._broken or error
+        self._fail(watched, error)
+
+    def _fail(self, watched: Watched, error: RunError) -> None:
+        """Fail an action instance that was left, and those that wait behind it."""
+        action, iteration, done = watched.job
         done(self._failed(action, iteration, error, self._now()))
         with contextlib.suppress(queue.Empty):
             while (job := watched.jobs.get_nowait()) is not None:

@@ -18,6 +18,8 @@ from rlflow import ops
 
 TINY = Path(__file__).resolve().parents[2] / "pipelines" / "assets" / "arith-tiny"
 ACT, FIRED = "RLFLOW_CHAOS_ACT", "RLFLOW_CHAOS_FIRED"
+# The call of the loss below at which the first rank asks alone.
+ALONE = "RLFLOW_CHAOS_ALONE"
 CALLS = [0]
 
 
@@ -27,6 +29,7 @@ class Config(rf.Config):
     iterations: int = 5
     timeout: float = 0.0
     on_error: str = "error"
+    own_loss: bool = False
     lr: float = 1e-3
     model: str = str(TINY)
 
@@ -52,6 +55,22 @@ def judge(response: str) -> float:
     return value
 
 
+@rf.loss
+def alone(
+    log_probs: rf.Token[float],
+    rollout_log_probs: rf.Token[float],
+    advantages: rf.Token[float],
+) -> rf.Token[float]:
+    """A plain loss that asks the others for something, on the first rank alone, at a call of it."""
+    CALLS[0] += 1
+    at = int(os.environ.get(ALONE, "0"))
+    if at and CALLS[0] >= at and os.environ["RANK"] == "0" and first(Path(os.environ[FIRED])):
+        import torch
+
+        torch.distributed.all_reduce(torch.zeros(1))
+    return -(log_probs - rollout_log_probs).exp() * advantages
+
+
 @rf.pipeline(
     placements={
         "one": rf.Placement(pools={"cpus": 1}, assign={"*": rf.on("cpus")}),
@@ -68,4 +87,5 @@ def faulted(cfg: Config) -> None:
         limits |= {} if cfg.on_error == "error" else {"max_failures": 0.5}
     reward = ops.reward(judge, samples, **limits)
     adv = ops.advantage("grpo", samples, reward)
-    ops.update(actor, samples, adv, loss=rf.PolicyLoss("ppo_clip"))
+    loss = alone() if cfg.own_loss else rf.PolicyLoss("ppo_clip")
+    ops.update(actor, samples, adv, loss=loss)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from rlflow.runtime.record.checkpoint import list_checkpoints
-from tests.chaos.faulted import ACT
+from tests.chaos.faulted import ACT, ALONE
 from tests.chaos.matrix import Row
 from tests.chaos.scene import SLOWER, Scene, leftovers, listening
 from tests.conftest import Result
@@ -333,6 +333,18 @@ def acted(name: str, code: str, words: tuple[object, ...], scene: Scene) -> None
     scene.continues(*words, like=words)
 
 
+def asks_alone(scene: Scene) -> None:
+    """One of two ranks calls a collective that the other does not: told long before a deadline."""
+    words = ("--placement", "fsdp", "--devices", "cpu:2", "--set", "own_loss=true")
+    result = scene.run(*words, "--deadline", 40, within=150, **{ALONE: 5})
+    scene.acted()
+    assert (1, 1) == (result.code, result.err.count("error[")), result.err
+    assert "error[E781]: actor.update in iteration" in result.err, result.err
+    for said in ("rank of device 1 at collective", "rank of device 0 at collective", "group mesh_"):
+        assert said in result.err, result.err
+    scene.continues(*words, like=words)
+
+
 def ends_the_process(name: str, number: int, scene: Scene) -> None:
     """What no process survives: the run is as if it had been killed."""
     result = scene.run(**{ACT: f"{name}@40"})
@@ -446,6 +458,7 @@ def disk_rows() -> Iterator[Row]:
         ("D12", "resume of what is done, twice", "continues", finished),
         ("D14", "only damaged checkpoints", "error", all_damaged),
         ("N3", "weights that are not finite", "error", diverged),
+        ("N7", "a loss calls a collective on one of two ranks alone", "error", asks_alone),
         ("X3", "sockets that listen", "goes on", silent_on_the_network),
         ("X4", "a key in the environment", "goes on", hidden),
     )

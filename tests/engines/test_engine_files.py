@@ -87,9 +87,7 @@ def test_shared_memory_goes_with_the_engine(how, name, script, tmp_path):
     before = SHARED / f"before-{name}"
     before.touch()
     environment = {"NAME": name, "END": str(tmp_path / "end"), "PATH": "/usr/bin:/bin"}
-    command = Command(
-        python=sys.executable, script=script, environment=environment, descriptors=()
-    )
+    command = Command(python=sys.executable, script=script, environment=environment, descriptors=())
     made = EngineProcess(command)
     others = SHARED / f"other-{name}"
     others.touch()

@@ -222,6 +222,20 @@ def test_what_waits_behind_it_and_what_comes_later_fails_too(soon):
         heard.get(timeout=0.2)
 
 
+def test_a_watch_that_fails_ends_the_run_with_what_it_failed_by(soon, monkeypatch):
+    held = threading.Event()
+    plan = plan_of(action("first", 0), action("other", 0, after=["first"]))
+
+    def late(*_, **__):
+        raise ZeroDivisionError("odd")
+
+    known = Deadlines(plan)
+    monkeypatch.setattr(known, "late", late)
+    with pytest.raises(RunError, match=r"(?s)E782.*ZeroDivisionError\('odd'\)"):
+        run(plan, lambda *_: held.wait(30) and {}, deadlines=known)
+    held.set()
+
+
 @pytest.mark.slow
 def test_a_reward_that_hangs_ends_the_run_and_its_process(tmp_path):
     """Without Ray: the thread that hangs is left behind, and the process ends all the same."""

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rlflow.errors import DeviceLostError, Finding
+from rlflow.errors import DeviceLostError, Finding, RunError
 from rlflow.graph.roles import Calling
 from rlflow.ops.scoring import Policy
 from rlflow.scheduler.plan.plan import Action, Plan
@@ -134,6 +134,20 @@ class Deadlines:
                 fix=f"--deadline {2 * allowed.seconds:.4g}",
             )
         )
+
+
+def unwatched(error: Exception) -> RunError:
+    """The error for a run whose watching over its actions has failed: none would be missed."""
+    made = RunError(
+        Finding(
+            code="E782",
+            what="what watches over the actions of this run has failed",
+            got=repr(error),
+            expected="to be told of actions that hang; --debug shows the traceback",
+        )
+    )
+    made.__cause__ = error
+    return made
 
 
 def _expectation(longest: float, planned: float | None) -> str:

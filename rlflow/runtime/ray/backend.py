@@ -16,11 +16,12 @@ from functools import partial
 from typing import Any
 
 from rlflow.errors import DeviceLostError, Finding, RlflowError, RunError
-from rlflow.runtime.execute.deadlines import Allowance, Deadlines
+from rlflow.runtime.execute.deadlines import Allowance, Deadlines, unwatched
 from rlflow.runtime.execute.executor import Completion
 from rlflow.runtime.execute.stats import logged
 from rlflow.runtime.ray.cluster.alive import require_cluster
 from rlflow.runtime.ray.cluster.causes import cause_of, unwrapped
+from rlflow.runtime.ray.cluster.standing import Standings, behind, crossed, uneven
 from rlflow.runtime.ray.made import Failed, Made
 from rlflow.runtime.ray.orders import Order
 from rlflow.runtime.ray.ranks import Ranks
@@ -34,6 +35,11 @@ TICK = 0.5
 PROBE = 5.0
 # Ranks are asked how far they are after this share of what they are allowed.
 ASK_AFTER = 0.5
+# Seconds between two looks at how far ranks are that share an action: where one with nothing to do
+# is behind at both, the others wait in vain.
+APART = 5.0
+# Seconds after which ranks that wait for each other do so in vain: they may compute before.
+CROSSED = 60.0
 NOTHING = (0, "")
 # Figures of the rows that an action makes.
 WORK = ("tokens", "passed", "predicted", "pairs")
@@ -46,7 +52,8 @@ class Flight:
     """An action instance under way: who has answered what, and when it was submitted.
 
     It last `moved` when a rank was heard to have: `moves` are what each has counted, and who is
-    `asking` has not answered how far it is.
+    `asking` has not answered how far it is. `standings` are how far all were when last `looked` at,
+    and have `stood` since then.
     """
 
     action: Action
@@ -61,6 +68,9 @@ class Flight:
     made: dict[int, Made] = field(default_factory=dict)
     errors: dict[int, RlflowError] = field(default_factory=dict)
     failed_at: float | None = None
+    standings: Standings = field(default_factory=dict)
+    looked: float = 0.0
+    stood: float = 0.0
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -187,16 +197,24 @@ class RayBackend:
         self._complete(flight)
 
     def _collect(self) -> None:
-        """Look after what goes wrong until told to stop."""
-        while True:
+        """Look after what goes wrong until told to stop; what goes wrong in that ends the run."""
+        going = True
+        while going:
             try:
-                refusal = self._inbox.get(timeout=TICK)
-            except queue.Empty:
-                self._watch()
-                continue
-            if refusal is None:
-                return
+                going = self._look()
+            except Exception as error:
+                self._give_up_all(unwatched(error))
+
+    def _look(self) -> bool:
+        """Take a refusal, or see who is late where none comes; false when told to stop."""
+        try:
+            refusal = self._inbox.get(timeout=TICK)
+        except queue.Empty:
+            self._watch()
+            return True
+        if refusal is not None:
             self._refused(refusal.flight, refusal.device, refusal.error)
+        return refusal is not None
 
     def _refused(self, flight: Flight, device: int, error: BaseException | Failed) -> None:
         """Note an error; the run ends once the others have said theirs, or a moment later."""
@@ -217,6 +235,9 @@ class RayBackend:
             metrics = logged(action, answers)
         except RlflowError as error:
             flight.done(self._failure(action, iteration, error))
+            return
+        except Exception as error:  # in a thread of Ray's, which would say nothing
+            flight.done(self._failure(action, iteration, unwatched(error)))
             return
         self._deadlines.took(action.id, time.monotonic() - flight.since)
         moved = [made.moved for made in flight.made.values() if made.moved is not None]
@@ -247,8 +268,38 @@ class RayBackend:
                 self._give_up(flight)
             elif clock - flight.moved > flight.allowed.seconds:
                 self._give_up(flight, self._late(flight))
+            elif (apart := self._apart(flight, clock)) is not None:
+                self._give_up(flight, apart)
             elif clock - flight.moved > ASK_AFTER * flight.allowed.seconds:
                 self._ask(flight)
+
+    def _apart(self, flight: Flight, clock: float) -> RlflowError | None:
+        """The error for a flight in which ranks wait in a collective for one that does not come."""
+        if len(flight.asked) < 2 or flight.action.kind == "transfer":
+            return None
+        if clock - max(flight.looked, flight.since) < APART:
+            return None
+        found, flight.looked = self._ranks.standing(PROBE), clock
+        if found != flight.standings:
+            flight.standings, flight.stood = found, clock
+            return None
+        with self._lock:
+            flights = list(self._under_way.values())
+        idle = set(found).difference(*(other.waiting for other in flights))
+        said = behind(found, idle)
+        if not said and clock - flight.stood > min(CROSSED, ASK_AFTER * flight.allowed.seconds):
+            said = crossed(found)
+        if not said or not flight.waiting:
+            return None
+        what = f"{flight.action.id} in iteration {flight.iteration}"
+        return RunError(
+            Finding(
+                code="E781",
+                what=f"{what}: ranks wait in a collective that others do not call",
+                got="; ".join(said),
+                expected="the same collectives of every rank of a group, whatever its rows are",
+            )
+        )
 
     def _ask(self, flight: Flight) -> None:
         """Ask those that have not answered how far they are; who hangs does not say."""
@@ -268,10 +319,13 @@ class RayBackend:
 
     def _give_up(self, flight: Flight, error: RlflowError | None = None) -> None:
         """End the run: stop every process, and fail all that is under way with one error."""
+        self._give_up_all(error or _most_telling(flight.errors))
+
+    def _give_up_all(self, error: RlflowError) -> None:
         with self._lock:
             if self._broken is not None:
                 return
-            self._broken = error or _most_telling(flight.errors)
+            self._broken = error
             flights = list(self._under_way.values())
             self._under_way.clear()
         self._ranks.kill()
@@ -312,6 +366,7 @@ class RayBackend:
         silent = self._ranks.silent(PROBE)
         missing = [self._ranks.name(device) for device in silent or flight.waiting]
         last = sorted({said for _, said in flight.moves.values() if said})
+        last += uneven(self._ranks.standing(PROBE))
         return self._deadlines.late(
             flight.action, flight.iteration, flight.allowed, who=missing, last="; ".join(last)
         )

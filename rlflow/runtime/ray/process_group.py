@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from rlflow.engines.hf.sharded.mesh import PAIRS, Axis
 from rlflow.errors import DeviceLostError, Finding
 from rlflow.graph.graph import Graph
-from rlflow.runtime.ray.ranks import Start
+from rlflow.runtime.ray.ranks import Counted, Start
 from rlflow.runtime.ray.rendezvous import meet
 from rlflow.runtime.worker.world import World
 from rlflow.scheduler.plan.plan import HOST, Action, Instance, Plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+STAGES: Axis = "pp"
 
 
 class Host:
@@ -89,6 +94,23 @@ def join_ranks(plan: Plan, start: Start) -> World:
         timeout=start.timeout,
         address=start.address or start.master,
     )
+
+
+def counted(devices: Sequence[int]) -> dict[str, Counted]:
+    """How many collectives this rank has begun in each group; `devices` are the plan's, by rank.
+
+    Groups in which two ranks talk alone are left out: others of them have nothing to count there.
+    """
+    found: dict[str, Counted] = {}
+    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+        what = group.group_desc
+        if what.startswith(PAIRS) or what == f"mesh_{STAGES}":
+            continue
+        members = tuple(devices[rank] for rank in dist.get_process_group_ranks(group))
+        parts: list[Any] = [group._get_backend(kind) for kind in group._device_types]
+        count = sum(part._get_sequence_number_for_group() for part in parts)
+        found[name] = Counted(group=what, devices=members, count=count)
+    return found
 
 
 def _is_loopback(address: str) -> bool:

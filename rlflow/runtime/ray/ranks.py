@@ -38,6 +38,23 @@ class Start:
     recording: Recording | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """How many collectives a rank has begun in a group: its name, and the devices of its ranks."""
+
+    group: str
+    devices: tuple[int, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How far a rank is: collectives by the key of their group, and signs of progress."""
+
+    counted: Mapping[str, Counted]
+    moves: int
+
+
 class Ranks:
     """The actors of a plan by device, and where each of them is."""
 
@@ -83,6 +100,16 @@ class Ranks:
         asked = {actor.progress.remote("", 0): device for device, actor in self._actors.items()}
         _, late = ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
         return tuple(sorted(asked[reference] for reference in late))
+
+    def standing(self, seconds: float) -> dict[int, Standing]:
+        """How far each device's rank is, of those that answer within so many seconds."""
+        asked = {self._actors[device].standing.remote(): device for device in self.devices()}
+        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
+        found = {}
+        for reference in done:
+            with contextlib.suppress(ray.exceptions.RayError):
+                found[asked[reference]] = ray.get(reference)
+        return found
 
     def kill(self) -> None:
         """Stop every process now."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rlflow.engines.hf.sharded.mesh import PAIRS
 from rlflow.engines.process.nodes import Nodes, free_port
 from rlflow.runtime.worker.hosts import Site, replica_hosts
 from rlflow.scheduler.plan.plan import LENT, UPDATE_BUCKET, Action, Instance, Plan
@@ -86,10 +87,10 @@ class World:
         shared = [i for i in plan.instances if i.sharded]
         kind = self.device.partition(":")[0]
         self._meshes = {i.name: meshes_of(i, self._ranks, kind) for i in shared}
-        self._groups = {i.name: self._group(i.devices) for i in shared}
+        self._groups = {i.name: self._group(i.devices, i.name) for i in shared}
         self._peers = {i.name: self._part_group(i) for i in plan.instances if i.row_parts > 1}
         self._reshards = {
-            a.id: self._group(a.devices)
+            a.id: self._group(a.devices, f"{PAIRS}{a.id}")
             for a in plan.actions
             if a.kind == "reshard" and len(a.devices) > 1
         }
@@ -190,14 +191,14 @@ class World:
         """One group for each place within a row part; this rank's, if it has one."""
         found = None
         for members in zip(*instance.row_groups, strict=True):
-            group = self._group(members)
+            group = self._group(members, f"parts of {instance.name}")
             if self.own in members:
                 found = GroupPeers(group, members.index(self.own), len(members))
         return found
 
-    def _group(self, devices: Sequence[int]) -> dist.ProcessGroup:
+    def _group(self, devices: Sequence[int], what: str) -> dist.ProcessGroup:
         ranks = sorted(self._ranks[device] for device in devices)
-        group: dist.ProcessGroup = dist.new_group(ranks, timeout=self._wait)
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=self._wait, group_desc=what)
         return group
 
 

@@ -29,6 +29,8 @@ AXES: tuple[Axis, ...] = ("replicate", "pp", "fsdp", "tp")
 CONTEXT_AXES: tuple[Axis, ...] = ("replicate", "pp", "rows", "cp", "tp")
 # Ranks along these see different rows.
 ROWS: tuple[Axis, ...] = ("replicate", "rows")
+# How descriptions of process groups begin in which two ranks talk alone, as reshards and stages do.
+PAIRS = "pairs of "
 EXPERT_AXES = ("replicate", "pp", "shard", "ep", "tp")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rlflow.engines.hf.recompute import decoder_layers
 from rlflow.engines.hf.routing.routers import find_routers
-from rlflow.engines.hf.sharded.mesh import Axis, MeshRanks
+from rlflow.engines.hf.sharded.mesh import PAIRS, Axis, MeshRanks
 
 
 class LayerStage:
@@ -42,7 +42,9 @@ class LayerStage:
         self.routers = (0,) * self.count
         self.group = ranks.groups["pp"]
         members = dist.get_process_group_ranks(self.group)
-        self._returning = dist.new_group(members, use_local_synchronization=True)
+        self._returning = dist.new_group(
+            members, use_local_synchronization=True, group_desc=f"{PAIRS}stages"
+        )
         self.entered: Tensor | None = None
         self.left: Tensor | None = None
         self.repeated: frozenset[str] = frozenset()
