@@ -243,11 +243,8 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
     plan = planned.compiled.plan
     names = headline(plan.graph).names
     display = Display(console, quiet=asked.quiet, headline=names, watch=asked.watch)
-    wanted = asked.existing or asked.options["run_dir"]
-    parent = asked.options.get("parent", RUNS)
-    where = Path(wanted) if wanted else fresh_path(parent, plan.graph.name)
     with (
-        _interrupted(asked, where),
+        _interrupted(asked, plan.graph.name) as where,
         _directory(planned, asked, where) as directory,
         printed_apart(PrintedLog(directory.logs / FILE, display.say), asked.watch is None),
     ):
@@ -384,11 +381,10 @@ def _directory(planned: Planned, asked: _Asked, where: Path) -> Iterator[RunDir]
 
 
 @contextmanager
-def _interrupted(asked: _Asked, where: Path) -> Iterator[None]:
-    """Say what a Ctrl-C that stops at once has left: a run to continue, or nothing at all.
-
-    From before there is a directory until it is removed, for the third one ends all of it.
-    """
+def _interrupted(asked: _Asked, name: str) -> Iterator[Path]:
+    """Where the run is to be; from here on a Ctrl-C that stops at once says what it has left."""
+    wanted = asked.existing or asked.options["run_dir"]
+    where = Path(wanted or fresh_path(asked.options.get("parent", RUNS), name))
 
     def left() -> str:
         if (where / RUN_FILE).exists():
@@ -397,7 +393,7 @@ def _interrupted(asked: _Asked, where: Path) -> Iterator[None]:
 
     try:
         with said_if_ended(left):
-            yield
+            yield where
     except KeyboardInterrupt as stopped:
         kind = Preempted if isinstance(stopped, GraceOver) else Interrupted
         raise kind(summary=f"stopped at once; {left()}") from None

@@ -288,7 +288,14 @@ class Optimizer(Protocol):
 
 
 class Trainer(Protocol):
-    """An engine that scores tokens, and makes updates where it has an optimizer."""
+    """An engine that scores tokens, and makes updates where it has an optimizer.
+
+    Micro-batches have `micro_tokens` tokens at most, None for no bound: `planned_tokens`, or fewer
+    once there was no memory for them. Sums over other cuts are others in their last bits.
+    """
+
+    micro_tokens: int | None
+    planned_tokens: int | None
 
     @property
     def optimizer(self) -> Optimizer | None:

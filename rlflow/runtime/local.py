@@ -101,7 +101,7 @@ class LocalMachine:
     def node_states(self) -> States:
         """What nodes keep from call to call."""
         states = self._worker.states
-        return to_save(states.loaded, [states.used])
+        return to_save(states.loaded, [states.to_save()])
 
     def restore(self, found: Found, counters: Mapping[str, Mapping[str, int]]) -> None:
         """Take the weights, optimizer states and node states of a checkpoint."""

@@ -67,7 +67,9 @@ def alone(
     if at and CALLS[0] >= at and os.environ["RANK"] == "0" and first(Path(os.environ[FIRED])):
         import torch
 
-        torch.distributed.all_reduce(torch.zeros(1))
+        groups = torch.distributed.distributed_c10d._world.pg_names
+        own = next(group for group in groups if group.group_desc == "actor@cpus")
+        torch.distributed.all_reduce(torch.zeros(1), group=own)
     return -(log_probs - rollout_log_probs).exp() * advantages
 
 

@@ -340,7 +340,7 @@ def asks_alone(scene: Scene) -> None:
     scene.acted()
     assert (1, 1) == (result.code, result.err.count("error[")), result.err
     assert "error[E781]: actor.update in iteration" in result.err, result.err
-    for said in ("rank of device 1 at collective", "rank of device 0 at collective", "group mesh_"):
+    for said in ("rank of device 1 at collective", "of group actor@cpus", "of group default_pg"):
         assert said in result.err, result.err
     scene.continues(*words, like=words)
 

@@ -9,9 +9,11 @@ import torch
 
 import rlflow as rf
 from rlflow import ops
+from rlflow.engines.hf.train import TrainEngine
 from rlflow.errors import CheckpointError, RunError
 from rlflow.runtime.local import LocalMachine
 from rlflow.runtime.record.checkpoint import find_checkpoint, save_checkpoint
+from rlflow.runtime.worker.node_states import SAVED
 from rlflow.runtime.worker.worker import Worker
 from rlflow.runtime.worker.world import resharder
 from rlflow.scheduler.compile import compile_plan
@@ -200,6 +202,40 @@ POINTS = {
     "rollout": ("rlflow.engines.hf.rollout.TorchRollout.generate", "actor.rollout"),
     "sync": ("rlflow.engines.reshard.resharder.Resharder.run", "reshard:"),
 }
+
+
+@pytest.mark.filterwarnings("ignore:.*out of memory; micro-batches have")
+def test_a_run_goes_on_with_micro_batches_that_were_cut_for_want_of_memory(tmp_path, monkeypatch):
+    """To the same bits; where the plan has others by now, its own hold."""
+    plan, worker = worker_of(TOGETHER)
+    compute = TrainEngine.compute
+
+    def cramped(engine, micro, *words):
+        if len(micro) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return compute(engine, micro, *words)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainEngine, "compute", cramped)
+        run(plan, worker, 0)
+    machine = LocalMachine(plan, worker, threads=1)
+    taken, counters = machine.snapshot()
+    save_checkpoint(tmp_path, 1, taken, {SAVED: machine.node_states()}, {})
+    found, (loaded,) = find_checkpoint(tmp_path), worker.trained()
+    run(plan, worker, 1)
+
+    def going_on(planned):
+        _, fresh = worker_of(TOGETHER)
+        (other,) = fresh.trained()
+        other.train.planned_tokens = planned
+        LocalMachine(plan, fresh, threads=1).restore(found, counters)
+        run(plan, fresh, 1)
+        return other.train.micro_tokens, same(tensors(loaded), tensors(other))
+
+    before = loaded.train.planned_tokens
+    assert loaded.train.micro_tokens < before
+    assert (loaded.train.micro_tokens, True) == going_on(before)
+    assert (before + 1, False) == going_on(before + 1)
 
 
 @pytest.mark.filterwarnings("ignore:.*out of memory; micro-batches have")

@@ -90,7 +90,7 @@ class TrainEngine:
         if optimizer is not None:
             steps_with = self.steps_with[optimizer_kind(optimizer)]
             self.optimizer = steps_with(model, optimizer, visiting=visiting)
-        self.micro_tokens = micro_tokens
+        self.micro_tokens = self.planned_tokens = micro_tokens
 
     @torch.no_grad()
     def forward(

@@ -233,11 +233,9 @@ class RayBackend:
             answering = self._lying.answering(action)
             answers = [flight.made[d].metrics for d in answering]
             metrics = logged(action, answers)
-        except RlflowError as error:
-            flight.done(self._failure(action, iteration, error))
-            return
         except Exception as error:  # in a thread of Ray's, which would say nothing
-            flight.done(self._failure(action, iteration, unwatched(error)))
+            said = error if isinstance(error, RlflowError) else unwatched(error)
+            flight.done(self._failure(action, iteration, said))
             return
         self._deadlines.took(action.id, time.monotonic() - flight.since)
         moved = [made.moved for made in flight.made.values() if made.moved is not None]
@@ -291,11 +289,11 @@ class RayBackend:
             said = crossed(found)
         if not said or not flight.waiting:
             return None
-        what = f"{flight.action.id} in iteration {flight.iteration}"
         return RunError(
             Finding(
                 code="E781",
-                what=f"{what}: ranks wait in a collective that others do not call",
+                what=f"{flight.action.id} in iteration {flight.iteration}: "
+                "ranks wait in a collective that others do not call",
                 got="; ".join(said),
                 expected="the same collectives of every rank of a group, whatever its rows are",
             )

@@ -207,8 +207,8 @@ class Rank:
         return timed(lambda: restore_components(loaded, files, meta, version))
 
     def states(self) -> dict[str, dict[str, float]]:
-        """What the nodes that this process runs keep from call to call."""
-        return self._ready().states.used
+        """What the nodes that this process runs keep from call to call, and its cuts."""
+        return self._ready().states.to_save()
 
     def remember(self, states: dict[str, dict[str, float]]) -> None:
         """Take what nodes had kept."""

@@ -107,7 +107,7 @@ class Ranks:
         done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
         found = {}
         for reference in done:
-            with contextlib.suppress(ray.exceptions.RayError):
+            with contextlib.suppress(ray.exceptions.RayActorError):  # which is told elsewhere
                 found[asked[reference]] = ray.get(reference)
         return found
 

@@ -139,6 +139,7 @@ class Worker:
                 self._move(step.kind, step.name, "discard" if gone else "offload")
             self.memory.give_back()
         require_averages(self.plan, self.loaded)
+        self.states.follow(self.loaded, 0 if self.world is None else self.world.own)
 
     def _load_instance(self, instance: Instance) -> None:
         """Load an instance, or this process's part of it."""
