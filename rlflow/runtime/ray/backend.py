@@ -21,7 +21,7 @@ from rlflow.runtime.execute.executor import Completion
 from rlflow.runtime.execute.stats import logged
 from rlflow.runtime.ray.cluster.alive import require_cluster
 from rlflow.runtime.ray.cluster.causes import cause_of, unwrapped
-from rlflow.runtime.ray.cluster.standing import Standings, behind, crossed, uneven
+from rlflow.runtime.ray.cluster.standing import RankStandings, behind, crossed, uneven_calls
 from rlflow.runtime.ray.made import Failed, Made
 from rlflow.runtime.ray.orders import Order
 from rlflow.runtime.ray.ranks import Ranks
@@ -68,7 +68,7 @@ class Flight:
     made: dict[int, Made] = field(default_factory=dict)
     errors: dict[int, RlflowError] = field(default_factory=dict)
     failed_at: float | None = None
-    standings: Standings = field(default_factory=dict)
+    standings: RankStandings = field(default_factory=dict)
     looked: float = 0.0
     stood: float = 0.0
 
@@ -364,7 +364,7 @@ class RayBackend:
         silent = self._ranks.silent(PROBE)
         missing = [self._ranks.name(device) for device in silent or flight.waiting]
         last = sorted({said for _, said in flight.moves.values() if said})
-        last += uneven(self._ranks.standing(PROBE))
+        last += uneven_calls(self._ranks.standing(PROBE))
         return self._deadlines.late(
             flight.action, flight.iteration, flight.allowed, who=missing, last="; ".join(last)
         )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rlflow.engines.hf.sharded.mesh import PAIRS, Axis
 from rlflow.errors import DeviceLostError, Finding
 from rlflow.graph.graph import Graph
-from rlflow.runtime.ray.ranks import Counted, Start
+from rlflow.runtime.ray.ranks import GroupCalls, Start
 from rlflow.runtime.ray.rendezvous import meet
 from rlflow.runtime.worker.world import World
 from rlflow.scheduler.plan.plan import HOST, Action, Instance, Plan
@@ -96,12 +96,12 @@ def join_ranks(plan: Plan, start: Start) -> World:
     )
 
 
-def counted(devices: Sequence[int]) -> dict[str, Counted]:
+def group_calls(devices: Sequence[int]) -> dict[str, GroupCalls]:
     """How many collectives this rank has begun in each group; `devices` are the plan's, by rank.
 
     Groups in which two ranks talk alone are left out: others of them have nothing to count there.
     """
-    found: dict[str, Counted] = {}
+    found: dict[str, GroupCalls] = {}
     for group, name in list(dist.distributed_c10d._world.pg_names.items()):
         what = group.group_desc
         if what.startswith(PAIRS) or what == f"mesh_{STAGES}":
@@ -109,7 +109,7 @@ def counted(devices: Sequence[int]) -> dict[str, Counted]:
         members = tuple(devices[rank] for rank in dist.get_process_group_ranks(group))
         parts: list[Any] = [group._get_backend(kind) for kind in group._device_types]
         count = sum(part._get_sequence_number_for_group() for part in parts)
-        found[name] = Counted(group=what, devices=members, count=count)
+        found[name] = GroupCalls(group=what, devices=members, count=count)
     return found
 
 

@@ -29,7 +29,7 @@ from rlflow.runtime.ray.made import Failed, Made, collect, failed, packed_made, 
 from rlflow.runtime.ray.orders import Order
 from rlflow.runtime.ray.orders import Packed as PackedOrder
 from rlflow.runtime.ray.pools import Report, own_report
-from rlflow.runtime.ray.ranks import Standing, Start
+from rlflow.runtime.ray.ranks import RankStanding, Start
 from rlflow.runtime.record.durable import FileRecord, fault, register_faults
 from rlflow.runtime.record.shards.places import SavedPiece, StoredFile, ToWrite
 from rlflow.scheduler.plan.plan import HOST, Action, Plan
@@ -108,14 +108,14 @@ class Rank:
         return (0, "") if found is None else (found.moves, str(found))
 
     @ray.method(concurrency_group="progress")
-    def standing(self) -> Standing:
+    def standing(self) -> RankStanding:
         """How many collectives this rank has begun, and how often what it does has advanced."""
         moves = sum(each.moves for each in list(self._progress.values()))
         if self._worker is None or len(self._devices) < 2:
-            return Standing(counted={}, moves=moves)
-        from rlflow.runtime.ray.process_group import counted
+            return RankStanding(counted={}, moves=moves)
+        from rlflow.runtime.ray.process_group import group_calls
 
-        return Standing(counted=counted(self._devices), moves=moves)
+        return RankStanding(counted=group_calls(self._devices), moves=moves)
 
     @ray.method(concurrency_group="copies")
     def move(self, packed: PackedOrder) -> list[Any] | Failed:

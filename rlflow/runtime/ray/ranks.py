@@ -39,7 +39,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class GroupCalls:
     """How many collectives a rank has begun in a group: its name, and the devices of its ranks."""
 
     group: str
@@ -48,10 +48,10 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RankStanding:
     """How far a rank is: collectives by the key of their group, and signs of progress."""
 
-    counted: Mapping[str, Counted]
+    counted: Mapping[str, GroupCalls]
     moves: int
 
 
@@ -101,7 +101,7 @@ class Ranks:
         _, late = ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
         return tuple(sorted(asked[reference] for reference in late))
 
-    def standing(self, seconds: float) -> dict[int, Standing]:
+    def standing(self, seconds: float) -> dict[int, RankStanding]:
         """How far each device's rank is, of those that answer within so many seconds."""
         asked = {self._actors[device].standing.remote(): device for device in self.devices()}
         done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=seconds)

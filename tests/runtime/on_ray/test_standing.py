@@ -11,19 +11,17 @@ import pytest
 from rlflow.runtime.execute.deadlines import Deadlines
 from rlflow.runtime.ray import backend
 from rlflow.runtime.ray.backend import RayBackend
-from rlflow.runtime.ray.cluster.standing import behind, crossed, uneven
+from rlflow.runtime.ray.cluster.standing import behind, crossed, uneven_calls
 from rlflow.runtime.ray.made import Made, packed_made
-from rlflow.runtime.ray.ranks import Counted, Standing, rank_name
+from rlflow.runtime.ray.ranks import GroupCalls, RankStanding, rank_name
 from tests.runtime.test_local import action, plan_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.torch]
 
 
 def standing(*groups, moves=0):
-    counted = {
-        name: Counted(group=name, devices=devices, count=count) for name, devices, count in groups
-    }
-    return Standing(counted=counted, moves=moves)
+    counted = {name: GroupCalls(group=name, devices=of, count=n) for name, of, n in groups}
+    return RankStanding(counted=counted, moves=moves)
 
 
 ALL = (0, 1, 2)
@@ -49,8 +47,8 @@ def test_ranks_that_are_each_behind_the_other_wait_for_each_other():
     }
     assert 2 == len(crossed(apart))
     assert [] == crossed(SKIPPED)
-    assert [f"{SAID} of group train"] == uneven(SKIPPED)
-    assert [] == uneven({0: standing(("a", (0, 1), 1)), 1: standing(("b", (0, 1), 2))})
+    assert [f"{SAID} of group train"] == uneven_calls(SKIPPED)
+    assert [] == uneven_calls({0: standing(("a", (0, 1), 1)), 1: standing(("b", (0, 1), 2))})
 
 
 class Reference:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-from rlflow.runtime.ray.ranks import Counted, Standing, rank_name
+from rlflow.runtime.ray.ranks import GroupCalls, RankStanding, rank_name
 
-Standings = Mapping[int, Standing]
+RankStandings = Mapping[int, RankStanding]
 
 
-def behind(standings: Standings, idle: Collection[int]) -> list[str]:
+def behind(standings: RankStandings, idle: Collection[int]) -> list[str]:
     """Of each group in which a rank that is `idle` is behind one that is not, who is where."""
     return [
         _said(group)
@@ -27,7 +27,7 @@ def behind(standings: Standings, idle: Collection[int]) -> list[str]:
     ]
 
 
-def crossed(standings: Standings) -> list[str]:
+def crossed(standings: RankStandings) -> list[str]:
     """Of groups in which two ranks are each behind the other, who is where."""
     groups = _groups(standings)
     ahead = {
@@ -41,7 +41,7 @@ def crossed(standings: Standings) -> list[str]:
     return list(dict.fromkeys(map(_said, found)))
 
 
-def uneven(standings: Standings) -> list[str]:
+def uneven_calls(standings: RankStandings) -> list[str]:
     """Of each group whose ranks have called different numbers of collectives, who is where."""
     return [
         _said(group)
@@ -50,16 +50,16 @@ def uneven(standings: Standings) -> list[str]:
     ]
 
 
-def _groups(standings: Standings) -> list[dict[int, Counted]]:
+def _groups(standings: RankStandings) -> list[dict[int, GroupCalls]]:
     """The counts of each group by device, those of few ranks first."""
-    found: dict[tuple[str, tuple[int, ...]], dict[int, Counted]] = defaultdict(dict)
+    found: dict[tuple[str, tuple[int, ...]], dict[int, GroupCalls]] = defaultdict(dict)
     for device, standing in sorted(standings.items()):
         for key, counted in standing.counted.items():
             found[key, counted.devices][device] = counted
     return [found[key] for key in sorted(found, key=lambda key: (len(key[1]), key))]
 
 
-def _said(group: Mapping[int, Counted]) -> str:
+def _said(group: Mapping[int, GroupCalls]) -> str:
     """Who is at which collective of a group, the last first."""
     at: dict[int, list[int]] = defaultdict(list)
     for device, counted in group.items():
