@@ -458,12 +458,18 @@ def disk_rows() -> Iterator[Row]:
         ("D12", "resume of what is done, twice", "continues", finished),
         ("D14", "only damaged checkpoints", "error", all_damaged),
         ("N3", "weights that are not finite", "error", diverged),
-        ("N7", "a loss calls a collective on one of two ranks alone", "error", asks_alone),
         ("X3", "sockets that listen", "goes on", silent_on_the_network),
         ("X4", "a key in the environment", "goes on", hidden),
     )
     for name, fault, expect, inject in made:
         yield Row(id=name, fault=fault, expect=expect, inject=inject)  # type: ignore[arg-type]
+    yield Row(
+        id="N7",
+        fault="a loss calls a collective on one of two ranks alone",
+        expect="error",
+        inject=asks_alone,
+        needs="ray",
+    )
     for words, name in ((("--set", "lr=0.5"), "lr"), (("--set", "seed=7"), "seed")):
         yield Row(
             id=f"D11 {name}",
