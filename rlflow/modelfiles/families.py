@@ -165,8 +165,8 @@ FAMILIES: dict[str, Family] = {
     **_each("mamba2 bamba", replace(HYBRID, staged=False)),
     **_each("qwen3_5 qwen3_5_text", replace(PARTED, cut=True)),
     **_each("falcon_h1", replace(HYBRID, alone="buffers")),
-    **_each("nemotron_h lfm2_moe", PARTED_MIXED),
-    **_each("granitemoehybrid bailing_hybrid", HYBRID_MIXED),
+    **_each("nemotron_h lfm2_moe granitemoehybrid", PARTED_MIXED),
+    **_each("bailing_hybrid", HYBRID_MIXED),
     **_each("kimi_linear", replace(HYBRID_MIXED, alone="experts")),
     **_each("qwen3_next qwen3_5_moe qwen3_5_moe_text", replace(PARTED_MIXED, cut=True)),
     # Selective scans of transformers that begin with a state of zeros alone.

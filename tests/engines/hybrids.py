@@ -40,6 +40,12 @@ FAMILIES = {
         "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,
         "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_chunk_size": 8,
     },
+    "granitemoehybrid": {
+        "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8,
+        "mamba_d_conv": 4, "mamba_chunk_size": 8, "mamba_expand": 2, "num_local_experts": 0,
+        "num_experts_per_tok": 0, "shared_intermediate_size": 24,
+        "layer_types": ["mamba", "attention"],
+    },
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "full_attention", "mlp"], "mamba_num_heads": 4,
         "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "conv_kernel": 4, "chunk_size": 8,

@@ -98,7 +98,8 @@ def test_routers_on_parts_of_rows_choose_and_count_as_on_one_rank(tmp_path, worl
 # Heads of four ranks, where two have two.
 FOUR = {
     "qwen3_5_text": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
-    "nemotron_h": {"n_groups": 4},
+    "nemotron_h": {"n_groups": 2},
+    "granitemoehybrid": {},
     "lfm2": {},
 }
 
@@ -107,7 +108,14 @@ AGAIN = {"uneven": True, "recompute": True, "limit": 1e-9}
 CARRYING = [("qwen3_5_text", AGAIN)]
 CARRYING += [
     pytest.param(family, CUT, marks=pytest.mark.slow)
-    for family in ("qwen3_5_text", "qwen3_next", "olmo_hybrid", "nemotron_h", "lfm2")
+    for family in (
+        "qwen3_5_text",
+        "qwen3_next",
+        "olmo_hybrid",
+        "nemotron_h",
+        "granitemoehybrid",
+        "lfm2",
+    )
 ]
 
 
@@ -150,10 +158,13 @@ def test_what_plans_say_of_layers_that_carry_states_is_what_ranks_exchange(famil
     for layer in layers:
         parts = parts_of(layer)
         sizes = [size for sizes in parts.projections.values() for size in sizes]
+        sizes = sizes[bool(parts.gated) :]
         assert sum(sizes) == said.entering
         assert getattr(layer, parts.back).in_features == said.leaving
-        cut = [*sizes, *parts.channels, *(getattr(layer, name) for name in parts.counts)]
+        apart = [size for at, size in enumerate(sizes) if at not in parts.grouped]
+        cut = [*apart, *(getattr(layer, name) for name in parts.counts)]
         assert not any(size % said.heads for size in cut)
+        assert said.shared == sum(sizes[at] for at in parts.grouped)
 
 
 rows = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), min_size=1, max_size=6)

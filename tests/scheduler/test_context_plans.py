@@ -101,6 +101,13 @@ def test_heads_of_layers_that_carry_states_go_and_come_beside_those_of_attention
     assert not list(contexts_on(replace(hybrid, windows=True), 8, 8, 8))
 
 
+def test_groups_that_heads_have_in_common_are_repeated_for_more_ranks() -> None:
+    mamba = Carrying(layers=1, heads=48, entering=1000, leaving=600, groups=2, shared=100)
+
+    assert [1000, 1000, 1100, 1300] == [mamba.entering_on(ranks) for ranks in (1, 2, 4, 8)]
+    assert [1, 2, 4, 6, 8] == [ranks for ranks in range(1, 10) if mamba.parts(ranks)]
+
+
 def roofline(ranks: int) -> Roofline:
     group = group_of(GPUS, range(ranks))
     return Roofline(kind=GPUS.kind, shape=SEVEN, size=2, cp=group, cp_by="ring", micro_tokens=8192)

@@ -45,7 +45,7 @@ def ways_to_attend(
     Heads of layers that carry states are whole on each of those.
     """
     found: dict[_By, bool] = {
-        "ulysses": heads % (cp * tp) == 0 and carrying.heads % cp == 0,
+        "ulysses": heads % (cp * tp) == 0 and carrying.parts(cp),
         "ring": not windows and not carrying.layers,
     }
     return tuple(way for way in get_args(_By) if found[way])
@@ -75,9 +75,7 @@ def context_finding(
     if by in ways or (by is None and ways):
         return None
     other = next(iter(ways), None)
-    divisors = [
-        n for n in range(1, heads // tp + 1) if heads % (n * tp) == 0 and carrying.heads % n == 0
-    ]
+    divisors = [n for n in range(1, heads // tp + 1) if heads % (n * tp) == 0 and carrying.parts(n)]
     nearest = max((n for n in divisors if n <= cp), default=1)
     uneven = f"{heads} heads" + (f" over tp={tp}" if tp > 1 else "")
     got, whose = [uneven], "the heads"

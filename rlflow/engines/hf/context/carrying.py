@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,15 +30,19 @@ class HeadParts:
 
     `projections` are layers that tokens pass before, by the sizes of the runs of their outputs of
     which each head has a part; `channels` those of the convolution `convolves`. `vectors` are
-    parameters with as many numbers for each head, `normed` those of a norm of each head, or group
-    of heads, by itself; and `back` is the layer after all.
+    parameters with as many numbers for each head, and `back` is the layer after all. Runs of
+    `grouped` places, of projections and channels, are of `groups` that heads have in common,
+    repeated where ranks are more. The first run of what is `gated` is for that norm of all heads
+    alone, with which it stays where the tokens are.
     """
 
     projections: Mapping[str, Sizes]
     channels: Sizes
     counts: tuple[str, ...] = ()
     vectors: tuple[str, ...] = ()
-    normed: str = ""
+    grouped: tuple[int, ...] = ()
+    groups: str = ""
+    gated: str = ""
     back: str = "out_proj"
     convolves: str = "conv1d"
 
@@ -81,15 +84,17 @@ def _delta(layer: Any, projections: Mapping[str, Sizes], back: str = "out_proj")
 
 
 def of_groups(layer: Any) -> HeadParts:
-    """Mamba-2: heads of a group have its two states in common, and one norm."""
+    """Mamba-2: heads of a group have its two states in common, and one norm after a gate."""
     wide, states = layer.intermediate_size, layer.n_groups * layer.ssm_state_size
     channels = (wide, states, states)
     return HeadParts(
         projections={"in_proj": (wide, *channels, layer.num_heads)},
         channels=channels,
-        counts=("num_heads", "n_groups", "intermediate_size", "conv_dim"),
+        counts=("num_heads", "intermediate_size"),
         vectors=("A_log", "D", "dt_bias"),
-        normed="norm",
+        grouped=(1, 2),
+        groups="n_groups",
+        gated="norm",
     )
 
 
@@ -127,20 +132,33 @@ class SharedHeads:
         """How many there are."""
         return dist.get_world_size(self.group)
 
-    def entered(self, hidden: Tensor, total: int) -> Tensor:
-        """What own heads get of all `total` tokens `[total, width]`, of own `[tokens, size]`."""
-        made = [
-            run.reshape(len(hidden), self.ranks, -1)
+    @property
+    def groups(self) -> int:
+        """Of groups that heads have in common, how many this rank's have."""
+        groups: int = getattr(self.layer, self.parts.groups)
+        return max(groups // self.ranks, 1)
+
+    def entered(self, hidden: Tensor, total: int) -> tuple[Tensor, Tensor | None]:
+        """What own heads get of all `total` tokens `[total, width]`, of own `[tokens, size]`.
+
+        And the gates of own tokens, where they stay.
+        """
+        runs = [
+            run
             for name, sizes in self.parts.projections.items()
             for run in torch.split(getattr(self.layer, name)(hidden[None])[0], list(sizes), -1)
         ]
+        gates = runs.pop(0) if self.parts.gated else None
+        made = [self._by_rank(run, place) for place, run in enumerate(runs)]
         found: Tensor = ToHeads.apply(torch.cat(made, -1), self.group)  # type: ignore[no-untyped-call]
-        return found[:total]
+        return found[:total], gates
 
-    def left(self, made: Tensor, tokens: int) -> Tensor:
+    def left(self, made: Tensor, gates: Tensor | None, tokens: int) -> Tensor:
         """The layer's output for own `tokens`, of what own heads make of all `[total, width]`."""
-        joined = heads_of_own(made[:, None], tokens, self.group).flatten(1)
-        output: Tensor = getattr(self.layer, self.parts.back)(joined[None])[0]
+        joined = heads_of_own(made[:, None], tokens, self.group).flatten(1)[None]
+        if gates is not None:
+            joined = getattr(self.layer, self.parts.gated)(joined, gates[None]).to(made.dtype)
+        output: Tensor = getattr(self.layer, self.parts.back)(joined)[0]
         return output
 
     def standing(self) -> Standing:
@@ -155,10 +173,11 @@ class SharedHeads:
         own: dict[str, Any] = {parts.convolves: SimpleNamespace(**weights), parts.back: _same}
         own |= {name: self._part(getattr(layer, name)) for name in parts.vectors}
         own |= {name: getattr(layer, name) // self.ranks for name in parts.counts}
-        if parts.normed:
-            norm = getattr(layer, parts.normed)
-            standing = Standing(norm, {"weight": self._part(norm.weight)})
-            own[parts.normed] = partial(type(norm).forward, standing)
+        if parts.gated:
+            own |= {parts.groups: self.groups, parts.gated: _ungated}
+            own["conv_dim"] = len(own[parts.convolves].weight)
+            (name,) = parts.projections
+            return Standing(layer, own | {name: _Projected(own["intermediate_size"])})
         start = 0
         for name, sizes in parts.projections.items():
             size = sum(sizes) // self.ranks
@@ -166,11 +185,28 @@ class SharedHeads:
             start += size
         return Standing(layer, own)
 
+    def _by_rank(self, run: Tensor, place: int) -> Tensor:
+        """A run of columns `[tokens, size]` by who has which heads, `[tokens, ranks, part]`."""
+        if place in self.parts.grouped:
+            groups = getattr(self.layer, self.parts.groups)
+            run = self._repeated(run.reshape(len(run), groups, -1), 1)
+        return run.reshape(len(run), self.ranks, -1)
+
+    def _repeated(self, groups: Tensor, dim: int) -> Tensor:
+        """Groups along a dimension, each as often as ranks have heads of it."""
+        missing = self.groups * self.ranks // groups.shape[dim]
+        return groups if missing == 1 else groups.repeat_interleave(missing, dim)
+
     def _part(self, whole: Tensor) -> Tensor:
         return whole.chunk(self.ranks)[dist.get_rank(self.group)]
 
     def _channels(self, whole: Tensor) -> Tensor:
-        return torch.cat([self._part(run) for run in torch.split(whole, list(self.parts.channels))])
+        runs = list(torch.split(whole, list(self.parts.channels)))
+        for place in self.parts.grouped:
+            groups = getattr(self.layer, self.parts.groups)
+            apart = runs[place].reshape(groups, -1, *whole.shape[1:])
+            runs[place] = self._repeated(apart, 0).flatten(0, 1)
+        return torch.cat([self._part(run) for run in runs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +218,20 @@ class _Columns:
 
     def __call__(self, x: Tensor) -> Tensor:
         return x[..., self.start : self.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class _Projected:
+    """A projection of what has been projected, behind columns in the place of the gates."""
+
+    gates: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([x[..., : self.gates], x], -1)
+
+
+def _ungated(made: Tensor, gates: Tensor) -> Tensor:
+    return made
 
 
 def _same(x: Tensor) -> Tensor:

@@ -202,8 +202,9 @@ def over_heads(
         made: Tensor = type(layer).forward(standing, rows, **{**options, name: carried})
         return made
 
-    entered = shared.entered(hidden, state.layout.cut.total)
-    return shared.left(over_layout(state.inner, layer.layer_idx, call, entered), len(hidden))
+    entered, gates = shared.entered(hidden, state.layout.cut.total)
+    made = over_layout(state.inner, layer.layer_idx, call, entered)
+    return shared.left(made, gates, len(hidden))
 
 
 def over_rows(states: States, rows: int, call: Call, hidden: Tensor) -> Tensor:

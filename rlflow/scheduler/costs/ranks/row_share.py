@@ -49,7 +49,7 @@ class RowShare:
     def sent(self) -> float:
         """Bytes a token that a rank sends in a forward through all layers."""
         states = self.shape.carrying
-        carried = states.layers * (states.entering + states.leaving) * self.size
+        carried = states.layers * (self._entering + states.leaving) * self.size
         whole = carried * (1 - 1 / self.group.ranks)
         return self.shape.attending * self._sent_to_attend + whole
 
@@ -60,6 +60,11 @@ class RowShare:
             return self.sent
         wide = self.group.ranks * 2 * self.keys * self.shape.head_dim * WIDE_BYTES
         return self.sent + self.shape.attending * wide
+
+    @property
+    def _entering(self) -> int:
+        """Numbers of a token that the heads of a layer that carries states are made of."""
+        return self.shape.carrying.entering_on(self.group.ranks)
 
     @property
     def _sent_to_attend(self) -> float:
@@ -104,7 +109,7 @@ class RowShare:
     def carried(self, tokens: float) -> float:
         """Seconds in which all layers that carry states exchange `tokens` of each rank, one way."""
         states, width = self.shape.carrying, self.size * tokens
-        ways = (states.entering * width, states.leaving * width) if states.layers else ()
+        ways = (self._entering * width, states.leaving * width) if states.layers else ()
         return states.layers * sum(self.group.all_to_all(way) for way in ways)
 
     @property
@@ -128,7 +133,7 @@ class RowShare:
             return 0.0
         width = self.shape.head_dim
         if self.by == "ulysses":
-            most = max((self.heads + 2 * self.keys) * width, self.shape.carrying.entering)
+            most = max((self.heads + 2 * self.keys) * width, self._entering)
             return ON_ITS_WAY * most * self.size
         passing = 2 * self.keys * width
         wide = self.heads * width * WIDE_BYTES + 3 * passing * WIDE_BYTES
