@@ -12,7 +12,7 @@ pytestmark = pytest.mark.torch
 GROUPS = tuple(f"seen/group{place}" for place in range(4))
 SPANS = {"apart2": 1, "apart4": 3, "together1": 1, "together3": 3, "replicas3": 2}
 
-SLOW = pytest.param("replicas3", marks=pytest.mark.slow)
+SLOW = pytest.param("replicas3", marks=(pytest.mark.slow, pytest.mark.ray))
 
 
 def numbers(run) -> list[dict[str, float]]:

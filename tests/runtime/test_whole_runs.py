@@ -158,9 +158,7 @@ TABLE = {
         ray=(*placed("apart2", marks=SLOW), *placed("apart4", marks=SLOW + EXTRA)),
     ),
     "continuous replicas": Feature(
-        REPLICAS,
-        resumed=(broken("replicas3", 5, 3, marks=SLOW),),
-        ray=placed("replicas3", marks=SLOW),
+        REPLICAS, resumed=(broken("replicas3", 5, 3, marks=SLOW + RAY + EXTRA),)
     ),
     "loop": Feature(
         MIXED,
