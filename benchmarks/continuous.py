@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,8 @@ DRAINED = "split"
 SIDES = (DRAINED, "stale", "continuous2", "continuous4", "continuous8")
 WARMUP = 4
 ROWS = (1, 4, 16, 64)
-STEPS = 48
+SEEN = (32, 256)
+STEPS, TRIES = 48, 5
 PROMPT = 6
 TARGET = 1.5
 CLOSE = 0.10
@@ -167,7 +168,7 @@ def replayed(placement: str, found: Mapping[str, Any]) -> list[float]:
 
 
 def engine_seconds() -> dict[str, Any]:
-    """Processor seconds of a decoding step by rows, and of reading a token.
+    """Processor seconds of a decoding step by tokens seen and rows, and of reading a token.
 
     Rows that all begin together are decoded otherwise than those that come and go: `drained`.
     """
@@ -198,38 +199,48 @@ def engine_seconds() -> dict[str, Any]:
         sampling = Sampling(max_new_tokens=size - 1 + new)
         engine.advance(flight, sampling, key)
         found = []
-        for _ in range(3):
+        for _ in range(TRIES):
             begun = time.thread_time()
             engine.advance(flight, sampling, key)
             found.append(time.thread_time() - begun)
         return min(found)
 
-    def timed_drained(rows: int, new: int) -> float:
-        prompts = ragged_rows([[5] * 64] * rows, torch.int64)
+    def timed_drained(rows: int, size: int, new: int) -> float:
+        prompts = ragged_rows([[5] * size] * rows, torch.int64)
         asked = prompts, Sampling(max_new_tokens=new), key, torch.arange(rows), Reach()
         engine.generate(*asked)
         found = []
-        for _ in range(3):
+        for _ in range(TRIES):
             begun = time.thread_time()
             engine.generate(*asked)
             found.append(time.thread_time() - begun)
         return min(found)
 
-    steps, drained = {}, {}
-    for rows in ROWS:
-        steps[rows] = (timed(rows, 64, STEPS + 1) - timed(rows, 64, 1)) / STEPS
-        drained[rows] = (timed_drained(rows, STEPS + 1) - timed_drained(rows, 1)) / STEPS
+    def by_step(timed: Callable[[int, int, int], float]) -> dict[int, dict[int, float]]:
+        return {
+            size + STEPS // 2: {
+                rows: (timed(rows, size, STEPS + 1) - timed(rows, size, 1)) / STEPS for rows in ROWS
+            }
+            for size in SEEN
+        }
+
+    steps, drained = by_step(timed), by_step(timed_drained)
     reading = (timed(32, 128, 1) - timed(32, 8, 1)) / (32 * 120)
     return {"steps": steps, "drained": drained, "reading": reading, "pass": timed(4, 6, 1)}
 
 
-def step_seconds(steps: Mapping[Any, float], rows: float) -> float:
-    """Seconds of a step of so many rows, between those that were timed."""
-    known = sorted((int(count), seconds) for count, seconds in steps.items())
+def on_a_line(timed: Mapping[Any, float], at: float) -> float:
+    """A value between those that were timed, or on the line of the first or last two."""
+    known = sorted((int(place), value) for place, value in timed.items())
     for (low, first), (high, last) in itertools.pairwise(known):
-        if rows <= high or high == known[-1][0]:
-            return first + (last - first) * (rows - low) / (high - low)
-    raise AssertionError("no steps were timed")
+        if at <= high or high == known[-1][0]:
+            return first + (last - first) * (at - low) / (high - low)
+    raise AssertionError("nothing was timed")
+
+
+def step_seconds(steps: Mapping[Any, Mapping[Any, float]], rows: float, seen: float) -> float:
+    """Seconds of a step of so many rows, each as wide as the one that has seen the most."""
+    return on_a_line({size: on_a_line(timed, rows) for size, timed in steps.items()}, seen)
 
 
 def predicted(placement: str, engine: Mapping[str, Any], drained: Mapping[str, Any]) -> float:
@@ -255,11 +266,16 @@ def predicted(placement: str, engine: Mapping[str, Any], drained: Mapping[str, A
     if lasting is None:
         found = stages(lengths, groups * n, 1)
         alone = engine["drained"]
-        decoding = sum(s.tokens * s.goes_on * step_seconds(alone, s.live) for s in found)
+        decoding = sum(
+            s.tokens * s.goes_on * step_seconds(alone, s.live, PROMPT + s.age) for s in found
+        )
         rollouts.append(decoding + engine["pass"] + reading * groups * PROMPT)
     else:
         for each in drawn_iterations(lengths, groups, n, groups * n, lasting.keep):
-            decoding = sum(s.tokens * step_seconds(steps, s.live) for s in each.stages)
+            decoding = sum(
+                s.tokens * step_seconds(steps, s.live, PROMPT + width)
+                for s, width in zip(each.stages, each.widths, strict=True)
+            )
             tokens = groups * PROMPT + each.rows * (each.age + PROMPT)
             rollouts.append(decoding + engine["pass"] * (each.passes + 1) + reading * tokens)
     means = defaultdict(list)

@@ -19,10 +19,13 @@ def test_the_difference_is_of_pairs_of_the_same_seed():
     assert pytest.approx(0.1 / 3**0.5) == error
 
 
-def test_steps_between_those_that_were_timed_lie_on_a_line():
-    steps = {"1": 1.0, "4": 4.0, "16": 10.0}
-    assert pytest.approx(7.0) == step_seconds(steps, 10)
-    assert pytest.approx(13.0) == step_seconds(steps, 22)
+def test_steps_between_those_that_were_timed_lie_on_lines():
+    narrow = {"1": 1.0, "4": 4.0, "16": 10.0}
+    wide = {"1": 2.0, "4": 5.0, "16": 11.0}
+    steps = {"50": narrow, "250": wide}
+    assert pytest.approx(7.0) == step_seconds(steps, 10, 50)
+    assert pytest.approx(13.0) == step_seconds(steps, 22, 50)
+    assert pytest.approx(7.5) == step_seconds(steps, 10, 150)
 
 
 def test_a_rate_is_of_what_ends_after_the_first_iterations():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
@@ -39,10 +39,11 @@ class Steady:
 
     `rows` of a replica are in flight when it begins, with `age` tokens of response each, and are
     read anew. Prompts begin in so many `passes`. Live rows of a stage are those of the replica with
-    the most.
+    the most; `widths` are the tokens of response of the oldest of them.
     """
 
     stages: tuple[Stage, ...]
+    widths: tuple[float, ...]
     rows: float
     age: float
     passes: float
@@ -92,8 +93,10 @@ def _seconds(roof: Roofline, load: Load, lasting: Steady) -> float:
         seen = round(load.mean_prompt + lasting.age)
         known = replace(load, rows=lasting.rows, prompts=lasting.rows, prompt=seen, usual=None)
         total += roof.agreed(lasting.rows * seen) + roof.prefill(known)
-    for stage in lasting.stages:
-        total += stage.tokens * roof.token(stage.live, load.mean_prompt + stage.age)
+    for stage, width in zip(lasting.stages, lasting.widths, strict=True):
+        # In the embedded engine every row has as many columns as the oldest.
+        age = width if roof.serving is None else stage.age
+        total += stage.tokens * roof.token(stage.live, load.mean_prompt + age)
     return total
 
 
@@ -134,14 +137,15 @@ def drawn_iterations(
         flow.iterate()
         spent = tuple(tuple(each) for each in flow.spent.values())
         found.append((spent, flow.rows, flow.age, flow.passes))
-    tokens = sum(rows for spent, *_ in found for _, rows, _, _ in spent)
+    tokens = sum(rows for spent, *_ in found for _, rows, *_ in spent)
     share = PLAYED * played * n * lengths.mean / max(tokens, 1)
     return tuple(
         Steady(
             tuple(
                 Stage(ages / rows, share * steps, scale * most / steps, 1.0, 0.0)
-                for steps, rows, ages, most in spent
+                for steps, rows, ages, most, _ in spent
             ),
+            tuple(widths / steps for steps, *_, widths in spent),
             scale * rows / replicas,
             age / max(rows, 1),
             passes,
@@ -161,15 +165,16 @@ def steady(
     stages = tuple(
         replace(stage, tokens=stage.tokens / len(found)) for each in found for stage in each.stages
     )
-    return Steady(stages, rows, aged / max(rows, 1), fmean(each.passes for each in found))
+    widths = tuple(width for each in found for width in each.widths)
+    return Steady(stages, widths, rows, aged / max(rows, 1), fmean(each.passes for each in found))
 
 
 class _Flow:
     """The rows in flight, at a step of their clock.
 
     `spent` has by about how many rows were live: steps, and over them the sums of the live rows, of
-    their ages, and of the live rows of the replica with the most. `dealt` are the replicas, and the
-    room of each.
+    their ages, of the live rows of the replica with the most, and of the oldest's age. `dealt` are
+    the replicas, and the room of each.
     """
 
     def __init__(
@@ -180,6 +185,7 @@ class _Flow:
         self.source = drawn_lengths(lengths, bound.span)
         self.iteration = self.now = self.next = self.sum_begun = 0
         self.live: list[tuple[int, int, int]] = []
+        self.entered: deque[tuple[int, int]] = deque()
         self.begun: dict[int, int] = {}
         self.left: dict[int, int] = {}
         self.ended: list[int] = []
@@ -188,7 +194,7 @@ class _Flow:
 
     def count(self) -> None:
         """Begin to count what is spent."""
-        self.spent: dict[int, list[float]] = defaultdict(lambda: [0.0] * 4)
+        self.spent: dict[int, list[float]] = defaultdict(lambda: [0.0] * 5)
         self.rows = self.age = 0.0
         self.passes = 0
 
@@ -224,9 +230,16 @@ class _Flow:
             for _ in range(self.n):
                 end = self.now + drawn_length(self.lengths, self.source)
                 heapq.heappush(self.live, (end, self.next, self.now))
+                self.entered.append((self.now, end))
             self.sum_begun += self.n * self.now
             self.next += 1
         self.passes += self.next > before
+
+    def _oldest(self) -> int:
+        """When the live row began that did first."""
+        while self.entered[0][1] <= self.now:
+            self.entered.popleft()
+        return self.entered[0][0]
 
     def _step(self, most: int | None = None) -> None:
         """Go on to the next end of a row, which leaves, or by as many steps if that is less."""
@@ -239,6 +252,7 @@ class _Flow:
             spent[1] += steps * live
             spent[2] += steps * (live * (self.now + steps / 2) - self.sum_begun)
             spent[3] += steps * most
+            spent[4] += steps * (self.now + steps / 2 - self._oldest())
         self.now += steps
         if steps < left:
             return
