@@ -129,3 +129,16 @@ def test_what_fits_some_devices_fits_twice_as_many(
         if {finding.code for finding in refused.findings} <= OTHERS:
             reject()
         raise
+
+
+def test_an_engine_that_keeps_its_memory_has_a_pool_that_leaves_room() -> None:
+    task = Task("qwen2.5-7b", False, 1024, 8192)
+    tokens = []
+    for saver in (True, False):
+        engine = rf.SGLang(memory_saver=saver)
+        way = Way(tp=None, rollout={"tp": 2, "engine": engine}, stream=1)
+        plan = planned(task, way, "h100:{}", 8)
+        assert plan is not None
+        assert [] == verify(plan, "timing")
+        tokens.append(plan.instance("actor@all/sglang").engine_plan.settings.max_total_tokens)
+    assert task.new < tokens[1] < tokens[0]

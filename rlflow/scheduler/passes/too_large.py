@@ -71,27 +71,30 @@ def _own_room(plan: Plan, short: _Short, context: Context) -> dict[str, int]:
 
 
 def _rooms_of_others(plan: Plan, short: _Short, context: Context) -> dict[str, int]:
-    """The rooms of rollouts in pieces of which less stays, by as much as an action lacks."""
+    """The rooms of rollouts of whose keys and values less stays, by as much as an action lacks."""
     rooms: dict[str, int] = {}
     costs = context.costs
     staying = {
         part.instance
         for part in plan.parts
         if part.kind in ("cache", "pool")
-        and part.residual
+        and not bytes_freed(part)
         and short.device in part.devices
         and part.name not in short.action.needs
     }
     for run in plan.actions:
-        if run.ends_first and run.node is not None and run.instance in staying:
-            instance, node = plan.instance(run.instance), plan.graph.node(run.node)
-            own = instance.engine_plan.own_process
-            room = (
-                room_of_smaller_pool(instance, [node], short.lacks, costs)
-                if own
-                else needed(node, instance, costs) - short.lacks
-            )
-            rooms |= {} if room is None else {node.name: room}
+        if run.kind != "run" or run.instance not in staying:
+            continue
+        instance, node = plan.instance(run.instance), plan.graph.node(str(run.node))
+        if node.op.use != "rollout":
+            continue
+        own = instance.engine_plan.own_process
+        room = (
+            room_of_smaller_pool(instance, [node], short.lacks, costs)
+            if own
+            else needed(node, instance, costs) - short.lacks
+        )
+        rooms |= {} if room is None else {node.name: room}
     return rooms
 
 
