@@ -158,8 +158,8 @@ class InFlight:
     so of the groups that began and of those that are complete, the earliest first, and `least`
     turns are made or fewer than `few` rows are live. In a turn every live row gets a token.
 
-    Several `replicas` have so many rows live each; those of them that are `own` decode here. All
-    make their turns together: the numbers that each gives `told` in a turn it gives to all, sorted.
+    Several `replicas` share the rows; that of number `own` decodes here. All make their turns
+    together: the numbers that each gives `told` in a turn it gives to all, sorted.
     """
 
     seen: Tensor
@@ -173,7 +173,7 @@ class InFlight:
     least: int = 0
     few: int = 1
     replicas: int = 1
-    own: Sequence[int] = (0,)
+    own: int = 0
     told: Callable[[Sequence[int]], Sequence[int]] = sorted
 
 

@@ -198,13 +198,9 @@ class LoopGate(Role):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recalling(Role):
-    """Rows of `keep` earlier iterations are among its own: it keeps them from run to run.
-
-    Rows that go on from one to the next are dealt to so many `replicas`, which all know of all.
-    """
+    """Rows of `keep` earlier iterations are among its own: it keeps them from run to run."""
 
     keep: int
-    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

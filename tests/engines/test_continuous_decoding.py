@@ -137,7 +137,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(model_dir):
 def test_replicas_of_two_processes_make_the_turns_of_one(model_dir):
     """Each decodes its own rows; what they tell each other is who ended, and both know the same."""
     rollout, key = engine(model_dir("qwen2")), SampleKey(seed=1, iteration=0, stream="rollout")
-    asked = flight(lambda _, ended: len(ended) >= 3, 2, replicas=2, own=(0, 1))
+    asked = flight(lambda _, ended: len(ended) >= 3, 4)
     whole = rollout.advance(asked, SAMPLING, key)
     meeting, said = threading.Barrier(2, timeout=60), [[], []]
 
@@ -150,7 +150,7 @@ def test_replicas_of_two_processes_make_the_turns_of_one(model_dir):
             return found
 
         own = engine(model_dir("qwen2"))
-        return own.advance(replace(asked, own=(home,), told=told), SAMPLING, key)
+        return own.advance(replace(asked, replicas=2, own=home, told=told), SAMPLING, key)
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(part, (0, 1)))

@@ -17,7 +17,7 @@ from rlflow.graph.rules.in_flight import Bound, Dealing, Pace
 
 
 class Engine:
-    """Groups of `n` rows, of which each replica has `room` live, or one group's.
+    """Groups of `n` rows, of which `room` are live, or one group's, on replicas.
 
     What it knows is what a checkpoint holds: begun, ended, and how many tokens live rows have. So
     every iteration deals what is in flight anew.
@@ -39,15 +39,14 @@ class Engine:
         before, here = self.steps, Counter(group for group, _ in self.live)
         self.dealing = Dealing(self.replicas, self.room)
         self.dealing.go_on(here)
-        most = max(self.room, self.n) + self.n - 1
-        assert max(self.dealing.live) <= most, "more rows go on than a replica has room for"
+        assert max(self.dealing.live) < self.dealing.total / self.replicas + self.n
         while not self.bound.met(self.begun, self.ended, iteration):
             self.begin(iteration)
             assert self.live, f"nothing decodes, and iteration {iteration} waits"
             self.step()
         while self.paced and self.steps - before < self.pace.least:
             self.begin(iteration)
-            if len(self.live) < self.pace.few(self.replicas * self.room):
+            if len(self.live) < self.pace.few(self.room):
                 break
             self.step()
             assert self.bound.met(self.begun, self.ended, iteration)
@@ -62,9 +61,12 @@ class Engine:
         while self.next < self.bound.open_until(iteration):
             live = list(self.dealing.live)
             if not self.dealing.begins(self.next, self.n):
-                assert all(each and each + self.n > self.room for each in live), "there is room"
+                assert self.live
+                assert len(self.live) + self.n > self.room, "there is room"
                 return
             assert min(live) == live[self.dealing.homes[self.next]]
+            share = max(self.room, self.n) / self.replicas
+            assert max(self.dealing.live) <= max([*live, share + self.n])
             self.begun[self.next] = iteration
             self.live |= {(self.next, s): self.length(self.next, s) for s in range(self.n)}
             self.next += 1
@@ -178,7 +180,7 @@ def test_who_works_ahead_has_iterations_that_are_alike():
 
 def test_what_goes_on_is_dealt_anew_evenly():
     """Two long groups of one replica are on two in the next iteration."""
-    dealing = Dealing(2, 8)
+    dealing = Dealing(2, 13)
     dealing.go_on({3: 1, 5: 4, 6: 2, 7: 4})
     assert {5: 0, 7: 1, 6: 0, 3: 1} == dealing.homes
     assert [6, 5] == dealing.live
@@ -186,3 +188,11 @@ def test_what_goes_on_is_dealt_anew_evenly():
     assert dealing.begins(8, 2)
     assert 1 == dealing.homes[8]
     assert not dealing.begins(9, 3)
+
+
+@given(flows, st.integers(1, 8))
+def test_what_leaves_when_is_the_same_for_any_number_of_replicas(engine, iterations):
+    alone = Engine(engine.bound, engine.n, engine.room, engine.lengths)
+    for iteration in range(iterations):
+        assert alone.iterate(iteration) == engine.iterate(iteration)
+        assert alone.steps == engine.steps

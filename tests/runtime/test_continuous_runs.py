@@ -10,9 +10,9 @@ from tests.runtime.whole_runs import numbers as logged
 pytestmark = pytest.mark.torch
 
 GROUPS = tuple(f"seen/group{place}" for place in range(4))
-SPANS = {"apart2": 1, "apart4": 3, "together1": 1, "together3": 3, "replicas3": 2}
+SPANS = {"apart2": 1, "apart4": 3, "together1": 1, "together3": 3, "replicas4": 3}
 
-SLOW = pytest.param("replicas3", marks=(pytest.mark.slow, pytest.mark.ray))
+SLOW = pytest.param("replicas4", marks=(pytest.mark.slow, pytest.mark.ray))
 
 
 def numbers(run) -> list[dict[str, float]]:
@@ -33,7 +33,7 @@ def groups(line: dict[str, float]) -> list[int]:
 @pytest.mark.rows(2)
 @pytest.mark.parametrize("placement", [*list(SPANS)[:-1], SLOW])
 def test_no_group_is_used_twice_and_no_token_is_too_old(train, placement):
-    what, span = REPLICAS if placement == "replicas3" else LASTING, SPANS[placement]
+    what, span = REPLICAS if placement == "replicas4" else LASTING, SPANS[placement]
     lines = numbers(train(what, placement))
     used = [group for line in lines for group in groups(line)]
     assert len(used) == len(set(used)) == 4 * len(lines)

@@ -158,7 +158,9 @@ TABLE = {
         ray=(*placed("apart2", marks=SLOW), *placed("apart4", marks=SLOW + EXTRA)),
     ),
     "continuous replicas": Feature(
-        REPLICAS, resumed=(broken("replicas3", 5, 3, marks=SLOW + RAY + EXTRA),)
+        REPLICAS,
+        same=(At("apart4"), At("replicas4", marks=SLOW + RAY)),
+        resumed=(broken("replicas4", 5, 3, marks=SLOW + RAY + EXTRA),),
     ),
     "loop": Feature(
         MIXED,

@@ -71,7 +71,7 @@ def test_the_plan_says_what_is_in_flight_and_how_old_it_gets():
 
 def test_replicas_have_all_rows_and_share_the_work():
     one, two = made(SPLIT, 3), made(gen_of(2), 3)
-    assert 2 == two.graph.node(ROLLOUT).as_a(Recalling).replicas
+    assert one.graph.hash == two.graph.hash
     run = two.action(ROLLOUT)
     assert [run.devices] == list(run.takes.parts) == list(run.makes.parts)
     assert run.cost.seconds < one.action(ROLLOUT).cost.seconds
@@ -193,7 +193,7 @@ def test_replicas_have_as_many_tokens_a_step_together_as_their_rates(replicas):
     Each turn waits for the one with the most rows, an eighth more than in the mean for four.
     """
     one = steady(LENGTHS, 16, 4, 64, 2)
-    found = steady(LENGTHS, 16 * replicas, 4, 64, 2, replicas)
+    found = steady(LENGTHS, 16 * replicas, 4, 64 * replicas, 2, replicas)
     steps, alone = (sum(stage.tokens for stage in each.stages) for each in (found, one))
     assert alone == pytest.approx(steps, rel=0.15)
     most = sum(stage.tokens * stage.live for stage in found.stages)

@@ -112,9 +112,9 @@ class TorchRollout:
         self.require_room(lengths(rows.seen) - rows.made, sampling, EVERYTHING)
         decoding = ContinuousDecoding(self.model, rows, sampling, key, self.stopped)
         made = decoding.run()
-        self._stats["prompt_tokens"] += float(decoding.read)
+        self._stats["prompt_tokens"] += float(decoding.part.read)
         self._stats["new_tokens"] += float(lengths(made.response_tokens).sum())
-        self._stats["decode_passes"] += float(decoding.passes)
+        self._stats["decode_passes"] += float(decoding.part.passes)
         return made
 
     def _begun(

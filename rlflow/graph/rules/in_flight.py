@@ -108,7 +108,9 @@ class Bound:
 class Dealing:
     """Which of so many replicas decodes a group: the one with the fewest live rows, all its rows.
 
-    Each has room for so many live rows, or for one group. `live` has the rows of each.
+    Together they have room for so many live rows, or for one group. So what begins when is the same
+    for any number of replicas, and each has at most a group more than its share. `live` has the
+    rows of each.
     """
 
     replicas: int
@@ -126,19 +128,15 @@ class Dealing:
         return sum(self.live)
 
     def go_on(self, rows: Mapping[int, int]) -> None:
-        """Deal groups that have begun, with so many rows each, the largest first.
-
-        Each replica takes less than a group more than its room, if all have room for all.
-        """
+        """Deal groups that have begun, with so many rows each, the largest first."""
         for group in sorted(rows, key=lambda group: (-rows[group], group)):
             self._take(self._emptiest(), group, rows[group])
 
     def begins(self, group: int, rows: int) -> bool:
-        """Deal a group that is to begin; False where no replica has room for it."""
-        home = self._emptiest()
-        if self.live[home] and self.live[home] + rows > self.room:
+        """Deal a group that is to begin; False where there is no room for it."""
+        if self.total and self.total + rows > self.room:
             return False
-        self._take(home, group, rows)
+        self._take(self._emptiest(), group, rows)
         return True
 
     def ends(self, group: int) -> None:

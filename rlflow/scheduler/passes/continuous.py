@@ -51,7 +51,7 @@ def continuous(plan: Plan, context: Context) -> Plan:
             roles=(*node.op.roles, Recalling),
         )
         replicas = _replicas(plan, node, context)
-        changed[node.name] = replace(node, op=op).being(Recalling(keep=span, replicas=replicas))
+        changed[node.name] = replace(node, op=op).being(Recalling(keep=span))
         changed[source.name] = source.being(replace(source.as_a(Drawn), ahead=span))
         plan = plan.noting(RULE, _text(node, source, span, beside, replicas))
     nodes = tuple(changed.get(node.name, node) for node in graph.nodes)

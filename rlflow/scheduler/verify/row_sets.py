@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from rlflow.graph.fields import Binding
 from rlflow.graph.graph import Graph, Node
-from rlflow.graph.roles import Recalling
 from rlflow.graph.rules.check import most_rows, num_prompts
 from rlflow.scheduler.verify.happens_before import Facts
 
@@ -111,8 +110,8 @@ def memories_are_in_order(facts: Facts) -> Iterator[str]:
         runs = facts.runs[node.name]
         known = runs[0].devices if runs[0].takes is None else runs[0].takes.devices
         alike = runs[0].takes is not None and len(runs[0].takes.parts) == 1
-        replicas = node.as_a(Recalling).replicas if alike else 1
-        if len(runs) > 1 or len(known) != replicas:
+        lasting = alike and node.op.rows == "expand"
+        if len(runs) > 1 or (len(known) > 1 and not lasting):
             yield f"{node.name} keeps rows in several processes, or of a part of them"
         if not facts.comes_before(runs[0].id, runs[0].id, 1):
             yield f"{node.name} may add to its rows before it has those of the iteration before"

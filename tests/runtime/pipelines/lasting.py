@@ -45,7 +45,7 @@ def seen(group: rf.Row[int], sample: rf.Row[int], version: rf.Token[int]) -> See
 
 PLACEMENTS = {f"apart{k}": apart(staleness=k, continuous=True) for k in (2, 4)}
 PLACEMENTS |= {f"together{k}": together(staleness=k, continuous=True) for k in (1, 3)}
-PLACEMENTS |= {"replicas3": apart(gen=2, staleness=3, continuous=True)}
+PLACEMENTS |= {"replicas4": apart(gen=2, staleness=4, continuous=True)}
 PLACEMENTS |= {"drained": apart(staleness=1)}
 
 

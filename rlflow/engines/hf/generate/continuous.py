@@ -66,20 +66,11 @@ class ContinuousDecoding:
         self.waiting = deque((group, where) for group, where in places.items() if len(where))
         self.dealing = Dealing(rows.replicas, rows.at_once)
         self.dealing.go_on({g: len(places[g]) for g in rows.begun if g in places})
-        most = max([rows.at_once, *self.dealing.live, *(len(where) for where in places.values())])
-        self.parts = {home: LiveRows(model, rows, most) for home in rows.own}
+        share, group = -(-rows.at_once // rows.replicas), max(map(len, places.values()), default=0)
+        room = share + (group if rows.replicas > 1 else max(group - share, 0))
+        self.part = LiveRows(model, rows, max(room, *self.dealing.live))
         self.halted = False
         self.turns = 0
-
-    @property
-    def passes(self) -> int:
-        """Decoding steps made here."""
-        return sum(part.passes for part in self.parts.values())
-
-    @property
-    def read(self) -> int:
-        """Tokens read here."""
-        return sum(part.read for part in self.parts.values())
 
     def run(self) -> Advanced:
         """Make turns until enough groups are complete and as many as asked, or nothing is left."""
@@ -99,26 +90,25 @@ class ContinuousDecoding:
 
     def _begin(self) -> bool:
         """Let rows begin; whether any are live, and none has asked to stop."""
-        entering: dict[int, list[np.ndarray]] = {home: [] for home in self.parts}
+        entering: list[np.ndarray] = []
         while self.waiting:
             group, where = self.waiting[0]
             if group not in self.begun and not self.dealing.begins(group, len(where)):
                 break
             self.waiting.popleft()
             self.begun.add(group)
-            if (home := self.dealing.homes[group]) in entering:
-                entering[home].append(where)
-        for home, groups in entering.items():
-            self.parts[home].enter(groups)
+            if self.dealing.homes[group] == self.rows.own:
+                entering.append(where)
+        self.part.enter(entering)
         return self.dealing.total > 0 and not self.halted
 
     def _turn(self) -> None:
         """Draw a token of every live row."""
-        drawn = {home: self._draw(part) for home, part in self.parts.items() if len(part.live)}
-        over = [row for home, (_, going) in drawn.items() for row in self.parts[home].live[~going]]
-        self._note(self.rows.told([*map(int, over), *([STOP] if self.stopped() else [])]))
-        for home, (tokens, going) in drawn.items():
-            self.parts[home].follow(tokens, going)
+        drawn = self._draw(self.part) if len(self.part.live) else None
+        over = [] if drawn is None else self.part.live[~drawn[1]].tolist()
+        self._note(self.rows.told([*over, *([STOP] if self.stopped() else [])]))
+        if drawn is not None:
+            self.part.follow(*drawn)
 
     def _note(self, ended: Sequence[int]) -> None:
         """Rows have ended, of whichever replica; groups are complete with the last of theirs."""

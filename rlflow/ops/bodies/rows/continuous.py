@@ -151,8 +151,8 @@ def _advanced(
         new = {group: call.iteration for group in all_begun if group not in begun}
         return bound.met({**begun, **new}, [*ended, *now_ended], call.iteration)
 
-    replicas, peers = int(call.params.get("replicas", 1)), call.peers
-    own = tuple(peers.share(replicas))
+    peers = call.peers
+    part = peers.share(1 << 30)
     flight = InFlight(
         seen=joined_rows(here["prompt_tokens"], here["response_tokens"]),
         made=lengths(here["response_tokens"]),
@@ -160,16 +160,16 @@ def _advanced(
         ids=here["sample"],
         groups=here["group"],
         begun=frozenset(here["group"][here[BEGUN] >= 0].tolist()),
-        at_once=-(-bound.batch // replicas) * int(call.params["n"]),
+        at_once=size,
         met=met,
         least=pace.least,
         few=pace.few(size),
-        replicas=replicas,
-        own=own,
+        replicas=part.step,
+        own=part.start,
         told=lambda ended: peers.union(torch.tensor(ended, dtype=torch.int64)).tolist(),
     )
     made = model_of(call).advance(flight, **_drawn(call.params))
-    return going, made if len(own) == replicas else _of_all(made, peers)
+    return going, made if part.step == 1 else _of_all(made, peers)
 
 
 def _of_all(made: Advanced, peers: Peers) -> Advanced:

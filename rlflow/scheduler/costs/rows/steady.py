@@ -52,34 +52,34 @@ class Steady:
 def rollout_seconds(roof: Roofline, node: Node, load: Load, piece: Piece) -> float:
     """Seconds of a rollout, or of a leg of it: until all rows have ended, or enough groups."""
     if (lasting := node.role(Recalling)) is not None:
-        return continuous_seconds(roof, load, lasting)
+        return continuous_seconds(roof, load, lasting.keep)
     return roof.rollout(load, *((piece.index, piece.count) if piece.leg else (0, 1)))
 
 
-def continuous_seconds(roof: Roofline, load: Load, lasting: Recalling) -> float:
-    """Mean seconds of an iteration of a rollout whose rows live through updates.
+def continuous_seconds(roof: Roofline, load: Load, span: int) -> float:
+    """Mean seconds of an iteration of a rollout whose rows live through up to `span` updates.
 
-    `load` is a replica's share. No more rows are live than in a rollout that drains.
+    `load` is the share of one of its replicas. No more rows are live than in a rollout that drains.
     """
-    return _seconds(roof, load, steady(*_played(roof, load, lasting)))
+    return _seconds(roof, load, steady(*_played(roof, load, span)))
 
 
 def rollout_swings(roof: Roofline, node: Node, load: Load) -> tuple[float, ...]:
     """What single iterations of a continuous rollout take in a row, as parts of their mean."""
     if (lasting := node.role(Recalling)) is None or node.op.use != "rollout":
         return ()
-    played = drawn_iterations(*_played(roof, load, lasting))
+    played = drawn_iterations(*_played(roof, load, lasting.keep))
     found = [_seconds(roof, load, each) for each in played]
     mean = fmean(found)
     return tuple(round(each / mean, 4) for each in found)
 
 
 def _played(
-    roof: Roofline, load: Load, lasting: Recalling
+    roof: Roofline, load: Load, span: int
 ) -> tuple[ResponseLengths, int, int, float, int, int]:
-    n, replicas = max(round(load.rows / load.prompts), 1), lasting.replicas
-    groups = max(round(load.prompts * replicas), 1)
-    return load.lengths, groups, n, roof.at_once(load), lasting.keep, replicas
+    n = max(round(load.rows / load.prompts), 1)
+    groups, room = max(round(load.prompts * load.peers), 1), roof.at_once(load) * load.peers
+    return load.lengths, groups, n, room, span, load.peers
 
 
 def _seconds(roof: Roofline, load: Load, lasting: Steady) -> float:
@@ -120,7 +120,7 @@ def drawn_length(lengths: ResponseLengths, source: Random) -> int:
 def drawn_iterations(
     lengths: ResponseLengths, groups: int, n: int, room: float, span: int, replicas: int = 1
 ) -> tuple[Steady, ...]:
-    """Iterations of `groups` groups of `n` rows, of which `room` rows a replica are live at most.
+    """Iterations of `groups` groups of `n` rows, of which `room` rows are live at most.
 
     No group leaves more than `span` iterations after that in which it began. Together they decode
     as many tokens as rows have in the mean.
@@ -174,7 +174,7 @@ class _Flow:
 
     `spent` has by about how many rows were live: steps, and over them the sums of the live rows, of
     their ages, of the live rows of the replica with the most, and of the oldest's age. `dealt` are
-    the replicas, and the room of each.
+    the replicas, and the room that they have together.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class _Flow:
             self._step()
         while (ahead := first + self.pace.least - self.now) > 0:
             self._begin()
-            if len(self.live) < self.pace.few(math.prod(self.dealt)):
+            if len(self.live) < self.pace.few(self.dealt[1]):
                 break
             self._step(ahead)
         self.pace = self.pace.after(self.now - first)
