@@ -36,7 +36,7 @@ from rlflow.scheduler.costs.ranks.pipeline import piped
 from rlflow.scheduler.costs.ranks.rank_memory import CACHE, DTYPES, Holds
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.rows.expected import ExpectedRows
-from rlflow.scheduler.costs.rows.steady import rollout_seconds, rollout_swings
+from rlflow.scheduler.costs.rows.steady import most_dealt, rollout_seconds, rollout_swings
 from rlflow.scheduler.costs.seen.corrections import (
     beside_curves,
     corrected_by,
@@ -56,7 +56,6 @@ from rlflow.scheduler.devices.hardware import OBJECT_STORE, STORE_SECONDS
 from rlflow.scheduler.models.quantised import spared_bytes
 from rlflow.scheduler.models.shapes import Shape, dtype_bytes
 from rlflow.scheduler.plan.plan import ActionKind, Cost, Instance, Transport
-from rlflow.scheduler.plan.row_layout import never_drains
 
 HOST_SECONDS_PER_ROW = 5e-6
 HOST_SECONDS = 2e-4
@@ -197,10 +196,7 @@ class Costs(ExpectedRows):
         return self._holds(node, instance, roof, self.load(node, parts, WHOLE))
 
     def _holds(self, node: Node, instance: Instance, roof: Roofline, load: Load) -> Holds:
-        if never_drains(node) and load.peers > 1:  # One more group may be dealt to a replica.
-            more = load.rows / load.prompts
-            load = replace(load, rows=load.rows + more, prompts=load.prompts + 1)
-        found = holds(node, roof, load, recompute=instance.recomputes)
+        found = holds(node, roof, most_dealt(node, load), recompute=instance.recomputes)
         if node.op.use == "train":
             size = self.gradients(instance) or 0
             found = beside_gradients(found, instance, roof, load, size)

@@ -64,6 +64,14 @@ def continuous_seconds(roof: Roofline, load: Load, span: int) -> float:
     return _seconds(roof, load, steady(*_played(roof, load, span)))
 
 
+def most_dealt(node: Node, load: Load) -> Load:
+    """The most rows of a part: of several replicas of a continuous rollout a group more each."""
+    if load.peers < 2 or node.op.rows != "expand" or node.role(Recalling) is None:
+        return load
+    rows = load.rows + load.rows / load.prompts
+    return replace(load, rows=rows, prompts=load.prompts + 1)
+
+
 def rollout_swings(roof: Roofline, node: Node, load: Load) -> tuple[float, ...]:
     """What single iterations of a continuous rollout take in a row, as parts of their mean."""
     if (lasting := node.role(Recalling)) is None or node.op.use != "rollout":
