@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +17,7 @@ from rlflow.cli.options import run_words
 from rlflow.runtime.record.changes import identity_of
 from rlflow.runtime.record.checkpoint import Found, list_checkpoints
 from rlflow.runtime.record.durable import JSON
+from rlflow.runtime.record.identity.documents import read_document
 from rlflow.runtime.record.resuming import (
     changes_since,
     checkpoint_at,
@@ -57,10 +56,9 @@ def words_of_run(options: Mapping[str, Any], placement: str) -> tuple[str, ...]:
 
 def iterations_of(planned: Planned, existing: Path | None) -> int:
     """How many iterations there are in all where none are said: a run's own, or the config's."""
-    if existing is not None:
-        with suppress(OSError, ValueError, KeyError):
-            return int(json.loads((existing / "config.json").read_text())["iterations"])
-    return planned.declared.config.iterations
+    before = read_document(existing / "config.json") if existing is not None else None
+    said = (before or {}).get("iterations")
+    return said if isinstance(said, int) and said > 0 else planned.declared.config.iterations
 
 
 def existing_run(resume: str, run_dir: str | None, pipeline: str) -> Path:
@@ -78,11 +76,11 @@ def in_the_same_chunks(declared: Declared, target: Target, existing: Path) -> Ta
     """
     _, placement = named_placement(declared.pipeline, target.placement)
     said = target.stream or str(placement.stream)
-    try:
-        actions = json.loads((existing / "plan.json").read_text(encoding="utf-8"))["actions"]
-    except (OSError, ValueError, KeyError):
+    plan = read_document(existing / "plan.json")
+    if plan is None:
         return target
-    chunks = [action["chunk"]["count"] for action in actions if action.get("begins")]
+    begun = [action["chunk"] for action in plan["actions"] if action.get("begins")]
+    chunks = [chunk["count"] for chunk in begun if chunk is not None]
     return replace(target, stream=str(max(chunks, default=1))) if said == "auto" else target
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -40,6 +39,7 @@ def export_run(run: Path, output: Path, name: str | None) -> tuple[Path, int]:
     where the run trains no model of that name.
     """
     from rlflow.runtime.record.checkpoint import find_checkpoint
+    from rlflow.runtime.record.identity.documents import damaged, read_document
     from rlflow.runtime.record.rundir import RunDir
 
     directory = RunDir.view(run)
@@ -49,8 +49,10 @@ def export_run(run: Path, output: Path, name: str | None) -> tuple[Path, int]:
     for text in checkpoint.warnings():
         sys.stderr.write(f"warning: {text}\n")
     chosen = _chosen(run, name, [key for key in checkpoint.files if not key.endswith(".optimizer")])
-    models: list[dict[str, Any]] = json.loads((run / "graph.json").read_text())["models"]
-    spec = next(model for model in models if model["name"] == chosen)
+    models = (read_document(run / "graph.json") or {}).get("models", [])
+    spec = next((model for model in models if model["name"] == chosen), None)
+    if spec is None:
+        raise damaged(run / "graph.json", f"no model {chosen!r}, of which there are weights")
     near = Path(str(directory.read_run()["pipeline"]).partition(":")[0])
     _write_directory(spec, checkpoint, near, output)
     return output, checkpoint.iteration

@@ -43,6 +43,7 @@ from rlflow.cli.rehearsal.command import rehearse
 from rlflow.cli.shell.completion import print_completion
 from rlflow.cli.shell.early import STOPPED
 from rlflow.cli.shell.leaving import leave, stop_on_signals
+from rlflow.cli.shell.numbers import Finite
 from rlflow.cli.shell.printed import hint, json_option, print_json
 from rlflow.cli.shell.values import typed_files
 from rlflow.cli.stages.replay import replay_update
@@ -183,7 +184,7 @@ def simulate_pipeline(
 )
 @click.option(
     "--price",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     metavar="COST",
     help="With --sweep: what an hour of a device costs.",
 )

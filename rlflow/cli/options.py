@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
+from rlflow.cli.shell.numbers import Finite, is_count
 from rlflow.cli.shell.printed import json_option
 from rlflow.cli.shell.times import time_of
 from rlflow.cli.shell.values import typed_fields, typed_files, typed_placements
@@ -31,7 +32,7 @@ engine_option = click.option(
 
 def chunks_said(stream: str) -> int | str:
     """How many chunks `--stream` says, or `auto`. Raises UsageError E226 for what is neither."""
-    if stream != "auto" and not (stream.isdigit() and int(stream)):
+    if stream != "auto" and not is_count(stream):
         raise UsageError(
             Finding(
                 code="E226",
@@ -133,7 +134,7 @@ def schedule_options(function: F) -> F:
         lengths_option,
         click.option(
             "--optimize",
-            type=click.FloatRange(min=0, min_open=True),
+            type=Finite(min=0, min_open=True),
             metavar="SECONDS",
             help="Let an exact solver improve order and residency for so long.",
         ),
@@ -209,7 +210,7 @@ def record_options(function: F) -> F:
     for option in (
         click.option(
             "--record-cap",
-            type=click.FloatRange(min=0, min_open=True),
+            type=Finite(min=0, min_open=True),
             default=4.0,
             show_default=True,
             metavar="GB",

@@ -7,16 +7,17 @@ the head for predictions, and of causal attention by the lengths of the rows, fo
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from rlflow.report.charts.look import references_of
 from rlflow.report.runfiles import RunFiles
 from rlflow.report.tables import UNKNOWN, Rows
 from rlflow.runtime.record.devices.log import DEVICE_LOG, DeviceLine, read_device_lines
+from rlflow.runtime.record.identity.documents import read_document
 from rlflow.runtime.record.rundir import PEAKS_FILE
 from rlflow.scheduler.devices.cluster import amount
 from rlflow.scheduler.models.flops import TRAINED_FORWARDS, sizes_from_json
@@ -107,7 +108,8 @@ def _passed(
         return {}, 0
     if made.get(node["name"]):
         return made[node["name"]], 1
-    source = node["inputs"].get("response_tokens", "").rpartition(".")[0]
+    read = references_of(node["inputs"].get("response_tokens", ""))
+    source = read[0].rpartition(".")[0] if read else ""
     work = made.get(source)
     if not work:
         return {}, 0
@@ -136,9 +138,7 @@ def _work(lines: list[DeviceLine]) -> dict[str, float]:
 
 
 def _peaks(files: RunFiles) -> Mapping[str, Any]:
-    path = files.path / PEAKS_FILE
-    found: Mapping[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
+    return read_document(files.path / PEAKS_FILE) or {}
 
 
 COLUMNS = (

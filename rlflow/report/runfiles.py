@@ -14,21 +14,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
-from rlflow.errors import Finding, RunDirError
 from rlflow.graph.headline import Headline
 from rlflow.graph.roles import SamplingOptions
 from rlflow.report.charts.look import Document
 from rlflow.runtime.record.health import review
+from rlflow.runtime.record.identity.documents import damaged, read_document
 from rlflow.runtime.record.rundir import RunDir, words_again
 from rlflow.runtime.record.spans import Span, read_spans
 
 ENDS = 10
 REWARD = "reward/mean"
 HELD_OUT = "eval/reward"
-RUN_KEYS = frozenset({"name", "pipeline", "command", "started"})
-
 Point = tuple[int, float]
 
 
@@ -57,38 +54,22 @@ class RunFiles:
 def read_run_files(path: Path) -> RunFiles:
     """Read a run's directory. Raises RunDirError if it is none, or a file in it is damaged."""
     RunDir.view(path)
-    run = read_document(path / "run.json") or {}
-    if not run.keys() >= RUN_KEYS:
-        raise _damaged(path / "run.json", f"no {', '.join(sorted(RUN_KEYS - run.keys()))}")
     text = path / "plan.txt"
     return RunFiles(
         path=path,
-        run=run,
+        run=read_document(path / "run.json") or {},
         config=read_document(path / "config.json") or {},
         graph=read_document(path / "graph.json"),
         plan=read_document(path / "plan.json"),
-        plan_text=text.read_text(encoding="utf-8") if text.is_file() else "",
+        plan_text=text.read_text("utf-8", errors="replace") if text.is_file() else "",
         metrics=tuple(_metrics(path / "metrics.jsonl")),
         spans=tuple(read_spans(path / "spans")) if (path / "spans").is_dir() else (),
     )
 
 
-def read_document(path: Path) -> dict[str, Any] | None:
-    """A JSON file of a run directory; None where it is not there. RunDirError if damaged."""
-    if not path.is_file():
-        return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise _damaged(path, str(error)) from error
-    if not isinstance(found, dict):
-        raise _damaged(path, f"a {type(found).__name__} at the top")
-    return found
-
-
 def _metrics(path: Path) -> list[tuple[int, Mapping[str, float]]]:
     """The lines of the metrics; the last one may be torn by a kill."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    lines = path.read_text("utf-8", errors="replace").splitlines() if path.is_file() else []
     found: list[tuple[int, Mapping[str, float]]] = []
     for number, line in enumerate(lines, 1):
         try:
@@ -97,19 +78,8 @@ def _metrics(path: Path) -> list[tuple[int, Mapping[str, float]]]:
             found.append((int(row["iteration"]), values))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if number < len(lines):
-                raise _damaged(path, f"line {number}: {line[:60]!r}") from error
+                raise damaged(path, f"line {number}: {line[:60]!r}") from error
     return found
-
-
-def _damaged(path: Path, got: str) -> RunDirError:
-    return RunDirError(
-        Finding(
-            code="E714",
-            what=f"{path} is damaged",
-            got=got,
-            fix=f"move {path} away; the rest of the run is still reported",
-        )
-    )
 
 
 def headline_of(files: RunFiles) -> Headline:

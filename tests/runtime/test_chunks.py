@@ -195,11 +195,12 @@ def test_chunks_are_read_in_the_order_of_their_rows_whatever_that_of_the_plan():
 
 @pytest.mark.parametrize(("said", "taken"), [("auto", "2"), (None, None), ("4", "4")])
 def test_a_run_that_goes_on_keeps_the_chunks_that_estimates_chose(tmp_path, said, taken):
-    chunk = {"index": 0, "count": 2}
-    begun = {"id": "b[1/2]", "chunk": chunk, "begins": True}
-    aside = {"id": "c[1/8]", "chunk": {"index": 0, "count": 8}, "begins": False}
-    saved = {"actions": [{"id": "a", "chunk": None, "begins": False}, begun, aside]}
-    (tmp_path / "plan.json").write_text(json.dumps(saved))
+    saved = json.loads(json.dumps(plan_in(2).to_json()))
+    last = saved["actions"][-1]
+    aside = {**last, "id": "c[1/8]", "chunk": {"index": 0, "count": 8}, "begins": False}
+    (tmp_path / "plan.json").write_text(
+        json.dumps({**saved, "actions": [*saved["actions"], aside]})
+    )
     target = Target(pipeline=str(PIPELINES / "grpo_arithmetic.py"), stream=said)
     assert taken == in_the_same_chunks(declare(target), target, tmp_path).stream
     assert said == in_the_same_chunks(declare(target), target, tmp_path / "none").stream

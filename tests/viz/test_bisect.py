@@ -13,6 +13,7 @@ from rlflow.batch import ragged, text
 from rlflow.runtime.record.edges.names import About
 from rlflow.runtime.record.edges.writing import edge_table, write_edge
 from tests.conftest import PIPELINES
+from tests.documents import graph_document, plan_document
 
 pytestmark = pytest.mark.torch
 LARGEST = float(np.finfo("f4").max)
@@ -47,12 +48,12 @@ def written(run, iterations=(0, 1), **config):
         "actor.rollout": ["response_tokens:int64[token]", "rollout_log_probs:float32[token]"],
         "abacus": ["reward:float32[row]"],
     }
-    graph = [{"name": n, "op": n, "inputs": {}, "outputs": made} for n, made in nodes.items()]
+    graph = [{"name": n, "op": n, "outputs": made} for n, made in nodes.items()]
     files = {
-        "run": {"name": "grpo", "pipeline": "grpo.py", "started": "2025"},
+        "run": {"name": "grpo", "pipeline": "grpo.py", "command": [], "started": "2025"},
         "config": {"lr": 0.1, "seed": 0, **config},
-        "graph": {"nodes": graph},
-        "plan": {"actions": [{"id": n, "node": n} for n in nodes]},
+        "graph": graph_document(*graph),
+        "plan": plan_document(*({"id": n, "node": n} for n in nodes)),
     }
     for name, value in files.items():
         (run / f"{name}.json").write_text(json.dumps(value))

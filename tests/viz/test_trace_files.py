@@ -13,6 +13,7 @@ from rlflow.errors import RunDirError, UsageError
 from rlflow.report.trace.events import rows_of
 from rlflow.report.trace.trace import trace_run
 from rlflow.runtime.record.devices.profiled import MARK, ProfiledActions, iteration_range
+from tests.documents import plan_document
 
 ORIGIN = 1000.0
 NEEDS = {
@@ -35,18 +36,17 @@ def action(name, kind, after=(), ahead=0):
         "after": list(after),
         "ahead": ahead,
         "reason": {"rule": "bind", "text": f"why {name}"},
+        "targets": ["actor@all"],
     }
 
 
-PLAN = {
-    "peaks": {"0": 3 << 20, "-1": 0},
-    "actions": [
-        action("rollout", "run", [dep("sync", 1, "weights")], ahead=1),
-        action("update", "run", [dep("rollout", 1, "data"), dep("update", 1, "order")]),
-        action("sync", "reshard", [dep("update", 0, "weights")]),
-        action("sleep", "sleep", [dep("update", 0, "device")]),
-    ],
-}
+PLAN = plan_document(
+    action("rollout", "run", [dep("sync", 1, "weights")], ahead=1),
+    action("update", "run", [dep("rollout", 1, "data"), dep("update", 1, "order")]),
+    action("sync", "reshard", [dep("update", 0, "weights")]),
+    action("sleep", "sleep", [dep("update", 0, "device")]),
+    peaks={"0": 3 << 20, "-1": 0},
+)
 
 
 def span(name, kind, iteration, device, start, end):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from rlflow.cli.options import engine_option, memory_options, typed_words
+from rlflow.cli.shell.numbers import Finite
 from rlflow.cli.shell.printed import json_option, print_json
 from rlflow.cli.shell.times import time_of
 
@@ -40,11 +41,11 @@ def _asked_options(function: F) -> F:
             help="Which samples are right.",
         ),
         click.option("--seed", type=click.IntRange(0), default=0, show_default=True),
-        click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus."),
+        click.option("--top-p", type=Finite(0, 1, min_open=True), help="Nucleus."),
         click.option("--max-new-tokens", type=click.IntRange(1), help="Longest response."),
         click.option(
             "--temperature",
-            type=click.FloatRange(0),
+            type=Finite(0),
             help="By default the rollout's; of one sample the evaluation's.",
         ),
         click.option(

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from rlflow.cli.commands import Target
+from rlflow.cli.shell.numbers import is_count
 from rlflow.cli.shell.printed import hint, print_json
 from rlflow.cli.tuning import tune_target
 from rlflow.errors import Finding, UsageError, near_names
@@ -45,7 +46,7 @@ def swept_sizes(said: str) -> list[int]:
             raise UsageError(_not_a_sweep(f"--sweep {said}: {span[1]} is more than {last}"))
     else:
         words = [word.strip() for word in rest.split(",")]
-        if not all(word.isdecimal() and int(word) for word in words):
+        if not all(map(is_count, words)):
             raise UsageError(_not_a_sweep(f"--sweep {said}"))
         sizes = sorted({int(word) for word in words})
     if len(sizes) > MOST_SIZES or sizes[-1] > MOST_DEVICES:

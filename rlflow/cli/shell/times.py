@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 
+from rlflow.cli.shell.numbers import is_count
 from rlflow.errors import Finding, UsageError
 from rlflow.scheduler.plan.durations import read_seconds
 
@@ -37,7 +38,7 @@ def check_deadline(seconds: float | None) -> None:
 def no_time(option: str, said: str, *, bare: bool) -> Finding:
     """What is wrong with what is no time to wait."""
     forms = "600s, 10m, 4h, 2d, 4:00:00 or 1-12:00:00"
-    number = said.isdecimal() and said.isascii() and int(said) > 0
+    number = is_count(said)
     return Finding(
         code="E209",
         what=f"{option} {said} is not a time to wait",

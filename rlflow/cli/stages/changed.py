@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.cli.commands import Planned
-from rlflow.report.runfiles import read_document
 from rlflow.runtime.record.changes import graph_changes
+from rlflow.runtime.record.identity.documents import read_document
 from rlflow.runtime.record.rundir import RunDir
 from rlflow.scheduler.plan.plan import Plan
 

@@ -28,7 +28,7 @@ from rlflow.cli.stages.replayable import (
 from rlflow.graph.graph import Node
 from rlflow.graph.roles import Learning, Recorded
 from rlflow.report.compared.update import Replayed, figures_beside, rows_beside
-from rlflow.report.runfiles import read_document
+from rlflow.runtime.record.identity.documents import read_document
 from rlflow.runtime.record.manifest import checkpoint_name
 from rlflow.runtime.record.replaying.present import whole_edges
 from rlflow.runtime.record.rundir import RunDir, words_again

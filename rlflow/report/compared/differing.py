@@ -14,9 +14,9 @@ from typing import Any
 
 from rlflow.errors import Finding, UsageError
 from rlflow.report.compared.bits import first_place, row_bits, shown_value
-from rlflow.report.runfiles import read_document
 from rlflow.runtime.record.edges.names import DTYPES, SHAPES, TEXT
 from rlflow.runtime.record.edges.reading import about, read_edge, recorded
+from rlflow.runtime.record.identity.documents import read_document
 from rlflow.runtime.record.metrics import read_metrics
 
 ABSENT = "absent"

@@ -163,19 +163,19 @@ class RunDir:
         """Write graph.json, keys hidden; one that differs from it stays as graphs/NUMBER.json."""
         text, file = exact_json(hidden_values(graph)), self.path / "graph.json"
         with disk_errors(RunDirError, f"keep {file}", self.path):
-            before = file.read_text() if file.exists() else text
-            if before != text:
+            before = file.read_bytes() if file.exists() else text.encode()
+            if before != text.encode():
                 earlier = self.path / "graphs"
                 earlier.mkdir(exist_ok=True)
                 number = len(list(earlier.iterdir())) + 1
-                write_atomic(earlier / f"{number}.json", before.encode(), FILE_POINTS, mode=PRIVATE)
+                write_atomic(earlier / f"{number}.json", before, FILE_POINTS, mode=PRIVATE)
         self._write("graph.json", text)
 
     def graphs(self) -> list[str]:
         """The texts of graph.json and of the graphs before it."""
         files = [self.path / "graph.json", *sorted((self.path / "graphs").glob("*.json"))]
         with disk_errors(RunDirError, f"read the graphs of {self.path}", self.path):
-            return [file.read_text() for file in files if file.exists()]
+            return [file.read_text("utf-8", errors="replace") for file in files if file.exists()]
 
     def note(self, **facts: JSON) -> None:
         """Add to run.json; words of commands without what is named like a key."""

@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Self, TypeAlias
+from typing import ClassVar, Self, TypeAlias
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rlflow.errors import Finding, RunDirError, RunError
 from rlflow.runtime.record.durable import append, disk_errors, fault, register_faults
@@ -28,6 +30,10 @@ Clock: TypeAlias = Callable[[], float]
 Interval: TypeAlias = tuple[float, float]
 
 
+# Types are strict: a damaged figure is no figure.
+_LINE_FORM = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """One action instance: (action, iteration, chunk) on its devices, in one process.
@@ -36,6 +42,8 @@ class Span:
     seconds, None where it had none; `bytes` what it moved, None where nothing moves; `ok`
     is False if it raised.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _LINE_FORM
 
     action: str
     node: str
@@ -58,6 +66,19 @@ class Span:
 
 
 SPAN_FIELDS = tuple(field.name for field in fields(Span))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Origin:
+    """When the spans of the lines below it count from, seconds since 1970."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _LINE_FORM
+
+    origin: float
+    process: str
+
+
+_LINE: TypeAdapter[Span | _Origin] = TypeAdapter(Span | _Origin)
 
 
 class SpanLog:
@@ -177,10 +198,11 @@ def _read_file(path: Path) -> Iterator[tuple[float, Span]]:
     rows = [_parse(line) for line in lines]
     origin = 0.0
     for number, row in enumerate(rows):
-        following = rows[number + 1] if number + 1 < len(rows) else {"origin": None}
-        if row is None and following is not None and "origin" in following:
+        if row is None and all(
+            isinstance(after, _Origin) for after in rows[number + 1 : number + 2]
+        ):
             continue
-        if row is None or (number == 0 and "origin" not in row):
+        if row is None or (number == 0 and isinstance(row, Span)):
             raise RunDirError(
                 Finding(
                     code="E731",
@@ -189,20 +211,18 @@ def _read_file(path: Path) -> Iterator[tuple[float, Span]]:
                     fix=f"sed -i {number + 1}d {path}",
                 )
             )
-        if "origin" in row:
-            origin = float(row["origin"])
+        if isinstance(row, Span):
+            yield origin, row
         else:
-            yield origin, Span(**{**row, "devices": tuple(row["devices"])})
+            origin = row.origin
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """A line as a row, None if it is neither an origin nor a span."""
+def _parse(line: bytes) -> Span | _Origin | None:
+    """What a line is; None where it is neither."""
     try:
-        row = json.loads(line)
-    except ValueError:
+        return _LINE.validate_json(line)
+    except ValidationError:
         return None
-    known = isinstance(row, dict) and ("origin" in row or row.keys() == set(SPAN_FIELDS))
-    return row if known else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

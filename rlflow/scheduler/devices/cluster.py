@@ -262,8 +262,9 @@ def parse_cluster(
     cores = _cores(declared)
     if found.is_cpu and found.count > cores:
         found = replace(found, cores=cores)
-    if reserve is not None and not found.is_cpu:
-        found = found.with_kinds(reserve=parse_share(reserve, "--reserve"))
+    share = None if reserve is None else parse_share(reserve, "--reserve")
+    if share is not None and not found.is_cpu:
+        found = found.with_kinds(reserve=share)
     return replace(_with_host_memory(found, said), measured=load_measured())
 
 

@@ -7,6 +7,7 @@ are the same to the byte. What a resumed run did again stands below what the dea
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ class DeviceLog:
 def read_device_lines(path: Path) -> list[DeviceLine]:
     """All lines, the last of each action instance and device; none where there is no file.
 
-    A line that a kill has torn is left out.
+    A line that a kill has torn, or that holds no figures, is left out.
     """
     found: dict[tuple[str, int, int], DeviceLine] = {}
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
@@ -63,12 +64,17 @@ def read_device_lines(path: Path) -> list[DeviceLine]:
                 values.pop(name) for name in ("action", "iteration", "device", "seconds")
             )
             figures = {name: float(value) for name, value in values.items()}
-        except (ValueError, KeyError, TypeError, AttributeError):
+            line = DeviceLine(
+                action=str(action),
+                iteration=int(iteration),
+                device=int(device),
+                seconds=float(seconds),
+                figures=figures,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             continue
-        line = DeviceLine(
-            action=action, iteration=iteration, device=device, seconds=seconds, figures=figures
-        )
-        found[action, iteration, device] = line
+        if all(map(math.isfinite, (line.seconds, *figures.values()))):
+            found[line.action, line.iteration, line.device] = line
     return list(found.values())
 
 

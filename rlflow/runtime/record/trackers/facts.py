@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def read_facts(path: Path, *, known: str | None, after: int | None, picture: byt
         after=after,
         config=config,
         hashes={name: str(value) for name, value in hashes.items() if value is not None},
-        plan=text.read_text(encoding="utf-8") if text.is_file() else "",
+        plan=text.read_text("utf-8", errors="replace") if text.is_file() else "",
         picture=picture,
     )
 
@@ -77,7 +78,8 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
+    """What a JSON file holds, for show: nothing where it is none, as the run goes on."""
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}

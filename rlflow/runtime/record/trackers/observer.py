@@ -28,6 +28,7 @@ from rlflow.contract.trackers import (
 )
 from rlflow.errors import Finding, UsageError
 from rlflow.runtime.record.durable import register_atomic_faults, write_atomic
+from rlflow.runtime.record.identity.documents import read_document
 from rlflow.runtime.record.trackers.facts import RunFacts, read_facts
 from rlflow.runtime.record.trackers.feed import Feed, Point, Table, Tracker
 
@@ -140,8 +141,7 @@ class Observer:
 
 def read_ids(path: Path) -> dict[str, str]:
     """The ids of a run in the directory `path`, by tracker; none where none was noted."""
-    file = path / FILE
-    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    found = read_document(path / FILE) or {}
     return {str(name): str(known) for name, known in found.items()}
 
 
