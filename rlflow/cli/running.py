@@ -192,8 +192,7 @@ def _run(
     recording = recording_asked(planned, options, Path(options["run_dir"] or "."))
     if options["dry_run"]:
         _preflight(planned, count)
-        if options["from_weights"]:
-            weights_of(options["from_weights"])
+        _ = options["from_weights"] and weights_of(options["from_weights"])
         said = f"  {recording.line()}\n  dry run: {count} iterations would run; nothing was started"
         text = "" if as_json else f"{plan_text(plan)}\n\n{said}"
         return Outcome(run_dir=None, iterations=0, metrics={}, text=text)
