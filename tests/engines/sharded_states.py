@@ -369,7 +369,7 @@ def held_by(engine, name="actor"):
         stop_tokens=(),
     )
     memory, recorder = SimpleNamespace(memory={}), SimpleNamespace(flush=lambda: None)
-    worker = SimpleNamespace(trained=lambda: [loaded], store=memory, recorder=recorder)
+    worker = SimpleNamespace(trained=lambda: [loaded], store=memory, recorder=recorder, world=None)
     return loaded, Saver(worker)
 
 

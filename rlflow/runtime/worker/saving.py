@@ -84,9 +84,9 @@ class Saver:
                             for name in order.names
                         },
                     )
-        world, where = self._worker.world, keepers(self._worker.plan)
+        world = self._worker.world
         for node, kept in self._worker.store.memory.items():
-            if world is not None and world.own != where[node][0]:
+            if world is not None and world.own != keepers(self._worker.plan)[node][0]:
                 continue
             part = {n: Keep(tensor=t, resting=False) for n, t in tensors_of(kept).items()}
             files[rows_of(node) + SUFFIX] = rows_of(node), part
