@@ -54,7 +54,7 @@ from rlflow.runtime.record.changes import drains
 from rlflow.runtime.record.edges.keeping import record_kept
 from rlflow.runtime.record.identity.digests import digests_of
 from rlflow.runtime.record.metrics import final_metrics
-from rlflow.runtime.record.resuming import has_begun, weights_of
+from rlflow.runtime.record.resuming import has_begun, require_weights
 from rlflow.runtime.record.rundir import RUN_FILE, RUNS, RunDir, fresh_path
 from rlflow.runtime.record.saves import SaveRule, parse_rule
 from rlflow.runtime.record.spans import read_spans
@@ -192,7 +192,7 @@ def _run(
     recording = recording_asked(planned, options, Path(options["run_dir"] or "."))
     if options["dry_run"]:
         _preflight(planned, count)
-        _ = options["from_weights"] and weights_of(options["from_weights"])
+        require_weights(options["from_weights"])
         said = f"  {recording.line()}\n  dry run: {count} iterations would run; nothing was started"
         text = "" if as_json else f"{plan_text(plan)}\n\n{said}"
         return Outcome(run_dir=None, iterations=0, metrics={}, text=text)

@@ -209,3 +209,9 @@ def _graphs(directory: RunDir) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _hash(graph: Mapping[str, Any]) -> str:
     blob = json.dumps(graph, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(blob.encode()).hexdigest()
+
+
+def require_weights(text: str | None) -> None:
+    """Raise what `weights_of` raises for weights that a run is to begin with, where it says any."""
+    if text:
+        weights_of(text)
