@@ -19,6 +19,7 @@ from rlflow.batch import flat, ragged_rows, select_rows
 from rlflow.contract.values import SampleKey, Sampling
 from rlflow.engines.hf import host_states
 from rlflow.engines.hf.loading import load_model
+from rlflow.engines.hf.microbatches import Asked
 from rlflow.engines.hf.recompute import decoder_layers
 from rlflow.engines.hf.sharded import forwards as sharded_forwards
 from rlflow.engines.hf.sharded.build import gather_ahead, load_sharded
@@ -328,7 +329,7 @@ def bytes_held(rank, path, shape, dtype, spec=None):
     def loss(outputs, _):
         return -outputs["log_probs"].sum(), {}
 
-    engine.forwarded(micro, loss, ("log_probs",), 1.0).backward()
+    engine.forwarded(micro, loss, Asked(("log_probs",))).backward()
     left = sum(g.numel() * g.element_size() for g in optimizer.gradients().values())
     moments = sum(b.numel() * b.element_size() for b in optimizer.state_buffers())
     assert left + moments == optimizer.num_bytes()

@@ -5,7 +5,8 @@ This file knows neither models nor optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,15 @@ from rlflow.graph.fields import PICTURES, PIXELS
 HOST = "can't allocate memory"
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a pass is asked for: outputs by name, see `TrainEngine.forward`."""
+
+    outputs: tuple[str, ...]
+    temperature: Temperature = 1.0
+    top_k: int = 0
+
+
 def ran_out(error: BaseException) -> bool:
     """Whether an error says that a device, or the host, has no memory left."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or HOST in str(error)
@@ -41,25 +51,29 @@ def chosen_ids(batch: Batch) -> Tensor | None:
     return None if ids is None else flat(ids)
 
 
-def nothing(
+def blank(
     batch: Batch,
-    outputs: Collection[str],
-    temperature: Temperature,
-    top_k: int,
-    device: torch.device,
+    asked: Asked,
+    tokens: int,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> dict[str, Tensor]:
-    """What a forward makes of no response token."""
-    several = (len(temperature),) if isinstance(temperature, tuple) else ()
+    """Zeros of the shapes and dtypes of what a forward makes of so many response tokens.
+
+    `dtype` is that of numbers; ids are int64.
+    """
+    several = (len(asked.temperature),) if isinstance(asked.temperature, tuple) else ()
     ids = chosen_ids(batch)
-    width: dict[str, tuple[int, ...]] = {"top_log_probs": (top_k,), "top_ids": (top_k,)}
+    width: dict[str, tuple[int, ...]] = dict.fromkeys(("top_log_probs", "top_ids"), (asked.top_k,))
     width["log_probs_at"] = () if ids is None else tuple(ids.shape[1:])
     return {
         name: torch.zeros(
-            (0, *width.get(name, several)),
-            dtype=torch.int64 if name == "top_ids" else None,
+            (tokens, *width.get(name, several)),
+            dtype=torch.int64 if name == "top_ids" else dtype,
             device=device,
         )
-        for name in outputs
+        for name in asked.outputs
     }
 
 

@@ -27,11 +27,12 @@ from rlflow.engines.hf.forward.head import Predictor
 from rlflow.engines.hf.forward.token_scores import token_scores, widen
 from rlflow.engines.hf.forward.vocabulary import CHOSEN, SUMS, TOP, distributions
 from rlflow.engines.hf.microbatches import (
+    Asked,
     add_metrics,
+    blank,
     cut_by_tokens,
     half_of_largest,
     in_batch_order,
-    nothing,
     numbers_of,
     one_token,
     ran_out,
@@ -128,9 +129,10 @@ class TrainEngine:
             advance(1, "micro-batches")
         for _ in range(len(parts), passes):
             self.fill(batch, outputs, temperature, top_k)
-        return self.told(in_batch_order(batch, [rows for rows, _ in parts], computed))
+        found = in_batch_order(batch, [rows for rows, _ in parts], computed)
+        return self.told(found, batch, Asked(tuple(outputs), temperature, top_k))
 
-    def told(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    def told(self, found: dict[str, Tensor], batch: Batch, asked: Asked) -> dict[str, Tensor]:
         """The outputs of a batch, of what was found here of them."""
         return found
 
@@ -232,30 +234,25 @@ class TrainEngine:
         self.model.require_ready()
         packed = self.packing.rows(batch)
         layout, records = packed.layout, not EXPERTS.isdisjoint(outputs)
-        outputs = tuple(name for name in outputs if name not in EXPERTS)
+        asked = Asked(tuple(n for n in outputs if n not in EXPERTS), temperature, top_k)
         self.require_context(layout.longest)
         if not layout.predictions:
-            none = nothing(batch, outputs, temperature, top_k, self.model.device)
+            none = blank(batch, asked, 0, device=self.model.device)
             return none | (self.routers.unread(batch) if records else {})
         in_chunks = self.chunk_bytes is not None and self.model.predictor is not None
-        scored = self.in_chunks if in_chunks and outputs else self.at_once
+        scored = self.in_chunks if in_chunks and asked.outputs else self.at_once
         with self.routers.attention(layout, batch, records=records) as attention:
             attention.pictures = packed.pictures
-            found = scored(packed, attention, outputs, temperature, top_k)
+            found = scored(packed, attention, asked)
         if (shared := self.model.shared_rows) is not None:
             found = {name: shared.joined(values, layout) for name, values in found.items()}
         return found | (self.routers.recorded(attention, batch) if records else {})
 
     def at_once(
-        self,
-        packed: PackedRows,
-        attention: PackedAttention,
-        outputs: Collection[str],
-        temperature: Temperature,
-        top_k: int,
+        self, packed: PackedRows, attention: PackedAttention, asked: Asked
     ) -> dict[str, Tensor]:
         """The outputs of one pass, with the logits of all of its tokens; without any, no head."""
-        layout = packed.layout
+        layout, outputs, temperature = packed.layout, asked.outputs, asked.temperature
         keep = layout.targets if outputs else layout.targets[:1]
         logits = self.model.logits(layout.tokens, layout.positions, attention, keep)
         if not outputs:
@@ -271,26 +268,22 @@ class TrainEngine:
             return {name: torch.stack([one[name] for one in scores], -1) for name in outputs}
         if not set(outputs).isdisjoint(SCORES):
             found = token_scores(logits, tokens, temperature, with_entropy)
-        found |= distributions(logits, outputs, temperature, top_k, packed.ids)
+        found |= distributions(logits, outputs, temperature, asked.top_k, packed.ids)
         return {name: found[name] for name in outputs}
 
     def in_chunks(
-        self,
-        packed: PackedRows,
-        attention: PackedAttention,
-        outputs: Collection[str],
-        temperature: Temperature,
-        top_k: int,
+        self, packed: PackedRows, attention: PackedAttention, asked: Asked
     ) -> dict[str, Tensor]:
         """The same, of a language model's head on a few tokens at a time."""
-        limit, several, layout = self.chunk_bytes, isinstance(temperature, tuple), packed.layout
+        limit, layout, outputs = self.chunk_bytes, packed.layout, asked.outputs
+        temperature, several = asked.temperature, isinstance(asked.temperature, tuple)
         assert limit is not None
         given = temperature if isinstance(temperature, tuple) else (temperature,)
 
         def compute(predictor: Predictor, hidden: Tensor) -> dict[str, Tensor]:
             hidden = hidden[: layout.predictions]
             tokens, ids = packed.responses, packed.ids
-            return predictor.scores(hidden, tokens, ids, outputs, given, top_k, limit)
+            return predictor.scores(hidden, tokens, ids, outputs, given, asked.top_k, limit)
 
         found: dict[str, Tensor] = self.model.predicted(
             layout.tokens, layout.positions, attention, layout.targets, compute

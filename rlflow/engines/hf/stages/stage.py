@@ -127,13 +127,11 @@ class LayerStage:
         dist.send(gradient.contiguous(), group=self.group, group_dst=self.count - 1)
 
     def last_says(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the last stage has found, on the CPU, on all of them."""
-        told: list[Any] = [[(n, v.dtype, tuple(v.shape)) for n, v in found.items()]]
-        dist.broadcast_object_list(told, group=self.group, group_src=self.count - 1)
+        """What the last stage has found, on the CPU, on all: these have tensors of its shapes."""
         made: dict[str, Tensor] = {}
-        for name, dtype, shape in told[0]:
-            here = found.get(name, torch.empty(shape, dtype=dtype)).to(self.ranks.device)
-            dist.broadcast(here.contiguous(), group=self.group, group_src=self.count - 1)
+        for name in sorted(found):
+            here = found[name].to(self.ranks.device).contiguous()
+            dist.broadcast(here, group=self.group, group_src=self.count - 1)
             made[name] = here.cpu()
         return made
 

@@ -8,19 +8,19 @@ arXiv:2006.09503): a stage begins a backward as soon as it can, so that of `coun
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rlflow.batch import Batch
+from rlflow.batch import Batch, lengths
 from rlflow.contract.progress import advance
-from rlflow.contract.values import LossFunction, Temperature
+from rlflow.contract.values import LossFunction
 from rlflow.engines.hf.forward.ahead import PackedRows
 from rlflow.engines.hf.forward.attention import PackedAttention
-from rlflow.engines.hf.microbatches import add_metrics
+from rlflow.engines.hf.microbatches import Asked, add_metrics, blank
 from rlflow.engines.hf.sharded.model import local
 from rlflow.engines.hf.sharded.optim import ShardedAdamW
 from rlflow.engines.hf.sharded.train import Forwarded, ShardedTrainEngine
@@ -74,39 +74,33 @@ class StagedTrainEngine(ShardedTrainEngine):
         assert self.model.stage is not None
         return self.model.stage
 
-    def told(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    def told(self, found: dict[str, Tensor], batch: Batch, asked: Asked) -> dict[str, Tensor]:
         """See `TrainEngine.told`; of experts that tokens chose every stage has some layers."""
         self.stage.flush()
         experts = {name: self.stage.joined(found.pop(name)) for name in sorted(EXPERTS & {*found})}
+        if not self.stage.last:
+            plain = replace(asked, outputs=tuple(n for n in asked.outputs if n not in EXPERTS))
+            wide = torch.promote_types(self.model.dtype, torch.float32)
+            tokens = int(lengths(batch["response_tokens"]).sum())
+            found = blank(batch, plain, tokens, dtype=wide)
         return self.stage.last_says(found) | experts
 
     def at_once(
-        self,
-        packed: PackedRows,
-        attention: PackedAttention,
-        outputs: Collection[str],
-        temperature: Temperature,
-        top_k: int,
+        self, packed: PackedRows, attention: PackedAttention, asked: Asked
     ) -> dict[str, Tensor]:
         """See `TrainEngine.at_once`; no outputs where other layers follow."""
         if self.stage.last:
-            return super().at_once(packed, attention, outputs, temperature, top_k)
+            return super().at_once(packed, attention, asked)
         layout = packed.layout
         self.model.logits(layout.tokens, layout.positions, attention, layout.targets[:1])
         return {}
 
-    def forwarded(
-        self,
-        micro: Batch,
-        loss_fn: LossFunction | None,
-        outputs: Collection[str],
-        temperature: float,
-    ) -> Forwarded:
+    def forwarded(self, micro: Batch, loss_fn: LossFunction | None, asked: Asked) -> Forwarded:
         """See `ShardedTrainEngine.forwarded`; there is a loss on the last stage alone."""
         if self.stage.last:
-            return super().forwarded(micro, loss_fn, outputs, temperature)
+            return super().forwarded(micro, loss_fn, asked)
         with torch.enable_grad():
-            self.compute(micro, outputs, temperature)
+            self.compute(micro, asked.outputs, asked.temperature)
         return Forwarded(())
 
     def pass_all(
@@ -114,8 +108,7 @@ class StagedTrainEngine(ShardedTrainEngine):
         micros: Iterator[tuple[Batch, bool]],
         passes: int,
         loss_fn: LossFunction,
-        outputs: Collection[str],
-        temperature: float,
+        asked: Asked,
     ) -> dict[str, Tensor]:
         """See `ShardedTrainEngine.pass_all`: forwards and backwards in the turns of this stage."""
         total: dict[str, Tensor] = {}
@@ -124,7 +117,7 @@ class StagedTrainEngine(ShardedTrainEngine):
         for turn in turns(passes, self.stage.place, self.stage.count):
             if turn == "forward":
                 micro, own = next(micros)
-                found = self.forwarded(micro, loss_fn if own else None, outputs, temperature)
+                found = self.forwarded(micro, loss_fn if own else None, asked)
                 add_metrics(total, found.metrics)
                 ends = found if self.stage.last else None
                 under_way.append(UnderWay(*self.stage.passed(), ends))
