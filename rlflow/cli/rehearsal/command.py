@@ -14,6 +14,7 @@ import click
 
 from rlflow.cli.commands import Target, compile_target, costs_of
 from rlflow.cli.options import model_shape_option, schedule_options, target_options
+from rlflow.cli.rehearsal.stages import as_held_by, rehearsed_devices
 from rlflow.cli.shell.printed import json_option, print_json
 from rlflow.errors import Finding, PlanError, UsageError
 from rlflow.graph.rules.steps import mini_batches
@@ -51,7 +52,7 @@ def rehearse(as_json: bool, **options: Any) -> None:
 
 
 def rehearse_target(target: Target) -> tuple[Plan, list[Rehearsal]]:
-    """Compile a placement and rehearse it on a device of each pool.
+    """Compile a placement and rehearse it on a device of each pool, and of stages.
 
     Raises UsageError for CPU devices, for a model without files whose shape is not given, or of
     experts.
@@ -71,8 +72,8 @@ def rehearse_target(target: Target) -> tuple[Plan, list[Rehearsal]]:
         sizes = row_sizes(plan, costs)
         plan = replace(plan, graph=replace(plan.graph, models=models))
         vocabulary = max(shape.vocab for shape in shapes.values() if shape is not None)
-        owns = dict.fromkeys(devices[0] for devices in plan.pools.values())
-        return plan, [rehearse_on(plan, own, sizes, vocabulary) for own in owns]
+        own_plans = {own: as_held_by(plan, costs, own) for own in rehearsed_devices(plan)}
+        return plan, [rehearse_on(p, own, sizes, vocabulary) for own, p in own_plans.items()]
 
 
 def require_rehearsable(cluster: Cluster, shapes: Mapping[str, Shape | None]) -> None:

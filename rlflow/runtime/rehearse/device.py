@@ -111,8 +111,8 @@ def indexed(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def without_data(live: LiveStorages, ranks: int) -> Iterator[None]:
-    """Let models, meshes and FSDP lie on the device without data, among so many ranks.
+def without_data(live: LiveStorages, ranks: int, rank: int = 0) -> Iterator[None]:
+    """Let models, meshes and FSDP lie on the device without data, as a `rank` of so many.
 
     Of the worker's code this replaces what needs numbers: how a model is filled, and the checks of
     a loaded one; of torch, FSDP's refusal of tensors without data, and which kernel attends.
@@ -159,7 +159,7 @@ def without_data(live: LiveStorages, ranks: int) -> Iterator[None]:
         replace(MeshRanks, "most", lambda _, value, *__: value)
         replace(MeshRanks, "gather", lambda _, value, *__: [value])
         if ranks > 1:
-            stack.enter_context(fake_ranks(ranks))
+            stack.enter_context(fake_ranks(ranks, rank))
         yield
 
 
@@ -218,12 +218,15 @@ def no_outputs(module: Any, *_: Any) -> Tensor:
 
 
 @contextmanager
-def fake_ranks(count: int) -> Iterator[None]:
-    """A world of ranks of which this process is the first and the others are not there."""
+def fake_ranks(count: int, rank: int) -> Iterator[None]:
+    """A world of ranks of which this process is one and the others are not there."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+        # Tensors are remembered with meshes of groups that are gone, which another rank's equal.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

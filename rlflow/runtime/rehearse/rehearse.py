@@ -1,4 +1,4 @@
-"""A dress rehearsal of a plan's first rank: what each action holds of its device, beside the plan.
+"""A dress rehearsal of one rank of a plan: what each action holds of its device, beside the plan.
 
 The worker is the one of a run, with its models, optimizers, bodies, sleeps and wakes, on a device
 whose tensors hold no data. What cannot be done without data, or in another process, is left
@@ -59,7 +59,7 @@ class Rehearsal:
     left_out: tuple[tuple[str, str], ...]
 
 
-class FirstRank:
+class OneRank:
     """The world of one rank whose peers are not there; engines of other processes are not either.
 
     `own` is the device of the plan that it stands for.
@@ -73,8 +73,7 @@ class FirstRank:
         self.own = own
         here = [i for i in plan.instances if own in i.owners and not i.engine_plan.in_process]
         self.instances = tuple(here)
-        others = sorted({d for pool in plan.pools.values() for d in pool} - {own})
-        ranks = {device: rank for rank, device in enumerate([own, *others])}
+        ranks = {device: rank for rank, device in enumerate(devices_of(plan))}
         self._meshes = {i.name: meshes_of(i, ranks, DEVICE) for i in here if i.sharded}
 
     def where(self, instance: Instance) -> Where:
@@ -94,10 +93,10 @@ def rehearse_on(plan: Plan, own: int, sizes: Mapping[str, RowSizes], vocabulary:
     """
     models = tuple(m.model_copy(update={"init": "random"}) for m in plan.graph.models)
     plan = replace(plan, graph=replace(plan.graph, models=models))
-    ranks = len({device for pool in plan.pools.values() for device in pool})
+    devices = devices_of(plan)
     live = NoData(lambda tensor: kind_of_tensor(tensor, vocabulary))
-    with without_data(live, ranks), live:
-        worker = Worker(plan, seed=0, world=FirstRank(plan, own), memory=live)  # type: ignore[arg-type]
+    with without_data(live, len(devices), devices.index(own)), live:
+        worker = Worker(plan, seed=0, world=OneRank(plan, own), memory=live)  # type: ignore[arg-type]
         worker._reading = RowsAtLongest(sizes, vocabulary)  # type: ignore[assignment]
         worker.store = NothingKept()
         found: list[RehearsedAction] = []
@@ -106,6 +105,11 @@ def rehearse_on(plan: Plan, own: int, sizes: Mapping[str, RowSizes], vocabulary:
         found += [*_hosted(plan, worker), *_save(plan, worker, own)]
         worker.close()
     return Rehearsal(device=own, actions=tuple(found), left_out=tuple(left_out(plan, own)))
+
+
+def devices_of(plan: Plan) -> list[int]:
+    """The devices of all pools, in the order of their ranks."""
+    return sorted({device for pool in plan.pools.values() for device in pool})
 
 
 def _hosted(plan: Plan, worker: Worker) -> Iterator[RehearsedAction]:

@@ -59,9 +59,12 @@ def depth(instance: Instance, stage: int, how: Cut) -> Interval:
     return Fraction(start, total), Fraction(start + layers[stage], total)
 
 
-def parameters_per_rank(instance: Instance, sizes: Mapping[Cut, int]) -> int:
-    """Parameters on each rank, those of the largest rank where ranks have not as many."""
-    return max(_of_stage(instance, stage, sizes) for stage in range(instance.pp))
+def parameters_per_rank(
+    instance: Instance, sizes: Mapping[Cut, int], stage: int | None = None
+) -> int:
+    """Parameters on each rank of a `stage`; without one, those of the fullest."""
+    stages = range(instance.pp) if stage is None or instance.pp == 1 else (stage,)
+    return max(_of_stage(instance, each, sizes) for each in stages)
 
 
 def _of_stage(instance: Instance, stage: int, sizes: Mapping[Cut, int]) -> int:
@@ -71,7 +74,9 @@ def _of_stage(instance: Instance, stage: int, sizes: Mapping[Cut, int]) -> int:
     return -(-(cut // instance.tp + held.get("whole", 0)) // instance.shards)
 
 
-def held_parameters(instance: Instance, shape: Shape, *, predicts: bool = True) -> int:
+def held_parameters(
+    instance: Instance, shape: Shape, *, predicts: bool = True, stage: int | None = None
+) -> int:
     """Parameters on the first rank, which has most where a vocabulary does not divide by ranks.
 
     Ranks of an engine beyond the key-value heads repeat the projections to them.
@@ -81,7 +86,7 @@ def held_parameters(instance: Instance, shape: Shape, *, predicts: bool = True) 
     rows = -(-of_layer // instance.shards)
     beyond = width * (rows - Fraction(words, instance.tp * instance.shards))
     repeated = shape.repeated_keys(instance.tp)
-    held = parameters_per_rank(instance, shares(shape, predicts=predicts))
+    held = parameters_per_rank(instance, shares(shape, predicts=predicts), stage)
     return held + int(beyond) + repeated
 
 
@@ -97,7 +102,7 @@ def piece(instance: Instance, device: int, how: Cut) -> Box:
         return side, side, side
     place = instance.devices.index(device)
     layer, shard = place % instance.tp, place // instance.tp % instance.shards
-    deep = depth(instance, place // instance.stage_ranks % instance.pp, how)
+    deep = depth(instance, instance.stage_of(device), how)
     if how == "whole":
         return deep, _part(WHOLE, shard, instance.shards), WHOLE
     if how == "experts":

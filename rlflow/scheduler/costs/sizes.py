@@ -50,7 +50,8 @@ TENSORS_DRAWN = 2
 class Sizes:
     """Bytes for one graph on one cluster; `shapes` has None for models that are not here.
 
-    `backend` and `staleness` say which measurements stand for what is planned.
+    `backend` and `staleness` say which measurements stand for what is planned. Of instances in
+    stages those of one `stage` are counted, by its number, or of the fullest one.
     """
 
     graph: Graph
@@ -58,6 +59,7 @@ class Sizes:
     shapes: Mapping[str, Shape | None]
     backend: Backend = "local"
     staleness: int = 0
+    stage: int | None = None
 
     @property
     def setting(self) -> Setting:
@@ -169,7 +171,7 @@ class Sizes:
         muon = isinstance(self.graph.model(instance.model).optimizer, Muon)
         if shape is None or not muon or not instance.trained:
             return 0
-        return parameters_per_rank(instance, {"columns": shape.in_matrices})
+        return parameters_per_rank(instance, {"columns": shape.in_matrices}, self.stage)
 
     def coded(self, instance: Instance) -> tuple[int, int]:
         """Numbers on each device whose moments are in 8 bits, and scales of one of the moments."""
@@ -177,11 +179,11 @@ class Sizes:
         if shape is None or not isinstance(optimizer, AdamW) or optimizer.moments != "int8":
             return 0, 0
         numbers, scales = coded_numbers(shape, instance.tp)
-        count = parameters_per_rank(instance, {"columns": numbers})
+        count = parameters_per_rank(instance, {"columns": numbers}, self.stage)
         # The first rank has most of a vocabulary, which is coded with the rest.
-        held = parameters_per_rank(instance, self._shares(instance, shape))
+        held = parameters_per_rank(instance, self._shares(instance, shape), self.stage)
         count += self._held_parameters(instance, shape) - held
-        return count, parameters_per_rank(instance, {"columns": scales})
+        return count, parameters_per_rank(instance, {"columns": scales}, self.stage)
 
     def _spared(self, instance: Instance) -> int:
         """Bytes of the moments that Muon does not keep, or AdamW keeps in 8 bits."""
@@ -230,14 +232,14 @@ class Sizes:
 
     def _held_parameters(self, instance: Instance, shape: Shape) -> int:
         predicts = self.graph.model(instance.model).head != "value"
-        return held_parameters(instance, shape, predicts=predicts)
+        return held_parameters(instance, shape, predicts=predicts, stage=self.stage)
 
     def _trained_per_rank(self, instance: Instance) -> int | None:
         shape, model = self.shapes[instance.model], self.graph.model(instance.model)
         if shape is not None and model.lora is None:
             return self._held_parameters(instance, shape)
         sizes = self._trained(instance)
-        return None if sizes is None else parameters_per_rank(instance, sizes)
+        return None if sizes is None else parameters_per_rank(instance, sizes, self.stage)
 
     def resharded(self, source: Instance, target: Instance, *, in_place: bool) -> int | None:
         """Bytes that a reshard moves: what the target's processes lack of what training changes.

@@ -145,6 +145,10 @@ class Instance:
         """How many ranks hold a stage together, which is all of a model that is not cut in them."""
         return self.shards * self.tp
 
+    def stage_of(self, device: int) -> int:
+        """The number of the stage that a device has."""
+        return self.devices.index(device) // self.stage_ranks % self.pp
+
     @property
     def row_ranks(self) -> int:
         """How many ranks see the same rows: those that share each layer, the tokens, or stages."""

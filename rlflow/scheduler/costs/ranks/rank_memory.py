@@ -57,8 +57,8 @@ class RankMemory:
     share the `sequence` in forwards and updates, or add up all tokens. Where it `reduces_last`
     gradients are whole until the last pass of an update. Products of float32 numbers go by `tf32`,
     where the device has it. Kernels read each logit once where the head goes `by_rows`. Of `pp`
-    stages, which send each other by `hop`, each has other layers; of a rank's micro-batches
-    `in_flight` are under way at once.
+    stages, which send each other by `hop`, each has other layers; what is held is that of one
+    `stage`, or of the fullest. Of a rank's micro-batches `in_flight` are under way at once.
     """
 
     kind: Kind
@@ -87,6 +87,7 @@ class RankMemory:
     cp_by: ContextBy | None = None
     replicas: Group = ALONE
     pp: int = 1
+    stage: int | None = None
     hop: Group = ALONE
     in_flight: int = 1
 
@@ -149,9 +150,10 @@ class RankMemory:
         if use == "rollout":
             return self.rollout_holds(load)
         train = use == "train"
+        stages = self.stages if self.pp > 1 else (self,)
         each = (
             stage.pass_holds(load, train=train, recompute=recompute, numbers=numbers)
-            for stage in (self.stages if self.pp > 1 else (self,))
+            for stage in (stages if self.stage is None or self.pp == 1 else (stages[self.stage],))
         )
         return max(each, key=lambda held: sum(size for _, size in held))
 
