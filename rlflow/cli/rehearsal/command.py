@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 # Families of the shapes that are known by name, as transformers calls them.
 FAMILIES = {"qwen2.5": "qwen2", "qwen3": "qwen3", "llama": "llama", "mistral": "mistral"}
-# More rows than so many passes take are of no use: every pass after is like those before.
+# More rows than so many passes take are of no use: every pass after is like those before. Stages
+# have one under way for each of those after them before any comes back; what fills a micro-batch
+# may leave half of the rows' tokens.
 PASSES = 3
 WORD = "<eos>"
 
@@ -171,7 +173,8 @@ def row_sizes(plan: Plan, costs: Costs) -> dict[str, RowSizes]:
         group = max(1, math.ceil(load.rows / load.prompts))
         longest = load.prompt + group * load.lengths.longest
         micro_tokens = instance.micro_tokens * instance.cp
-        enough = math.ceil(PASSES * max(micro_tokens, load.longest_row) / longest)
+        passes = PASSES if instance.pp == 1 else 2 * (instance.pp + 1)
+        enough = math.ceil(passes * max(micro_tokens, load.longest_row) / longest)
         steps = mini_batches(node) if node.op.use == "train" else 1
         prompts = max(1, min(math.ceil(load.prompts / chunks), enough)) * int(max(steps, 1))
         sizes = RowSizes(
