@@ -95,6 +95,25 @@ def test_a_rank_of_several_holds_its_shards_alone(placement: str, devices: str) 
     assert seen["gathered weights"]
 
 
+@pytest.mark.rows(1)
+def test_every_stage_holds_its_own_layers(tmp_path: Path) -> None:
+    """Of a pipeline's first and last stage, each beside what the plan counts for it."""
+    _, found = rehearsed(
+        "grpo_arithmetic.py",
+        placement=placed(tmp_path, 2, pp=2),
+        devices="h100:2",
+        settings=SMALL,
+    )
+    assert [each.device for each in found] == [0, 1]
+    for stage in found:
+        update = next(action for action in stage.actions if action.action == "actor.update")
+        planned, seen = dict(update.planned_of), dict(update.found_of)
+        for kind in ("weights", "optimizer"):
+            assert 0 <= seen[kind] - planned[kind] <= 32 * 2 * BLOCK, kind
+        assert update.found > seen["weights"] + seen["optimizer"]
+    require_agreement(found)
+
+
 @pytest.mark.slow
 def test_a_plan_that_counts_otherwise_is_refused() -> None:
     """Too little and too much alike."""
@@ -260,6 +279,9 @@ WHOLE_AGAIN = {"reshard_after_forward": False, "recompute": True, "micro": 2048}
         ("grpo_gsm8k.py", {"cp": 2, "cp_by": "ring"}, "h100:8", "qwen2.5-7b", 64),
         ("grpo_gsm8k.py", {"cp": 4, "cp_by": "ring"}, "h100:8", "qwen2.5-7b", 64),
         ("grpo_gsm8k.py", {}, "h100:64", "qwen2.5-32b", 512),
+        ("grpo_gsm8k.py", {"pp": 2}, "h100:8", "qwen2.5-7b", 64),
+        ("grpo_gsm8k.py", {"pp": 4, "tp": 2}, "h100:16", "qwen2.5-7b", 64),
+        ("grpo_gsm8k.py", {"pp": 2}, "h100:4", "qwen3-1.7b", 64),
         ("ppo_gsm8k.py", "split", "h100:8", "qwen2.5-7b", 64),
         ("ppo_gsm8k.py", "colocate", "h100:8", "qwen2.5-7b", 64),
         ("ppo_gsm8k.py", {"reshard_after_forward": False}, "h100:8", "qwen2.5-7b", 64),
@@ -282,7 +304,8 @@ def test_plans_of_real_shapes_are_within_five_percent(
     assert {a.action for each in found for a in each.actions} == models
 
 
-GEMMA = """
+TINY = PIPELINES / "assets" / "arith-tiny"
+GRPO = """
 import rlflow as rf
 from rlflow import ops
 
@@ -291,18 +314,57 @@ def length(response: str) -> float:
     return float(len(response))
 
 
-WHERE = rf.Placement(pools={{"all": 1}}, assign={{"*": rf.on("all", {on})}})
+WHERE = rf.Placement(pools={{"all": {devices}}}, assign={{"*": rf.on("all", {on})}})
 
 
 @rf.pipeline(placements={{"all": WHERE}})
 def grpo(cfg: rf.Config):
     adam = rf.AdamW(lr=1e-6)
     actor = rf.Model("actor", "{path}", dtype="bfloat16", init="random", optimizer=adam)
-    prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=4)
+    prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=4 * {devices})
     samples = ops.rollout(actor, prompts, n=8, max_new_tokens=2048)
     advantage = ops.advantage("grpo", samples, ops.reward(length, samples))
     ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
 """
+
+
+def grpo_of(config: dict[str, Any], folder: Path, devices: int, on: str) -> Target:
+    """GRPO of a model with such a config, on so many devices."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    for file in TINY.glob("token*"):
+        shutil.copy(file, model)
+    pipeline = folder / "grpo.py"
+    pipeline.write_text(GRPO.format(on=on, path=model, devices=devices))
+    return Target(pipeline=str(pipeline), devices=f"h100:{devices}")
+
+
+@pytest.mark.slow
+@pytest.mark.extra
+def test_stages_of_experts_are_within_five_percent(tmp_path: Path) -> None:
+    """A mixture whose queries and keys have norms, as Qwen3-30B-A3B has with half of its depth."""
+    config = {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 32768,
+    }
+    _, found = rehearse_target(grpo_of(config, tmp_path, 8, "pp=2"))
+    assert [each.device for each in found] == [0, 4]
+    require_agreement(found)
+    updates = [a for each in found for a in each.actions if a.action == "actor.update"]
+    assert updates[0].found > 1.2 * updates[1].found > 40e9
 
 
 @pytest.mark.slow
@@ -321,14 +383,7 @@ def test_soft_caps_are_within_five_percent(tmp_path: Path, on: str) -> None:
         "max_position_embeddings": 8192,
         "sliding_window": 1024,
     }
-    model = tmp_path / "gemma"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(config))
-    for file in (PIPELINES / "assets" / "arith-tiny").glob("token*"):
-        shutil.copy(file, model)
-    pipeline = tmp_path / "gemma.py"
-    pipeline.write_text(GEMMA.format(on=on, path=model))
-    _, (found,) = rehearse_target(Target(pipeline=str(pipeline), devices="h100:1"))
+    _, (found,) = rehearse_target(grpo_of(config, tmp_path, 1, on))
     require_agreement([found])
     update = next(action for action in found.actions if action.action == "actor.update")
     assert update.found > 50e9

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rlflow.scheduler.costs.estimate import Costs
-from rlflow.scheduler.observed import piece_done, work_parts
+from rlflow.scheduler.costs.pieces import piece_done
+from rlflow.scheduler.observed import work_parts
 from rlflow.scheduler.passes.bind.instances import memory_parts
 from rlflow.scheduler.plan.plan import Action, Instance, Part, Plan
 

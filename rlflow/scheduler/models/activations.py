@@ -43,7 +43,14 @@ class LayerBytes:
     def kept(self) -> float:
         """Bytes of a token for a layer's backward; below float32 norms keep float32 copies."""
         wide = 0 if self.size >= WIDE_BYTES else 8 * self.between
-        return self.passing + self.exchanged + wide
+        return self.passing + self.exchanged + wide + self.normed
+
+    @property
+    def normed(self) -> float:
+        """Bytes of a token that norms of queries and keys keep: float32 inputs, and outputs."""
+        shape = self.shape
+        heads = (shape.heads + shape.kv_heads) / self.ranks if shape.head_norms else 0
+        return heads * shape.head_dim * (max(self.size, WIDE_BYTES) + self.size)
 
     @property
     def passing(self) -> float:

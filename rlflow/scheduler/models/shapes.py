@@ -51,7 +51,8 @@ class Shape:
     chooses `routed` experts in all layers together. One process makes the model whole in host
     memory before its weights go to a device where it is `made_whole`. Scores of attention have a
     `softcap` where that is not None; there are `windows` where layers see a part of a row. So many
-    parameters are a `tower` that sees pictures, by `sight`.
+    parameters are a `tower` that sees pictures, by `sight`. Queries and keys have norms of their
+    own where it has `head_norms`.
     """
 
     parameters: int
@@ -84,6 +85,7 @@ class Shape:
     windows: bool = False
     tower: int = 0
     sight: Sight | None = None
+    head_norms: bool = False
 
     @property
     def active(self) -> int:
@@ -256,6 +258,7 @@ def _shape_of(
         recurrent=widths.recurrent,
         carrying=widths.carrying,
         norms=widths.norm_weights,
+        head_norms=widths.head_norms or widths.wide_norms,
         matrices=() if widths.experts else widths.layer_matrices,
         family=family,
         kind=kind,
