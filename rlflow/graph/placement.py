@@ -48,7 +48,9 @@ class On(Strict):
     where it is left out.
     With `pp` layers are cut into so many stages, one behind the other: ranks hold the layers of
     their stage alone, and micro-batches pass from stage to stage (Narayanan et al. 2021), so that
-    pp times as many devices hold the model. Rollouts generate whole rows through all layers, in a
+    pp times as many devices hold the model. With `virtual` each of these ranks has so many stages,
+    apart from each other (section 2.2 there), so that they wait for each other that much less,
+    and send as often more. Rollouts generate whole rows through all layers, in a
     layout without either. `weights="own"`
     gives a rollout a copy of the weights where it could share the trained ones. With
     `recompute=True` only the inputs of each layer are kept for the backward pass, which computes
@@ -83,6 +85,7 @@ class On(Strict):
     cp: Count | None = None
     cp_by: ContextBy | None = None
     pp: Count | None = None
+    virtual: Count | None = None
     engine: str | EngineOptions | None = None
     weights: Literal["shared", "own"] | None = None
     recompute: Recompute | None = None

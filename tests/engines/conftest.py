@@ -18,7 +18,7 @@ SIZES = {
 }
 
 
-def make_config(family):
+def make_config(family, layers=2):
     import transformers
 
     if family == "gpt2":
@@ -41,25 +41,26 @@ def make_config(family):
     }
     kind, more = kinds[family]
     # Weights this wide make attention matter to the logits.
-    return kind(**SIZES, **more, initializer_range=0.3)
+    sizes = SIZES | {"num_hidden_layers": layers}
+    return kind(**sizes, **more, initializer_range=0.3)
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory):
-    """A function from a family's name to a directory with a tiny random model of it."""
+    """A function from a family's name, and layers, to a directory with a tiny random model."""
     import torch
     import transformers
 
     made = {}
 
-    def make(family):
-        if family not in made:
+    def make(family, layers=2):
+        if (family, layers) not in made:
             path = tmp_path_factory.mktemp("models") / family
             torch.manual_seed(len(family))
-            config = make_config(family)
+            config = make_config(family, layers)
             transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
-            made[family] = str(path)
-        return made[family]
+            made[family, layers] = str(path)
+        return made[family, layers]
 
     return make
 

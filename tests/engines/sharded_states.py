@@ -19,10 +19,11 @@ from rlflow.batch import flat, ragged_rows, select_rows
 from rlflow.contract.values import SampleKey, Sampling
 from rlflow.engines.hf import host_states
 from rlflow.engines.hf.loading import load_model
-from rlflow.engines.hf.microbatches import Asked
+from rlflow.engines.hf.microbatches import WantedOutputs
 from rlflow.engines.hf.recompute import decoder_layers
 from rlflow.engines.hf.sharded import forwards as sharded_forwards
-from rlflow.engines.hf.sharded.build import gather_ahead, load_sharded
+from rlflow.engines.hf.sharded.build import load_sharded
+from rlflow.engines.hf.sharded.loading import gather_ahead
 from rlflow.engines.hf.sharded.mesh import AXES
 from rlflow.engines.hf.sharded.rollout import ShardedRollout
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
@@ -329,7 +330,7 @@ def bytes_held(rank, path, shape, dtype, spec=None):
     def loss(outputs, _):
         return -outputs["log_probs"].sum(), {}
 
-    engine.forwarded(micro, loss, Asked(("log_probs",))).backward()
+    engine.forwarded(micro, loss, WantedOutputs(("log_probs",))).backward()
     left = sum(g.numel() * g.element_size() for g in optimizer.gradients().values())
     moments = sum(b.numel() * b.element_size() for b in optimizer.state_buffers())
     assert left + moments == optimizer.num_bytes()

@@ -117,6 +117,30 @@ def test_stages_of_two_ranks_compute_what_one_does(shape, family, options, world
     equal(world, path_of(family, model_dir), shape, **{**STAGES, **options})
 
 
+VIRTUAL = {**STAGES, "stages": (2, 1, 1, 1)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "family", "options"),
+    [
+        pytest.param((1, 1, 1), "llama", {}, id="llama"),
+        pytest.param((1, 1, 1), "qwen2", {"recompute": True}, id="tied"),
+        pytest.param((1, 1, 1), "qwen3", {"head": "value"}, id="value"),
+        pytest.param((1, 1, 1), "mistral", {"micro_tokens": None}, id="alone"),
+        pytest.param((1, 2, 1), "llama", {"uneven": True}, id="fsdp2"),
+        pytest.param((1, 2, 1), "qwen2", {"dtype": "float32", "limit": 2e-4}, id="fsdp2-tied"),
+        pytest.param((2, 1, 1), "llama", {"recompute": 3}, id="dp2"),
+        pytest.param((1, 1, 2), "qwen2", {"sequence": True}, id="sequence-tied"),
+        pytest.param((1, 1, 2), "qwen3", {}, id="tp2"),
+        pytest.param((1, 2, 1, 1, 2), "llama", {}, id="cp2"),
+    ],
+)
+def test_several_stages_on_a_rank_compute_what_one_does(shape, family, options, world, model_dir):
+    """Each of two ranks has two runs of layers, that micro-batches pass through in turns."""
+    equal(world, model_dir(family, 5), shape, **{**VIRTUAL, **options})
+
+
 # A gradient that is all rounding, such as that of a key's bias, would be scaled up to a step.
 STEADY = replace(Spec(), eps=1e-3)
 

@@ -34,7 +34,7 @@ from tests.scheduler.examples import OWN, SPLIT, TWICE, compiled_with, grpo
 from tests.scheduler.strategies import PLENTY
 
 LAYERS = 6
-STAGES = {1: (), 2: (2, 4), 3: (1, 3, 2)}
+STAGES = {1: (), 2: (2, 4), 3: (1, 3, 2), 4: (1, 2, 2, 1), 6: (1,) * 6}
 SIDE = 48
 
 
@@ -43,10 +43,12 @@ def instances(draw: st.DrawFn) -> Instance:
     """A layout over up to eight of twelve devices, in any order."""
     sizes = [(1, 1, 2, 1), (2, 2, 2, 1), (4, 2, 1, 1), (4, 1, 2, 1), (2, 2, 1, 2), (1, 1, 2, 3)]
     fsdp, tp, copies, pp = draw(st.sampled_from(sizes))
+    virtual = draw(st.sampled_from([1, 2] if pp > 1 else [1]))
     devices = draw(st.permutations(range(12)))[: fsdp * tp * copies * pp]
     ep = draw(st.sampled_from([n for n in (1, 2, 4) if fsdp % n == 0]))
     cp = draw(st.sampled_from([n for n in (1, 2, 4) if fsdp % n == 0]))
-    return replace(made(tuple(devices), fsdp // cp, tp, ep, cp), pp=pp, stages=STAGES[pp])
+    whole = made(tuple(devices), fsdp // cp, tp, ep, cp)
+    return replace(whole, pp=pp, virtual=virtual, stages=STAGES[pp * virtual])
 
 
 def made(
@@ -73,10 +75,11 @@ def cells(instance: Instance, device: int, how: str) -> set[tuple[int, int, int]
     """
     place = instance.devices.index(device) // instance.stage_ranks % instance.pp
     layers = instance.stages or (LAYERS,)
-    mine = range(sum(layers[:place]), sum(layers[: place + 1]))
+    stages = range(place, len(layers), instance.pp)
+    mine = [n for s in stages for n in range(sum(layers[:s]), sum(layers[: s + 1]))]
     if how in ("first", "last", "ends"):
         there = (place == 0, place == instance.pp - 1)
-        mine = range({"first": there[0], "last": there[1], "ends": any(there)}[how])
+        mine = [0] * {"first": there[0], "last": there[1], "ends": any(there)}[how]
     return {(layer, *each) for layer in mine for each in _cells(instance, device, how)}
 
 

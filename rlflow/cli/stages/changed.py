@@ -45,7 +45,9 @@ def _layouts(plan: Mapping[str, Any]) -> dict[str, str]:
     for each in plan["instances"]:
         if "train" in each["uses"] or "forward" in each["uses"]:
             ranks = len(each["devices"])
-            apart = "".join(f" {axis}={each[axis]}" for axis in ("ep", "cp", "pp") if axis in each)
+            apart = "".join(
+                f" {axis}={each[axis]}" for axis in ("ep", "cp", "pp", "virtual") if axis in each
+            )
             found[f"layout of {each['model']}"] = (
                 f"{ranks} device{'s' if ranks > 1 else ''}, fsdp={each['fsdp']}{apart} "
                 f"tp={each['tp']}"

@@ -32,7 +32,7 @@ HOST = "can't allocate memory"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class WantedOutputs:
     """What a pass is asked for: outputs by name, see `TrainEngine.forward`."""
 
     outputs: tuple[str, ...]
@@ -51,9 +51,9 @@ def chosen_ids(batch: Batch) -> Tensor | None:
     return None if ids is None else flat(ids)
 
 
-def blank(
+def blank_outputs(
     batch: Batch,
-    asked: Asked,
+    asked: WantedOutputs,
     tokens: int,
     *,
     dtype: torch.dtype | None = None,

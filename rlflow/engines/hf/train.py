@@ -27,9 +27,9 @@ from rlflow.engines.hf.forward.head import Predictor
 from rlflow.engines.hf.forward.token_scores import token_scores, widen
 from rlflow.engines.hf.forward.vocabulary import CHOSEN, SUMS, TOP, distributions
 from rlflow.engines.hf.microbatches import (
-    Asked,
+    WantedOutputs,
     add_metrics,
-    blank,
+    blank_outputs,
     cut_by_tokens,
     half_of_largest,
     in_batch_order,
@@ -130,9 +130,11 @@ class TrainEngine:
         for _ in range(len(parts), passes):
             self.fill(batch, outputs, temperature, top_k)
         found = in_batch_order(batch, [rows for rows, _ in parts], computed)
-        return self.told(found, batch, Asked(tuple(outputs), temperature, top_k))
+        return self.told(found, batch, WantedOutputs(tuple(outputs), temperature, top_k))
 
-    def told(self, found: dict[str, Tensor], batch: Batch, asked: Asked) -> dict[str, Tensor]:
+    def told(
+        self, found: dict[str, Tensor], batch: Batch, asked: WantedOutputs
+    ) -> dict[str, Tensor]:
         """The outputs of a batch, of what was found here of them."""
         return found
 
@@ -234,10 +236,10 @@ class TrainEngine:
         self.model.require_ready()
         packed = self.packing.rows(batch)
         layout, records = packed.layout, not EXPERTS.isdisjoint(outputs)
-        asked = Asked(tuple(n for n in outputs if n not in EXPERTS), temperature, top_k)
+        asked = WantedOutputs(tuple(n for n in outputs if n not in EXPERTS), temperature, top_k)
         self.require_context(layout.longest)
         if not layout.predictions:
-            none = blank(batch, asked, 0, device=self.model.device)
+            none = blank_outputs(batch, asked, 0, device=self.model.device)
             return none | (self.routers.unread(batch) if records else {})
         in_chunks = self.chunk_bytes is not None and self.model.predictor is not None
         scored = self.in_chunks if in_chunks and asked.outputs else self.at_once
@@ -249,7 +251,7 @@ class TrainEngine:
         return found | (self.routers.recorded(attention, batch) if records else {})
 
     def at_once(
-        self, packed: PackedRows, attention: PackedAttention, asked: Asked
+        self, packed: PackedRows, attention: PackedAttention, asked: WantedOutputs
     ) -> dict[str, Tensor]:
         """The outputs of one pass, with the logits of all of its tokens; without any, no head."""
         layout, outputs, temperature = packed.layout, asked.outputs, asked.temperature
@@ -272,7 +274,7 @@ class TrainEngine:
         return {name: found[name] for name in outputs}
 
     def in_chunks(
-        self, packed: PackedRows, attention: PackedAttention, asked: Asked
+        self, packed: PackedRows, attention: PackedAttention, asked: WantedOutputs
     ) -> dict[str, Tensor]:
         """The same, of a language model's head on a few tokens at a time."""
         limit, layout, outputs = self.chunk_bytes, packed.layout, asked.outputs

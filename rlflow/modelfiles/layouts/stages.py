@@ -12,10 +12,20 @@ from rlflow.errors import Finding
 from rlflow.modelfiles.families import Family
 
 
-def staging_finding(path: str, family: Family, layers: int, pp: int) -> Finding | None:
-    """E531 where a model cannot be cut into `pp` stages of whole layers; None where it can."""
-    if pp == 1:
+def staging_finding(
+    path: str, family: Family, layers: int, pp: int, virtual: int = 1
+) -> Finding | None:
+    """E531 where a model cannot be cut into `pp` x `virtual` stages of whole layers; None else."""
+    if pp == 1 and virtual == 1:
         return None
+    if pp == 1 or (virtual > 1 and family.experts != "none"):
+        return Finding(
+            code="E531",
+            what=f"virtual={virtual}: ranks of model {path!r} cannot have several stages each",
+            got=f"pp={pp}" if pp == 1 else "experts, whose routers are counted stage by stage",
+            expected="pp=2 at least, and a dense model",
+            fix=f"rf.on(..., pp={pp}, virtual=1)",
+        )
     if not family.staged:
         return Finding(
             code="E531",
@@ -23,15 +33,31 @@ def staging_finding(path: str, family: Family, layers: int, pp: int) -> Finding 
             got="a family whose stages were never compared with the whole model",
             fix="rf.on(..., pp=1)",
         )
-    if pp <= layers:
+    if pp * virtual <= layers:
         return None
+    each = f" virtual={virtual}" if virtual > 1 else ""
     return Finding(
         code="E531",
-        what=f"pp={pp}: model {path!r} has fewer layers than stages",
+        what=f"pp={pp}{each}: model {path!r} has fewer layers than stages",
         got=f"{layers} layers",
         expected="one layer in each stage at least",
-        fix=f"rf.on(..., pp={layers})",
+        fix=f"rf.on(..., pp={min(pp, layers)})",
     )
+
+
+def ahead(place: int, pp: int, virtual: int = 1) -> int:
+    """Forwards through one stage that a rank makes before its first backward.
+
+    One forward, one backward (Narayanan et al., arXiv:2006.09503): as many as there are ranks after
+    it. With several `virtual` stages on each, which micro-batches go through `pp` at a time
+    (Narayanan et al., arXiv:2104.04473, section 2.2), twice that, and a round of all but the last.
+    """
+    return (pp - place - 1) * (1 if virtual == 1 else 2) + (virtual - 1) * pp
+
+
+def under_way(place: int, pp: int, virtual: int = 1) -> float:
+    """Micro-batches whose activations a rank has at the most, in those of all of its stages."""
+    return (ahead(place, pp, virtual) + 1) / virtual
 
 
 @cache

@@ -149,7 +149,7 @@ def _sharded(
         kept_whole=instance.kept_whole,
         sequence=instance.sequence,
         cp_by=instance.cp_by or "ulysses",
-        stages=instance.stages,
+        stages=instance.stages or instance.virtual,
         **meshes._asdict(),
         **common,
     )

@@ -279,6 +279,7 @@ class Costs(ExpectedRows):
             cp_by=instance.cp_by,
             replicas=group_of(self.cluster, devices[:: instance.ranks] if instance.trained else ()),
             pp=instance.pp,
+            virtual=instance.virtual,
             stage=self.stage,
             hop=group_of(self.cluster, devices[: 2 * across : across] if instance.pp > 1 else ()),
             serving=serving_of(instance, self),

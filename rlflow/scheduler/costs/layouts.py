@@ -17,14 +17,13 @@ from rlflow.scheduler.plan.plan import Instance
 
 Cut = Literal["columns", "rows", "whole", "experts", "first", "last", "ends"]
 Interval = tuple[Fraction, Fraction]
-# Of layers, of what `fsdp` cuts and of the other side of a parameter.
-Box = tuple[Interval, Interval, Interval]
+# Runs of layers, and of what `fsdp` cuts and of the other side of a parameter.
+Box = tuple[tuple[Interval, ...], Interval, Interval]
 
 CUTS: tuple[Cut, ...] = ("columns", "rows", "whole", "experts", "first", "last", "ends")
 # Beside layers: an embedding, a head, and what is both.
 BESIDE: tuple[Cut, ...] = ("first", "last", "ends")
 WHOLE: Interval = (Fraction(0), Fraction(1))
-NONE: Interval = (Fraction(0), Fraction(0))
 
 
 def shares(shape: Shape, *, predicts: bool = True) -> dict[Cut, int]:
@@ -48,15 +47,15 @@ def shares(shape: Shape, *, predicts: bool = True) -> dict[Cut, int]:
     return found | {"columns": columns, "rows": by_inputs, "whole": norms, "experts": experts}
 
 
-def depth(instance: Instance, stage: int, how: Cut) -> Interval:
-    """The part of all layers that a stage has; all or none of what is beside them."""
+def depth(instance: Instance, stage: int, how: Cut) -> tuple[Interval, ...]:
+    """The parts of all layers that a place along pp has; all or none of what is beside them."""
     last = instance.pp - 1
     if how in BESIDE:
         there = (how != "last" and stage == 0) or (how != "first" and stage == last)
-        return WHOLE if there else NONE
-    layers = instance.stages or (1,) * instance.pp
-    start, total = sum(layers[:stage]), sum(layers)
-    return Fraction(start, total), Fraction(start + layers[stage], total)
+        return (WHOLE,) if there else ()
+    runs = instance.runs
+    total = runs[-1][-1].stop
+    return tuple((Fraction(run.start, total), Fraction(run.stop, total)) for run in runs[stage])
 
 
 def parameters_per_rank(
@@ -69,7 +68,10 @@ def parameters_per_rank(
 
 def _of_stage(instance: Instance, stage: int, sizes: Mapping[Cut, int]) -> int:
     """Parameters on each rank of a stage."""
-    held = {how: int(size * _length(depth(instance, stage, how))) for how, size in sizes.items()}
+    held = {
+        how: int(size * sum(map(_length, depth(instance, stage, how)), Fraction(0)))
+        for how, size in sizes.items()
+    }
     cut = sum(size for how, size in held.items() if how != "whole")
     return -(-(cut // instance.tp + held.get("whole", 0)) // instance.shards)
 
@@ -99,7 +101,7 @@ def piece(instance: Instance, device: int, how: Cut) -> Box:
     """
     if instance.engine_plan.in_process:
         side = (Fraction(0), Fraction(int(device in instance.owners)))
-        return side, side, side
+        return (side,), side, side
     place = instance.devices.index(device)
     layer, shard = place % instance.tp, place // instance.tp % instance.shards
     deep = depth(instance, instance.stage_of(device), how)
@@ -120,19 +122,24 @@ def _part(interval: Interval, number: int, parts: int) -> Interval:
     return start + number * width, start + (number + 1) * width
 
 
+def _common(one: Interval, other: Interval) -> Fraction:
+    return max(Fraction(0), min(one[1], other[1]) - max(one[0], other[0]))
+
+
 def _length(interval: Interval) -> Fraction:
     return interval[1] - interval[0]
 
 
 def area(box: Box) -> Fraction:
     """The part of a parameter that a box is."""
-    return math.prod((_length(side) for side in box), start=Fraction(1))
+    return shared_fraction(box, box)
 
 
 def shared_fraction(one: Box, other: Box) -> Fraction:
     """The part of a parameter that two boxes have in common."""
-    common = ((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
-    return math.prod((max(Fraction(0), _length(side)) for side in common), start=Fraction(1))
+    deep = sum((_common(a, b) for a in one[0] for b in other[0]), Fraction(0))
+    sides = (_common(a, b) for a, b in zip(one[1:], other[1:], strict=True))
+    return math.prod(sides, start=deep)
 
 
 def lacking(source: Instance, target: Instance) -> dict[Cut, Fraction]:

@@ -72,10 +72,11 @@ class Sizes:
         As many each, or one more, where the shape of its model is not known.
         """
         shape = self.shapes[instance.model]
-        if instance.pp == 1 or shape is None or shape.layers < instance.pp:
+        count = instance.pp * instance.virtual
+        if count == 1 or shape is None or shape.layers < count:
             return instance
         predicts = self.graph.model(instance.model).head != "value"
-        return replace(instance, stages=cut_of(shape, instance.pp, predicts=predicts))
+        return replace(instance, stages=cut_of(shape, count, predicts=predicts))
 
     def weights(self, instance: Instance) -> int | None:
         """Bytes of parameters on each device; embedding and two layers where layers come and go.

@@ -12,25 +12,29 @@ from rlflow.modelfiles.layouts.stages import stage_layers
 from rlflow.scheduler.models.shapes import Shape
 
 
-def cut_of(shape: Shape, pp: int, *, predicts: bool) -> tuple[int, ...]:
-    """How many layers each of `pp` stages has, so that the heaviest is as light as can be.
+def cut_of(shape: Shape, count: int, *, predicts: bool) -> tuple[int, ...]:
+    """How many layers each of `count` stages has, so that the heaviest is as light as can be.
 
     A stage weighs the parameters that a token passes in it. The first has the embedding, the last
     a head where the model `predicts` tokens.
     """
-    if pp == 1:
+    if count == 1:
         return (shape.layers,)
     words = shape.vocab * shape.hidden
     layer = max(shape.active - shape.embedding, shape.layers) / shape.layers
     return stage_layers(
-        shape.layers, min(pp, shape.layers), layer=layer, first=words, last=words * predicts
+        shape.layers, min(count, shape.layers), layer=layer, first=words, last=words * predicts
     )
 
 
 @lru_cache(maxsize=4096)
-def stage_shapes(shape: Shape, pp: int, *, predicts: bool) -> tuple[Shape, ...]:
-    """The shape of each stage, as if it were a model of its own; a stage between has no words."""
-    cut = cut_of(shape, pp, predicts=predicts)
+def stage_shapes(shape: Shape, pp: int, *, virtual: int = 1, predicts: bool) -> tuple[Shape, ...]:
+    """The shape of the stages at each place along `pp`, as if they were a model of their own.
+
+    Each place has `virtual` stages. One between the first and the last has no words.
+    """
+    stages = cut_of(shape, pp * virtual, predicts=predicts)
+    cut = [sum(stages[place::pp]) for place in range(min(pp, len(stages)))]
     if len(cut) == 1:
         return (shape,)
     words = shape.vocab * shape.hidden

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 from rlflow.graph.op import Use
@@ -66,9 +67,9 @@ class Instance:
 
     Its ranks are a mesh (replicas, pp, fsdp, cp, tp), row-major over `devices`. Ranks along `tp`
     share each layer, and therefore the rows, of which ranks along `cp` have a part of the tokens
-    each, and attend `cp_by` heads or a ring. Those along pp are `stages` of so many layers each,
-    and see the same rows. Those along fsdp and cp share every parameter; each `ep` neighbours hold
-    different experts.
+    each, and attend `cp_by` heads or a ring. Those along pp see the same rows. Of `stages` of so
+    many layers each has every pp-th one, `virtual` of them. Those along fsdp and cp share every
+    parameter; each `ep` neighbours hold different experts.
     A rank sees at most `micro_tokens` tokens in a pass, or its part of one row.
     An update's backward computes layers again that `recompute` names, or the `recompute_first`.
     Layers gathered for an update's forward are `kept_whole` until its backward, or gathered again.
@@ -97,6 +98,7 @@ class Instance:
     cp: int = 1
     cp_by: ContextBy | None = None
     pp: int = 1
+    virtual: int = 1
     stages: tuple[int, ...] = ()
     recompute: bool | Literal["selective"] = False
     recompute_first: int | None = None
@@ -146,8 +148,16 @@ class Instance:
         return self.shards * self.tp
 
     def stage_of(self, device: int) -> int:
-        """The number of the stage that a device has."""
+        """The place of a device along pp, which is the number of its first stage."""
         return self.devices.index(device) // self.stage_ranks % self.pp
+
+    @property
+    def runs(self) -> tuple[tuple[range, ...], ...]:
+        """The runs of layers that each place along pp has; one layer a stage, if none are known."""
+        counts = self.stages or (1,) * (self.pp * self.virtual)
+        starts = [sum(counts[:number]) for number in range(len(counts) + 1)]
+        every = [range(*each) for each in pairwise(starts)]
+        return tuple(tuple(every[place :: self.pp]) for place in range(self.pp))
 
     @property
     def row_ranks(self) -> int:
@@ -240,6 +250,7 @@ class Instance:
     def layout(self) -> str:
         """The printed layout."""
         parts = [f"pp={self.pp}"] if self.pp > 1 else []
+        parts += [f"virtual={self.virtual}"] if self.virtual > 1 else []
         parts += [f"fsdp={self.fsdp}"] if self.fsdp > 1 else []
         parts += [f"ep={self.ep}"] if self.ep > 1 else []
         parts += [f"cp={self.cp}", *([self.cp_by] if self.cp_by else [])] if self.cp > 1 else []
@@ -271,7 +282,7 @@ class Instance:
         for name in (*rare, *late):
             if not found[name]:
                 del found[name]
-        usual = {"rows_at_once": MOST_ROWS, "ep": 1, "cp": 1, "cp_by": None, "pp": 1}
+        usual = {"rows_at_once": MOST_ROWS, "ep": 1, "cp": 1, "cp_by": None, "pp": 1, "virtual": 1}
         for name in (name for name, value in usual.items() if found[name] == value):
             del found[name]
         del found["engine_plan"], found["options"]

@@ -5,6 +5,7 @@ Knows the graph and the plan; shares no code with the passes.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -28,8 +29,8 @@ def instances_are_placed(facts: Facts) -> Iterator[str]:
         if len(i.devices) % (i.pp * i.fsdp * i.cp * i.tp):
             sizes = f"{i.pp} x {i.fsdp} x {i.cp} x {i.tp}"
             yield f"{i.name}: {sizes} ranks on {len(i.devices)} devices"
-        if i.stages and (len(i.stages) != i.pp or min(i.stages) < 1):
-            yield f"{i.name}: stages of {i.stages} layers, where there are {i.pp}"
+        if i.stages and (len(i.stages) != i.pp * i.virtual or min(i.stages) < 1):
+            yield f"{i.name}: stages of {i.stages} layers, where there are {i.pp} x {i.virtual}"
         if i.fsdp * i.cp % i.ep:
             yield f"{i.name}: experts apart on {i.ep} of {i.fsdp * i.cp} ranks"
         if i.name not in served:
@@ -193,7 +194,7 @@ def _held(source: Instance, target: Instance) -> bool:
     cells, layers = source.ranks * target.ranks, layers_of(source, target)
     return all(
         device in source.devices
-        and set(stage_held(target, device, layers)) <= set(stage_held(source, device, layers))
+        and stage_held(target, device, layers) <= stage_held(source, device, layers)
         and all(
             not mine or (theirs.start <= mine.start and mine.stop <= theirs.stop)
             for mine, theirs in zip(
@@ -207,19 +208,22 @@ def _held(source: Instance, target: Instance) -> bool:
 def layers_of(source: Instance, target: Instance) -> int:
     """Into how many layers two instances of a model are taken to be cut, known or not."""
     known = {sum(each.stages) for each in (source, target) if each.stages}
-    return max(known, default=source.pp * target.pp)
+    return max(known, default=math.lcm(*(each.pp * each.virtual for each in (source, target))))
 
 
-def stage_held(instance: Instance, device: int, layers: int) -> range:
+def stage_held(instance: Instance, device: int, layers: int) -> frozenset[int]:
     """The layers of so many that a device holds; before them lies an embedding, after them a head.
 
     Those have the numbers -1 and `layers`.
     """
-    counts = instance.stages or (layers // instance.pp,) * instance.pp
-    stage = instance.devices.index(device) // (instance.shards * instance.tp) % instance.pp
-    start = sum(counts[:stage])
-    first, last = stage == 0, stage == instance.pp - 1
-    return range(start - first, start + counts[stage] + last)
+    stages = instance.pp * instance.virtual
+    counts = instance.stages or (layers // stages,) * stages
+    place = instance.devices.index(device) // (instance.shards * instance.tp) % instance.pp
+    found = {-1} if place == 0 else set[int]()
+    found |= {layers} if place == instance.pp - 1 else set()
+    for stage in range(place, stages, instance.pp):
+        found.update(range(sum(counts[:stage]), sum(counts[: stage + 1])))
+    return frozenset(found)
 
 
 def cells_held(instance: Instance, device: int, cells: int) -> tuple[range, ...]:

@@ -8,7 +8,6 @@ over the ranks that see different rows. This file knows neither training nor sam
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -51,12 +50,12 @@ from rlflow.engines.hf.models import TorchModel, ValueModel
 from rlflow.engines.hf.recompute import decoder_layers
 from rlflow.engines.hf.sharded.expert_parallel import ExpertParallel, expert_layers
 from rlflow.engines.hf.sharded.forwards import replace_cut_forwards, restore_cut_forwards
-from rlflow.engines.hf.sharded.loading import materialize
+from rlflow.engines.hf.sharded.loading import gather_ahead, materialize
 from rlflow.engines.hf.sharded.mesh import Axis, MeshRanks
 from rlflow.engines.hf.sharded.model import ShardedModel
 from rlflow.engines.hf.sharded.sequence import share_sequence
 from rlflow.engines.hf.sharded.tensor_parallel import Cut, Split, parallelize
-from rlflow.engines.hf.stages.stage import LayerStage, cut_stage
+from rlflow.engines.hf.stages.stage import LayerStage, cut_stage, stage_of, stages_each
 from rlflow.engines.hf.weights.filling import fill_all
 from rlflow.engines.hf.weights.skeletons import config_of, skeleton
 from rlflow.errors import Finding, UsageError
@@ -72,7 +71,7 @@ from rlflow.modelfiles.families import (
 )
 from rlflow.modelfiles.heads import Head as StoredHead
 from rlflow.modelfiles.layouts.contexts import context_finding, windowed
-from rlflow.modelfiles.layouts.stages import stage_layers, staging_finding
+from rlflow.modelfiles.layouts.stages import staging_finding
 from rlflow.modelfiles.widths import carrying_in
 
 __all__ = ["ShardedModel", "load_sharded"]
@@ -96,7 +95,7 @@ def load_sharded(
     kept_whole: bool = False,
     sequence: bool = False,
     cp_by: ContextBy = "ulysses",
-    stages: tuple[int, ...] = (),
+    stages: tuple[int, ...] | int = 1,
     name: str = "",
     lora: AdapterSpec | None = None,
     fresh_head: bool = True,
@@ -111,15 +110,15 @@ def load_sharded(
         attention.register_attention()
         config = read(path, lambda: config_of(path, dtype))
         check_layers(path, config)
-        check_family(path, config, ranks.sizes, ranks.ep, cp_by, sequence=sequence)
-        stage = stage_of(ranks, config, stages)
+        check_family(path, config, ranks.sizes, ranks.ep, cp_by, sequence=sequence, stages=stages)
+        stage = stage_of(ranks, config.get_text_config().num_hidden_layers, stages)
         stored = stored_head(path, config, head, init, fresh_head)
         module = read(path, lambda: skeleton(path, config, head, dtype, stored))
     adapters = None if lora is None else adapt(module, lora, seed)
     if not trained:
         module.requires_grad_(False)
     split, apart, cuts = cut_up(module, config, ranks, path, stage, adapters, dtype)
-    share_out(module, ranks, dtype, trained, kept_whole=kept_whole)
+    share_out(module, ranks, dtype, trained, kept_whole=kept_whole, stage=stage)
     materialize(module, ranks.device)
     model = ShardedModel(
         module.eval(), config, head=head, name=name or path, ranks=ranks, dtype=dtype, cuts=cuts,
@@ -161,6 +160,7 @@ def check_family(
     cp_by: ContextBy = "ulysses",
     *,
     sequence: bool = False,
+    stages: tuple[int, ...] | int = 1,
 ) -> None:
     """Refuse a family of models that ranks of so many along each axis cannot hold."""
     text = config.get_text_config()
@@ -173,18 +173,10 @@ def check_family(
     found = found or dispatch_finding(path, family, experts, ep, sizes["fsdp"], sizes["tp"])
     heads = (text_value(said, *HEADS), sizes["cp"], sizes["tp"], cp_by, carrying_in(said))
     found = found or context_finding(path, family, *heads, windows=windowed(said))
-    found = found or staging_finding(path, family, text.num_hidden_layers, sizes["pp"])
+    each = (text.num_hidden_layers, sizes["pp"], stages_each(stages, sizes["pp"]))
+    found = found or staging_finding(path, family, *each)
     if found is not None:
         raise UsageError(found)
-
-
-def stage_of(ranks: MeshRanks, config: ModelConfig, stages: tuple[int, ...]) -> LayerStage | None:
-    """The stage of this rank; None where there is one."""
-    if ranks.sizes["pp"] == 1:
-        return None
-    return LayerStage(
-        ranks, stages or stage_layers(config.get_text_config().num_hidden_layers, ranks.sizes["pp"])
-    )
 
 
 def cut_up(
@@ -223,6 +215,7 @@ def share_out(
     trained: bool,
     *,
     kept_whole: bool = False,
+    stage: LayerStage | None = None,
 ) -> None:
     """Shard the parameters of a module on the meta device along `fsdp`, layer by layer.
 
@@ -258,20 +251,7 @@ def share_out(
         part.set_force_sum_reduction_for_comms(True)
     module.forward = opaque(module.forward)
     if ranks.device.type != "cpu":
-        gather_ahead(module)
-
-
-def gather_ahead(module: nn.Module) -> None:
-    """Gather each layer before the one before it computes, and the first before the embedding.
-
-    FSDP2 alone gathers it when that one's work is queued: beside it only where the host is ahead of
-    the device. In a backward it gathers ahead by itself. Two layers are whole at a time.
-    """
-    every = (module, *decoder_layers(module).values())
-    parts = [part for part in every if isinstance(part, FSDPModule)]
-    for part, following in itertools.pairwise(parts):
-        ahead = [following, *expert_layers(cast("nn.Module", following))]
-        part.set_modules_to_forward_prefetch([e for e in ahead if isinstance(e, FSDPModule)])
+        gather_ahead(module, () if stage is None else tuple(map(len, stage.layers)))
 
 
 def over_replicas(ranks: MeshRanks, mesh: DeviceMesh, axis: str) -> DeviceMesh:
@@ -351,7 +331,7 @@ def _head_of_all(model: ShardedModel, plain: Tensor, split: Split | None) -> Pre
     """The head, where it computes the plain outputs on every rank that has one."""
     if model.head != "lm":
         return None
-    has = model.stage is None or model.stage.last
+    has = model.stage is None or model.stage.has_last
     predictor = cut_head(model.module, model.config, split) if has else None
     if not model.ranks.most(predictor is not None):
         return None

@@ -39,6 +39,8 @@ def share_sequence(model: ShardedModel, split: Split | None) -> None:
     inner = getattr(module, "body", module)
     if split.roles.get(inner.get_input_embeddings()) != "vocabulary":
         inner.get_input_embeddings().register_forward_hook(partial(_begin, split))
+    if model.stage is not None and model.stage.blank is not None:
+        model.stage.blank.register_forward_hook(partial(_begin, split))
     inner.base_model.register_forward_hook(partial(_end, split))
     split.sequence = True
 

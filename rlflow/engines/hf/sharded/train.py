@@ -17,7 +17,7 @@ from rlflow.batch import Batch, lengths
 from rlflow.contract.progress import advance
 from rlflow.contract.values import LossFunction, StepResult, Temperature
 from rlflow.engines.hf.forward.ahead import Part
-from rlflow.engines.hf.microbatches import Asked, add_metrics, numbers_of, one_token
+from rlflow.engines.hf.microbatches import WantedOutputs, add_metrics, numbers_of, one_token
 from rlflow.engines.hf.optim.kinds import Kinds
 from rlflow.engines.hf.sharded.grouped import ShardedInt8AdamW, ShardedMuon
 from rlflow.engines.hf.sharded.mesh import ROWS
@@ -85,7 +85,7 @@ class ShardedTrainEngine(TrainEngine):
         parts = [part for part in self.micro_batches(batch) if len(part[1])]
         passes = max(1, self.passes(len(parts)))
         micros = self.filled_up(self.packing.over(parts), batch, passes)
-        asked = Asked(tuple(outputs), temperature)
+        asked = WantedOutputs(tuple(outputs), temperature)
         total = self.pass_all(micros, passes, loss_fn, asked)
         optimizer.add_parts()
         return self.finish(self.metrics(total), max_grad_norm)
@@ -110,7 +110,7 @@ class ShardedTrainEngine(TrainEngine):
         micros: Iterator[tuple[Batch, bool]],
         passes: int,
         loss_fn: LossFunction,
-        asked: Asked,
+        asked: WantedOutputs,
     ) -> dict[str, Tensor]:
         """Add up the gradients of so many micro-batches; the metrics of this rank's own."""
         total: dict[str, Tensor] = {}
@@ -122,7 +122,9 @@ class ShardedTrainEngine(TrainEngine):
             advance(1, "micro-batches")
         return total
 
-    def forwarded(self, micro: Batch, loss_fn: LossFunction | None, asked: Asked) -> Forwarded:
+    def forwarded(
+        self, micro: Batch, loss_fn: LossFunction | None, asked: WantedOutputs
+    ) -> Forwarded:
         """A micro-batch's forward and its metrics, without a `loss_fn` of nobody's rows."""
         with torch.enable_grad():
             found = self.compute(micro, asked.outputs, asked.temperature)

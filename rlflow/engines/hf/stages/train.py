@@ -1,48 +1,34 @@
 """Training over the stages of a pipeline: micro-batches one behind the other, there and back.
 
-One forward, one backward (Narayanan et al., "Memory-efficient pipeline-parallel DNN training",
-arXiv:2006.09503): a stage begins a backward as soon as it can, so that of `count` stages number
-`place` has at most `count - place` passes under way. This file knows no algorithm.
+One forward, one backward, see `turns`. This file knows no algorithm.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rlflow.batch import Batch, lengths
 from rlflow.contract.progress import advance
-from rlflow.contract.values import LossFunction
+from rlflow.contract.values import LossFunction, Temperature
 from rlflow.engines.hf.forward.ahead import PackedRows
 from rlflow.engines.hf.forward.attention import PackedAttention
-from rlflow.engines.hf.microbatches import Asked, add_metrics, blank
+from rlflow.engines.hf.microbatches import WantedOutputs, add_metrics, blank_outputs, in_batch_order
 from rlflow.engines.hf.sharded.model import local
 from rlflow.engines.hf.sharded.optim import ShardedAdamW
 from rlflow.engines.hf.sharded.train import Forwarded, ShardedTrainEngine
 from rlflow.engines.hf.stages.stage import LayerStage
+from rlflow.engines.hf.stages.turns import forwards, turns
 from rlflow.engines.hf.train import EXPERTS
-
-Turn = Literal["forward", "backward"]
-
-
-def turns(passes: int, place: int, count: int) -> Iterator[Turn]:
-    """What a stage does with the next micro-batch in turn: forwards ahead, then one of each."""
-    ahead = min(passes, count - place - 1)
-    for begun in range(passes + ahead):
-        if begun < passes:
-            yield "forward"
-        if begun >= ahead:
-            yield "backward"
 
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
-    """A micro-batch between its forward and its backward here: what came, and where it ends."""
+    """A micro-batch between its forward and its backward in a stage: what came, where it ends."""
 
     entered: Tensor | None
     left: Tensor | None
@@ -74,19 +60,46 @@ class StagedTrainEngine(ShardedTrainEngine):
         assert self.model.stage is not None
         return self.model.stage
 
-    def told(self, found: dict[str, Tensor], batch: Batch, asked: Asked) -> dict[str, Tensor]:
+    def told(
+        self, found: dict[str, Tensor], batch: Batch, asked: WantedOutputs
+    ) -> dict[str, Tensor]:
         """See `TrainEngine.told`; of experts that tokens chose every stage has some layers."""
         self.stage.flush()
         experts = {name: self.stage.joined(found.pop(name)) for name in sorted(EXPERTS & {*found})}
-        if not self.stage.last:
+        if not self.stage.has_last:
             plain = replace(asked, outputs=tuple(n for n in asked.outputs if n not in EXPERTS))
             wide = torch.promote_types(self.model.dtype, torch.float32)
             tokens = int(lengths(batch["response_tokens"]).sum())
-            found = blank(batch, plain, tokens, dtype=wide)
+            found = blank_outputs(batch, plain, tokens, dtype=wide)
         return self.stage.last_says(found) | experts
 
+    def passes(self, own: int) -> int:
+        """See `ShardedTrainEngine.passes`; of ranks with several stages whole rounds of them."""
+        most = super().passes(own)
+        return most if self.stage.virtual == 1 else -(-most // self.stage.count) * self.stage.count
+
+    def forward_parts(
+        self, batch: Batch, outputs: Collection[str], temperature: Temperature, top_k: int
+    ) -> dict[str, Tensor]:
+        """See `TrainEngine.forward_parts`; with several stages in their turns."""
+        if self.stage.virtual == 1:
+            return super().forward_parts(batch, outputs, temperature, top_k)
+        parts = list(self.micro_batches(batch))
+        passes = self.passes(len(parts))
+        computed: list[dict[str, Tensor]] = [{} for _ in parts]
+        for turn in forwards(passes, self.stage.count, self.stage.virtual):
+            with self.stage.in_turn(turn.turn):
+                if turn.micro >= len(parts):
+                    self.fill(batch, outputs, temperature, top_k)
+                    continue
+                micro = parts[turn.micro][1]
+                computed[turn.micro] |= self.compute(micro, outputs, temperature, top_k)
+            advance(turn.turn + 1 == self.stage.virtual, "micro-batches")
+        found = in_batch_order(batch, [rows for rows, _ in parts], computed)
+        return self.told(found, batch, WantedOutputs(tuple(outputs), temperature, top_k))
+
     def at_once(
-        self, packed: PackedRows, attention: PackedAttention, asked: Asked
+        self, packed: PackedRows, attention: PackedAttention, asked: WantedOutputs
     ) -> dict[str, Tensor]:
         """See `TrainEngine.at_once`; no outputs where other layers follow."""
         if self.stage.last:
@@ -95,7 +108,16 @@ class StagedTrainEngine(ShardedTrainEngine):
         self.model.logits(layout.tokens, layout.positions, attention, layout.targets[:1])
         return {}
 
-    def forwarded(self, micro: Batch, loss_fn: LossFunction | None, asked: Asked) -> Forwarded:
+    def in_chunks(
+        self, packed: PackedRows, attention: PackedAttention, asked: WantedOutputs
+    ) -> dict[str, Tensor]:
+        """See `TrainEngine.in_chunks`; the head is on the last stage."""
+        scored = super().in_chunks if self.stage.last else self.at_once
+        return scored(packed, attention, asked)
+
+    def forwarded(
+        self, micro: Batch, loss_fn: LossFunction | None, asked: WantedOutputs
+    ) -> Forwarded:
         """See `ShardedTrainEngine.forwarded`; there is a loss on the last stage alone."""
         if self.stage.last:
             return super().forwarded(micro, loss_fn, asked)
@@ -108,25 +130,30 @@ class StagedTrainEngine(ShardedTrainEngine):
         micros: Iterator[tuple[Batch, bool]],
         passes: int,
         loss_fn: LossFunction,
-        asked: Asked,
+        asked: WantedOutputs,
     ) -> dict[str, Tensor]:
-        """See `ShardedTrainEngine.pass_all`: forwards and backwards in the turns of this stage."""
-        total: dict[str, Tensor] = {}
-        under_way: deque[UnderWay] = deque()
-        done = 0
-        for turn in turns(passes, self.stage.place, self.stage.count):
-            if turn == "forward":
-                micro, own = next(micros)
-                found = self.forwarded(micro, loss_fn if own else None, asked)
+        """See `ShardedTrainEngine.pass_all`: forwards and backwards in the turns of this rank."""
+        stage, total = self.stage, dict[str, Tensor]()
+        begun: list[tuple[Batch, bool]] = []
+        under_way: dict[tuple[int, int], UnderWay] = {}
+        for turn in turns(passes, stage.place, stage.count, stage.virtual):
+            with stage.in_turn(turn.turn):
+                if turn.back:
+                    last = turn.micro + 1 == passes
+                    self.model.reduce_gradients(last, once=self.reduces_last)
+                    under_way.pop((turn.micro, turn.turn)).backward(stage)
+                    advance(turn.turn == 0, "micro-batches")
+                    continue
+                if turn.turn == 0:
+                    begun.append(next(micros))
+                micro, own = begun[turn.micro]
+                again = self.routers.filling() if turn.turn and not own else nullcontext()
+                with again:
+                    found = self.forwarded(micro, loss_fn if own else None, asked)
                 add_metrics(total, found.metrics)
-                ends = found if self.stage.last else None
-                under_way.append(UnderWay(*self.stage.passed(), ends))
-                continue
-            done += 1
-            self.model.reduce_gradients(done == passes, once=self.reduces_last)
-            under_way.popleft().backward(self.stage)
-            advance(1, "micro-batches")
-        self.stage.flush()
+                ends = found if stage.last else None
+                under_way[turn.micro, turn.turn] = UnderWay(*stage.passed(), ends)
+        stage.flush()
         self._add_repeated()
         return total
 

@@ -15,6 +15,7 @@ from rlflow.graph.op import Use
 from rlflow.graph.placement import ContextBy, Recompute
 from rlflow.modelfiles.chunks import PLAIN, PRODUCT, chunk_bytes
 from rlflow.modelfiles.kernels.attention import AttentionAsked, AttentionChoice, attention_choice
+from rlflow.modelfiles.layouts.stages import under_way
 from rlflow.modelfiles.paging import MOST_ROWS
 from rlflow.scheduler.costs.lengths import Load
 from rlflow.scheduler.costs.ranks.row_share import RowShare
@@ -58,7 +59,8 @@ class RankMemory:
     gradients are whole until the last pass of an update. Products of float32 numbers go by `tf32`,
     where the device has it. Kernels read each logit once where the head goes `by_rows`. Of `pp`
     stages, which send each other by `hop`, each has other layers; what is held is that of one
-    `stage`, or of the fullest. Of a rank's micro-batches `in_flight` are under way at once.
+    `stage`, or of the fullest. A rank may have several `virtual` stages. Of its micro-batches
+    `in_flight` are under way at once, which may be through some of its stages.
     """
 
     kind: Kind
@@ -87,20 +89,21 @@ class RankMemory:
     cp_by: ContextBy | None = None
     replicas: Group = ALONE
     pp: int = 1
+    virtual: int = 1
     stage: int | None = None
     hop: Group = ALONE
-    in_flight: int = 1
+    in_flight: float = 1
 
     @property
     def stages(self) -> tuple[Self, ...]:
         """Each stage as if it were a model of its own."""
-        found = stage_shapes(self.shape, self.pp, predicts=self.predicts)
+        found = stage_shapes(self.shape, self.pp, virtual=self.virtual, predicts=self.predicts)
         return tuple(
             replace(
                 self,
                 shape=shape,
                 predicts=self.predicts and place + 1 == len(found),
-                in_flight=len(found) - place,
+                in_flight=under_way(place, len(found), self.virtual),
                 replicas=ALONE,
                 pp=1,
             )
@@ -237,8 +240,8 @@ class RankMemory:
         tokens = self.most_tokens(load)
         logits = self.predicted(min(load.rows * load.lengths.longest, tokens), numbers)
         if train:
-            under_way = min(self.in_flight, max(1, math.ceil(load.most_tokens / tokens)))
-            return self._update_holds(tokens, logits, recompute, under_way)
+            begun = min(self.in_flight, max(1, math.ceil(load.most_tokens / tokens)))
+            return self._update_holds(tokens, logits, recompute, begun)
         activations, whole = int(self.layers.passing * tokens), self.held_whole()
         if self.in_chunks:  # Layers are done before the head begins.
             activations, logits = max((activations, 0), (0, logits), key=sum)
@@ -252,7 +255,7 @@ class RankMemory:
         )
 
     def _update_holds(
-        self, tokens: float, logits: int, recompute: Recompute, under_way: int
+        self, tokens: float, logits: int, recompute: Recompute, under_way: float
     ) -> Holds:
         """What an update holds as its backward begins, at the head, or in a layer, if that is more.
 
@@ -261,7 +264,7 @@ class RankMemory:
         """
         made, whole, waiting = self.gradients, self.held_whole(), 0
         summed, left = made.summed, int(self.layers.left(tokens, recompute))
-        others = (under_way - 1) * left
+        others = int((under_way - 1) * left)
         activations = int(self.layers.worked_on(tokens, recompute)) + others
         if not self.on_cpu:
             first = left + others

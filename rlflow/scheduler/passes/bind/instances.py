@@ -128,31 +128,31 @@ def recomputing(instance: Instance, again: Recompute) -> Instance:
 
 
 class AxisSizes(NamedTuple):
-    """How many ranks share parameters, each layer, experts, the tokens of rows, and all layers."""
+    """How many ranks share parameters, layers, experts, rows' tokens; stages, and those of each."""
 
     fsdp: int
     tp: int
     ep: int
     cp: int
     pp: int
+    virtual: int
 
 
 def layout_of(where: On, use: Use, pools: Mapping[str, tuple[int, ...]]) -> AxisSizes:
-    """Along which axis how many ranks share a use.
+    """Along which axis how many ranks share a use. A rollout's rows are whole, and in one stage.
 
-    A rollout whose `fsdp` is left out has whole layers, and experts with them; its rows are whole,
-    and it has all layers in one stage.
+    One whose `fsdp` is left out has whole layers, and experts with them.
     """
     tp, ep, cp, pp = where.tp or 1, where.ep or 1, where.cp or 1, where.pp or 1
     if use == "rollout":
-        return AxisSizes(where.fsdp or 1, tp, 1 if where.fsdp is None else ep, 1, 1)
+        return AxisSizes(where.fsdp or 1, tp, 1 if where.fsdp is None else ep, 1, 1, 1)
     left = 1 if "layers" in where.offloads else max(1, len(pools[where.pool]) // (tp * cp * pp))
-    return AxisSizes(where.fsdp or left, tp, ep, cp, pp)
+    return AxisSizes(where.fsdp or left, tp, ep, cp, pp, where.virtual or 1)
 
 
 def sizes_of(instance: Instance) -> AxisSizes:
     """The same of an instance."""
-    return AxisSizes(instance.fsdp, instance.tp, instance.ep, instance.cp, instance.pp)
+    return AxisSizes(*(getattr(instance, axis) for axis in AxisSizes._fields))
 
 
 def instance_of(node: Node, where: On, pools: Mapping[str, tuple[int, ...]]) -> Instance:
@@ -244,8 +244,7 @@ def layout_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Findin
     cut = max(instance.tp, instance.ep, instance.cp, instance.pp) > 1
     if instance.compiled and (cut or instance.offload == "layers"):
         findings.append(_not_compiled(instance, plan))
-    shape = costs.shapes[instance.model]
-    if shape is None:
+    if (shape := costs.shapes[instance.model]) is None:
         return findings
     findings += unseen_findings(instance, model, shape, plan.graph.nodes)
     if (instance.recompute_first or 0) > shape.layers:
@@ -282,7 +281,8 @@ def _uncomputed(
     found.append(None if shared else _undispatched(instance, model, shape))
     apart = (shape.heads, instance.cp, instance.tp, instance.cp_by, shape.carrying)
     found.append(context_finding(model.path, shape.family, *apart, windows=shape.windows))
-    found.append(staging_finding(model.path, shape.family, shape.layers, instance.pp))
+    stages = (shape.layers, instance.pp, instance.virtual)
+    found.append(staging_finding(model.path, shape.family, *stages))
     if isinstance(model.optimizer, Muon) and shape.family.experts != "none":
         found.append(stacked_finding(model.path))
     if model.router is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlflow.graph.graph import Node
+from rlflow.modelfiles.layouts.stages import under_way
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.microbatches import row_parts
 from rlflow.scheduler.costs.ranks.pipeline import bubble, hop_bytes
@@ -15,7 +16,9 @@ from rlflow.scheduler.plan.plan import Instance
 def stages_note(instance: Instance, nodes: Sequence[Node], costs: Costs) -> str:
     """How layers are cut, and use by use the share of time that stages wait and the bytes sent."""
     layers = " + ".join(map(str, instance.stages)) if instance.stages else "as many each"
-    text = f"layers of {instance.name} are cut into pp={instance.pp} stages, {layers}"
+    text = f"layers of {instance.name} are cut into pp={instance.pp} "
+    text += f"x virtual={instance.virtual} " if instance.virtual > 1 else ""
+    text += f"stages, {layers}"
     if costs.shapes[instance.model] is None:
         return text
     passed = [node for node in nodes if node.op.use != "rollout" and node.averages is None]
@@ -31,11 +34,11 @@ def _passing(node: Node, instance: Instance, costs: Costs) -> str:
         costs.load(node, row_parts(node, instance)),
     )
     passes = roof.passes(load)
-    waits = bubble([stage.forward(load) for stage in roof.stages], passes)
-    sent = hop_bytes(roof, roof.ending(load)[0])
+    waits = bubble([stage.forward(load) for stage in roof.stages], passes, instance.virtual)
+    sent = hop_bytes(roof, roof.ending(load)[0]) * instance.virtual
     told = f"{node.name} passes {passes} micro-batches, of which stages wait {waits:.0%} for others"
     if node.op.use != "train":
         return f"{told} and a rank sends {amount(int(sent))} on"
-    ahead = min(passes, instance.pp)
-    told += f", the first has up to {ahead} under way (one forward, one backward)"
+    ahead = min(passes, under_way(0, instance.pp, instance.virtual))
+    told += f", the first has up to {ahead:g} under way (one forward, one backward)"
     return f"{told}, and a rank sends {amount(int(sent))} on and as much back"

@@ -119,7 +119,7 @@ def _times(source: Instance, target: Instance, *, in_place: bool) -> tuple[Fract
         here = device in source.devices and not in_place
         has = cells_held(source, device, cells) if here else NOTHING
         deep = _depths(stage_held(target, device, layers), layers)
-        known = _depths(stage_held(source, device, layers) if here else range(0), layers)
+        known = _depths(stage_held(source, device, layers) if here else frozenset(), layers)
         boxes = (_boxes(need, cells), _boxes(has, cells))
         # Embedding and head are cut by their outputs.
         for number, kind in enumerate((2, 0, 1, 3, 0, 0, 0)):
@@ -133,7 +133,7 @@ def _times(source: Instance, target: Instance, *, in_place: bool) -> tuple[Fract
     return tuple(found)
 
 
-def _depths(held: range, layers: int) -> tuple[set[int], ...]:
+def _depths(held: frozenset[int], layers: int) -> tuple[set[int], ...]:
     """Which layers are held, then whether an embedding, a head, and what is both."""
     ends = {place for place in (-1, layers) if place in held}
     both = {0} if ends else set[int]()

@@ -105,8 +105,9 @@ def fullest_stage(instance: Instance) -> Fraction:
     It has so many of all layers; of the embedding and the head nobody knows how much of the model
     they are, so that it may have all of them.
     """
-    layers = instance.stages or (1,) * instance.pp
-    return instance.pp * (BESIDE + (1 - BESIDE) * Fraction(max(layers), sum(layers)))
+    layers = instance.stages or (1,) * (instance.pp * instance.virtual)
+    most = max(sum(layers[place :: instance.pp]) for place in range(instance.pp))
+    return instance.pp * (BESIDE + (1 - BESIDE) * Fraction(most, sum(layers)))
 
 
 def whole_of(share: Span, ranks: int, *, engine: bool = False, deep: Fraction = ALIKE) -> Span:
