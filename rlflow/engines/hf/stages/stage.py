@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from rlflow.engines.hf.recompute import decoder_layers
 from rlflow.engines.hf.routing.routers import find_routers
 from rlflow.engines.hf.sharded.mesh import PAIRS, Axis, MeshRanks
+from rlflow.engines.hf.stages.elsewhere import Elsewhere, PlaceWithin, Unread
 from rlflow.modelfiles.layouts.stages import stage_layers
 
 Output = TypeVar("Output")
@@ -223,20 +224,6 @@ class LayerStage:
         return torch.cat(parts, -1)
 
 
-class PlaceWithin:
-    """Where a module has a `part`, and what is put there `within` a turn."""
-
-    def __init__(self, module: nn.Module, name: str, within: nn.Module) -> None:
-        above, _, self.leaf = name.rpartition(".")
-        self.above = module.get_submodule(above)
-        self.part: nn.Module = getattr(self.above, self.leaf)
-        self.within = within
-
-    def put(self, part: nn.Module) -> None:
-        """Put a module there."""
-        setattr(self.above, self.leaf, part)
-
-
 def stage_of(ranks: MeshRanks, layers: int, stages: tuple[int, ...] | int = 1) -> LayerStage | None:
     """The stages of this rank, of so many layers each or so many of them; None where there is one.
 
@@ -258,22 +245,6 @@ def _own(counts: Sequence[int], place: int) -> range:
     """Which of things a stage has, of which each has so many."""
     start = sum(counts[:place])
     return range(start, start + counts[place])
-
-
-class Elsewhere(nn.Module):
-    """In the place of a layer of another stage: lets hidden states through.
-
-    It has the plain attributes by which a body asks what kind of layer one is.
-    """
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        plain = {n: v for n, v in vars(layer).items() if isinstance(v, str | int | float)}
-        vars(self).update({n: v for n, v in plain.items() if not n.startswith("_")})
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """The hidden states themselves."""
-        return hidden_states
 
 
 class Entrance(Elsewhere):
@@ -298,22 +269,6 @@ class Exit(Elsewhere):
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Send them to the stage after this one."""
         return self.stage.leave(hidden_states)
-
-
-class Unread(nn.Module):
-    """In the place of an embedding of another stage: hidden states by their shape alone."""
-
-    weight = None
-
-    def __init__(self, size: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.size = size
-        self.dtype = dtype
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Zeros `[..., size]` for int64 `tokens [...]`, one number in memory."""
-        zero = torch.zeros((), dtype=self.dtype, device=tokens.device)
-        return zero.expand(*tokens.shape, self.size)
 
 
 def cut_stage(module: nn.Module, stage: LayerStage, dtype: torch.dtype) -> None:
