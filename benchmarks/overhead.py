@@ -32,8 +32,8 @@ from common import (
 from sides import iteration_ends
 
 if TYPE_CHECKING:
-    from rlflow.runtime.worker.worker import Worker
-    from rlflow.scheduler.plan.plan import Plan
+    from rlflow.runtime.worker.worker import Result, Worker
+    from rlflow.scheduler.plan.plan import Action, Plan
 
 TARGET = 1e-3
 HEADER = ("placement", "actions", "median ms", "p95 ms", "us an action", "target", "met")
@@ -47,9 +47,35 @@ NOTES = (
 class Nothing:
     """A worker whose actions are done at once."""
 
-    def run(self, action: object, iteration: int) -> Mapping[str, float]:
+    world = None
+
+    def __init__(self, plan: Plan) -> None:
+        from rlflow.runtime.record.edges.recorder import Recorder
+        from rlflow.runtime.worker.node_states import NodeStates
+        from rlflow.runtime.worker.store import ShardStore
+
+        self.plan = plan
+        self.store, self.states = ShardStore(), NodeStates()
+        self.recorder = Recorder(None, plan)
+
+    def run(self, action: Action, iteration: int) -> Mapping[str, float]:
         """One number, so that there is something to record."""
         return {"mean": 0.0}
+
+    def perform(self, action: Action, iteration: int) -> Result:
+        """The same, as what a worker of rows answers."""
+        from rlflow.runtime.worker.worker import Result
+
+        return Result(metrics=self.run(action, iteration))
+
+    def skip(self, action: object, iteration: int) -> None:
+        """No rows to let go of."""
+
+    def drop_surplus(self) -> None:
+        """Nothing is left over."""
+
+    def close(self) -> None:
+        """Nothing runs beside it."""
 
     def trained(self) -> list[Any]:
         """No weights to save."""
@@ -120,7 +146,7 @@ def bare_ends(plan: Plan, total: int) -> list[float]:
     from rlflow.runtime.execute.executor import Executor
     from rlflow.runtime.local import LocalBackend
 
-    backend = LocalBackend(plan, Nothing(), threads=1, now=time.perf_counter)
+    backend = LocalBackend(plan, Nothing(plan), threads=1, now=time.perf_counter)
     ends = Ends()
     try:
         Executor(plan, backend, ends, start=0, end=total, barrier=total).run()
@@ -143,7 +169,7 @@ def recorded_ends(plan: Plan, total: int) -> list[float]:
     settings = Settings(seed=0, iterations=total, threads=1, save_every=total)
     display = Display(Console(stderr=True), quiet=True)
     with RunDir.create(path, plan.graph.name, pipeline="overhead", command=["overhead"]) as made:
-        machine = LocalMachine(plan, cast("Worker", Nothing()), threads=1)
+        machine = LocalMachine(plan, cast("Worker", Nothing(plan)), threads=1)
         Run(plan, settings, machine, made, display).execute()
     return iteration_ends(read_jsonl(path / "spans" / "main.jsonl"))[:total]
 

@@ -24,7 +24,8 @@ SHORT = 150.0
 class Row:
     """One fault: `inject` does it and asserts what follows, `seconds` is its deadline in all.
 
-    `needs` says what this machine may lack; a row that needs what it lacks says so.
+    `needs` says what this machine may lack; a row that needs what it lacks says so. A row that is
+    not its `own` is tests of other suites.
     """
 
     id: str
@@ -33,6 +34,7 @@ class Row:
     seconds: float = SHORT
     inject: Callable[[Scene], None] | None = None
     needs: Literal["", "ray", "sglang", "gpu", "hosts"] = ""
+    own: bool = True
 
     def __post_init__(self) -> None:
         assert self.inject is not None or self.needs in {"gpu", "hosts"}, self.id
@@ -62,10 +64,13 @@ def chosen(
 
 
 def sample(rows: Sequence[Row], count: int, seed: int) -> list[Row]:
-    """So many short rows, of every kind in turn as far as they go, the same for a seed."""
+    """So many short rows, of every kind in turn as far as they go, the same for a seed.
+
+    None that is tests of other suites: whoever draws runs those as well.
+    """
     chance = random.Random(seed)
     kinds: dict[str, list[Row]] = {}
-    short = [row for row in rows if row.seconds <= SHORT and not row.needs]
+    short = [row for row in rows if row.seconds <= SHORT and row.own and not row.needs]
     for row in chance.sample(short, len(short)):
         kinds.setdefault(row.id[0], []).append(row)
     found: list[Row] = []

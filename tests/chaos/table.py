@@ -471,6 +471,7 @@ def tested_rows() -> list[Row]:
             seconds=seconds,
             needs=needs,  # type: ignore[arg-type]
             inject=partial(passes, tests, seconds),
+            own=False,
         )
         for name, fault, expect, seconds, needs, tests in TESTED
     ]
