@@ -10,7 +10,8 @@ import pytest
 from rlflow.errors import UsageError
 from rlflow.graph.model import Model
 from rlflow.scheduler.models.known_shapes import KNOWN, known_widths, parse_model_shape
-from rlflow.scheduler.models.shapes import known_shape, model_shape, stand_ins
+from rlflow.scheduler.models.shapes import Shape, known_shape, model_shape, stand_ins
+from rlflow.scheduler.models.stages import stage_shapes
 from tests.conftest import PIPELINES, Result
 
 PUBLISHED = {
@@ -208,3 +209,19 @@ def test_mixtures_have_the_parameters_that_transformers_gives_them(
     assert widths.parameters == total
     active = total - experts * (widths.experts - widths.chosen) // widths.experts
     assert widths.parameters - widths.idle == active
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-30b-a3b", "glm-4.5"])
+@pytest.mark.parametrize("pp", [2, 7, 16])
+def test_stages_have_no_more_for_every_token_than_their_model(name: str, pp: int) -> None:
+    whole = known_shape(name)
+    stages = stage_shapes(whole, pp, predicts=True)
+
+    def body(shape: Shape) -> int:
+        return shape.active - shape.embedding
+
+    assert sum(map(body, stages)) == pytest.approx(body(whole), rel=1e-6)
+    assert sum(stage.in_experts for stage in stages) == pytest.approx(whole.in_experts, rel=1e-6)
+    for stage in stages:
+        assert 1 <= stage.expert_layers <= stage.layers
+        assert body(stage) / stage.layers == pytest.approx(body(whole) / whole.layers, rel=1e-6)

@@ -51,15 +51,17 @@ def _of_layers(shape: Shape, layers: int, embedding: int, *, words: bool) -> Sha
         return whole * layers // shape.layers
 
     body = max(shape.parameters - shape.embedding, 0)
-    routed = shape.chosen * part(shape.expert_layers)
+    # A stage has its part of the experts, whatever number of layers they are counted in: of fewer
+    # idle ones more of its parameters would be those of every token.
+    mixtures = max(1, round(shape.expert_layers * layers / shape.layers))
     return replace(
         shape,
         parameters=part(body) + embedding,
         embedding=embedding,
         layers=layers,
         vocab=shape.vocab if words else 0,
-        idle=shape.idle * routed // shape.routed if shape.routed else 0,
-        routed=routed,
+        idle=part(shape.idle),
+        routed=shape.chosen * mixtures,
         without_attention=part(shape.without_attention),
         convolved=part(shape.convolved),
         recurrent=part(shape.recurrent),
