@@ -21,7 +21,8 @@ from rlflow.scheduler.models.shapes import model_shape
 from rlflow.scheduler.observed import key_of
 from rlflow.scheduler.plan.plan import HOST, Plan
 from rlflow.scheduler.plan.text import plan_text
-from rlflow.scheduler.search.bounds import Figures, KnownCosts
+from rlflow.scheduler.search.bounds import Figures
+from rlflow.scheduler.search.known_costs import KnownCosts
 from rlflow.scheduler.search.layouts import Layout
 from rlflow.scheduler.search.space import Choice, placed_uses
 from rlflow.scheduler.verify.verify import STAGES, verify

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -18,13 +19,14 @@ from rlflow.graph.placement import Recompute
 from rlflow.scheduler.compile import compile_plan, dump_plan
 from rlflow.scheduler.costs.layouts import (
     CUTS,
-    area,
+    common,
+    grid_of,
     held_in_place,
     lacking,
     parameters_per_rank,
     piece,
-    shared_fraction,
     shares,
+    size,
 )
 from rlflow.scheduler.devices.cluster import KINDS, Cluster, cpu_cluster
 from rlflow.scheduler.models.shapes import Shape, read_shape, trained_parameters
@@ -110,12 +112,14 @@ def _cells(instance: Instance, device: int, how: str) -> set[tuple[int, int]]:
 def test_pieces_and_overlaps_are_those_of_matrices_counted_by_element(
     one: Instance, other: Instance
 ) -> None:
+    grid = grid_of(one, other)
+    whole = math.prod(grid)
     for how in CUTS:
         for device in set(one.devices) & set(other.devices):
             mine, theirs = cells(one, device, how), cells(other, device, how)
-            boxes = piece(one, device, how), piece(other, device, how)
-            assert Fraction(len(mine), count(how)) == area(boxes[0])
-            assert Fraction(len(mine & theirs), count(how)) == shared_fraction(*boxes)
+            each = [piece(i, i.devices.index(device), how, grid) for i in (one, other)]
+            assert Fraction(len(mine), count(how)) == Fraction(size(each[0]), whole)
+            assert Fraction(len(mine & theirs), count(how)) == Fraction(common(*each), whole)
 
 
 @given(source=instances(), target=instances())
@@ -137,8 +141,10 @@ def test_ranks_hold_every_parameter_once_for_each_replica(instance: Instance) ->
     for how in CUTS:
         times = 1 if how != "whole" else instance.tp
         times *= 2 if how == "ends" and instance.pp > 1 else 1
-        held = sum(area(piece(instance, device, how)) for device in instance.devices)
-        assert held == instance.replicas * times
+        grid = grid_of(instance)
+        held = sum(size(piece(instance, r, how, grid)) for r in range(len(instance.devices)))
+        assert held == instance.replicas * times * math.prod(grid)
+        assert lacking(None, instance)[how] == instance.replicas * times
 
 
 def shape(path: str = "models/mid") -> Shape:

@@ -12,9 +12,10 @@ from rlflow.errors import PlanError
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.devices.cluster import cpu_cluster, parse_cluster
 from rlflow.scheduler.models.shapes import model_shape
-from rlflow.scheduler.search.bounds import Figures, KnownCosts, PeriodBounds
+from rlflow.scheduler.search.bounds import Figures, PeriodBounds
 from rlflow.scheduler.search.candidates import Moves
 from rlflow.scheduler.search.engines import by_engine, with_engines
+from rlflow.scheduler.search.known_costs import KnownCosts
 from rlflow.scheduler.search.layouts import Layout
 from rlflow.scheduler.search.space import Candidate, Choice, placed_uses, placement_of
 from rlflow.scheduler.search.text import placement_source, tuned_text

@@ -16,8 +16,9 @@ from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.devices.cluster import cpu_cluster, parse_cluster
 from rlflow.scheduler.models.shapes import model_shape
-from rlflow.scheduler.search.bounds import Figures, KnownCosts, PeriodBounds
+from rlflow.scheduler.search.bounds import Figures, PeriodBounds
 from rlflow.scheduler.search.candidates import Moves
+from rlflow.scheduler.search.known_costs import KnownCosts
 from rlflow.scheduler.search.layouts import Layout, ways_to_train
 from rlflow.scheduler.search.space import (
     MOST_COMBINATIONS,

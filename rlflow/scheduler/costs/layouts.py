@@ -1,6 +1,6 @@
 """Which piece of a model each rank of an instance holds, and what a reshard has to move.
 
-Pieces are fractions of classes of parameters, by how tensor parallelism cuts them (Shoeybi et al.
+Pieces are parts of classes of parameters, by how tensor parallelism cuts them (Shoeybi et al.
 2019, section 3), and of experts, which lie whole; sizes of parameters are not needed. Nothing here
 knows bytes, tensors or processes; the engines compute the same exactly.
 """
@@ -16,14 +16,16 @@ from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.plan import Instance
 
 Cut = Literal["columns", "rows", "whole", "experts", "first", "last", "ends"]
-Interval = tuple[Fraction, Fraction]
+# The first part of a side, and the one after the last.
+Interval = tuple[int, int]
 # Runs of layers, and of what `fsdp` cuts and of the other side of a parameter.
 Box = tuple[tuple[Interval, ...], Interval, Interval]
+# Into how many parts these three are cut.
+Grid = tuple[int, int, int]
 
 CUTS: tuple[Cut, ...] = ("columns", "rows", "whole", "experts", "first", "last", "ends")
 # Beside layers: an embedding, a head, and what is both.
 BESIDE: tuple[Cut, ...] = ("first", "last", "ends")
-WHOLE: Interval = (Fraction(0), Fraction(1))
 
 
 def shares(shape: Shape, *, predicts: bool = True) -> dict[Cut, int]:
@@ -47,15 +49,15 @@ def shares(shape: Shape, *, predicts: bool = True) -> dict[Cut, int]:
     return found | {"columns": columns, "rows": by_inputs, "whole": norms, "experts": experts}
 
 
-def depth(instance: Instance, stage: int, how: Cut) -> tuple[Interval, ...]:
-    """The parts of all layers that a place along pp has; all or none of what is beside them."""
+def depth(instance: Instance, stage: int, how: Cut, layers: int) -> tuple[Interval, ...]:
+    """Which of so many `layers` a place along pp has; all or none of what is beside them."""
     last = instance.pp - 1
     if how in BESIDE:
         there = (how != "last" and stage == 0) or (how != "first" and stage == last)
-        return (WHOLE,) if there else ()
+        return ((0, layers),) if there else ()
     runs = instance.runs
-    total = runs[-1][-1].stop
-    return tuple((Fraction(run.start, total), Fraction(run.stop, total)) for run in runs[stage])
+    each = layers // runs[-1][-1].stop
+    return tuple((run.start * each, run.stop * each) for run in runs[stage])
 
 
 def parameters_per_rank(
@@ -68,12 +70,11 @@ def parameters_per_rank(
 
 def _of_stage(instance: Instance, stage: int, sizes: Mapping[Cut, int]) -> int:
     """Parameters on each rank of a stage."""
-    held = {
-        how: int(size * sum(map(_length, depth(instance, stage, how)), Fraction(0)))
-        for how, size in sizes.items()
-    }
-    cut = sum(size for how, size in held.items() if how != "whole")
-    return -(-(cut // instance.tp + held.get("whole", 0)) // instance.shards)
+    layers, cut, whole = instance.runs[-1][-1].stop, 0, 0
+    for how, size in sizes.items():
+        held = size * _length(depth(instance, stage, how, layers)) // layers
+        cut, whole = (cut, whole + held) if how == "whole" else (cut + held, whole)
+    return -(-(cut // instance.tp + whole) // instance.shards)
 
 
 def held_parameters(
@@ -85,80 +86,92 @@ def held_parameters(
     """
     words, width = shape.vocab, shape.embedding // max(shape.vocab, 1)
     of_layer = -(-words // instance.tp)
-    rows = -(-of_layer // instance.shards)
-    beyond = width * (rows - Fraction(words, instance.tp * instance.shards))
-    repeated = shape.repeated_keys(instance.tp)
+    rows, ranks = -(-of_layer // instance.shards), instance.tp * instance.shards
+    beyond = width * (rows * ranks - words) // ranks
     held = parameters_per_rank(instance, shares(shape, predicts=predicts), stage)
-    return held + int(beyond) + repeated
+    return held + beyond + shape.repeated_keys(instance.tp)
 
 
-def piece(instance: Instance, device: int, how: Cut) -> Box:
-    """The piece of a parameter that a device of the instance holds, as fractions of its sides.
+def grid_of(*instances: Instance) -> Grid:
+    """Into how many parts sides are cut so that pieces of the instances are whole ones."""
+    layers = (each.runs[-1][-1].stop for each in instances)
+    ranks = (each.tp * each.shards for each in instances)
+    return math.lcm(*layers), math.lcm(*ranks), math.lcm(*(each.tp for each in instances))
+
+
+def piece(instance: Instance, rank: int, how: Cut, grid: Grid) -> Box:
+    """The piece of a parameter that a rank of the instance holds, in parts of the `grid`.
 
     A stage has some of the layers. `fsdp` and `cp` cut the outputs of what `tp` leaves, of experts
     after neighbours along `ep`. An engine takes whole weights in one process for each replica, and
     shares them out itself.
     """
+    layers, outputs, inputs = grid
     if instance.engine_plan.in_process:
-        side = (Fraction(0), Fraction(int(device in instance.owners)))
-        return (side,), side, side
-    place = instance.devices.index(device)
-    layer, shard = place % instance.tp, place // instance.tp % instance.shards
-    deep = depth(instance, instance.stage_of(device), how)
+        owns = instance.owns(rank)
+        return ((0, layers * owns),), (0, outputs * owns), (0, inputs * owns)
+    layer, shard = rank % instance.tp, rank // instance.tp % instance.shards
+    deep = depth(instance, rank // instance.stage_ranks % instance.pp, how, layers)
     if how == "whole":
-        return deep, _part(WHOLE, shard, instance.shards), WHOLE
+        return deep, _part((0, outputs), shard, instance.shards), (0, inputs)
     if how == "experts":
-        mine = _part(_part(WHOLE, layer, instance.tp), shard % instance.ep, instance.ep)
-        return deep, _part(mine, shard // instance.ep, instance.shards // instance.ep), WHOLE
+        mine = _part(_part((0, outputs), layer, instance.tp), shard % instance.ep, instance.ep)
+        own = _part(mine, shard // instance.ep, instance.shards // instance.ep)
+        return deep, own, (0, inputs)
     if how == "rows":
-        own = _part(WHOLE, layer, instance.tp)
-        return deep, _part(WHOLE, shard, instance.shards), own
-    return deep, _part(_part(WHOLE, layer, instance.tp), shard, instance.shards), WHOLE
+        own = _part((0, inputs), layer, instance.tp)
+        return deep, _part((0, outputs), shard, instance.shards), own
+    own = _part(_part((0, outputs), layer, instance.tp), shard, instance.shards)
+    return deep, own, (0, inputs)
 
 
 def _part(interval: Interval, number: int, parts: int) -> Interval:
     start, stop = interval
-    width = (stop - start) / parts
+    width = (stop - start) // parts
     return start + number * width, start + (number + 1) * width
 
 
-def _common(one: Interval, other: Interval) -> Fraction:
-    return max(Fraction(0), min(one[1], other[1]) - max(one[0], other[0]))
+def _length(runs: tuple[Interval, ...]) -> int:
+    return sum(stop - start for start, stop in runs)
 
 
-def _length(interval: Interval) -> Fraction:
-    return interval[1] - interval[0]
+def size(box: Box) -> int:
+    """The parts of a grid that are in a box."""
+    deep, outputs, inputs = box
+    return _length(deep) * _length((outputs,)) * _length((inputs,))
 
 
-def area(box: Box) -> Fraction:
-    """The part of a parameter that a box is."""
-    return shared_fraction(box, box)
+def common(one: Box, other: Box) -> int:
+    """The parts of a grid that two boxes have in common."""
+    deep = sum(_met(a, b) for a in one[0] for b in other[0])
+    return deep * _met(one[1], other[1]) * _met(one[2], other[2])
 
 
-def shared_fraction(one: Box, other: Box) -> Fraction:
-    """The part of a parameter that two boxes have in common."""
-    deep = sum((_common(a, b) for a in one[0] for b in other[0]), Fraction(0))
-    sides = (_common(a, b) for a, b in zip(one[1:], other[1:], strict=True))
-    return math.prod(sides, start=deep)
+def _met(one: Interval, other: Interval) -> int:
+    return max(min(one[1], other[1]) - max(one[0], other[0]), 0)
 
 
-def lacking(source: Instance, target: Instance) -> dict[Cut, Fraction]:
+def lacking(source: Instance | None, target: Instance) -> dict[Cut, Fraction]:
     """How often each class of parameters has to come from another process, all ranks together.
 
     Sum over the target's ranks d of |need(d)| - |need(d) and hold(d)|, where need(d) is the
-    target's piece and hold(d) the source's in the same process, nothing where it has none.
+    target's piece and hold(d) the source's in the same process, nothing where it has none. Without
+    a source it is all that the target holds.
     """
-    return {how: sum((_lacks(source, target, d, how) for d in target.devices), Fraction(0))
-            for how in CUTS}  # fmt: skip
-
-
-def _lacks(source: Instance, target: Instance, device: int, how: Cut) -> Fraction:
-    need = piece(target, device, how)
-    if device not in source.devices:
-        return area(need)
-    return area(need) - shared_fraction(need, piece(source, device, how))
+    grid = grid_of(*(each for each in (source, target) if each is not None))
+    ranks = {} if source is None else {device: rank for rank, device in enumerate(source.devices)}
+    found = dict.fromkeys(CUTS, Fraction(0))
+    for how in CUTS:
+        missing = 0
+        for rank, device in enumerate(target.devices):
+            need = piece(target, rank, how, grid)
+            missing += size(need)
+            if source is not None and device in ranks:
+                missing -= common(need, piece(source, ranks[device], how, grid))
+        found[how] = Fraction(missing, math.prod(grid))
+    return found
 
 
 def held_in_place(source: Instance, target: Instance) -> bool:
     """Whether every process of the target holds all that it needs in the source already."""
-    return not any(_lacks(source, target, d, how) for d in target.devices for how in CUTS)
+    return not any(lacking(source, target).values())

@@ -55,8 +55,7 @@ def fitted_to_room(
     tables = without_measurements(costs)
 
     def worth(way: Instance) -> tuple[bool, float]:
-        fits = all(needed(node, way, costs) <= rooms.get(node.name, room) for node in nodes)
-        return not fits, instance_seconds(way, nodes, tables)
+        return not fits_in(way, nodes, costs, room, rooms), instance_seconds(way, nodes, tables)
 
     return min(fit(shared), fit(instance), key=worth)
 
@@ -95,7 +94,7 @@ def in_micro_batches(
     instance = with_rows(instance, nodes, room, costs, rooms)
 
     def fits(tried: Instance) -> bool:
-        return all(needed(node, tried, costs) <= rooms.get(node.name, room) for node in nodes)
+        return fits_in(tried, nodes, costs, room, rooms)
 
     found = largest_fit(instance, fits)
     if found is not None:
@@ -166,10 +165,12 @@ def ways_of(way: Instance, layers: int, fits: Fits) -> Iterator[Instance]:
     if plain is not None:
         yield plain
     for tokens in micro_sizes(way) if layers > 1 else ():
-        tried = [replace(way, micro_tokens=tokens, recompute_first=n) for n in range(1, layers)]
-        fewest = bisect_left(tried, True, key=fits)
-        if fewest < len(tried):
-            yield tried[fewest]
+        sized = replace(way, micro_tokens=tokens)
+        if not fits(replace(sized, recompute_first=layers - 1)):
+            continue
+        counts = range(1, layers - 1)
+        fewest = bisect_left(counts, True, key=lambda n: fits(replace(sized, recompute_first=n)))
+        yield replace(sized, recompute_first=1 + fewest)
     selective = largest_fit(replace(way, recompute="selective"), fits) if layers else None
     if selective is not None:
         yield selective
@@ -212,10 +213,30 @@ def row_parts(node: Node, instance: Instance) -> int:
 
 def needed(node: Node, instance: Instance, costs: Costs) -> int:
     """Bytes on each device while a node runs with nothing else awake; unknown sizes count 0."""
+    held = costs.held(node, instance, row_parts(node, instance))
+    return _state_held(node, instance, costs) + held
+
+
+def fits_in(
+    instance: Instance,
+    nodes: Sequence[Node],
+    costs: Costs,
+    room: int,
+    rooms: Mapping[str, int] = NO_ROOMS,
+) -> bool:
+    """Whether each node fits so many bytes, or those of its name, with nothing else awake."""
+    return all(
+        _state_held(node, instance, costs) <= there and needed(node, instance, costs) <= there
+        for node, there in ((node, rooms.get(node.name, room)) for node in nodes)
+    )
+
+
+def _state_held(node: Node, instance: Instance, costs: Costs) -> int:
+    """Bytes of what a node runs with that do not depend on its rows."""
     held = costs.weights(instance) or 0
     if node.op.use == "train":
         held += (costs.gradients(instance) or 0) + (costs.moments(instance) or 0)
-    return held + costs.held(node, instance, row_parts(node, instance))
+    return held
 
 
 def hosted_activations(instance: Instance, nodes: Sequence[Node], costs: Costs) -> int | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from rlflow.graph.graph import Graph
 from rlflow.graph.model import AdamW, Muon
@@ -16,11 +15,9 @@ from rlflow.modelfiles.visits import visiting_bytes, widened_bytes
 from rlflow.scheduler.costs.layouts import (
     CUTS,
     Cut,
-    area,
     held_parameters,
     lacking,
     parameters_per_rank,
-    piece,
     shares,
 )
 from rlflow.scheduler.costs.state import (
@@ -255,11 +252,5 @@ class Sizes:
         sizes = self._trained(source)
         if sizes is None:
             return None
-        if in_place:
-            times = {
-                how: sum((area(piece(target, d, how)) for d in target.devices), Fraction(0))
-                for how in CUTS
-            }
-        else:
-            times = lacking(source, target)
+        times = lacking(None if in_place else source, target)
         return int(sum(sizes[how] * times[how] for how in CUTS)) * self._dtype_bytes(source)

@@ -197,7 +197,12 @@ class Instance:
     @property
     def owners(self) -> tuple[int, ...]:
         """The devices whose processes hold anything of it."""
-        return tuple(devices[0] for devices in self.processes)
+        return tuple(device for rank, device in enumerate(self.devices) if self.owns(rank))
+
+    def owns(self, rank: int) -> bool:
+        """Whether the process of a rank's device holds anything; an engine's first of a replica."""
+        first = rank % self.ranks < self.stage_ranks and rank % (self.cp * self.tp) == 0
+        return first or not self.engine_plan.in_process
 
     @property
     def row_parts(self) -> int:

@@ -8,19 +8,18 @@ of it. What moves between devices, and between devices and the host, comes on to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.rules.steps import steps_in_order
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.microbatches import fitted_to_room
-from rlflow.scheduler.costs.pieces import WHOLE, Piece
 from rlflow.scheduler.engines.engines import engine_parts, with_pool
 from rlflow.scheduler.passes.bind.contexts import with_way_to_attend
 from rlflow.scheduler.passes.bind.instances import layout_findings
 from rlflow.scheduler.passes.bind.row_checks import division_findings
-from rlflow.scheduler.plan.plan import Cost, Instance, Plan, Spread
+from rlflow.scheduler.plan.plan import Instance, Plan, Spread
 from rlflow.scheduler.plan.row_layout import cut_groups
 from rlflow.scheduler.search.layouts import ways_to_train
 from rlflow.scheduler.search.space import (
@@ -35,67 +34,6 @@ from rlflow.scheduler.search.space import (
 )
 
 Why = Literal["memory", "layout", "rows"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownCosts(Costs):
-    """Costs that remember what they have been asked: hundreds of plans ask the same.
-
-    Equal nodes have equal costs: each plan makes the trips of its loops anew.
-    """
-
-    _runs: dict[object, Cost] = field(default_factory=dict, compare=False, repr=False)
-    _lengths: dict[object, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
-    _sizes: dict[object, int | None] = field(default_factory=dict, compare=False, repr=False)
-    _nodes: dict[str, list[Node]] = field(default_factory=dict, compare=False, repr=False)
-
-    def run(self, node: Node, instance: Instance | None, parts: int, piece: Piece = WHOLE) -> Cost:
-        """The cost of running a node once."""
-        key = *self._place(node), instance, parts, piece, self.backend, self.staleness
-        if key not in self._runs:
-            self._runs[key] = Costs.run(self, node, instance, parts, piece)
-        return self._runs[key]
-
-    def tokens(self, node: Node) -> tuple[int, int]:
-        """Prompt and response tokens of a row, at their longest."""
-        key = self._place(node)
-        if key not in self._lengths:
-            self._lengths[key] = Costs.tokens(self, node)
-        return self._lengths[key]
-
-    def _place(self, node: Node) -> tuple[str, int]:
-        """What an equal node has been asked under: its name, and which of those of that name."""
-        known = self._nodes.setdefault(node.name, [])
-        for place, other in enumerate(known):
-            if other is node or other == node:
-                return node.name, place
-        known.append(node)
-        return node.name, len(known) - 1
-
-    def weights(self, instance: Instance) -> int | None:
-        """Bytes of parameters on each device."""
-        return self._known("weights", instance)
-
-    def gradients(self, instance: Instance) -> int | None:
-        """Bytes of gradients on each device."""
-        return self._known("gradients", instance)
-
-    def moments(self, instance: Instance) -> int | None:
-        """Bytes of the optimizer's state on each device."""
-        return self._known("moments", instance)
-
-    def _known(self, what: str, instance: Instance) -> int | None:
-        key = what, instance
-        if key not in self._sizes:
-            self._sizes[key] = getattr(Costs, what)(self, instance)
-        return self._sizes[key]
-
-    def resharded(self, source: Instance, target: Instance, *, in_place: bool) -> int | None:
-        """Bytes that a reshard moves."""
-        key = "resharded", source, target, in_place
-        if key not in self._sizes:
-            self._sizes[key] = Costs.resharded(self, source, target, in_place=in_place)
-        return self._sizes[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,15 +117,11 @@ class Figures:
     def _figure(self, role: PlacedUse, choice: Choice) -> Figure:
         instance = self.costs.staged(role_instance(role, choice))
         room = min(self.plan.budget(device) for device in instance.devices)
-        if instance.engine_plan.own_process:
-            instance = with_pool(instance, role.nodes, room, self.costs)
-        else:
-            free = not choice.layout.recomputes
-            instance = with_way_to_attend(instance, role.nodes, {}, self.costs)
-            instance = fitted_to_room(instance, role.nodes, room, self.costs, free=free)
-        seconds, need, at = [], 0, role.nodes[0].name
-        why: Why | None = "layout" if layout_findings(instance, self.plan, self.costs) else None
-        held = 0
+        refused = layout_findings(instance, self.plan, self.costs)
+        why: Why | None = "layout" if refused else None
+        if why is None:
+            instance = self._fitted(instance, role, choice, room)
+        seconds, need, held, at = list[float](), 0, 0, role.nodes[0].name
         for node in role.runs if why is None else ():
             own = average_instance(node, instance) if node.averages else instance
             parts = instance.row_parts if node.op.dispatched not in ("all", "first") else 1
@@ -206,6 +140,14 @@ class Figures:
         return Figure(
             seconds=tuple(seconds), busy=busy, held=held, need=need, room=room, why=why, at=at
         )
+
+    def _fitted(self, instance: Instance, role: PlacedUse, choice: Choice, room: int) -> Instance:
+        """An instance as the compiler would have it where it is alone on its devices."""
+        if instance.engine_plan.own_process:
+            return with_pool(instance, role.nodes, room, self.costs)
+        instance = with_way_to_attend(instance, role.nodes, {}, self.costs)
+        free = not choice.layout.recomputes
+        return fitted_to_room(instance, role.nodes, room, self.costs, free=free)
 
     def _awake(self, node: Node, instance: Instance, own: Instance, nodes: Sequence[Node]) -> int:
         """Bytes that a node cannot do without while it runs, of an average both models' weights."""

@@ -25,10 +25,11 @@ from rlflow.scheduler.passes.rewrite import rewrite
 from rlflow.scheduler.plan.period_range import Contest, contest
 from rlflow.scheduler.plan.plan import Backend, Plan
 from rlflow.scheduler.plan.text import counted
-from rlflow.scheduler.search.bounds import Figure, Figures, KnownCosts, PeriodBounds
+from rlflow.scheduler.search.bounds import Figure, Figures, PeriodBounds
 from rlflow.scheduler.search.candidates import Moves
 from rlflow.scheduler.search.engines import by_engine, with_engines
 from rlflow.scheduler.search.families import placement_family
+from rlflow.scheduler.search.known_costs import KnownCosts
 from rlflow.scheduler.search.search import Search, Tried
 from rlflow.scheduler.search.space import Choice, divisions, placed_uses, unions
 from rlflow.scheduler.simulate.ranges import period_range
