@@ -19,9 +19,11 @@ from rlflow.scheduler.engines.engines import engine_parts, with_pool
 from rlflow.scheduler.passes.bind.contexts import with_way_to_attend
 from rlflow.scheduler.passes.bind.instances import layout_findings
 from rlflow.scheduler.passes.bind.row_checks import division_findings
+from rlflow.scheduler.plan.hosts import host_findings
 from rlflow.scheduler.plan.plan import Instance, Plan, Spread
 from rlflow.scheduler.plan.row_layout import cut_groups
-from rlflow.scheduler.search.layouts import ways_to_train
+from rlflow.scheduler.search.known_costs import repeats_after
+from rlflow.scheduler.search.layouts import Layout, ways_to_train
 from rlflow.scheduler.search.space import (
     Candidate,
     Choice,
@@ -61,21 +63,33 @@ class Figures:
         self.plan, self.costs, self.roles = plan, costs, roles
         self._known: dict[tuple[int, Choice], Figure] = {}
         self._fitting: dict[tuple[int, Range], tuple[Choice, ...]] = {}
+        self._beyond: dict[int, bool] = {}
+        self._grain = repeats_after(costs.cluster)
 
     def of(self, role: int, choice: Choice) -> Figure:
-        """The figures of a role's choice."""
+        """The figures of a role's choice: those of the same devices of the first hosts."""
         key = role, choice
         if key not in self._known:
-            self._known[key] = self._figure(self.roles[role], choice)
+            first = role, choice.moved(-self._beside(choice.range))
+            if first not in self._known:
+                self._known[first] = self._figure(self.roles[role], first[1])
+            self._known[key] = self._known[first]
         return self._known[key]
+
+    def _beside(self, where: Range) -> int:
+        """How many devices come before the host, or the rack, of a range, if all are alike."""
+        return where[0] // self._grain * self._grain if self._grain else 0
 
     def fitting(self, role: int, where: Range) -> tuple[Choice, ...]:
         """The choices of a role on a range that fit by themselves and are worth a look.
 
         Fastest first, with other ways to train; see `_worth` for those that are left out.
         """
-        key = role, where
-        if key not in self._fitting:
+        key, before = (role, where), self._beside(where)
+        if key not in self._fitting and before:
+            first = self.fitting(role, (where[0] - before, where[1] - before))
+            self._fitting[key] = tuple(choice.moved(before) for choice in first)
+        elif key not in self._fitting:
             kept = self._worth(role, self.options(role, where))
             self._fitting[key] = tuple(self._worth(role, self.with_ways(role, kept)))
         return self._fitting[key]
@@ -88,13 +102,17 @@ class Figures:
         return [*choices, *ways]
 
     def _worth(self, role: int, choices: Sequence[Choice]) -> list[Choice]:
-        """Those that fit, of which no other is as fast and neither holds nor needs more."""
+        """Those that fit, of which no other is as fast and neither holds nor needs more.
+
+        Of those that have rows whole no other such is: rollouts share no others' weights.
+        """
         fits = [c for c in choices if self.of(role, c).why is None]
         fits.sort(key=lambda c: (self.of(role, c).busy, self.of(role, c).held, c))
         found: list[tuple[Choice, Figure]] = []
         for choice in fits:
-            one = self.of(role, choice)
-            if not any(k.held <= one.held and k.need <= one.need for _, k in found):
+            one, rows = self.of(role, choice), choice.layout.whole_rows
+            before = [k for other, k in found if other.layout.whole_rows or not rows]
+            if not any(k.held <= one.held and k.need <= one.need for k in before):
                 found.append((choice, one))
         return [choice for choice, _ in found]
 
@@ -105,8 +123,25 @@ class Figures:
             return ()
         shape = self.costs.shapes[made.model]
         rows = (self.costs.load(node, 1).longest_row for node in made.nodes if not made.rollout)
-        layouts = layouts_of(made, where, shape, self.costs.cluster, longest=max(rows, default=0))
+        layouts = layouts_of(
+            made,
+            where,
+            shape,
+            self.costs.cluster,
+            longest=max(rows, default=0),
+            staged=self._beyond_a_host(role),
+        )
         return tuple(Choice(*where, layout) for layout in layouts)
+
+    def _beyond_a_host(self, role: int) -> bool:
+        """Whether the devices of a host, all together, have no room for what a role holds."""
+        if role not in self._beyond:
+            made, cluster = self.roles[role], self.costs.cluster
+            count = -(-cluster.count // cluster.hosts)
+            alone = role_instance(made, Choice(0, count, Layout(fsdp=count)))
+            held = max(self._awake(node, alone, alone, made.nodes) for node in made.nodes)
+            self._beyond[role] = cluster.hosts > 1 and held > self.plan.budget(0)
+        return self._beyond[role]
 
     def why(self, role: int, where: Range) -> Why:
         """What keeps a role from a range: of the layouts, the one that comes nearest."""
@@ -117,7 +152,9 @@ class Figures:
     def _figure(self, role: PlacedUse, choice: Choice) -> Figure:
         instance = self.costs.staged(role_instance(role, choice))
         room = min(self.plan.budget(device) for device in instance.devices)
+        model, host_of = self.plan.graph.model(role.model), self.costs.cluster.host_of
         refused = layout_findings(instance, self.plan, self.costs)
+        refused = refused or host_findings(instance, model, host_of)
         why: Why | None = "layout" if refused else None
         if why is None:
             instance = self._fitted(instance, role, choice, room)

@@ -167,13 +167,16 @@ class Moves:
             if made.source is None or None not in made.engines:
                 continue
             here, there = candidate.choices[role], candidate.choices[made.source]
-            if there.layout.cp > 1:  # Rollouts have whole rows.
+            if here.range != there.range:
                 continue
-            fsdp, tp, ep = there.layout.fsdp, there.layout.tp, there.layout.ep
+            if not there.layout.whole_rows:
+                whole = (c for c in self.figures.fitting(made.source, there.range))
+                there = next((c for c in whole if c.layout.whole_rows), there)
+            fsdp, tp, ep, _, _ = there.layout.sizes
             layout = replace(here.layout, fsdp=fsdp, tp=tp, ep=ep, engine="")
             shared = Choice(here.start, here.stop, layout)
-            if here.range == there.range and self.figures.of(role, shared).why is None:
-                candidate = _with(candidate, role, shared)
+            if there.layout.whole_rows and self.figures.of(role, shared).why is None:
+                candidate = _with(_with(candidate, made.source, there), role, shared)
         return candidate
 
     def neighbours(self, candidate: Candidate) -> Iterator[Candidate]:

@@ -10,9 +10,15 @@ from dataclasses import dataclass, replace
 
 from rlflow.graph.placement import Recompute
 from rlflow.modelfiles.layouts.contexts import context_finding
+from rlflow.modelfiles.layouts.stages import staging_finding
+from rlflow.scheduler.models.mixtures import apart_on
 from rlflow.scheduler.models.shapes import Shape
 
+TENSOR_PARALLEL = (1, 2, 4, 8)
+# Of engines in processes of their own, which repeat key-value heads and share layers over hosts.
+ENGINE_PARALLEL = (*TENSOR_PARALLEL, 16, 32)
 CONTEXT_PARALLEL = (2, 4, 8)
+PIPELINE_PARALLEL = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -35,11 +41,17 @@ class Layout:
     hosted: bool = False
     ep: int = 1
     cp: int = 1
+    pp: int = 1
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Ranks that share the parameters, each layer, the experts, and the tokens of rows."""
-        return self.fsdp, self.tp, self.ep, self.cp
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Ranks that share parameters, each layer, experts and tokens of rows; and stages."""
+        return self.fsdp, self.tp, self.ep, self.cp, self.pp
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a rank has rows whole, in all layers, as rollouts want them."""
+        return self.cp == self.pp == 1
 
     @property
     def recomputes(self) -> Recompute:
@@ -50,7 +62,8 @@ class Layout:
         """The printed form."""
         apart = f" ep={self.ep}" if self.ep > 1 else ""
         apart += f" cp={self.cp}" if self.cp > 1 else ""
-        sizes = f"fsdp={self.fsdp}{apart} tp={self.tp}"
+        stages = f"pp={self.pp} " if self.pp > 1 else ""
+        sizes = f"{stages}fsdp={self.fsdp}{apart} tp={self.tp}"
         said = {
             "recompute": self.recompute,
             "recompute=selective": self.selective,
@@ -87,3 +100,21 @@ def contexts_on(shape: Shape | None, ranks: int, tp: int, host: int) -> Iterator
         how = shape.family, shape.heads, cp, tp
         if context_finding("", *how, windows=shape.windows, carrying=shape.carrying) is None:
             yield cp
+
+
+def stages_on(shape: Shape | None, count: int, tp: int, host: int) -> Iterator[Layout]:
+    """Layouts of `count` devices in stages, each on whole hosts of `host` devices.
+
+    Ranks of a stage share it. Experts lie apart on those of a host, or on all of them.
+    """
+    for pp in PIPELINE_PARALLEL:
+        each = count // pp
+        if shape is None or count % pp or each % host or each % tp:
+            continue
+        if staging_finding("", shape.family, shape.layers, pp) is not None:
+            continue
+        fsdp = each // tp
+        eps = list(apart_on(shape, fsdp, tp, max(1, host // tp)))
+        yield from (Layout(fsdp, tp, ep=ep, pp=pp) for ep in dict.fromkeys((*eps[:1], *eps[-1:])))
+        if not eps:
+            yield Layout(fsdp, tp, pp=pp)

@@ -23,16 +23,14 @@ from rlflow.scheduler.passes.too_large import TooLarge
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.plan.plan import HOST, MICRO_TOKENS, Backend, Plan
 from rlflow.scheduler.plan.text import duration, table
-from rlflow.scheduler.search.layouts import contexts_on
-from rlflow.scheduler.search.space import TENSOR_PARALLEL, scaled
+from rlflow.scheduler.search.layouts import ENGINE_PARALLEL, TENSOR_PARALLEL, contexts_on
+from rlflow.scheduler.search.space import scaled
 from rlflow.scheduler.search.text import on_source
 
 ROUNDS = 3
 SHOWN = 3
 TIMES = (2, 4, 8, 16)
 EXPERT_PARALLEL = (2, 4, 8, 16)
-# Of engines in processes of their own, which repeat key-value heads and share layers over hosts.
-ENGINE_PARALLEL = (*TENSOR_PARALLEL, 16, 32)
 MOST_PLANS, LEAST_PLANS = 48, 12
 NODES_TIMES_DEVICES = 32_000
 

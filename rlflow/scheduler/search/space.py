@@ -21,9 +21,14 @@ from rlflow.scheduler.models.mixtures import apart_on
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.plan.plan import MICRO_TOKENS, Instance
-from rlflow.scheduler.search.layouts import Layout, contexts_on
+from rlflow.scheduler.search.layouts import (
+    ENGINE_PARALLEL,
+    TENSOR_PARALLEL,
+    Layout,
+    contexts_on,
+    stages_on,
+)
 
-TENSOR_PARALLEL = (1, 2, 4, 8)
 EIGHTHS = 8
 FEW_DEVICES = 8
 MOST_COMBINATIONS = 40_000
@@ -74,6 +79,10 @@ class Choice:
     def range(self) -> Range:
         """First device, and the one after the last."""
         return self.start, self.stop
+
+    def moved(self, by: int) -> Choice:
+        """The same so many devices further."""
+        return Choice(self.start + by, self.stop + by, self.layout)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -177,6 +186,7 @@ def role_instance(role: PlacedUse, choice: Choice) -> Instance:
         tp=layout.tp,
         ep=layout.ep,
         cp=layout.cp,
+        pp=layout.pp,
         recompute="selective" if layout.selective else layout.recompute,
         kept_whole=layout.kept_whole,
         offload="layers" if layout.offload else "optimizer" if layout.hosted else None,
@@ -221,27 +231,29 @@ def classes_of(roles: tuple[PlacedUse, ...], ways: int) -> tuple[tuple[int, ...]
 
 
 def layouts_of(
-    role: PlacedUse, where: Range, shape: Shape | None, cluster: Cluster, *, longest: int = 0
+    role: PlacedUse,
+    where: Range,
+    shape: Shape | None,
+    cluster: Cluster,
+    *,
+    longest: int = 0,
+    staged: bool = False,
 ) -> Iterator[Layout]:
     """The layouts of a role on a range: tensor parallelism within a host, then how to shard.
 
     Training shards over all, over a host (hybrid sharding) or not at all, and experts of a mixture
-    may lie apart, and tokens of rows where the `longest` has more than a micro-batch. A frozen
-    model may stay on the host as well.
+    may lie apart, and tokens of rows where the `longest` has more than a micro-batch. What is
+    `staged` may be cut into stages of layers as well. A frozen model may stay on the host.
     """
+    if role.rollout:
+        yield from _engine_layouts(role, where, shape, cluster)
+        return
     start, stop = where
     count, per_host = stop - start, -(-cluster.count // cluster.hosts)
     for tp in TENSOR_PARALLEL:
-        if count % tp or start % tp or tp > per_host:
+        if count % tp or start % tp or tp > per_host or not _divides(tp, shape):
             continue
         ranks = count // tp
-        if role.rollout:
-            for options in role.engines:
-                if _divides(tp, shape, repeats=options is not None):
-                    yield Layout(tp=tp, engine="" if options is None else options.describe())
-            continue
-        if not _divides(tp, shape):
-            continue
         host = max(1, per_host // tp)
         sizes = [ranks, *([host] if host < ranks and ranks % host == 0 else []), 1]
         for fsdp in dict.fromkeys(sizes):
@@ -250,7 +262,27 @@ def layouts_of(
         if longest > MICRO_TOKENS:
             cuts = contexts_on(shape, ranks, tp, host)
             yield from (Layout(ranks // cp, tp, cp=cp) for cp in cuts)
+        if staged and start % per_host == 0:
+            yield from stages_on(shape, count, tp, per_host)
     if not (role.trained or role.averaged) and role.source is None and None in role.engines:
+        yield Layout(offload=True)
+
+
+def _engine_layouts(
+    role: PlacedUse, where: Range, shape: Shape | None, cluster: Cluster
+) -> Iterator[Layout]:
+    """The layouts of rollouts: replicas within a host, or of an engine over several whole ones."""
+    start, stop = where
+    per_host = -(-cluster.count // cluster.hosts)
+    for tp in ENGINE_PARALLEL:
+        whole = tp <= per_host or (tp % per_host == 0 and start % per_host == 0)
+        if (stop - start) % tp or start % min(tp, per_host) or not whole:
+            continue
+        for options in role.engines:
+            reach = min(per_host, TENSOR_PARALLEL[-1]) if options is None else tp
+            if tp <= reach and _divides(tp, shape, repeats=options is not None):
+                yield Layout(tp=tp, engine="" if options is None else options.describe())
+    if role.source is None and not role.averaged and None in role.engines:
         yield Layout(offload=True)
 
 
@@ -261,13 +293,15 @@ def _divides(tp: int, shape: Shape | None, *, repeats: bool = False) -> bool:
 def on_of(role: PlacedUse, choice: Choice, pool: str) -> On:
     """A choice as an assignment; what the compiler derives by itself is left out."""
     layout, count = choice.layout, choice.stop - choice.start
-    derived = 1 if role.rollout or layout.offload else max(1, count // (layout.tp * layout.cp))
+    ranks = layout.tp * layout.cp * layout.pp
+    derived = 1 if role.rollout or layout.offload else max(1, count // ranks)
     return On(
         pool=pool,
         fsdp=layout.fsdp if layout.fsdp != derived else None,
         tp=layout.tp if layout.tp > 1 else None,
         ep=layout.ep if layout.ep > 1 else None,
         cp=layout.cp if layout.cp > 1 else None,
+        pp=layout.pp if layout.pp > 1 else None,
         recompute=layout.recomputes or None,
         reshard_after_forward=False if layout.kept_whole else None,
         offload="layers" if layout.offload else "optimizer" if layout.hosted else None,
