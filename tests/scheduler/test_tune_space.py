@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
 
 import rlflow as rf
 from rlflow import ops
@@ -34,12 +32,12 @@ from rlflow.scheduler.search.space import (
     pattern,
     placed_uses,
     placement_of,
+    role_instance,
     scaled,
     unions,
 )
 from rlflow.scheduler.search.text import placement_source
 from rlflow.scheduler.search.tune import _rewritten
-from tests.budget import examples
 from tests.scheduler.examples import HYBRID, MESH, SPLIT, TWICE, grpo, ppo
 from tests.scheduler.looping import dapo
 from tests.scheduler.strategies import exact, graph_of
@@ -128,7 +126,8 @@ def test_engines_have_ranks_beyond_key_value_heads_and_nothing_else_has():
     few = shape_of(32, 4)
     both = tps(few, engines=(None, rf.SGLang()))
     assert [1, 2, 4] == [tp for tp, engine in both if not engine]
-    assert [1, 2, 4, 8] == [tp for tp, engine in both if engine]
+    assert [1, 2, 4, 8, 16, 32] == [tp for tp, engine in both if engine]
+    assert [1, 2, 4, 8] == [tp for tp, _ in tps(few, engines=(rf.VLLM(),))]
     assert [1, 2, 4] == sorted({tp for tp, _ in tps(few, trained=True)})
     # Neither a divisor nor a multiple, and heads that do not divide.
     assert [1] == [tp for tp, _ in tps(shape_of(24, 3), engines=(rf.VLLM(),))]
@@ -434,22 +433,37 @@ def test_rollouts_share_trained_weights_unless_they_want_their_own():
     assert ["actor@all", "actor@all/rollout"] == instances(Layout())
 
 
-@settings(max_examples=examples(10))
-@given(st.data())
-def test_remembered_costs_are_the_costs(data):
-    graph, where = ppo(), cpu_cluster(4, threads=1)
-    moves = workshop(graph, where)
-    figures = moves.figures
-    plain = Costs(graph=graph, cluster=where, shapes=figures.costs.shapes)
-    number = data.draw(st.integers(0, len(moves.roles) - 1))
-    choices = figures.fitting(number, data.draw(st.sampled_from([(0, 4), (0, 2), (1, 3)])))
-    figure = figures.of(number, data.draw(st.sampled_from(choices)))
+@pytest.mark.parametrize("where", [cpu_cluster(4, threads=1), gpus(32)])
+def test_remembered_costs_are_the_costs(where):
+    """Also of devices of other hosts than were asked for first, and of two on different ones."""
+    graph = ppo()
+    figures = workshop(graph, where).figures
     known = figures.costs
-    for kind, *key in list(known._sizes):
-        if kind in ("weights", "gradients", "moments"):
-            assert getattr(plain, kind)(*key) == getattr(known, kind)(*key)
-    assert figure.need <= figure.room
-    assert figure.busy <= sum(figure.seconds)
+    plain = Costs(graph=figures.plan.graph, cluster=where, shapes=known.shapes)
+    ranges = [(0, 4), (0, 2), (1, 3)] if where.is_cpu else [(0, 8), (8, 16), (12, 16), (8, 24)]
+    asked = 0
+    for number, made in enumerate(figures.roles):
+        for choice in (c for at in ranges for c in figures.fitting(number, at)[:2]):
+            figure, instance = figures.of(number, choice), role_instance(made, choice)
+            assert figure.busy <= sum(figure.seconds)
+            for node in made.nodes:
+                parts = instance.row_parts
+                assert plain.run(node, instance, parts) == known.run(node, instance, parts)
+                assert plain.working(node, instance, parts) == known.working(node, instance, parts)
+            for what in ("weights", "gradients", "moments"):
+                assert getattr(plain, what)(instance) == getattr(known, what)(instance)
+            first = role_instance(made, Choice(0, 2, Layout(fsdp=2)))
+            for ends in ((first, instance), (instance, first)):
+                sizes = [each.resharded(*ends, in_place=False) for each in (plain, known)]
+                assert sizes[0] == sizes[1]
+            asked += 1
+    assert asked > 10
+    alone = [
+        Figures(figures.plan, known, figures.roles)._figure(made, choice)
+        for choice in figures.fitting(0, ranges[-1])[:1]
+        for made in figures.roles[:1]
+    ]
+    assert alone == [figures.of(0, figures.fitting(0, ranges[-1])[0])]
 
 
 def test_trips_of_loops_are_costed_once_for_all_plans(monkeypatch):

@@ -19,7 +19,6 @@ from rlflow.scheduler.engines.engines import engine_parts, with_pool
 from rlflow.scheduler.passes.bind.contexts import with_way_to_attend
 from rlflow.scheduler.passes.bind.instances import layout_findings
 from rlflow.scheduler.passes.bind.row_checks import division_findings
-from rlflow.scheduler.plan.hosts import host_findings
 from rlflow.scheduler.plan.plan import Instance, Plan, Spread
 from rlflow.scheduler.plan.row_layout import cut_groups
 from rlflow.scheduler.search.known_costs import repeats_after
@@ -152,9 +151,7 @@ class Figures:
     def _figure(self, role: PlacedUse, choice: Choice) -> Figure:
         instance = self.costs.staged(role_instance(role, choice))
         room = min(self.plan.budget(device) for device in instance.devices)
-        model, host_of = self.plan.graph.model(role.model), self.costs.cluster.host_of
         refused = layout_findings(instance, self.plan, self.costs)
-        refused = refused or host_findings(instance, model, host_of)
         why: Why | None = "layout" if refused else None
         if why is None:
             instance = self._fitted(instance, role, choice, room)

@@ -280,7 +280,10 @@ def _engine_layouts(
             continue
         for options in role.engines:
             reach = min(per_host, TENSOR_PARALLEL[-1]) if options is None else tp
-            if tp <= reach and _divides(tp, shape, repeats=options is not None):
+            hosts = -(-tp // per_host)
+            if tp > reach or (options is not None and options.host_findings("", hosts)):
+                continue
+            if _divides(tp, shape, repeats=options is not None):
                 yield Layout(tp=tp, engine="" if options is None else options.describe())
     if role.source is None and not role.averaged and None in role.engines:
         yield Layout(offload=True)
