@@ -248,7 +248,7 @@ def hosted_activations(instance: Instance, nodes: Sequence[Node], costs: Costs) 
     for node in (each for each in nodes if each.op.use == "train"):
         roof = costs.roofline_of(node, instance, shape)
         tokens = roof.most_tokens(costs.load(node, instance.row_parts))
-        for stage in roof.stages:
+        for stage, _ in roof.stages:
             sent = stage.in_flight * stage.layers.sent(tokens, instance.recomputes)
             most = max(most, sent)
     return in_pieces(int(most))

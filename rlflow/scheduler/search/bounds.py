@@ -161,12 +161,16 @@ class Figures:
             parts = instance.row_parts if node.op.dispatched not in ("all", "first") else 1
             if why is None and _undivided(self.plan.graph, node, instance, parts):
                 why, at = "rows", node.name
-            cost = self.costs.run(node, own, parts)
-            seconds.append(cost.seconds or 0.0)
             awake = self._awake(node, instance, own, role.nodes)
             held = max(held, awake)
-            if awake + (cost.transient or 0) > need:
-                need = awake + (cost.transient or 0)
+            if awake > room:  # Its seconds do not matter.
+                beside = 0 if own.engine_plan.own_process else self.costs.held(node, own, parts)
+            else:
+                cost = self.costs.run(node, own, parts)
+                seconds.append(cost.seconds or 0.0)
+                beside = cost.transient or 0
+            if awake + beside > need:
+                need = awake + beside
                 at = node.name if why is None else at
         if why is None and need > room:
             why = "memory"

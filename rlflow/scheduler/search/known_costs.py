@@ -23,6 +23,11 @@ T = TypeVar("T")
 # What an instance is called, where it lies, and what follows from the rest of it.
 BESIDE = ("name", "pool", "devices", "engine_plan")
 _layout = attrgetter(*(each.name for each in fields(Instance) if each.name not in BESIDE))
+# What the sizes of a model on its ranks depend on.
+_sizes = attrgetter(
+    *("model", "trained", "fsdp", "tp", "ep", "cp", "pp", "stages", "offload"),
+    *("options", "drafter", "draft_tokens", "inside"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,17 +63,17 @@ class KnownCosts(Costs):
 
     def weights(self, instance: Instance) -> int | None:
         """Bytes of parameters on each device."""
-        key = "weights", self._lying(instance)
+        key = "weights", _sizes(instance), len(instance.devices)
         return self._known(key, lambda: Costs.weights(self, instance))
 
     def gradients(self, instance: Instance) -> int | None:
         """Bytes of gradients on each device."""
-        key = "gradients", self._lying(instance)
+        key = "gradients", _sizes(instance), len(instance.devices)
         return self._known(key, lambda: Costs.gradients(self, instance))
 
     def moments(self, instance: Instance) -> int | None:
         """Bytes of the optimizer's state on each device."""
-        key = "moments", self._lying(instance)
+        key = "moments", _sizes(instance), len(instance.devices)
         return self._known(key, lambda: Costs.moments(self, instance))
 
     def resharded(self, source: Instance, target: Instance, *, in_place: bool) -> int | None:

@@ -29,7 +29,7 @@ def piped(roof: Roofline, load: Load, seconds: Callable[[Roofline], float]) -> f
     if roof.pp == 1:
         return seconds(roof)
     tokens = roof.ending(load)[0] / roof.passes(load)
-    each = [seconds(stage) for stage in roof.stages]
+    each = [one for stage, count in roof.stages for one in (seconds(stage),) * count]
     hop = roof.hop.send(hop_bytes(roof, tokens))
     return through_stages(each, roof.passes(load), hop, roof.virtual)
 

@@ -7,6 +7,8 @@ no plan.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
@@ -95,20 +97,30 @@ class RankMemory:
     in_flight: float = 1
 
     @property
-    def stages(self) -> tuple[Self, ...]:
-        """Each stage as if it were a model of its own."""
-        found = stage_shapes(self.shape, self.pp, virtual=self.virtual, predicts=self.predicts)
-        return tuple(
-            replace(
-                self,
-                shape=shape,
-                predicts=self.predicts and place + 1 == len(found),
-                in_flight=under_way(place, len(found), self.virtual),
-                replicas=ALONE,
-                pp=1,
-            )
-            for place, shape in enumerate(found)
-        )
+    def stages(self) -> tuple[tuple[Self, int], ...]:
+        """Each stage as if it were a model of its own; of equal ones the first, and how many.
+
+        The first of them has the most micro-batches under way.
+        """
+        kinds = self._kinds
+        each = ((self._of(kind, kinds.index(kind)), n) for kind, n in Counter(kinds).items())
+        return tuple(each)
+
+    def stage_at(self, place: int) -> Self:
+        """The stage at a place along pp, as if it were a model of its own."""
+        return self._of(self._kinds[place], place)
+
+    @property
+    def _kinds(self) -> list[tuple[Shape, bool]]:
+        """The shape of the stages at each place, and whether they predict tokens."""
+        shapes = stage_shapes(self.shape, self.pp, virtual=self.virtual, predicts=self.predicts)
+        last = len(shapes) - 1
+        return [(shape, self.predicts and place == last) for place, shape in enumerate(shapes)]
+
+    def _of(self, kind: tuple[Shape, bool], place: int) -> Self:
+        ahead = under_way(place, min(self.pp, self.shape.layers), self.virtual)
+        one = replace(self, shape=kind[0], predicts=kind[1], in_flight=ahead, pp=1)
+        return replace(one, replicas=ALONE)
 
     @property
     def weights(self) -> float:
@@ -153,10 +165,13 @@ class RankMemory:
         if use == "rollout":
             return self.rollout_holds(load)
         train = use == "train"
-        stages = self.stages if self.pp > 1 else (self,)
+        stages: Iterable[Self] = (self,)
+        if self.pp > 1:
+            alone = self.stage is not None
+            stages = [self.stage_at(self.stage)] if alone else [one for one, _ in self.stages]
         each = (
             stage.pass_holds(load, train=train, recompute=recompute, numbers=numbers)
-            for stage in (stages if self.stage is None or self.pp == 1 else (stages[self.stage],))
+            for stage in stages
         )
         return max(each, key=lambda held: sum(size for _, size in held))
 

@@ -34,7 +34,8 @@ def _passing(node: Node, instance: Instance, costs: Costs) -> str:
         costs.load(node, row_parts(node, instance)),
     )
     passes = roof.passes(load)
-    waits = bubble([stage.forward(load) for stage in roof.stages], passes, instance.virtual)
+    each = [one for stage, count in roof.stages for one in (stage.forward(load),) * count]
+    waits = bubble(each, passes, instance.virtual)
     sent = hop_bytes(roof, roof.ending(load)[0]) * instance.virtual
     told = f"{node.name} passes {passes} micro-batches, of which stages wait {waits:.0%} for others"
     if node.op.use != "train":
