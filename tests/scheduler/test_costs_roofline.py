@@ -40,8 +40,8 @@ def test_a_decode_step_of_64_rows_takes_7_to_10_milliseconds() -> None:
     weights, cache = 7_615_616_512 * 2, 64 * 700 * 2 * 28 * 4 * 128 * 2
     logits = 64 * 152_064 * DRAWN_BYTES
 
-    assert 7e-3 < SEVEN_B.decode(64, 700) < 10e-3
-    assert SEVEN_B.decode(64, 700) == pytest.approx(
+    assert 7e-3 < SEVEN_B.decoding()(64, 700) < 10e-3
+    assert SEVEN_B.decoding()(64, 700) == pytest.approx(
         (weights + logits) / (0.8 * 3.35e12) + cache / (CACHE_READ * 3.35e12) + 360 * RAMP
     )
 
@@ -52,8 +52,8 @@ def test_decoding_is_bound_by_computing_for_many_rows() -> None:
     cache = rows * 57_344 / (CACHE_READ * 3.35e12)
 
     beside = logits + cache + 360 * RAMP
-    assert SEVEN_B.decode(rows, 1) == pytest.approx(SEVEN_B.computed(rows, rows, 0) + beside)
-    assert SEVEN_B.decode(rows, 1) > SEVEN_B.decode(64, 1)
+    assert SEVEN_B.decoding()(rows, 1) == pytest.approx(SEVEN_B.computed(rows, rows, 0) + beside)
+    assert SEVEN_B.decoding()(rows, 1) > SEVEN_B.decoding()(64, 1)
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def test_steps_of_engines_are_near_published_ones(kind, shape, tp, rows, seconds
     roof = Roofline(kind=KINDS[kind], shape=known_shape(shape), size=2, tp=group)
     engine = replace(roof, serving=Serving(captured=512))
 
-    assert 0.8 < engine.decode(rows, 128) / seconds < 1.25
+    assert 0.8 < engine.decoding()(rows, 128) / seconds < 1.25
 
 
 def test_two_ranks_decode_faster_but_not_twice_as_fast() -> None:
-    one, two = SEVEN_B.decode(64, 700), SHARED.decode(64, 700)
+    one, two = SEVEN_B.decoding()(64, 700), SHARED.decoding()(64, 700)
 
     assert 0.5 * one < two < 0.75 * one
 
@@ -82,7 +82,7 @@ def test_a_small_model_is_bound_by_its_launches() -> None:
     tiny = replace(SEVEN_B, shape=known_shape("qwen2.5-0.5b"))
     many = replace(tiny, kind=replace(tiny.kind, launch=1e-5))
 
-    assert many.decode(1, 10) == pytest.approx((24 + 2) * 12 * 1e-5)
+    assert many.decoding()(1, 10) == pytest.approx((24 + 2) * 12 * 1e-5)
 
 
 def test_training_reaches_about_half_of_the_peak() -> None:
@@ -229,10 +229,10 @@ def test_a_replayed_step_takes_the_replays_of_its_kernels_at_least() -> None:
     paged = replace(small, paged=True)
     slow = replace(small.kind, launch=1e-5)
 
-    assert 26 * 12 * 1e-5 == pytest.approx(replace(small, kind=slow).decode(4, 300))
+    assert 26 * 12 * 1e-5 == pytest.approx(replace(small, kind=slow).decoding()(4, 300))
     assert 24 * 48 + 101 == paged.step_kernels
-    assert paged.decode(4, 300) == pytest.approx(
-        small.decode(4, 300) + 4e-6 + paged.step_kernels * 1e-6
+    assert paged.decoding()(4, 300) == pytest.approx(
+        small.decoding()(4, 300) + 4e-6 + paged.step_kernels * 1e-6
     )
     assert small.overhead == replace(paged, streamed=True).launched(0.0)
 
@@ -347,7 +347,7 @@ def test_a_critic_has_no_logits() -> None:
 def test_layers_from_the_host_cost_its_link_every_step() -> None:
     away = replace(SEVEN_B, streamed=True)
 
-    assert away.decode(1, 10) == pytest.approx(7_615_616_512 * 2 / (0.8 * 64e9))
+    assert away.decoding()(1, 10) == pytest.approx(7_615_616_512 * 2 / (0.8 * 64e9))
 
 
 def test_a_cpu_computes_after_it_launches_and_after_it_gathers() -> None:
@@ -356,7 +356,7 @@ def test_a_cpu_computes_after_it_launches_and_after_it_gathers() -> None:
     shared = replace(alone, fsdp=group_of(cpu, range(2)), gathers=True)
     load = Load(rows=2, prompts=2, prompt=8, lengths=full_lengths(8))
 
-    assert alone.decode(1, 8) > alone.overhead + alone.read(alone.weights)
+    assert alone.decoding()(1, 8) > alone.overhead + alone.read(alone.weights)
     assert shared.forward(load) == pytest.approx(alone.forward(load) + shared.gathered())
 
 
@@ -367,10 +367,10 @@ def test_a_cpu_reads_the_weights_of_a_product_and_multiplies_in_turn() -> None:
     read, drawn = cpu.weights / 8e9, 151_936 * 5e-9
 
     assert cpu.multiplied(1.0, 8e9) == pytest.approx(2.0)
-    assert cpu.decode(1, 1) == pytest.approx(
+    assert cpu.decoding()(1, 1) == pytest.approx(
         read + drawn + cpu.computed(1, 1, 1) + cpu.overhead, rel=1e-3
     )
-    assert cpu.decode(16, 1) - cpu.decode(1, 1) == pytest.approx(
+    assert cpu.decoding()(16, 1) - cpu.decoding()(1, 1) == pytest.approx(
         15 * (drawn + cpu.computed(1, 1, 1)), rel=1e-2
     )
 

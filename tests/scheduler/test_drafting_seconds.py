@@ -63,9 +63,9 @@ def test_a_token_of_a_row_that_drafts_by_hand() -> None:
     launches = SEVEN_B.kind.launch + 360 * (SEVEN_B.kind.replayed + RAMP)
     policy = (weights + logits) / (0.8 * 3.35e12) + cache / (CACHE_READ * 3.35e12) + launches
     host = SEVEN_B.serving.scheduled(4)
-    turn = policy + host + 3 * HALF_B.one_pass(4, 700)
-    assert roof.token(4, 700) == pytest.approx(turn / 1.875)
-    assert HALF_B.one_pass(4, 700) == pytest.approx(HALF_B.decode(4, 700) - host)
+    turn = policy + host + 3 * HALF_B.passing()(4, 700)
+    assert roof.stepping()(4, 700) == pytest.approx(turn / 1.875)
+    assert HALF_B.passing()(4, 700) == pytest.approx(HALF_B.decoding()(4, 700) - host)
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -85,15 +85,17 @@ def test_seconds_fall_with_acceptance_and_none_accepted_is_never_faster(
     own = replace(plain, paged=False)
     by = replace(HALF_B, serving=own.serving) if by_model else None
     low, high = sorted((one, other))
-    slow, fast = (drafts(own, count, chance, by).token(rows, 900) for chance in (low, high))
+    slow, fast = (drafts(own, count, chance, by).stepping()(rows, 900) for chance in (low, high))
     assert fast <= slow
-    assert drafts(own, count, 0.0, by).token(rows, 900) >= plain.decode(rows, 900)
-    assert drafts(own, 0, high, by).token(rows, 900) >= plain.decode(rows, 900)
+    assert drafts(own, count, 0.0, by).stepping()(rows, 900) >= plain.decoding()(rows, 900)
+    assert drafts(own, 0, high, by).stepping()(rows, 900) >= plain.decoding()(rows, 900)
 
 
 def test_the_gain_falls_where_many_rows_compute_for_long() -> None:
     found = drafts(SEVEN_B, 3, 0.7, HALF_B)
-    gains = [SEVEN_B.token(rows, 900) / found.token(rows, 900) for rows in (64, 128, 256, 4096)]
+    gains = [
+        SEVEN_B.stepping()(rows, 900) / found.stepping()(rows, 900) for rows in (64, 128, 256, 4096)
+    ]
     assert sorted(gains, reverse=True) == gains
     assert gains[0] > 1.4
     assert gains[-1] < 1

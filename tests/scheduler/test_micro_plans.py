@@ -66,4 +66,4 @@ def test_a_slower_host_takes_longer_to_launch_and_to_schedule() -> None:
     )
     more = (grace.host - 1) * serving.scheduled(256)
     assert 0.005 < more < 0.008
-    assert slow.decode(256, 700) - fast.decode(256, 700) == pytest.approx(more)
+    assert slow.decoding()(256, 700) - fast.decoding()(256, 700) == pytest.approx(more)

@@ -186,11 +186,11 @@ def test_a_pass_from_a_graph_takes_fewer_launches() -> None:
     slow = replace(SMALL.kind, launch=2e-5)
     graphs, eager = (replace(each, kind=slow) for each in (graphs, eager))
     host = Serving().scheduled(1)
-    read = replace(graphs, kind=replace(slow, launch=0.0, replayed=0.0)).decode(1, 10)
-    assert 26 * 12 * 2e-5 + host == pytest.approx(eager.decode(1, 10))
-    assert read + 2e-5 + 26 * 12 * 1e-6 == pytest.approx(graphs.decode(1, 10))
-    assert graphs.decode(64, 10) < eager.decode(64, 10)
-    assert graphs.decode(65, 10) == eager.decode(65, 10)
+    read = replace(graphs, kind=replace(slow, launch=0.0, replayed=0.0)).decoding()(1, 10)
+    assert 26 * 12 * 2e-5 + host == pytest.approx(eager.decoding()(1, 10))
+    assert read + 2e-5 + 26 * 12 * 1e-6 == pytest.approx(graphs.decoding()(1, 10))
+    assert graphs.decoding()(64, 10) < eager.decoding()(64, 10)
+    assert graphs.decoding()(65, 10) == eager.decoding()(65, 10)
 
 
 def test_what_engines_do_by_themselves() -> None:

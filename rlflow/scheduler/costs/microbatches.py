@@ -164,16 +164,22 @@ def ways_of(way: Instance, layers: int, fits: Fits) -> Iterator[Instance]:
     plain = largest_fit(way, fits)
     if plain is not None:
         yield plain
+    most = layers - 1  # That smaller micro-batches want.
     for tokens in micro_sizes(way) if layers > 1 else ():
         sized = replace(way, micro_tokens=tokens)
-        if not fits(replace(sized, recompute_first=layers - 1)):
+        if not fits(replace(sized, recompute_first=most)):
             continue
-        counts = range(1, layers - 1)
-        fewest = bisect_left(counts, True, key=lambda n: fits(replace(sized, recompute_first=n)))
-        yield replace(sized, recompute_first=1 + fewest)
+        fits_with = partial(_fits_with, sized, fits)
+        most = 1 + bisect_left(range(1, most), True, key=fits_with)
+        yield replace(sized, recompute_first=most)
     selective = largest_fit(replace(way, recompute="selective"), fits) if layers else None
     if selective is not None:
         yield selective
+
+
+def _fits_with(way: Instance, fits: Fits, layers: int) -> bool:
+    """Whether it fits where so many layers are computed again."""
+    return fits(replace(way, recompute_first=layers))
 
 
 def largest_fit(way: Instance, fits: Fits) -> Instance | None:

@@ -7,6 +7,7 @@ of the kernels, and beside it what ranks send each other. Knows no graph and no 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,6 +29,9 @@ KERNELS_PER_LAYER, BESIDE_LAYERS = 12, 2
 GRADIENT_COPIES = 4
 # Bytes that are read and written to make two moments wide and round them: 36 numbers for each.
 ROUNDED = 2 * 36 * 4
+
+# Seconds of a step of so many rows, each with so many tokens before.
+Step = Callable[[float, float], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,12 +320,12 @@ class Roofline(HeadSeconds):
             for read in (self, self.proposer):
                 if read is not None:
                     total += read.agreed(load.prompts * load.mean_prompt) + read.prefill(load)
-        since = ended_share(leg, legs)
+        since, step = ended_share(leg, legs), self.stepping()
         until = 2.0 if leg + 1 == legs else ended_share(leg + 1, legs)
         for stage in stages(load.lengths, load.rows, load.peers, self.at_once(load)):
             if since <= stage.ended < until:
-                step = self.token(stage.live, load.mean_prompt + stage.age)
-                total += stage.tokens * stage.goes_on * step
+                taken = step(stage.live, load.mean_prompt + stage.age)
+                total += stage.tokens * stage.goes_on * taken
         return total
 
     def prefill(self, load: Load) -> float:
@@ -341,58 +345,85 @@ class Roofline(HeadSeconds):
         tokens = load.lengths.mean + load.prompts * load.mean_prompt / load.rows
         return self.serving.at_once(load.rows, tokens)
 
-    def token(self, rows: float, context: float) -> float:
+    def stepping(self) -> Step:
         """Seconds of one more token for each row, in expectation where several come at a time.
 
         The drafter passes once for each token that it proposes, then the policy reads them all.
         """
-        if self.turn is None:
-            return self.decode(rows, context)
+        turn, proposer = self.turn, self.proposer
+        if turn is None:
+            return self.decoding()
         eager = self.serving is None and not self.on_cpu
-        turn = self.decode(rows, context, self.turn.read, eager=eager)
-        if self.proposer is not None:
-            spans = (1, *(self.turn.beams for _ in range(self.turn.drafted - 1)))
-            drafts = (self.proposer.one_pass(rows, context, span, eager=eager) for span in spans)
-            turn += sum(drafts) if self.turn.drafted else 0.0
-        return turn / self.turn.tokens
+        policy = self.decoding(turn.read, eager=eager)
+        spans = (1, *(turn.beams for _ in range(turn.drafted - 1))) if turn.drafted else ()
+        drafts = [proposer.passing(span, eager=eager) for span in spans] if proposer else []
 
-    def decode(self, rows: float, context: float, span: int = 1, *, eager: bool = False) -> float:
-        """Seconds of a step in which each of `rows` rows reads `span` tokens after its `context`.
+        def step(rows: float, context: float) -> float:
+            drafted = sum(draft(rows, context) for draft in drafts)
+            return (policy(rows, context) + drafted) / turn.tokens
+
+        return step
+
+    def decoding(self, span: int = 1, *, eager: bool = False) -> Step:
+        """Seconds of a step in which each row reads `span` tokens after its context.
 
         An engine in a process of its own then schedules the next step.
         """
-        host = 0.0 if self.serving is None or self.on_cpu else self.serving.scheduled(rows)
-        return self.one_pass(rows, context, span, eager=eager) + host * self.kind.host
+        one, serving, rate = self.passing(span, eager=eager), self.serving, self.kind.host
+        if serving is None or self.on_cpu:
+            return one
+        return lambda rows, context: one(rows, context) + serving.scheduled(rows) * rate
 
-    def one_pass(self, rows: float, context: float, span: int = 1, *, eager: bool = False) -> float:
+    def passing(self, span: int = 1, *, eager: bool = False) -> Step:
         """Seconds of the model alone in such a step; `eager` where graphs do not replay it.
 
         An accelerator reads weights, then what is cached, and is idle as each kernel begins and
         ends.
         """
-        tokens = rows * span
-        computed = self.computed(tokens, tokens, tokens * context if self.on_cpu else 0)
-        weights = self.share_of(self.shape.touched(tokens)) - self.spared
-        # What a row carries is read and written.
-        cache = rows * (context * self.cache_bytes + 2 * self.shape.carried(self.size))
-        drawn = self.over_vocabulary(tokens, self.logit(self.kind.drawn, efficiency.DRAWN_BYTES))
-        if self.kind.weights:
-            read = self.multiplied(computed, weights) + self.read(cache) + drawn
-        elif self.on_cpu:
-            read = max(computed, self.read(weights + cache))
-        else:
-            cached = cache / (self.kind.bandwidth * efficiency.CACHE_READ)
-            read = max(computed, self.read(weights)) + cached + drawn
-            read += self.kernels * efficiency.RAMP
-        seconds = max(read, self.brought())
-        if self.replays or eager:
-            seconds += self.kind.launch + self.step_kernels * self.kind.replayed
-            seconds = max(seconds, self.step_kernels * self.kind.launch) if eager else seconds
-        elif self.serving is not None and rows <= self.serving.captured:
-            seconds += self.kind.launch + self.kernels * self.kind.replayed
-        else:
-            seconds = self.launched(seconds)
-        return seconds + self.agreed(tokens)
+        reading, brought = self._reading(), self.brought()
+        launch, replayed = self.kind.launch, self.kind.replayed
+        stepped, captured = self.step_kernels, -1 if self.serving is None else self.serving.captured
+        whole = self.replays or eager
+
+        def seconds(rows: float, context: float) -> float:
+            tokens = rows * span
+            found = max(reading(tokens, rows, context), brought)
+            if whole:
+                found += launch + stepped * replayed
+                found = max(found, stepped * launch) if eager else found
+            elif rows <= captured:
+                found += launch + self.kernels * replayed
+            else:
+                found = self.launched(found)
+            return found + self.agreed(tokens)
+
+        return seconds
+
+    def _reading(self) -> Callable[[float, float, float], float]:
+        """Seconds to read weights and what is cached, and to compute; of tokens, rows, context."""
+        carried, cached = 2 * self.shape.carried(self.size), self.cache_bytes
+        logit = self.logit(self.kind.drawn, efficiency.DRAWN_BYTES)
+        ramps = self.kernels * efficiency.RAMP
+        products = self.kind.rate(self.size, tf32=self.tf32) * self.tp.ranks * self.kind.sustained
+        sizes = product_sizes(self.shape, predicts=self.predicts, ranks=self.tp.ranks)
+        of_cache = self.kind.bandwidth * efficiency.CACHE_READ
+
+        def seconds(tokens: float, rows: float, context: float) -> float:
+            weights = self.share_of(self.shape.touched(tokens)) - self.spared
+            # What a row carries is read and written.
+            cache = rows * (context * cached + carried)
+            drawn = self.over_vocabulary(tokens, logit)
+            if self.on_cpu:
+                computed = self.computed(tokens, tokens, tokens * context)
+                if self.kind.weights:
+                    return self.multiplied(computed, weights) + self.read(cache) + drawn
+                return max(computed, self.read(weights + cache))
+            computed = sizes.forward(tokens, tokens, 0) / products
+            if self.kind.weights:
+                return self.multiplied(computed, weights) + self.read(cache) + drawn
+            return max(computed, self.read(weights)) + cache / of_cache + drawn + ramps
+
+        return seconds
 
     @property
     def step_kernels(self) -> int:

@@ -119,8 +119,8 @@ class RankMemory:
 
     def _of(self, kind: tuple[Shape, bool], place: int) -> Self:
         ahead = under_way(place, min(self.pp, self.shape.layers), self.virtual)
-        one = replace(self, shape=kind[0], predicts=kind[1], in_flight=ahead, pp=1)
-        return replace(one, replicas=ALONE)
+        shape, predicts = kind
+        return replace(self, shape=shape, predicts=predicts, in_flight=ahead, replicas=ALONE, pp=1)
 
     @property
     def weights(self) -> float:

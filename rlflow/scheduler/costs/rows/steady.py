@@ -101,10 +101,11 @@ def _seconds(roof: Roofline, load: Load, lasting: Steady) -> float:
         seen = round(load.mean_prompt + lasting.age)
         known = replace(load, rows=lasting.rows, prompts=lasting.rows, prompt=seen, usual=None)
         total += roof.agreed(lasting.rows * seen) + roof.prefill(known)
+    step = roof.stepping()
     for stage, width in zip(lasting.stages, lasting.widths, strict=True):
         # In the embedded engine every row has as many columns as the oldest.
         age = width if roof.serving is None else stage.age
-        total += stage.tokens * roof.token(stage.live, load.mean_prompt + age)
+        total += stage.tokens * step(stage.live, load.mean_prompt + age)
     return total
 
 
