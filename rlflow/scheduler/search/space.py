@@ -250,9 +250,9 @@ def layouts_of(
         return
     start, stop = where
     count, per_host = stop - start, -(-cluster.count // cluster.hosts)
-    for tp in TENSOR_PARALLEL:
-        if count % tp or start % tp or tp > per_host or not _divides(tp, shape):
-            continue
+    able = [tp for tp in TENSOR_PARALLEL if tp <= per_host and _divides(tp, shape)]
+    able = [tp for tp in able if not count % tp and not start % tp]
+    for tp in able:
         ranks = count // tp
         host = max(1, per_host // tp)
         sizes = [ranks, *([host] if host < ranks and ranks % host == 0 else []), 1]
@@ -262,7 +262,7 @@ def layouts_of(
         if longest > MICRO_TOKENS:
             cuts = contexts_on(shape, ranks, tp, host)
             yield from (Layout(ranks // cp, tp, cp=cp) for cp in cuts)
-        if staged and start % per_host == 0:
+        if staged and start % per_host == 0 and tp in (able[0], able[-1]):
             yield from stages_on(shape, count, tp, per_host)
     if not (role.trained or role.averaged) and role.source is None and None in role.engines:
         yield Layout(offload=True)
