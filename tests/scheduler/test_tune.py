@@ -14,14 +14,16 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 
 import rlflow as rf
 from rlflow import ops
+from rlflow.cli.commands import Target, declare
 from rlflow.errors import Finding, PlanError
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.devices.cluster import cpu_cluster, parse_cluster
 from rlflow.scheduler.search.search import pattern
 from rlflow.scheduler.search.space import hand_written
+from rlflow.scheduler.search.text import as_written, placement_source
 from rlflow.scheduler.search.tune import SearchLimits, search_placements
 from tests.budget import examples
-from tests.conftest import ROOT
+from tests.conftest import PIPELINES, ROOT
 from tests.scheduler.examples import APART, COLOCATE, SPLIT, grpo, ppo
 from tests.scheduler.strategies import PLENTY, cluster, exact, graph_of, graphs
 
@@ -137,6 +139,31 @@ def test_never_worse_than_by_hand_on_cpus(name, devices):
     by_hand = [*hand_written(WRITTEN, where.count).values(), *usual(graph, where.count)]
 
     assert tuned.best.period <= shortest(graph, by_hand, where) * COMPILED
+
+
+@pytest.mark.slow
+def test_deepseek_v3_on_256_devices_lies_as_others_lay_it():
+    """Experts apart, engines over hosts, and stages among what is shown; few plans are made."""
+    target = Target(pipeline=str(PIPELINES / "grpo_gsm8k.py"), model_shape="deepseek-v3")
+    declared, where = declare(target), parse_cluster("h100:256", 1)
+    assign = {
+        "*": rf.on("all", pp=16, fsdp=16, ep=16),
+        "actor.rollout": rf.on("all", tp=32, engine="sglang"),
+    }
+    by_hand = rf.Placement(pools={"all": "*"}, assign=assign)
+    tuned = search_placements(declared.graph, declared.pipeline.placements, where)
+    best = tuned.best.plan
+    trained, engine = best.trained_instance("actor"), best.engines[0]
+
+    assert trained.ep > 1
+    assert engine.tp > 8
+    assert any(i.pp > 1 for row in tuned.rows for i in row.plan.instances)
+    pasted = eval(placement_source(as_written(tuned, tuned.best)), {"rf": rf})
+    again = compile_plan(declared.graph, pasted, where).plan
+    assert best.timing.period == again.timing.period
+    assert max(size for device, size in best.peaks.items() if device >= 0) <= best.budget(0)
+    assert tuned.best.period <= shortest(declared.graph, [by_hand], where) * COMPILED
+    assert 20 <= tuned.compiled <= 80
 
 
 @pytest.mark.slow

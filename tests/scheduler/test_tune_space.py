@@ -13,7 +13,7 @@ from rlflow.errors import PlanError
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.devices.cluster import cpu_cluster, parse_cluster
-from rlflow.scheduler.models.shapes import model_shape
+from rlflow.scheduler.models.shapes import known_shape, model_shape
 from rlflow.scheduler.search.bounds import Figures, PeriodBounds
 from rlflow.scheduler.search.candidates import Moves
 from rlflow.scheduler.search.known_costs import KnownCosts
@@ -141,6 +141,55 @@ def test_training_shards_over_all_a_host_or_not_at_all():
     }
 
     assert {(32, 1), (8, 1), (1, 1), (16, 2), (4, 2), (1, 2)} == found
+
+
+def test_engines_are_on_whole_hosts_where_they_are_on_several():
+    use = replace(role(rollout=True, source=0), engines=(rf.SGLang(),))
+
+    def tps(start, stop):
+        return {each.tp for each in layouts_of(use, (start, stop), shape_of(32, 4), gpus(64))}
+
+    assert {1, 2, 4, 8, 16, 32} == tps(0, 64)
+    assert {1, 2, 4, 8, 16} == tps(8, 24)
+    assert {1, 2, 4} == tps(4, 36)
+
+
+def test_stages_are_on_whole_hosts_and_experts_apart_within_them():
+    mixture, dense = known_shape("deepseek-v3"), known_shape("llama-3.1-70b")
+
+    def found(shape, where, staged=True):
+        made = layouts_of(role(trained=True), where, shape, gpus(256), staged=staged)
+        return {each.sizes for each in made if each.pp > 1}
+
+    assert found(dense, (0, 64), staged=False) == found(dense, (4, 68)) == set()
+    sizes = {(8 * hosts, 1, 1, 1, 8 // hosts) for hosts in (1, 2, 4)}
+    assert sizes | {(hosts, 8, 1, 1, 8 // hosts) for hosts in (1, 2, 4)} == found(dense, (0, 64))
+    assert {(16, 1, 8, 1, 16), (16, 1, 16, 1, 16)} == {
+        each for each in found(mixture, (0, 256)) if each[1] == 1 and each[-1] == 16
+    }
+    for fsdp, tp, ep, _, pp in found(mixture, (64, 256)):
+        assert fsdp * tp * pp == 192
+        assert fsdp % ep == 0
+
+
+@pytest.mark.parametrize("cut", [{"pp": 2}, {"cp": 2}])
+def test_rollouts_share_weights_that_lie_whole_where_those_in_stages_are_faster(cut, monkeypatch):
+    moves = workshop(grpo(kl_coef=0.0), cpu_cluster(4, threads=1, memory=1e9))
+    figures = moves.figures
+    whole, staged = (Choice(0, 4, layout) for layout in (Layout(fsdp=4), Layout(fsdp=2, **cut)))
+    slow = figures.of(0, whole)
+    fast = replace(slow, busy=slow.busy / 2, seconds=tuple(s / 2 for s in slow.seconds))
+    figures._known[0, staged] = fast
+    offered = (whole, staged)
+    monkeypatch.setattr(figures, "options", lambda *_: offered)
+    monkeypatch.setattr(figures, "with_ways", lambda _, choices: choices)
+
+    assert (staged, whole) == figures.fitting(0, (0, 4))
+        :1
+    ]
+    apart = Candidate((staged, Choice(0, 4, Layout())))
+    shared = Candidate((whole, Choice(0, 4, Layout(fsdp=4))))
+    assert shared == moves._sharing(apart)
 
 
 @pytest.mark.parametrize("on_host", [True, False])
