@@ -185,8 +185,6 @@ def test_rollouts_share_weights_that_lie_whole_where_those_in_stages_are_faster(
     monkeypatch.setattr(figures, "with_ways", lambda _, choices: choices)
 
     assert (staged, whole) == figures.fitting(0, (0, 4))
-        :1
-    ]
     apart = Candidate((staged, Choice(0, 4, Layout())))
     shared = Candidate((whole, Choice(0, 4, Layout(fsdp=4))))
     assert shared == moves._sharing(apart)
