@@ -152,13 +152,13 @@ def test_a_prefill_is_bound_by_computing_and_a_decode_by_reading() -> None:
     prompts = Load(rows=16, prompts=16, prompt=2048, lengths=full_lengths(1))
 
     assert SEVEN_B.rollout(prompts) == pytest.approx(
-        SEVEN_B.passed(16 * 2048, 16, 16 * 2048**2 / 2) + SEVEN_B.decode(16, 2048.5)
+        SEVEN_B.passed(16 * 2048, 16, 16 * 2048**2 / 2) + SEVEN_B.decoding()(16, 2048.5)
     )
 
 
 def test_a_rollout_of_one_length_is_steps_times_tokens() -> None:
     load = Load(rows=8, prompts=8, prompt=10, lengths=full_lengths(40))
-    steps = sum(SEVEN_B.decode(8, 10 + position + 0.5) for position in range(40))
+    steps = sum(SEVEN_B.decoding()(8, 10 + position + 0.5) for position in range(40))
 
     assert SEVEN_B.rollout(load) == pytest.approx(steps + SEVEN_B.read(SEVEN_B.weights), rel=1e-6)
 

@@ -18,7 +18,7 @@ from rlflow.cli.commands import Target, declare
 from rlflow.errors import Finding, PlanError
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.devices.cluster import cpu_cluster, parse_cluster
-from rlflow.scheduler.search.search import pattern
+from rlflow.scheduler.search.ranges import pattern
 from rlflow.scheduler.search.space import hand_written
 from rlflow.scheduler.search.text import as_written, placement_source
 from rlflow.scheduler.search.tune import SearchLimits, search_placements

@@ -18,23 +18,19 @@ from rlflow.scheduler.search.bounds import Figures, PeriodBounds
 from rlflow.scheduler.search.candidates import Moves
 from rlflow.scheduler.search.known_costs import KnownCosts
 from rlflow.scheduler.search.layouts import Layout, ways_to_train
+from rlflow.scheduler.search.ranges import cut_points, divisions, near_cuts, pattern, unions
 from rlflow.scheduler.search.space import (
     MOST_COMBINATIONS,
     Candidate,
     Choice,
     PlacedUse,
     classes_of,
-    cut_points,
-    divisions,
     hand_written,
     layouts_of,
-    near_cuts,
-    pattern,
     placed_uses,
     placement_of,
     role_instance,
     scaled,
-    unions,
 )
 from rlflow.scheduler.search.text import placement_source
 from rlflow.scheduler.search.tune import _rewritten

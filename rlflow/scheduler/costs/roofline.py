@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from rlflow.graph.placement import Recompute
 from rlflow.graph.rules.completion_order import ended_share
@@ -19,7 +18,7 @@ from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn
 from rlflow.scheduler.costs.ranks.head_seconds import HeadSeconds
 from rlflow.scheduler.costs.ranks.operators import operators
 from rlflow.scheduler.devices import efficiency
-from rlflow.scheduler.devices.collectives import ALONE, Group
+from rlflow.scheduler.devices.collectives import ALONE
 from rlflow.scheduler.models.flops import product_sizes, recomputed_layers
 from rlflow.scheduler.models.mixtures import THERE_AND_BACK
 
@@ -170,53 +169,6 @@ class Roofline(HeadSeconds):
             return self.launched(seconds, times)
         count = operators(self.shape, times, apart=self.ep.ranks > 1)
         return max(seconds, count * self.kind.launch)
-
-    def agreed(self, tokens: float) -> float:
-        """Seconds of the two all-reduces a layer by which `tp` ranks add up their shares."""
-        summed = self.tp.all_reduce(tokens * self.shape.hidden * self.size)
-        return 2 * self.shape.layers * summed
-
-    def agreed_passing(self, tokens: float) -> float:
-        """The same in a forward or an update, where each rank may have its part of the sum.
-
-        A reduce-scatter after a block, and an all-gather before the next one.
-        """
-        if not self.sequence:
-            return self.agreed(tokens)
-        size = tokens * self.shape.hidden * self.size
-        return 2 * self.shape.layers * (self.tp.reduce_scatter(size) + self.tp.all_gather(size))
-
-    def gathered(self) -> float:
-        """Seconds until all layers have been whole once: an all-gather each."""
-        return self._over_layers("gather", self.weights, self.experts.held * self.size)
-
-    def shared_out(self, trained: float) -> float:
-        """Seconds until a rank has its `trained` bytes of the sum of all gradients of a pass.
-
-        A reduce-scatter a layer of what all ranks will have of it. On CPU devices that is taken to
-        be as much as one of them will have. Adapters are beside experts, not in them.
-        """
-        ranks, same = (1, 1) if self.on_cpu else (self.fsdp.ranks, self.shard.ranks)
-        share = self.shape.in_experts / self.shape.parameters if self.trains_vocabulary else 0.0
-        apart = trained * share * (same if self.ep.ranks > 1 else ranks)
-        return self._over_layers("scatter", ranks * trained * (1 - share) + apart, apart)
-
-    def _over_layers(self, way: Literal["gather", "scatter"], size: float, experts: float) -> float:
-        """Seconds to gather `size` bytes over all layers, or scatter sums; so many of `experts`.
-
-        Those that lie apart go among the ranks that hold the same ones. An accelerator copies what
-        it gathers out of one buffer, and gradients into one; that is counted of experts, which are
-        many bytes for few products.
-        """
-        layers, apart = self.shape.layers + 1, experts if self.ep.ranks > 1 else 0.0
-        found = layers * self._ring(self.fsdp, way, (size - apart) / layers)
-        found += layers * self._ring(self.shard, way, apart / layers) if apart else 0.0
-        beside = 0.0 if self.on_cpu or self.fsdp.ranks < 2 else self.read(2 * experts)
-        return found + beside
-
-    @staticmethod
-    def _ring(group: Group, way: Literal["gather", "scatter"], size: float) -> float:
-        return group.all_gather(size) if way == "gather" else group.reduce_scatter(size)
 
     def beside(self, computed: float, sent: float) -> float:
         """Computing while the next layer's parameters come; on a CPU one after the other.

@@ -23,12 +23,11 @@ from rlflow.scheduler.plan.plan import Instance, Plan, Spread
 from rlflow.scheduler.plan.row_layout import cut_groups
 from rlflow.scheduler.search.known_costs import repeats_after
 from rlflow.scheduler.search.layouts import Layout, ways_to_train
+from rlflow.scheduler.search.ranges import Range, alike
 from rlflow.scheduler.search.space import (
     Candidate,
     Choice,
     PlacedUse,
-    Range,
-    alike,
     average_instance,
     layouts_of,
     role_instance,

@@ -13,17 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from rlflow.scheduler.devices.cluster import Cluster
 from rlflow.scheduler.search.bounds import Figures, PeriodBounds
-from rlflow.scheduler.search.space import (
-    Candidate,
-    Choice,
-    PlacedUse,
-    Range,
-    alike,
-    classes_of,
-    divisions,
-    near_cuts,
-    unions,
-)
+from rlflow.scheduler.search.ranges import Range, alike, divisions, near_cuts, unions
+from rlflow.scheduler.search.space import Candidate, Choice, PlacedUse, classes_of
 
 KEPT_DIVISIONS = 1500
 LAYOUTS_TRIED = 4

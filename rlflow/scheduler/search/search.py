@@ -17,7 +17,8 @@ from rlflow.graph.placement import Placement
 from rlflow.scheduler.passes.staleness import allowed
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.search.candidates import Moves
-from rlflow.scheduler.search.space import Candidate, hand_written, pattern, placement_of
+from rlflow.scheduler.search.ranges import pattern
+from rlflow.scheduler.search.space import Candidate, hand_written, placement_of
 
 CLIMBED = 3
 """As many as show what iterations that differ come to."""

@@ -30,8 +30,9 @@ from rlflow.scheduler.search.candidates import Moves
 from rlflow.scheduler.search.engines import by_engine, with_engines
 from rlflow.scheduler.search.families import placement_family
 from rlflow.scheduler.search.known_costs import KnownCosts
+from rlflow.scheduler.search.ranges import divisions, unions
 from rlflow.scheduler.search.search import Search, Tried
-from rlflow.scheduler.search.space import Choice, divisions, placed_uses, unions
+from rlflow.scheduler.search.space import Choice, placed_uses
 from rlflow.scheduler.simulate.ranges import period_range
 
 STREAMS = (1, 2, 4, 8)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from rlflow.modelfiles.chunks import PLAIN, PRODUCT, WIDE_BYTES, chunk_tokens
 from rlflow.modelfiles.kernels import head
-from rlflow.scheduler.costs.ranks.rank_rates import RankRates
+from rlflow.scheduler.costs.ranks.exchanges import RankExchanges
 from rlflow.scheduler.devices import efficiency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadSeconds(RankRates):
+class HeadSeconds(RankExchanges):
     """Seconds of the head of a model on its ranks; what they are and hold, `RankMemory` says."""
 
     def scored(self, predictions: float) -> float:
