@@ -25,8 +25,8 @@ BESIDE = ("name", "pool", "devices", "engine_plan")
 _layout = attrgetter(*(each.name for each in fields(Instance) if each.name not in BESIDE))
 # What the sizes of a model on its ranks depend on.
 _sizes = attrgetter(
-    *("model", "trained", "fsdp", "tp", "ep", "cp", "pp", "stages", "offload"),
-    *("options", "drafter", "draft_tokens", "inside"),
+    *("model", "trained", "fsdp", "tp", "ep", "cp", "pp", "virtual", "stages"),
+    *("offload", "options", "drafter", "draft_tokens", "inside"),
 )
 
 
@@ -83,6 +83,7 @@ class KnownCosts(Costs):
         return self._known(key, lambda: Costs.resharded(self, source, target, in_place=in_place))
 
     def _known(self, key: Hashable, ask: Callable[[], T]) -> T:
+        key = self.stage, key
         if key not in self._answers:
             self._answers[key] = ask()
         return cast("T", self._answers[key])

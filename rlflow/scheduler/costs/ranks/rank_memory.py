@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
@@ -110,6 +110,15 @@ class RankMemory:
         """The stage at a place along pp, as if it were a model of its own."""
         return self._of(self._kinds[place], place)
 
+    def _held_stages(self) -> Iterator[RankMemory]:
+        """Those of which the fullest is what is held."""
+        if self.pp == 1:
+            yield self
+        elif self.stage is not None:
+            yield self.stage_at(self.stage)
+        else:
+            yield from (stage for stage, _ in self.stages)
+
     @property
     def _kinds(self) -> list[tuple[Shape, bool]]:
         """The shape of the stages at each place, and whether they predict tokens."""
@@ -165,13 +174,9 @@ class RankMemory:
         if use == "rollout":
             return self.rollout_holds(load)
         train = use == "train"
-        stages: Iterable[Self] = (self,)
-        if self.pp > 1:
-            alone = self.stage is not None
-            stages = [self.stage_at(self.stage)] if alone else [one for one, _ in self.stages]
         each = (
             stage.pass_holds(load, train=train, recompute=recompute, numbers=numbers)
-            for stage in stages
+            for stage in self._held_stages()
         )
         return max(each, key=lambda held: sum(size for _, size in held))
 
