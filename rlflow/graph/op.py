@@ -71,6 +71,8 @@ class Op:
 
     `continued` is its body where rows go on from one iteration to the next; it then `recalls` them.
 
+    An op that `chooses` which of its rows it makes knows them when it has made them.
+
     `resumed` is the op that goes on with rows which this one, given the option `until`, leaves
     unfinished: it makes every output anew that it has in common with this one.
 
@@ -93,6 +95,7 @@ class Op:
     recalls: bool = False
     resumed: Op | None = None
     continued: str = ""
+    chooses: bool = False
     roles: tuple[type[Role], ...] = ()
     function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
@@ -108,7 +111,7 @@ class Op:
     @property
     def gathers(self) -> bool:
         """Whether which rows it makes is known only when it has made them."""
-        return self.rows == "gather" or self.recalls
+        return self.rows == "gather" or self.recalls or self.chooses
 
     def output(self, name: str) -> Field | None:
         """The output of that name, if the op has one."""

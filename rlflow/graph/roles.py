@@ -95,6 +95,13 @@ class Drafted(Role):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Oversampled(Role):
+    """It begins more groups than it makes: the `first_groups` groups that are complete first."""
+
+    first_groups: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Paused(Role):
     """A rollout that leaves rows unfinished after so many tokens, for another node to go on."""
 
@@ -243,7 +250,8 @@ class Calling(Role):
 
 
 ALL: tuple[type[Role], ...] = (
-    *(Drawn, SamplingOptions, Drafted, Paused, Resumed, Scoring, AdaptersOff, Learning, Averaged),
+    *(Drawn, SamplingOptions, Drafted, Oversampled, Paused, Resumed, Scoring, AdaptersOff),
+    *(Learning, Averaged),
     *(LoopEnd, LoopGate, Recalling, Sharing, Tokenizing, Recorded, Calling),
 )
 

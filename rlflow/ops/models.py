@@ -21,6 +21,7 @@ from rlflow.graph.roles import (
     Drafted,
     Drawn,
     Learning,
+    Oversampled,
     Paused,
     Resumed,
     Routed,
@@ -37,6 +38,7 @@ from rlflow.ops.losses.preference import DPOLoss, RewardModelLoss
 from rlflow.ops.losses.user import FunctionLoss, no_loss
 from rlflow.ops.missing_reward import on_valid_rows
 from rlflow.ops.rows.experts import EXPERTS, known_routing, recording
+from rlflow.ops.rows.oversampling import oversampling
 from rlflow.ops.rows.pictures import pictures_of, seeing, with_pictures
 from rlflow.ops.scoring import Functions, as_function
 
@@ -69,7 +71,7 @@ ROLLOUT = register(
     Op(
         name="rollout",
         body="rlflow.ops.bodies.rollout:rollout",
-        roles=(SamplingOptions, Drafted, Paused, Routed),
+        roles=(SamplingOptions, Drafted, Oversampled, Paused, Routed),
         inputs=(Input(name="prompt", dtype="text", levels=("row",)),),
         outputs=(
             token("prompt_tokens", "int64", mask=None),
@@ -132,6 +134,7 @@ def rollout(
     top_k: int = 0,
     chat: bool | Chat = False,
     ignore_eos: bool = False,
+    first_groups: int | None = None,
     drafter: Model | None = None,
     draft_tokens: int = 4,
     routing: Literal["record"] | None = None,
@@ -147,6 +150,9 @@ def rollout(
     JSON; `rf.Chat(...)` adds tools, or a template of its own. With `ignore_eos` a response has
     exactly `max_new_tokens` tokens.
 
+    With `first_groups` fewer than the prompts the rest is dropped once so many groups are complete,
+    which favours short responses: see `ops.rows.oversampling`.
+
     A `drafter`, a small model with the same tokenizer, proposes up to `draft_tokens` tokens at a
     time, which the policy reads in one pass. The tokens are those that would be sampled without it
     (speculative decoding, Leviathan et al. 2023, with random numbers in common).
@@ -160,6 +166,9 @@ def rollout(
     checks = _sampling_checks(n, max_new_tokens, temperature, top_p, top_k, draft_tokens)
     _require("a rollout", checks, where)
     rolled, beside = _rolled(model, prompts, routing, drafted=drafter is not None)
+    if first_groups is not None:
+        rolled, chosen = oversampling(rolled, prompts, first_groups, drafted=drafter is not None)
+        beside |= chosen
     made = {field.name for field in rolled.outputs}
     offered = {offer.name: offer for handle in prompts for offer in handle.offers}
     carried = tuple(

@@ -39,6 +39,7 @@ from rlflow.scheduler.passes.bind.whole_layers import (
 )
 from rlflow.scheduler.passes.continuous import continuous
 from rlflow.scheduler.passes.order import chain, order, timing
+from rlflow.scheduler.passes.oversample import oversample
 from rlflow.scheduler.passes.pause import pause
 from rlflow.scheduler.passes.residency import residency
 from rlflow.scheduler.passes.rewrite import rewrite
@@ -61,7 +62,7 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     ("stamp", stamp),
     ("rewrite", rewrite),
     ("unroll", unroll),
-    ("bind", bind),
+    ("bind", lambda plan, context: oversample(bind(plan, context), context)),
     ("stream", stream),
     ("weights", weights),
     ("transfer", transfer),

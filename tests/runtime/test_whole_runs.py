@@ -28,6 +28,7 @@ from tests.runtime.whole_runs import (
     LASTING,
     LEVELS,
     MIXED,
+    OVERSAMPLED,
     PAUSED,
     PPO,
     REPLAYED,
@@ -161,6 +162,12 @@ TABLE = {
         REPLICAS,
         same=(At("apart4"), At("replicas4", marks=SLOW + RAY)),
         resumed=(broken("replicas4", 5, 3, marks=SLOW + RAY + EXTRA),),
+    ),
+    "oversampled": Feature(
+        OVERSAMPLED.said("--devices", "cpu:3"),
+        same=(At("together"), At("apart"), At("replicas", marks=SLOW + RAY)),
+        resumed=(broken("ahead", 3, 2),),
+        ray=placed("apart", marks=SLOW + EXTRA),
     ),
     "loop": Feature(
         MIXED,

@@ -59,6 +59,7 @@ WEIGHTS = declared("stale:weights", iterations=4, every=4).said("--set", "epochs
 PAUSED = declared("paused", iterations=7, every=4)
 LASTING = declared("lasting", iterations=7, every=3)
 REPLICAS = LASTING.said("--devices", "cpu:3")
+OVERSAMPLED = declared("oversampled", iterations=4, every=2)
 MIXED = declared("mixed", iterations=7, every=4)
 MANY = MIXED.said("--set", "multiple=3", "--save-every", 3)
 KEPT = MANY.said("--set", "surplus=keep")

@@ -14,7 +14,7 @@ import networkx as nx
 from rlflow.errors import Finding
 from rlflow.graph.fields import Binding
 from rlflow.graph.graph import Graph, Node
-from rlflow.graph.roles import Drawn, Learning, LoopEnd, SamplingOptions, Scoring
+from rlflow.graph.roles import Drawn, Learning, LoopEnd, Oversampled, SamplingOptions, Scoring
 from rlflow.graph.rules.averages import averages_are_alike, averages_are_taken
 from rlflow.graph.rules.counts import Counts
 from rlflow.graph.rules.drafting import drafters_are_others
@@ -234,6 +234,9 @@ def _origin_counts(graph: Graph, node: Node) -> Counts | None:
         if parent.counts is not None:
             expanded = graph.node(str(node.rows_of)) is not parent
             return _each_alone(parent.counts) if expanded else parent.counts
+        if (some := parent.role(Oversampled)) is not None:
+            made = some.first_groups
+            return Counts(groups=made, rows=made, least=made)
         if (batch := batch_of(parent)) is not None:
             return Counts(groups=batch, rows=batch, least=batch)
         if parent is origin:

@@ -92,6 +92,8 @@ def _why_once(node: Node) -> str:
         return 'a loop with surplus="keep": its rows would be of the next trip'
     if node.op.recalls:
         return "it keeps rows from iteration to iteration"
+    if node.op.chooses:
+        return "it drops groups that are complete late: a loop draws as many as it needs"
     if not counts and (node.op.effect == "effectful" or node.op.use == "train"):
         return "it has an effect beyond its rows"
     if not node.always:

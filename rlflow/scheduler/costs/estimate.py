@@ -36,7 +36,8 @@ from rlflow.scheduler.costs.ranks.pipeline import piped
 from rlflow.scheduler.costs.ranks.rank_memory import CACHE, DTYPES, Holds
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.rows.expected import ExpectedRows
-from rlflow.scheduler.costs.rows.steady import most_dealt, rollout_seconds, rollout_swings
+from rlflow.scheduler.costs.rows.rollouts import rollout_seconds
+from rlflow.scheduler.costs.rows.steady import most_dealt, rollout_swings
 from rlflow.scheduler.costs.seen.corrections import (
     beside_curves,
     corrected_by,
@@ -215,13 +216,16 @@ class Costs(ExpectedRows):
         return held.get(CACHE, 0) + held.get(DRAFTS, 0)
 
     def roofline_of(self, node: Node, instance: Instance, shape: Shape) -> Roofline:
-        """A model as a node uses it: drafted rows have no blocks, rollouts no sequence to share."""
+        """A model as a node uses it: rollouts share no sequence.
+
+        Rows that are drafted, or may be dropped, have no blocks.
+        """
         roof = self.roofline(instance, shape)
         use, drafted = node.op.use or "forward", node.role(Drafted) is not None
         turn = self.turn(node, instance)
         return replace(
             roof,
-            paged=roof.paged and not drafted,
+            paged=roof.paged and not (drafted or node.op.chooses),
             sequence=roof.sequence and use != "rollout",
             tf32=use in instance.tf32,
             by_rows=head_by_rows(

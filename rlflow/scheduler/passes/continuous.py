@@ -103,7 +103,11 @@ def _findings(plan: Plan, node: Node, context: Context) -> Iterator[Finding]:
     cut = [f"{axis}={size}" for axis, size in axes.items() if size and size > 1]
     many = options is not None and _replicas(plan, node, context) > 1
     reasons = (
-        (not node.op.continued, f"op {node.op.name} has no way to go on with its rows"),
+        (node.op.chooses, "it drops groups that are late"),
+        (
+            not (node.op.continued or node.op.chooses),
+            f"op {node.op.name} has no way to go on with its rows",
+        ),
         (node.loop is not None, f"it is in a loop, {node.loop}"),
         (not node.always, "it does not run in every iteration"),
         (node.role(Drafted) is not None, "a drafter proposes its tokens"),

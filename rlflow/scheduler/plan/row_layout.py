@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.graph.graph import Graph, Node
-from rlflow.graph.roles import Recalling
+from rlflow.graph.roles import Oversampled, Recalling
 from rlflow.graph.rules.check import most_rows, num_prompts, row_counts
 from rlflow.graph.rules.steps import groups_may_part, mini_batches, sample_pieces
 from rlflow.graph.user.dispatch import RULES
@@ -68,7 +68,7 @@ def takes(
 
     `grown` is the layout in which an engine has the rows in its cache; they stay there. With one
     row part every device of the instance has all rows, whatever the dispatch, and so it has where
-    rows go on from one iteration to the next: replicas deal them anew. A collective op
+    replicas deal groups to each other. A collective op
     without a model is not split, since only the ranks of an instance can reach each other.
     """
     if not node.inputs:
@@ -78,7 +78,7 @@ def takes(
     parts, how = place.row_parts, node.op.dispatched
     if how == "first" or (node.op.collective and place.instance is None):
         return place.first
-    if how == "all" or len(parts) == 1 or never_drains(node):
+    if how == "all" or len(parts) == 1 or deals(node):
         return place.everywhere
     stays = grown if how == "split" and node.op.rows == "same" else None
     if how == "parts" or stays is not None:
@@ -86,9 +86,13 @@ def takes(
     return Spread(parts=parts, rule="balanced" if how == "split" else how)
 
 
-def never_drains(node: Node) -> bool:
-    """Whether it is a rollout whose rows go on from one iteration to the next."""
-    return node.op.rows == "expand" and node.role(Recalling) is not None
+def deals(node: Node) -> bool:
+    """Whether it is a rollout whose replicas share groups out themselves, turn by turn together.
+
+    Its rows go on from one iteration to the next, or are dropped where they are late.
+    """
+    roles = node.role(Recalling), node.role(Oversampled)
+    return node.op.rows == "expand" and any(role is not None for role in roles)
 
 
 def cut_groups(graph: Graph, node: Node, taken: Spread | None) -> Spread | None:
@@ -166,6 +170,6 @@ def in_place(source: Action, target: Action, wanted: Spread) -> bool:
 def num_parts(node: Node, place: Place, taken: Spread | None, made: Spread | None) -> int:
     """How many parts share a node's work; ranks may share work on no rows at all."""
     spread = taken or made
-    if spread is not None and not never_drains(node):
+    if spread is not None and not deals(node):
         return len(spread.parts)
     return len(place.row_parts) if node.op.dispatched not in ("all", "first") else 1

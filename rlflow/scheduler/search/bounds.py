@@ -339,5 +339,5 @@ def _waiting(graph: Graph, model: str) -> list[Node]:
 def _may_be_cut(node: Node) -> bool:
     """Whether streaming may work on a node's groups some at a time."""
     op = node.op
-    along = op.per in ("row", "group") and op.rows in ("expand", "same")
+    along = op.per in ("row", "group") and op.rows in ("expand", "same") and not op.chooses
     return steps_in_order(node) > 1 or (along and op.use != "train")

@@ -38,6 +38,18 @@ def row_sets_are_counted(facts: Facts) -> Iterator[str]:
                 yield f"{node.name} makes fields of other rows than those it joins them to"
         if node.op.name == "concat":
             yield from _adds_up(graph, node, parts)
+        if node.op.chooses:
+            yield from _are_some(graph, node)
+
+
+def _are_some(graph: Graph, node: Node) -> Iterator[str]:
+    """Who drops groups that are late makes fewer than it begins, and as many as it says."""
+    said, begun = dict(node.params), num_prompts(graph, graph.node(node.sources[0])) or 0
+    wanted = said["first_groups"]
+    if not 0 < wanted < begun:
+        yield f"{node.name} makes the first {wanted} of {begun} groups"
+    if (num_prompts(graph, node), most_rows(graph, node)) != (wanted, wanted * said["n"]):
+        yield f"{node.name} makes {wanted} groups, and its rows are counted otherwise"
 
 
 def _parts(node: Node) -> dict[int, list[Binding]]:

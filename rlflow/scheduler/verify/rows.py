@@ -31,7 +31,8 @@ def chunks_are_legal(facts: Facts) -> Iterator[str]:
         at_once = op.per == "batch" or op.collective or op.effect != "pure"
         if at_once and not _steps_follow(node, first.chunk):
             yield f"{first.id} is a chunk of a node that takes its batch at once"
-        if op.closing or not node.always or not (op.rows in ("expand", "same") or at_once):
+        along = op.rows in ("expand", "same") and not op.chooses
+        if op.closing or not node.always or not (along or at_once):
             yield f"{first.id} is a chunk of a node that has no rows of every iteration"
         yield from _cut_is_fair(facts, node, first)
         fed = any(facts.runs[source][0].chunk for source in node.sources)
@@ -170,7 +171,8 @@ def _is_dispatched(facts: Facts, node: Node, a: Action, spread: Spread) -> Itera
     most = 1 if a.devices == (HOST,) else len(a.devices) // (instance.row_ranks if instance else 1)
     how = node.op.dispatched
     unreached = node.op.collective and instance is None
-    lasting = node.op.rows == "expand" and node.op.recalls  # All replicas know of all rows.
+    # All replicas know of all rows.
+    lasting = node.op.rows == "expand" and (node.op.recalls or node.op.chooses)
     if how in ("all", "first") or unreached or lasting or most == 1:
         alone = how == "first" or unreached
         wanted = set(a.devices[:1]) if alone else set(facts.rows_on(a))

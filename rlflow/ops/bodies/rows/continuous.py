@@ -65,14 +65,14 @@ def go_on(call: Call) -> Output:
     ages = _ages(call, gone)
     _require_young(ages, call)
     metrics: dict[str, float | Stat] = {
-        **sample_metrics(call, _generation(gone)),
+        **sample_metrics(call, generation(gone)),
         "lag": mean_of(ages),
         "lag_max": max_of(ages),
         "in_flight": float((left[BEGUN] >= 0).sum() - left[OVER].sum()),
         "complete": float(len(ended) - len(taken)),
         "turns": float(made.turns),
     }
-    fields = _fields(call, gone)
+    fields = fields_of(call, gone)
     return Output(fields=fields, rows=num_rows(gone), own=True, memory=left, metrics=metrics)
 
 
@@ -168,11 +168,11 @@ def _advanced(
         own=part.start,
         told=lambda ended: peers.union(torch.tensor(ended, dtype=torch.int64)).tolist(),
     )
-    made = model_of(call).advance(flight, **_drawn(call.params))
-    return going, made if part.step == 1 else _of_all(made, peers)
+    made = model_of(call).advance(flight, **drawn_of(call.params))
+    return going, made if part.step == 1 else of_all(made, peers)
 
 
-def _of_all(made: Advanced, peers: Peers) -> Advanced:
+def of_all(made: Advanced, peers: Peers) -> Advanced:
     """What became of the rows of all replicas, of which `made` has the tokens of those here."""
     count = len(made.over)
     rows = torch.arange(count).repeat_interleave(lengths(made.response_tokens))
@@ -191,7 +191,7 @@ def _of_all(made: Advanced, peers: Peers) -> Advanced:
     )
 
 
-def _drawn(params: Mapping[str, Any]) -> dict[str, Any]:
+def drawn_of(params: Mapping[str, Any]) -> dict[str, Any]:
     """How tokens are drawn, as `advance` wants it."""
     return {
         "max_new_tokens": params["max_new_tokens"],
@@ -243,14 +243,14 @@ def _require_young(ages: Tensor, call: Call) -> None:
     assert oldest <= call.staleness, f"{call.node}: a row is {oldest} updates old"
 
 
-def _generation(rows: Batch) -> Generation:
+def generation(rows: Batch) -> Generation:
     tokens, log_probs = rows["response_tokens"], rows["rollout_log_probs"]
     return Generation(response_tokens=tokens, log_probs=log_probs, finished=rows["finished"])
 
 
-def _fields(call: Call, gone: Batch) -> dict[str, Tensor]:
+def fields_of(call: Call, gone: Batch) -> dict[str, Tensor]:
     """The fields of the rows that leave which somebody reads."""
-    fields = responses(call, _generation(gone))
+    fields = responses(call, generation(gone))
     own = ("prompt_tokens", "group", "sample", "version")
     names = [*own, *sorted(call.wanted - CARRIED_BY_ENGINE)]
     return fields | {name: gone[name] for name in names if name in call.wanted}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from rlflow.graph.graph import Node
-from rlflow.graph.roles import Drawn, Paused, Resumed, SamplingOptions
+from rlflow.graph.roles import Drawn, Oversampled, Paused, Resumed, SamplingOptions
 from rlflow.graph.rules.check import longest_response, most_rows, num_prompts
 from rlflow.graph.rules.steps import mini_batches, sample_pieces
 from rlflow.scheduler.costs import measurement_keys as keys
@@ -29,6 +29,7 @@ from rlflow.scheduler.costs.lengths import (
 from rlflow.scheduler.costs.origins import Prompts, origins, response_tokens
 from rlflow.scheduler.costs.pieces import WHOLE, Piece
 from rlflow.scheduler.costs.rows.given import given_lengths
+from rlflow.scheduler.costs.rows.oversampled import of_first
 from rlflow.scheduler.costs.sizes import Sizes
 from rlflow.scheduler.devices.measured import Record
 from rlflow.scheduler.models.prompts import PromptTokens
@@ -93,12 +94,30 @@ class ExpectedRows(Sizes):
             return full_lengths(longest)
         said = None if self.graph.lengths is None else self.graph.lengths.responses
         if said is not None:
-            return given_lengths(said, longest, self.rows(origin))
+            return self._kept(node, origin, given_lengths(said, longest, self.rows(origin)))
         record = self.record_of(keys.lengths_key(self.graph, origin, longest))
         if record is None or record.setting.pipeline != self.graph.name:
-            return assumed(longest)
+            return self._kept(node, origin, assumed(longest))
         last = record.chosen[-1]
-        return fitted_lengths(longest, last.length, last.longest, self.rows(origin))
+        kept = fitted_lengths(longest, last.length, last.longest, self.rows(origin))
+        if node.name != origin.name or origin.role(Oversampled) is None:
+            return kept
+        # What was measured is of the rows that were kept, which lack the longest.
+        return scaled_lengths(kept, kept.mean / self.of_batch(origin, kept).mean, 1.0)
+
+    def _kept(self, node: Node, origin: Node, known: ResponseLengths) -> ResponseLengths:
+        """Lengths of the rows of a node, where `known` are those of all that its origin samples."""
+        own = node.name == origin.name or origin.role(Oversampled) is None
+        return known if own else self.of_batch(origin, known)
+
+    def of_batch(self, node: Node, known: ResponseLengths) -> ResponseLengths:
+        """Lengths of the rows that a rollout keeps, of those that it samples."""
+        begun, wanted = self.begun(node), node.as_a(Oversampled).first_groups
+        return of_first(known, begun, int(node.as_a(SamplingOptions).n or 1), wanted)
+
+    def begun(self, node: Node) -> int:
+        """How many groups a rollout begins in an iteration: of each prompt that it reads."""
+        return num_prompts(self.graph, self.graph.node(node.sources[0])) or 1
 
     def load(self, node: Node, parts: int, piece: Piece = WHOLE) -> Load:
         """The rows of one pass: of an update those of a mini-batch, in whichever piece it is.
@@ -121,6 +140,8 @@ class ExpectedRows(Sizes):
         """The rows of one part in one of so many cuts of an iteration; whole rows at least."""
         rows = self.rows(node)
         prompts = num_prompts(self.graph, node) or rows
+        if node.role(Oversampled) is not None:
+            rows, prompts = rows // prompts * self.begun(node), self.begun(node)
         prompts *= sample_pieces(node, prompts, parts)
         prompt, _ = self.tokens(node)
         share = parts * cuts

@@ -21,8 +21,8 @@ from rlflow.graph.graph import Node
 from rlflow.graph.roles import Recalling
 from rlflow.graph.rules.in_flight import Bound, Dealing, Pace
 from rlflow.scheduler.costs.lengths import Load, ResponseLengths, Stage, location
-from rlflow.scheduler.costs.pieces import Piece
 from rlflow.scheduler.costs.roofline import Roofline
+from rlflow.scheduler.plan.row_layout import deals
 
 MOST_GROUPS = 64
 MOST_PLAYED = 1024
@@ -49,13 +49,6 @@ class Steady:
     passes: float
 
 
-def rollout_seconds(roof: Roofline, node: Node, load: Load, piece: Piece) -> float:
-    """Seconds of a rollout, or of a leg of it: until all rows have ended, or enough groups."""
-    if (lasting := node.role(Recalling)) is not None:
-        return continuous_seconds(roof, load, lasting.keep)
-    return roof.rollout(load, *((piece.index, piece.count) if piece.leg else (0, 1)))
-
-
 def continuous_seconds(roof: Roofline, load: Load, span: int) -> float:
     """Mean seconds of an iteration of a rollout whose rows live through up to `span` updates.
 
@@ -65,8 +58,8 @@ def continuous_seconds(roof: Roofline, load: Load, span: int) -> float:
 
 
 def most_dealt(node: Node, load: Load) -> Load:
-    """The most rows of a part: of several replicas of a continuous rollout a group more each."""
-    if load.peers < 2 or node.op.rows != "expand" or node.role(Recalling) is None:
+    """The most rows of a part: of several replicas that deal groups out a group more each."""
+    if load.peers < 2 or not deals(node):
         return load
     rows = load.rows + load.rows / load.prompts
     return replace(load, rows=rows, prompts=load.prompts + 1)

@@ -1,0 +1,20 @@
+"""What becomes of the rows of a rollout: all end, or it never drains, or those that are late go."""
+
+from __future__ import annotations
+
+from rlflow.graph.graph import Node
+from rlflow.graph.roles import Oversampled, Recalling
+from rlflow.scheduler.costs.lengths import Load
+from rlflow.scheduler.costs.pieces import Piece
+from rlflow.scheduler.costs.roofline import Roofline
+from rlflow.scheduler.costs.rows.oversampled import first_seconds
+from rlflow.scheduler.costs.rows.steady import continuous_seconds
+
+
+def rollout_seconds(roof: Roofline, node: Node, load: Load, piece: Piece) -> float:
+    """Seconds of a rollout, or of a leg of it: until all rows have ended, or enough groups."""
+    if (lasting := node.role(Recalling)) is not None:
+        return continuous_seconds(roof, load, lasting.keep)
+    if (some := node.role(Oversampled)) is not None:
+        return first_seconds(roof, load, some.first_groups)
+    return roof.rollout(load, *((piece.index, piece.count) if piece.leg else (0, 1)))
