@@ -17,6 +17,7 @@ class Config(rf.Config):
     iterations: int = 2
     broken: bool = False
     adapters: bool = False
+    first_groups: int | None = None
 
 
 def exact_match(response: str, answer: str) -> float:
@@ -78,7 +79,12 @@ def grpo(cfg: Config) -> None:
     ref = rf.Model("ref", str(TINY))
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=cfg.prompts_per_iteration)
     samples = ops.rollout(
-        actor, prompts, n=cfg.group_size, max_new_tokens=8, temperature=cfg.temperature
+        actor,
+        prompts,
+        n=cfg.group_size,
+        max_new_tokens=8,
+        temperature=cfg.temperature,
+        first_groups=cfg.first_groups,
     )
     reward = ops.reward(failing if cfg.broken else exact_match, samples)
     ref_lp = ops.log_probs(ref, samples)

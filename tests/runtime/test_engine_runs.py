@@ -312,6 +312,23 @@ def test_rows_in_the_engine_live_through_updates(tmp_path: Path) -> None:
 @real
 @pytest.mark.slow
 @pytest.mark.sglang
+def test_the_engine_ends_with_the_first_groups(tmp_path: Path) -> None:
+    """What it answers first are the rows; the requests of the others are aborted."""
+    folder = tmp_path / "run"
+    words = ("--placement", "split", "--threads", 1, "--iterations", 2, "--run-dir", folder)
+    words = (*words, "--set", "prompts_per_iteration=12", "--set", "first_groups=4")
+    done = ended(process("run", FILE, *words, cwd=tmp_path, **{MARK: str(tmp_path)}), timeout=250)
+    assert 0 == done.code, done.err
+    found = metrics_of(folder)
+    assert [8, 8] == [metrics["actor.rollout/dropped"] for metrics in found]
+    assert all(metrics["actor.rollout/dropped_tokens"] > 0 for metrics in found)
+    assert all(metrics["actor.update/rollout_gap_max"] < 1e-4 for metrics in found)
+    assert [] == left(tmp_path)
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.sglang
 def test_an_error_elsewhere_ends_the_engines(tmp_path: Path) -> None:
     words = ("--placement", "split", "--set", "broken=true", "--run-dir", tmp_path / "run")
     words = (*words, "--iterations", 1, "--threads", 1)

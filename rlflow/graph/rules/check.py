@@ -235,7 +235,7 @@ def _origin_counts(graph: Graph, node: Node) -> Counts | None:
             expanded = graph.node(str(node.rows_of)) is not parent
             return _each_alone(parent.counts) if expanded else parent.counts
         if (some := parent.role(Oversampled)) is not None:
-            made = some.first_groups
+            made = int(some.first_groups)
             return Counts(groups=made, rows=made, least=made)
         if (batch := batch_of(parent)) is not None:
             return Counts(groups=batch, rows=batch, least=batch)

@@ -244,6 +244,7 @@ def _require_young(ages: Tensor, call: Call) -> None:
 
 
 def generation(rows: Batch) -> Generation:
+    """Rows as what an engine has generated."""
     tokens, log_probs = rows["response_tokens"], rows["rollout_log_probs"]
     return Generation(response_tokens=tokens, log_probs=log_probs, finished=rows["finished"])
 

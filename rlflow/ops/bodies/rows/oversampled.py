@@ -12,9 +12,17 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from rlflow.batch import Batch, flat, lengths, make_batch, ragged_like, select_field, select_rows
-from rlflow.batch import strings
-from rlflow.contract.values import Advanced, InFlight
+from rlflow.batch import (
+    Batch,
+    flat,
+    lengths,
+    make_batch,
+    ragged_like,
+    select_field,
+    select_rows,
+    strings,
+)
+from rlflow.contract.values import Advanced, InFlight, Stat
 from rlflow.ops.bodies.common import inputs_of, model_of, num_rows, token_rows, too_long
 from rlflow.ops.bodies.rollout import CARRIED_BY_ENGINE, sample_metrics
 from rlflow.ops.bodies.rows.continuous import drawn_of, fields_of, generation, of_all
@@ -37,7 +45,7 @@ def first_complete(call: Call) -> Output:
     rows = _with(call, begun, made)
     chosen = select_rows(rows, torch.nonzero(leaves).flatten())
     groups = num_rows(begun) // int(call.params["n"])
-    metrics = {
+    metrics: dict[str, float | Stat] = {
         **sample_metrics(call, generation(chosen)),
         "dropped": float(groups - wanted),
         "dropped_tokens": float(lengths(rows["response_tokens"])[~leaves].sum()),

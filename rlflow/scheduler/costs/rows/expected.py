@@ -92,23 +92,22 @@ class ExpectedRows(Sizes):
         (origin,) = found
         if (sampling := origin.role(SamplingOptions)) is not None and sampling.ignore_eos:
             return full_lengths(longest)
-        said = None if self.graph.lengths is None else self.graph.lengths.responses
-        if said is not None:
-            return self._kept(node, origin, given_lengths(said, longest, self.rows(origin)))
-        record = self.record_of(keys.lengths_key(self.graph, origin, longest))
-        if record is None or record.setting.pipeline != self.graph.name:
-            return self._kept(node, origin, assumed(longest))
-        last = record.chosen[-1]
-        kept = fitted_lengths(longest, last.length, last.longest, self.rows(origin))
-        if node.name != origin.name or origin.role(Oversampled) is None:
-            return kept
-        # What was measured is of the rows that were kept, which lack the longest.
-        return scaled_lengths(kept, kept.mean / self.of_batch(origin, kept).mean, 1.0)
+        return self._of_origin(node, origin, longest)
 
-    def _kept(self, node: Node, origin: Node, known: ResponseLengths) -> ResponseLengths:
-        """Lengths of the rows of a node, where `known` are those of all that its origin samples."""
-        own = node.name == origin.name or origin.role(Oversampled) is None
-        return known if own else self.of_batch(origin, known)
+    def _of_origin(self, node: Node, origin: Node, longest: int) -> ResponseLengths:
+        """Lengths of a node's rows, whose responses one node has made."""
+        drops, own = origin.role(Oversampled) is not None, node.name == origin.name
+        said = None if self.graph.lengths is None else self.graph.lengths.responses
+        record = self.record_of(keys.lengths_key(self.graph, origin, longest))
+        if said is None and record is not None and record.setting.pipeline == self.graph.name:
+            last = record.chosen[-1]
+            kept = fitted_lengths(longest, last.length, last.longest, self.rows(origin))
+            if not (drops and own):
+                return kept
+            # What was measured is of the rows that were kept, which lack the longest.
+            return scaled_lengths(kept, kept.mean / self.of_batch(origin, kept).mean, 1.0)
+        known = given_lengths(said, longest, self.rows(origin)) if said else assumed(longest)
+        return self.of_batch(origin, known) if drops and not own else known
 
     def of_batch(self, node: Node, known: ResponseLengths) -> ResponseLengths:
         """Lengths of the rows that a rollout keeps, of those that it samples."""

@@ -47,9 +47,10 @@ def first_seconds(roof: Roofline, load: Load, wanted: int) -> float:
 def of_first(lengths: ResponseLengths, groups: int, n: int, wanted: int) -> ResponseLengths:
     """Lengths of the rows of the first of so many groups: none longer than the last of them.
 
-    In a kept group all rows have ended by the token t at which k of m groups have, F(t)^n = k / m.
+    Of m groups the first k lie at 1 / (m + 1) to k / (m + 1) of G in the mean, evenly: they are
+    like all groups below (k + 1) / (m + 1), whose rows have all ended by the token t of that.
     """
-    return between(lengths, 0.0, (wanted / groups) ** (1 / n))
+    return between(lengths, 0.0, ((wanted + 1) / (groups + 1)) ** (1 / n))
 
 
 @lru_cache(maxsize=256)
@@ -116,8 +117,8 @@ def _played(
             known[0] += steps
             known[1] += steps * live
             known[2] += steps * ages
-    for steps, rows, ages in spent.values():
-        yield Stage(ages / rows, steps / DRAWS, scale * rows / steps, 1.0, 0.0)
+    for many, rows, age in spent.values():
+        yield Stage(age / rows, many / DRAWS, scale * rows / many, 1.0, 0.0)
 
 
 def _spans(drawn: list[list[int]], until: int, room: int) -> Iterator[tuple[int, int, float]]:
