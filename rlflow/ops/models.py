@@ -37,9 +37,9 @@ from rlflow.ops.losses.losses import PolicyLoss, SFTLoss, ValueLoss
 from rlflow.ops.losses.preference import DPOLoss, RewardModelLoss
 from rlflow.ops.losses.user import FunctionLoss, no_loss
 from rlflow.ops.missing_reward import on_valid_rows
-from rlflow.ops.rows.experts import EXPERTS, known_routing, recording
-from rlflow.ops.rows.oversampling import oversampling
-from rlflow.ops.rows.pictures import pictures_of, seeing, with_pictures
+from rlflow.ops.rows.experts import EXPERTS, known_routing
+from rlflow.ops.rows.pictures import with_pictures
+from rlflow.ops.rows.rolled import rolled
 from rlflow.ops.scoring import Functions, as_function
 
 MASK = Input(name="response_mask", dtype="bool", levels=("token",))
@@ -165,20 +165,9 @@ def rollout(
     where = declared_at()
     checks = _sampling_checks(n, max_new_tokens, temperature, top_p, top_k, draft_tokens)
     _require("a rollout", checks, where)
-    rolled, beside = _rolled(model, prompts, routing, drafted=drafter is not None)
-    if first_groups is not None:
-        rolled, chosen = oversampling(rolled, prompts, first_groups, drafted=drafter is not None)
-        beside |= chosen
-    made = {field.name for field in rolled.outputs}
-    offered = {offer.name: offer for handle in prompts for offer in handle.offers}
-    carried = tuple(
-        offer for offer in offered.values() if offer.field.level == "row" and offer.name not in made
-    )
-    op = replace(
-        rolled,
-        inputs=tuple(Input(name=o.name, dtype=o.field.dtype, levels=("row",)) for o in carried)
-        or ROLLOUT.inputs,
-        outputs=(*rolled.outputs, *(row(o.name, o.field.dtype) for o in carried)),
+    drafted = drafter is not None
+    op, beside = rolled(
+        ROLLOUT, model, prompts, routing=routing, first_groups=first_groups, drafted=drafted
     )
     params: dict[str, Any] = {"n": n, "max_new_tokens": max_new_tokens, "temperature": temperature}
     if drafter is not None:
@@ -191,18 +180,6 @@ def rollout(
     )
     params |= {key: value for key, value, off in unusual if value != off} | beside
     return add_node(op, prompts, model=model, params=params, name=name, beside=drafter)
-
-
-def _rolled(
-    model: Model, prompts: tuple[Handle, ...], routing: str | None, *, drafted: bool
-) -> tuple[Op, dict[str, Any]]:
-    """A rollout with what it makes beside tokens, of experts and of pictures; and its options."""
-    records = known_routing("a rollout", routing, ("record",), drafted=drafted)
-    rolled = recording(ROLLOUT, model) if records else ROLLOUT
-    params: dict[str, Any] = {"routing": routing} if records else {}
-    if images := pictures_of("a rollout", prompts, drafted=drafted):
-        return seeing(rolled, model), {**params, "images": images}
-    return rolled, params
 
 
 def update(

@@ -259,12 +259,9 @@ def _row_by_row(node: Node, run: Action) -> bool:
 def _cuttable(node: Node) -> bool:
     """Whether an op's granularity allows working on some of the groups at a time."""
     op = node.op
-    along = (
-        op.per in ("row", "group")
-        and op.rows in ("expand", "same")
-        and not (op.recalls or op.chooses)
-    )
-    return along and op.effect == "pure" and not (op.closing or op.collective or not node.always)
+    along = op.per in ("row", "group") and op.rows in ("expand", "same")
+    once = op.recalls or op.chooses or op.closing or op.collective
+    return along and op.effect == "pure" and node.always and not once
 
 
 def _findings(plan: Plan, chain: Chain, count: int) -> list[Finding]:

@@ -72,7 +72,7 @@ def go_on(call: Call) -> Output:
         "complete": float(len(ended) - len(taken)),
         "turns": float(made.turns),
     }
-    fields = fields_of(call, gone)
+    fields = fields_that_leave(call, gone)
     return Output(fields=fields, rows=num_rows(gone), own=True, memory=left, metrics=metrics)
 
 
@@ -249,7 +249,7 @@ def generation(rows: Batch) -> Generation:
     return Generation(response_tokens=tokens, log_probs=log_probs, finished=rows["finished"])
 
 
-def fields_of(call: Call, gone: Batch) -> dict[str, Tensor]:
+def fields_that_leave(call: Call, gone: Batch) -> dict[str, Tensor]:
     """The fields of the rows that leave which somebody reads."""
     fields = responses(call, generation(gone))
     own = ("prompt_tokens", "group", "sample", "version")

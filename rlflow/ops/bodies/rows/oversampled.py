@@ -25,7 +25,7 @@ from rlflow.batch import (
 from rlflow.contract.values import Advanced, InFlight, Stat
 from rlflow.ops.bodies.common import inputs_of, model_of, num_rows, token_rows, too_long
 from rlflow.ops.bodies.rollout import CARRIED_BY_ENGINE, sample_metrics
-from rlflow.ops.bodies.rows.continuous import drawn_of, fields_of, generation, of_all
+from rlflow.ops.bodies.rows.continuous import drawn_of, fields_that_leave, generation, of_all
 from rlflow.ops.body import Call, Output
 
 
@@ -51,7 +51,7 @@ def first_complete(call: Call) -> Output:
         "dropped_tokens": float(lengths(rows["response_tokens"])[~leaves].sum()),
         "turns": float(made.turns),
     }
-    fields = fields_of(call, chosen)
+    fields = fields_that_leave(call, chosen)
     return Output(fields=fields, rows=num_rows(chosen), own=True, metrics=metrics)
 
 
