@@ -216,7 +216,7 @@ class Costs(ExpectedRows):
         return held.get(CACHE, 0) + held.get(DRAFTS, 0)
 
     def roofline_of(self, node: Node, instance: Instance, shape: Shape) -> Roofline:
-        """A model as a node uses it: rollouts share no sequence, rows drafted or chosen no blocks."""
+        """A model as a node uses it: rollouts share no sequence, some rows have no blocks."""
         roof = self.roofline(instance, shape)
         use, drafted = node.op.use or "forward", node.role(Drafted) is not None
         turn = self.turn(node, instance)

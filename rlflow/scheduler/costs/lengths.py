@@ -163,7 +163,7 @@ def stages(
 
 
 def _stages(lengths: ResponseLengths, rows: float, ranks: int) -> Iterator[Stage]:
-    for start, tokens in grid_of(lengths):
+    for start, tokens in length_grid(lengths):
         alive = lengths.survival(start + tokens / 2 - 0.5)
         goes_on = _any_of(alive, rows * ranks)
         if goes_on < 1e-9:
@@ -177,7 +177,7 @@ def _crowded(lengths: ResponseLengths, rows: float, ranks: int, room: float) -> 
 
     Of those that began j steps before, S(j) live; the sum over j are all that live.
     """
-    grid = list(grid_of(lengths))
+    grid = list(length_grid(lengths))
     reach = max(start + tokens for start, tokens in grid if lengths.survival(start) > RARE)
     count = min(math.ceil(reach), STEPS if rows <= FEW_WAVES * room else FEW_STEPS)
     width = reach / count
@@ -209,7 +209,7 @@ def _grid(longest: int) -> Iterator[tuple[float, float]]:
         yield float(start), float(longest * (number + 1) // count - start)
 
 
-def grid_of(lengths: ResponseLengths) -> Iterator[tuple[float, float]]:
+def length_grid(lengths: ResponseLengths) -> Iterator[tuple[float, float]]:
     """The stages of all tokens that there may be, where the end is known narrower at the start.
 
     Most of those that are said end far before the longest: the kth of n starts at its square.
@@ -246,7 +246,7 @@ def between(lengths: ResponseLengths, since: float, until: float) -> ResponseLen
         first, end = (round(share * count) for share in (since, until))
         return as_seen(lengths.longest, lengths.sample[first:end] or lengths.sample[-1:])
     mean = 0.0
-    for start, width in grid_of(lengths):
+    for start, width in length_grid(lengths):
         longer = lengths.survival(start + width / 2 - 0.5) - (1 - until)
         mean += width * min(max(longer / (until - since), 0.0), 1.0)
     return replace(lengths, mean=min(max(mean, 1.0), float(lengths.end)))
@@ -285,7 +285,7 @@ def location(lengths: ResponseLengths) -> float:
 def _cut_off_mean(location: float, lengths: ResponseLengths) -> float:
     """The mean of the lengths cut off at the limit: the sum over t of S(t), where S(0) is 1."""
     total = 0.0
-    for start, tokens in grid_of(lengths):
+    for start, tokens in length_grid(lengths):
         at = start + tokens / 2 - 0.5
         total += tokens * (1.0 if at <= 0 else _longer(location, lengths.spread, at))
     return total
@@ -390,7 +390,7 @@ def second_moment(lengths: ResponseLengths) -> float:
     if lengths.sample:
         return sum(length**2 for length in lengths.sample) / len(lengths.sample)
     if lengths.reach:
-        middles = ((start + width / 2, width) for start, width in grid_of(lengths))
+        middles = ((start + width / 2, width) for start, width in length_grid(lengths))
         return 2 * sum(width * at * lengths.survival(at) for at, width in middles)
     width = lengths.end / STEPS
     evenly = ((step + 0.5) * width for step in range(STEPS))

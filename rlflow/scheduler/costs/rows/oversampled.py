@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
 
-from rlflow.scheduler.costs.lengths import Load, ResponseLengths, Stage, between, grid_of
+from rlflow.scheduler.costs.lengths import Load, ResponseLengths, Stage, between, length_grid
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.rows.steady import (
     APART,
@@ -38,9 +38,10 @@ def first_seconds(roof: Roofline, load: Load, wanted: int) -> float:
     groups, room = round(load.prompts * parts), roof.at_once(load) * parts
     total = roof.gathered() if roof.gathers else 0.0
     total += roof.agreed(load.prompts * load.mean_prompt) + roof.prefill(load)
+    step = roof.stepping()
     for stage in first_stages(load.lengths, groups, n, wanted, room):
-        step = roof.token(max(stage.live / parts, 1.0), load.mean_prompt + stage.age)
-        total += stage.tokens * stage.goes_on * step
+        taken = step(max(stage.live / parts, 1.0), load.mean_prompt + stage.age)
+        total += stage.tokens * stage.goes_on * taken
     return total
 
 
@@ -68,7 +69,7 @@ def first_stages(
 
 def _at_once(lengths: ResponseLengths, groups: int, n: int, wanted: int) -> Iterator[Stage]:
     """All rows begin together. A row that is live leaves its group incomplete: m - 1 others."""
-    for start, tokens in grid_of(lengths):
+    for start, tokens in length_grid(lengths):
         alive = lengths.survival(start + tokens / 2 - 0.5)
         complete = (1 - alive) ** n
         goes_on = fewer(wanted, groups, complete)
