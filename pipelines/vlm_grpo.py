@@ -2,6 +2,7 @@
 
 rlflow run pipelines/vlm_grpo.py
 rlflow run pipelines/vlm_grpo.py --placement fsdp --devices cpu:2
+rlflow run pipelines/vlm_grpo.py --set train_vision=false
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Config(rf.Config):
     lr: float = 1e-3
     model: str = "pipelines/assets/shapes-tiny"
     eval_every: int = 20
+    train_vision: bool = True
 
 
 def exact_match(response: str, answer: str) -> float:
@@ -41,7 +43,8 @@ def exact_match(response: str, answer: str) -> float:
     }
 )
 def vlm_grpo(cfg: Config) -> None:
-    actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=cfg.lr))
+    frozen = () if cfg.train_vision else "vision"
+    actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=cfg.lr), freeze=frozen)
     prompts = ops.prompts(rf.data.shapes(cfg.question), batch=cfg.prompts_per_iteration)
     samples = ops.rollout(actor, prompts, n=cfg.group_size, max_new_tokens=8)
     reward = ops.reward(exact_match, samples)

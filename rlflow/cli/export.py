@@ -33,7 +33,7 @@ def export_run(run: Path, output: Path, name: str | None) -> tuple[Path, int]:
     """Write config, tokenizer and safetensors; returns the directory and the iterations done.
 
     A value head is written beside the body, as `engines.writing` says. Adapters are added to the
-    weights that they adapt.
+    weights that they adapt; frozen parts are those that the run began with.
 
     Raises CheckpointError where the run has no checkpoint that verifies, UsageError
     where the run trains no model of that name.
@@ -137,7 +137,9 @@ def _model(source: Path, spec: dict[str, Any], seed: int) -> Any:
     from rlflow.graph.model import LoRA
 
     lora = LoRA(**spec["lora"]) if spec.get("lora") else None
-    files = (lora is not None or spec["head"] == "value") and spec["init"] == "pretrained"
+    freeze = tuple(spec.get("freeze", ()))
+    partly = lora is not None or freeze or spec["head"] == "value"
+    files = partly and spec["init"] == "pretrained"
     return load_model(
         str(source),
         dtype=getattr(torch, spec["dtype"]),
@@ -146,4 +148,5 @@ def _model(source: Path, spec: dict[str, Any], seed: int) -> Any:
         seed=seed,
         init="weights" if files else "random",
         lora=lora,
+        freeze=freeze,
     )

@@ -141,6 +141,7 @@ class ModelOptions(TypedDict, total=False):
     optimizer: AdamW | Muon | Average | None
     lora: LoRA | None
     router: Router | None
+    freeze: str | tuple[str, ...]
     dtype: Literal["float32", "bfloat16", "float64"]
     init: Literal["pretrained", "random"]
 
@@ -152,7 +153,8 @@ class Model(Strict):
     `lm` for a causal language model, `value` for the same body with a scalar head.
     `init="random"` starts from fresh weights drawn from the run's seed. With `lora` the
     weights stay as they are and adapters are trained. `router` keeps the experts of a mixture in
-    balance while it is trained.
+    balance while it is trained. Training leaves the parts that `freeze` names as they are: of a
+    model that sees, its `vision` tower, and the `projector` from there to the language model.
     """
 
     name: str
@@ -161,6 +163,7 @@ class Model(Strict):
     optimizer: AdamW | Muon | Average | None = None
     lora: LoRA | None = None
     router: Router | None = None
+    freeze: tuple[str, ...] = ()
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     init: Literal["pretrained", "random"] = "pretrained"
     _where: Source | None = PrivateAttr(default=None)
@@ -187,6 +190,10 @@ class Model(Strict):
             raise ValueError("router= says how routers are trained, so it needs optimizer=")
         if self.lora is not None and self.router is not None and self.router.bias_rate:
             raise ValueError("lora= trains adapters alone, and bias_rate= changes a weight beside")
+        if self.freeze and self.optimizer is None:
+            raise ValueError("freeze= says what is not trained, so it needs optimizer=")
+        if self.freeze and self.lora is not None:
+            raise ValueError("lora= trains adapters alone, so that freeze= has nothing to add")
         if self.averaged and self.dtype == "bfloat16":
             raise ValueError("an average moves by less than bfloat16 can tell: dtype='float32'")
         self._where = declared_at()
@@ -195,11 +202,20 @@ class Model(Strict):
     def _without_absent_parts(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Plain data; a model without adapters has no key for them, nor one in a graph's hash.
 
-        Nor one without what is said of routers.
+        Nor one without what is said of routers, or without frozen parts.
         """
         found: dict[str, Any] = dump(self)
-        absent = [name for name in ("lora", "router") if getattr(self, name) is None]
+        absent = [name for name in ("lora", "router", "freeze") if not getattr(self, name)]
         return {name: value for name, value in found.items() if name not in absent}
+
+    @field_validator("freeze", mode="before")
+    @classmethod
+    def _parts_in_order(cls, freeze: Any) -> Any:
+        """One part may be named alone; the order of several says nothing."""
+        if isinstance(freeze, str):
+            return (freeze,)
+        named = isinstance(freeze, tuple | list) and all(isinstance(part, str) for part in freeze)
+        return tuple(sorted(set(freeze))) if named else freeze
 
     @field_validator("name")
     @classmethod
@@ -214,6 +230,11 @@ class Model(Strict):
     def averaged(self) -> bool:
         """Whether its weights are an average of another model's."""
         return isinstance(self.optimizer, Average)
+
+    @property
+    def trained_in_part(self) -> bool:
+        """Whether training leaves some of its weights as they are."""
+        return self.lora is not None or bool(self.freeze)
 
     @property
     def where(self) -> Source | None:
@@ -235,4 +256,6 @@ class Model(Strict):
             parts.append(self.lora.describe())
         if self.router is not None:
             parts.append(self.router.describe())
+        if self.freeze:
+            parts.append(f"freeze={'+'.join(self.freeze)}")
         return "  ".join(parts)

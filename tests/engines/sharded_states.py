@@ -318,12 +318,12 @@ def wrong_forward_on_the_first_rank(rank, path, shape):
     return True
 
 
-def bytes_held(rank, path, shape, dtype, spec=None):
+def bytes_held(rank, path, shape, dtype, spec=None, freeze=()):
     """Bytes of a rank's weights, and of its gradients and moments, as its objects count them.
 
     The gradients are those that a backward pass has left.
     """
-    engine = trained(path, shape, dtype, spec)
+    engine = trained(path, shape, dtype, spec, freeze=freeze)
     optimizer = engine.optimizer
     micro = part_of(engine, rows())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from torch.utils._pytree import tree_leaves
 
 from rlflow.batch import (
     flat,
@@ -21,10 +22,12 @@ from rlflow.engines.hf.pictures.passes import forward_inputs
 from rlflow.engines.hf.pictures.reader import picture_reader
 from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.engines.hf.train import TrainEngine
+from rlflow.errors import UsageError
 from rlflow.graph.fields import PICTURES, PIXELS
 from rlflow.graph.model import LoRA
-from rlflow.modelfiles.pictures.towers import is_tower
+from rlflow.modelfiles.pictures.towers import is_tower, model_part
 from rlflow.ops.bodies.rows.pictures import joined_pictures
+from tests.conftest import TINY
 from tests.engines import sharded_checks as checks
 from tests.engines.examples import Spec
 from tests.engines.seeing import KINDS, PART, picture, write_seeing
@@ -203,6 +206,45 @@ def test_gradients_are_those_of_the_models_own_forward(seeing):
         if name in found:
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             torch.testing.assert_close(found[name], own, atol=3e-4, rtol=2e-3, msg=name)
+
+
+def gradients(model):
+    """The gradients of a step on the rows, by name, and whether outputs of modules have any."""
+    batch, asked = sampled(model.name), {}
+    for name, module in model.module.named_modules():
+        if model_part(f"{name}.weight") == "vision":
+            module.register_forward_hook(
+                lambda _, __, out, n=name: asked.update(
+                    {n: any(t.requires_grad for t in tree_leaves(out) if torch.is_tensor(t))}
+                )
+            )
+    train = TrainEngine(model, Spec(), micro_tokens=40)
+    found = {}
+    train.optimizer.step = lambda scale: found.update(held(train))
+    loss = lambda outputs, micro: (-outputs["log_probs"].sum(), {})  # noqa: E731
+    train.step(batch, loss, outputs=("log_probs",), temperature=1.0, max_grad_norm=None)
+    return found, asked
+
+
+def test_no_backward_passes_a_frozen_tower(seeing):
+    """The projector's gradients and the language model's are those with a trained tower."""
+    how = {"dtype": torch.float32, "device": "cpu"}
+    whole, asked = gradients(load_model(seeing, **how))
+    assert any(asked.values())
+    frozen, asked = gradients(load_model(seeing, **how, freeze=("vision",)))
+    # Below Qwen's `visual` lies the projector, whose output is that of all.
+    inner = {name: asks for name, asks in asked.items() if not name.endswith("visual")}
+    assert inner
+    assert not any(inner.values())
+    assert {model_part(name) for name in frozen} == {"language", "projector"}
+    assert {model_part(name) for name in whole.keys() - frozen.keys()} == {"vision"}
+    for name, gradient in frozen.items():
+        assert torch.equal(gradient, whole[name]), name
+
+
+def test_a_part_that_is_not_there_is_not_frozen():
+    with pytest.raises(UsageError, match=r"(?s)E555.*a model with a part for text alone"):
+        load_model(str(TINY), dtype=torch.float32, device="cpu", freeze=("vision",))
 
 
 @pytest.mark.slow

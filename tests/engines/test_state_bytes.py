@@ -14,7 +14,7 @@ from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.devices.cluster import cpu_cluster
-from tests.conftest import TINY
+from tests.conftest import PIPELINES, TINY
 from tests.engines import sharded_states as states
 from tests.engines.examples import Spec
 
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.torch
 ADAM = rf.AdamW(lr=1e-3)
 DTYPES = [torch.float32, torch.bfloat16]
 ADAPTERS = rf.LoRA(rank=4, targets=("q_proj", "k_proj", "down_proj"))
+SEEING = str(PIPELINES / "assets" / "shapes-tiny")
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,16 @@ def planned(
     shape: tuple[int, int, int],
     lora: Any = None,
     optimizer: Any = ADAM,
+    path: str = str(TINY),
+    freeze: Any = (),
 ) -> Planned:
     """What a plan says of a trained actor, its state being gradients and optimizer."""
     count = shape[0] * shape[1] * shape[2]
     name: Any = str(dtype).removeprefix("torch.")
 
     def pipeline(cfg: rf.Config) -> None:
-        actor = rf.Model("actor", str(TINY), dtype=name, optimizer=optimizer, lora=lora)
+        how: Any = {"dtype": name, "optimizer": optimizer, "lora": lora, "freeze": freeze}
+        actor = rf.Model("actor", path, **how)
         prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=4)
         samples = ops.rollout(actor, prompts, n=2, max_new_tokens=4)
         reward = ops.reward(judge, samples)
@@ -93,6 +97,37 @@ def test_fewer_moments_are_what_is_planned(dtype: torch.dtype, optimizer: Any) -
     expected = planned(dtype, (1, 1, 1), optimizer=optimizer)
     assert expected == Planned(weights=model.num_bytes(), state=engine.optimizer.num_bytes())
     assert expected.state < planned(dtype, (1, 1, 1)).state
+
+
+@pytest.mark.parametrize("optimizer", [ADAM, CODED, rf.Muon(lr=1e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "freeze"),
+    [
+        (torch.float32, "vision"),
+        (torch.float32, "projector"),
+        # Of 16-bit numbers the tower's widths fill no lines of a cache.
+        (torch.bfloat16, ("vision", "projector")),
+    ],
+    ids=str,
+)
+def test_frozen_parts_take_their_weights_alone(dtype: Any, freeze: Any, optimizer: Any) -> None:
+    parts = (freeze,) if isinstance(freeze, str) else freeze
+    model = load_model(SEEING, dtype=dtype, device="cpu", freeze=parts)
+    engine = TrainEngine(model, optimizer, micro_tokens=None)
+    assert engine.optimizer is not None
+    seen = {"path": SEEING, "optimizer": optimizer}
+    expected = planned(dtype, (1, 1, 1), **seen, freeze=freeze)
+    assert expected == Planned(weights=model.num_bytes(), state=engine.optimizer.num_bytes())
+    whole = planned(dtype, (1, 1, 1), **seen)
+    assert (expected.weights, expected.state < whole.state) == (whole.weights, True)
+
+
+@pytest.mark.rows(3)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rank_holds_frozen_parts_as_planned(dtype: torch.dtype, world: Any) -> None:
+    found = world(2).run(states.bytes_held, SEEING, (1, 2, 1), dtype, None, ("vision",))
+    expected = planned(dtype, (1, 2, 1), path=SEEING, freeze="vision")
+    assert (expected.weights, expected.state) == found[0]
 
 
 @pytest.mark.rows(3)

@@ -57,6 +57,29 @@ def test_impossible_adapters_are_refused(options, message):
         rf.LoRA(**options)
 
 
+def test_frozen_parts_are_part_of_the_graph_in_any_order():
+    plain, tower = trained(), trained(freeze="vision")
+    both = trained(freeze=("vision", "projector"))
+
+    assert 3 == len({plain.hash, tower.hash, both.hash})
+    assert both.hash == trained(freeze=["projector", "vision"]).hash
+    assert "freeze" not in plain.to_json()["models"][0]
+    assert "adamw(lr=0.001)  freeze=projector+vision\n" in graph_text(both)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"freeze": "vision"}, "it needs optimizer="),
+        ({"freeze": ("vision",), "lora": rf.LoRA(), "optimizer": rf.AdamW(lr=1)}, "adapters alone"),
+        ({"freeze": 3, "optimizer": rf.AdamW(lr=1)}, "valid tuple"),
+    ],
+)
+def test_impossible_frozen_parts_are_refused(options, message):
+    with pytest.raises(ValidationError, match=message):
+        rf.Model("actor", "x", **options)
+
+
 def test_adapters_need_an_optimizer_and_the_message_names_the_line():
     @rf.pipeline()
     def declared(cfg: rf.Config) -> None:

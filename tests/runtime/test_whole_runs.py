@@ -22,6 +22,7 @@ from tests.runtime.whole_runs import (
     COUNTING,
     DRAFTED,
     DRAWN,
+    FROZEN,
     GRPO,
     INSIDE,
     KEPT,
@@ -102,6 +103,11 @@ TABLE = {
     "ppo": Feature(PPO, same=BOTH),
     "adapters": Feature(
         ADAPTED, same=placed("together", "split"), resumed=(At("together", first=1, saved=1),)
+    ),
+    "frozen": Feature(
+        FROZEN,
+        same=placed("together", "split", marks=SLOW),
+        resumed=(At("split", first=1, saved=1),),
     ),
     "average": Feature(
         AVERAGED,

@@ -74,6 +74,7 @@ INSIDE, BEHIND, BY_ROW = (
 ADAPTIVE = declared("adaptive", iterations=5, every=2)
 AVERAGED = declared("averaged", iterations=3, every=1)
 ADAPTED = declared("adapted", iterations=2, every=1)
+FROZEN = declared("frozen", iterations=2, every=1)
 GRPO = Declared(
     str(PIPELINES / "grpo_arithmetic.py"),
     (*SMALL, *QUICK, "--set", "group_size=4", "--devices", "cpu:2", "--iterations", 3),

@@ -12,7 +12,9 @@ from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.devices.cluster import cpu_cluster
+from rlflow.scheduler.models.shapes import read_shape
 from rlflow.scheduler.plan.plan import Plan
+from tests.conftest import TINY
 
 SHAPES = Path(__file__).parents[2] / "pipelines" / "assets" / "shapes-tiny"
 
@@ -28,10 +30,11 @@ def qwen3(folder: Path) -> str:
     return str(folder)
 
 
-def seeing(path: str, **rollout: object) -> Plan:
+def seeing(path: str, freeze: str | tuple[str, ...] = (), **rollout: object) -> Plan:
     @rf.pipeline()
     def drawn(cfg: rf.Config) -> None:
-        actor = rf.Model("actor", path, optimizer=rf.AdamW(lr=1e-3), init="random")
+        adam = rf.AdamW(lr=1e-3)
+        actor = rf.Model("actor", path, optimizer=adam, init="random", freeze=freeze)
         prompts = ops.prompts(rf.data.shapes("colour"), batch=4)
         samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
         adv = ops.advantage("grpo", samples, ops.reward(lambda response: 1.0, samples))
@@ -62,3 +65,57 @@ def test_layouts_and_engines_that_bring_no_pictures_are_refused(
 ) -> None:
     with pytest.raises(PlanError, match=r"E554.*is given pictures"):
         seeing(qwen3(tmp_path) if mended else str(SHAPES), **how)
+
+
+def moved(plan: Plan) -> int:
+    """Bytes of the reshard."""
+    (found,) = (a.cost.moved for a in plan.actions if a.kind == "reshard")
+    assert found is not None
+    return found
+
+
+def test_frozen_parts_are_not_resharded(tmp_path: Path) -> None:
+    """Each of two rollouts lacks what is trained, and the staging of an engine no more."""
+    path = qwen3(tmp_path)
+    for how in ({}, {"engine": "sglang"}):
+        whole, tower, both = (
+            seeing(path, freeze, **how) for freeze in ((), "vision", ("vision", "projector"))
+        )
+        assert moved(whole) > moved(tower) > moved(both)
+        shape = read_shape(Path(path))
+        assert moved(tower) == 2 * 4 * (shape.parameters - shape.seeing["vision"])
+        assert moved(both) == 2 * 4 * (shape.parameters - shape.tower)
+
+
+@pytest.mark.parametrize(
+    ("path", "part", "message"),
+    [
+        (SHAPES, "visoin", "a model with projector, vision.*did you mean 'vision'"),
+        (TINY, "vision", "a part for text alone.*leave out freeze="),
+        ("nobody/has-this", "layers", "leave its part 'layers' as it is"),
+    ],
+    ids=["misspelt", "text alone", "not here"],
+)
+def test_a_part_that_is_not_there_is_refused(path: str | Path, part: str, message: str) -> None:
+    with pytest.raises(PlanError, match=rf"(?s)E555.*{message}"):
+        seeing(str(path), part)
+
+
+def test_a_rollouts_copy_with_frozen_parts_is_offloaded_where_it_sleeps() -> None:
+    """No update brings a frozen tower back, which the verifier would hold against a discard."""
+
+    @rf.pipeline()
+    def written(cfg: rf.Config) -> None:
+        actor = rf.Model("actor", str(SHAPES), optimizer=rf.AdamW(lr=1e-3), freeze="vision")
+        prompts = ops.prompts(rf.data.shapes("colour"), batch=4)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
+        adv = ops.advantage("grpo", samples, ops.reward(lambda response: 1.0, samples))
+        ops.update(actor, samples, adv, loss=rf.PolicyLoss("ppo_clip"))
+
+    assign = {"*": rf.on("all"), "actor.rollout": rf.on("all", weights="own")}
+    placement = rf.Placement(pools={"all": 1}, assign=assign)
+    graph = written.trace(written.config())
+    held = "actor@all/rollout/weights"
+    plan = compile_plan(graph, placement, cpu_cluster(1, threads=1, memory=4e6)).plan
+    modes = {a.mode for a in plan.actions if a.part == held}
+    assert modes == {"offload"}, [p.name for p in plan.parts]

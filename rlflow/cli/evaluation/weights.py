@@ -146,7 +146,7 @@ def snapshot_of(
     A checkpoint's weights are written into a directory below `parent`, which goes at the end.
     Raises CheckpointError where the checkpoint is damaged or has no such model.
     """
-    plain = model.model_copy(update={"optimizer": None, "lora": None})
+    plain = model.model_copy(update={"optimizer": None, "lora": None, "freeze": ()})
     if named.checkpoint is None:
         new = {} if named.path is None else {"path": named.path, "init": "pretrained"}
         yield plain.model_copy(update=new)

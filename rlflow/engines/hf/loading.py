@@ -9,11 +9,11 @@ neither training nor sampling.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -34,10 +34,11 @@ from rlflow.engines.hf.heads import draw_head, find_stored_head, read_head
 from rlflow.engines.hf.layers import HostLayers
 from rlflow.engines.hf.layerwise.activations import offload_activations
 from rlflow.engines.hf.layerwise.compiled import compile_layers
-from rlflow.engines.hf.lora import AdapterSpec, adapt
+from rlflow.engines.hf.lora import Adapters, AdapterSpec, adapt
 from rlflow.engines.hf.mixers.latent import use_latents
 from rlflow.engines.hf.mixers.states import use_states
 from rlflow.engines.hf.models import TorchModel, ValueModel
+from rlflow.engines.hf.pictures.freezing import freeze as frozen
 from rlflow.engines.hf.pictures.towers import TOWER_ATTENTION, let_see
 from rlflow.engines.hf.recompute import recompute_layers
 from rlflow.engines.hf.routing.routers import lead_routers
@@ -70,6 +71,7 @@ def load_model(
     seed: int = 0,
     init: Init = "weights",
     lora: AdapterSpec | None = None,
+    freeze: Sequence[str] = (),
     recompute: Recompute = False,
     offload: Offload | None = None,
     hosts_activations: bool = False,
@@ -80,7 +82,8 @@ def load_model(
 
     `path` is a directory in Hugging Face format or a hub name. With `init="random"` only
     config.json is read and the weights are a pure function of `seed`. `lora` freezes them and
-    adds adapters, drawn from `seed` too; `recompute` keeps only the inputs of decoder layers
+    adds adapters, drawn from `seed` too; `freeze` names parts that training leaves as they are;
+    `recompute` keeps only the inputs of decoder layers
     for the backward pass, as a placement says it; `offload="layers"` keeps the decoder layers
     of a frozen model on the host, `hosts_activations` what decoder layers save for the backward
     pass; `compiled` layers are compiled by torch where rows are packed. A value head is read from
@@ -99,10 +102,8 @@ def load_model(
         empty = read(path, lambda: skeleton_for(path, config, head, dtype, init, fresh_head, place))
         module = read(path, make) if empty is None else empty
     layers = None if offload is None else HostLayers(module, place)
-    adapters = None if lora is None else adapt(module, lora, seed)
-    model = TorchModel(
-        module, config, head=head, name=path, adapters=adapters, layers=layers, device=place
-    )
+    how = trained_in_part(module, lora, freeze, path, seed)
+    model = TorchModel(module, config, head=head, name=path, layers=layers, device=place, **how)
     if empty is not None:
         drawing = make if init == "random" else None
         with quiet_transformers():
@@ -120,6 +121,21 @@ def load_model(
         model.predictor = checked_head(model, plain, take_head_apart(module, config))
     treat_layers(model, place, compiled, recompute, hosts_activations)
     return model
+
+
+class TrainedInPart(TypedDict):
+    """What a model is told of what training changes of it."""
+
+    adapters: Adapters | None
+    fixed: frozenset[str]
+
+
+def trained_in_part(
+    module: nn.Module, lora: AdapterSpec | None, freeze: Sequence[str], path: str, seed: int
+) -> TrainedInPart:
+    """Give a module adapters, or have parts of it need no gradient."""
+    adapters = None if lora is None else adapt(module, lora, seed)
+    return {"adapters": adapters, "fixed": frozen(module, freeze, path)}
 
 
 def treat_layers(

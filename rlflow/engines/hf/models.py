@@ -72,11 +72,12 @@ def head_like(hidden_size: int, head: StoredHead) -> nn.Module:
 class TorchModel(Resident):
     """A module with its weights; `version` counts the updates they have seen.
 
-    With `adapters` they are what training changes, and the other weights are frozen. Weights
-    of `layers` live on the host; those are the ones that are given and taken by name. A language
-    model has a `predictor` where its head can be computed apart from its body, and a mixture of
-    experts the `routers` of its layers. What autograd saves of layers may lie on the host as
-    `activations`. The tokens of `shared_rows` lie apart on several ranks.
+    With `adapters` they are what training changes, and the other weights are frozen; else it
+    changes all but those that are `fixed`. Weights of `layers` live on the host; those are the ones
+    that are given and taken by name. A language model has a `predictor` where its head can be
+    computed apart from its body, and a mixture of experts the `routers` of its layers. What
+    autograd saves of layers may lie on the host as `activations`. The tokens of `shared_rows` lie
+    apart on several ranks.
     """
 
     predictor: Predictor | None = None
@@ -92,6 +93,7 @@ class TorchModel(Resident):
         head: Head,
         name: str,
         adapters: Adapters | None = None,
+        fixed: frozenset[str] = frozenset(),
         layers: HostLayers | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -101,10 +103,11 @@ class TorchModel(Resident):
         self.name = name
         self.version = 0
         self.adapters = adapters
+        self.fixed = fixed
         self.layers = layers
         resident = names_but(module, () if layers is None else layers.names())
         # What training changes of the weights on the device, and all others there.
-        changed = resident if adapters is None else adapters.names
+        changed = resident - fixed if adapters is None else adapters.names
         self.trained = FlatParameters(module, changed, device)
         self.frozen = FlatParameters(module, resident - self.trained.slots.keys(), device)
         self.state: State = "ready"

@@ -13,9 +13,9 @@ from rlflow.graph.graph import Graph, Node
 from rlflow.graph.model import Average, Model
 from rlflow.graph.roles import Averaged
 
-DECLARED_ALIKE = ("head", "init", "lora")
+DECLARED_ALIKE = ("head", "init", "lora", "freeze")
 # What an average starts from has to be what the averaged model starts from.
-ALIKE_FROM = {"lora": ("path",), "random": ("path", "dtype")}
+ALIKE_FROM = {"part": ("path",), "random": ("path", "dtype")}
 
 
 def averages_are_taken(graph: Graph) -> Iterator[Finding]:
@@ -84,8 +84,8 @@ def _of_nothing_that_learns(node: Node) -> Finding:
 def _different(node: Node, average: Model, source: Model) -> Iterator[Finding]:
     """What two models are declared with that keeps one from being the average of the other."""
     names = [*DECLARED_ALIKE]
-    if average.lora is not None or source.lora is not None:
-        names += ALIKE_FROM["lora"]
+    if average.trained_in_part or source.trained_in_part:
+        names += ALIKE_FROM["part"]
     if "random" in (average.init, source.init):
         names += ALIKE_FROM["random"]
     wrong = [name for name in dict.fromkeys(names) if _said(average, name) != _said(source, name)]

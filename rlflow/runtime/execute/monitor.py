@@ -206,7 +206,7 @@ class Books:
         self._nodes = {a.id: nodes[a.node] for a in plan.actions if a.node in nodes}
         self.parts: dict[str, Part] = {part.name: part for part in plan.parts}
         self.models = {instance.name: instance.model for instance in plan.instances}
-        self.adapters = {m.name for m in plan.graph.models if m.lora is not None}
+        self.in_part = {i.name for i in plan.instances if _filled_in_part(plan, i.name)}
         self.updates = {m.name: _writers(plan, m.name) for m in plan.graph.models}
         self._counts = {model: [0] for model in self.updates}
         self.version: dict[str, int | None] = dict.fromkeys(self.models, 0)
@@ -336,9 +336,17 @@ class Books:
             self.version[instance] = self.wanted(action, instance, iteration) + 1
 
     def _fill(self, target: str, version: int | None) -> None:
-        """Adapters alone do not make weights whole that were discarded."""
-        if self.version[target] is not None or self.models[target] not in self.adapters:
+        """Adapters, or what is not frozen, do not make weights whole that were discarded."""
+        if self.version[target] is not None or target not in self.in_part:
             self.version[target] = version
+
+
+def _filled_in_part(plan: Plan, name: str) -> bool:
+    """Whether a reshard leaves some weights of an instance; engines load frozen ones too."""
+    instance = plan.instance(name)
+    model = plan.graph.model(instance.model)
+    frozen = bool(model.freeze) and not instance.engine_plan.own_process
+    return model.lora is not None or frozen
 
 
 def _writers(plan: Plan, model: str) -> list[str]:

@@ -40,6 +40,7 @@ class Common(TypedDict):
     seed: int
     init: Init
     lora: LoRA | None
+    freeze: tuple[str, ...]
     recompute: Recompute
     hosts_activations: bool
     compiled: bool
@@ -88,6 +89,7 @@ def load_instance(
             "seed": seed,
             "init": _init(spec),
             "lora": spec.lora,
+            "freeze": spec.freeze,
             "recompute": instance.recomputes,
             "hosts_activations": instance.hosts_activations,
             "compiled": instance.compiled,

@@ -107,6 +107,8 @@ def model(declared: Model | None, shape: Shape | None, instance: Instance | None
         trained += " in 8 bits"
     if instance.trained and declared.router is not None:
         trained += f" {declared.router.describe()}"
+    if instance.trained and declared.freeze:
+        trained += f" freeze={'+'.join(declared.freeze)}"
     layout = f"{instance.layout()} on {len(instance.devices)}"
     if instance.engine_plan.own_process:
         said = timed_options(instance.engine_plan.settings).items()
@@ -124,7 +126,7 @@ def drafter(graph: Graph, shapes: Mapping[str, Shape | None], name: str | None) 
 
 UNTIMED = (
     *("source", "family", "kind", "matrices", "routed", "windows", "tower", "sight"),
-    "carrying",
+    *("carrying", "projector", "frozen"),
 )
 OF_SOME = (
     *("idle", "experts", "chosen", "latent"),

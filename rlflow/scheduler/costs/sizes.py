@@ -95,7 +95,8 @@ class Sizes:
             if adapters is None:
                 return None
             return count * size - spared + adapters * (trained if instance.trained else size)
-        return count * (trained if instance.trained else size) - spared
+        changed = self._trained_per_rank(instance) if instance.trained else 0
+        return count * size + (changed or 0) * (trained - size) - spared
 
     def gradients(self, instance: Instance) -> int | None:
         """Bytes of gradients on each device, and of their sums where those lie beside."""
@@ -216,12 +217,16 @@ class Sizes:
         return dtype_bytes(self.graph.model(instance.model))
 
     def _trained(self, instance: Instance) -> dict[Cut, int] | None:
-        """Parameters that an update changes, by how `tp` cuts them; adapters are taken as whole."""
+        """Parameters that an update changes, by how `tp` cuts them; adapters are taken as whole.
+
+        Towers count among those that are cut by outputs.
+        """
         shape, model = self.shapes[instance.model], self.graph.model(instance.model)
         if shape is None:
             return None
         if model.lora is None:
-            return self._shares(instance, shape)
+            found = self._shares(instance, shape)
+            return found | {"columns": found["columns"] - shape.frozen}
         adapters = trained_parameters(model, shape)
         return None if adapters is None else {**dict.fromkeys(CUTS, 0), "whole": adapters}
 
@@ -235,22 +240,27 @@ class Sizes:
     def _trained_per_rank(self, instance: Instance) -> int | None:
         shape, model = self.shapes[instance.model], self.graph.model(instance.model)
         if shape is not None and model.lora is None:
-            return self._held_parameters(instance, shape)
+            frozen = parameters_per_rank(instance, {"columns": shape.frozen})
+            return self._held_parameters(instance, shape) - frozen
         sizes = self._trained(instance)
         return None if sizes is None else parameters_per_rank(instance, sizes, self.stage)
 
-    def resharded(self, source: Instance, target: Instance, *, in_place: bool) -> int | None:
+    def resharded(
+        self, source: Instance, target: Instance, *, in_place: bool, lent: bool = False
+    ) -> int | None:
         """Bytes that a reshard moves: what the target's processes lack of what training changes.
 
         For each class of parameters its size times `lacking`; where the weights are copied
         `in_place`, within each process, the target's own pieces instead. An engine with layers in
-        fewer bytes is brought its own weights, once for each replica.
+        fewer bytes is brought its own weights, once for each replica. One that opens buckets which
+        are `lent` to it is brought frozen weights too: it may have discarded them.
         """
         if target.engine_plan.in_float8 and in_place:
             whole = self.weights(replace(target, tp=1, devices=target.devices[:1]))
             return None if whole is None else whole * len(target.owners)
-        sizes = self._trained(source)
-        if sizes is None:
+        shape, sizes = self.shapes[source.model], self._trained(source)
+        if sizes is None or shape is None:
             return None
+        sizes = self._shares(source, shape) if lent else sizes
         times = lacking(None if in_place else source, target)
         return int(sum(sizes[how] * times[how] for how in CUTS)) * self._dtype_bytes(source)

@@ -165,6 +165,8 @@ def _unlike(engine: Instance, costs: Costs) -> Iterator[str]:
         yield "adapters (lora=)"
     if mine.lora is not None:
         yield "adapters (lora=) of the policy"
+    if theirs.freeze:
+        yield "frozen parts (freeze=)"
     shape, other = (costs.shapes[each.model] for each in models_in(engine))
     if shape is not None and other is not None and other.vocab != shape.vocab:
         yield f"a vocabulary of {other.vocab}, the policy's is {shape.vocab}"

@@ -232,8 +232,10 @@ def _mode(plan: Plan, part: Part, user: Action) -> Mode:
     """Discard what is made anew before anyone reads it; offload the rest.
 
     A reshard makes all weights of an instance anew where it is due in every iteration, but of a
-    model with adapters only these.
+    model that is trained in part only that; a process of an engine takes frozen parts with it.
     """
-    adapters = plan.graph.model(plan.instance(part.instance).model).lora is not None
-    filled = part.instance in user.targets and user.always and not adapters
+    instance = plan.instance(part.instance)
+    model = plan.graph.model(instance.model)
+    beside = model.lora is not None or (bool(model.freeze) and not instance.engine_plan.own_process)
+    filled = part.instance in user.targets and user.always and not beside
     return "discard" if part.kind in ("gradients", "pool") or filled else "offload"

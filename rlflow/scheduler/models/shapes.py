@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from rlflow.modelfiles.layouts.carrying import NOTHING, Carrying
 from rlflow.modelfiles.layouts.contexts import WINDOWED, windowed
 from rlflow.modelfiles.orthogonal import is_layer_matrix
 from rlflow.modelfiles.pictures.sights import Sight, sight_of
-from rlflow.modelfiles.pictures.towers import stored_tower, tower_parameters
+from rlflow.modelfiles.pictures.towers import model_part, parts_described, parts_that_see
 from rlflow.modelfiles.widths import Widths, widths_of
 from rlflow.scheduler.models.known_shapes import PREFIX, known_model_type, known_widths
 
@@ -51,8 +51,9 @@ class Shape:
     chooses `routed` experts in all layers together. One process makes the model whole in host
     memory before its weights go to a device where it is `made_whole`. Scores of attention have a
     `softcap` where that is not None; there are `windows` where layers see a part of a row. So many
-    parameters are a `tower` that sees pictures, by `sight`. Queries and keys have norms of their
-    own where it has `head_norms`.
+    parameters are a `tower` that sees pictures, by `sight`, and of these a `projector`. Training
+    leaves `frozen` ones as they are; `matrices` are then of the others alone. Queries and keys have
+    norms of their own where it has `head_norms`.
     """
 
     parameters: int
@@ -84,6 +85,8 @@ class Shape:
     softcap: float | None = None
     windows: bool = False
     tower: int = 0
+    projector: int = 0
+    frozen: int = 0
     sight: Sight | None = None
     head_norms: bool = False
 
@@ -117,6 +120,12 @@ class Shape:
     def in_matrices(self) -> int:
         """Parameters in the matrices of layers."""
         return sum(rows * columns * count for rows, columns, count in self.matrices)
+
+    @property
+    def seeing(self) -> dict[str, int]:
+        """Parameters of each part that sees, of those that there are."""
+        parts = {"vision": self.tower - self.projector, "projector": self.projector}
+        return {part: count for part, count in parts.items() if count}
 
     @property
     def layer(self) -> int:
@@ -207,15 +216,17 @@ def read_shape(directory: Path) -> Shape:
     widths = _computed_widths(config, directory, family)
     counted, source = count_parameters(directory, tied=widths.tied), "safetensors headers"
     named = tensor_shapes(directory)
-    tower = stored_tower(named) if named else tower_parameters(config)
+    seeing = parts_that_see(named) if named else parts_described(config)
+    tower = sum(seeing.values())
     if counted is None:
         counted, source = widths.parameters + tower, "config.json"
     found = _shape_of(widths, counted, source, family=family, kind=kind)
     whole = made_whole(config, named)
     capped = softcap_of(text_config(config))
     found = replace(found, made_whole=whole, softcap=capped, windows=windowed(config))
+    found = replace(found, tower=tower, projector=seeing.get("projector", 0))
     if family.sees:
-        found = replace(found, tower=tower, sight=sight_of(directory, config))
+        found = replace(found, sight=sight_of(directory, config))
     stored = stored_matrices(directory)
     return replace(found, matrices=stored) if stored and not widths.experts else found
 
@@ -276,10 +287,16 @@ def count_parameters(directory: Path, *, tied: bool = False) -> int | None:
     return sum(math.prod(shape) for shape in shapes.values()) if shapes else None
 
 
-def stored_matrices(directory: Path) -> tuple[tuple[int, int, int], ...]:
-    """Rows, columns and count of the matrices of layers in a directory's safetensors files."""
+def stored_matrices(
+    directory: Path, frozen: Collection[str] = ()
+) -> tuple[tuple[int, int, int], ...]:
+    """Rows, columns and count of the matrices of layers in a directory's safetensors files.
+
+    Those of `frozen` parts are left out.
+    """
     shapes = tensor_shapes(directory).items()
-    found = Counter((s[0], s[1]) for name, s in shapes if is_layer_matrix(name, s))
+    kept = ((name, s) for name, s in shapes if model_part(name) not in frozen)
+    found = Counter((s[0], s[1]) for name, s in kept if is_layer_matrix(name, s))
     return tuple((rows, columns, count) for (rows, columns), count in found.items())
 
 
@@ -295,11 +312,20 @@ def model_shape(model: Model, near: Path | None = None) -> Shape | None:
     directory = model_directory(model.path, near)
     if directory is None:
         return None
-    shape = read_shape(directory)
+    shape = _with_frozen(read_shape(directory), model, directory)
     if model.head != "value":
         return shape
     stored = tensor_shapes(directory)
     return _of_a_body(shape, counted=not stored or "lm_head.weight" in stored)
+
+
+def _with_frozen(shape: Shape, model: Model, directory: Path) -> Shape:
+    """The shape with what a model says is frozen of it."""
+    frozen = sum(shape.seeing.get(part, 0) for part in model.freeze)
+    if not frozen:
+        return shape
+    stored = stored_matrices(directory, model.freeze)
+    return replace(shape, frozen=frozen, matrices=stored or shape.matrices)
 
 
 def _of_a_body(shape: Shape, *, counted: bool) -> Shape:
@@ -339,13 +365,13 @@ def _billions(widths: Widths) -> str:
 
 
 def trained_parameters(model: Model, shape: Shape) -> int | None:
-    """How many parameters an update changes: all of them, or the adapters and a new head.
+    """How many parameters an update changes: all but frozen ones, or the adapters and a new head.
 
     An adapter of rank r of a layer with inputs n and outputs m has r (n + m) parameters (Hu
     et al. 2021, section 4.1). None where a target is no layer whose widths are known.
     """
     if model.lora is None:
-        return shape.parameters
+        return shape.parameters - shape.frozen
     widths = [shape.linear(name) for name in model.lora.targets]
     sizes = [sum(pair) for pair in widths if pair is not None]
     if len(sizes) < len(widths):

@@ -164,7 +164,8 @@ def _reshard(
     every, phase, within = _filled_when(plan, model, group[0].every)
     how = transport(plan, source, targets, context)
     whole = how == "copy" or how in LENT
-    sizes = [context.costs.resharded(source, t, in_place=whole) for t in targets]
+    lent = how in LENT
+    sizes = [context.costs.resharded(source, t, in_place=whole, lent=lent) for t in targets]
     moved = None if None in sizes else sum(size or 0 for size in sizes)
     lanes = len({device for target in targets for device in target.devices})
     devices = tuple(sorted({*source.devices, *(d for t in targets for d in t.devices)}))

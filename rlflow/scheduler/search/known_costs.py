@@ -76,11 +76,14 @@ class KnownCosts(Costs):
         key = "moments", _sizes(instance), len(instance.devices)
         return self._known(key, lambda: Costs.moments(self, instance))
 
-    def resharded(self, source: Instance, target: Instance, *, in_place: bool) -> int | None:
+    def resharded(
+        self, source: Instance, target: Instance, *, in_place: bool, lent: bool = False
+    ) -> int | None:
         """Bytes that a reshard moves."""
         first = min(*source.devices, *target.devices)
-        key = "resharded", self._lying(source, first), self._lying(target, first), in_place
-        return self._known(key, lambda: Costs.resharded(self, source, target, in_place=in_place))
+        how = {"in_place": in_place, "lent": lent}
+        key = "resharded", self._lying(source, first), self._lying(target, first), in_place, lent
+        return self._known(key, lambda: Costs.resharded(self, source, target, **how))
 
     def _known(self, key: Hashable, ask: Callable[[], T]) -> T:
         key = self.stage, key

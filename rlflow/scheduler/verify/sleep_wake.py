@@ -75,15 +75,17 @@ def _mode_is_right(facts: Facts, a: Action, part: Part, users: list[int]) -> Ite
     """Discarded is what is made anew before anyone reads it, and only that.
 
     That is all gradients and pools, and the weights that a reshard of every iteration fills
-    next, of a model whose adapters are not all that it sends.
+    next, of a model of which it sends more than adapters, and frozen parts as well.
     """
     user = None
     if users:
         following = bisect_right(users, facts.number[a.id]) % len(users)
         user = facts.plan.actions[users[following]]
-    model = facts.plan.graph.model(facts.instances[part.instance].model)
+    instance = facts.instances[part.instance]
+    model = facts.plan.graph.model(instance.model)
     filled = user is not None and part.instance in user.targets and user.always
-    filled = filled and model.lora is None
+    engine = instance.options is not None or instance.inside is not None
+    filled = filled and model.lora is None and (engine or not model.freeze)
     anew = part.kind in ("gradients", "pool") or filled
     if (a.mode == "discard") is not anew:
         after = f"{user.id} is next to use it" if user else "nobody uses it"

@@ -66,7 +66,10 @@ class MuonState(GroupedState):
         weight.add_(direction, alpha=-rate * RMS * math.sqrt(max(shape or weight.shape)))
 
 
-def refuse_stacks(name: str, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise UsageError for weights that are no matrices and no vectors, as stacked experts are."""
-    if any(len(shape) > 2 for shape in shapes.values()):
-        raise UsageError(stacked_finding(name))
+def refuse_stacks(model: str, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise UsageError for weights of layers that are neither matrices nor vectors.
+
+    Experts are stacked so. A convolution over patches of pictures is in no layer, and AdamW's.
+    """
+    if any(len(shape) > 2 and is_layer_matrix(name, shape[-2:]) for name, shape in shapes.items()):
+        raise UsageError(stacked_finding(model))

@@ -8,7 +8,7 @@ over the ranks that see different rows. This file knows neither training nor sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -42,10 +42,11 @@ from rlflow.engines.hf.loading import (
     check_path,
     quiet_transformers,
     read,
+    trained_in_part,
     treat_layers,
     use_packed_attention,
 )
-from rlflow.engines.hf.lora import Adapters, AdapterSpec, adapt
+from rlflow.engines.hf.lora import Adapters, AdapterSpec
 from rlflow.engines.hf.models import TorchModel, ValueModel
 from rlflow.engines.hf.recompute import decoder_layers
 from rlflow.engines.hf.sharded.expert_parallel import ExpertParallel, expert_layers
@@ -98,6 +99,7 @@ def load_sharded(
     stages: tuple[int, ...] | int = 1,
     name: str = "",
     lora: AdapterSpec | None = None,
+    freeze: Sequence[str] = (),
     fresh_head: bool = True,
 ) -> ShardedModel:
     """Load this rank's shards of a causal language model, or of its body with a value head.
@@ -114,16 +116,15 @@ def load_sharded(
         stage = stage_of(ranks, config.get_text_config().num_hidden_layers, stages)
         stored = stored_head(path, config, head, init, fresh_head)
         module = read(path, lambda: skeleton(path, config, head, dtype, stored))
-    adapters = None if lora is None else adapt(module, lora, seed)
+    how = trained_in_part(module, lora, freeze, path, seed)
     if not trained:
         module.requires_grad_(False)
-    split, apart, cuts = cut_up(module, config, ranks, path, stage, adapters, dtype)
+    split, apart, cuts = cut_up(module, config, ranks, path, stage, how["adapters"], dtype)
     share_out(module, ranks, dtype, trained, kept_whole=kept_whole, stage=stage)
     materialize(module, ranks.device)
     model = ShardedModel(
         module.eval(), config, head=head, name=name or path, ranks=ranks, dtype=dtype, cuts=cuts,
-        adapters=adapters, kept_whole=kept_whole, apart=apart, shared=sharing_rows(ranks, cp_by),
-        stage=stage,
+        kept_whole=kept_whole, apart=apart, shared=sharing_rows(ranks, cp_by), stage=stage, **how,
     )  # fmt: skip
     make = partial(build, path, config, head, dtype, seed, init, fresh_head)
     drawn = make if init == "random" else None

@@ -53,6 +53,7 @@ class ShardedModel(TorchModel):
         dtype: torch.dtype,
         cuts: Mapping[str, Cut],
         adapters: Adapters | None = None,
+        fixed: frozenset[str] = frozenset(),
         kept_whole: bool = False,
         apart: ExpertParallel | None = None,
         shared: SharedRows | None = None,
@@ -68,6 +69,7 @@ class ShardedModel(TorchModel):
         self.name = name
         self.version = 0
         self.adapters = adapters
+        self.fixed = fixed
         self.layers = None
         self.state = "ready"
         self.ranks = ranks
@@ -201,7 +203,9 @@ class ShardedModel(TorchModel):
 
     def trained_names(self) -> frozenset[str]:
         """The names of the weights that training changes."""
-        return frozenset(self.parameters) if self.adapters is None else self.adapters.names
+        if self.adapters is not None:
+            return self.adapters.names
+        return frozenset(self.parameters) - self.fixed
 
     def merged_tensors(self) -> dict[str, Tensor]:
         """The pieces of the plain model's weights, by its names; all ranks take part.

@@ -141,6 +141,7 @@ def _log_probs(
         seed=seed,
         init="random" if spec.init == "random" else "weights",
         lora=spec.lora,
+        freeze=spec.freeze,
     )
     with open_component(files) as stored:
         loaded.load_tensors({name: tensor[...] for name, tensor in stored.items()}, 0)

@@ -42,10 +42,10 @@ def stream_model(
     """Write config and weights of a trained model; False for one that is not so written.
 
     `source` is the directory that the run began with: with adapters its weights are read from
-    there. Not so written are architectures whose files have other tensors than the module, and
-    adapters on weights that were drawn.
+    there, and so are parts that are frozen. Not so written are architectures whose files have other
+    tensors than the module, and models trained in part whose weights were drawn.
     """
-    if spec.get("lora") and spec["init"] != "pretrained":
+    if (spec.get("lora") or spec.get("freeze")) and spec["init"] != "pretrained":
         return False
     module = _skeleton(source, spec)
     found = None if module is None else _form(module)
@@ -119,7 +119,8 @@ def _reader(
     dtype, lora = getattr(torch, spec["dtype"]), spec.get("lora")
     scale = lora["alpha"] / lora["rank"] if lora else 0.0
     buffers = stored_buffers(module)
-    files = stored_names(source) if lora or (buffers and spec["init"] == "pretrained") else {}
+    kept = lora or spec.get("freeze")
+    files = stored_names(source) if kept or (buffers and spec["init"] == "pretrained") else {}
     tied, inner = tied_names(module), getattr(module, "body", module)
     held = module.state_dict()
 

@@ -33,7 +33,7 @@ from rlflow.scheduler.costs.microbatches import hosted_activations
 from rlflow.scheduler.engines.engines import engine_parts
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.passes.bind.cuts import width_findings
-from rlflow.scheduler.passes.bind.pictures import unseen_findings
+from rlflow.scheduler.passes.bind.pictures import picture_findings
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.plan.plan import MICRO_TOKENS, Instance, Part, Plan
 
@@ -244,9 +244,9 @@ def layout_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Findin
     cut = max(instance.tp, instance.ep, instance.cp, instance.pp) > 1
     if instance.compiled and (cut or instance.offload == "layers"):
         findings.append(_not_compiled(instance, plan))
+    findings += picture_findings(instance, plan, costs)
     if (shape := costs.shapes[instance.model]) is None:
         return findings
-    findings += unseen_findings(instance, model, shape, plan.graph.nodes)
     if (instance.recompute_first or 0) > shape.layers:
         findings.append(
             Finding(

@@ -1,4 +1,4 @@
-"""What keeps a model from the pictures that its nodes are given."""
+"""What keeps a model from the pictures that its nodes are given, and parts of it from a freeze."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from rlflow.graph.graph import Node
 from rlflow.graph.model import Model
 from rlflow.graph.roles import Drawn
 from rlflow.modelfiles.pictures.sights import SEEN_IN_ENGINES, blind_finding, unshared_sight
+from rlflow.modelfiles.pictures.towers import FREEZABLE, frozen_findings
+from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.models.shapes import Shape
-from rlflow.scheduler.plan.plan import Instance
+from rlflow.scheduler.plan.plan import Instance, Plan
 
 
-def unseen_findings(
-    instance: Instance, model: Model, shape: Shape, nodes: Sequence[Node]
-) -> list[Finding]:
+def picture_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Finding]:
+    """E555 for parts that are to be frozen and are not there; E551 and E554 of pictures."""
+    model, shape = plan.graph.model(instance.model), costs.shapes[instance.model]
+    has = FREEZABLE if shape is None else shape.seeing
+    found = [replace(f, where=model.where) for f in frozen_findings(model.path, model.freeze, has)]
+    return found if shape is None else found + _unseen(instance, model, shape, plan.graph.nodes)
+
+
+def _unseen(instance: Instance, model: Model, shape: Shape, nodes: Sequence[Node]) -> list[Finding]:
     """E551 for a model that sees no pictures, E554 where its layout or engine brings none."""
     if not any(_is_given(node) for node in nodes if node.model == model.name):
         return []

@@ -76,21 +76,29 @@ def reshards_bring_what_lacks(facts: Facts) -> Iterator[str]:
         if a.cost.moved is None:
             continue
         targets = [facts.instances[name] for name in a.targets]
-        least, most = _lacking(counts, source, targets, in_place=a.transport in ("copy", *LENT))
+        lent = a.transport in LENT
+        in_place = lent or a.transport == "copy"
+        least, most = _lacking(counts, source, targets, in_place=in_place, lent=lent)
         if not least <= a.cost.moved <= most:
             yield f"{a.id} moves {a.cost.moved} bytes, its targets lack {least} to {most}"
 
 
 def _lacking(
-    counts: ParameterCounts, source: Instance, targets: Sequence[Instance], *, in_place: bool
+    counts: ParameterCounts,
+    source: Instance,
+    targets: Sequence[Instance],
+    *,
+    in_place: bool,
+    lent: bool,
 ) -> Span:
     """The fewest and the most bytes that targets lack of a source, however `tp` cuts a model.
 
     Of a model trained as a whole a parameter is cut along its outputs or its inputs, a few norms
-    along neither, and nobody says how many are which. Adapters are cut by neither.
+    along neither, and nobody says how many are which. Adapters are cut by neither. Engines to which
+    memory is lent are brought frozen parts as well.
     """
     model = counts.model(source)
-    whole = counts.adapters_of(source) if model.lora else counts.wholes.get(which_weights(model))
+    whole = counts.wholes.get(which_weights(model)) if lent else counts.changed_of(source)
     if whole is None or whole[0] > whole[1]:
         return 0, UNKNOWN
     least = most = Fraction(0)

@@ -143,27 +143,36 @@ class ParameterCounts:
         return {i.name: (part, i) for part, i in pairs if part is not None and part.size}
 
     @cached_property
-    def adapters(self) -> dict[tuple[object, ...], Span]:
-        """Trained parameters of each model with adapters, which every `tp` rank has whole."""
+    def changed(self) -> dict[tuple[object, ...], Span]:
+        """What training changes of each model that it changes in part, as gradients tell.
+
+        Every `tp` rank has adapters whole, and its share of a model that has frozen parts.
+        """
         found: dict[tuple[object, ...], Span] = {}
         for i in self.facts.plan.instances:
             part = self.facts.parts.get(i.gradients)
             if i.trained and part is not None and part.size:
                 each = part.size // self.trained(i).gradient
-                found[self._adapted(i)] = whole_of(
-                    (each, each), i.pp * i.shards, deep=fullest_stage(i)
-                )
+                ranks = i.ranks if self.model(i).lora is None else i.pp * i.shards
+                found[self._part(i)] = whole_of((each, each), ranks, deep=fullest_stage(i))
         return found
 
-    def _adapted(self, instance: Instance) -> tuple[object, ...]:
+    def _part(self, instance: Instance) -> tuple[object, ...]:
         model = self.model(instance)
-        return model.path, model.head, model.lora
+        return model.path, model.head, model.lora, model.freeze
+
+    def changed_of(self, instance: Instance) -> Span | None:
+        """What training changes of an instance's model in all; None where nothing tells it."""
+        model = self.model(instance)
+        if not model.trained_in_part:
+            return self.wholes.get(which_weights(model))
+        return self.changed.get(self._part(instance))
 
     def adapters_of(self, instance: Instance) -> Span | None:
         """The adapters of an instance's model in all; None where no gradients tell them."""
         if self.model(instance).lora is None:
             return 0, 0
-        return self.adapters.get(self._adapted(instance))
+        return self.changed.get(self._part(instance))
 
     @cached_property
     def evidence(self) -> list[tuple[str, str, Span]]:
@@ -180,14 +189,24 @@ class ParameterCounts:
             if i.offload == "layers" or more or i.inside is not None or adapters is None:
                 continue
             number = NUMBER[self.model(i).dtype]
-            weight = self.trained(i).weight if self.model(i).lora is None else number
+            in_part = self.model(i).trained_in_part
+            weight = number if in_part else self.trained(i).weight
             deep = fullest_stage(i)
             spread = share_of(adapters, i.pp * i.shards, deep=deep)
             beside = [each * self.trained(i).weight for each in spread]
+            beside = [each + self._widened(i) for each in beside]
             base = (lent(part) - beside[1]) // weight, -(-(lent(part) - beside[0]) // weight)
             whole = whole_of(base, i.ranks, engine=engine, deep=deep)
             found.append((which_weights(self.model(i)), part.name, whole))
         return found
+
+    def _widened(self, instance: Instance) -> int:
+        """Bytes by which trained numbers on a rank are wider than the frozen ones beside them."""
+        part, each = self.facts.parts.get(instance.gradients), self.trained(instance)
+        model = self.model(instance)
+        if not (model.freeze and instance.trained and part is not None and part.size):
+            return 0
+        return part.size // each.gradient * (each.weight - NUMBER[model.dtype])
 
     @cached_property
     def wholes(self) -> dict[str, Span]:

@@ -27,7 +27,7 @@ PIECE = 32 << 20
 def sizes_agree(facts: Facts) -> Iterator[str]:
     """Parts of one model are of one number of parameters, each in the bytes of its numbers.
 
-    Gradients and moments are of all that is trained: of the weights themselves, or of adapters.
+    Gradients and moments are of all that is trained: of the weights, some of them, or adapters.
     """
     counts = counts_of(facts)
     yield from _are_known_together(facts)
@@ -102,7 +102,7 @@ def _is_trained(facts: Facts, counts: ParameterCounts, i: Instance, held: int) -
         if saved.instance == i.name and saved.size * _replicas(i) - most not in range(_replicas(i)):
             yield f"a save of {i.name} copies {saved.size} bytes of {trained} parameters"
     own = trained * number.weight
-    if own != held if model.lora is None else own >= held:
+    if own >= held if model.trained_in_part else own != held:
         yield f"{gradients.name} is of {trained} parameters, {i.weights} has {held} bytes"
 
 
