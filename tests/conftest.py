@@ -6,7 +6,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,9 @@ gc.set_threshold(20_000, 20, 20)
 # Tests that wait for processes of their own more than they compute.
 WAITING = ("ray", "sglang", "vllm")
 
+# Marks of a few files each: where one of them is asked for no other files are imported.
+FEW = frozenset({"slow", "sglang", "vllm", "chaos", "kills"})
+
 ROOT = Path(__file__).resolve().parent.parent
 PIPELINES = ROOT / "pipelines"
 TINY = PIPELINES / "assets" / "arith-tiny"
@@ -52,18 +55,41 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
-@pytest.hookimpl(trylast=True)  # when pytest has left out what its words do not ask for
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file without the word has no test of that mark: hundreds are not imported."""
+    asked = config.option.markexpr.partition(" ")[0]
+    other = asked in FEW and " or " not in config.option.markexpr and collection_path.is_file()
+    return True if other and asked not in collection_path.read_text() else None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
     """Leave out rows that other weeks run, and begin with files that start Ray or an engine.
 
-    Nobody waits for those at the end.
+    Nobody waits for those at the end. First, that marks are words of their files is looked at,
+    then pytest leaves out what its own words do not ask for.
     """
+    _marks_are_words(items)
+    yield
     if DRAWS:
         left_out = _rows_of_other_weeks(items)
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
         items[:] = [item for item in items if item.nodeid not in left_out]
     waiting = {item.path for item in items for mark in WAITING if item.get_closest_marker(mark)}
     items.sort(key=lambda item: item.path not in waiting)
+
+
+def _marks_are_words(items: list[pytest.Item]) -> None:
+    """Raise UsageError where a test has a mark of few that its file does not name."""
+    marks: dict[Path, set[str]] = {}
+    for item in items:
+        marks.setdefault(item.path, set()).update(mark.name for mark in item.iter_markers())
+    for path, names in marks.items():
+        unsaid = [name for name in names & FEW if name not in path.read_text()]
+        if unsaid:
+            raise pytest.UsageError(f"{path}: the marks {unsaid} are to be named in the file")
 
 
 def _rows_of_other_weeks(items: list[pytest.Item]) -> set[str]:
