@@ -140,7 +140,7 @@ def without_data(live: LiveStorages, ranks: int, rank: int = 0) -> Iterator[None
         for owner, name, kind in (
             (loading, "skeleton_for", ELSEWHERE),
             (build, "skeleton", ELSEWHERE),
-            (build, "adapt", ELSEWHERE),
+            (build, "trained_in_part", ELSEWHERE),
             (build, "parallelize", ELSEWHERE),
             (build, "share_out", ELSEWHERE),
             (build, "materialize", "weights"),
