@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from rlflow.batch import (
     flat,
@@ -18,19 +22,20 @@ from rlflow.batch import (
 from rlflow.contract.values import SampleKey, Sampling
 from rlflow.data.pictures.columns import encoded_pictures
 from rlflow.engines.hf.loading import load_model
-from rlflow.engines.hf.pictures.passes import forward_inputs
+from rlflow.engines.hf.pictures.passes import forward_inputs, picture_tokens
 from rlflow.engines.hf.pictures.reader import picture_reader
 from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.errors import UsageError
 from rlflow.graph.fields import PICTURES, PIXELS
 from rlflow.graph.model import LoRA
-from rlflow.modelfiles.pictures.towers import is_tower, model_part
+from rlflow.modelfiles.pictures.towers import TOWERS, is_tower, model_part
 from rlflow.ops.bodies.rows.pictures import joined_pictures
+from rlflow.scheduler.models.shapes import read_shape
 from tests.conftest import TINY
 from tests.engines import sharded_checks as checks
 from tests.engines.examples import Spec
-from tests.engines.seeing import KINDS, PART, picture, write_seeing
+from tests.engines.seeing import GRID, KINDS, PART, SQUARE, picture, write_seeing
 
 pytestmark = pytest.mark.torch
 held = checks.held
@@ -266,3 +271,62 @@ def test_adapters_are_on_the_language_model_alone(tmp_path):
     assert any(is_tower(name) for name in linear)
     assert model.trained_names()
     assert {True} == {"language_model" in name for name in model.trained_names()}
+
+
+def passed_tower(path, dtype, by):
+    """Of a forward of the rows: bytes that layers of the tower leave, operations of the tower.
+
+    Attention goes `by` a kernel; those of products alone are counted.
+    """
+    model = load_model(path, dtype=dtype, device="cpu")
+    known = {p.untyped_storage().data_ptr() for p in model.module.parameters()}
+    depth, counted, kept = [0], [0], {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if depth[0] and storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    for name, module in model.module.named_modules():
+        layer = name.split(".")[-2:-1] in (["layers"], ["layer"], ["blocks"])
+        if layer and model_part(f"{name}.weight") == "vision":
+            module.register_forward_pre_hook(lambda *_: depth.__setitem__(0, 1))
+            module.register_forward_hook(lambda *_: depth.__setitem__(0, 0))
+    tops = [m for name, m in model.module.named_modules() if name.split(".")[-1] in TOWERS]
+    for module in tops:
+        plain = module.forward
+
+        def counting(*args, plain=plain, **how):
+            with sdpa_kernel(by), FlopCounterMode(display=False) as counter:
+                made = plain(*args, **how)
+            counted[0] += counter.get_total_flops()
+            return made
+
+        module.forward = counting
+    train = TrainEngine(model, Spec(), micro_tokens=None)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        train.compute(sampled(path), ("log_probs",), 1.0)
+    return sum(storage.nbytes() for storage in kept.values()), counted[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_knows_what_a_tower_computes_and_leaves(kind, tmp_path, monkeypatch):
+    """Beside what norms and sums of attention keep of each patch, and positions of all layers."""
+    for sizes in (GRID, SQUARE):
+        monkeypatch.setitem(sizes, "hidden_size", 64)
+        monkeypatch.setitem(sizes, "intermediate_size", 96)
+    monkeypatch.setitem(SQUARE, "num_attention_heads", 8)
+    path = write_seeing(tmp_path, kind)
+    eyes, (_, pictures) = read_shape(Path(path)).eyes, seen_prompts(path)
+    sight = load_model(path, dtype=torch.float32, device="cpu").sight
+    each = picture_tokens(sight, flat(pictures.shapes)).tolist()
+    tokens = sum(each)
+    for dtype in (torch.float32, torch.bfloat16):
+        kept, _ = passed_tower(path, dtype, SDPBackend.FLASH_ATTENTION)
+        planned = eyes.layers * eyes.layer_bytes(dtype.itemsize) * tokens * eyes.patches
+        planned += eyes.mask_bytes(tokens, dtype.itemsize)
+        assert 0.9 < planned / kept <= 1, (dtype, planned, kept)
+    _, operations = passed_tower(path, torch.bfloat16, SDPBackend.MATH)
+    squares = tokens**2 if eyes.joined else sum(n**2 for n in each)
+    assert 0.95 <= sum(eyes.forward(tokens, squares)) / operations < 1.05

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,8 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.scheduler.compile import compile_plan
-from rlflow.scheduler.devices.cluster import cpu_cluster
+from rlflow.scheduler.devices.cluster import cpu_cluster, parse_cluster
+from rlflow.scheduler.models.prompts import NOT_LOADED, with_picture_tokens
 from rlflow.scheduler.models.shapes import read_shape
 from rlflow.scheduler.plan.plan import Plan
 from tests.conftest import TINY
@@ -119,3 +122,58 @@ def test_a_rollouts_copy_with_frozen_parts_is_offloaded_where_it_sleeps() -> Non
     plan = compile_plan(graph, placement, cpu_cluster(1, threads=1, memory=4e6)).plan
     modes = {a.mode for a in plan.actions if a.part == held}
     assert modes == {"offload"}, [p.name for p in plan.parts]
+
+
+@dataclass(frozen=True)
+class Updated:
+    """Seconds of an update beside its step, and what it holds of the tower and of layers."""
+
+    seconds: float
+    seen: int
+    layers: int
+
+
+def updated(freeze: tuple[str, ...], data: Any = None) -> tuple[Updated, Plan]:
+    """On one H100, whose launches are not counted."""
+
+    @rf.pipeline()
+    def written(cfg: rf.Config) -> None:
+        actor = rf.Model("actor", str(SHAPES), optimizer=rf.AdamW(lr=1e-3), freeze=freeze)
+        prompts = ops.prompts(data or rf.data.shapes("colour"), batch=4096)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
+        adv = ops.advantage("grpo", samples, ops.reward(lambda response: 1.0, samples))
+        ops.update(actor, samples, adv, loss=rf.PolicyLoss("ppo_clip"))
+
+    placement = rf.Placement(pools={"all": 1}, assign={"*": rf.on("all")})
+    found = parse_cluster("h100:1", 1)
+    cluster = replace(found, kind=replace(found.kind, launch=0.0))
+    plan = compile_plan(written.trace(written.config()), placement, cluster).plan
+    (run,) = (a for a in plan.actions if a.node == "actor.update")
+    held = dict(run.cost.holds)
+    sizes = held.get("activations of the tower", 0), held["activations"]
+    return Updated(run.cost.seconds or 0.0, *sizes), plan
+
+
+def test_a_tower_takes_seconds_and_memory_of_an_update_unless_it_is_frozen() -> None:
+    """A frozen part has a forward alone, and leaves nothing to a backward."""
+    (whole, plan), (tower, _), (both, _) = map(updated, ((), ("vision",), ("vision", "projector")))
+    assert whole.seconds > tower.seconds > both.seconds
+    assert whole.seen > tower.seen > both.seen == 0
+    assert whole.layers == tower.layers == both.layers
+    eyes = read_shape(SHAPES).eyes
+    assert eyes is not None
+    # 32,768 tokens a micro-batch, of rows of a prompt of 23 tokens and two responses.
+    prompts = -(-(1 << 15) // (23 + 2 * 8))
+    assert whole.seen == pytest.approx(
+        eyes.left(prompts * 16, 4, vision=True, projector=True), rel=0.01
+    )
+    assert any("pictures 1 a prompt of 16 tokens (sizes in 256 rows)" in n for n in plan.inputs)
+
+
+def test_pictures_of_data_that_is_not_loaded_are_assumed() -> None:
+    sight = read_shape(SHAPES).sight
+    found = with_picture_tokens(NOT_LOADED, rf.data.shapes("colour"), sight)
+    assert found.pictures is not None
+    assert found.longest == NOT_LOADED.longest + found.pictures.longest
+    assert found.pictures.how == "assumed: one of 512 x 512 pixels"
+    assert with_picture_tokens(NOT_LOADED, rf.data.arithmetic(), sight) == NOT_LOADED

@@ -17,9 +17,11 @@ from rlflow.cli.options import model_shape_option, schedule_options, target_opti
 from rlflow.cli.rehearsal.stages import as_held_by, rehearsed_devices
 from rlflow.cli.shell.printed import json_option, print_json
 from rlflow.errors import Finding, PlanError, UsageError
+from rlflow.graph.graph import Graph
 from rlflow.graph.rules.steps import mini_batches
 from rlflow.modelfiles.directories import model_directory
 from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.origins import sees_pictures
 from rlflow.scheduler.devices.cluster import Cluster, amount
 from rlflow.scheduler.models.known_shapes import PREFIX, known_widths
 from rlflow.scheduler.models.shapes import Shape, model_shape
@@ -56,13 +58,14 @@ def rehearse(as_json: bool, **options: Any) -> None:
 def rehearse_target(target: Target) -> tuple[Plan, list[Rehearsal]]:
     """Compile a placement and rehearse it on a device of each pool, and of stages.
 
-    Raises UsageError for CPU devices, for a model without files whose shape is not given, or of
-    experts.
+    Raises UsageError for CPU devices, for a model without files whose shape is not given, of
+    experts, or one that is given pictures.
     """
     planned = compile_target(target)
     plan, near = planned.compiled.plan, planned.declared.pipeline.path
     shapes = {model.name: model_shape(model, near) for model in plan.graph.models}
     require_rehearsable(planned.cluster, shapes)
+    require_text_alone(plan.graph)
     costs = costs_of(planned)
     from rlflow.runtime.rehearse.rehearse import rehearse_on
 
@@ -98,6 +101,21 @@ def require_rehearsable(cluster: Cluster, shapes: Mapping[str, Shape | None]) ->
                 got="their files are not on this machine",
                 expected="a directory with a config.json, or a public model's shape",
                 fix="--model-shape qwen2.5-7b",
+            )
+        )
+
+
+def require_text_alone(graph: Graph) -> None:
+    """Raise UsageError for pictures, whose sizes a tower computes with: they are data."""
+    seeing = [n for n in graph.nodes if n.op.use is not None and sees_pictures(n)]
+    if seeing:
+        raise UsageError(
+            Finding(
+                code="E256",
+                what=f"{seeing[0].name} is given pictures, which cannot be rehearsed",
+                where=seeing[0].where,
+                expected="rows of text alone",
+                fix="a source without images=",
             )
         )
 

@@ -19,6 +19,7 @@ from statistics import NormalDist, fmean, pvariance
 
 from rlflow.modelfiles.paging import MOST_ROWS
 from rlflow.scheduler.costs.rows.paged import PagedRows, paged_rows
+from rlflow.scheduler.models.prompts import PictureTokens
 
 ASSUMED_MEAN = 0.5
 ASSUMED_SPREAD = 0.6
@@ -297,7 +298,7 @@ class Load:
 
     `peers` parts end together. Rows of a prompt share it. `most` are the rows that there may be,
     where `rows` is how many there are in expectation; `prompt` is the longest prompt, and `usual`
-    the mean one where that is known to be shorter.
+    the mean one where that is known to be shorter. Of a prompt's tokens some stand for `pictures`.
     """
 
     rows: float
@@ -307,6 +308,7 @@ class Load:
     peers: int = 1
     most: float | None = None
     usual: float | None = None
+    pictures: PictureTokens | None = None
 
     @property
     def mean_prompt(self) -> float:

@@ -126,11 +126,11 @@ def drafter(graph: Graph, shapes: Mapping[str, Shape | None], name: str | None) 
 
 UNTIMED = (
     *("source", "family", "kind", "matrices", "routed", "windows", "tower", "sight"),
-    *("carrying", "projector", "frozen"),
+    *("carrying", "projector", "still"),
 )
 OF_SOME = (
     *("idle", "experts", "chosen", "latent"),
-    *("without_attention", "convolved", "recurrent"),
+    *("without_attention", "convolved", "recurrent", "eyes"),
 )
 
 

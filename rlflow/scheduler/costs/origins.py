@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import UsageError
+from rlflow.graph.fields import PIXELS
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.roles import Drawn, SamplingOptions
 from rlflow.graph.rules.nesting import nodes_within
@@ -76,6 +77,13 @@ class Prompts:
             return tokenizer_file(path, self.near)
         except UsageError:
             return None
+
+
+def sees_pictures(node: Node) -> bool:
+    """Whether a node gives its model pictures: of its data, or what was made of some."""
+    drawn = node.role(Drawn)
+    fields = (*(bound.field for bound in node.inputs), *node.op.outputs)
+    return any(f.name == PIXELS for f in fields) or (drawn is not None and drawn.data.pictured)
 
 
 def _data_of(graph: Graph, origin: Node) -> Any:

@@ -15,8 +15,8 @@ from rlflow.graph.rules.completion_order import ended_share
 from rlflow.modelfiles.chunks import WIDE_BYTES
 from rlflow.scheduler.costs.lengths import Load, attended_pairs, fullest, stages
 from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn
-from rlflow.scheduler.costs.ranks.head_seconds import HeadSeconds
 from rlflow.scheduler.costs.ranks.operators import operators
+from rlflow.scheduler.costs.ranks.tower_seconds import TowerSeconds
 from rlflow.scheduler.devices import efficiency
 from rlflow.scheduler.devices.collectives import ALONE
 from rlflow.scheduler.models.flops import product_sizes, recomputed_layers
@@ -34,7 +34,7 @@ Step = Callable[[float, float], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Roofline(HeadSeconds):
+class Roofline(TowerSeconds):
     """Seconds of a model on its ranks; what they are and hold, `RankMemory` says.
 
     Its rollouts go by `turn`, where they draft: by n-grams, or by the model `proposer`.
@@ -192,7 +192,7 @@ class Roofline(HeadSeconds):
         one = self.launched_by_torch(one)
         beside = self.agreed_passing(tokens) + self.dispatched(tokens) + self.scored(predictions)
         beside += self.exchanged(tokens, pairs, 1)
-        return count * self.beside(one, self.gathered()) + beside
+        return count * self.beside(one, self.gathered()) + beside + self.seen(load, count)
 
     def update(self, load: Load, trained: float, *, recompute: Recompute) -> float:
         """Seconds of one optimizer step on the rows of a part.
@@ -224,7 +224,8 @@ class Roofline(HeadSeconds):
             added = self.added(trained * self.fsdp.ranks)
             passed = last + (count - 1) * (self.beside(one, gathered) + added)
         learned = self.learned(predictions) + count * self.summed(predictions / count)
-        return passed + agreed + learned + self.replicas.all_reduce(trained)
+        seen = self.seen(load, count, learning=True)
+        return passed + agreed + learned + seen + self.replicas.all_reduce(trained)
 
     def beside_copies(self, computed: float, times: float, moved: float) -> float:
         """A forward while bytes leave, and a backward of the other `times` while they come."""
@@ -287,7 +288,7 @@ class Roofline(HeadSeconds):
         passes = max(1, math.ceil(prompt / each_pass))
         computed = self.passed(prompt, load.prompts, load.prompts * each**2 / 2)
         one = max(self.multiplied(computed / passes, self.weights), self.brought())
-        return passes * self.launched(one)
+        return passes * self.launched(one) + self.seen(load, passes)
 
     def at_once(self, load: Load) -> float:
         """Rows that are computed at once: each has its response and its share of its prompt."""

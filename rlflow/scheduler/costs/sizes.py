@@ -88,7 +88,7 @@ class Sizes:
         trained = state_bytes(instance, size)["weights"]
         if instance.offload == "layers":
             layers = min(shape.layers, LAYERS_AT_ONCE)
-            count = min(count, shape.embedding + layers * shape.layer)
+            count = min(count, shape.embedding + shape.tower + layers * shape.layer)
         spared = spared_bytes(shape, size, instance.tp) if instance.engine_plan.in_float8 else 0
         if model.lora is not None:
             adapters = self._trained_per_rank(instance)

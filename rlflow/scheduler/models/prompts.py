@@ -10,14 +10,17 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Protocol
 
 from rlflow.modelfiles.pictures.sights import Sight
 from rlflow.scheduler.models.tokenizers import tokenizer_content
 
 ASSUMED_PROMPT_TOKENS = 64
+# Width and height, pixels.
+ASSUMED_PICTURE = (512, 512)
 LOOKED_AT = 64
 SAMPLED = 256
 MOST_ROWS = 300_000
@@ -25,12 +28,31 @@ MOST_KEPT = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PictureTokens:
+    """Tokens that the pictures of a prompt take: in the `mean`, and at the `longest`; `how`.
+
+    A prompt has `count` pictures in the mean, and `squares` is the mean of the sum of the squares
+    of each one's tokens.
+    """
+
+    count: float
+    mean: float
+    squares: float
+    longest: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTokens:
-    """Tokens of the `longest` prompt, and of the `mean` one where they were counted; `how`."""
+    """Tokens of the `longest` prompt, and of the `mean` one where they were counted; `how`.
+
+    Those of `pictures` are among them.
+    """
 
     longest: int
     how: str
     mean: float | None = None
+    pictures: PictureTokens | None = None
 
 
 NOT_LOADED = PromptTokens(longest=ASSUMED_PROMPT_TOKENS, how="assumed: the data is not loaded")
@@ -85,27 +107,44 @@ def with_picture_tokens(
 ) -> PromptTokens:
     """The same with the tokens of pictures, of as many rows as are tokenized.
 
-    By the sizes that their files tell; what cannot be read is told by the check of the data.
+    By the sizes that their files tell; what cannot be read is told by the check of the data. Where
+    it is not loaded a prompt is taken to have one picture.
     """
-    if data is None or sight is None or not data.pictured or found is NOT_LOADED:
+    if data is None or sight is None or not data.pictured:
         return found
+    if found is NOT_LOADED:
+        one = sight.tokens(*ASSUMED_PICTURE)
+        how = f"assumed: one of {' x '.join(map(str, ASSUMED_PICTURE))} pixels"
+        seen = PictureTokens(count=1, mean=one, squares=one**2, longest=one, how=how)
+        return replace(found, longest=found.longest + one, pictures=seen)
     rows = data.rows()
     step = max(len(rows) / SAMPLED, 1.0)
     counts = [
         _picture_tokens(data, rows[int(number * step)], sight)
         for number in range(min(len(rows), SAMPLED))
     ]
-    mean = None if found.mean is None else found.mean + sum(counts) / len(counts)
-    longest = found.longest + max(counts)
-    return PromptTokens(longest=longest, mean=mean, how=f"{found.how} with pictures")
+    totals = [sum(each) for each in counts]
+    seen = PictureTokens(
+        count=fmean(map(len, counts)),
+        mean=fmean(totals),
+        squares=fmean(sum(one**2 for one in each) for each in counts),
+        longest=max(totals),
+        how=f"sizes in {len(counts)} rows",
+    )
+    return PromptTokens(
+        longest=found.longest + seen.longest,
+        mean=None if found.mean is None else found.mean + seen.mean,
+        how=f"{found.how} with pictures",
+        pictures=seen,
+    )
 
 
-def _picture_tokens(data: PromptRows, row: Mapping[str, object], sight: Sight) -> int:
-    """Tokens that the pictures of a row take, those that cannot be read none."""
+def _picture_tokens(data: PromptRows, row: Mapping[str, object], sight: Sight) -> list[int]:
+    """Tokens that each picture of a row takes; none where one cannot be read."""
     try:
-        return sum(sight.tokens(*size) for size in data.picture_sizes(row))
+        return [sight.tokens(*size) for size in data.picture_sizes(row)]
     except (ValueError, OSError):
-        return 0
+        return []
 
 
 def _text(prompt: object) -> str:

@@ -27,6 +27,7 @@ from rlflow.modelfiles.layouts.contexts import WINDOWED, windowed
 from rlflow.modelfiles.orthogonal import is_layer_matrix
 from rlflow.modelfiles.pictures.sights import Sight, sight_of
 from rlflow.modelfiles.pictures.towers import model_part, parts_described, parts_that_see
+from rlflow.modelfiles.pictures.widths import TowerWidths, tower_widths
 from rlflow.modelfiles.widths import Widths, widths_of
 from rlflow.scheduler.models.known_shapes import PREFIX, known_model_type, known_widths
 
@@ -51,9 +52,9 @@ class Shape:
     chooses `routed` experts in all layers together. One process makes the model whole in host
     memory before its weights go to a device where it is `made_whole`. Scores of attention have a
     `softcap` where that is not None; there are `windows` where layers see a part of a row. So many
-    parameters are a `tower` that sees pictures, by `sight`, and of these a `projector`. Training
-    leaves `frozen` ones as they are; `matrices` are then of the others alone. Queries and keys have
-    norms of their own where it has `head_norms`.
+    parameters are a `tower` that sees pictures, by `sight`, and of these a `projector`; `eyes`
+    are the widths of it. Training leaves `still` parts as they are; `matrices` are then of the
+    others alone. Queries and keys have norms of their own where it has `head_norms`.
     """
 
     parameters: int
@@ -86,14 +87,15 @@ class Shape:
     windows: bool = False
     tower: int = 0
     projector: int = 0
-    frozen: int = 0
+    still: tuple[str, ...] = ()
+    eyes: TowerWidths | None = None
     sight: Sight | None = None
     head_norms: bool = False
 
     @property
     def active(self) -> int:
-        """Parameters that one token passes through."""
-        return self.parameters - self.idle
+        """Parameters that one token passes through; pictures alone pass a tower."""
+        return self.parameters - self.tower - self.idle
 
     def touched(self, tokens: float) -> float:
         """Parameters that so many tokens pass through together, in expectation.
@@ -101,9 +103,9 @@ class Shape:
         Tokens choose independently, so an expert is left out with (1 - chosen / experts)^tokens.
         """
         if not self.experts:
-            return self.parameters
+            return self.parameters - self.tower
         passed_by = 1 - self.chosen / self.experts
-        return self.parameters - self.idle * math.pow(passed_by, max(tokens, 1.0) - 1)
+        return self.parameters - self.tower - self.idle * math.pow(passed_by, max(tokens, 1.0) - 1)
 
     @property
     def expert_layers(self) -> int:
@@ -128,9 +130,18 @@ class Shape:
         return {part: count for part, count in parts.items() if count}
 
     @property
+    def frozen(self) -> int:
+        """Parameters that training leaves as they are."""
+        return sum(self.seeing.get(part, 0) for part in self.still)
+
+    def trains(self, part: str) -> bool:
+        """Whether training changes a part that sees."""
+        return part in self.seeing and part not in self.still
+
+    @property
     def layer(self) -> int:
         """Parameters of one layer."""
-        return max(self.parameters - self.embedding, 0) // self.layers
+        return max(self.parameters - self.embedding - self.tower, 0) // self.layers
 
     @property
     def cached(self) -> int:
@@ -226,7 +237,8 @@ def read_shape(directory: Path) -> Shape:
     found = replace(found, made_whole=whole, softcap=capped, windows=windowed(config))
     found = replace(found, tower=tower, projector=seeing.get("projector", 0))
     if family.sees:
-        found = replace(found, sight=sight_of(directory, config))
+        sight = sight_of(directory, config)
+        found = replace(found, sight=sight, eyes=tower_widths(config, sight, seeing))
     stored = stored_matrices(directory)
     return replace(found, matrices=stored) if stored and not widths.experts else found
 
@@ -321,11 +333,10 @@ def model_shape(model: Model, near: Path | None = None) -> Shape | None:
 
 def _with_frozen(shape: Shape, model: Model, directory: Path) -> Shape:
     """The shape with what a model says is frozen of it."""
-    frozen = sum(shape.seeing.get(part, 0) for part in model.freeze)
-    if not frozen:
+    if not model.freeze:
         return shape
     stored = stored_matrices(directory, model.freeze)
-    return replace(shape, frozen=frozen, matrices=stored or shape.matrices)
+    return replace(shape, still=model.freeze, matrices=stored or shape.matrices)
 
 
 def _of_a_body(shape: Shape, *, counted: bool) -> Shape:

@@ -21,6 +21,7 @@ from rlflow.modelfiles.layouts.stages import under_way
 from rlflow.modelfiles.paging import MOST_ROWS
 from rlflow.scheduler.costs.lengths import Load
 from rlflow.scheduler.costs.ranks.row_share import RowShare
+from rlflow.scheduler.costs.ranks.tower_bytes import left_bytes, passing_bytes
 from rlflow.scheduler.costs.serving import Serving
 from rlflow.scheduler.devices.collectives import ALONE, Group
 from rlflow.scheduler.devices.hardware import ROCM, Kind
@@ -39,6 +40,7 @@ CACHE, ACTIVATIONS, GRAPHS = "KV cache", "activations", "graphs"
 EMBEDDED = "gradient of the embedding"
 SUMMED = "sum of the head's gradient"
 REDUCED = "gradients on their way to the ranks"
+SEEN = "activations of the tower"
 EXCHANGED = "tokens on their way to other ranks"
 Holds = tuple[tuple[str, int], ...]
 
@@ -248,7 +250,7 @@ class RankMemory:
         """
         if not self.gathers:
             return 0
-        count = self.shape.embedding + LAYERS_GATHERED * self.shape.layer
+        count = self.shape.embedding + self.shape.tower + LAYERS_GATHERED * self.shape.layer
         count = min(count, self.shape.parameters) + twice * self.shape.embedding
         apart = LAYERS_GATHERED * self.elsewhere / self.shape.layers
         return int(count * self.size / self.tp.ranks - apart)
@@ -261,8 +263,10 @@ class RankMemory:
         logits = self.predicted(min(load.rows * load.lengths.longest, tokens), numbers)
         if train:
             begun = min(self.in_flight, max(1, math.ceil(load.most_tokens / tokens)))
-            return self._update_holds(tokens, logits, recompute, begun)
-        activations, whole = int(self.layers.passing * tokens), self.held_whole()
+            found = self._update_holds(tokens, logits, recompute, begun)
+            return _largest_first(*found, (SEEN, left_bytes(self.shape, self.size, load, tokens)))
+        activations = self._passing(load, tokens)
+        whole = self.held_whole()
         if self.in_chunks:  # Layers are done before the head begins.
             activations, logits = max((activations, 0), (0, logits), key=sum)
         if not self.on_cpu:
@@ -273,6 +277,11 @@ class RankMemory:
             ("gathered weights", whole),
             (EXCHANGED, int(self.rows.working * tokens)),
         )
+
+    def _passing(self, load: Load, tokens: float) -> int:
+        """Bytes of the activations of a pass that leaves none: a layer's, before it the tower's."""
+        seen = passing_bytes(self.shape, self.size, load, tokens)
+        return max(int(self.layers.passing * tokens), seen)
 
     def _update_holds(
         self, tokens: float, logits: int, recompute: Recompute, under_way: float
@@ -350,10 +359,10 @@ class RankMemory:
             states = int((load.rows + 1) * carried)
             cache, rows = int(blocks.pool * self.cache_bytes) + states, blocks.slots
             graphs = int(self.scores(rows) + self.layers.passing * rows) if self.replays else 0
-        activations = self.layers.passing * tokens
+        activations = self._passing(load, tokens)
         return _largest_first(
             (CACHE, cache),
-            (ACTIVATIONS, int(activations)),
+            (ACTIVATIONS, activations),
             ("logits", self.scores(rows)),
             (GRAPHS, graphs),
             (

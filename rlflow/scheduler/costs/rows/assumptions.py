@@ -5,6 +5,8 @@ Of lengths, of drafted tokens, of rewards and of the rates of devices. Decides n
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlflow.graph.graph import Node
 from rlflow.graph.roles import Calling, Drafted, Paused, SamplingOptions
 from rlflow.graph.rules.nesting import declared_name
@@ -14,6 +16,7 @@ from rlflow.scheduler.costs.origins import origins
 from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn
 from rlflow.scheduler.costs.rows.given import ninety_fifth
 from rlflow.scheduler.devices.cluster import Cluster
+from rlflow.scheduler.models.prompts import PromptTokens
 from rlflow.scheduler.plan.plan import Plan
 
 
@@ -107,6 +110,15 @@ def amount_of(tokens: float) -> str:
 def prompts_text(node: Node, costs: Costs) -> str:
     """Lengths of a rollout's prompts, and where they are from."""
     found = costs.prompt_tokens(node)
+    if (seen := found.pictures) is not None:
+        text = prompts_text_of(replace(found, pictures=None))
+        each = f"{amount_of(seen.count)} a prompt of {amount_of(seen.mean)} tokens"
+        return f"{text}, pictures {each} ({seen.how})"
+    return prompts_text_of(found)
+
+
+def prompts_text_of(found: PromptTokens) -> str:
+    """Lengths of prompts as they are printed."""
     if found.mean is None or found.mean == found.longest:
         return f"prompts {found.longest:,} ({found.how})"
     return f"prompts {amount_of(found.mean)} in the mean, {found.longest:,} at most ({found.how})"

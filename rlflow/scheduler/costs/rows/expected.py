@@ -26,13 +26,13 @@ from rlflow.scheduler.costs.lengths import (
     joined_lengths,
     scaled_lengths,
 )
-from rlflow.scheduler.costs.origins import Prompts, origins, response_tokens
+from rlflow.scheduler.costs.origins import Prompts, origins, response_tokens, sees_pictures
 from rlflow.scheduler.costs.pieces import WHOLE, Piece
 from rlflow.scheduler.costs.rows.given import given_lengths
 from rlflow.scheduler.costs.rows.oversampled import of_first
 from rlflow.scheduler.costs.sizes import Sizes
 from rlflow.scheduler.devices.measured import Record
-from rlflow.scheduler.models.prompts import PromptTokens
+from rlflow.scheduler.models.prompts import PictureTokens, PromptTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class ExpectedRows(Sizes):
             return here
         longest = math.ceil(said.max or said.mean)
         source = self.graph.lengths.source if self.graph.lengths else ""
-        return PromptTokens(longest=longest, mean=said.mean, how=source)
+        return PromptTokens(longest=longest, mean=said.mean, how=source, pictures=here.pictures)
 
     def usual_prompt(self, node: Node) -> float | None:
         """Tokens of a prompt in the mean; None where it counts as long as the longest."""
@@ -151,7 +151,15 @@ class ExpectedRows(Sizes):
             lengths=self.lengths(node),
             peers=parts,
             usual=self.usual_prompt(node),
+            pictures=self.pictures(node),
         )
+
+    def pictures(self, node: Node) -> PictureTokens | None:
+        """Tokens of the pictures that a node's model sees in a prompt; None where it sees none."""
+        if not sees_pictures(node):
+            return None
+        found = (self.prompt_tokens(origin).pictures for origin in origins(self.graph, node))
+        return next((seen for seen in found if seen is not None), None)
 
     def record_of(self, key: str) -> Record | None:
         """What was measured under a key, in a setting like this one."""

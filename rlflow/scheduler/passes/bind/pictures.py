@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlflow.errors import Finding
-from rlflow.graph.fields import PIXELS
 from rlflow.graph.graph import Node
 from rlflow.graph.model import Model
-from rlflow.graph.roles import Drawn
 from rlflow.modelfiles.pictures.sights import SEEN_IN_ENGINES, blind_finding, unshared_sight
 from rlflow.modelfiles.pictures.towers import FREEZABLE, frozen_findings
 from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.origins import sees_pictures
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.plan import Instance, Plan
 
@@ -27,7 +26,7 @@ def picture_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Findi
 
 def _unseen(instance: Instance, model: Model, shape: Shape, nodes: Sequence[Node]) -> list[Finding]:
     """E551 for a model that sees no pictures, E554 where its layout or engine brings none."""
-    if not any(_is_given(node) for node in nodes if node.model == model.name):
+    if not any(sees_pictures(node) for node in nodes if node.model == model.name):
         return []
     if shape.sight is None:
         return [replace(blind_finding(model.path, shape.kind), where=model.where)]
@@ -38,10 +37,3 @@ def _unseen(instance: Instance, model: Model, shape: Shape, nodes: Sequence[Node
         return []
     found = unshared_sight(model.path, f"{shape.kind}, {instance.layout()}")
     return [replace(found, where=model.where)]
-
-
-def _is_given(node: Node) -> bool:
-    """Whether a node gives its model pictures: of its data, or what was made of some."""
-    drawn = node.role(Drawn)
-    fields = (*(bound.field for bound in node.inputs), *node.op.outputs)
-    return any(f.name == PIXELS for f in fields) or (drawn is not None and drawn.data.pictured)
