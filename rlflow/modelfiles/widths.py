@@ -199,6 +199,12 @@ class Widths:
         mixed = self.chosen * self.expert_ffn + self.shared_ffn
         return (self.expert_layers * mixed + self.dense * self.ffn) // self.layers
 
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """The widths inside feed-forward layers, and inside experts that every token passes."""
+        plain = self.ffn if self.expert_layers < self.layers else 0
+        return tuple(sorted({plain, self.shared_ffn} - {0}))
+
 
 def widths_of(config: Mapping[str, Any], path: Path) -> Widths:
     """The widths that a config says. Raises UsageError (E205) where it lacks the usual names."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -209,6 +210,19 @@ def test_mixtures_have_the_parameters_that_transformers_gives_them(
     assert widths.parameters == total
     active = total - experts * (widths.experts - widths.chosen) // widths.experts
     assert widths.parameters - widths.idle == active
+
+
+def test_ranks_divide_widths_that_there_are() -> None:
+    """GLM-4.5: 12,288 in three layers, else 1,536; no layer has the mean, 13,773."""
+    glm, qwen, dense = map(known_shape, ("glm-4.5", "qwen3-30b-a3b", "qwen2.5-7b"))
+
+    assert [((1536, 12_288), 1536), ((), 768), ((18_944,), 0)] == [
+        (shape.sides, shape.expert_ffn) for shape in (glm, qwen, dense)
+    ]
+    assert [[], [], []] == [glm.uncut(tp, repeats=tp > 8) for tp in (2, 8, 32)]
+    odd = replace(glm, sides=(1536, 12_286), expert_ffn=1534)
+    wrong = ["feed-forward width", "width of experts"]
+    assert [wrong[:1], wrong] == [odd.uncut(4, repeats=repeats) for repeats in (False, True)]
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-30b-a3b", "glm-4.5"])

@@ -383,7 +383,7 @@ def test_layers_come_in_whole_and_are_never_written(assign: dict[str, rf.On]) ->
 
 
 def test_tp_has_to_divide_the_feed_forward_width_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    odd = replace(shape(), ffn=1023)
+    odd = replace(shape(), sides=(1023,))
     monkeypatch.setattr("rlflow.scheduler.compile.model_shape", lambda *_: odd)
     placement = rf.Placement(pools={"all": 2}, assign={"*": rf.on("all", tp=2)})
     with pytest.raises(PlanError, match="does not divide the feed-forward width") as found:

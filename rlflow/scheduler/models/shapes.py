@@ -39,8 +39,9 @@ class Shape:
     """What costs need to know of a model: `parameters` is a count, the rest widths.
 
     `embedding` counts the parameters of the embedding and of a head that is not tied to it;
-    `ffn` is the width inside a feed-forward layer that a token passes. Of the parameters `idle`
-    are experts that a token does not choose; `experts` a layer, of which it takes `chosen`, in
+    `ffn` is the width inside a feed-forward layer that a token passes, the mean over layers;
+    `sides` are those beside experts, which have `expert_ffn` each. Of the parameters `idle` are
+    experts that a token does not choose; `experts` a layer, of which it takes `chosen`, in
     `expert_layers` of the `layers`.
     `latent` numbers a layer are what is cached of a token, where that is less than its keys and
     values, and that of queries has `query_rank`. So many layers are `without_attention`; a row
@@ -68,6 +69,8 @@ class Shape:
     vocab: int
     context: int
     source: str
+    sides: tuple[int, ...] = ()
+    expert_ffn: int = 0
     idle: int = 0
     experts: int = 0
     chosen: int = 0
@@ -187,7 +190,8 @@ class Shape:
         """The widths that `tp` ranks cannot cut, by name.
 
         An engine `repeats` key-value heads where ranks are a multiple of them, each on as many
-        neighbours (`QKVParallelLinear` of SGLang and of vLLM).
+        neighbours (`QKVParallelLinear` of SGLang and of vLLM), and cuts experts, which lie whole
+        elsewhere.
         """
         keys = self.kv_heads % tp
         if repeats and keys:
@@ -195,7 +199,8 @@ class Shape:
         widths = {
             "heads": self.heads % tp,
             "key-value heads": keys,
-            "feed-forward width": self.ffn % tp,
+            "feed-forward width": any(side % tp for side in self.sides),
+            "width of experts": repeats and self.expert_ffn % tp,
         }
         return [name for name, left in widths.items() if left]
 
@@ -270,6 +275,8 @@ def _shape_of(
         vocab=widths.vocab,
         context=widths.context,
         source=source,
+        sides=widths.sides,
+        expert_ffn=widths.expert_ffn if widths.experts else 0,
         idle=widths.idle,
         experts=widths.experts,
         chosen=widths.chosen,

@@ -21,7 +21,7 @@ def width_findings(instance: Instance, model: Model, shape: Shape) -> list[Findi
     if not wrong:
         return []
     heads = "or is a multiple of the key-value heads, " if engine else ""
-    expected = f"tp= that divides all three, {heads}such as {_nearest(instance, shape)}"
+    expected = f"tp= that divides them, {heads}such as {_nearest(instance, shape)}"
     key, name, tp = model.name, "", _nearest(instance, shape)
     if instance.uses == ("rollout",):
         key = f"{model.name}.rollout"
@@ -39,11 +39,17 @@ def width_findings(instance: Instance, model: Model, shape: Shape) -> list[Findi
             what=f"{instance.name}: tp={instance.tp} does not divide the "
             f"{' and the '.join(wrong)} of {model.path}",
             got=f"{shape.heads} heads, {shape.kv_heads} key-value heads, "
-            f"feed-forward width {shape.ffn}",
+            f"feed-forward width {_inside(shape)}",
             expected=expected,
             fix="" if instance.engine_plan.lies_inside else line,
         )
     ]
+
+
+def _inside(shape: Shape) -> str:
+    """The widths inside a layer, those of experts last."""
+    of_experts = [f"{shape.expert_ffn} of each expert"] if shape.expert_ffn else []
+    return " and ".join([*map(str, shape.sides), *of_experts])
 
 
 def _nearest(instance: Instance, shape: Shape) -> int:
