@@ -55,6 +55,8 @@ def depth(instance: Instance, stage: int, how: Cut, layers: int) -> tuple[Interv
     if how in BESIDE:
         there = (how != "last" and stage == 0) or (how != "first" and stage == last)
         return ((0, layers),) if there else ()
+    if instance.pp == 1:
+        return ((0, layers),)
     runs = instance.runs
     each = layers // runs[-1][-1].stop
     return tuple((run.start * each, run.stop * each) for run in runs[stage])

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import mul
 from statistics import NormalDist, fmean, pvariance
 
 from rlflow.modelfiles.paging import MOST_ROWS
@@ -184,21 +185,23 @@ def _crowded(lengths: ResponseLengths, rows: float, ranks: int, room: float) -> 
     width = reach / count
     alive = [lengths.survival((step + 0.5) * width - 0.5) for step in range(count)]
     alive[0] = 1.0
+    ended_before = [1 - share for share in alive]
+    aged = [share * (step + 0.5) for step, share in enumerate(alive)]
+    ending = [share - after for share, after in itertools.pairwise([*alive, 0.0])]
     begun, waiting = [room], rows - room
-    for now in itertools.count():
-        lately = [(begun[now - j], j) for j in range(min(count, now + 1))]
-        live = sum(many * alive[j] for many, j in lately)
+    while True:
+        lately = begun[: -count - 1 : -1]  # Those that began last come first.
+        live = sum(map(mul, lately, alive))
         goes_on = 1.0
         if waiting <= 0:
-            goes_on = 1 - math.prod((1 - alive[j]) ** (many * ranks) for many, j in lately)
+            none_left = map(pow, ended_before, (many * ranks for many in lately))
+            goes_on = 1 - math.prod(none_left)
             if goes_on < 1e-9:
                 return
-        age = sum(many * alive[j] * (j + 0.5) for many, j in lately) * width / max(live, 1e-9)
+        age = sum(map(mul, lately, aged)) * width / max(live, 1e-9)
         ended = 0.0 if waiting > 0 else 1 - live / rows
         yield Stage(age, width, min(max(live / goes_on, 1.0), room), goes_on, ended)
-        after = [*alive[1:], 0.0]
-        free = sum(many * (alive[j] - after[j]) for many, j in lately)
-        begun.append(min(free, waiting))
+        begun.append(min(sum(map(mul, lately, ending)), waiting))
         waiting -= begun[-1]
 
 

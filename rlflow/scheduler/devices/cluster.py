@@ -95,6 +95,8 @@ class Cluster:
 
     def kind_of(self, device: int) -> Kind:
         """The kind of a device; of the host, that of device 0."""
+        if not self.groups and device < self.count:
+            return self.kind
         first = 0
         for kind, count in self.kinds:
             first += count

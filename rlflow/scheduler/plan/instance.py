@@ -5,9 +5,10 @@ Frozen data of a plan; nothing here knows actions, time or bytes of a device.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from functools import lru_cache
 from typing import Any, Literal
 
 from rlflow.graph.op import Use
@@ -59,6 +60,13 @@ class Part:
         """As plain data; `on_host`, `more_on_host`, `stays` and `holds` only where they are set."""
         rare = {"on_host", "more_on_host", "stays", "holds"}
         return {k: v for k, v in asdict(self).items() if v or k not in rare}
+
+
+@lru_cache(maxsize=1024)
+def _runs(counts: tuple[int, ...], pp: int) -> tuple[tuple[range, ...], ...]:
+    starts = itertools.accumulate(counts, initial=0)
+    every = [range(*each) for each in itertools.pairwise(starts)]
+    return tuple(tuple(every[place::pp]) for place in range(pp))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +162,7 @@ class Instance:
     @property
     def runs(self) -> tuple[tuple[range, ...], ...]:
         """The runs of layers that each place along pp has; one layer a stage, if none are known."""
-        counts = self.stages or (1,) * (self.pp * self.virtual)
-        starts = [sum(counts[:number]) for number in range(len(counts) + 1)]
-        every = [range(*each) for each in pairwise(starts)]
-        return tuple(tuple(every[place :: self.pp]) for place in range(self.pp))
+        return _runs(self.stages or (1,) * (self.pp * self.virtual), self.pp)
 
     @property
     def row_ranks(self) -> int:

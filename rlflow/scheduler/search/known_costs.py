@@ -110,7 +110,8 @@ class KnownCosts(Costs):
         grain = repeats_after(self.cluster)
         start = instance.devices[0] if first is None else first
         before = start // grain * grain if grain else 0
-        return _layout(instance), tuple(device - before for device in instance.devices)
+        devices = instance.devices
+        return _layout(instance), tuple(d - before for d in devices) if before else devices
 
 
 def repeats_after(cluster: Cluster) -> int:
