@@ -27,6 +27,7 @@ class Config(rf.Config):
     group_size: int = 4
     lr: float = 1e-6
     model: str = "pipelines/assets/arith-tiny"
+    first_groups: int | None = None
 
 
 def length_of(uniform: float) -> int:
@@ -90,7 +91,8 @@ def tails(cfg: Config) -> None:
     judge = arm(Judge, {"__name__": "judge", "__qualname__": "judge"})
     actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=cfg.lr), init="random")
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=cfg.prompts_per_iteration)
-    samples = ops.rollout(actor, prompts, n=cfg.group_size, max_new_tokens=LONGEST)
+    sampling = {"n": cfg.group_size, "max_new_tokens": LONGEST}
+    samples = ops.rollout(actor, prompts, first_groups=cfg.first_groups, **sampling)
     reward = ops.reward(judge, samples)
     adv = ops.advantage("grpo", samples, reward)
     ops.update(actor, samples, adv, loss=rf.PolicyLoss())

@@ -225,7 +225,9 @@ def _second_rollout(
         model = draw(st.sampled_from([actor, ref]))
         given = draw(st.sampled_from([prompts, prompts, samples]))
         alike = draw(st.booleans())
-        probe = ops.rollout(model, given, n=2, max_new_tokens=4, name="probe", ignore_eos=alike)
+        sampling = {"n": 2, "max_new_tokens": 4, "name": "probe", "ignore_eos": alike}
+        first = draw(st.sampled_from([None, None, 1, 3])) if given is prompts else None
+        probe = ops.rollout(model, given, first_groups=first, **sampling)
         ops.metrics(centred(ops.reward(length, probe, name="lengths"), probe), name="probe.metrics")
 
 

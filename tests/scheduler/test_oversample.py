@@ -127,6 +127,18 @@ def test_as_many_groups_as_prompts_are_the_most(first):
         oversampled(first=first)
 
 
+def test_responses_of_a_rollout_are_no_groups_of_another():
+    def declare() -> None:
+        actor = rf.Model("actor", "models/mid")
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=4)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
+        again = ops.rollout(actor, samples, n=2, max_new_tokens=8, first_groups=3, name="again")
+        ops.metrics(ops.reward(exact, again), name="look")
+
+    with pytest.raises(AssertionError, match="prompts, a group each"):
+        graph_of(declare, "again")
+
+
 def test_a_loop_draws_as_many_as_it_needs():
     def declare() -> None:
         actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))

@@ -42,6 +42,7 @@ def oversampling(
     checks = (
         (1 <= groups <= known.groups, said, f"1 to {known.groups}, the prompts that it reads"),
         (known.fixed, f"{said} of {known.describe()}", "as many prompts in every iteration"),
+        (known.rows == known.groups, f"{said} of {known.describe()}", "prompts, a group each"),
         (plain, f"{said} and a drafter, routing= or pictures", "one of them"),
     )
     wrong = [(got, expected) for holds, got, expected in checks if not holds]

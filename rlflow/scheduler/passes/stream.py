@@ -37,7 +37,7 @@ from rlflow.scheduler.plan.text import duration
 By = Literal["prompts", "finish"]
 
 MARGIN = 0.05
-NO_CHAIN = "one piece: no rollout is followed by row ops of which other devices do one"
+NO_CHAIN = "one piece: no rollout that can be cut is followed by row ops of other devices"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
