@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,14 +14,16 @@ from rlflow.errors import PlanError
 from rlflow.graph.graph import Graph
 from rlflow.graph.roles import Oversampled
 from rlflow.graph.rules.check import most_rows, num_prompts
+from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.lengths import ResponseLengths, full_lengths, stages
+from rlflow.scheduler.costs.measurement_keys import lengths_key
 from rlflow.scheduler.costs.rows.oversampled import fewer, first_stages, of_first
 from rlflow.scheduler.costs.rows.steady import drawn_length
 from rlflow.scheduler.plan.saved import graph_from_json
 from rlflow.scheduler.verify.verify import verify
 from tests.scheduler.examples import SPLIT, compiled_with
 from tests.scheduler.mutants import with_action
-from tests.scheduler.strategies import exact, graph_of
+from tests.scheduler.strategies import PLENTY, cluster, exact, graph_of
 
 ROLLOUT = "actor.rollout"
 LENGTHS = ResponseLengths(2048, 256.0, 0.9)
@@ -224,3 +227,26 @@ def test_in_a_plan_the_tail_is_cut():
         seconds[begun] = [plan.action(name).cost.seconds for name in (ROLLOUT, "actor.update")]
     assert seconds[8][0] > 1.3 * seconds[12][0]
     assert seconds[8][1] > seconds[12][1]
+
+
+@pytest.mark.parametrize("first", [None, 8])
+def test_lengths_that_were_measured_are_of_all_rows_or_of_those_that_were_kept(first, monkeypatch):
+    """A run that kept all rows tells what is sampled, one that dropped some what is left of it."""
+    graphs = {each: oversampled(each, max_new_tokens=1000) for each in (None, 8)}
+    made = {
+        each: Costs(graph=graph, cluster=cluster("cpu", 2, PLENTY), shapes={})
+        for each, graph in graphs.items()
+    }
+    seen = lengths_key(graphs[first], graphs[first].node(ROLLOUT), 1000)
+    record = SimpleNamespace(
+        setting=SimpleNamespace(pipeline="oversampled"),
+        chosen=(SimpleNamespace(length=200.0, longest=600.0),),
+    )
+    monkeypatch.setattr(Costs, "record_of", lambda self, key: record if key == seen else None)
+    costs = made[8]
+    sampled, kept = (costs.lengths(graphs[8].node(name)).mean for name in (ROLLOUT, "actor.update"))
+    assert 200 == pytest.approx(sampled if first is None else kept)
+    assert sampled > 1.1 * kept
+    assert costs.lengths_from(graphs[8].node(ROLLOUT)) is record
+    plain = made[None].lengths(graphs[None].node(ROLLOUT)).mean
+    assert plain == pytest.approx(200 if first is None else 500)

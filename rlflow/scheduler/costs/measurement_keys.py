@@ -20,8 +20,8 @@ from rlflow.graph.fields import Field
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.model import Model, Muon
 from rlflow.graph.op import param_text
-from rlflow.graph.roles import LoopEnd
-from rlflow.graph.rules.check import batch_of, most_rows
+from rlflow.graph.roles import LoopEnd, Oversampled
+from rlflow.graph.rules.check import batch_of, most_rows, num_prompts
 from rlflow.graph.rules.nesting import declared_name, nodes_within, path
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.plan import Instance
@@ -161,10 +161,17 @@ def asleep(engine: str, *, on_cpu: bool) -> str:
 
 
 def lengths_key(graph: Graph, origin: Node, longest: int) -> str:
-    """The responses that a node makes: they depend on the weights, so on their path."""
+    """The responses that a node makes: they depend on the weights, so on their path.
+
+    And on which of those that it samples are left.
+    """
+    some, said = origin.role(Oversampled), f"at most {longest}"
+    if some is not None:
+        begun = num_prompts(graph, graph.node(origin.sources[0]))
+        said += f", the first {some.first_groups} of {begun} groups"
     path = graph.model(origin.model).path if origin.model is not None else ""
     name = declared_name(origin.name)
-    return key_of_parts("lengths", graph.name, name, path, f"at most {longest}")
+    return key_of_parts("lengths", graph.name, name, path, said)
 
 
 def accepted(graph: Graph, node: Node, instance: Instance, drafted: int) -> str:

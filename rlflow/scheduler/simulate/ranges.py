@@ -15,7 +15,6 @@ from statistics import correlation
 from rlflow.graph.graph import Node
 from rlflow.graph.roles import SamplingOptions
 from rlflow.graph.rules.nesting import declared_name
-from rlflow.scheduler.costs import measurement_keys as keys
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.lengths import fullest
 from rlflow.scheduler.costs.origins import origins
@@ -194,9 +193,7 @@ def length_spreads(node: Node, costs: Costs) -> tuple[float, float]:
     (origin, *_) = origins(costs.graph, node)
     if origin.role(SamplingOptions) is None:
         return 0.0, 0.0
-    _, longest = costs.tokens(origin)
-    record = costs.record_of(keys.lengths_key(costs.graph, origin, longest))
-    if record is not None and record.setting.pipeline == costs.graph.name:
+    if costs.lengths_from(origin) is not None:
         return uncertainty.MEASURED_MEAN, 0.0
     return uncertainty.ASSUMED_MEAN, uncertainty.ASSUMED_TAIL
 

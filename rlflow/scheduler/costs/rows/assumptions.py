@@ -10,7 +10,6 @@ from dataclasses import replace
 from rlflow.graph.graph import Node
 from rlflow.graph.roles import Calling, Drafted, Paused, SamplingOptions
 from rlflow.graph.rules.nesting import declared_name
-from rlflow.scheduler.costs import measurement_keys as keys
 from rlflow.scheduler.costs.estimate import HOST_SECONDS_PER_ROW, HOST_WORK, TABLE, Costs
 from rlflow.scheduler.costs.origins import origins
 from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn
@@ -88,10 +87,8 @@ def responses_text(node: Node, costs: Costs) -> str:
         return f"responses of {longest:,} tokens (ignore_eos)"
     said = None if costs.graph.lengths is None else costs.graph.lengths.responses
     if said is None:
-        record = costs.record_of(keys.lengths_key(costs.graph, node, longest))
-        known = record is not None and record.setting.pipeline == costs.graph.name
-        source = "assumed: half of the limit"
-        source = record.source if record is not None and known else source
+        record = costs.lengths_from(node)
+        source = "assumed: half of the limit" if record is None else record.source
         tail = ""
     else:
         source = costs.graph.lengths.source if costs.graph.lengths else ""

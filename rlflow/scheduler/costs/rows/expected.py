@@ -98,16 +98,30 @@ class ExpectedRows(Sizes):
         """Lengths of a node's rows, whose responses one node has made."""
         drops, own = origin.role(Oversampled) is not None, node.name == origin.name
         said = None if self.graph.lengths is None else self.graph.lengths.responses
-        record = self.record_of(keys.lengths_key(self.graph, origin, longest))
-        if said is None and record is not None and record.setting.pipeline == self.graph.name:
+        record = None if said else self.lengths_seen(origin, longest)
+        if record is not None:
             last = record.chosen[-1]
             kept = fitted_lengths(longest, last.length, last.longest, self.rows(origin))
             if not (drops and own):
                 return kept
             # What was measured is of the rows that were kept, which lack the longest.
             return scaled_lengths(kept, kept.mean / self.of_batch(origin, kept).mean, 1.0)
-        known = given_lengths(said, longest, self.rows(origin)) if said else assumed(longest)
-        return self.of_batch(origin, known) if drops and not own else known
+        if drops:
+            plain = origin.without(Oversampled)
+            known = self._of_origin(plain, plain, longest)
+            return known if own else self.of_batch(origin, known)
+        return given_lengths(said, longest, self.rows(origin)) if said else assumed(longest)
+
+    def lengths_seen(self, origin: Node, longest: int) -> Record | None:
+        """What runs of this pipeline have measured of the responses that a node has made."""
+        found = self.record_of(keys.lengths_key(self.graph, origin, longest))
+        return found if found is not None and found.setting.pipeline == self.graph.name else None
+
+    def lengths_from(self, origin: Node) -> Record | None:
+        """What its lengths follow from: those that it has made, or has made when it kept all."""
+        _, longest = self.tokens(origin)
+        found = self.lengths_seen(origin, longest)
+        return found or self.lengths_seen(origin.without(Oversampled), longest)
 
     def of_batch(self, node: Node, known: ResponseLengths) -> ResponseLengths:
         """Lengths of the rows that a rollout keeps, of those that it samples."""
