@@ -17,6 +17,7 @@ from rlflow.scheduler.devices.cluster import cpu_cluster, parse_cluster
 from rlflow.scheduler.models.prompts import NOT_LOADED, with_picture_tokens
 from rlflow.scheduler.models.shapes import read_shape
 from rlflow.scheduler.plan.plan import Plan
+from rlflow.scheduler.verify.verify import verify
 from tests.conftest import TINY
 
 SHAPES = Path(__file__).parents[2] / "pipelines" / "assets" / "shapes-tiny"
@@ -177,3 +178,34 @@ def test_pictures_of_data_that_is_not_loaded_are_assumed() -> None:
     assert found.longest == NOT_LOADED.longest + found.pictures.longest
     assert found.pictures.how == "assumed: one of 512 x 512 pixels"
     assert with_picture_tokens(NOT_LOADED, rf.data.arithmetic(), sight) == NOT_LOADED
+
+
+def test_the_verifier_knows_how_much_of_a_model_is_trained() -> None:
+    """A reshard that moves frozen parts too is told of.
+
+    Weights in bfloat16 lie beside trained ones in float32 where ranks share them.
+    """
+
+    @rf.pipeline()
+    def written(cfg: rf.Config) -> None:
+        adam = rf.AdamW(lr=1e-3)
+        actor = rf.Model("actor", str(SHAPES), optimizer=adam, freeze="vision", dtype="bfloat16")
+        prompts = ops.prompts(rf.data.shapes("colour"), batch=4)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
+        adv = ops.advantage("grpo", samples, ops.reward(lambda response: 1.0, samples))
+        ops.update(actor, samples, adv, loss=rf.PolicyLoss("ppo_clip"))
+
+    assign = {"*": rf.on("all", fsdp=2), "actor.rollout": rf.on("gen")}
+    placement = rf.Placement(pools={"all": 2, "gen": 1}, assign=assign)
+    plan = compile_plan(
+        written.trace(written.config()), placement, cpu_cluster(3, threads=1, memory=1e9)
+    ).plan
+    assert verify(plan, "notes") == []
+    shape = read_shape(SHAPES)
+    whole = moved(plan) * shape.parameters // (shape.parameters - shape.seeing["vision"])
+    actions = tuple(
+        replace(a, cost=replace(a.cost, moved=whole)) if a.kind == "reshard" else a
+        for a in plan.actions
+    )
+    told = verify(replace(plan, actions=actions), "notes")
+    assert any("its targets lack" in each for each in told)
