@@ -254,11 +254,13 @@ def test_a_part_that_is_not_there_is_not_frozen():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "mistral3", "internvl"])
-@pytest.mark.parametrize("uneven", [False, True])
-def test_two_ranks_compute_what_one_does(kind, uneven, world, tmp_path):
+@pytest.mark.parametrize(
+    ("uneven", "freeze"), [(False, ()), (True, ()), (True, ("vision",))], ids=str
+)
+def test_two_ranks_compute_what_one_does(kind, uneven, freeze, world, tmp_path):
     """With shards of the tower; where `uneven` a rank has no row, and so a blank picture."""
     path = write_seeing(tmp_path, kind)
-    options = {"uneven": uneven, "micro_tokens": 40}
+    options = {"uneven": uneven, "micro_tokens": 40, "freeze": freeze}
     assert all(world(2).run(checks.with_pictures, path, (1, 2, 1), options))
 
 
