@@ -6,7 +6,12 @@ columns, the fewer being rows, has the products X X^T, its square, and that with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+from rlflow.modelfiles.headers import tensor_shapes
+from rlflow.modelfiles.pictures.towers import model_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic a x + b x^3 + c x^5 (Jordan et al. 2024): steepest at 0, about 1 at the end."""
@@ -19,6 +24,19 @@ def is_layer_matrix(name: str, shape: Sequence[int]) -> bool:
     Embeddings, heads and last norms have no number in their names, norms and biases one dimension.
     """
     return len(shape) == 2 and any(part.isdecimal() for part in name.split("."))
+
+
+def stored_matrices(
+    directory: Path, frozen: Collection[str] = ()
+) -> tuple[tuple[int, int, int], ...]:
+    """Rows, columns and count of the matrices of layers in a directory's safetensors files.
+
+    Those of `frozen` parts are left out.
+    """
+    shapes = tensor_shapes(directory).items()
+    kept = ((name, s) for name, s in shapes if model_part(name) not in frozen)
+    found = Counter((s[0], s[1]) for name, s in kept if is_layer_matrix(name, s))
+    return tuple((rows, columns, count) for (rows, columns), count in found.items())
 
 
 def orthogonal_flops(rows: int, columns: int) -> int:

@@ -337,8 +337,7 @@ class Load:
     def pairs(self) -> float:
         """Pairs of a token and one that it attends to, in expectation."""
         mean, prompt = self.lengths.mean, self.mean_prompt
-        of_responses = self.rows * mean * (prompt + mean / 2)
-        return self.prompts * prompt**2 / 2 + of_responses
+        return self.prompts * prompt**2 / 2 + self.rows * mean * (prompt + mean / 2)
 
     def in_blocks(self, most: int = MOST_ROWS) -> PagedRows:
         """The most rows that there may be, in blocks of a pool for at most `most` at once."""
@@ -356,8 +355,7 @@ class Load:
     def later_turn(self, new: int) -> Load:
         """The rows of a later turn of so many tokens: what is there so far are their prompts."""
         before = max(self.lengths.longest - new, 0)
-        longer = replace(self.with_prompt(before), prompts=self.rows)
-        return replace(longer, lengths=assumed(new))
+        return replace(self.with_prompt(before), prompts=self.rows, lengths=assumed(new))
 
     def with_prompt(self, more: int) -> Load:
         """The rows, each with so many tokens more in its prompt."""

@@ -7,8 +7,7 @@ cache; a model that is not on this machine has no shape, and the plan says so.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,9 @@ from rlflow.modelfiles.host_memory import made_whole
 from rlflow.modelfiles.kernels.attention import softcap_of
 from rlflow.modelfiles.layouts.carrying import NOTHING, Carrying
 from rlflow.modelfiles.layouts.contexts import WINDOWED, windowed
-from rlflow.modelfiles.orthogonal import is_layer_matrix
+from rlflow.modelfiles.orthogonal import stored_matrices
 from rlflow.modelfiles.pictures.sights import Sight, sight_of
-from rlflow.modelfiles.pictures.towers import model_part, parts_described, parts_that_see
+from rlflow.modelfiles.pictures.towers import parts_described, parts_that_see
 from rlflow.modelfiles.pictures.widths import TowerWidths, tower_widths
 from rlflow.modelfiles.widths import Widths, widths_of
 from rlflow.scheduler.models.known_shapes import PREFIX, known_model_type, known_widths
@@ -304,19 +303,6 @@ def count_parameters(directory: Path, *, tied: bool = False) -> int | None:
     if tied and "lm_head.weight" in shapes and len(shapes) > 1:
         shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
     return sum(math.prod(shape) for shape in shapes.values()) if shapes else None
-
-
-def stored_matrices(
-    directory: Path, frozen: Collection[str] = ()
-) -> tuple[tuple[int, int, int], ...]:
-    """Rows, columns and count of the matrices of layers in a directory's safetensors files.
-
-    Those of `frozen` parts are left out.
-    """
-    shapes = tensor_shapes(directory).items()
-    kept = ((name, s) for name, s in shapes if model_part(name) not in frozen)
-    found = Counter((s[0], s[1]) for name, s in kept if is_layer_matrix(name, s))
-    return tuple((rows, columns, count) for (rows, columns), count in found.items())
 
 
 def model_shape(model: Model, near: Path | None = None) -> Shape | None:
