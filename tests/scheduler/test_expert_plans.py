@@ -10,6 +10,7 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.lengths import Load, ResponseLengths
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.devices.cluster import parse_cluster
 from rlflow.scheduler.devices.collectives import group_of
@@ -88,6 +89,21 @@ def test_ranks_gather_their_own_experts_alone() -> None:
     assert apart.shared_out(4e9) < whole.shared_out(4e9)
     # A rank of all: no experts are gathered.
     assert roofline(32).gathered() < whole.gathered() / 5
+
+
+def test_experts_lie_apart_where_micro_batches_are_small() -> None:
+    """Gathers are by the pass, all-to-alls by the token; without a gather hidden it is the same."""
+    rows = Load(rows=16, prompts=1, prompt=102, lengths=ResponseLengths(4096, 3196.0))
+    trained = 2 * MIXTURE.parameters / 32
+
+    def update(ep: int, micro: int) -> float:
+        roof = replace(roofline(ep), micro_tokens=micro)
+        return roof.update(rows, trained, recompute="selective")
+
+    assert 1.1 * update(8, 4096) < update(1, 4096)
+    whole = replace(roofline(1), micro_tokens=32_768)
+    gathers = whole.passes(rows) * (2 * whole.gathered() + whole.shared_out(trained))
+    assert update(1, 32_768) + gathers < update(8, 32_768)
 
 
 def test_plans_say_what_tokens_take_to_their_experts_and_what_is_assumed() -> None:
