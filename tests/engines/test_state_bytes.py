@@ -123,10 +123,11 @@ def test_frozen_parts_take_their_weights_alone(dtype: Any, freeze: Any, optimize
 
 
 @pytest.mark.rows(3)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rank_holds_frozen_parts_as_planned(dtype: torch.dtype, world: Any) -> None:
-    found = world(2).run(states.bytes_held, SEEING, (1, 2, 1), dtype, None, ("vision",))
-    expected = planned(dtype, (1, 2, 1), path=SEEING, freeze="vision")
+def test_a_rank_holds_frozen_parts_as_planned(world: Any) -> None:
+    """Those in 16 bits beside what is trained in 32."""
+    low = torch.bfloat16
+    found = world(2).run(states.bytes_held, SEEING, (1, 2, 1), low, None, ("vision",))
+    expected = planned(low, (1, 2, 1), path=SEEING, freeze="vision")
     assert (expected.weights, expected.state) == found[0]
 
 
