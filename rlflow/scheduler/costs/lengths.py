@@ -1,10 +1,9 @@
 """How long responses get: a distribution, so that the longest of many rows costs what it costs.
 
-Lengths are those of a log-normal variable cut off at the limit, as the lengths of generated
-text roughly are: many short ones, a long tail, and some that reach the limit; or those that were
-seen. A `Load` is the rows
-that a use sees, with such lengths, and how they lie in blocks of a pool: the embedded engine's
-rollouts on an accelerator allocate by the same rule, `rlflow.modelfiles.paging`. Knows no model.
+Lengths are those of a log-normal variable cut off at the limit, as those of generated text roughly
+are: many short ones, a long tail, some that reach the limit; or those that were seen. A `Load` is
+the rows that a use sees, with such lengths, and how they lie in blocks of a pool: the embedded
+engine on an accelerator allocates by the same rule, `rlflow.modelfiles.paging`. Knows no model.
 """
 
 from __future__ import annotations
@@ -83,9 +82,7 @@ class ResponseLengths:
             return 1.0 if tokens < self.mean else 0.0
         if self.sample:
             return 1 - bisect_right(self.sample, tokens) / len(self.sample)
-        if tokens <= 0:
-            return 1.0
-        return _longer(location(self), self.spread, tokens)
+        return 1.0 if tokens <= 0 else _longer(location(self), self.spread, tokens)
 
     def expected_longest(self, rows: float) -> float:
         """The expected length of the longest of so many responses: sum of 1 - F(t)^rows."""

@@ -1,7 +1,7 @@
 """Sizes of models, read from files: `config.json` and the headers of safetensors.
 
-Reads a few hundred bytes and imports no torch. A hub name is looked up in the local
-cache; a model that is not on this machine has no shape, and the plan says so.
+Reads a few hundred bytes and imports no torch. A hub name is looked up in the local cache; a model
+that is not here has no shape, and the plan says so.
 """
 
 from __future__ import annotations
@@ -37,24 +37,21 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 class Shape:
     """What costs need to know of a model: `parameters` is a count, the rest widths.
 
-    `embedding` counts the parameters of the embedding and of a head that is not tied to it;
-    `ffn` is the width inside a feed-forward layer that a token passes, the mean over layers;
-    `sides` are those beside experts, which have `expert_ffn` each. Of the parameters `idle` are
-    experts that a token does not choose; `experts` a layer, of which it takes `chosen`, in
-    `expert_layers` of the `layers`.
-    `latent` numbers a layer are what is cached of a token, where that is less than its keys and
-    values, and that of queries has `query_rank`. So many layers are `without_attention`; a row
-    carries the inputs that convolutions have
-    `convolved` last, and the `recurrent` numbers of states, in layers that are `carrying` them.
-    `norms` counts the weights of norms, of
-    which every rank of a layer has all. `matrices` are those of layers: rows, columns, and how many
-    of such; none are known of experts. `family` says what can be computed of it. A token
-    chooses `routed` experts in all layers together. One process makes the model whole in host
-    memory before its weights go to a device where it is `made_whole`. Scores of attention have a
-    `softcap` where that is not None; there are `windows` where layers see a part of a row. So many
-    parameters are a `tower` that sees pictures, by `sight`, and of these a `projector`; `eyes`
-    are the widths of it. Training leaves `still` parts as they are; `matrices` are then of the
-    others alone. Queries and keys have norms of their own where it has `head_norms`.
+    `embedding` counts the parameters of the embedding and of a head that is not tied to it; `ffn`
+    is the width inside a feed-forward layer that a token passes, the mean over layers; `sides` are
+    those beside experts, which have `expert_ffn` each. Of the parameters `idle` are experts that a
+    token does not choose; `experts` a layer, of which it takes `chosen`, in `expert_layers` of the
+    `layers`. `latent` numbers a layer are what is cached of a token, where that is less than its
+    keys and values, and that of queries has `query_rank`. So many layers are `without_attention`; a
+    row carries the inputs that convolutions have `convolved` last, and the `recurrent` numbers of
+    states, in layers that are `carrying` them. `norms` counts the weights of norms, of which every
+    rank of a layer has all. `matrices` are those of layers: rows, columns, and how many of such;
+    none are known of experts. `family` says what can be computed of it. A token chooses `routed`
+    experts in all layers together. Where it is `made_whole` one process makes it in host memory
+    before weights go to devices. Scores may have a `softcap`; there are `windows` where layers see
+    a part of a row. So many parameters are a `tower` that sees pictures, by `sight`, and of these a
+    `projector`; `eyes` are the widths of it. Training leaves `still` parts as they are; `matrices`
+    are then of the others alone. With `head_norms` queries and keys have norms of their own.
     """
 
     parameters: int
