@@ -171,7 +171,7 @@ TABLE = {
     ),
     "oversampled": Feature(
         OVERSAMPLED.said("--devices", "cpu:3"),
-        same=(At("together"), At("apart"), At("replicas", marks=SLOW + RAY)),
+        same=(At("together"), At("apart", marks=SLOW), At("replicas", marks=SLOW + RAY)),
         resumed=(broken("ahead", 3, 2),),
         ray=placed("apart", marks=SLOW + EXTRA),
     ),
