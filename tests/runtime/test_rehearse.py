@@ -344,8 +344,15 @@ def grpo_of(config: dict[str, Any], folder: Path, devices: int, on: str) -> Targ
 
 @pytest.mark.slow
 @pytest.mark.extra
-def test_stages_of_experts_are_within_five_percent(tmp_path: Path) -> None:
-    """A mixture whose queries and keys have norms, as Qwen3-30B-A3B has with half of its depth."""
+@pytest.mark.parametrize(
+    ("on", "devices"),
+    [("pp=2", [0, 4]), ("ep=4", [0]), ("ep=8, recompute=True", [0]), ("pp=2, ep=4", [0, 4])],
+)
+def test_mixtures_are_within_five_percent(on: str, devices: list[int], tmp_path: Path) -> None:
+    """A mixture whose queries and keys have norms, as Qwen3-30B-A3B has with half of its depth.
+
+    Of experts that lie apart as many tokens come to a rank as a plan counts for the fullest.
+    """
     config = {
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -362,11 +369,12 @@ def test_stages_of_experts_are_within_five_percent(tmp_path: Path) -> None:
         "norm_topk_prob": True,
         "max_position_embeddings": 32768,
     }
-    _, found = rehearse_target(grpo_of(config, tmp_path, 8, "pp=2"))
-    assert [each.device for each in found] == [0, 4]
+    _, found = rehearse_target(grpo_of(config, tmp_path, 8, on))
+    assert [each.device for each in found] == devices
     require_agreement(found)
     updates = [a for each in found for a in each.actions if a.action == "actor.update"]
-    assert updates[0].found > 1.2 * updates[1].found > 40e9
+    assert all(each.found > 40e9 for each in updates)
+    assert updates[0].found >= updates[-1].found
 
 
 @pytest.mark.slow

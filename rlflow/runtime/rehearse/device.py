@@ -10,6 +10,7 @@ other is what they have themselves. This file knows no plan.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from rlflow.engines.hf.forward.sequences import (
 )
 from rlflow.engines.hf.models import TorchModel
 from rlflow.engines.hf.optim.adamw import AdamWState
+from rlflow.engines.hf.routing import experts
 from rlflow.engines.hf.sharded import build
 from rlflow.engines.hf.sharded import model as sharded
 from rlflow.engines.hf.sharded.mesh import MeshRanks
@@ -42,6 +44,7 @@ from rlflow.engines.hf.sharded.optim import ShardedAdamW
 from rlflow.engines.hf.weights.skeletons import skeleton
 from rlflow.modelfiles.kernels.attention import AttentionBy, attention_choice
 from rlflow.runtime.rehearse.live import ELSEWHERE, KindOf, LiveStorages
+from rlflow.scheduler.models.mixtures import FULLEST_RANK
 
 DEVICE = "meta"
 # What collectives of FSDP leave in their first argument, which is flat.
@@ -137,6 +140,8 @@ def without_data(live: LiveStorages, ranks: int, rank: int = 0) -> Iterator[None
         replace(spans, "attends_by", attends_on_cuda)
         replace(spans, "attend_flex", attended_by_flex)
         replace(sharded, "in_storage", in_no_storage)
+        replace(experts, "pairs_here", mean_pairs)
+        replace(experts, "pairs_of_ranks", mean_pairs_of_ranks)
         for owner, name, kind in (
             (loading, "skeleton_for", ELSEWHERE),
             (build, "skeleton", ELSEWHERE),
@@ -161,6 +166,19 @@ def without_data(live: LiveStorages, ranks: int, rank: int = 0) -> Iterator[None
         if ranks > 1:
             stack.enter_context(fake_ranks(ranks, rank))
         yield
+
+
+def mean_pairs(layer: Any, chosen: Tensor, _: Tensor) -> int:
+    """How many pairs are of a layer's experts where every expert gets as many."""
+    return chosen.numel() * len(layer.gate_up_proj) // int(layer.num_experts)
+
+
+def mean_pairs_of_ranks(
+    layer: Any, chosen: Tensor, going: Tensor, _: Tensor
+) -> tuple[list[int], list[int]]:
+    """The same of each of several ranks; to this one come as many as plans count with."""
+    mean = mean_pairs(layer, chosen, going)
+    return [mean] * len(going), [math.ceil(FULLEST_RANK * mean)] * len(going)
 
 
 def in_no_storage(storage: Tensor, like: Tensor) -> Tensor:

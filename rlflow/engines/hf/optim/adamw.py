@@ -19,6 +19,7 @@ from rlflow.contract.values import Shard
 from rlflow.engines.hf.flat import free, restore, to_host, whole_shards
 from rlflow.engines.hf.host_states import KeptStates, Range, pieces_of
 from rlflow.engines.hf.models import TorchModel
+from rlflow.engines.hf.optim.norms import square_sum
 from rlflow.engines.hf.optim.rates import learning_rate
 from rlflow.errors import Finding, RunError, UsageError
 
@@ -119,10 +120,8 @@ class AdamWState:
                 own.zero_()
 
     def grad_norm(self) -> Tensor:
-        """The Euclidean norm of all gradients, 0-d."""
-        norms = [torch.linalg.vector_norm(total) for total in self.sums.values()]
-        whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return whole
+        """The Euclidean norm of all gradients, float64, 0-d."""
+        return torch.stack([square_sum(total) for total in self.sums.values()]).sum().sqrt()
 
     def step(self, scale: float) -> None:
         """Update the weights with `scale` times the gradients."""

@@ -29,7 +29,7 @@ def own_experts(layer: Any, first: int, x: Tensor, chosen: Tensor, weights: Tens
     """
     k = chosen.shape[1]
     order, sizes = sorted_pairs(chosen, first, len(layer.gate_up_proj))
-    pairs = order[: int(sizes.sum())]
+    pairs = order[: pairs_here(layer, chosen, sizes)]
     tokens = pairs // k
     made = expert_products(layer, x[tokens], sizes)
     added = (made * weights.flatten()[pairs, None]).to(x.dtype)
@@ -47,6 +47,19 @@ def sorted_pairs(chosen: Tensor, first: int, count: int) -> tuple[Tensor, Tensor
     expert = torch.where((expert >= 0) & (expert < count), expert, count)
     sizes = expert.new_zeros(count + 1).scatter_add_(0, expert, torch.ones_like(expert))
     return torch.sort(expert, stable=True).indices, sizes[:count]
+
+
+def pairs_here(layer: Any, chosen: Tensor, sizes: Tensor) -> int:
+    """How many of the pairs `chosen [tokens, k]` are of a layer's experts; the host waits."""
+    return int(sizes.sum())
+
+
+def pairs_of_ranks(
+    layer: Any, chosen: Tensor, going: Tensor, coming: Tensor
+) -> tuple[list[int], list[int]]:
+    """How many pairs go to each rank and come from it, `[ranks, experts]`; the host waits once."""
+    sent, received = torch.stack([going.sum(1), coming.sum(1)]).tolist()
+    return sent, received
 
 
 def expert_products(layer: Any, rows: Tensor, sizes: Tensor) -> Tensor:
@@ -118,8 +131,7 @@ def dispatched_experts(
     order, going = sorted_pairs(chosen, first, ranks * count)
     coming = torch.empty_like(going)
     dist.all_to_all_single(coming, going, group=group)
-    split = torch.stack([going.view(ranks, count).sum(1), coming.view(ranks, count).sum(1)])
-    sent, received = split.tolist()
+    sent, received = pairs_of_ranks(layer, chosen, going.view(ranks, -1), coming.view(ranks, -1))
     pairs = order[: sum(sent)]
     came: Tensor = Exchanged.apply(x[pairs // k], group, sent, received)  # type: ignore[no-untyped-call]
     # Rows come by rank, and of each by expert; an expert's are to lie together.

@@ -16,6 +16,7 @@ from rlflow.contract.engines import OptimizerSpec
 from rlflow.contract.values import Shard
 from rlflow.engines.hf.host_states import KeptStates, Range, pieces_of
 from rlflow.engines.hf.optim.adamw import FULL, LOW, MASTER, MOMENTS, AdamWState
+from rlflow.engines.hf.optim.norms import square_sum
 from rlflow.engines.hf.sharded.mesh import Axis
 from rlflow.engines.hf.sharded.model import ShardedModel, local
 from rlflow.engines.pinned import ALIGNMENT
@@ -116,13 +117,13 @@ class ShardedAdamW(AdamWState):
         squares = torch.zeros((), dtype=torch.float64, device=self.model.device)
         for name, gradient in self.gradients().items():
             if self.counts(name, self.parameters[name]):
-                squares += torch.linalg.vector_norm(gradient).double().square()
+                squares += square_sum(gradient)
         return self.model.ranks.total(squares, ("pp", "fsdp", "tp")).sqrt()
 
     def counts(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether this rank's shard is counted among those that hold the same one."""
         ranks, stage = self.model.ranks, self.model.stage
-        if stage is not None and name in stage.repeated and not stage.first:
+        if stage is not None and name in stage.repeated and not stage.has_first:
             return False
         first = name in self.model.cuts or ranks.place("tp") == 0
         return first and (isinstance(parameter, DTensor) or ranks.place("fsdp") == 0)
