@@ -62,6 +62,7 @@ SEES = {
 BESIDES = {
     ("rlflow", "cli.shell.early"): "signals may come while it is imported",
     ("runtime.preflight", "scheduler.models"): "prompts are measured against a model's context",
+    ("runtime.rehearse.device", "scheduler.models"): "experts get the tokens that plans count",
     ("runtime.ray.cluster.clusters", "scheduler.devices"): "a store has a share of the memory",
     ("runtime.record.calibration", "scheduler.costs"): "a run is kept for later estimates",
     ("runtime.record.calibration", "scheduler.devices"): "a run is kept for later estimates",

@@ -120,8 +120,7 @@ def test_stages_learn_what_one_process_does_and_go_on_elsewhere(
     for before, after in zip(one, found, strict=True):
         assert before.keys() == after.keys()
         assert before["reward/mean"] == after["reward/mean"]
-        for name in ("loss", "kl", "grad_norm"):
-            name = f"actor.update/{name}"
+        for name in ("actor.update/loss", "actor.update/kl", "actor.update/grad_norm"):
             assert before[name] == pytest.approx(after[name], abs=1e-5), name
     start = load_file(home / "model" / "model.safetensors")
     one, found = load_file(home / f"{whole}-out" / "model.safetensors"), exported(run)

@@ -15,4 +15,6 @@ def square_sum(values: Tensor) -> Tensor:
     whole = values.reshape(-1)
     cut = len(whole) // AT_ONCE * AT_ONCE
     rows = torch.linalg.vector_norm(whole[:cut].view(-1, AT_ONCE), dim=1).double()
-    return rows.square().sum() + torch.linalg.vector_norm(whole[cut:]).double().square()
+    rest = torch.linalg.vector_norm(whole[cut:]).double()
+    found: Tensor = rows.square().sum() + rest.square()
+    return found
