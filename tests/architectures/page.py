@@ -48,8 +48,8 @@ is trained on text as any other.
 
 | family | a picture is | by the worker | in SGLang |
 |---|---|---|---|
-| Qwen2.5-VL | a grid, with positions of time, height and width | whole, `fsdp=` | E554 |
-| Qwen3-VL | the same, which several layers of text see | whole, `fsdp=` | one device |
+| Qwen2.5-VL | a grid, with positions of time, height and width | whole, `fsdp=` | patches of 14^2 |
+| Qwen3-VL | the same, which several layers of text see | whole, `fsdp=` | any `tp=` |
 | Mistral 3 | rows, with a token at the end of each | whole, `fsdp=` | E554 |
 | InternVL | tiles of one size | whole, `fsdp=` | E554 |
 | Gemma 3 | as many tokens whatever its size, seen both ways | whole | E554 |

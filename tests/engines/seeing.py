@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+GRIDS = ("qwen2_5_vl", "qwen3_vl")
+PATCH = 4
 KINDS = ("qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "mistral3")
 SPECIAL = (
     *("<pad>", "<eos>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
@@ -36,8 +38,9 @@ TEXT = {
     "bos_token_id": None,
     "pad_token_id": 0,
 }
+# A feed-forward width that SGLang cuts over two ranks on a CPU, without filling it up.
 GRID = {
-    "intermediate_size": 32, "hidden_size": 16, "num_heads": 2, "patch_size": 4,
+    "intermediate_size": 64, "hidden_size": 16, "num_heads": 2,
     "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32,
 }  # fmt: skip
 SQUARE = {
@@ -52,28 +55,32 @@ PROCESSORS = {
     "mistral3": "PixtralImageProcessor",
 }
 SIZES = {
-    "qwen2_5_vl": {"size": {"shortest_edge": 64, "longest_edge": 1024}, "patch_size": 4,
-                   "temporal_patch_size": 2, "merge_size": 2},
     "gemma3": {"size": {"height": 16, "width": 16}},
     "internvl": {"size": {"height": 16, "width": 16}, "max_patches": 3, "crop_to_patches": False},
     "mistral3": {"size": {"longest_edge": 32}, "patch_size": {"height": 4, "width": 4}},
 }  # fmt: skip
-SIZES["qwen3_vl"] = SIZES["qwen2_5_vl"]
 
 
-def seeing_config(kind):
-    """The config of a tiny model of a family."""
+def grid_sizes(patch):
+    """Settings of the processor of a grid with patches of `patch` pixels a side."""
+    size = {"shortest_edge": 4 * patch**2, "longest_edge": 64 * patch**2}
+    return {"size": size, "patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
+
+
+def seeing_config(kind, patch=PATCH):
+    """The config of a tiny model of a family; grids have patches of `patch` pixels a side."""
     import transformers
 
     turned = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
     ends = {"vision_start_token_id": OPEN, "vision_end_token_id": CLOSE, "video_token_id": 3}
     text = dict(TEXT)
     if kind == "qwen2_5_vl":
-        vision = GRID | {"depth": 2, "window_size": 16, "fullatt_block_indexes": [1]}
+        seen = {"window_size": 4 * patch, "fullatt_block_indexes": [1]}
+        vision = GRID | {"depth": 2, "patch_size": patch, **seen}
         text["rope_parameters"], more = turned, {"image_token_id": PART, **ends}
     elif kind == "qwen3_vl":
         seen = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
-        vision = GRID | {"depth": 3, **seen}
+        vision = GRID | {"depth": 3, "patch_size": patch, **seen}
         text |= {"rope_parameters": turned | {"mrope_interleaved": True}, "head_dim": 8}
         more = {"image_token_id": PART, **ends}
     elif kind == "gemma3":
@@ -129,21 +136,25 @@ def write_tokenizer(path, kind):
     (path / "tokenizer_config.json").write_text(json.dumps(said))
 
 
-def write_seeing(path, kind, seed=0):
-    """The files of a tiny model of a family, with random weights; its path as text."""
+def write_seeing(path, kind, seed=0, patch=PATCH):
+    """The files of a tiny model of a family, with random weights; its path as text.
+
+    Grids have patches of `patch` pixels a side.
+    """
     import torch
     import transformers
 
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    plain = transformers.AutoModelForImageTextToText.from_config(seeing_config(kind))
+    plain = transformers.AutoModelForImageTextToText.from_config(seeing_config(kind, patch))
     with torch.no_grad():
         for parameter in plain.parameters():
             # Wide enough that what a picture shows changes what is said of it.
             parameter.add_(torch.randn_like(parameter) * 0.05)
     plain.save_pretrained(path)
-    settings = {"image_processor_type": PROCESSORS[kind], **SIZES[kind]}
+    sizes = grid_sizes(patch) if kind in GRIDS else SIZES[kind]
+    settings = {"image_processor_type": PROCESSORS[kind], **sizes}
     (path / "preprocessor_config.json").write_text(json.dumps(settings))
     write_tokenizer(path, kind)
     return str(path)

@@ -50,8 +50,9 @@ def seeing(path: str, freeze: str | tuple[str, ...] = (), **rollout: object) -> 
     return compile_plan(drawn.trace(drawn.config()), placement, devices).plan
 
 
-def test_sglang_is_given_pictures_of_the_family_that_was_tried(tmp_path: Path) -> None:
-    plan = seeing(qwen3(tmp_path), engine="sglang")
+@pytest.mark.parametrize("tp", [1, 2])
+def test_sglang_is_given_pictures_of_families_that_were_tried(tmp_path: Path, tp: int) -> None:
+    plan = seeing(qwen3(tmp_path), engine="sglang", tp=tp)
     assert plan.instance("actor@gen/sglang").engine_plan.own_process
 
 
@@ -60,7 +61,6 @@ def test_sglang_is_given_pictures_of_the_family_that_was_tried(tmp_path: Path) -
     [
         (False, {"engine": "sglang"}),
         (True, {"engine": "vllm"}),
-        (True, {"engine": "sglang", "tp": 2}),
     ],
     ids=str,
 )

@@ -24,8 +24,10 @@ SETTINGS = ("preprocessor_config.json", "processor_config.json")
 CHANNELS = 3
 # InternVL's processor cuts pictures up, whatever its settings say but for `max_patches`.
 MOST_TILES = 12
-# Language models whose pictures an engine in a process of its own is given, by its name.
-SEEN_IN_ENGINES = {"sglang": ("qwen3_vl_text",)}
+# Language models whose pictures an engine in a process of its own is given, by its name; and how
+# many numbers a patch of theirs has to have, where the engine knows patches by that (SGLang 0.5.23,
+# which takes others for what a tower has made).
+SEEN_IN_ENGINES = {"sglang": {"qwen3_vl_text": None, "qwen2_5_vl_text": 1176}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,12 @@ def sight_in(config: Mapping[str, Any], settings: Mapping[str, Any]) -> Sight | 
     return found(config, vision, settings)
 
 
+def seen_in(engine: str, kind: str, sight: Sight) -> bool:
+    """Whether an engine in a process of its own, by its name, is given what a model sees."""
+    kinds = SEEN_IN_ENGINES.get(engine, {})
+    return kind in kinds and kinds[kind] in (None, sight.numbers // sight.merge**2)
+
+
 def image_token(config: Mapping[str, Any]) -> int:
     """The number of the token that stands for a part of a picture."""
     named = config.get("image_token_id")
@@ -121,7 +129,7 @@ def unshared_sight(path: str, layout: str) -> Finding:
         what=f"model {path!r} is given pictures, and its layout or engine brings none",
         got=layout,
         expected="the engine in the worker, with whole layers or shards of them (fsdp=); "
-        "or SGLang on one device, of a Qwen3-VL",
+        "or SGLang, of a Qwen3-VL or of a Qwen2.5-VL with patches of 14 x 14",
         fix="rf.on(..., tp=1, fsdp=...)",
     )
 

@@ -23,16 +23,30 @@ KEY = SampleKey(seed=1, iteration=0, stream="gen")
 GREEDY = Sampling(max_new_tokens=9, temperature=0.0, n=2)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return write_seeing(tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl")
+# A family, the side of its patches, and the ranks of its engine.
+WAYS = [
+    pytest.param(("qwen3_vl", 4, 1), id="qwen3_vl"),
+    pytest.param(("qwen3_vl", 4, 2), id="qwen3_vl-tp2", marks=pytest.mark.extra),
+    pytest.param(("qwen2_5_vl", 14, 2), id="qwen2_5_vl-tp2", marks=pytest.mark.extra),
+]
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def way(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def pair(path):
+def path(tmp_path_factory, way):
+    kind, patch, _ = way
+    return write_seeing(tmp_path_factory.mktemp(kind), kind, patch=patch)
+
+
+@pytest.fixture(scope="module")
+def pair(path, way):
     """One engine for all tests, and the embedded one beside it."""
     needs_sglang()
-    wanted = {"name": "gen", "dtype": torch.float32, "device": "cpu"}
+    wanted = {"name": "gen", "dtype": torch.float32, "device": "cpu", "devices": range(way[-1])}
     model, rollout = load_sglang(path, options=options(), **wanted)
     plain = load_model(path, dtype=torch.float32, device="cpu")
     yield Pair(model, rollout, TorchRollout(plain))

@@ -199,7 +199,7 @@ class SGLangRollout:
         }
         fields |= {"routing": True} if sampling.routing else {}
         if pictures is not None:
-            fields["pictures"] = sent_pictures(self._sight, pictures)
+            fields["pictures"] = sent_pictures(self._sight, prompts, pictures)
 
         def ask(rows: list[int]) -> PendingRequest:
             link = self.model.replica.link()

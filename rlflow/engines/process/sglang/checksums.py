@@ -28,6 +28,8 @@ ATTENTION = "self_attn"
 # A model that sees has its language model and its tower beside each other; SGLang has the first
 # under the names of a model of text.
 LANGUAGE, TOWER = "model.language_model.", "visual."
+# A weight of every tower.
+FIRST = "patch_embed.proj.weight"
 # Which axis a rotation turns with: it lies among an engine's weights, and no file has it.
 TABLE = "rotary_emb.axis_map"
 VOCABULARY = ("embed_tokens", "lm_head")
@@ -39,6 +41,11 @@ OUTPUTS = frozenset(
 )
 INPUTS = frozenset({"o_proj", "down_proj", "w2"})
 KEYS = frozenset({"k_proj", "v_proj"})
+# Of a tower, by the words at the end: layers that are cut by outputs, by inputs, and that which has
+# queries, keys and values one after the other, each of which is cut by outputs.
+TOWER_OUTPUTS = ("mlp.0", "linear_fc1", "gate_proj", "up_proj")
+TOWER_INPUTS = ("mlp.2", "linear_fc2", "down_proj", "attn.proj")
+TOWER_THIRDS = "attn.qkv"
 
 # A weight, a dimension, and where in it a part of the weight begins and ends.
 Piece = tuple[str, int, int, int]
@@ -79,7 +86,7 @@ def pieces(
     """What a rank's weight is made of, cut as tensor parallelism cuts it, and rows of zeros.
 
     Attention and feed-forward layers are cut by outputs, and what leads out of them by inputs
-    (Shoeybi et al. 2019, section 3), a vocabulary by rows; everything else is whole.
+    (Shoeybi et al. 2019, section 3), those of a tower too; a vocabulary by rows; the rest is whole.
     """
     found = parts(name, staged)
     if layer_of(name) in PADDED and found:
@@ -88,7 +95,9 @@ def pieces(
     for part in found:
         shape, module = staged[part].shape, layer_of(part)
         inputs = len(shape) - 1
-        if ranks > 1 and module in OUTPUTS:
+        if ranks > 1 and part.removeprefix("model.").startswith(TOWER):
+            made += tower_pieces(part, shape, rank, ranks)
+        elif ranks > 1 and module in OUTPUTS:
             place = head_of(part, rank, ranks, kv_heads)
             made.append((part, 0, *share(shape[0], *place)))
         elif ranks > 1 and module in INPUTS and inputs:
@@ -96,6 +105,20 @@ def pieces(
         else:
             made.append((part, 0, 0, shape[0]))
     return made, 0
+
+
+def tower_pieces(part: str, shape: Sequence[int], rank: int, ranks: int) -> list[Piece]:
+    """What a rank has of a weight of a tower."""
+    module, inputs = part.rpartition(".")[0], len(shape) - 1
+    if module.endswith(TOWER_THIRDS):
+        third = shape[0] // 3
+        start, stop = share(third, rank, ranks)
+        return [(part, 0, third * number + start, third * number + stop) for number in range(3)]
+    if module.endswith(TOWER_OUTPUTS):
+        return [(part, 0, *share(shape[0], rank, ranks))]
+    if module.endswith(TOWER_INPUTS) and inputs:
+        return [(part, inputs, *share(shape[inputs], rank, ranks))]
+    return [(part, 0, 0, shape[0])]
 
 
 def vocabulary(part: str, size: int, rank: int, ranks: int) -> tuple[list[Piece], int]:
@@ -152,7 +175,8 @@ def parts(name: str, staged: Mapping[str, Tensor]) -> list[str]:
 def beside_tower(name: str, staged: Mapping[str, Tensor]) -> str:
     """The name of an engine's weight as files of a model that sees begin it; else as it is."""
     if name.startswith(TOWER):
-        return f"model.{name}".replace(".qkv_proj.", ".qkv.")
+        own = name.replace(".qkv_proj.", ".qkv.")
+        return own if f"{TOWER}{FIRST}" in staged else f"model.{own}"
     text = f"{LANGUAGE}norm.weight" in staged and not name.startswith(LANGUAGE)
     return LANGUAGE + name.removeprefix("model.") if text and name.startswith("model.") else name
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from rlflow.errors import Finding
 from rlflow.graph.graph import Node
 from rlflow.graph.model import Model
-from rlflow.modelfiles.pictures.sights import SEEN_IN_ENGINES, blind_finding, unshared_sight
+from rlflow.modelfiles.pictures.sights import blind_finding, seen_in, unshared_sight
 from rlflow.modelfiles.pictures.towers import FREEZABLE, frozen_findings
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.origins import sees_pictures
@@ -31,9 +31,11 @@ def _unseen(instance: Instance, model: Model, shape: Shape, nodes: Sequence[Node
     if shape.sight is None:
         return [replace(blind_finding(model.path, shape.kind), where=model.where)]
     engine = instance.engine_plan
-    shared = max(instance.tp, instance.ep, instance.cp, instance.pp) > 1
-    seen = shape.kind in SEEN_IN_ENGINES.get(engine.name, ()) or not engine.own_process
-    if seen and not shared:
+    if engine.own_process:
+        seen = seen_in(engine.name, shape.kind, shape.sight) and instance.ep == 1
+    else:
+        seen = max(instance.tp, instance.ep, instance.cp, instance.pp) == 1
+    if seen:
         return []
     found = unshared_sight(model.path, f"{shape.kind}, {instance.layout()}")
     return [replace(found, where=model.where)]
