@@ -6,6 +6,8 @@ import sys
 import xml.etree.ElementTree as ET
 from functools import partial
 
+from tests.chaos.host_rows import host_rows
+from tests.chaos.hosts import no_hosts
 from tests.chaos.matrix import Expectation, Row
 from tests.chaos.outside_rows import outside_rows
 from tests.chaos.run_rows import run_rows
@@ -433,14 +435,10 @@ TESTED: tuple[Told, ...] = (
 )
 # Of the study's matrix, what no row here is, and why.
 MISSING = (
-    Row(
-        id="K11 hosts", fault="a host of two is lost, cut off, slow", expect="error", needs="hosts"
-    ),
     Row(id="K14 gpu", fault="a killed engine's memory on the device", expect="error", needs="gpu"),
 )
 WHY = {
     "gpu": "this machine has no GPU",
-    "hosts": "needs two hosts; two in network namespaces are of the suite `extra`",
 }
 
 
@@ -478,11 +476,11 @@ def tested_rows() -> list[Row]:
 
 
 ROWS: list[Row] = sorted(
-    [*run_rows(), *outside_rows(), *tested_rows(), *MISSING],
+    [*run_rows(), *outside_rows(), *host_rows(), *tested_rows(), *MISSING],
     key=lambda row: "KDRSGNCX".index(row.id[0]),
 )
 
 
 def why_not(row: Row) -> str:
     """Why a row cannot be run here; nothing where it can."""
-    return WHY.get(row.needs, "")
+    return no_hosts() if row.needs == "hosts" else WHY.get(row.needs, "")

@@ -26,6 +26,7 @@ from rlflow.runtime.ray.made import Failed, Made
 from rlflow.runtime.ray.orders import Order
 from rlflow.runtime.ray.ranks import Ranks
 from rlflow.runtime.ray.row_ledger import RowLedger
+from rlflow.runtime.record.devices.clock import clock as own_clock
 from rlflow.runtime.record.printed import replay_lines
 from rlflow.scheduler.plan.plan import Action, Plan
 
@@ -104,7 +105,7 @@ class RayBackend:
         self._ranks = ranks
         self._deadlines = deadlines
         self._now = now
-        self._offset = now() - time.time()
+        self._offset = now() - own_clock()
         self._lying = RowLedger(plan)
         self._inbox: queue.SimpleQueue[Refusal | None] = queue.SimpleQueue()
         self._under_way: dict[int, Flight] = {}

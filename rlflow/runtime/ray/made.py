@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.errors import Finding, RlflowError, RunError
+from rlflow.runtime.record.devices.clock import clock
 from rlflow.runtime.record.printed import Line, collected
 
 if TYPE_CHECKING:
@@ -105,10 +105,10 @@ def _stat(value: float | list[Any]) -> float | Stat:
 
 def timed(action: Callable[[], Made | None]) -> Made | Failed:
     """What an action made, or the error it raised as a value."""
-    began = time.time()
+    began = clock()
     found: Made | Failed
     try:
-        found = action() or Made(start=began, end=time.time())
+        found = action() or Made(start=began, end=clock())
     except Exception as error:
         found = failed(error)
     lines = printed_since()

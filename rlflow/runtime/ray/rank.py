@@ -10,7 +10,6 @@ set.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +29,7 @@ from rlflow.runtime.ray.orders import Order
 from rlflow.runtime.ray.orders import Packed as PackedOrder
 from rlflow.runtime.ray.pools import Report, own_report
 from rlflow.runtime.ray.ranks import RankStanding, Start
+from rlflow.runtime.record.devices.clock import clock
 from rlflow.runtime.record.durable import FileRecord, fault, register_faults
 from rlflow.runtime.record.shards.places import SavedPiece, StoredFile, ToWrite
 from rlflow.scheduler.plan.plan import HOST, Action, Plan
@@ -255,7 +255,7 @@ class Rank:
         return self._saver
 
     def _start(self, plan: bytes, start: Start) -> Made:
-        began = time.time()
+        began = clock()
         os.environ["OMP_NUM_THREADS"] = str(start.threads)
         import torch
 
@@ -278,7 +278,7 @@ class Rank:
             found, seed=start.seed, near=start.near, world=world, check_sync=start.check_sync
         )
         self._worker.recorder = Recorder(start.recording, found, start.own)
-        return Made(start=began, end=time.time())
+        return Made(start=began, end=clock())
 
     def _timed(self, entry: Action, iteration: int, keep: Rows | None) -> Made | Failed:
         """Carry out an action instance, of which `progress` tells how far it is."""
@@ -300,7 +300,7 @@ class Rank:
 
         torch.set_num_threads(self._threads)
         self._fault(f"rank:{entry.kind}")
-        began = time.time()
+        began = clock()
         kept = None if keep is None else torch.from_numpy(keep)
         perform = partial(self._ready().perform, entry, iteration, kept)
         traced = partial(with_kernels, self._profiled, perform, entry.id, iteration, self._own)
@@ -308,7 +308,7 @@ class Rank:
         figures |= result.work
         return Made(
             start=began,
-            end=time.time(),
+            end=clock(),
             metrics=result.metrics,
             rows=result.rows,
             total=result.total,
@@ -338,7 +338,7 @@ class Rank:
         from rlflow.runtime.worker.store import Stored
 
         self._fault("rank:receive")
-        began = time.time()
+        began = clock()
         worker = self._ready()
         here = any(piece.sender is None for piece in pieces)
         own = self._fields(transfer, iteration) if here else {}
@@ -362,7 +362,7 @@ class Rank:
         worker.store.put(transfer, iteration, stored, worker.flow.readers(transfer, iteration))
         if here:
             worker.release(self._actions[transfer], iteration)
-        return Made(start=began, end=time.time(), moved=moved)
+        return Made(start=began, end=clock(), moved=moved)
 
 
 def _world(plan: Plan, start: Start) -> Any:

@@ -10,6 +10,7 @@ This file does not know what the bytes mean.
         raise        InjectedFault is raised
         sleep:S      the thread sleeps S seconds
         enospc       OSError(ENOSPC) is raised, as by a full disk
+        clock:S      the wall clock of this process's Python jumps by S seconds
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ JSON: TypeAlias = (
 
 FAULT_VARIABLE = "RLFLOW_FAULT"
 FAULT_FORM = re.compile(
-    r"(?P<point>[\w:.-]+)=(?P<action>kill9|raise|enospc|sleep:(?P<seconds>\d+(\.\d+)?))"
+    r"(?P<point>[\w:.-]+)=(?P<action>kill9|raise|enospc|sleep:\d+(\.\d+)?|clock:-?\d+(\.\d+)?)"
     r"(@(?P<pass>[1-9]\d*))?"
 )
 FLOAT_TAG = "$float"
@@ -123,14 +124,15 @@ def _parse_fault(text: str) -> Armed:
                 code="E740",
                 what=f"{FAULT_VARIABLE} is not a fault",
                 got=repr(text),
-                expected="POINT=kill9, POINT=raise, POINT=sleep:SECONDS or POINT=enospc, then @N",
+                expected="POINT=kill9, raise, enospc, sleep:SECONDS or clock:SECONDS, then @N",
                 fix=f"export {FAULT_VARIABLE}=ckpt:rename=kill9@1",
             )
         )
+    action, _, seconds = match["action"].partition(":")
     return Armed(
         point=match["point"],
-        action=match["action"].partition(":")[0],
-        seconds=float(match["seconds"] or 0),
+        action=action,
+        seconds=float(seconds or 0),
         at=int(match["pass"] or 1),
     )
 
@@ -148,6 +150,9 @@ def _pass_point(point: str, armed: Armed) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif armed.action == "sleep":
         time.sleep(armed.seconds)
+    elif armed.action == "clock":
+        was = time.time
+        time.time = lambda: was() + armed.seconds
     elif armed.action == "enospc":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     else:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
+from rlflow.runtime.record.devices.clock import clock
 from rlflow.runtime.record.devices.profiled import MARK, SAID, ProfiledActions
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ def with_kernels(
     with _ONE:
         recorder: Any = torch.profiler.profile(activities=kinds, record_shapes=True)
         with recorder:
-            began = time.time()
+            began = clock()
             with torch.profiler.record_function(MARK):
                 made = call()
             said = {"action": action, "iteration": iteration, "device": device, "began": began}
