@@ -34,7 +34,7 @@ from rlflow.report.runfiles import (
     num_iterations,
     read_run_files,
 )
-from rlflow.report.summary import estimate_text, progress_figures, summary_text
+from rlflow.report.summary import estimate_text, kept_text, progress_figures, summary_text
 from rlflow.report.tables import (
     PLAN_HEADINGS,
     TIME_HEADINGS,
@@ -202,7 +202,7 @@ def _time(files: RunFiles) -> str:
     idle = ", ".join(f"{name} {100 * share:.0f} %" for name, share in idle_shares(files).items())
     return bars(TIME_HEADINGS, time_rows(files)) + (
         f'<p class="note">Shares of the {duration(total.wall)} within {total.iterations} '
-        "iterations; they add up to more than 100 % where actions overlap. "
+        f"iterations{kept_text(files)}; they add up to more than 100 % where actions overlap. "
         f"Idle: {escape(idle or 'no device')}.</p>"
     )
 

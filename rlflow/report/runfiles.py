@@ -21,7 +21,7 @@ from rlflow.report.charts.look import Document
 from rlflow.runtime.record.health import review
 from rlflow.runtime.record.identity.documents import damaged, read_document
 from rlflow.runtime.record.rundir import RunDir, words_again
-from rlflow.runtime.record.spans import Span, read_spans
+from rlflow.runtime.record.spans import Span, dropped_spans, read_spans
 
 ENDS = 10
 REWARD = "reward/mean"
@@ -31,7 +31,10 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """The files of one run; `graph` and `plan` are None where they were never written."""
+    """The files of one run; `graph` and `plan` are None where they were never written.
+
+    `dropped` spans before `spans` are no longer kept.
+    """
 
     path: Path
     run: Document
@@ -41,6 +44,7 @@ class RunFiles:
     plan_text: str
     metrics: tuple[tuple[int, Mapping[str, float]], ...]
     spans: tuple[Span, ...]
+    dropped: int = 0
 
     def curve(self, key: str) -> list[Point]:
         """(iteration, value) of one metric, where it was logged."""
@@ -64,6 +68,7 @@ def read_run_files(path: Path) -> RunFiles:
         plan_text=text.read_text("utf-8", errors="replace") if text.is_file() else "",
         metrics=tuple(_metrics(path / "metrics.jsonl")),
         spans=tuple(read_spans(path / "spans")) if (path / "spans").is_dir() else (),
+        dropped=dropped_spans(path / "spans"),
     )
 
 

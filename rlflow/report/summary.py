@@ -36,8 +36,13 @@ def summary_text(run_dir: Path) -> str:
     lines += table(rows) if rows else []
     lines += [f"  health: {line}" for line in health_lines(files)]
     if files.spans:
-        lines += ["", "  where the time went", *_time(files)]
+        lines += ["", f"  where the time went{kept_text(files)}", *_time(files)]
     return "\n".join([*lines, "", f"continue: {continue_line(files)}"])
+
+
+def kept_text(files: RunFiles) -> str:
+    """How many spans there were before those that are kept; nothing where all are."""
+    return f", without the first {files.dropped:,} spans" if files.dropped else ""
 
 
 def progress_figures(files: RunFiles) -> list[tuple[str, str]]:

@@ -88,7 +88,7 @@ class Hosts:
     def run(self, *words: Any, resume: bool = False, **environment: Any) -> subprocess.Popen[str]:
         """Start the small pipeline on the first host, with a device on each."""
         where = ("--resume" if resume else "--run-dir", self.scene.run_dir)
-        joined = (*WORDS, *APART, "--address", HEAD, "--wait", "2m", *where, *words)
+        joined = (*WORDS, *APART, "--address", HEAD, "--wait", "5m", *where, *words)
         program = [sys.executable, "-m", "rlflow.cli.main", "run", PIPELINE]
         return self.on(0, *program, *joined, **environment)
 

@@ -26,7 +26,7 @@ from rlflow.runtime.ray.made import Failed, Made
 from rlflow.runtime.ray.orders import Order
 from rlflow.runtime.ray.ranks import Ranks
 from rlflow.runtime.ray.row_ledger import RowLedger
-from rlflow.runtime.record.devices.clock import clock as own_clock
+from rlflow.runtime.record.lines.clock import clock as own_clock
 from rlflow.runtime.record.printed import replay_lines
 from rlflow.scheduler.plan.plan import Action, Plan
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlflow.errors import Finding, RlflowError, RunError
-from rlflow.runtime.record.devices.clock import clock
+from rlflow.runtime.record.lines.clock import clock
 from rlflow.runtime.record.printed import Line, collected
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from rlflow.runtime.ray.orders import Order
 from rlflow.runtime.ray.orders import Packed as PackedOrder
 from rlflow.runtime.ray.pools import Report, own_report
 from rlflow.runtime.ray.ranks import RankStanding, Start
-from rlflow.runtime.record.devices.clock import clock
 from rlflow.runtime.record.durable import FileRecord, fault, register_faults
+from rlflow.runtime.record.lines.clock import clock
 from rlflow.runtime.record.shards.places import SavedPiece, StoredFile, ToWrite
 from rlflow.scheduler.plan.plan import HOST, Action, Plan
 

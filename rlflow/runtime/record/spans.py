@@ -9,7 +9,6 @@ several processes share one axis.
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections import defaultdict
@@ -22,9 +21,12 @@ from typing import ClassVar, Self, TypeAlias
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rlflow.errors import Finding, RunDirError, RunError
-from rlflow.runtime.record.durable import append, disk_errors, fault, register_faults
+from rlflow.runtime.record.durable import disk_errors, fault, register_faults
+from rlflow.runtime.record.lines.rolling import DROPPED, ROOM, Rolling, dropped_before
 
 register_faults("spans:write")
+# How a line begins that is no span, and by how many seconds one origin is later than another.
+ORIGIN, LEAST = b'{"origin"', 1e-3
 
 Clock: TypeAlias = Callable[[], float]
 Interval: TypeAlias = tuple[float, float]
@@ -70,12 +72,16 @@ SPAN_FIELDS = tuple(field.name for field in fields(Span))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Origin:
-    """When the spans of the lines below it count from, seconds since 1970."""
+    """When the spans of the lines below it count from, seconds since 1970.
+
+    `dropped` lines before it were too many to be kept.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _LINE_FORM
 
     origin: float
     process: str
+    dropped: int = 0
 
 
 _LINE: TypeAdapter[Span | _Origin] = TypeAdapter(Span | _Origin)
@@ -86,7 +92,8 @@ class SpanLog:
 
     `process` is the name under which other processes' spans are told apart; `clock` is
     monotonic, `wall` is seconds since 1970. A resumed run appends to the same file under a
-    new origin. Where the disk refuses, opening raises `RunDirError` and a line raises `RunError`.
+    new origin, later than those before it whatever the clock says. Of the file, and of the earlier
+    one beside it, the last `room` bytes are kept. Where the disk refuses, opening raises `RunDirError` and a line raises `RunError`.
     """
 
     def __init__(
@@ -96,6 +103,7 @@ class SpanLog:
         process: str,
         clock: Clock = time.perf_counter,
         wall: Clock = time.time,
+        room: int = ROOM,
     ) -> None:
         self.path = path
         self.process = process
@@ -103,13 +111,11 @@ class SpanLog:
         self._lock = threading.Lock()
         with disk_errors(RunDirError, f"open {path}", path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab", buffering=0)
-            if _is_torn(path):
-                append(self._file, b"\n")
-        origin = {"origin": wall(), "process": process}
+            self._origin = max(wall(), _last_origin(path) + LEAST)
+            self._file = Rolling(path, self._said, room=room)
         self._start = clock()
         try:
-            self._append(origin)
+            self._append(self._said())
         except RunError:
             self.close()
             raise
@@ -126,26 +132,38 @@ class SpanLog:
 
     def record(self, span: Span) -> None:
         """Append one span; it is handed to the system before this returns."""
-        self._append({name: getattr(span, name) for name in SPAN_FIELDS})
+        row = {name: getattr(span, name) for name in SPAN_FIELDS}
+        self._append(f"{json.dumps(row)}\n".encode())
 
     def close(self) -> None:
         """Close the file; safe to repeat."""
         self._file.close()
 
-    def _append(self, row: Mapping[str, object]) -> None:
-        line = f"{json.dumps(row)}\n".encode()
+    def _said(self, dropped: int = 0) -> bytes:
+        """The line that says when the clock began, and how many lines are no longer before it."""
+        said: dict[str, object] = {"origin": self._origin, "process": self.process}
+        return f"{json.dumps(said | ({DROPPED: dropped} if dropped else {}))}\n".encode()
+
+    def _append(self, line: bytes) -> None:
         with self._lock, disk_errors(RunError, f"write {self.path}", self.path.parent):
-            append(self._file, line)
+            self._file.append(line)
             fault("spans:write")
 
 
-def _is_torn(path: Path) -> bool:
-    """Whether a file has bytes and the last one is not a newline."""
+def _last_origin(path: Path) -> float:
+    """The last origin that a file names; a long way back where there is none."""
+    if not path.is_file():
+        return float("-inf")
     with path.open("rb") as file:
-        if path.stat().st_size == 0:
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
+        rows = [_parse(line) for line in file if line.startswith(ORIGIN)]
+    return max((row.origin for row in rows if isinstance(row, _Origin)), default=float("-inf"))
+
+
+def dropped_spans(directory: Path) -> int:
+    """How many spans of a run are no longer kept. Raises RunDirError as `read_spans` does."""
+    with disk_errors(RunDirError, f"read {directory}", directory):
+        files = [path for path in directory.glob("*.jsonl") if not path.stem.endswith(".earlier")]
+        return sum(dropped_before(path) for path in files)
 
 
 def read_spans(directory: Path) -> list[Span]:

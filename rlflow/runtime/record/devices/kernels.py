@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from rlflow.runtime.record.devices.clock import clock
 from rlflow.runtime.record.devices.profiled import MARK, SAID, ProfiledActions
+from rlflow.runtime.record.lines.clock import clock
 
 T = TypeVar("T")
 

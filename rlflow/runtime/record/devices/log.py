@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlflow.errors import RunDirError
-from rlflow.runtime.record.durable import append, disk_errors
+from rlflow.runtime.record.durable import disk_errors
+from rlflow.runtime.record.lines.rolling import DROPPED, ROOM, Rolling, halves
 
 DEVICE_LOG = "devices.jsonl"
 
@@ -30,12 +31,15 @@ class DeviceLine:
 
 
 class DeviceLog:
-    """Appends lines; raises RunDirError when the disk refuses."""
+    """Appends lines, of which the last `room` bytes are kept.
 
-    def __init__(self, path: Path) -> None:
+    Raises RunDirError when the disk refuses.
+    """
+
+    def __init__(self, path: Path, *, room: int = ROOM) -> None:
         self.path = path
         with disk_errors(RunDirError, f"open {path}", path.parent):
-            self._file = path.open("ab", buffering=0)
+            self._file = Rolling(path, lambda n: f'{{"{DROPPED}": {n}}}\n'.encode(), room=room)
 
     def write(self, line: DeviceLine) -> None:
         """Append one line."""
@@ -43,7 +47,7 @@ class DeviceLog:
         head = {"action": line.action, "iteration": line.iteration, "device": line.device}
         row = {**head, "seconds": _short(line.seconds), **figures}
         with disk_errors(RunDirError, f"write {self.path}", self.path.parent):
-            append(self._file, f"{json.dumps(row)}\n".encode())
+            self._file.append(f"{json.dumps(row)}\n".encode())
 
     def close(self) -> None:
         """Close the file; safe to repeat."""
@@ -56,8 +60,8 @@ def read_device_lines(path: Path) -> list[DeviceLine]:
     A line that a kill has torn, or that holds no figures, is left out.
     """
     found: dict[tuple[str, int, int], DeviceLine] = {}
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    for row in text.splitlines():
+    texts = [each.read_text(encoding="utf-8", errors="replace") for each in halves(path)]
+    for row in (row for text in texts for row in text.splitlines()):
         try:
             values = json.loads(row)
             action, iteration, device, seconds = (

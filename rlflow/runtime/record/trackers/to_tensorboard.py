@@ -1,6 +1,8 @@
 """A run as TensorBoard events in its directory: scalars, the plan and samples as text, the graph.
 
-Points that a previous start of the run wrote for later iterations are marked as superseded.
+Points that a previous start of the run wrote for later iterations are marked as superseded. With
+every `STEP` bytes that are written, a metric has a point of half as many iterations: a run of any
+length has its whole curve in some times that, and TensorBoard draws a thousand points of it.
 """
 
 from __future__ import annotations
@@ -15,13 +17,19 @@ from rlflow.runtime.record.trackers.feed import Table
 
 FOLDER = "tensorboard"
 ROWS = 8
+# Bytes of events, and how many iterations pass between two looks at how many there are.
+STEP, LOOK = 32_000_000, 100
 
 
 class TensorBoardLog:
     """Writes events into the folder `tensorboard` of a run; no id needs to be kept."""
 
-    def __init__(self, facts: RunFacts, keep: Callable[[str], None]) -> None:
+    def __init__(self, facts: RunFacts, keep: Callable[[str], None], *, step: int = STEP) -> None:
         from torch.utils.tensorboard import SummaryWriter
+
+        self._folder, self._step = facts.path / FOLDER, step
+        self._written: dict[str, int] = {}
+        self._looked, self._every = -LOOK, 1
 
         purge = None if facts.after is None else facts.after + 1
         self._writer: Any = SummaryWriter(str(facts.path / FOLDER), purge_step=purge)
@@ -29,9 +37,15 @@ class TensorBoardLog:
             self._tell(facts)
 
     def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Add one point per metric at `iteration`."""
+        """Add one point per metric at `iteration`, where it is due."""
+        if iteration - self._looked >= LOOK:
+            self._looked = iteration
+            size = sum(file.stat().st_size for file in self._folder.glob("*") if file.is_file())
+            self._every = 2 ** (size // self._step)
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, iteration)
+            if iteration - self._written.get(name, iteration - self._every) >= self._every:
+                self._writer.add_scalar(name, value, iteration)
+                self._written[name] = iteration
 
     def write_table(self, iteration: int, table: Table) -> None:
         """Add some rows as a table in Markdown."""
