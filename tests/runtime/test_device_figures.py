@@ -24,6 +24,7 @@ from rlflow.runtime.record.devices.log import (
 )
 from rlflow.runtime.record.devices.meter import DeviceMeter
 from rlflow.runtime.record.devices.nvml import NvmlGpu
+from rlflow.runtime.record.lines.rolling import dropped_before
 from tests.conftest import PIPELINES
 
 pytestmark = pytest.mark.torch
@@ -187,6 +188,21 @@ def test_lines_come_back_the_last_of_each_and_none_that_is_torn(tmp_path) -> Non
         line.figures,
     )
     assert [] == read_device_lines(tmp_path / "none")
+
+
+def test_the_last_lines_of_a_long_run_are_kept(tmp_path) -> None:
+    path = tmp_path / DEVICE_LOG
+    log = DeviceLog(path, room=2000)
+    for iteration in range(100):
+        log.write(
+            DeviceLine(action="a", iteration=iteration, device=0, seconds=0.5, figures={"peak": 1})
+        )
+    log.close()
+
+    kept = [line.iteration for line in read_device_lines(path)]
+    assert kept == list(range(100))[-len(kept) :]
+    assert 12 < len(kept) < 40
+    assert 100 - len(kept) == dropped_before(path)
 
 
 def test_a_rank_sends_its_figures_with_its_answer() -> None:

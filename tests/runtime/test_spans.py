@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlflow.errors import RunDirError, RunError
-from rlflow.runtime.record.spans import Span, SpanLog, covered, read_spans, summarise
+from rlflow.runtime.record.spans import (
+    Span,
+    SpanLog,
+    began_at,
+    covered,
+    dropped_spans,
+    read_spans,
+    summarise,
+)
 
 BASE = Span(
     action="run rollout",
@@ -209,3 +217,30 @@ def test_overlap_on_a_device_is_counted_once():
 def test_covered_counts_each_moment_once(pairs):
     moments = {at for start, length in pairs for at in range(start, start + length)}
     assert len(moments) == covered((start, start + length) for start, length in pairs)
+
+
+def test_of_a_long_run_the_last_spans_are_kept_and_those_before_are_counted(tmp_path):
+    path, every = tmp_path / "main.jsonl", [span(i, i + 1, iteration=i) for i in range(100)]
+    for part in (every[:60], every[60:]):
+        with SpanLog(path, process="main", wall=lambda: 1000.0, room=4000) as log:
+            for each in part:
+                log.record(each)
+
+    kept = read_spans(tmp_path)
+
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 4000
+    assert [each.iteration for each in every[-len(kept) :]] == [each.iteration for each in kept]
+    assert 5 < len(kept) < 30
+    # The line that says when the clock of the second session began counts as one.
+    assert dropped_spans(tmp_path) - (len(every) - len(kept)) in {0, 1}
+
+
+def test_a_clock_that_was_set_back_leaves_a_later_session_later(tmp_path):
+    path = tmp_path / "main.jsonl"
+    write(path, [span(0, 1), span(1, 2, iteration=1)], origin=1000.0)
+    write(path, [span(0, 5, iteration=1)], origin=10.0)
+
+    first, again = read_spans(tmp_path)
+    assert (1.0, 5.0) == (first.seconds, pytest.approx(again.seconds))
+    assert again.start > 2.0
+    assert began_at(tmp_path) == 1000.0

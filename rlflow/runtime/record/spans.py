@@ -93,7 +93,8 @@ class SpanLog:
     `process` is the name under which other processes' spans are told apart; `clock` is
     monotonic, `wall` is seconds since 1970. A resumed run appends to the same file under a
     new origin, later than those before it whatever the clock says. Of the file, and of the earlier
-    one beside it, the last `room` bytes are kept. Where the disk refuses, opening raises `RunDirError` and a line raises `RunError`.
+    one beside it, the last `room` bytes are kept. Where the disk refuses, opening raises
+    `RunDirError` and a line raises `RunError`.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class SpanLog:
         self._lock = threading.Lock()
         with disk_errors(RunDirError, f"open {path}", path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._origin = max(wall(), _last_origin(path) + LEAST)
+            self._origin = _later(path, wall())
             self._file = Rolling(path, self._said, room=room)
         self._start = clock()
         try:
@@ -150,13 +151,19 @@ class SpanLog:
             fault("spans:write")
 
 
-def _last_origin(path: Path) -> float:
-    """The last origin that a file names; a long way back where there is none."""
-    if not path.is_file():
-        return float("-inf")
-    with path.open("rb") as file:
-        rows = [_parse(line) for line in file if line.startswith(ORIGIN)]
-    return max((row.origin for row in rows if isinstance(row, _Origin)), default=float("-inf"))
+def _later(path: Path, wall: float) -> float:
+    """The origin of a session: the time, or where the clock was set back the last of the file."""
+    last: _Origin | None = None
+    line = b""
+    if path.is_file():
+        with path.open("rb") as file:
+            for line in file:
+                row = _parse(line) if line.startswith(ORIGIN) else None
+                last = row if isinstance(row, _Origin) else last
+    if last is None or wall >= last.origin:
+        return wall
+    row = _parse(line)
+    return last.origin + LEAST + (row.end if isinstance(row, Span) else 0.0)
 
 
 def dropped_spans(directory: Path) -> int:

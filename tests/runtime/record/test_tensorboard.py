@@ -6,6 +6,7 @@ import json
 import struct
 import time
 import zlib
+from itertools import pairwise
 
 import pytest
 
@@ -88,3 +89,25 @@ def test_a_table_is_text(tmp_path):
     found = events.Tensors("samples/rollout/text_summary")[0]
     assert 3 == found.step
     assert b"| x\\|y z | 1.5 |" in found.tensor_proto.string_val[0]
+
+
+def test_points_of_a_long_run_thin_out_and_rare_ones_stay(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from rlflow.runtime.record.trackers.facts import RunFacts
+    from rlflow.runtime.record.trackers.to_tensorboard import TensorBoardLog
+
+    log = TensorBoardLog(RunFacts(path=tmp_path, project="p", id="i"), str, step=5000)
+    for iteration in range(1000):
+        rare = {"eval/reward": 1.0} if iteration % 100 == 99 else {}
+        log.write(iteration, {"reward": float(iteration), **rare})
+        log._writer.flush()
+    log.close()
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    steps = [point.step for point in events.Scalars("reward")]
+    gaps = [later - sooner for sooner, later in pairwise(steps)]
+    assert (0, 1) == (steps[0], gaps[0])
+    assert gaps == sorted(gaps)
+    assert 4 <= gaps[-1] <= 16
+    assert 10 == len(events.Scalars("eval/reward"))

@@ -1,1 +1,1 @@
-"""Lines of what happens while a run goes on: files that stay small, and the clock of their times."""
+"""Lines about a run while it goes on: files that stay small, and the clock of their times."""

@@ -22,8 +22,8 @@ READ_SIZE = 1 << 20
 class Rolling:
     """Appends lines to `path`; `head` makes the first line of a half that follows others.
 
-    It is told how many lines were dropped so far, and keeps that under `DROPPED`, in JSON. Not to be
-    shared by threads. Raises OSError where the disk refuses.
+    It is told how many lines were dropped so far, and keeps that under `DROPPED`, in JSON.
+    Not to be shared by threads. Raises OSError where the disk refuses.
     """
 
     def __init__(self, path: Path, head: Callable[[int], bytes], *, room: int = ROOM) -> None:
@@ -51,7 +51,7 @@ class Rolling:
         earlier = earlier_half(self.path)
         self._dropped += _lines(earlier)
         self._file.close()
-        os.replace(self.path, earlier)
+        self.path.replace(earlier)
         self._file = self.path.open("ab", buffering=0)
         head = self._head(self._dropped)
         append(self._file, head)
