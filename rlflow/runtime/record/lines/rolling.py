@@ -22,7 +22,8 @@ READ_SIZE = 1 << 20
 class Rolling:
     """Appends lines to `path`; `head` makes the first line of a half that follows others.
 
-    It is told how many lines were dropped so far, and keeps that under `DROPPED`, in JSON.
+    It is told how many lines were dropped so far, which it has under `DROPPED`, in JSON. Lines that
+    begin as it does are not counted.
     Not to be shared by threads. Raises OSError where the disk refuses.
     """
 
@@ -49,7 +50,7 @@ class Rolling:
 
     def _turn(self) -> None:
         earlier = earlier_half(self.path)
-        self._dropped += _lines(earlier)
+        self._dropped += _lines(earlier, self._head(0).partition(b":")[0])
         self._file.close()
         self.path.replace(earlier)
         self._file = self.path.open("ab", buffering=0)
@@ -91,12 +92,9 @@ def dropped_before(path: Path) -> int:
     return found
 
 
-def _lines(path: Path) -> int:
-    """How many lines a file has but for the first, which says what is before it."""
+def _lines(path: Path, but: bytes) -> int:
+    """How many lines a file has that do not begin like this."""
     if not path.is_file():
         return 0
-    count = 0
     with path.open("rb") as file:
-        while part := file.read(READ_SIZE):
-            count += part.count(b"\n")
-    return max(0, count - 1)
+        return sum(not line.startswith(but) for line in file)
