@@ -7,6 +7,7 @@ sees names, sizes and digests. It knows no order of actions.
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -250,6 +251,7 @@ class RayMachine:
             devices=devices,
             master=self.ranks.reports[first].address,
             port=port,
+            token=secrets.token_hex(32),
             device="cpu" if options.kind == "cpu" else "cuda:0",
             threads=options.threads,
             seed=options.seed,

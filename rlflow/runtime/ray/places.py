@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import ipaddress
 import re
+import socket
+import struct
 
 Key = tuple[int, int, str]
+
+
+# The request of an interface's address, of Linux.
+SIOCGIFADDR = 0x8915
 
 
 def address_key(address: str) -> Key:
@@ -28,3 +36,14 @@ def device_key(device: str) -> tuple[tuple[int, int, str], ...]:
         for part in (piece.strip() for piece in device.split(","))
         if part
     )
+
+
+def interface_of(address: str) -> str:
+    """The network interface of this host that has an address of IPv4; empty where none has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return ""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rlflow.engines.hf.sharded.mesh import PAIRS, Axis
 from rlflow.errors import DeviceLostError, Finding
 from rlflow.graph.graph import Graph
+from rlflow.runtime.ray.places import interface_of
 from rlflow.runtime.ray.ranks import GroupCalls, Start
 from rlflow.runtime.ray.rendezvous import meet
 from rlflow.runtime.worker.world import World
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 
 STAGES: Axis = "pp"
+# The interface on which processes of a group listen for each other.
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 class Host:
@@ -61,11 +64,13 @@ def join_ranks(plan: Plan, start: Start) -> World:
         MASTER_ADDR=start.master,
         MASTER_PORT=str(start.port),
     )
-    if _is_loopback(start.master):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Left alone they take what the host's name leads to, which may be another network.
+    own = "lo" if _is_loopback(start.master) else interface_of(start.address)
+    for variable in (GLOO, NCCL) if own else ():
+        os.environ.setdefault(variable, own)
     if size > 1:
         backend = "gloo" if start.device == "cpu" else "cpu:gloo,cuda:nccl"
-        store = meet(start.master, start.port, seconds=start.timeout)
+        store = meet(start.master, start.port, token=start.token, seconds=start.timeout)
         try:
             dist.init_process_group(
                 backend,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from rlflow.scheduler.plan.plan import HOST
 class Start:
     """What a rank needs to know besides the plan; `devices` are the plan's, by rank.
 
-    `address` is that of the rank's own node.
+    `address` is that of the rank's own node, and who knows the `token` may meet the ranks.
     """
 
     own: int
@@ -34,6 +34,7 @@ class Start:
     check_sync: bool
     timeout: float
     address: str = ""
+    token: str = field(default="", repr=False)
     profiled: ProfiledActions | None = None
     recording: Recording | None = None
 

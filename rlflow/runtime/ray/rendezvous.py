@@ -1,8 +1,9 @@
 """Where ranks meet: a store on the first rank's node, at a port that is held from the start.
 
 A port that is looked for, told to others and bound later may be taken in between. Here the
-first rank binds it at once, on its node's address alone, and the store takes over the very
-socket. Knows torch's store and no process group.
+first rank binds it at once, on its node's address alone. Torch's store asks nobody who he is, so it
+listens on the loopback, and the port is a gate to it for those who know the run's token. Knows
+torch's store and no process group.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlflow.errors import DeviceLostError, Finding
+from rlflow.runtime.ray.cluster.gate import LOOPBACK, passage, serve
 
 BACKLOG = 1024
 _held: dict[int, socket.socket] = {}
@@ -35,27 +37,32 @@ def hold_port(address: str) -> int:
     return port
 
 
-def meet(address: str, port: int, *, seconds: float) -> Any:
+def meet(address: str, port: int, *, token: str, seconds: float) -> Any:
     """The store at the meeting point: served by the process that holds the port, else joined.
 
-    Raises DeviceLostError where it is not reached within so many seconds.
+    Raises DeviceLostError where it is not reached within so many seconds, or with another token.
     """
     store: Any = dist.TCPStore  # type: ignore[attr-defined]
     limit = timedelta(seconds=seconds)
     holder = _held.pop(port, None)
     try:
         if holder is None:
-            return store(address, port, is_master=False, timeout=limit)
-        return store(
-            address,
-            port,
+            way = passage(address, port, token.encode(), seconds=seconds)
+            return store(LOOPBACK, way, is_master=False, timeout=limit)
+        inner = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
+        way = int(inner.getsockname()[1])
+        made = store(
+            LOOPBACK,
+            way,
             is_master=True,
             timeout=limit,
             wait_for_workers=False,
-            master_listen_fd=holder.detach(),
+            master_listen_fd=inner.detach(),
         )
-    except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:
+        serve(holder, token.encode(), way)
+    except (dist.DistNetworkError, dist.DistStoreError, ValueError, OSError) as error:
         raise _no_meeting(str(error).splitlines()[0], address, port) from error
+    return made
 
 
 def _is_ipv6(address: str) -> bool:
