@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlflow.errors import DeviceLostError, Finding
-from rlflow.runtime.ray.cluster.gate import LOOPBACK, passage, serve
+from rlflow.runtime.ray.cluster.gate import LOOPBACK, open_gate, passage
 
 BACKLOG = 1024
 _held: dict[int, socket.socket] = {}
@@ -59,7 +59,7 @@ def meet(address: str, port: int, *, token: str, seconds: float) -> Any:
             wait_for_workers=False,
             master_listen_fd=inner.detach(),
         )
-        serve(holder, token.encode(), way)
+        open_gate(holder, token.encode(), way)
     except (dist.DistNetworkError, dist.DistStoreError, ValueError, OSError) as error:
         raise _no_meeting(str(error).splitlines()[0], address, port) from error
     return made

@@ -27,11 +27,11 @@ RETRY = 0.1
 TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 
 
-class Refused(OSError):
+class WrongToken(OSError):
     """The other side does not know the token."""
 
 
-def serve(held: socket.socket, token: bytes, port: int) -> None:
+def open_gate(held: socket.socket, token: bytes, port: int) -> None:
     """Take connections at a listening socket from now on; who knows the token reaches `port`."""
 
     def admit(caller: socket.socket) -> None:
@@ -47,7 +47,7 @@ def serve(held: socket.socket, token: bytes, port: int) -> None:
 def passage(address: str, port: int, token: bytes, *, seconds: float) -> int:
     """A port on the loopback that leads through the gate, for processes of this user alone.
 
-    Raises Refused where the gate does not know the token or refuses it, OSError where no gate
+    Raises WrongToken where the gate does not know the token or refuses it, OSError where no gate
     answers within so many seconds.
     """
     _through(address, port, token, seconds).close()
@@ -105,7 +105,7 @@ def _answer(token: bytes, who: bytes, *numbers: bytes) -> bytes:
 
 def _require(said: bytes, token: bytes, who: bytes, *numbers: bytes) -> None:
     if not hmac.compare_digest(said, _answer(token, who, *numbers)):
-        raise Refused("the token of the other side is another one")
+        raise WrongToken("the token of the other side is another one")
 
 
 def _received(other: socket.socket) -> bytes:
@@ -113,7 +113,7 @@ def _received(other: socket.socket) -> bytes:
     while len(found) < SIZE:
         part = other.recv(SIZE - len(found))
         if not part:
-            raise Refused("the other side has hung up: its token may be another one")
+            raise WrongToken("the other side has hung up: its token may be another one")
         found += part
     return found
 
