@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 # Compiled files are kept: hundreds of processes that tests start would compile rlflow again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-slow test-long chaos kills fuzz test-sglang test-vllm test-trackers test-triton test-architectures test-gpu bench-gpu test-lowest check bench bench-learning docs locks sbom setup clean
+.PHONY: demo test test-fast test-slow test-long chaos kills fuzz test-sglang test-vllm test-trackers test-triton test-architectures test-gpu bench-gpu test-lowest lint check bench bench-learning docs locks sbom setup clean
 
 setup: $(STAMP)
 
@@ -151,10 +151,12 @@ $(LOWEST)/.ready: pyproject.toml constraints-lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt -e '.[dev]'
 	@touch $@
 
-check: $(STAMP)  ## style, types, layers, sizes
+lint: $(STAMP)  ## style and types, without the tests of `make check`, which are in `make test` too
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+check: lint  ## style, types, layers, sizes
 	$(BIN)/python -m pytest tests/test_layers.py tests/test_size.py
 
 bench: $(STAMP)  ## side-by-side measurements; makes environments of its own

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 
+from rlflow.cli.main import cli
 from tests.budget import examples
-from tests.conftest import PIPELINES, SMALL, process
+from tests.conftest import PIPELINES, SMALL
 from tests.test_fuzzed_models import VALUES
 
 pytestmark = pytest.mark.torch
@@ -31,10 +33,9 @@ fuzzed = settings(
 def whole(tmp_path_factory):
     """A run of two iterations."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    words = (*RUN, "--iterations", "2", "--run-dir", run)
-    with process(*words, cwd=run.parent) as running:
-        said = running.communicate()
-    assert running.returncode == 0, said
+    words = [str(word) for word in (*RUN, "--iterations", "2", "--run-dir", run)]
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 0, done.output
     return run
 
 
