@@ -66,8 +66,9 @@ def join_ranks(plan: Plan, start: Start) -> World:
     )
     # Left alone they take what the host's name leads to, which may be another network.
     own = "lo" if _is_loopback(start.master) else interface_of(start.address)
-    for variable in (GLOO, NCCL) if own else ():
-        os.environ.setdefault(variable, own)
+    if own:
+        os.environ.setdefault(GLOO, own)
+        os.environ.setdefault(NCCL, f"={own}")  # Alone it is how names of interfaces begin.
     if size > 1:
         backend = "gloo" if start.device == "cpu" else "cpu:gloo,cuda:nccl"
         store = meet(start.master, start.port, token=start.token, seconds=start.timeout)

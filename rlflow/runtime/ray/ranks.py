@@ -34,7 +34,7 @@ class Start:
     check_sync: bool
     timeout: float
     address: str = ""
-    token: str = field(default="", repr=False)
+    token: str = field(repr=False)
     profiled: ProfiledActions | None = None
     recording: Recording | None = None
 

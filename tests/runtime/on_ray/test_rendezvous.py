@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+import time
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from rlflow.errors import RunError
+from rlflow.runtime.ray.cluster import gate
 from rlflow.runtime.ray.places import interface_of
 from rlflow.runtime.ray.rendezvous import hold_port, meet
 
@@ -92,3 +95,44 @@ def test_who_stands_at_the_port_without_the_token_is_not_believed():
 def test_an_interface_is_known_by_its_address():
     assert "lo" == interface_of("127.0.0.1")
     assert "" == interface_of("203.0.113.7")
+
+
+def test_who_has_hung_up_is_nobody_though_the_kernel_calls_it_roots():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        caller = socket.create_connection(listening.getsockname())
+        taken, _ = listening.accept()
+        with taken:
+            there = gate._own(taken)
+            caller.sendall(b"last words")
+            caller.close()
+
+            assert (True, False) == (there, gate._own(taken))
+
+
+def test_who_answers_byte_by_byte_is_given_no_more_time(monkeypatch):
+    monkeypatch.setattr(gate, "ANSWER", 0.3)
+    port = hold_port("127.0.0.2")
+    met("127.0.0.2", port)
+    with socket.create_connection(("127.0.0.2", port), timeout=10) as slow:
+        number, sent = slow.recv(32), 0
+        with contextlib.suppress(OSError):  # It has hung up.
+            while sent < 63:
+                slow.sendall(b"x")
+                sent += 1
+                time.sleep(0.05)
+
+    assert 32 == len(number)
+    assert 1 < sent < 30
+
+
+def test_those_who_say_nothing_keep_nobody_out_for_longer_than_their_time(monkeypatch):
+    monkeypatch.setattr(gate, "ANSWER", 0.3)
+    monkeypatch.setattr(gate, "UNPROVEN", 2)
+    port = hold_port("127.0.0.2")
+    first = met("127.0.0.2", port)
+    silent = [socket.create_connection(("127.0.0.2", port)) for _ in range(5)]
+
+    met("127.0.0.2", port).set("plan", "sent")
+
+    assert b"sent" == first.get("plan")
+    assert [b""] * 5 == [(each.recv(32), each.recv(1), each.close())[1] for each in silent]

@@ -19,8 +19,10 @@ from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 SIZE = 32
-# Seconds for an answer of somebody who has connected.
+# Seconds in which somebody who has connected has to have shown the token, and how many may be at it
+# at once: each has a thread and a file of this process.
 ANSWER = 10.0
+UNPROVEN = 64
 READ_SIZE = 1 << 16
 RETRY = 0.1
 # The connections of this host: torch writes addresses of IPv4 as those of IPv6.
@@ -34,14 +36,11 @@ class WrongToken(OSError):
 def open_gate(held: socket.socket, token: bytes, port: int) -> None:
     """Take connections at a listening socket from now on; who knows the token reaches `port`."""
 
-    def admit(caller: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            _prove(caller, token, first=True)
-            _join(caller, socket.create_connection((LOOPBACK, port), timeout=ANSWER))
-            return
-        caller.close()
+    def way_of(caller: socket.socket) -> socket.socket:
+        _prove(caller, token, time.monotonic() + ANSWER, first=True)
+        return socket.create_connection((LOOPBACK, port), timeout=ANSWER)
 
-    _accept(held, admit, "rlflow gate")
+    _accept(held, way_of, "rlflow gate")
 
 
 def passage(address: str, port: int, token: bytes, *, seconds: float) -> int:
@@ -53,14 +52,12 @@ def passage(address: str, port: int, token: bytes, *, seconds: float) -> int:
     _through(address, port, token, seconds).close()
     listening = socket.create_server((LOOPBACK, 0))
 
-    def lead(caller: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            if _own(caller):
-                _join(caller, _through(address, port, token, seconds))
-                return
-        caller.close()
+    def way_of(caller: socket.socket) -> socket.socket:
+        if not _own(caller):
+            raise WrongToken("the caller is of another user")
+        return _through(address, port, token, seconds)
 
-    _accept(listening, lead, "rlflow passage")
+    _accept(listening, way_of, "rlflow passage")
     return int(listening.getsockname()[1])
 
 
@@ -69,34 +66,36 @@ def _through(address: str, port: int, token: bytes, seconds: float) -> socket.so
     until = time.monotonic() + seconds
     while True:
         try:
-            made = socket.create_connection((address, port), timeout=seconds)
+            left = max(RETRY, until - time.monotonic())
+            made = socket.create_connection((address, port), timeout=left)
             break
         except OSError:
             if time.monotonic() >= until:
                 raise
             time.sleep(RETRY)
     try:
-        made.settimeout(max(RETRY, until - time.monotonic()))
-        _prove(made, token, first=False)
+        _prove(made, token, max(until, time.monotonic() + RETRY), first=False)
     except OSError:
         made.close()
         raise
     return made
 
 
-def _prove(other: socket.socket, token: bytes, *, first: bool) -> None:
-    """Show that this side knows the token, and see that the other does; `first` asks first."""
+def _prove(other: socket.socket, token: bytes, until: float, *, first: bool) -> None:
+    """Show that this side knows the token, and see that the other does; `first` asks first.
+
+    It has to be done by the time `until`, of `time.monotonic`.
+    """
     mine = secrets.token_bytes(SIZE)
     if first:
-        other.settimeout(ANSWER)
         other.sendall(mine)
-        theirs, said = _received(other), _received(other)
+        theirs, said = _received(other, until), _received(other, until)
         _require(said, token, b"caller", mine, theirs)
         other.sendall(_answer(token, b"gate", mine, theirs))
     else:
-        theirs = _received(other)
+        theirs = _received(other, until)
         other.sendall(mine + _answer(token, b"caller", theirs, mine))
-        _require(_received(other), token, b"gate", theirs, mine)
+        _require(_received(other, until), token, b"gate", theirs, mine)
 
 
 def _answer(token: bytes, who: bytes, *numbers: bytes) -> bytes:
@@ -108,9 +107,14 @@ def _require(said: bytes, token: bytes, who: bytes, *numbers: bytes) -> None:
         raise WrongToken("the token of the other side is another one")
 
 
-def _received(other: socket.socket) -> bytes:
+def _received(other: socket.socket, until: float) -> bytes:
+    """The next number or answer; who sends it byte by byte has no more time for it."""
     found = b""
     while len(found) < SIZE:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        other.settimeout(left)
         part = other.recv(SIZE - len(found))
         if not part:
             raise WrongToken("the other side has hung up: its token may be another one")
@@ -119,22 +123,46 @@ def _received(other: socket.socket) -> bytes:
 
 
 def _own(caller: socket.socket) -> bool:
-    """Whether a connection over the loopback is of this user, as the kernel knows; Linux alone."""
+    """Whether a connection over the loopback is of this user, as the kernel knows; Linux alone.
+
+    One that its caller has closed is nobody's: the kernel calls it root's, without an inode.
+    """
     found = [table for table in TABLES if table.exists()]
     rows = [line.split() for table in found for line in table.read_text().splitlines()[1:]]
     theirs, ours = (f":{end[1]:04X}" for end in (caller.getpeername(), caller.getsockname()))
-    users = {int(row[7]) for row in rows if row[1].endswith(theirs) and row[2].endswith(ours)}
-    return not found or users == {os.geteuid()}
+    ends = [row for row in rows if row[1].endswith(theirs) and row[2].endswith(ours)]
+    held = bool(ends) and all(row[9] != "0" for row in ends)
+    return not found or (held and {int(row[7]) for row in ends} == {os.geteuid()})
 
 
-def _accept(listening: socket.socket, take: Callable[[socket.socket], None], name: str) -> None:
-    """Have each connection taken by a thread of its own."""
+def _accept(
+    listening: socket.socket, way_of: Callable[[socket.socket], socket.socket], name: str
+) -> None:
+    """Have each connection taken by a thread of its own, and joined with the way that it is given.
+
+    Those that have none yet are `UNPROVEN` at most; others wait for their turn.
+    """
+    places = threading.BoundedSemaphore(UNPROVEN)
+
+    def take(caller: socket.socket) -> None:
+        try:
+            way = way_of(caller)
+        except OSError:
+            caller.close()
+            return
+        finally:
+            places.release()
+        _join(caller, way)
 
     def run() -> None:
-        with contextlib.suppress(OSError):
-            while True:
+        while listening.fileno() >= 0:
+            places.acquire()
+            try:
                 caller, _ = listening.accept()
                 threading.Thread(target=take, args=(caller,), name=name, daemon=True).start()
+            except (OSError, RuntimeError):  # Who hung up early, or no file or thread is free.
+                places.release()
+                time.sleep(RETRY)
 
     threading.Thread(target=run, name=name, daemon=True).start()
 
@@ -152,7 +180,8 @@ def _join(one: socket.socket, other: socket.socket) -> None:
 
     for each in (one, other):
         each.settimeout(None)
-        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # Of one that is reset meanwhile.
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     back = threading.Thread(target=move, args=(other, one), name="rlflow gate", daemon=True)
     back.start()
     move(one, other)

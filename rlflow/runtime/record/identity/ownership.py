@@ -12,7 +12,8 @@ FOLDERS = ("spans", "logs", "records", "graphs", "profiles")
 FILES = frozenset(
     (
         *("run.json", "config.json", "graph.json", "plan.json", "plan.txt", "peaks.json", "lock"),
-        *("metrics.jsonl", "devices.jsonl", "trackers.json", "checkpoints", *FOLDERS),
+        *("metrics.jsonl", "devices.jsonl", "devices.earlier.jsonl", "trackers.json"),
+        *("checkpoints", *FOLDERS),
     )
 )
 

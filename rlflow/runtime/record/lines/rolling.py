@@ -51,9 +51,10 @@ class Rolling:
     def _turn(self) -> None:
         earlier = earlier_half(self.path)
         self._dropped += _lines(earlier, self._head(0).partition(b":")[0])
-        self._file.close()
         self.path.replace(earlier)
-        self._file = self.path.open("ab", buffering=0)
+        opened = self.path.open("ab", buffering=0)
+        self._file.close()
+        self._file = opened
         head = self._head(self._dropped)
         append(self._file, head)
         self._size = len(head)
