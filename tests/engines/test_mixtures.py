@@ -114,6 +114,28 @@ def test_a_rank_whose_experts_nobody_chose_adds_nothing_and_has_gradients_of_zer
     assert not any(weight.grad.any() for weight in stacked)
 
 
+def test_a_backward_keeps_of_a_pair_what_its_expert_reads_and_makes_alone():
+    width, pairs = 6, 10
+    layer = SimpleNamespace(
+        gate_up_proj=torch.randn(2, 8, width, requires_grad=True),
+        down_proj=torch.randn(2, width, 4, requires_grad=True),
+        act_fn=torch.nn.functional.silu,
+    )
+    chosen = torch.tensor([[0, 1]] * 5)
+    weights = torch.rand(5, 2, requires_grad=True)
+    kept = {}
+
+    def keep(tensor):
+        if tensor.shape == (pairs, width):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        own_experts(layer, 0, torch.randn(5, width, requires_grad=True), chosen, weights)
+    # On a CPU each expert's rows are kept by themselves; what all made is one tensor.
+    assert len(kept) == 1
+
+
 def test_ranks_get_from_each_other_what_a_layer_makes_and_its_gradients(mixture, world):
     """Also a rank without a token, of experts that nobody chose, and of a rank that gets none."""
     for tokens in ([7, 4], [9, 0]):

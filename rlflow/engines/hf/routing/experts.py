@@ -32,8 +32,32 @@ def own_experts(layer: Any, first: int, x: Tensor, chosen: Tensor, weights: Tens
     pairs = order[: pairs_here(layer, chosen, sizes)]
     tokens = pairs // k
     made = expert_products(layer, x[tokens], sizes)
-    added = (made * weights.flatten()[pairs, None]).to(x.dtype)
-    return torch.zeros_like(x).index_add(0, tokens, added)
+    own = weights.flatten()[pairs]
+    added: Tensor = AddedUp.apply(made, own, tokens, len(x))  # type: ignore[no-untyped-call]
+    return added
+
+
+class AddedUp(torch.autograd.Function):
+    """What experts made of pairs, by weight, added up for each token.
+
+    Keeps what they made for its backward, and not its products with weights beside it, as torch's
+    `index_add` would: of a token that chose k experts k hidden states.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, weights: Tensor, tokens: Tensor, count: int) -> Tensor:
+        """Rows `made [pairs, size]` by `weights [pairs]`, of int64 `tokens`: `[count, size]`."""
+        ctx.save_for_backward(made, weights, tokens)
+        added = (made * weights[:, None]).to(made.dtype)
+        return made.new_zeros(count, made.shape[1]).index_add_(0, tokens, added)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """Of a row the token's gradient by its weight; of a weight both, multiplied and added."""
+        made, weights, tokens = ctx.saved_tensors
+        own = grad[tokens]
+        to_made = (own * weights[:, None]).to(made.dtype)
+        return to_made, (own * made.to(weights.dtype)).sum(-1).to(weights.dtype), None, None
 
 
 def sorted_pairs(chosen: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
