@@ -55,7 +55,11 @@ is trained on text as any other.
 | Gemma 3 | as many tokens whatever its size, seen both ways | whole | E554 |
 
 Log-probs, drawn tokens and gradients of packed rows are those of transformers' own forward, of the
-tower too; what SGLang draws is what the embedded engine draws. The tower is trained with the rest.
+tower too; what SGLang draws is what the embedded engine draws. The tower is trained with the rest,
+unless [`freeze=`](pipelines.md#models) names it: `vision` is the tower, `projector` what leads
+from there to the language model. Plans count the seconds of a tower and the activations that it
+leaves to a backward, none where it is frozen, by the sizes of the pictures that the data has
+(`inputs:` says how many a prompt, of how many tokens, and where that is from).
 `lora=` has adapters on the language model alone, and nothing else is trained then. Other layouts
 and engines are refused with pictures (E554), other families with E551.
 """

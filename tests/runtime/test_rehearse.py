@@ -346,7 +346,14 @@ def grpo_of(config: dict[str, Any], folder: Path, devices: int, on: str) -> Targ
 @pytest.mark.extra
 @pytest.mark.parametrize(
     ("on", "devices"),
-    [("pp=2", [0, 4]), ("ep=4", [0]), ("ep=8, recompute=True", [0]), ("pp=2, ep=4", [0, 4])],
+    [
+        ("pp=2", [0, 4]),
+        ("ep=4", [0]),
+        ("ep=8, recompute=True", [0]),
+        ("pp=2, ep=4", [0, 4]),
+        ("tp=2", [0]),
+        ("ep=2, tp=2", [0]),
+    ],
 )
 def test_mixtures_are_within_five_percent(on: str, devices: list[int], tmp_path: Path) -> None:
     """A mixture whose queries and keys have norms, as Qwen3-30B-A3B has with half of its depth.

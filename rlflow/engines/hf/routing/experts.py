@@ -30,10 +30,8 @@ def own_experts(layer: Any, first: int, x: Tensor, chosen: Tensor, weights: Tens
     k = chosen.shape[1]
     order, sizes = sorted_pairs(chosen, first, len(layer.gate_up_proj))
     pairs = order[: pairs_here(layer, chosen, sizes)]
-    tokens = pairs // k
-    made = expert_products(layer, x[tokens], sizes)
-    own = weights.flatten()[pairs]
-    added: Tensor = AddedUp.apply(made, own, tokens, len(x))  # type: ignore[no-untyped-call]
+    made = expert_products(layer, x[pairs // k], sizes)
+    added: Tensor = AddedUp.apply(made, weights, pairs)  # type: ignore[no-untyped-call]
     return added
 
 
@@ -45,19 +43,35 @@ class AddedUp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, made: Tensor, weights: Tensor, tokens: Tensor, count: int) -> Tensor:
-        """Rows `made [pairs, size]` by `weights [pairs]`, of int64 `tokens`: `[count, size]`."""
-        ctx.save_for_backward(made, weights, tokens)
-        added = (made * weights[:, None]).to(made.dtype)
-        return made.new_zeros(count, made.shape[1]).index_add_(0, tokens, added)
+    def forward(ctx: Any, made: Tensor, weights: Tensor, pairs: Tensor) -> Tensor:
+        """Rows `made [pairs, size]` by their `weights [tokens, k]`: `[tokens, size]`."""
+        ctx.save_for_backward(made, weights, pairs)
+        added = (made * weights.flatten()[pairs, None]).to(made.dtype)
+        total = made.new_zeros(len(weights), made.shape[1])
+        return total.index_add_(0, pairs // weights.shape[1], added)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         """Of a row the token's gradient by its weight; of a weight both, multiplied and added."""
-        made, weights, tokens = ctx.saved_tensors
-        own = grad[tokens]
-        to_made = (own * weights[:, None]).to(made.dtype)
-        return to_made, (own * made.to(weights.dtype)).sum(-1).to(weights.dtype), None, None
+        made, weights, pairs = ctx.saved_tensors
+        own, tokens = weights.flatten()[pairs], pairs // weights.shape[1]
+        of_token = grad[tokens]
+        to_weights = torch.zeros_like(weights).flatten()
+        to_weights[pairs] = (of_token * made.to(weights.dtype)).sum(-1).to(weights.dtype)
+        return (of_token * own[:, None]).to(made.dtype), to_weights.view_as(weights), None
+
+
+class AddedInOrder(AddedUp):
+    """The same in the order of a token's choices, whichever expert's rows come first."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, weights: Tensor, pairs: Tensor) -> Tensor:
+        """As `AddedUp` has it."""
+        ctx.save_for_backward(made, weights, pairs)
+        each = made.new_zeros(weights.numel(), made.shape[1])
+        each[pairs] = made
+        each = each.view(*weights.shape, made.shape[1])
+        return (each * weights[..., None]).sum(1).to(made.dtype)
 
 
 def sorted_pairs(chosen: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -166,5 +180,5 @@ def dispatched_experts(
     places = torch.arange(len(came), device=x.device)
     apart = torch.empty_like(together).scatter_(0, together, places)
     returned: Tensor = Exchanged.apply(made[apart], group, received, sent)  # type: ignore[no-untyped-call]
-    each = x.new_zeros((chosen.numel(), x.shape[1])).index_put((pairs,), returned)
-    return (each.view(*chosen.shape, x.shape[1]) * weights[..., None]).sum(1).to(x.dtype)
+    added: Tensor = AddedInOrder.apply(returned, weights, pairs)  # type: ignore[no-untyped-call]
+    return added
