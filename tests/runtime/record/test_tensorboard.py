@@ -111,3 +111,24 @@ def test_points_of_a_long_run_thin_out_and_rare_ones_stay(tmp_path):
     assert gaps == sorted(gaps)
     assert 4 <= gaps[-1] <= 16
     assert 10 == len(events.Scalars("eval/reward"))
+
+
+def test_samples_of_a_long_run_thin_out_as_points_do(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from rlflow.runtime.record.trackers.facts import RunFacts
+    from rlflow.runtime.record.trackers.to_tensorboard import TensorBoardLog
+
+    table = Table(iteration=0, node="r", columns=("text",), rows=[("a long answer " * 30,)])
+    log = TensorBoardLog(RunFacts(path=tmp_path, project="p", id="i"), str, step=60_000)
+    for iteration in range(1000):
+        log.write(iteration, {"reward": 1.0})
+        log.write_table(iteration, table)
+        if iteration % 100 == 99:
+            log._writer.flush()
+    log.close()
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    steps = [point.step for point in events.Scalars("reward")]
+    assert 4 <= max(later - sooner for sooner, later in pairwise(steps)) <= 16
+    assert sum(file.stat().st_size for file in (tmp_path / "tensorboard").iterdir()) < 300_000

@@ -1,8 +1,9 @@
 """A run as TensorBoard events in its directory: scalars, the plan and samples as text, the graph.
 
 Points that a previous start of the run wrote for later iterations are marked as superseded. With
-every `STEP` bytes that are written, a metric has a point of half as many iterations: a run of any
-length has its whole curve in some times that, and TensorBoard draws a thousand points of it.
+every `STEP` bytes that are written, a metric has a point of half as many iterations, and so have
+samples: a run of any length has its whole curve in some times that, and TensorBoard draws a
+thousand points of it.
 """
 
 from __future__ import annotations
@@ -43,15 +44,24 @@ class TensorBoardLog:
             size = sum(file.stat().st_size for file in self._folder.glob("*") if file.is_file())
             self._every = 2 ** (size // self._step)
         for name, value in metrics.items():
-            if iteration - self._written.get(name, iteration - self._every) >= self._every:
+            if self._is_due(name, iteration):
                 self._writer.add_scalar(name, value, iteration)
-                self._written[name] = iteration
 
     def write_table(self, iteration: int, table: Table) -> None:
-        """Add some rows as a table in Markdown."""
+        """Add some rows as a table in Markdown, where it is due."""
+        name = f"samples/{table.node}"
+        if not self._is_due(name, iteration):
+            return
         rows = [table.columns, ["---"] * len(table.columns), *table.rows[:ROWS]]
         text = "\n".join("| " + " | ".join(map(_cell, row)) + " |" for row in rows)
-        self._writer.add_text(f"samples/{table.node}", text, iteration)
+        self._writer.add_text(name, text, iteration)
+
+    def _is_due(self, name: str, iteration: int) -> bool:
+        """Whether enough iterations have passed since the last point of a name; then it is one."""
+        due = iteration - self._written.get(name, iteration - self._every) >= self._every
+        if due:
+            self._written[name] = iteration
+        return due
 
     def close(self) -> None:
         """Flush the events and close the file."""
