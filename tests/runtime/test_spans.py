@@ -113,8 +113,8 @@ def test_line_torn_by_a_kill_is_left_out_also_after_resuming(tmp_path, torn):
     with path.open("a") as file:
         file.write(torn)
     assert [span(0, 1)] == read_spans(tmp_path)
-    write(path, [span(0, 1, iteration=1)], origin=100.0)
-    assert [span(0, 1), span(0, 1, iteration=1)] == read_spans(tmp_path)
+    write(path, [span(0, 1, iteration=1)], origin=102.0)
+    assert [span(0, 1), span(2, 3, iteration=1)] == read_spans(tmp_path)
 
 
 def test_damaged_line_in_the_middle_is_named(tmp_path):
@@ -234,10 +234,14 @@ def test_of_a_long_run_the_last_spans_are_kept_and_those_before_are_counted(tmp_
     assert len(every) - len(kept) == dropped_spans(tmp_path)
 
 
-def test_a_clock_that_was_set_back_leaves_a_later_session_later(tmp_path):
+@pytest.mark.parametrize("origin", [10.0, 1000.5])
+@pytest.mark.parametrize("torn", ["", '{"action": "ru'])
+def test_a_clock_that_was_set_back_leaves_a_later_session_later(tmp_path, origin, torn):
     path = tmp_path / "main.jsonl"
     write(path, [span(0, 1), span(1, 2, iteration=1)], origin=1000.0)
-    write(path, [span(0, 5, iteration=1)], origin=10.0)
+    with path.open("a") as file:
+        file.write(torn)
+    write(path, [span(0, 5, iteration=1)], origin=origin)
 
     first, again = read_spans(tmp_path)
     assert (1.0, 5.0) == (first.seconds, pytest.approx(again.seconds))

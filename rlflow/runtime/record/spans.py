@@ -91,8 +91,8 @@ class SpanLog:
     """Appends spans to one file of this process; any thread may call it.
 
     `process` is the name under which other processes' spans are told apart; `clock` is
-    monotonic, `wall` is seconds since 1970. A resumed run appends to the same file under a
-    new origin, later than those before it whatever the clock says. Of the file, and of the earlier
+    monotonic, `wall` is seconds since 1970. A resumed run appends to the same file under a new
+    origin, later than the spans before it whatever the clock says. Of the file, and of the earlier
     one beside it, the last `room` bytes are kept. Where the disk refuses, opening raises
     `RunDirError` and a line raises `RunError`.
     """
@@ -152,18 +152,19 @@ class SpanLog:
 
 
 def _later(path: Path, wall: float) -> float:
-    """The origin of a session: the time, or where the clock was set back the last of the file."""
+    """The origin of a session: the time, or where the clock was set back the end of the file."""
     last: _Origin | None = None
-    line = b""
+    before = line = b""
     if path.is_file():
         with path.open("rb") as file:
-            for line in file:
+            for each in file:
+                before, line = line, each
                 row = _parse(line) if line.startswith(ORIGIN) else None
                 last = row if isinstance(row, _Origin) else last
-    if last is None or wall >= last.origin:
+    if last is None:
         return wall
-    row = _parse(line)
-    return last.origin + LEAST + (row.end if isinstance(row, Span) else 0.0)
+    row = _parse(line) or _parse(before)  # The last line may be torn.
+    return max(wall, last.origin + LEAST + (row.end if isinstance(row, Span) else 0.0))
 
 
 def dropped_spans(directory: Path) -> int:
