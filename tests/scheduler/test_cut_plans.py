@@ -153,14 +153,19 @@ def test_a_part_of_a_graph_has_a_plan_wherever_the_whole_has_one(case, data):
 
 
 def needless(graph, only, read):
-    """The edges of `read` that no path leads from to what stays, but through another of them."""
+    """The edges of `read` that no path leads from to what stays, but through another of them.
+
+    An average of weights stays with the updates that make them.
+    """
     roots = set(only) or {node.name for node in graph.nodes if node.op.effect != "pure"}
     reached, waiting = set(), list(roots)
     while waiting:
         name = waiting.pop()
         if name not in reached:
             reached.add(name)
-            waiting += [] if name in read else graph.node(name).sources
+            node = graph.node(name)
+            waiting += [] if name in read else node.sources
+            waiting += [update.name for update in graph.updates(node.averages or "")]
     return set(read) - reached
 
 
