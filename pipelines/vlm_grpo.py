@@ -20,9 +20,9 @@ class Config(rf.Config):
 
     iterations: int = 120
     prompts_per_iteration: int = 16
-    group_size: int = 8
+    group_size: int = 16
     question: Question = "colour"
-    lr: float = 1e-3
+    lr: float = 5e-4
     model: str = "pipelines/assets/shapes-tiny"
     eval_every: int = 20
     train_vision: bool = True

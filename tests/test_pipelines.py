@@ -155,8 +155,8 @@ def test_gsm8k_needs_its_columns(rlflow, tmp_path, monkeypatch):
 @pytest.mark.torch
 def test_a_model_that_sees_learns_what_is_drawn(rlflow, tmp_path):
     """It begins with a guess among four colours."""
-    words = ("--placement", "colocate", "--threads", 1, "--set", "eval_every=90")
-    options = ("--iterations", 90, "--run-dir", tmp_path / "run", "-q")
+    words = ("--placement", "colocate", "--threads", 1, "--set", "eval_every=120")
+    options = ("--iterations", 120, "--run-dir", tmp_path / "run", "-q")
     result = rlflow("run", PIPELINES / "vlm_grpo.py", *words, *options)
     assert 0 == result.code, result.err
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")

@@ -54,7 +54,7 @@ class Flight:
 
     It last `moved` when a rank was heard to have: `moves` are what each has counted, and who is
     `asking` has not answered how far it is. `standings` are how far all were when last `looked` at,
-    and have `stood` since then.
+    and have `stood` since then. Of a transfer each receiver has its `senders`.
     """
 
     action: Action
@@ -66,6 +66,7 @@ class Flight:
     moved: float = 0.0
     moves: dict[int, tuple[int, str]] = field(default_factory=dict)
     asking: set[int] = field(default_factory=set)
+    senders: dict[int, Sequence[int]] = field(default_factory=dict)
     made: dict[int, Made] = field(default_factory=dict)
     errors: dict[int, RlflowError] = field(default_factory=dict)
     failed_at: float | None = None
@@ -124,19 +125,15 @@ class RayBackend:
         flight = Flight(action, iteration, done, asked, clock, allowed, moved=clock)
         with self._lock:
             self._under_way[id(flight)] = flight
+        order = Order.of(action, iteration).packed()
         if action.kind == "transfer":
-            references = self._transfer(action, iteration)
+            references = self._transfer(flight)
         elif action.lane == "copy":
-            order = Order.of(action, iteration).packed()
             references = {d: self._ranks.actor(d).move.remote(order) for d in asked}
         else:
-            keep = self._lying.keep(action, iteration)
-            order = Order.of(action, iteration).packed()
+            keep = {d: [rows] for d, rows in self._lying.keep(action, iteration).items()}
             references = {
-                device: self._ranks.actor(device).run.remote(
-                    order, *([keep[device]] if device in keep else [])
-                )
-                for device in asked
+                d: self._ranks.actor(d).run.remote(order, *keep.get(d, ())) for d in asked
             }
         for device, reference in references.items():
             reference._on_completed(partial(self._answered, flight, device))
@@ -159,8 +156,9 @@ class RayBackend:
         if wait:
             self._thread.join(timeout=5)
 
-    def _transfer(self, action: Action, iteration: int) -> dict[int, Any]:
+    def _transfer(self, flight: Flight) -> dict[int, Any]:
         """Have the makers put rows into the object store, and the readers take them."""
+        action, iteration = flight.action, flight.iteration
         moves = self._lying.exchange(action, iteration)
         sent = {}
         for device, wanted in moves.sends.items():
@@ -171,6 +169,7 @@ class RayBackend:
         received = {}
         for device, pieces in moves.takes.items():
             senders = sorted({piece.sender for piece in pieces if piece.sender is not None})
+            flight.senders[device] = senders
             rows, total = self._lying.rows(action, iteration, device)
             received[device] = self._ranks.actor(device).receive.remote(
                 action.id,
@@ -362,7 +361,9 @@ class RayBackend:
 
         The others that have not answered wait for it, in a collective or for its rows.
         """
-        silent = self._ranks.silent(PROBE)
+        with self._lock:
+            senders = [each.senders for each in self._under_way.values()]
+        silent = self._ranks.silent(PROBE, senders)
         missing = [self._ranks.name(device) for device in silent or flight.waiting]
         last = sorted({said for _, said in flight.moves.values() if said})
         last += uneven_calls(self._ranks.standing(PROBE))
@@ -382,11 +383,9 @@ class RemoteTraceback(Exception):
 def _most_telling(errors: Mapping[int, RlflowError]) -> RlflowError:
     """A lost rank explains the others' broken connections; else a typed error, else any."""
     found: Sequence[RlflowError] = list(errors.values())
-    for error in found:
-        if isinstance(error, RankLost):
-            return error
+    lost = [error for error in found if isinstance(error, RankLost)]
     typed = [error for error in found if error.findings and error.findings[0].code != "E751"]
-    return (typed or found)[0]
+    return (lost or typed or found)[0]
 
 
 def _figures(flight: Flight, answering: Collection[int]) -> dict[int, Mapping[str, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,9 @@ from rlflow.runtime.ray.pools import Report
 from rlflow.runtime.record.devices.profiled import ProfiledActions
 from rlflow.runtime.record.edges.choice import Recording
 from rlflow.scheduler.plan.plan import HOST
+
+# Of a transfer the devices from which each receiver gets its rows.
+Senders = Mapping[int, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +96,21 @@ class Ranks:
         """Every actor, the host's last."""
         return [self._actors[device] for device in self.everybody()]
 
-    def silent(self, seconds: float) -> tuple[int, ...]:
+    def silent(self, seconds: float, senders: Iterable[Senders] = ()) -> tuple[int, ...]:
         """The devices whose process gives no sign of life within so many seconds.
 
         One that only waits answers, for progress is asked beside what it does: these are frozen.
+        But Ray keeps back what is asked of a process behind a call whose rows have not come, so
+        that a receiver looks as frozen as its sender, by the `senders` of transfers under way: of
+        the two the sender is.
         """
         asked = {actor.progress.remote("", 0): device for device, actor in self._actors.items()}
         _, late = ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
-        return tuple(sorted(asked[reference] for reference in late))
+        found = {asked[reference] for reference in late}
+        waiting = {
+            to for each in senders for to, of in each.items() if found.difference({to}) & {*of}
+        }
+        return tuple(sorted(found - waiting or found))
 
     def standing(self, seconds: float) -> dict[int, RankStanding]:
         """How far each device's rank is, of those that answer within so many seconds."""

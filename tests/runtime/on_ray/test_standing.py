@@ -5,15 +5,17 @@ from __future__ import annotations
 import queue
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from rlflow.runtime.execute.deadlines import Deadlines
-from rlflow.runtime.ray import backend
+from rlflow.runtime.ray import backend, ranks
 from rlflow.runtime.ray.backend import RayBackend
 from rlflow.runtime.ray.cluster.standing import behind, crossed, uneven_calls
 from rlflow.runtime.ray.made import Made, packed_made
 from rlflow.runtime.ray.ranks import GroupCalls, RankStanding, rank_name
+from rlflow.scheduler.plan.plan import HOST
 from tests.runtime.test_local import action, plan_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.torch]
@@ -92,7 +94,7 @@ class Ranks:
             raise found
         return found
 
-    def silent(self, seconds):
+    def silent(self, seconds, senders):
         return ()
 
     def kill(self):
@@ -136,3 +138,21 @@ def test_a_watch_that_fails_ends_the_run(failed):
     error, ranks = failed(ZeroDivisionError("odd"))
     assert ("E782", "ZeroDivisionError('odd')") == (error.findings[0].code, error.findings[0].got)
     assert ranks.killed
+
+
+def test_a_sender_is_frozen_and_not_who_waits_for_its_rows(monkeypatch):
+    """Ray keeps back what is asked of a receiver as long as its rows have not come."""
+
+    class Frozen:
+        def __init__(self, device):
+            self.progress = SimpleNamespace(remote=lambda action, iteration: device)
+
+    answering = ([], [HOST, 0, 1])
+    monkeypatch.setattr(ranks.ray, "wait", lambda asked, **_: answering)
+    found = ranks.Ranks({device: Frozen(device) for device in (HOST, 0, 1, 2)}, {})
+
+    assert (HOST, 0, 1) == found.silent(5)
+    assert (0, 1) == found.silent(5, [{HOST: [1, 2]}])
+    assert (1,) == found.silent(5, [{HOST: [0]}, {0: [1], 2: [0]}])
+    assert (HOST, 0, 1) == found.silent(5, [{HOST: [1], 0: [HOST], 1: [0]}])
+    assert (HOST, 0, 1) == found.silent(5, [{HOST: [2], 1: [1]}])

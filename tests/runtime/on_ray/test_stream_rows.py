@@ -144,7 +144,7 @@ class Ranks:
         if node.op.outputs:
             self.keep(device, action, rows)
         tokens = sizes(rows) if node.op.rows == "expand" else None
-        return SimpleNamespace(rows=len(rows), tokens=tokens, numbers=numbers)
+        return SimpleNamespace(rows=len(rows), tokens=tokens, numbers=numbers, groups=None)
 
     def check(self, action: Action, taken, wanted: np.ndarray) -> None:
         """All rows of the chunk are read, parts alike on their devices; groups stay together."""
