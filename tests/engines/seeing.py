@@ -16,7 +16,12 @@ SPECIAL = (
     *("<pad>", "<eos>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
     *("[IMG_BREAK]", "[IMG_END]"),
 )
-PART, OPEN, CLOSE = 2, 4, 5
+PART, VIDEO, OPEN, CLOSE = 2, 3, 4, 5
+# As published tokenizers spell them, by which engines find them.
+SPELLED = {
+    "mistral3": {PART: "[IMG]"},
+    "internvl": {PART: "<IMG_CONTEXT>", VIDEO: "<video>", OPEN: "<img>", CLOSE: "</img>"},
+}
 ALPHABET = string.ascii_lowercase + string.digits + " ?\n:"
 VOCABULARY = 64
 TEMPLATE = (
@@ -44,7 +49,7 @@ GRID = {
     "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32,
 }  # fmt: skip
 SQUARE = {
-    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "image_size": 16, "patch_size": 4,
 }  # fmt: skip
 PROCESSORS = {
@@ -95,6 +100,8 @@ def seeing_config(kind, patch=PATCH):
         more = {"image_token_id": PART, "image_seq_length": 4, "downsample_ratio": 0.5}
     else:
         vision = SQUARE | {"model_type": "pixtral", "image_size": 32, "head_dim": 8}
+        # What Mistral 3 is published with, and transformers' default is not.
+        vision["hidden_act"] = "silu"
         text |= {"model_type": "mistral", "head_dim": 8}
         more = {"image_token_index": PART, "spatial_merge_size": 2, "vision_feature_layer": -1}
     made = transformers.CONFIG_MAPPING[kind]
@@ -103,9 +110,8 @@ def seeing_config(kind, patch=PATCH):
 
 def special_tokens(kind):
     """The special tokens by number; a family calls some of them otherwise."""
-    if kind != "mistral3":
-        return SPECIAL
-    return tuple("[IMG]" if number == PART else token for number, token in enumerate(SPECIAL))
+    names = SPELLED.get(kind, {})
+    return tuple(names.get(number, token) for number, token in enumerate(SPECIAL))
 
 
 def write_tokenizer(path, kind):
@@ -132,6 +138,7 @@ def write_tokenizer(path, kind):
     }
     if kind == "internvl":
         named = {"start_image_token": OPEN, "end_image_token": CLOSE, "context_image_token": PART}
+        named["video_token"] = VIDEO
         said["extra_special_tokens"] = {name: special[number] for name, number in named.items()}
     (path / "tokenizer_config.json").write_text(json.dumps(said))
 

@@ -12,6 +12,7 @@ import pytest
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
+from rlflow.modelfiles.pictures.sights import seen_in, sight_in
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.devices.cluster import cpu_cluster, parse_cluster
 from rlflow.scheduler.models.prompts import NOT_LOADED, with_picture_tokens
@@ -69,6 +70,33 @@ def test_layouts_and_engines_that_bring_no_pictures_are_refused(
 ) -> None:
     with pytest.raises(PlanError, match=r"E554.*is given pictures"):
         seeing(qwen3(tmp_path) if mended else str(SHAPES), **how)
+
+
+TOWER = {"image_size": 16, "patch_size": 4}
+ROWS = {"model_type": "mistral3", "image_token_index": 2, "text_config": {"model_type": "mistral"}}
+TILES = {"model_type": "internvl", "image_token_id": 2, "image_seq_length": 4}
+SOFT = {"model_type": "gemma3", "image_token_index": 2, "mm_tokens_per_image": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "tower", "seen"),
+    [
+        (ROWS, "mistral", {"hidden_act": "silu"}, True),
+        (ROWS, "mistral", {}, False),
+        (ROWS | {"vision_feature_layer": -2}, "mistral", {"hidden_act": "silu"}, False),
+        (TILES, "qwen3", {}, True),
+        (TILES, "llama", {}, False),
+        (TILES, "qwen2", {"use_mean_pooling": False}, False),
+        (SOFT, "gemma3_text", {}, False),
+    ],
+)
+def test_sglang_is_given_pictures_where_it_computes_what_the_trained_tower_does(
+    config: dict[str, Any], kind: str, tower: dict[str, Any], seen: bool
+) -> None:
+    sight = sight_in(config | {"vision_config": TOWER | tower}, {})
+    assert sight is not None
+    assert seen == seen_in("sglang", kind, sight)
+    assert not seen_in("vllm", kind, sight)
 
 
 def moved(plan: Plan) -> int:

@@ -24,10 +24,22 @@ SETTINGS = ("preprocessor_config.json", "processor_config.json")
 CHANNELS = 3
 # InternVL's processor cuts pictures up, whatever its settings say but for `max_patches`.
 MOST_TILES = 12
-# Language models whose pictures an engine in a process of its own is given, by its name; and how
-# many numbers a patch of theirs has to have, where the engine knows patches by that (SGLang 0.5.23,
-# which takes others for what a tower has made).
-SEEN_IN_ENGINES = {"sglang": {"qwen3_vl_text": None, "qwen2_5_vl_text": 1176}}
+# How models see whose pictures an engine in a process of its own is given, by its name, with the
+# language models beside that; of all of them alone those whose tower is the `usual` one. Gemma 3's
+# are not: SGLang 0.5.23 lets tokens of a picture see each other in its Triton kernels alone.
+SEEN_IN_ENGINES: Mapping[str, frozenset[tuple[Sees, str]]] = {
+    "sglang": frozenset(
+        {
+            ("grid", "qwen2_5_vl_text"),
+            ("grid", "qwen3_vl_text"),
+            ("rows", "mistral"),
+            ("tiles", "qwen2"),
+            ("tiles", "qwen3"),
+        }
+    )
+}
+# SGLang takes pixels of Qwen2.5-VL whose patches have others than these for what its tower made.
+PATCH_NUMBERS = 2 * 3 * 14 * 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +50,8 @@ class Sight:
     A token is a square of `side` pixels where pictures are resized to whole tokens, of `merge`
     patches a side; between `least` and `most` pixels, or `most` pixels long. Where sizes are fixed
     a tile of `side` pixels has `each` tokens. A picture is cut into up to `tiles` tiles. With
-    `turns` a token has three positions, of time, height and width.
+    `turns` a token has three positions, of time, height and width. A tower is `usual` that computes
+    what those of published models do; of others engines compute the same.
     """
 
     sees: Sees
@@ -51,6 +64,7 @@ class Sight:
     most: int = 0
     tiles: int = 1
     turns: bool = False
+    usual: bool = True
 
     def tokens(self, width: int, height: int) -> int:
         """How many tokens a picture of so many pixels takes at the most, marks around it apart."""
@@ -93,8 +107,7 @@ def sight_in(config: Mapping[str, Any], settings: Mapping[str, Any]) -> Sight | 
 
 def seen_in(engine: str, kind: str, sight: Sight) -> bool:
     """Whether an engine in a process of its own, by its name, is given what a model sees."""
-    kinds = SEEN_IN_ENGINES.get(engine, {})
-    return kind in kinds and kinds[kind] in (None, sight.numbers // sight.merge**2)
+    return sight.usual and (sight.sees, kind) in SEEN_IN_ENGINES.get(engine, ())
 
 
 def image_token(config: Mapping[str, Any]) -> int:
@@ -129,7 +142,7 @@ def unshared_sight(path: str, layout: str) -> Finding:
         what=f"model {path!r} is given pictures, and its layout or engine brings none",
         got=layout,
         expected="the engine in the worker, with whole layers or shards of them (fsdp=); "
-        "or SGLang, of a Qwen3-VL or of a Qwen2.5-VL with patches of 14 x 14",
+        "or SGLang, of Qwen3-VL, Qwen2.5-VL, Mistral 3 and InternVL as they are published",
         fix="rf.on(..., tp=1, fsdp=...)",
     )
 
@@ -162,18 +175,20 @@ def _grid(
     merge = int(settings.get("merge_size") or vision.get("spatial_merge_size") or 2)
     patch = int(settings.get("patch_size") or vision["patch_size"])
     frames = int(settings.get("temporal_patch_size") or vision.get("temporal_patch_size") or 2)
+    numbers = CHANNELS * frames * patch**2
     size: Mapping[str, Any] = settings.get("size") or {}
     least = settings.get("min_pixels") or size.get("shortest_edge") or 56 * 56
     most = settings.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
     return Sight(
         sees="grid",
         token=image_token(config),
-        numbers=CHANNELS * frames * (patch * merge) ** 2,
+        numbers=numbers * merge**2,
         side=patch * merge,
         merge=merge,
         least=int(least),
         most=int(most),
         turns=True,
+        usual=config.get("model_type") != "qwen2_5_vl" or numbers == PATCH_NUMBERS,
     )
 
 
@@ -190,6 +205,8 @@ def _rows(
         side=side,
         merge=merge,
         most=int(size.get("longest_edge") or vision["image_size"]),
+        # What transformers takes where nothing is said is not what SGLang has.
+        usual=vision.get("hidden_act") == "silu" and _of_last_layer(config),
     )
 
 
@@ -219,7 +236,13 @@ def _tiles(
         side=side,
         each=each,
         tiles=int(most or MOST_TILES),
+        usual=bool(vision.get("use_mean_pooling", True)) and _of_last_layer(config),
     )
+
+
+def _of_last_layer(config: Mapping[str, Any]) -> bool:
+    """Whether what the last layer of a tower computes is all that goes on."""
+    return bool(config.get("vision_feature_layer", -1) == -1)
 
 
 def _per_token(pixels: int, tokens: int) -> int:

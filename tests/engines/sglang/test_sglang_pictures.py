@@ -28,6 +28,10 @@ WAYS = [
     pytest.param(("qwen3_vl", 4, 1), id="qwen3_vl"),
     pytest.param(("qwen3_vl", 4, 2), id="qwen3_vl-tp2", marks=pytest.mark.extra),
     pytest.param(("qwen2_5_vl", 14, 2), id="qwen2_5_vl-tp2", marks=pytest.mark.extra),
+    pytest.param(("mistral3", 4, 1), id="mistral3"),
+    pytest.param(("mistral3", 4, 2), id="mistral3-tp2", marks=pytest.mark.extra),
+    pytest.param(("internvl", 4, 1), id="internvl"),
+    pytest.param(("internvl", 4, 2), id="internvl-tp2", marks=pytest.mark.extra),
 ]
 
 

@@ -55,6 +55,33 @@ def test_a_tower_and_the_model_beside_it_are_known_by_the_engines_names():
     assert 48 == found["visual.pos_embed.weight"][1]
 
 
+def test_projectors_beside_towers_are_known_in_files_of_both_kinds():
+    """Of a model that has all names of a kind, each is in what an engine holds."""
+    tiles = {
+        "mlp1.1.weight": "multi_modal_projector.linear_1.weight",
+        "vision_model.embeddings.patch_embedding.bias": (
+            "vision_tower.embeddings.patch_embeddings.projection.bias"
+        ),
+        "vision_model.encoder.layers.0.attn.attn.proj.bias": (
+            "vision_tower.encoder.layer.0.attention.projection_layer.bias"
+        ),
+        "vision_model.encoder.layers.0.ls2": "vision_tower.encoder.layer.0.lambda_2",
+        "language_model.model.norm.weight": "language_model.model.norm.weight",
+        "language_model.lm_head.weight": "language_model.lm_head.weight",
+    }
+    fronts = {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head"}
+    later = {}
+    for held, file in tiles.items():
+        front = next((front for front in fronts if file.startswith(front)), "")
+        later[held] = fronts.get(front, "model.") + file.removeprefix(front)
+    for names in (tiles, later):
+        staged = dict.fromkeys(names.values(), torch.ones(64, 1))
+        found = weight_layout(names, staged)
+        assert {name: [file] for name, file in names.items()} == {
+            name: [part for part, *_ in pieces] for name, (pieces, *_) in found.items()
+        }
+
+
 def test_ranks_have_their_heads_of_a_tower_and_their_part_of_what_leads_out():
     sizes = {"attn.qkv": (12, 4), "attn.proj": (4, 4), "mlp.linear_fc1": (8, 4)}
     staged = {f"model.visual.blocks.0.{name}.weight": torch.ones(n) for name, n in sizes.items()}

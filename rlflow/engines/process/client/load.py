@@ -40,6 +40,7 @@ from rlflow.engines.process.nodes import Nodes, free_port
 from rlflow.engines.process.sglang.arguments import (
     interpreter,
     layer_names,
+    seeing_variables,
     sglang_arguments,
     sglang_environment,
     with_drafter,
@@ -136,7 +137,7 @@ def start_engine(
         if draft is not None:
             more["draft"] = EngineDraft(draft, stagings[1], configs[1])
         where: dict[str, Any] = {"device": place, "devices": ranks, "threads": threads}
-        variables = kind.environment(python, dtype=dtype, **where)
+        variables = seeing_variables(config) | kind.environment(python, dtype=dtype, **where)
         variables |= {"RLFLOW_MODEL_DIRECTORY": directory, **node_variables(nodes, place, ranks)}
         how = {"environment": variables, "descriptors": tuple(s.descriptor for s in stagings)}
         launch = Launch(

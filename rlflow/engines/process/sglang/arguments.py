@@ -26,6 +26,17 @@ SPARE_CONTEXT = 16
 STREAM_INTERVAL = 16
 CPU_POOL_TOKENS = 16384
 CPU_REQUESTS = 256
+# By the model's own word: what is SGLang's of a model that sees, where rlflow brings a part of it.
+SEEING = "rlflow_sglang_seeing"
+REQUESTS = {"SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": SEEING}
+BROUGHT = {
+    "mistral3": REQUESTS,
+    "internvl": {
+        **REQUESTS,
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": SEEING,
+        "SGLANG_EXTERNAL_MM_MODEL_ARCH": "InternVLForConditionalGeneration",
+    },
+}
 PASSED_ON = (
     "mem_fraction_static",
     "max_total_tokens",
@@ -166,6 +177,11 @@ def sglang_environment(
     else:
         made["CUDA_VISIBLE_DEVICES"] = ",".join(visible_devices(devices))
     return made
+
+
+def seeing_variables(config: ModelConfig) -> dict[str, str]:
+    """The variables by which SGLang finds what rlflow brings of a model that sees."""
+    return BROUGHT.get(str(config.to_dict().get("model_type")), {})
 
 
 def plain_environment(threads: int) -> dict[str, str]:

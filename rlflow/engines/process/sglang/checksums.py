@@ -28,8 +28,36 @@ ATTENTION = "self_attn"
 # A model that sees has its language model and its tower beside each other; SGLang has the first
 # under the names of a model of text.
 LANGUAGE, TOWER = "model.language_model.", "visual."
-# A weight of every tower.
+# A weight of every tower of a grid.
 FIRST = "patch_embed.proj.weight"
+# Those of Mistral 3 and InternVL have what leads from a tower to the language model beside them.
+PROJECTED, PROJECTOR = "vision_tower.", "multi_modal_projector.linear_1.weight"
+# What begins SGLang's names of such, and words in them, each with the word that files have.
+WORDS = {
+    "vision_tower.": ((".attention.proj.", ".attention.o_proj."),),
+    "vision_model.": (
+        ("vision_model.", "vision_tower."),
+        ("class_embedding", "cls_token"),
+        ("patch_embedding.", "patch_embeddings.projection."),
+        ("position_embedding", "position_embeddings"),
+        (".encoder.layers.", ".encoder.layer."),
+        (".attn.attn.proj.", ".attention.projection_layer."),
+        (".attn.attn.", ".attention."),
+        (".ls1", ".lambda_1"),
+        (".ls2", ".lambda_2"),
+        (".norm1.", ".layernorm_before."),
+        (".norm2.", ".layernorm_after."),
+    ),
+    "mlp1.": (
+        ("mlp1.0.", "multi_modal_projector.layer_norm."),
+        ("mlp1.1.", "multi_modal_projector.linear_1."),
+        ("mlp1.3.", "multi_modal_projector.linear_2."),
+    ),
+    "multi_modal_projector.": (),
+    "language_model.": (),
+}
+# Of the same files of a later kind, which begin all but the head with another word.
+LATER = {"model.language_model.model.": LANGUAGE, "model.language_model.lm_head.": "lm_head."}
 # Which axis a rotation turns with: it lies among an engine's weights, and no file has it.
 TABLE = "rotary_emb.axis_map"
 VOCABULARY = ("embed_tokens", "lm_head")
@@ -43,8 +71,14 @@ INPUTS = frozenset({"o_proj", "down_proj", "w2"})
 KEYS = frozenset({"k_proj", "v_proj"})
 # Of a tower, by the words at the end: layers that are cut by outputs, by inputs, and that which has
 # queries, keys and values one after the other, each of which is cut by outputs.
-TOWER_OUTPUTS = ("mlp.0", "linear_fc1", "gate_proj", "up_proj")
-TOWER_INPUTS = ("mlp.2", "linear_fc2", "down_proj", "attn.proj")
+TOWER_OUTPUTS = (
+    *("mlp.0", "linear_fc1", "fc1", "gate_proj", "up_proj"),
+    *("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+)
+TOWER_INPUTS = (
+    *("mlp.2", "linear_fc2", "fc2", "down_proj"),
+    *("attn.proj", "attention.o_proj", "attention.projection_layer"),
+)
 TOWER_THIRDS = "attn.qkv"
 
 # A weight, a dimension, and where in it a part of the weight begins and ends.
@@ -95,7 +129,7 @@ def pieces(
     for part in found:
         shape, module = staged[part].shape, layer_of(part)
         inputs = len(shape) - 1
-        if ranks > 1 and part.removeprefix("model.").startswith(TOWER):
+        if ranks > 1 and part.removeprefix("model.").startswith((TOWER, PROJECTED)):
             made += tower_pieces(part, shape, rank, ranks)
         elif ranks > 1 and module in OUTPUTS:
             place = head_of(part, rank, ranks, kv_heads)
@@ -177,8 +211,20 @@ def beside_tower(name: str, staged: Mapping[str, Tensor]) -> str:
     if name.startswith(TOWER):
         own = name.replace(".qkv_proj.", ".qkv.")
         return own if f"{TOWER}{FIRST}" in staged else f"model.{own}"
+    if PROJECTOR in staged or f"model.{PROJECTOR}" in staged:
+        return beside_projector(name, later=PROJECTOR not in staged)
     text = f"{LANGUAGE}norm.weight" in staged and not name.startswith(LANGUAGE)
     return LANGUAGE + name.removeprefix("model.") if text and name.startswith("model.") else name
+
+
+def beside_projector(name: str, *, later: bool) -> str:
+    """The same where a projector is beside the tower; in files of a later kind if so."""
+    for engines, files in next((w for front, w in WORDS.items() if name.startswith(front)), ()):
+        name = name.replace(engines, files)
+    if not later:
+        return name
+    front = next((front for front in LATER if f"model.{name}".startswith(front)), None)
+    return f"model.{name}" if front is None else LATER[front] + f"model.{name}".removeprefix(front)
 
 
 def parts_of_experts(
