@@ -34,7 +34,7 @@ os.environ["RLFLOW_GPUS"] = "off"
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Trees of the whole package are kept for tests of its shape: few collections walk over them.
-gc.set_threshold(20_000, 20, 20)
+gc.set_threshold(100_000, 20, 20)
 
 # Tests that wait for processes of their own more than they compute.
 WAITING = ("ray", "sglang", "vllm")
@@ -53,6 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Files go to the workers of pytest-xdist in the order below, not those of most tests first."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+def pytest_collection_finish() -> None:
+    """No collection walks over modules and tests, which live as long as the process."""
+    gc.freeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

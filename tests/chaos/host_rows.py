@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
 from rlflow.runtime.record.spans import read_spans
 from tests.chaos.hosts import APART, HEAD, HERE, STORE, Hosts
 from tests.chaos.matrix import Expectation, Row
-from tests.chaos.scene import Scene
+from tests.chaos.scene import SLOWER, Scene
 from tests.conftest import Result
 from tests.runtime.whole_runs import state
 
@@ -135,12 +135,35 @@ def ahead(scene: Scene) -> None:
 def jumps(point: str, by: int, words: tuple[object, ...], scene: Scene) -> None:
     """The wall clock of a process jumps: the same bits, and no action ends before it began."""
     said = {"RLFLOW_FAULT": f"{point}=clock:{by}@3", "RLFLOW_FAULT_RANK": 1}
-    result = scene.run(*words, within=180, **said)
+    started = scene.command(*words, **said)
+    seen: set[str] = set()
+    until = time.monotonic() + 180 * SLOWER
+    # What ranks say lies in the session of Ray, which ends with the run.
+    while started.poll() is None and time.monotonic() < until:
+        seen.update(clocks(point, map(read, scene.temporary.rglob("worker-*.err"))))
+        time.sleep(0.05)
+    result = scene.ended(started, 20)
     assert 0 == result.code, result.err[-3000:]
+    seen.update(clocks(point, [result.err]))
+    jumped = [time.mktime(time.strptime(each)) - time.time() for each in seen]
+    assert any(abs(each - by) < DAY / 2 for each in jumped), seen
     scene.fired += 1
     assert scene.whole(*words) == state(scene.run_dir)
     spans = read_spans(scene.run_dir / "spans")
     assert all(0 <= span.start <= span.end < DAY / 2 for span in spans)
+
+
+def clocks(point: str, texts: Iterable[str]) -> list[str]:
+    """What the clocks of processes say that have passed a failpoint."""
+    return re.findall(rf"failpoint {point}: the clock says (.*)", "\n".join(texts))
+
+
+def read(file: Path) -> str:
+    """What a file holds that may be gone."""
+    try:
+        return file.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 FILL = f"""

@@ -22,6 +22,7 @@ import math
 import os
 import re
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -153,6 +154,8 @@ def _pass_point(point: str, armed: Armed) -> None:
     elif armed.action == "clock":
         was = time.time
         time.time = lambda: was() + armed.seconds
+        sys.stderr.write(f"failpoint {point}: the clock says {time.ctime(time.time())}\n")
+        sys.stderr.flush()
     elif armed.action == "enospc":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     else:

@@ -8,12 +8,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import ray._private.state
 import ray._private.worker
 from ray import exceptions
 
 from rlflow.errors import RlflowError
-from rlflow.runtime.ray.cluster.alive import bounded
 
 LOST = (
     exceptions.RayActorError,
@@ -43,7 +41,6 @@ WORDS = (
 UNSEEN = "was killed, or ended without a word (kill -9, no memory left on the machine, os._exit)"
 CRASH = re.compile(r"\*\*\* (SIG[A-Z]+) received")
 LOG_BYTES = 65536
-SECONDS = 5.0
 
 
 def unwrapped(error: BaseException) -> BaseException:
@@ -71,23 +68,14 @@ def cause_of(error: BaseException) -> str:
     if getattr(error, "actor_init_failed", False):
         return f"it could not be created: {_last_line(text)}"
     if isinstance(error, exceptions.ActorUnavailableError):
-        pid, node = _place(error.actor_id)
-        return f"{_process(pid, node)} cannot be reached: it died, or its node or the network did"
+        # Asking the head node where it is would end this process where another head has come.
+        return "it cannot be reached: it died, or its node or the network did"
     pid, node = _found(r"\bpid: (\d+)", text), _found(r"\bip: (\S+)", text)
     return f"{_process(pid, node)} {_end(text, pid)}"
 
 
 def _process(pid: str, node: str) -> str:
     return "its process" + (f" {pid}" if pid else "") + (f" on node {node}" if node else "")
-
-
-def _place(actor: str | None) -> tuple[str, str]:
-    """The process and the node of an actor, as the head node has them; empty if it does not."""
-    try:
-        entry = bounded(lambda: ray._private.state.actors(actor), SECONDS, doing="asking for it")
-        return str(entry["Pid"]), str(entry["Address"]["IPAddress"])
-    except Exception:  # it is gone either way
-        return "", ""
 
 
 def _end(text: str, pid: str) -> str:
