@@ -22,10 +22,11 @@ def engine_of(pp):
     return ShardedTrainEngine if pp == 1 else StagedTrainEngine
 
 
-def replay_equal(rank, path, shape, pp=1):
+def replay_equal(rank, path, shape, pp=1, stages=()):
     """Ranks that replay experts, which are none's own choice, compute what one rank does."""
     shared = {"dtype": torch.float32, "device": "cpu"}
-    model = load_sharded(path, **meshes(shape, pp), trained=True, recompute=True, **shared)
+    apart = {**meshes(shape, pp), "stages": stages}
+    model = load_sharded(path, **apart, trained=True, recompute=True, **shared)
     sharded = engine_of(pp)(model, Spec(), micro_tokens=20)
     one = TrainEngine(load_model(path, **shared), Spec(), micro_tokens=None)
     batch = rows(n=4)
@@ -54,10 +55,10 @@ def replay_equal(rank, path, shape, pp=1):
     return True
 
 
-def check_equal(rank, path, shape, router, pp=1):
+def check_equal(rank, path, shape, router, pp=1, stages=()):
     """Gradients and metrics of ranks, cut unevenly, are those of one rank with all rows at once."""
     shared = {"dtype": torch.float32, "device": "cpu"}
-    model = load_sharded(path, **meshes(shape, pp), trained=True, **shared)
+    model = load_sharded(path, **meshes(shape, pp), stages=stages, trained=True, **shared)
     sharded = engine_of(pp)(model, Spec(), micro_tokens=20, router=router)
     one = TrainEngine(load_model(path, **shared), Spec(), micro_tokens=None, router=router)
     batch = rows(n=4)

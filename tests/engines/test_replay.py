@@ -179,8 +179,14 @@ def test_stages_replay_what_one_rank_does(world, tmp_path):
         layers = {"mlp_only_layers": list(dense)}
         path = mixtures.save_mixture("qwen3_moe", tmp_path / str(len(dense)), **layers)
         assert all(world(2).run(sharded_routers.replay_equal, path, (1, 1, 1), 2))
+        deep = mixtures.save_mixture(
+            "qwen3_moe", tmp_path / f"deep{len(dense)}", **layers, num_hidden_layers=5
+        )
+        args = deep, (1, 1, 1), 2, (1, 2, 1, 1)  # two stages on each rank
+        assert all(world(2).run(sharded_routers.replay_equal, *args))
     for shape in ((1, 2, 1, 2), (1, 2, 1, 1, 2)):  # experts apart, and tokens
         assert all(world(4).run(sharded_routers.replay_equal, path, shape, 2))
+        assert all(world(4).run(sharded_routers.replay_equal, deep, shape, 2, (1, 2, 1, 1)))
 
 
 @pytest.mark.slow

@@ -178,6 +178,20 @@ def test_statistics_are_of_all_stages(over, mixture, world):
     assert all(world(2).run(sharded_routers.check_equal, *args))
 
 
+@pytest.mark.slow
+def test_statistics_are_of_all_stages_where_a_rank_has_several(mixture, world, tmp_path):
+    """Also where one of a rank's stages has no router, and rows that only fill up passes."""
+    router, stages = Routed(balance_coef=0.3, z_coef=0.1), (2, 1, 1, 1)
+    layers = {"num_hidden_layers": 5, "mlp_only_layers": [0, 1]}
+    deep = mixtures.save_mixture("qwen3_moe", tmp_path, **layers)
+
+    assert all(world(2).run(sharded_routers.check_equal, deep, (1, 1, 1), router, 2, stages))
+    for shape in (FSDP, EP, TP):
+        assert all(world(4).run(sharded_routers.check_equal, deep, shape, router, 2, stages))
+    biased = mixture("ernie4_5_moe", num_hidden_layers=5), (1, 1, 1), Routed(bias_rate=0.01)
+    assert all(world(2).run(sharded_routers.check_equal, *biased, 2, stages))
+
+
 def test_a_balance_loss_brings_experts_into_balance(mixture):
     path, batch = mixture("qwen3_moe", num_experts=8, num_experts_per_tok=1), rows()
     trained = engine(path, Routed(balance_coef=1.0))

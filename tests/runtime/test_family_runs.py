@@ -43,6 +43,8 @@ def placed(count: int, **layout: int) -> rf.Placement:
         "tp": placed(2, tp=2),
         "cp": placed(2, cp=2),
         "pp": placed(2, pp=2),
+        "virtual": placed(2, pp=2, virtual=2, micro=128),
+        "virtual_ep": placed(4, fsdp=2, ep=2, pp=2, virtual=2, micro=128),
         "fsdp_tp": placed(4, fsdp=2, tp=2),
         "cp_tp": placed(4, cp=2, tp=2),
         "fsdp_pp": placed(4, fsdp=2, pp=2),
@@ -110,9 +112,9 @@ def run(rlflow, tmp_path, monkeypatch):
     return run
 
 
-def saved(family, path):
+def saved(family, path, **options):
     """A tiny model of a family with the tokenizer of the tiny model."""
-    MAKERS[family](family, path, hidden_size=64, **SIZES)
+    MAKERS[family](family, path, hidden_size=64, **SIZES, **options)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, path)
 
@@ -142,6 +144,17 @@ def test_it_learns_the_same_in_other_layouts_and_in_mixes_of_them(family, place,
     if family not in WHOLE:
         WHOLE[family] = run("whole", "whole")
     same(WHOLE[family], run("apart", place))
+
+
+@pytest.mark.extra
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_mixtures_learn_the_same_with_several_stages_on_a_rank(family, run, tmp_path):
+    """With four layers, of which each of two ranks has every other one."""
+    saved(family, tmp_path / "model", num_hidden_layers=4)
+    whole = run("whole", "whole", iterations=4)
+    for place in ("virtual", "virtual_ep"):
+        same(whole, run(place, place, iterations=4))
 
 
 def same(whole, apart):

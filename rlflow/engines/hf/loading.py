@@ -41,7 +41,7 @@ from rlflow.engines.hf.models import TorchModel, ValueModel
 from rlflow.engines.hf.pictures.freezing import freeze as frozen
 from rlflow.engines.hf.pictures.towers import TOWER_ATTENTION, let_see
 from rlflow.engines.hf.recompute import recompute_layers
-from rlflow.engines.hf.routing.routers import lead_routers
+from rlflow.engines.hf.routing.routers import find_routers, lead_routers
 from rlflow.engines.hf.weights.corrections import weigh_corrections
 from rlflow.engines.hf.weights.filling import fill_all
 from rlflow.engines.hf.weights.skeletons import auto, config_of, maker_of
@@ -149,7 +149,8 @@ def treat_layers(
 
     Routers of experts follow passes from then on.
     """
-    model.routers = lead_routers(model.module, model.router_places.start)
+    model.routers = find_routers(model.module)
+    lead_routers(model.module, model.routers, model.router_places)
     if compiled:
         compile_layers(model.module)
     if recompute:

@@ -124,9 +124,14 @@ class TorchModel(Resident):
         return next(self.module.parameters()).dtype
 
     @property
-    def router_places(self) -> range:
+    def router_places(self) -> Sequence[int]:
         """Where its routers are among those of the whole model."""
         return range(len(self.routers))
+
+    @property
+    def routers_now(self) -> Sequence[nn.Module]:
+        """The routers that a pass goes through, of the one that is in progress."""
+        return self.routers
 
     @property
     def routers_in_all(self) -> int:

@@ -18,12 +18,12 @@ def staging_finding(
     """E531 where a model cannot be cut into `pp` x `virtual` stages of whole layers; None else."""
     if pp == 1 and virtual == 1:
         return None
-    if pp == 1 or (virtual > 1 and family.experts != "none"):
+    if pp == 1:
         return Finding(
             code="E531",
             what=f"virtual={virtual}: ranks of model {path!r} cannot have several stages each",
-            got=f"pp={pp}" if pp == 1 else "experts, whose routers are counted stage by stage",
-            expected="pp=2 at least, and a dense model",
+            got=f"pp={pp}",
+            expected="pp=2 at least",
             fix=f"rf.on(..., pp={pp}, virtual=1)",
         )
     if not family.staged:

@@ -22,6 +22,8 @@ from rlflow.scheduler.search.space import Candidate, hand_written, placement_of
 
 CLIMBED = 3
 """As many as show what iterations that differ come to."""
+VIRTUAL_STAGES = (2, 4)
+"""Stages of a rank that are tried where it has one of several."""
 PLAN_COST = 0.5
 CHUNK_COST = 0.5
 AUTO_CHUNKS = 15
@@ -137,6 +139,21 @@ class Search:
             for staleness in range(1, self.moves.staleness + 1):
                 said = {"continuous": True, "staleness": staleness, "stream": 1}
                 self._compile(tried.placement.model_copy(update=said), quiet=True)
+
+    def compile_virtual(self) -> None:
+        """Give ranks of the best placements with stages several of them each.
+
+        Nothing is said of what cannot have them.
+        """
+        for tried in self.ranked()[:CLIMBED]:
+            for virtual in VIRTUAL_STAGES:
+                assign = {
+                    key: on.model_copy(update={"virtual": virtual}) if on.pp else on
+                    for key, on in tried.placement.assign.items()
+                }
+                if assign != tried.placement.assign:
+                    found = tried.placement.model_copy(update={"assign": assign})
+                    self._compile(found, quiet=True)
 
     def one_reason(self) -> PlanError | None:
         """What refused every plan, where that is one thing and no lack of room; else None."""

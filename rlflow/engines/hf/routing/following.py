@@ -58,13 +58,13 @@ class FollowedRouters:
         self.names = correction_names(model.module)
 
     @contextmanager
-    def filling(self) -> Iterator[None]:
-        """Passes within are of nobody's rows."""
-        self._fills = True
+    def filling(self, fills: bool = True) -> Iterator[None]:
+        """Passes within are of nobody's rows, where that is said."""
+        before, self._fills = self._fills, fills
         try:
             yield
         finally:
-            self._fills = False
+            self._fills = before
 
     @contextmanager
     def attention(
@@ -94,7 +94,7 @@ class FollowedRouters:
         assert isinstance(state.routing, Pass)
         if not state.routing.records:
             return {}
-        if not self.model.routers:
+        if not self.model.routers_now:
             return self.unread(batch)
         chosen, shared = flat_experts(state.routing), self.model.shared_rows
         if shared is not None:
@@ -110,7 +110,7 @@ class FollowedRouters:
 
     def unread(self, batch: Batch) -> dict[str, Tensor]:
         """The same of rows that nothing reads."""
-        routers: Sequence[Any] = self.model.routers
+        routers: Sequence[Any] = self.model.routers_now
         return never_read(batch, sum(router.top_k for router in routers))
 
     def _require_replays(self) -> None:
@@ -146,8 +146,7 @@ class FollowedRouters:
         held = self.model.laid_out(self.model.all_tensors(), self.names)
         before = {name: shard.tensor.clone() for name, shard in held.items()}
         yield
-        places = self.model.router_places
-        changes = corrections(self.loads[places.start : places.stop], self.spec.bias_rate)
+        changes = corrections(self.loads[list(self.model.router_places)], self.spec.bias_rate)
         for name, change in zip(self.names, changes, strict=True):
             shard = held[name]
             piece = change.view(shard.shape)[tuple(slice(*bounds) for bounds in shard.box)]

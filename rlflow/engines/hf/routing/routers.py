@@ -7,7 +7,7 @@ weights are then those of its own logits. This file knows neither rows nor steps
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,18 +33,16 @@ def find_routers(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if isinstance(part, recorded.target_class)]
 
 
-def lead_routers(module: nn.Module, first: int = 0) -> list[nn.Module]:
-    """Let every router of a module follow the pass that a forward runs under; the routers.
+def lead_routers(module: nn.Module, routers: Sequence[Any], places: Sequence[int]) -> None:
+    """Let the routers of a module, with their `places`, follow the pass that a forward runs under.
 
-    They are numbered from the `first` one on, in a stage of a larger model. Without a pass a router
+    Places are those among the routers of the whole model. Without a pass a router
     computes what it did. Call it before layers are compiled or recomputed.
     """
-    routers: list[Any] = find_routers(module)
     inner: Any = getattr(module, "body", module)
-    for layer, router in enumerate(routers, first):
+    for layer, router in zip(places, routers, strict=True):
         scores = ROUTERS[inner.config.get_text_config().model_type].scores
         router.forward = partial(routed, router, layer, scores)
-    return routers
 
 
 def routed(

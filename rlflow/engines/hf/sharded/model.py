@@ -6,7 +6,7 @@ The module is one that `sharded` made; its parameters lie in this process as the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 
@@ -85,9 +85,14 @@ class ShardedModel(TorchModel):
         return self._dtype
 
     @property
-    def router_places(self) -> range:
+    def router_places(self) -> Sequence[int]:
         """See `TorchModel.router_places`."""
         return super().router_places if self.stage is None else self.stage.router_places
+
+    @property
+    def routers_now(self) -> Sequence[nn.Module]:
+        """See `TorchModel.routers_now`."""
+        return self.routers if self.stage is None else self.routers[self.stage.routers_now]
 
     @property
     def routers_in_all(self) -> int:

@@ -102,8 +102,7 @@ class ShardedTrainEngine(TrainEngine):
             yield micro, True
             made += 1
         for _ in range(made, passes):
-            with self.routers.filling():
-                yield one_token(batch), False
+            yield one_token(batch), False
 
     def pass_all(
         self,
@@ -126,7 +125,7 @@ class ShardedTrainEngine(TrainEngine):
         self, micro: Batch, loss_fn: LossFunction | None, asked: WantedOutputs
     ) -> Forwarded:
         """A micro-batch's forward and its metrics, without a `loss_fn` of nobody's rows."""
-        with torch.enable_grad():
+        with torch.enable_grad(), self.routers.filling(loss_fn is None):
             found = self.compute(micro, asked.outputs, asked.temperature)
             if loss_fn is None:
                 return Forwarded(tuple(found.values()))

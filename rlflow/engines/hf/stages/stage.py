@@ -40,7 +40,7 @@ class LayerStage:
     so has what goes from the last rank to the first one.
     The first and the last rank both hold weights of names that are `repeated`; of its parts a
     rank has some `unread`, by their forwards, for their weights alone. The embedding is `blank` in
-    turns that do not begin with it. Each rank has so many `routers` of experts.
+    turns that do not begin with it. Each stage has so many `routers` of experts.
     """
 
     def __init__(self, ranks: MeshRanks, layers: tuple[int, ...]) -> None:
@@ -51,7 +51,7 @@ class LayerStage:
         self.virtual = len(layers) // self.count
         self.turn = 0
         self.layers = tuple(_own(layers, n) for n in range(self.place, len(layers), self.count))
-        self.routers = (0,) * self.count
+        self.routers = (0,) * len(layers)
         self.group = ranks.groups["pp"]
         self._onward = [self.group] + [self._group() for _ in range(self.virtual > 1)]
         self._returning = [self._group() for _ in self._onward]
@@ -73,9 +73,22 @@ class LayerStage:
         return made
 
     @property
-    def router_places(self) -> range:
+    def router_places(self) -> tuple[int, ...]:
         """Where its routers are among those of the whole model."""
-        return _own(self.routers, self.place)
+        return self._routers_of(self.place)
+
+    @property
+    def routers_now(self) -> slice:
+        """Which of its routers the pass goes through that is in progress."""
+        if not self._within:
+            return slice(None)
+        counts = self.routers[self.place :: self.count]
+        return slice(sum(counts[: self.turn]), sum(counts[: self.turn + 1]))
+
+    def _routers_of(self, place: int) -> tuple[int, ...]:
+        """Where the routers are that a rank has, in the order of its turns."""
+        stages = range(place, len(self.routers), self.count)
+        return tuple(n for stage in stages for n in _own(self.routers, stage))
 
     @property
     def number(self) -> int:
@@ -211,17 +224,18 @@ class LayerStage:
         return made
 
     def joined(self, own: Tensor) -> Tensor:
-        """What all stages have found of their routers `[tokens, routers * k]`, side by side."""
+        """What ranks have found of their routers `[tokens, routers * k]`, in the model's order."""
         axes: tuple[Axis] = ("pp",)
-        each = self.ranks.most(own.shape[1] // max(1, len(self.router_places)), axes)
-        parts = []
-        for place, count in enumerate(self.routers):
-            here = own if place == self.place else own.new_empty((len(own), count * each))
+        k = self.ranks.most(own.shape[1] // max(1, len(self.router_places)), axes)
+        found = torch.empty((len(own), sum(self.routers), k), dtype=own.dtype)
+        for place in range(self.count):
+            routers = self._routers_of(place)
+            here = own if place == self.place else own.new_empty((len(own), len(routers) * k))
             sent = here.to(self.ranks.device).contiguous()
             # Neither gloo nor NCCL knows numbers of 16 bits.
             dist.broadcast(sent.view(torch.uint8), group=self.group, group_src=place)
-            parts.append(sent.cpu())
-        return torch.cat(parts, -1)
+            found[:, list(routers)] = sent.cpu().view(len(own), len(routers), k)
+        return found.flatten(1)
 
 
 def stage_of(ranks: MeshRanks, layers: int, stages: tuple[int, ...] | int = 1) -> LayerStage | None:
@@ -303,9 +317,8 @@ def cut_stage(module: nn.Module, stage: LayerStage, dtype: torch.dtype) -> None:
 def _count_routers(module: nn.Module, layers: Sequence[nn.Module], stage: LayerStage) -> None:
     routers = set(find_routers(module))
     held = [len(routers.intersection(layer.modules())) for layer in layers]
-    places = range(len(stage.of_stages))
-    of_stages = [sum(held[n] for n in _own(stage.of_stages, place)) for place in places]
-    stage.routers = tuple(sum(of_stages[place :: stage.count]) for place in range(stage.count))
+    numbers = range(len(stage.of_stages))
+    stage.routers = tuple(sum(held[n] for n in _own(stage.of_stages, each)) for each in numbers)
 
 
 def _cut_ends(

@@ -6,7 +6,6 @@ One forward, one backward, see `turns`. This file knows no algorithm.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -93,10 +92,11 @@ class StagedTrainEngine(ShardedTrainEngine):
                     self.fill(batch, outputs, temperature, top_k)
                     continue
                 micro = parts[turn.micro][1]
-                computed[turn.micro] |= self.compute(micro, outputs, temperature, top_k)
+                found = self.compute(micro, outputs, temperature, top_k)
+                computed[turn.micro] = _with_turn(computed[turn.micro], found)
             advance(turn.turn + 1 == self.stage.virtual, "micro-batches")
-        found = in_batch_order(batch, [rows for rows, _ in parts], computed)
-        return self.told(found, batch, WantedOutputs(tuple(outputs), temperature, top_k))
+        ordered = in_batch_order(batch, [rows for rows, _ in parts], computed)
+        return self.told(ordered, batch, WantedOutputs(tuple(outputs), temperature, top_k))
 
     def at_once(
         self, packed: PackedRows, attention: PackedAttention, asked: WantedOutputs
@@ -121,7 +121,7 @@ class StagedTrainEngine(ShardedTrainEngine):
         """See `ShardedTrainEngine.forwarded`; there is a loss on the last stage alone."""
         if self.stage.last:
             return super().forwarded(micro, loss_fn, asked)
-        with torch.enable_grad():
+        with torch.enable_grad(), self.routers.filling(loss_fn is None):
             self.compute(micro, asked.outputs, asked.temperature)
         return Forwarded(())
 
@@ -147,9 +147,7 @@ class StagedTrainEngine(ShardedTrainEngine):
                 if turn.turn == 0:
                     begun.append(next(micros))
                 micro, own = begun[turn.micro]
-                again = self.routers.filling() if turn.turn and not own else nullcontext()
-                with again:
-                    found = self.forwarded(micro, loss_fn if own else None, asked)
+                found = self.forwarded(micro, loss_fn if own else None, asked)
                 add_metrics(total, found.metrics)
                 ends = found if stage.last else None
                 under_way[turn.micro, turn.turn] = UnderWay(*stage.passed(), ends)
@@ -165,3 +163,9 @@ class StagedTrainEngine(ShardedTrainEngine):
             gradient = optimizer.parameters[name].grad
             assert gradient is not None
             self.stage.add_repeated(local(gradient))
+
+
+def _with_turn(before: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a micro-batch's turns have found, with that of the next: experts are of all layers."""
+    experts = EXPERTS & before.keys() & found.keys()
+    return before | found | {n: torch.cat([before[n], found[n]], -1) for n in sorted(experts)}
