@@ -33,7 +33,7 @@ def find_routers(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if isinstance(part, recorded.target_class)]
 
 
-def lead_routers(module: nn.Module, routers: Sequence[Any], places: Sequence[int]) -> None:
+def lead_routers(module: nn.Module, routers: Sequence[nn.Module], places: Sequence[int]) -> None:
     """Let the routers of a module, with their `places`, follow the pass that a forward runs under.
 
     Places are those among the routers of the whole model. Without a pass a router
