@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from rlflow.engines.process.client.group import KEYS
 from rlflow.engines.process.client.link import LostError, RefusedError
 from rlflow.engines.process.client.model import EngineModel, key_value_heads
 from rlflow.engines.process.client.process import Command, EngineProcess
-from rlflow.engines.process.client.replica import Launch, Replica
+from rlflow.engines.process.client.replica import PORT_TRIES, Launch, Replica
 from rlflow.engines.process.client.shared_weights import SharedWeights
 from rlflow.engines.process.client.updates import Broadcast, Disk, Update
 from rlflow.engines.process.client.weight_check import hash_differences
@@ -271,19 +272,24 @@ os._exit(1)
 """
 
 
-@pytest.mark.slow
-def test_an_engine_that_dies_after_each_restoring_is_not_started_for_ever(tmp_path):
-    script = tmp_path / "dies.py"
-    script.write_text(DIES)
-    launch = Launch(
+def launched(folder, script, message):
+    """How a script is started that behaves like an engine's."""
+    return Launch(
         name="gen",
         command=Command(python=sys.executable, script=script, environment={}, descriptors=()),
-        message=lambda first: {"first": first},
-        directory=str(tmp_path / "model"),
+        message=message,
+        directory=str(folder / "model"),
         cuda=False,
         options=SGLang(),
         patience=20.0,
     )
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_after_each_restoring_is_not_started_for_ever(tmp_path):
+    script = tmp_path / "dies.py"
+    script.write_text(DIES)
+    launch = launched(tmp_path, script, message=lambda first: {"first": first})
 
     def restored(link):
         link.ask("update", {}).result()
@@ -296,6 +302,48 @@ def test_an_engine_that_dies_after_each_restoring_is_not_started_for_ever(tmp_pa
         assert replica.starts <= 2
     finally:
         replica.close()
+
+
+BINDS = """
+import socket, sys, traceback
+from multiprocessing.connection import Connection
+line = Connection(int(sys.argv[1]))
+try:
+    found = socket.create_server(("127.0.0.1", line.recv()["port"]))
+except OSError as error:
+    traceback.print_exc()
+    line.send({"failed": "rank 0 has ended"})
+    raise SystemExit(1)
+line.send({"ready": {}})
+line.recv()
+"""
+
+
+@pytest.mark.parametrize("frees", [2, None])
+def test_a_start_whose_port_was_taken_is_made_anew_a_few_times(tmp_path, caplog, frees):
+    """Somebody has the port that was found, at the first two starts or for ever."""
+    (tmp_path / "binds.py").write_text(BINDS)
+    asked = []
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def message(first):
+            asked.append(first)
+            return {"port": 0 if len(asked) - 1 == frees else other.getsockname()[1]}
+
+        launch = launched(tmp_path, tmp_path / "binds.py", message=message)
+        replica = Replica(launch, restored=lambda link: None, wanted=lambda: True)
+        try:
+            if frees is None:
+                with pytest.raises(RunError, match=r"(?s)E580.*ddress already in use"):
+                    replica.link()
+            else:
+                assert replica.link() is replica.present()
+            tries = PORT_TRIES if frees is None else frees + 1
+            assert [True] * tries == asked
+            assert tries - 1 == replica.taken == len(caplog.records)
+            assert "its port was taken" in caplog.text
+        finally:
+            replica.close()
 
 
 def ask_for_ever(replica):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
+from dataclasses import replace
 from importlib.metadata import distributions
 
 import pytest
@@ -12,9 +14,10 @@ import torch
 from rlflow.contract.values import SampleKey, Sampling
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.rollout import TorchRollout
+from rlflow.engines.process.client import load
 from rlflow.errors import RunError, UsageError
 from rlflow.graph.user.engines import SGLang
-from tests.engines.sglang.conftest import TINY, options, start
+from tests.engines.sglang.conftest import TINY, needs_sglang, options, start
 
 pytestmark = pytest.mark.torch
 
@@ -61,6 +64,23 @@ def test_an_option_that_sglang_refuses(pair, wrong, said):
 def test_a_start_that_takes_too_long(pair):
     with pytest.raises(RunError, match=r"E581.*within 0.5 seconds"):
         start(options=options(start_seconds=0.5))
+
+
+@pytest.mark.slow
+@pytest.mark.sglang
+@pytest.mark.extra
+def test_a_start_whose_port_was_taken_meanwhile_is_made_anew(monkeypatch):
+    needs_sglang()
+    with socket.create_server(("", 0)) as other:
+        ports = [other.getsockname()[1], load.free_port(load.LOOPBACK)]
+        fresh = replace(load.KIND, fresh=lambda: {"nccl_port": ports.pop(0)})
+        monkeypatch.setattr(load, "KIND", fresh)
+        model, _ = start()
+        try:
+            assert {} == model.check()
+            assert (1.0, 1.0) == (model.measured()["starts"], model.measured()["ports_taken"])
+        finally:
+            model.close()
 
 
 @pytest.mark.slow

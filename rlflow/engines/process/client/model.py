@@ -203,7 +203,7 @@ class EngineModel:
         return self._compared(self.staging.stored, {}, self.config)
 
     def measured(self) -> dict[str, float]:
-        """Seconds of the last start, sleep, wake and update; tokens of the pool.
+        """Seconds of the last start, sleep, wake and update; starts; tokens of the pool.
 
         `residual_bytes` is what the engine's processes held when both parts last slept: device
         memory, or memory of the host where the device is a CPU, whose weights and pool stay. It
@@ -213,6 +213,7 @@ class EngineModel:
             "ranks_here": float(self.replica.launch.ranks),
             "start_seconds": self.replica.seconds,
             "starts": float(self.replica.starts),
+            "ports_taken": float(self.replica.taken),
             "pool_tokens": float(self.replica.facts["pool_tokens"]),
             **self._residual,
             **self._seconds,

@@ -102,3 +102,10 @@ class EngineProcess:
             return ""
         lines = [line[:LONGEST_LINE] for line in text.splitlines() if line.strip()]
         return "\n".join(lines[-LAST_LINES:])
+
+    def has_said(self, words: str) -> bool:
+        """Whether any of these processes has printed some words, in whatever case."""
+        try:
+            return words.lower() in self._log.read_text(errors="replace").lower()
+        except OSError:
+            return False

@@ -7,6 +7,7 @@ to where the lost one was.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 import time
@@ -19,6 +20,11 @@ from rlflow.engines.process.client.process import Command, EngineProcess
 from rlflow.engines.process.client.process_memory import held_bytes
 from rlflow.errors import Finding, RlflowError, RunError, UsageError
 from rlflow.graph.user.engine_options import EngineOptions
+
+LOG = logging.getLogger(__name__)
+# What a process prints where another has the port that it found free a moment before; and how often
+# it is started for that.
+TAKEN, PORT_TRIES = "address already in use", 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +53,8 @@ class Replica:
 
     After a loss a new process is started at once, or as soon as `wanted()` is true, and is
     `restored` before anybody else asks it. A replacement that is lost before it has answered
-    anybody else is not replaced again. `facts` and `seconds` are of the last start.
+    anybody else is not replaced again. `facts` and `seconds` are of the last start. A start whose
+    port was `taken` is made anew, a few times, where nobody else has to meet it there.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class Replica:
         self.facts: Mapping[str, Any] = {}
         self.starts = 0
         self.seconds = 0.0
+        self.taken = 0
         self._restored = restored
         self._wanted = wanted
         self._change = threading.Condition()
@@ -160,9 +168,8 @@ class Replica:
     def _one_run(self) -> None:
         """Start the engine and wait until it is gone."""
         began = time.monotonic()
-        process = self._begun()
+        process, link = self._started(began + self.launch.options.start_seconds)
         try:
-            link = self._ready(process, began + self.launch.options.start_seconds)
             if self.starts:
                 self._restore(link)
             with self._change:
@@ -172,9 +179,7 @@ class Replica:
                 self._change.notify_all()
             link.lost.wait()
         finally:
-            process.kill()
-            self._last_lines = process.last_lines()
-            process.remove()
+            self._end(process)
             with self._change:
                 self._link = None
                 closing = self._closing
@@ -182,6 +187,28 @@ class Replica:
             raise self.lost_for_good(link.reason)
         if not closing and self.starts > 1 and not link.served:
             raise self.lost(link.reason)
+
+    def _started(self, end: float) -> tuple[EngineProcess, Link]:
+        """An engine that has started by some time; of one whose port was taken, another."""
+        tries = PORT_TRIES if self.launch.replaced else 1
+        while True:
+            process = self._begun()
+            try:
+                return process, self._ready(process, end)
+            except BaseException as error:
+                tries -= 1
+                again = isinstance(error, RunError) and tries and process.has_said(TAKEN)
+                self._end(process)
+                if not again:
+                    raise
+            self.taken += 1
+            LOG.warning("the engine of %r starts anew: its port was taken", self.launch.name)
+
+    def _end(self, process: EngineProcess) -> None:
+        """End a process, and keep what it has said last."""
+        process.kill()
+        self._last_lines = process.last_lines()
+        process.remove()
 
     def _begun(self) -> EngineProcess:
         command = self.launch.command
