@@ -2,7 +2,7 @@
 
 `make test` draws a quarter of the examples that a test asks for, and of a table that says
 `pytest.mark.rows(n)` it runs n rows: others each week, so that all have their turn. Of the slow
-tests of a file CI runs a quarter. `make test-slow` runs every row, `make test-long` ten times
+tests of a file CI runs a fifth. `make test-slow` runs every row, `make test-long` ten times
 the examples; `pytest` by hand runs what it is told.
 """
 
@@ -17,6 +17,8 @@ TIMES = float(os.environ.get("RLFLOW_EXAMPLES", "0.25"))
 LEAST = 10
 # Workers of one run have one week, whenever each of them looks.
 WEEK = os.environ.setdefault("RLFLOW_WEEK", date.today().strftime("%G-%V"))
+# Of the slow tests of a file one in so many.
+SLOW_SHARE = 5
 DRAWS = os.environ.get("RLFLOW_ROWS", "all") == "week"
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.budget import DRAWS, drawn, examples
+from tests.budget import DRAWS, SLOW_SHARE, drawn, examples
 
 # Examples are not timed: the machine may be busy. CI draws the same ones every time.
 settings.register_profile(
@@ -98,7 +98,7 @@ def _marks_are_words(items: list[pytest.Item]) -> None:
 
 
 def _rows_of_other_weeks(items: list[pytest.Item]) -> set[str]:
-    """Of a table that says so all but as many rows, of a file's slow tests all but a quarter."""
+    """Of a table that says so all but as many rows, of a file's slow tests all but a share."""
     counts: dict[str, int] = {}
     drawn_from: dict[str, list[str]] = {}
     for item in items:
@@ -110,7 +110,7 @@ def _rows_of_other_weeks(items: list[pytest.Item]) -> set[str]:
                 counts[table] = mark.args[0]
     left_out: set[str] = set()
     for table, rows in drawn_from.items():
-        left_out |= set(rows) - drawn(rows, counts.get(table, -(-len(rows) // 4)))
+        left_out |= set(rows) - drawn(rows, counts.get(table, -(-len(rows) // SLOW_SHARE)))
     return left_out
 
 

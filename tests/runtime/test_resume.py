@@ -350,26 +350,6 @@ def test_an_unknown_failpoint_is_refused(rlflow, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param("run:iteration=kill9@5", marks=pytest.mark.extra),
-        "run:save=kill9@2",
-        pytest.param("run:saved=kill9@2", marks=pytest.mark.extra),
-        "ckpt:reported=kill9@2",
-    ],
-)
-def test_kill_9_continues_to_the_same_bits(rlflow, tmp_path, monkeypatch, whole, fault):
-    monkeypatch.chdir(tmp_path)
-    run = tmp_path / "run"
-    assert -signal.SIGKILL == ended(process(*command(run), cwd=tmp_path, RLFLOW_FAULT=fault))[0]
-    again = process(*command(run, resume=True), cwd=tmp_path, RLFLOW_FAULT="run:iteration=kill9@2")
-    assert -signal.SIGKILL == ended(again)[0]
-    assert 0 == rlflow(*command(run, resume=True)).code
-    assert state(whole) == state(run)
-
-
-@pytest.mark.slow
 def test_ctrl_c_stops_cleanly_and_its_line_continues(tmp_path):
     run, straight = tmp_path / "run", tmp_path / "straight"
     started = process(*command(run, 4000), cwd=tmp_path)
