@@ -6,7 +6,6 @@ an empty part; a file that is damaged is an error. This file knows no format of 
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,8 @@ from rlflow.graph.headline import Headline
 from rlflow.graph.roles import SamplingOptions
 from rlflow.report.charts.look import Document
 from rlflow.runtime.record.health import review
-from rlflow.runtime.record.identity.documents import damaged, read_document
+from rlflow.runtime.record.identity.documents import read_document
+from rlflow.runtime.record.metrics import read_metrics
 from rlflow.runtime.record.rundir import RunDir, words_again
 from rlflow.runtime.record.spans import Span, dropped_spans, read_spans
 
@@ -66,25 +66,16 @@ def read_run_files(path: Path) -> RunFiles:
         graph=read_document(path / "graph.json"),
         plan=read_document(path / "plan.json"),
         plan_text=text.read_text("utf-8", errors="replace") if text.is_file() else "",
-        metrics=tuple(_metrics(path / "metrics.jsonl")),
+        metrics=_metrics(path / "metrics.jsonl"),
         spans=tuple(read_spans(path / "spans")) if (path / "spans").is_dir() else (),
         dropped=dropped_spans(path / "spans"),
     )
 
 
-def _metrics(path: Path) -> list[tuple[int, Mapping[str, float]]]:
-    """The lines of the metrics; the last one may be torn by a kill."""
-    lines = path.read_text("utf-8", errors="replace").splitlines() if path.is_file() else []
-    found: list[tuple[int, Mapping[str, float]]] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            values = {key: float(value) for key, value in row["metrics"].items()}
-            found.append((int(row["iteration"]), values))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if number < len(lines):
-                raise damaged(path, f"line {number}: {line[:60]!r}") from error
-    return found
+def _metrics(path: Path) -> tuple[tuple[int, Mapping[str, float]], ...]:
+    """The lines of the metrics, where there are any."""
+    lines = read_metrics(path) if path.is_file() else []
+    return tuple((line.iteration, line.metrics) for line in lines)
 
 
 def headline_of(files: RunFiles) -> Headline:

@@ -40,6 +40,11 @@ JSON: TypeAlias = (
     "bool | int | float | str | list[JSON] | tuple[JSON, ...] | Mapping[str, JSON] | None"
 )
 
+# What JSON of others may raise that is read as what it is meant to be.
+NOT_READ = (
+    *(ValueError, KeyError, TypeError, AttributeError),
+    *(OverflowError, RecursionError),
+)
 FAULT_VARIABLE = "RLFLOW_FAULT"
 FAULT_FORM = re.compile(
     r"(?P<point>[\w:.-]+)=(?P<action>kill9|raise|enospc|sleep:\d+(\.\d+)?|clock:-?\d+(\.\d+)?)"

@@ -18,6 +18,7 @@ from typing import Self
 
 from rlflow.errors import Finding, RunDirError, RunError
 from rlflow.runtime.record.durable import (
+    NOT_READ,
     append,
     disk_errors,
     fault,
@@ -125,19 +126,26 @@ def _word(value: float) -> float | str:
     return value if math.isfinite(value) else repr(float(value))
 
 
+def _figure(word: object) -> float:
+    """The figure that a word of JSON stands for; one of NOT_READ where it stands for none."""
+    if isinstance(word, str):
+        return float(word)
+    if isinstance(word, bool) or not isinstance(word, int | float):
+        raise TypeError(type(word))
+    float(word)  # an integer beyond all floats is no figure
+    return word
+
+
 def _lines(path: Path, data: bytes) -> Iterator[tuple[bytes, MetricsLine]]:
     """Each whole line as bytes and as figures; only the last one may be torn."""
     lines = data.splitlines()
     for number, raw in enumerate(lines, start=1):
         try:
             found = json.loads(raw)
-            metrics = {
-                name: float(value) if isinstance(value, str) else value
-                for name, value in found["metrics"].items()
-            }
+            metrics = {name: _figure(value) for name, value in found["metrics"].items()}
             iteration, closing = int(found["iteration"]), bool(found.get("closing"))
             line = MetricsLine(iteration=iteration, metrics=metrics, closing=closing)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except NOT_READ as error:
             if number == len(lines):
                 return
             raise RunDirError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlflow.errors import RunDirError
-from rlflow.runtime.record.durable import disk_errors
+from rlflow.runtime.record.durable import NOT_READ, disk_errors
 from rlflow.runtime.record.lines.rolling import DROPPED, ROOM, Rolling, halves
 
 DEVICE_LOG = "devices.jsonl"
@@ -75,7 +75,7 @@ def read_device_lines(path: Path) -> list[DeviceLine]:
                 seconds=float(seconds),
                 figures=figures,
             )
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        except NOT_READ:
             continue
         if all(map(math.isfinite, (line.seconds, *figures.values()))):
             found[line.action, line.iteration, line.device] = line
