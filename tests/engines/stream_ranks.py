@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from unittest.mock import patch
+
 import torch
 import torch.distributed as dist
 
@@ -85,9 +88,18 @@ def damaged(group, source, wanted, replicas, limit):
     return made.buckets[1].rows[0][0], sorted(made.check())
 
 
-def streamed(group, source, wanted, replicas, limit):
-    """Bring weights to engines twice; what was moved, and the names of each bucket."""
+def streamed(group, source, wanted, replicas, limit, apart=False):
+    """Bring weights to engines twice; what was moved, and the names of each bucket.
+
+    Ranks say that each is on a host of its own where they are `apart`.
+    """
     rank = dist.get_rank(group)
+    name = f"host{rank}" if apart else socket.gethostname()
+    with patch.object(socket, "gethostname", lambda: name):
+        return _streamed(group, rank, source, wanted, replicas, limit)
+
+
+def _streamed(group, rank, source, wanted, replicas, limit):
     held = shards_of(source[rank], values(source, 0)) if rank in source else None
     engines = {ranks[0]: Engine(wanted) for ranks in replicas if rank == ranks[0]}
     lent = [Lending(tuple(ranks), engines.get(ranks[0])) for ranks in replicas]

@@ -32,10 +32,10 @@ ROWS = st.lists(
 )
 
 
-@given(ROWS, st.integers(4, 200), st.integers(1, 3))
-def test_buckets_hold_every_weight_once_in_order_and_bounded(rows, limit, sources):
+@given(ROWS, st.integers(4, 200), st.integers(1, 3), st.booleans())
+def test_buckets_hold_every_weight_once_in_order_and_bounded(rows, limit, sources, at_once):
     table = {f"w{number}": (shape, dtype) for number, (dtype, shape) in enumerate(rows)}
-    buckets = weight_buckets(table, limit, range(sources))
+    buckets = weight_buckets(table, limit, range(sources), at_once=at_once)
 
     kept = [name for name, (shape, _) in table.items() if math.prod(shape)]
     assert kept == [name for bucket in buckets for name, *_ in bucket.rows]
@@ -47,6 +47,10 @@ def test_buckets_hold_every_weight_once_in_order_and_bounded(rows, limit, source
         assert number % sources == bucket.source
     for before, after in itertools.pairwise(buckets):
         assert before.slot != after.slot or after.bytes > limit
+        joins = at_once and after.source > 0 and max(before.bytes, after.bytes) <= limit
+        assert joins == (before.round == after.round)
+    for number, bucket in enumerate(buckets):
+        assert buckets[bucket.round].round == bucket.round <= number
     largest = max((b.bytes for b in buckets), default=0)
     first, second = slot_bytes(buckets)
     assert second <= limit
@@ -127,6 +131,28 @@ def test_every_rank_of_an_engine_opens_every_weight(world, layout, ranks, replic
             assert 2 == words.count("open")
             names = [name for part in words if part != "open" for name in part]
             assert [*PARAMS, *PARAMS] == names
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "replicas"),
+    [("fsdp", [0, 1], [[0, 1]]), ("fsdp", [0, 1, 2], [[3]]), ("tp rows", [1, 2], [[0], [3]])],
+)
+def test_sources_on_several_hosts_gather_a_bucket_each_at_the_same_time(
+    world, layout, ranks, replicas
+):
+    """In as much memory as two buckets of one host: a slot, another one, and what waits."""
+    limit, source = 1536, tables(PARAMS, layout, ranks)
+    (table,) = tables(PARAMS, "whole", [0]).values()
+    args = stream_ranks.streamed, source, table, replicas, limit
+    found = world(4).run(reshard_ranks.in_group, 4, *args, True)
+
+    total = sum(math.prod(shape) for shape in PARAMS.values()) * 4
+    held = [rank for rank, (moved, _) in enumerate(found) if moved[0].staged > limit // 2 + 3072]
+    assert ranks == held
+    for moved, _ in found:
+        for each in moved:
+            assert each.staged <= limit + 64 * 12 * 4
+            assert total == each.received + each.copied
 
 
 def test_a_difference_is_found_by_every_rank(world):

@@ -11,7 +11,10 @@ from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Graph
 from rlflow.scheduler.compile import compile_plan
+from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.devices.cluster import parse_cluster
+from rlflow.scheduler.engines.updates import lent_update
+from rlflow.scheduler.models.shapes import model_shape
 from rlflow.scheduler.plan.plan import Action, Plan, Transport
 from rlflow.scheduler.plan.text import plan_text
 from rlflow.scheduler.verify.verify import STAGES, verify
@@ -122,6 +125,25 @@ def test_two_buckets_are_in_the_memory_of_an_update() -> None:
     assert ("buckets", 152_064 * 3584 * 2 + (512 << 20)) == held
     cost = reshard(planned("qwen2.5-7b", "h100:8", "sglang")).cost
     assert held[1] == cost.transient
+
+
+def test_ranks_on_several_hosts_gather_at_the_same_time_in_no_more_memory() -> None:
+    """Of three buckets of 256 MiB one is the embedding: 152064 x 8192 bfloat16 of 72B, 2.49 GB."""
+    plan = planned("qwen2.5-72b", "h100:32", "sglang", tp=8, gen=8)
+    (held,) = reshard(plan).cost.holds
+    assert ("buckets", 152_064 * 8192 * 2 + 2 * (256 << 20)) == held
+
+    cluster, graph = parse_cluster("h100:32", 1), grpo_of("qwen2.5-72b")
+    shape = model_shape(graph.models[0])
+    assert shape is not None
+    costs = Costs(graph=graph, cluster=cluster, shapes={"actor": shape})
+    source, engine = plan.instance("actor@train"), plan.instance("actor@gen/sglang")
+    sent = dict(lent_update(source, engine, costs).beside)["gather and broadcast"]
+    whole, kind = shape.parameters * 2, cluster.kind
+    # All of it by one card, 16 of the 24 ranks on another host; then by all cards of a host.
+    one_by_one = whole * 16 / 24 / (kind.nic * kind.reached)
+    by_host = whole / (8 * kind.nic * kind.reached)
+    assert by_host < sent < by_host + one_by_one / 10
 
 
 LORA = rf.LoRA(rank=8)

@@ -8,6 +8,7 @@ engine and no transport.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,13 +33,15 @@ def scale_name(name: str) -> str:
 class WeightBucket:
     """Weights that lie one after the other in `bytes` of memory, number `slot` of two.
 
-    `source` is the rank from which all others get it.
+    `source` is the rank from which all others get it. Those of one `round`, by the number of the
+    first of them, are gathered at the same time, each by another rank.
     """
 
     rows: tuple[Row, ...]
     bytes: int
     slot: int
     source: int
+    round: int
 
     @property
     def quantised(self) -> bool:
@@ -69,13 +72,18 @@ class _Unit:
 
 
 def weight_buckets(
-    table: Mapping[str, tuple[Shape, str]], limit: int, sources: Sequence[int]
+    table: Mapping[str, tuple[Shape, str]],
+    limit: int,
+    sources: Sequence[int],
+    *,
+    at_once: bool = False,
 ) -> tuple[WeightBucket, ...]:
     """A table of shapes and dtypes in buckets of at most `limit` bytes, in its order.
 
     A weight that is larger has a bucket alone, always in slot 0; the others take turns, so that
-    slot 1 never has more than `limit` bytes. So do the sources. Weights without elements are left
-    out. Of quantised weights the limit holds for what is gathered.
+    slot 1 never has more than `limit` bytes. So do the sources, of which each gathers one of a
+    round where they gather `at_once`; a larger weight is a round by itself. Weights without
+    elements are left out. Of quantised weights the limit holds for what is gathered.
     """
     parts: list[list[_Unit]] = []
     end, kind = limit, ""
@@ -87,6 +95,7 @@ def weight_buckets(
         parts[-1].append(unit)
         end += unit.bound
     made: list[WeightBucket] = []
+    begin, apart = 0, False
     for number, units in enumerate(parts):
         rows: list[Row] = []
         size = 0
@@ -96,8 +105,13 @@ def weight_buckets(
         before = made[-1].slot if made else SLOTS - 1
         alone = sum(unit.bound for unit in units) > limit
         slot = 0 if alone else (before + 1) % SLOTS
-        source = sources[number % len(sources)]
-        made.append(WeightBucket(rows=tuple(rows), bytes=size, slot=slot, source=source))
+        turn = number % len(sources)
+        if alone or apart or not at_once or turn == 0:
+            begin = number
+        apart = alone
+        made.append(
+            WeightBucket(rows=tuple(rows), bytes=size, slot=slot, source=sources[turn], round=begin)
+        )
     return tuple(made)
 
 
@@ -122,6 +136,13 @@ def _units(table: Mapping[str, tuple[Shape, str]]) -> Iterator[_Unit]:
 def slot_bytes(buckets: Sequence[WeightBucket]) -> tuple[int, ...]:
     """Bytes of memory of each slot."""
     return tuple(max((b.bytes for b in buckets if b.slot == s), default=0) for s in range(SLOTS))
+
+
+def held_bytes(buckets: Sequence[WeightBucket], rank: int) -> int:
+    """Bytes that a rank keeps a bucket in until its turn, of a round of several."""
+    rounds = Counter(bucket.round for bucket in buckets)
+    own = (b for b in buckets if b.source == rank and rounds[b.round] > 1)
+    return max((bucket.bytes for bucket in own), default=0)
 
 
 def scratch_bytes(buckets: Sequence[WeightBucket]) -> int:

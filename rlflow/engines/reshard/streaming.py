@@ -1,7 +1,9 @@
 """Weights to engines in other processes, in buckets that never leave the devices.
 
 Each bucket is gathered by one rank of the source, another one for each, and broadcast to all ranks
-of the reshard: by NCCL on GPUs, by gloo on a CPU, with the same code. A rank beside each rank of an
+of the reshard: by NCCL on GPUs, by gloo on a CPU, with the same code. Where the source is on
+several hosts all of its ranks gather a bucket at the same time, over as many network cards, and
+broadcast them in turns. A rank beside each rank of an
 engine lends its copy (`ipc`), so that the engine opens it where it is. There are two slots: while
 engines load one, the next bucket is gathered and broadcast into the other. Weights that an engine
 has in float8 are gathered beside it, and quantised before they are broadcast. This file knows
@@ -26,6 +28,7 @@ from rlflow.engines.reshard.boxes import Entry, whole_box
 from rlflow.engines.reshard.bucket_layout import (
     Row,
     WeightBucket,
+    held_bytes,
     scale_name,
     scratch_bytes,
     slot_bytes,
@@ -44,14 +47,14 @@ from rlflow.engines.reshard.ends import (
 from rlflow.engines.reshard.hashing import MODULUS, hash_box
 from rlflow.engines.reshard.ipc import Handle, lend
 from rlflow.engines.reshard.quantised import quantise_into
-from rlflow.engines.reshard.resharder import Moved, described
-from rlflow.engines.reshard.slices import Move, Table, plan_targets
+from rlflow.engines.reshard.resharder import Described, Moved, described
+from rlflow.engines.reshard.slices import Move, plan_targets
 from rlflow.engines.reshard.transports import Collective
 
-# Of pieces that go to the rank that gathers a bucket, in one message.
-PIECES = 64 << 20
-# Where among the slots lies what is gathered before it is quantised.
-SCRATCH = 2
+# Of pieces that go to the ranks that gather buckets: what one gets at once, and what one sends.
+PIECES = 32 << 20
+# Where among the slots lie a bucket until its turn, and what is gathered before it is quantised.
+HELD, SCRATCH = 2, 3
 
 
 class Taker(Protocol):
@@ -107,7 +110,8 @@ class BucketStream:
     Made and run by every rank of `group` (None: this process alone). `source` is None on ranks
     that hold nothing of it. All ranks name the same engines, `lent`, all of one model. Buckets of
     at most `limit` bytes, and one weight at the least, lie on `device`, which has memory for
-    them while it runs. With `check` hashes of both ends are taken on the way.
+    them while it runs: for two, or for three of half as much where a source is on several hosts,
+    each of whose ranks has one until its turn. With `check` hashes of both ends are taken.
 
     Raises RunError on every rank: E540 for what no rank holds, E541 for ends that do not match,
     E544 where a rank is lost.
@@ -133,15 +137,17 @@ class BucketStream:
         tables = all_gather_values(group, table)
         self.table = next(found for found in tables if found)
         holders = [number for number, its in enumerate(ranks) if its.source]
-        self.buckets = weight_buckets(self.table, limit, holders)
-        self.lengths = slot_bytes(self.buckets)
+        at_once = len({ranks[number].host for number in holders}) > 1
+        limit = limit // 2 if at_once else limit
+        self.buckets = weight_buckets(self.table, limit, holders, at_once=at_once)
+        self.lengths = (*slot_bytes(self.buckets), held_bytes(self.buckets, self.rank))
         self.scratch = scratch_bytes([b for b in self.buckets if b.source == self.rank])
-        self.moves = self._moves({number: its.source for number, its in enumerate(ranks)})
+        self.moves = self._moves(ranks)
         self.check_hashes = check
         self.hashes: tuple[dict[str, int], dict[str, int]] = ({}, {})
         self._meet()
 
-    def _moves(self, source: Mapping[int, Table]) -> list[list[Move]]:
+    def _moves(self, ranks: Sequence[Described]) -> list[list[Move]]:
         """For each bucket what its source gets of the other ranks, and copies of its own."""
         where: dict[str, int] = {}
         gathers: dict[int, dict[str, Entry]] = {}
@@ -150,7 +156,9 @@ class BucketStream:
                 gathers.setdefault(bucket.source, {})[name] = shape, dtype, whole_box(shape)
                 where[name] = number
         found: list[list[Move]] = [[] for _ in self.buckets]
-        for move in plan_targets(source, [gathers], only=frozenset(where)):
+        source = {number: its.source for number, its in enumerate(ranks)}
+        hosts = {number: its.host for number, its in enumerate(ranks)}
+        for move in plan_targets(source, [gathers], host_of=hosts, only=frozenset(where)):
             found[where[move.name]].append(move)
         return found
 
@@ -216,24 +224,40 @@ class BucketStream:
         return received
 
     def _fill(self, number: int, slots: Sequence[Tensor], lane: DeviceQueue) -> int:
-        """Gather a bucket where its source is and broadcast it; the bytes that came from others."""
-        bucket, moves = self.buckets[number], self.moves[number]
+        """Gather the round that begins with a bucket, and broadcast it from where its source is.
+
+        Returns its bytes that came from others.
+        """
+        bucket = self.buckets[number]
         into = slots[bucket.slot][: bucket.bytes]
-        whole = slots[SCRATCH] if bucket.quantised else into
+        together = [n for n, each in enumerate(self.buckets) if each.round == bucket.round]
         here = self.rank == bucket.source
-        gathered = shards_in(bucket.gathered, whole) if here else {}
         with lane.work():
-            Collective(
-                moves, Ends(self.rank, self.source, (gathered,)), self.group, PIECES, self.device
-            ).run()
-            if here and bucket.quantised:
-                self._quantise(gathered, shards_in(bucket, into))
+            if number == bucket.round:
+                self._gather(together, slots)
+            if here and len(together) > 1:
+                into.copy_(slots[HELD][: bucket.bytes])
             if self.group is not None:
                 with naming_lost_ranks(f"rank {bucket.source}"):
                     dist.broadcast(into, group=self.group, group_src=bucket.source)
         if not here:
             return bucket.bytes
-        return sum(move.bytes for move in moves if move.travels)
+        return sum(move.bytes for move in self.moves[number] if move.travels)
+
+    def _gather(self, together: Sequence[int], slots: Sequence[Tensor]) -> None:
+        """Gather the buckets of a round, each where its source is; of one into its slot."""
+        mine = next((b for n in together if (b := self.buckets[n]).source == self.rank), None)
+        gathered: dict[str, Shard] = {}
+        if mine is not None:
+            into = slots[HELD if len(together) > 1 else mine.slot][: mine.bytes]
+            whole = slots[SCRATCH] if mine.quantised else into
+            gathered = shards_in(mine.gathered, whole)
+        moves = [move for number in together for move in self.moves[number]]
+        Collective(
+            moves, Ends(self.rank, self.source, (gathered,)), self.group, PIECES, self.device
+        ).run()
+        if mine is not None and mine.quantised:
+            self._quantise(gathered, shards_in(mine, into))
 
     def _quantise(self, gathered: Mapping[str, Shard], into: Mapping[str, Shard]) -> None:
         """Quantise what was gathered into its bucket."""

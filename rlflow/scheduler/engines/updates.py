@@ -72,6 +72,11 @@ class UpdateStages:
         return f"{self.way}; {name} takes {duration(longest)} of {duration(self.seconds)}"
 
 
+def bucket_limit(at_once: bool) -> int:
+    """Bytes of a bucket, of which ranks that gather at the same time have three."""
+    return UPDATE_BUCKET // 2 if at_once else UPDATE_BUCKET
+
+
 def takes_buckets(instance: Instance, costs: Costs) -> bool:
     """Whether an instance is an engine that opens memory of devices: as told, or on accelerators.
 
@@ -101,7 +106,7 @@ def update_cost(
         return cost, ""
     first, what = engines[0], brought(cost.moved)
     if how in LENT:
-        holds = bucket_holds(first, costs)
+        holds = bucket_holds(source, first, costs)
         cost = replace(cost, holds=holds, transient=sum(size for _, size in holds))
     if on_cpu(first, costs) or cost.seconds is None:
         return moving(cost, first, "reshard", what, costs), ""
@@ -114,9 +119,15 @@ def update_cost(
     return costs.with_dispatch(priced), found.describe()
 
 
-def bucket_holds(engine: Instance, costs: Costs) -> Holds:
+def gathers_at_once(source: Instance, costs: Costs) -> bool:
+    """Whether each rank of a source gathers a bucket while others do: it is on several hosts."""
+    return len({costs.cluster.host_of(device) for device in source.devices}) > 1
+
+
+def bucket_holds(source: Instance, engine: Instance, costs: Costs) -> Holds:
     """What every device of both ends holds of an update: two buckets, one of the largest weight.
 
+    Three of half as much where ranks gather them at the same time: a rank has one until its turn.
     And what a bucket is gathered into before it is quantised.
     """
     shape, model = costs.shapes[engine.model], costs.graph.model(engine.model)
@@ -125,17 +136,21 @@ def bucket_holds(engine: Instance, costs: Costs) -> Holds:
     size = dtype_bytes(model)
     whole, inside = shape.parameters * size, shape.hidden * shape.ffn * size
     largest = max(shape.hidden * shape.vocab * size, inside)
-    buckets = min(max(largest, UPDATE_BUCKET), whole) + min(UPDATE_BUCKET, whole)
+    at_once = gathers_at_once(source, costs)
+    limit = bucket_limit(at_once)
+    buckets = min(max(largest, limit), whole) + (1 + at_once) * min(limit, whole)
     if not engine.engine_plan.in_float8:
         return (("buckets", buckets),)
-    return (("buckets", buckets), ("what is quantised", min(max(inside, UPDATE_BUCKET), whole)))
+    return (("buckets", buckets), ("what is quantised", min(max(inside, limit), whole)))
 
 
 def lent_update(source: Instance, engine: Instance, costs: Costs) -> UpdateStages:
     """What an update in buckets on the devices takes.
 
     Beside it the first rank's worker copies them to the host, for an engine that is lost. What is
-    quantised is gathered in full, and its source reads and writes it on the way.
+    quantised is gathered in full, and its source reads and writes it on the way. A rank gathers a
+    bucket, a share of it from each of the others: on one host one after the other, on several all
+    at the same time. Then each bucket is broadcast by itself.
     """
     whole = loaded_bytes(replace(engine, tp=1, devices=engine.devices[:1]), costs)
     shape, low = costs.shapes[engine.model], engine.engine_plan.in_float8
@@ -144,7 +159,10 @@ def lent_update(source: Instance, engine: Instance, costs: Costs) -> UpdateStage
     kind = costs.cluster.kind_of(engine.devices[0])
     everyone = sorted({*source.devices, *engine.devices})
     sources, all_ranks = (group_of(costs.cluster, d) for d in (source.devices, everyone))
-    sent = sources.all_gather(gathered) + all_ranks.all_gather(whole)
+    at_once = gathers_at_once(source, costs)
+    owners = min(len(source.devices), -(-gathered // bucket_limit(at_once))) if at_once else 1
+    count = max(1.0, gathered / bucket_limit(at_once))
+    sent = sources.all_to_all(gathered / owners) + count * all_ranks.all_gather(whole / count)
     if low:
         passed = PASSES * (gathered - whole) / len(source.devices)
         sent += passed / (kind.bandwidth * kind.reached)
