@@ -68,6 +68,7 @@ def hybrid(engine: object) -> rf.Placement:
         "group": split(rf.SGLang(updates="group")),
         "stream": split("sglang").model_copy(update={"stream": 2}),
         "continuous": split("sglang").model_copy(update={"staleness": 3, "continuous": True}),
+        "replicas": split("sglang", gen=2).model_copy(update={"staleness": 3, "continuous": True}),
         "vllm": split("vllm"),
         "vllm_colocated": colocated("vllm"),
         "embedded": colocated("torch"),

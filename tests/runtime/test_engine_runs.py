@@ -289,13 +289,16 @@ def test_grpo_runs_with_sglang(words: tuple[str, ...], tmp_path: Path) -> None:
 @real
 @pytest.mark.slow
 @pytest.mark.sglang
-def test_rows_in_the_engine_live_through_updates(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "placement", ["continuous", pytest.param("replicas", marks=pytest.mark.extra)]
+)
+def test_rows_in_the_engine_live_through_updates(tmp_path: Path, placement: str) -> None:
     """It never drains: log-probs are the trainer's where no update came, and no token is too old.
 
     A run that goes on has what was in flight.
     """
     folder = tmp_path / "run"
-    words = ("--placement", "continuous", "--threads", 1, "--iterations")
+    words = ("--placement", placement, "--threads", 1, "--iterations")
     for first, count in (("--run-dir", 3), ("--resume", 6)):
         asked = (*words, count, first, folder)
         done = ended(process("run", FILE, *asked, cwd=tmp_path, **{MARK: str(tmp_path)}), 250)

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 # made with few rows. The mean forgets in so many iterations. Fewer rows than this part of the room
 # decode better beside those that begin in the next iteration.
 SHARE, OVER, FEW = 0.75, 8, 1 / 8
+# What replicas tell each other in the place of a row: one has been asked to stop.
+STOP = -1
 
 
 @dataclass(frozen=True, slots=True)

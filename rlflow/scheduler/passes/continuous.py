@@ -101,7 +101,6 @@ def _findings(plan: Plan, node: Node, context: Context) -> Iterator[Finding]:
     # Ranks of an engine in a process of its own have its rows in one place, and count no turns.
     axes = {} if where is None else {"fsdp": where.fsdp, "tp": where.tp, "ep": where.ep}
     cut = [f"{axis}={size}" for axis, size in axes.items() if size and size > 1]
-    many = options is not None and _replicas(plan, node, context) > 1
     reasons = (
         (node.op.chooses, "it drops groups that are late"),
         (
@@ -117,7 +116,6 @@ def _findings(plan: Plan, node: Node, context: Context) -> Iterator[Finding]:
         (bool(others), f"{', '.join(others)} read its prompts too"),
         (context.placement.pause_at is not None, "pause_at says where it takes newer weights"),
         (options is None and bool(cut), f"ranks share its weights, {' '.join(cut)}"),
-        (many, f"{options.title if options else ''} has {_replicas(plan, node, context)} replicas"),
         (not known, f"its engine is {'' if options is None else options.title}"),
     )
     for wrong, got in reasons:
@@ -128,7 +126,7 @@ def _findings(plan: Plan, node: Node, context: Context) -> Iterator[Finding]:
                 where=node.where,
                 got=got,
                 expected="a rollout of prompts that it alone reads, by engines in the workers of "
-                "devices that each have all of the model, or by one of SGLang",
+                "devices that each have all of the model, or by those of SGLang",
                 fix="no continuous, or stream, which hands rows on as they end",
             )
 

@@ -16,7 +16,7 @@ import torch
 
 from rlflow.batch import flat, lengths, ragged_rows
 from rlflow.contract.values import Generation
-from rlflow.engines.process.client.rows import Rows
+from rlflow.engines.process.client.rows.answers import Rows
 from rlflow.engines.process.server.rlflow_engine_process.sglang_rows import Generating
 from rlflow.engines.process.sglang.arguments import sglang_arguments
 from rlflow.engines.process.sglang.experts import with_experts

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlflow.batch import flat, lengths
 from rlflow.engines.process.client.link import LostError
-from rlflow.engines.process.client.rows import Rows, WrongAnswerError
+from rlflow.engines.process.client.rows.answers import Rows, WrongAnswerError
 from rlflow.graph.rules.completion_order import ended_rows
 
 pytestmark = pytest.mark.torch

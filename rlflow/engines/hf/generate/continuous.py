@@ -24,10 +24,7 @@ from rlflow.engines.hf.generate.entered import LiveRows
 from rlflow.engines.hf.generate.rng import uniforms
 from rlflow.engines.hf.generate.sampling import draw_tokens, require_finite
 from rlflow.engines.hf.models import TorchModel
-from rlflow.graph.rules.in_flight import Dealing
-
-# What replicas tell each other in the place of a row: one has been asked to stop.
-STOP = -1
+from rlflow.graph.rules.in_flight import STOP, Dealing
 
 
 class ContinuousDecoding:

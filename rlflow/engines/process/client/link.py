@@ -32,6 +32,7 @@ class PendingRequest:
         self.number = number
         self.answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._link = link
+        self._began = time.monotonic()
 
     def next(self) -> dict[str, Any]:
         """The next message about this request.
@@ -55,6 +56,14 @@ class PendingRequest:
                 raise RefusedError(message["error"])
             advance(1, "messages of the engine")
             return message
+
+    def poll(self) -> dict[str, Any] | None:
+        """The next message if it is there; raises what `next` raises."""
+        if not self.answers.empty():
+            return self.next()
+        if time.monotonic() - max(self._began, self._link.moved) > self._link.patience:
+            self._link.lose(f"nothing moved for {self._link.patience:g} seconds")
+        return None
 
     def result(self) -> Any:
         """The answer to a request that has a single one."""

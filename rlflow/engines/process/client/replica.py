@@ -87,6 +87,13 @@ class Replica:
                 raise self._failed
             return found
 
+    def runs(self) -> bool:
+        """Whether `link()` would not wait; raises what that would raise."""
+        with self._change:
+            if self._running() is None and self._failed is not None:
+                raise self._failed
+            return self._running() is not None
+
     def present(self) -> Link | None:
         """The engine, None where there is none and none is being started."""
         with self._change:

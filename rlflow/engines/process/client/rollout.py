@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.batch import lengths
+from rlflow.batch import lengths, select_field
 from rlflow.contract.pictures import Pictures
 from rlflow.contract.values import (
     Advanced,
@@ -33,7 +33,8 @@ from rlflow.contract.values import (
 from rlflow.engines.hf.generate.speculative import require_drafter
 from rlflow.engines.process.client.link import LostError, PendingRequest, RefusedError
 from rlflow.engines.process.client.model import EngineModel
-from rlflow.engines.process.client.rows import CompleteGroups, Rows, WrongAnswerError
+from rlflow.engines.process.client.rows.answers import Rows, WrongAnswerError
+from rlflow.engines.process.client.rows.in_rounds import Engine, InRounds
 from rlflow.engines.process.sglang.experts import with_experts
 from rlflow.engines.process.sglang.pictures import sent_pictures
 from rlflow.errors import Finding, RunError
@@ -108,50 +109,44 @@ class SGLangRollout:
         return made
 
     def advance(self, rows: InFlight, sampling: Sampling, key: SampleKey) -> Advanced:
-        """Go on with rows in flight: the engine has them all, and lets begin what it has room for.
+        """Go on with rows in flight: all of them, or of several replicas those that are dealt here.
 
-        Once enough groups are complete the others are ended, and come back with what they have. A
-        group that has got no token has not begun. Raises what `generate` raises.
+        Once enough groups are complete the others are ended, and come back with what they have.
+        Raises what `generate` raises.
         """
         self._abort.clear()
         self.model.require_ready()
-        count, groups, made = len(rows.ids), rows.groups.tolist(), rows.made.tolist()
-        if count:
+        if len(rows.ids):
             self._require_room(lengths(rows.seen) - rows.made, sampling, EVERYTHING)
-            self._stats["prompt_tokens"] += float(lengths(rows.seen).sum())
-        left = [sampling.max_new_tokens - have for have in made]
+        left = [sampling.max_new_tokens - have for have in rows.made.tolist()]
         single = replace(sampling, n=1)
         more: list[dict[str, int]] = []
         for draw, sample, most in zip(rows.draws.tolist(), rows.ids.tolist(), left, strict=True):
             own = replace(key, iteration=draw)
             seed = {"sampling_seed": seed_of(own, sample)} if self.seeded else {}
             more.append({"max_new_tokens": most, **seed})
-        asked = self._rows(rows.seen, single, more, EVERYTHING, stream=True)
-        ended = CompleteGroups(groups)
-        with self._answering():
-            while asked.growing and not rows.met(ended.all, ended.complete):
-                asked.advance()
-                ended.note(row for row in asked.tokens if asked.is_over(row, left[row]))
-            if asked.growing:
-                self.abort()
-                asked.run()
-        self._require_version(asked)
-        over = [asked.is_over(row, left[row]) for row in range(count)]
-        ended.note(row for row in range(count) if over[row])
-        found = asked.result(None)
-        sizes = lengths(found.response_tokens)
-        self._stats["new_tokens"] += float(sizes.sum())
-        self._stats["decode_passes"] += float(sizes.max()) if count else 0.0
-        self._stats["cached_prompt_tokens"] += asked.cached
-        grown = {group for group, size in zip(groups, sizes.tolist(), strict=True) if size}
-        return Advanced(
-            response_tokens=found.response_tokens,
-            log_probs=found.log_probs,
-            finished=found.finished,
-            over=torch.tensor(over, dtype=torch.bool),
-            begun=rows.begun | grown,
-            ended=tuple(ended.complete),
+
+        def begin(some: Sequence[int]) -> Rows:
+            seen = select_field(rows.seen, torch.tensor(some, dtype=torch.int64))
+            self._stats["prompt_tokens"] += float(lengths(seen).sum())
+            return self._rows(seen, single, [more[row] for row in some], EVERYTHING, stream=True)
+
+        engine = Engine(
+            begin=begin,
+            runs=self.model.replica.runs,
+            stopped=self._abort.is_set,
+            abort=self.abort,
         )
+        flight = InRounds(rows, left, engine)
+        with self._answering():
+            made = flight.run()
+        for _, asked in flight.asked:
+            self._require_version(asked)
+            self._stats["cached_prompt_tokens"] += asked.cached
+        sizes = lengths(made.response_tokens)
+        self._stats["new_tokens"] += float(sizes.sum())
+        self._stats["decode_passes"] += float(sizes.max()) if len(sizes) else 0.0
+        return made
 
     def _begun(
         self,

@@ -114,12 +114,30 @@ class Rows:
     def advance(self) -> None:
         """Take one message, and ask another engine for what is left of one that is lost."""
         try:
-            if self._call is None:
-                self._call = self._ask(sorted(self._grown))
-            message = self._call.next()
+            message = self._asked().next()
         except LostError as error:
             self._lost(str(error))
-            return
+        else:
+            self._note(message)
+
+    def look(self) -> bool:
+        """The same if one is there; whether one was."""
+        try:
+            message = self._asked().poll()
+        except LostError as error:
+            self._lost(str(error))
+            return True
+        if message is not None:
+            self._note(message)
+        return message is not None
+
+    def _asked(self) -> PendingRequest:
+        """What is asked for all rows that have not come back."""
+        if self._call is None:
+            self._call = self._ask(sorted(self._grown))
+        return self._call
+
+    def _note(self, message: Mapping[str, Any]) -> None:
         if "counts" in message:
             for row, count in message["counts"].items():
                 if row in self._grown:
@@ -159,13 +177,7 @@ class Rows:
     def result(self, rows: Tensor | None) -> Generation:
         """All rows, or those of int64 `rows`, as ragged fields on the CPU."""
         chosen = list(range(self.count)) if rows is None else rows.tolist()
-        sizes = torch.tensor([len(self.tokens[row]) for row in chosen], dtype=torch.int64)
-        return Generation(
-            response_tokens=ragged(_concatenated([self.tokens[row] for row in chosen], "q"), sizes),
-            log_probs=ragged(_concatenated([self.log_probs[row] for row in chosen], "f"), sizes),
-            finished=torch.tensor([self.finished[row] for row in chosen], dtype=torch.bool),
-            rows=rows,
-        )
+        return as_generation(self.tokens, self.log_probs, self.finished, chosen, rows)
 
 
 def wrong_row(
@@ -210,6 +222,26 @@ class CompleteGroups:
             self._left[group] -= 1
             if not self._left[group]:
                 self.complete.append(group)
+
+
+def as_generation(
+    tokens: Mapping[int, array[int]],
+    log_probs: Mapping[int, array[float]],
+    finished: Mapping[int, bool],
+    chosen: Sequence[int],
+    rows: Tensor | None = None,
+) -> Generation:
+    """Some of the rows by number, one after the other; one that is not there has no tokens."""
+    none: tuple[array[int], array[float]] = array("q"), array("f")
+    sizes = torch.tensor([len(tokens.get(row, none[0])) for row in chosen], dtype=torch.int64)
+    ids = _concatenated([tokens.get(row, none[0]) for row in chosen], "q")
+    scores = _concatenated([log_probs.get(row, none[1]) for row in chosen], "f")
+    return Generation(
+        response_tokens=ragged(ids, sizes),
+        log_probs=ragged(scores, sizes),
+        finished=torch.tensor([finished.get(row, False) for row in chosen], dtype=torch.bool),
+        rows=rows,
+    )
 
 
 def _concatenated(parts: list[array[Any]], code: str) -> Tensor:
