@@ -138,7 +138,7 @@ def slot_bytes(buckets: Sequence[WeightBucket]) -> tuple[int, ...]:
     return tuple(max((b.bytes for b in buckets if b.slot == s), default=0) for s in range(SLOTS))
 
 
-def waiting_bytes(buckets: Sequence[WeightBucket], rank: int) -> int:
+def turn_bytes(buckets: Sequence[WeightBucket], rank: int) -> int:
     """Bytes that a rank keeps a bucket in until its turn, of a round of several."""
     rounds = Counter(bucket.round for bucket in buckets)
     own = (b for b in buckets if b.source == rank and rounds[b.round] > 1)

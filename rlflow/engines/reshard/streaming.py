@@ -31,7 +31,7 @@ from rlflow.engines.reshard.bucket_layout import (
     scale_name,
     scratch_bytes,
     slot_bytes,
-    waiting_bytes,
+    turn_bytes,
     weight_buckets,
 )
 from rlflow.engines.reshard.ends import (
@@ -140,7 +140,7 @@ class BucketStream:
         at_once = len({ranks[number].host for number in holders}) > 1
         limit = limit // 2 if at_once else limit
         self.buckets = weight_buckets(self.table, limit, holders, at_once=at_once)
-        self.lengths = (*slot_bytes(self.buckets), waiting_bytes(self.buckets, self.rank))
+        self.lengths = (*slot_bytes(self.buckets), turn_bytes(self.buckets, self.rank))
         self.scratch = scratch_bytes([b for b in self.buckets if b.source == self.rank])
         self.moves = self._moves(ranks)
         self.check_hashes = check
