@@ -83,6 +83,7 @@ HYBRID_MIXED = replace(HYBRID, experts="apart", dispatched=True)
 PARTED, PARTED_MIXED = (replace(each, parted=True) for each in (HYBRID, HYBRID_MIXED))
 STATE = Family(attention="state", cut=False, layers="linear_attention", counted=False)
 SEEING = replace(WHOLE, staged=False, counted=False)
+CUT_SEEING = replace(SEEING, cut=True)
 OWN = Family(attention="own", cut=False, counted=False)
 ENCODER = Family(attention="encoder", cut=False, counted=False)
 NONE = Family(attention="none", cut=False, counted=False)
@@ -127,14 +128,14 @@ FAMILIES: dict[str, Family] = {
     **_each("ctrl", replace(OLDER, alone="layers")),
     **_each("gemma4 gemma4_unified phi4_multimodal fuyu",
             replace(WHOLE, alone="buffers", tied=True, counted=False)),
-    **_each("gemma3", replace(WHOLE, alone="buffers", tied=True, counted=False, sees="soft")),
     # Models that see.
-    **_each("qwen2_5_vl qwen3_vl", replace(SEEING, sees="grid")),
-    **_each("mistral3", replace(SEEING, sees="rows")),
-    **_each("internvl", replace(SEEING, sees="tiles")),
+    **_each("qwen2_5_vl", replace(CUT_SEEING, sees="grid", biases="qkv")),
+    **_each("qwen3_vl", replace(CUT_SEEING, sees="grid", head_norms="each")),
+    **_each("mistral3", replace(CUT_SEEING, sees="rows")),
+    **_each("internvl", replace(CUT_SEEING, sees="tiles")),
+    **_each("gemma3", replace(CUT_SEEING, sees="soft", tied=True, norms=4, head_norms="each")),
     # Models that see, on text alone.
-    **_each("qwen2_vl", SEEING),
-    **_each("llava", replace(SEEING, alone="buffers")),
+    **_each("qwen2_vl", SEEING), **_each("llava", replace(SEEING, alone="buffers")),
     # Mixtures of experts.
     **_each("mixtral", replace(MIXED, cut=True)),
     **_each("qwen2_moe", replace(MIXED, cut=True, biases="qkv")),
@@ -203,9 +204,12 @@ SEEN_BY = tuple(sorted(name for name, family in FAMILIES.items() if family.sees)
 def family_of(config: Mapping[str, Any]) -> Family:
     """What the model of a config has, by its family or by what the config says."""
     text, outer = text_config(config), FAMILIES.get(str(config.get("model_type")))
-    known = outer or FAMILIES.get(str(text.get("model_type")))
+    inner = FAMILIES.get(str(text.get("model_type")))
     if text is not config and outer is None:
         return NONE
+    if outer is not None and outer.sees and inner is not None:
+        outer = _seeing(outer, inner)
+    known = outer or inner
     others = sorted(set(text.get("layer_types") or ()) - PACKED_LAYERS)
     experts = experts_in(text)
     if known is not None and known.attention == "hybrid" and CARRYING_LAYERS.issuperset(others):
@@ -225,6 +229,13 @@ def family_of(config: Mapping[str, Any]) -> Family:
         # A public model that is known by its widths alone names no family.
         staged=not config.get("model_type") and not experts,
     )
+
+
+def _seeing(outer: Family, text: Family) -> Family:
+    """A family that sees, with the language model of another one."""
+    alike = {name: getattr(text, name) for name in ("biases", "norms", "shifts", "head_norms")}
+    cut = outer.cut and text.cut and text.experts == "none"
+    return replace(outer, cut=cut, staged=outer.staged and text.staged, **alike)
 
 
 def experts_in(config: Mapping[str, Any]) -> int:
@@ -345,17 +356,6 @@ def _alone_finding(path: str, family: Family) -> Finding:
         code="E515",
         what=f"model {path!r} has no list of decoder layers, to be shared out one by one",
         fix="rf.on(..., fsdp=1, tp=1)",
-    )
-
-
-def stacked_finding(path: str) -> Finding:
-    """E527: weights of a model that are no matrices, which Muon makes updates of."""
-    return Finding(
-        code="E527",
-        what=f"Muon cannot train the experts of model {path!r}",
-        got="weights of three dimensions, a stack of many experts' matrices",
-        expected="matrices in layers, each made orthogonal by itself",
-        fix="optimizer=rf.AdamW(lr=...)",
     )
 
 

@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+from rlflow.errors import Finding
 from rlflow.modelfiles.headers import tensor_shapes
-from rlflow.modelfiles.pictures.towers import model_part
+from rlflow.modelfiles.pictures.towers import PARTS, model_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic a x + b x^3 + c x^5 (Jordan et al. 2024): steepest at 0, about 1 at the end."""
@@ -27,14 +28,14 @@ def is_layer_matrix(name: str, shape: Sequence[int]) -> bool:
 
 
 def stored_matrices(
-    directory: Path, frozen: Collection[str] = ()
+    directory: Path, frozen: Collection[str] = (), parts: Collection[str] = PARTS
 ) -> tuple[tuple[int, int, int], ...]:
     """Rows, columns and count of the matrices of layers in a directory's safetensors files.
 
-    Those of `frozen` parts are left out.
+    Those of some `parts` of a model, `frozen` ones left out.
     """
-    shapes = tensor_shapes(directory).items()
-    kept = ((name, s) for name, s in shapes if model_part(name) not in frozen)
+    shapes, wanted = tensor_shapes(directory).items(), set(parts).difference(frozen)
+    kept = ((name, s) for name, s in shapes if model_part(name) in wanted)
     found = Counter((s[0], s[1]) for name, s in kept if is_layer_matrix(name, s))
     return tuple((rows, columns, count) for (rows, columns), count in found.items())
 
@@ -53,4 +54,15 @@ def orthogonal_bytes(matrices: Iterable[tuple[int, int]], size: int, *, gathered
     """
     return size * max(
         ((3 if gathered else 2) * r * c + min(r, c) ** 2 for r, c in matrices), default=0
+    )
+
+
+def stacked_finding(path: str) -> Finding:
+    """E527: weights of a model that are no matrices, which Muon makes updates of."""
+    return Finding(
+        code="E527",
+        what=f"Muon cannot train the experts of model {path!r}",
+        got="weights of three dimensions, a stack of many experts' matrices",
+        expected="matrices in layers, each made orthogonal by itself",
+        fix="optimizer=rf.AdamW(lr=...)",
     )

@@ -165,9 +165,9 @@ def with_pictures(rank, path, shape, options):
     """`check_equal` on rows of which most have pictures, in single precision."""
     from tests.engines.test_pictures import sampled
 
-    return check_equal(
-        rank, path, shape, limit=2e-5, batch=sampled(path), dtype=torch.float32, **options
-    )
+    # Above the rounding of gradients: AdamW makes whole steps of what is below its eps.
+    how = {"limit": 5e-5, "dtype": torch.float32, "spec": Spec(eps=1e-6)}
+    return check_equal(rank, path, shape, batch=sampled(path), **how, **options)
 
 
 def check_equal(rank, path, shape, limit=1e-10, uneven=False, batch=None, **options):

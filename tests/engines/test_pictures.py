@@ -253,15 +253,24 @@ def test_a_part_that_is_not_there_is_not_frozen():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "mistral3", "internvl"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("uneven", "freeze"), [(False, ()), (True, ()), (True, ("vision",))], ids=str
+    ("shape", "how"),
+    [
+        ((1, 2, 1), {}),
+        # A rank has no row, and so a blank picture.
+        ((1, 2, 1), {"uneven": True}),
+        ((1, 2, 1), {"uneven": True, "freeze": ("vision",)}),
+        ((1, 1, 2), {"freeze": ("vision",)}),
+        ((1, 1, 2), {"sequence": True}),
+    ],
+    ids=str,
 )
-def test_two_ranks_compute_what_one_does(kind, uneven, freeze, world, tmp_path):
-    """With shards of the tower; where `uneven` a rank has no row, and so a blank picture."""
+def test_two_ranks_compute_what_one_does(kind, shape, how, world, tmp_path):
+    """With shards of the tower along `fsdp`, and all of it on each rank along `tp`."""
     path = write_seeing(tmp_path, kind)
-    options = {"uneven": uneven, "micro_tokens": 40, "freeze": freeze}
-    assert all(world(2).run(checks.with_pictures, path, (1, 2, 1), options))
+    options = {"micro_tokens": 40, **how}
+    assert all(world(2).run(checks.with_pictures, path, shape, options))
 
 
 def test_adapters_are_on_the_language_model_alone(tmp_path):

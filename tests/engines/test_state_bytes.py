@@ -123,11 +123,12 @@ def test_frozen_parts_take_their_weights_alone(dtype: Any, freeze: Any, optimize
 
 
 @pytest.mark.rows(3)
-def test_a_rank_holds_frozen_parts_as_planned(world: Any) -> None:
-    """Those in 16 bits beside what is trained in 32."""
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 2)], ids=["fsdp", "tp"])
+def test_a_rank_holds_frozen_parts_as_planned(shape: Any, world: Any) -> None:
+    """Those in 16 bits beside what is trained in 32; along `tp` every rank has all of a tower."""
     low = torch.bfloat16
-    found = world(2).run(states.bytes_held, SEEING, (1, 2, 1), low, None, ("vision",))
-    expected = planned(low, (1, 2, 1), path=SEEING, freeze="vision")
+    found = world(2).run(states.bytes_held, SEEING, shape, low, None, ("vision",))
+    expected = planned(low, shape, path=SEEING, freeze="vision")
     assert (expected.weights, expected.state) == found[0]
 
 

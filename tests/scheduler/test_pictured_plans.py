@@ -208,7 +208,9 @@ def test_pictures_of_data_that_is_not_loaded_are_assumed() -> None:
     assert with_picture_tokens(NOT_LOADED, rf.data.arithmetic(), sight) == NOT_LOADED
 
 
-def test_the_verifier_knows_how_much_of_a_model_is_trained() -> None:
+@pytest.mark.parametrize("layout", [{"fsdp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_verifier_knows_how_much_of_a_model_is_trained(layout: Any, dtype: Any) -> None:
     """A reshard that moves frozen parts too is told of.
 
     Weights in bfloat16 lie beside trained ones in float32 where ranks share them.
@@ -217,13 +219,13 @@ def test_the_verifier_knows_how_much_of_a_model_is_trained() -> None:
     @rf.pipeline()
     def written(cfg: rf.Config) -> None:
         adam = rf.AdamW(lr=1e-3)
-        actor = rf.Model("actor", str(SHAPES), optimizer=adam, freeze="vision", dtype="bfloat16")
+        actor = rf.Model("actor", str(SHAPES), optimizer=adam, freeze="vision", dtype=dtype)
         prompts = ops.prompts(rf.data.shapes("colour"), batch=4)
         samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
         adv = ops.advantage("grpo", samples, ops.reward(lambda response: 1.0, samples))
         ops.update(actor, samples, adv, loss=rf.PolicyLoss("ppo_clip"))
 
-    assign = {"*": rf.on("all", fsdp=2), "actor.rollout": rf.on("gen")}
+    assign = {"*": rf.on("all", **layout), "actor.rollout": rf.on("gen")}
     placement = rf.Placement(pools={"all": 2, "gen": 1}, assign=assign)
     plan = compile_plan(
         written.trace(written.config()), placement, cpu_cluster(3, threads=1, memory=1e9)

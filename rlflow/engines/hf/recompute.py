@@ -51,6 +51,14 @@ def decoder_layers(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def body_name(module: nn.Module) -> str:
+    """The name of what embeds tokens, has the decoder layers and norms, beside a tower if any."""
+    inner: Any = getattr(module, "body", module)
+    body = getattr(inner.base_model, "language_model", inner.base_model)
+    name: str = next(known for known, part in module.named_modules() if part is body)
+    return name
+
+
 def recompute_layers(module: nn.Module, recompute: Recompute = True) -> None:
     """Make decoder layers keep only their inputs for the backward pass: all, or the first so many.
 

@@ -19,6 +19,7 @@ PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector")
 Part = Literal["language", "vision", "projector"]
 # Parts that training may leave as they are.
 FREEZABLE: tuple[Part, ...] = ("vision", "projector")
+PARTS: tuple[Part, ...] = ("language", *FREEZABLE)
 
 
 def is_tower(name: str) -> bool:

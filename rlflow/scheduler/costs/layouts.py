@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, get_args
 
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.plan.plan import Instance
 
-Cut = Literal["columns", "rows", "whole", "experts", "first", "last", "ends"]
+Cut = Literal["columns", "rows", "whole", "experts", "tower", "first", "last", "ends"]
 # The first part of a side, and the one after the last.
 Interval = tuple[int, int]
 # Runs of layers, and of what `fsdp` cuts and of the other side of a parameter.
@@ -23,9 +23,11 @@ Box = tuple[tuple[Interval, ...], Interval, Interval]
 # Into how many parts these three are cut.
 Grid = tuple[int, int, int]
 
-CUTS: tuple[Cut, ...] = ("columns", "rows", "whole", "experts", "first", "last", "ends")
-# Beside layers: an embedding, a head, and what is both.
-BESIDE: tuple[Cut, ...] = ("first", "last", "ends")
+CUTS: tuple[Cut, ...] = get_args(Cut)
+# Beside layers: what sees pictures, an embedding, a head, and what is both.
+BESIDE: tuple[Cut, ...] = ("tower", "first", "last", "ends")
+# Of which every rank along tp has all.
+UNCUT: tuple[Cut, ...] = ("whole", "tower")
 
 
 def shares(shape: Shape, *, predicts: bool = True) -> dict[Cut, int]:
@@ -34,10 +36,11 @@ def shares(shape: Shape, *, predicts: bool = True) -> dict[Cut, int]:
     The projections out of attention and out of the feed-forward layer are cut by their
     inputs, the rest by outputs, embedding and head by vocabulary. Norms are held whole. A dense
     layer, or a shared expert, of a mixture counts as cut by outputs. The `first` of a pipeline's
-    stages has the embedding and the `last` the head; what is both is at both `ends`.
+    stages has the embedding and the `last` the head; what is both is at both `ends`. What sees is
+    a `tower`, which is at the first stage.
     """
     experts = shape.in_experts
-    body = max(shape.parameters - shape.embedding - experts, 0)
+    body = max(shape.parameters - shape.embedding - experts - shape.tower, 0)
     inside = shape.heads * shape.head_dim + (0 if experts else shape.ffn)
     by_inputs = min(shape.layers * shape.hidden * inside, body)
     norms = min(shape.norms, body - by_inputs)
@@ -45,15 +48,17 @@ def shares(shape: Shape, *, predicts: bool = True) -> dict[Cut, int]:
     words = min(shape.vocab * shape.hidden, shape.embedding)
     found["ends" if predicts and words == shape.embedding else "first"] = words
     found["last"] = shape.embedding - words
-    columns = shape.parameters - experts - by_inputs - norms - shape.embedding
-    return found | {"columns": columns, "rows": by_inputs, "whole": norms, "experts": experts}
+    columns = shape.parameters - experts - by_inputs - norms - shape.embedding - shape.tower
+    found |= {"columns": columns, "rows": by_inputs, "whole": norms, "experts": experts}
+    return found | {"tower": shape.tower}
 
 
 def depth(instance: Instance, stage: int, how: Cut, layers: int) -> tuple[Interval, ...]:
     """Which of so many `layers` a place along pp has; all or none of what is beside them."""
     last = instance.pp - 1
     if how in BESIDE:
-        there = (how != "last" and stage == 0) or (how != "first" and stage == last)
+        ends = (how in ("last", "ends")) and stage == last
+        there = ends or (how != "last" and stage == 0)
         return ((0, layers),) if there else ()
     if instance.pp == 1:
         return ((0, layers),)
@@ -71,11 +76,12 @@ def parameters_per_rank(
 
 
 def _of_stage(instance: Instance, stage: int, sizes: Mapping[Cut, int]) -> int:
-    """Parameters on each rank of a stage."""
+    """Parameters on each rank of a stage; an engine's ranks cut a tower as they cut layers."""
     layers, cut, whole = instance.runs[-1][-1].stop, 0, 0
     for how, size in sizes.items():
         held = size * _length(depth(instance, stage, how, layers)) // layers
-        cut, whole = (cut, whole + held) if how == "whole" else (cut + held, whole)
+        all_of = how in UNCUT and not (how == "tower" and instance.engine_plan.in_process)
+        cut, whole = (cut, whole + held) if all_of else (cut + held, whole)
     return -(-(cut // instance.tp + whole) // instance.shards)
 
 
@@ -114,7 +120,7 @@ def piece(instance: Instance, rank: int, how: Cut, grid: Grid) -> Box:
         return ((0, layers * owns),), (0, outputs * owns), (0, inputs * owns)
     layer, shard = rank % instance.tp, rank // instance.tp % instance.shards
     deep = depth(instance, rank // instance.stage_ranks % instance.pp, how, layers)
-    if how == "whole":
+    if how in UNCUT:
         return deep, _part((0, outputs), shard, instance.shards), (0, inputs)
     if how == "experts":
         mine = _part(_part((0, outputs), layer, instance.tp), shard % instance.ep, instance.ep)

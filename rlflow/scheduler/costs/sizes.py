@@ -66,10 +66,14 @@ class Sizes:
     def staged(self, instance: Instance) -> Instance:
         """An instance with the number of layers that each of its stages has, where it has several.
 
-        As many each, or one more, where the shape of its model is not known.
+        As many each, or one more, where the shape of its model is not known. And with the sizes of
+        a tower, where ranks share layers.
         """
         shape = self.shapes[instance.model]
         count = instance.pp * instance.virtual
+        if shape is not None and shape.tower and not instance.engine_plan.in_process:
+            sizes = (shape.tower - shape.projector, shape.projector)
+            instance = replace(instance, seeing=sizes if instance.tp > 1 or count > 1 else ())
         if count == 1 or shape is None or shape.layers < count:
             return instance
         predicts = self.graph.model(instance.model).head != "value"
@@ -170,7 +174,9 @@ class Sizes:
         muon = isinstance(self.graph.model(instance.model).optimizer, Muon)
         if shape is None or not muon or not instance.trained:
             return 0
-        return parameters_per_rank(instance, {"columns": shape.in_matrices}, self.stage)
+        seen = shape.in_seen_matrices
+        sizes: dict[Cut, int] = {"columns": shape.in_matrices - seen, "tower": seen}
+        return parameters_per_rank(instance, sizes, self.stage)
 
     def coded(self, instance: Instance) -> tuple[int, int]:
         """Numbers on each device whose moments are in 8 bits, and scales of one of the moments."""
@@ -178,11 +184,14 @@ class Sizes:
         if shape is None or not isinstance(optimizer, AdamW) or optimizer.moments != "int8":
             return 0, 0
         numbers, scales = coded_numbers(shape, instance.tp)
-        count = parameters_per_rank(instance, {"columns": numbers}, self.stage)
+        seen = coded_numbers(shape, instance.tp, tower=True)
+        sizes: dict[Cut, int] = {"columns": numbers, "tower": seen[0]}
+        count = parameters_per_rank(instance, sizes, self.stage)
         # The first rank has most of a vocabulary, which is coded with the rest.
         held = parameters_per_rank(instance, self._shares(instance, shape), self.stage)
         count += self._held_parameters(instance, shape) - held
-        return count, parameters_per_rank(instance, {"columns": scales}, self.stage)
+        sizes = {"columns": scales, "tower": seen[1]}
+        return count, parameters_per_rank(instance, sizes, self.stage)
 
     def _spared(self, instance: Instance) -> int:
         """Bytes of the moments that Muon does not keep, or AdamW keeps in 8 bits."""
@@ -217,16 +226,13 @@ class Sizes:
         return dtype_bytes(self.graph.model(instance.model))
 
     def _trained(self, instance: Instance) -> dict[Cut, int] | None:
-        """Parameters that an update changes, by how `tp` cuts them; adapters are taken as whole.
-
-        Towers count among those that are cut by outputs.
-        """
+        """Parameters that an update changes, by how `tp` cuts them; adapters are taken as whole."""
         shape, model = self.shapes[instance.model], self.graph.model(instance.model)
         if shape is None:
             return None
         if model.lora is None:
             found = self._shares(instance, shape)
-            return found | {"columns": found["columns"] - shape.frozen}
+            return found | {"tower": found["tower"] - shape.frozen}
         adapters = trained_parameters(model, shape)
         return None if adapters is None else {**dict.fromkeys(CUTS, 0), "whole": adapters}
 
@@ -240,8 +246,10 @@ class Sizes:
     def _trained_per_rank(self, instance: Instance) -> int | None:
         shape, model = self.shapes[instance.model], self.graph.model(instance.model)
         if shape is not None and model.lora is None:
-            frozen = parameters_per_rank(instance, {"columns": shape.frozen})
-            return self._held_parameters(instance, shape) - frozen
+            trained = replace(
+                shape, parameters=shape.parameters - shape.frozen, tower=shape.tower - shape.frozen
+            )
+            return self._held_parameters(instance, trained)
         sizes = self._trained(instance)
         return None if sizes is None else parameters_per_rank(instance, sizes, self.stage)
 

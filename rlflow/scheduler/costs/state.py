@@ -87,20 +87,24 @@ def muon_step_bytes(
     return max(beside, made + slots * largest * kept)
 
 
-def coded_numbers(shape: Shape, tp: int) -> tuple[int, int]:
+def coded_numbers(shape: Shape, tp: int, *, tower: bool = False) -> tuple[int, int]:
     """Numbers of a model whose moments are in 8 bits, and scales of one moment of them.
 
-    Matrices back to the hidden width are those whose rows `tp` cuts. Of experts the matrices are
-    not known: all that is no norm counts, in whole blocks.
+    Of its `tower` alone, which no rank cuts, or of the rest. Matrices back to the hidden width are
+    those whose rows `tp` cuts. Of experts the matrices are not known: all that is no norm counts,
+    in whole blocks.
     """
     width = shape.hidden
-    known = [*shape.matrices, (shape.vocab, width, shape.embedding // max(shape.vocab * width, 1))]
+    seen = {(rows, columns): count for rows, columns, count in shape.seen_matrices}
+    words = (shape.vocab, width, shape.embedding // max(shape.vocab * width, 1))
     if not shape.matrices:
-        beyond = max(shape.parameters - shape.norms, 0)
+        beyond = 0 if tower else max(shape.parameters - shape.norms, 0)
         return beyond, -(-beyond // BLOCK)
     numbers, scales = 0, 0
-    for rows, columns, count in known:
-        back = rows == width and (rows, columns, count) != known[-1]
+    for known in shape.seen_matrices if tower else (*shape.matrices, words):
+        rows, columns, count = known
+        back = rows == width and known is not words and not tower
+        count -= 0 if tower or known is words else seen.get((rows, columns), 0)
         if block := block_of((rows, columns), tp if back else 1):
             numbers += rows * columns * count
             scales += rows * columns // block * count

@@ -25,7 +25,7 @@ from rlflow.modelfiles.layouts.carrying import NOTHING, Carrying
 from rlflow.modelfiles.layouts.contexts import WINDOWED, windowed
 from rlflow.modelfiles.orthogonal import stored_matrices
 from rlflow.modelfiles.pictures.sights import Sight, sight_of
-from rlflow.modelfiles.pictures.towers import parts_described, parts_that_see
+from rlflow.modelfiles.pictures.towers import FREEZABLE, parts_described, parts_that_see
 from rlflow.modelfiles.pictures.widths import TowerWidths, tower_widths
 from rlflow.modelfiles.widths import Widths, widths_of
 from rlflow.scheduler.models.known_shapes import PREFIX, known_model_type, known_widths
@@ -51,7 +51,8 @@ class Shape:
     before weights go to devices. Scores may have a `softcap`; there are `windows` where layers see
     a part of a row. So many parameters are a `tower` that sees pictures, by `sight`, and of these a
     `projector`; `eyes` are the widths of it. Training leaves `still` parts as they are; `matrices`
-    are then of the others alone. With `head_norms` queries and keys have norms of their own.
+    are then of the others alone, and `seen_matrices` those of them that are a tower's. With
+    `head_norms` queries and keys have norms of their own.
     """
 
     parameters: int
@@ -86,6 +87,7 @@ class Shape:
     windows: bool = False
     tower: int = 0
     projector: int = 0
+    seen_matrices: tuple[tuple[int, int, int], ...] = ()
     still: tuple[str, ...] = ()
     eyes: TowerWidths | None = None
     sight: Sight | None = None
@@ -121,6 +123,11 @@ class Shape:
     def in_matrices(self) -> int:
         """Parameters in the matrices of layers."""
         return sum(rows * columns * count for rows, columns, count in self.matrices)
+
+    @property
+    def in_seen_matrices(self) -> int:
+        """Parameters among them in those of a tower."""
+        return sum(rows * columns * count for rows, columns, count in self.seen_matrices)
 
     @property
     def seeing(self) -> dict[str, int]:
@@ -240,8 +247,7 @@ def read_shape(directory: Path) -> Shape:
     if family.sees:
         sight = sight_of(directory, config)
         found = replace(found, sight=sight, eyes=tower_widths(config, sight, seeing))
-    stored = stored_matrices(directory)
-    return replace(found, matrices=stored) if stored and not widths.experts else found
+    return _with_matrices(found, directory)
 
 
 def _computed_widths(config: Mapping[str, Any], directory: Path, family: Family) -> Widths:
@@ -325,8 +331,16 @@ def _with_frozen(shape: Shape, model: Model, directory: Path) -> Shape:
     """The shape with what a model says is frozen of it."""
     if not model.freeze:
         return shape
-    stored = stored_matrices(directory, model.freeze)
-    return replace(shape, still=model.freeze, matrices=stored or shape.matrices)
+    return _with_matrices(replace(shape, still=model.freeze), directory)
+
+
+def _with_matrices(shape: Shape, directory: Path) -> Shape:
+    """The shape with the matrices that files have of what is trained, where there are files."""
+    stored = stored_matrices(directory, shape.still)
+    if not stored or shape.experts:
+        return shape
+    seen = stored_matrices(directory, shape.still, FREEZABLE)
+    return replace(shape, matrices=stored, seen_matrices=seen)
 
 
 def _of_a_body(shape: Shape, *, counted: bool) -> Shape:

@@ -77,7 +77,8 @@ class Instance:
     share each layer, and therefore the rows, of which ranks along `cp` have a part of the tokens
     each, and attend `cp_by` heads or a ring. Those along pp see the same rows. Of `stages` of so
     many layers each has every pp-th one, `virtual` of them. Those along fsdp and cp share every
-    parameter; each `ep` neighbours hold different experts.
+    parameter; each `ep` neighbours hold different experts. So many parameters are `seeing`, of a
+    vision tower and of its projector: every rank along tp of the first stage has those of all.
     A rank sees at most `micro_tokens` tokens in a pass, or its part of one row.
     An update's backward computes layers again that `recompute` names, or the `recompute_first`.
     Layers gathered for an update's forward are `kept_whole` until its backward, or gathered again.
@@ -108,6 +109,7 @@ class Instance:
     pp: int = 1
     virtual: int = 1
     stages: tuple[int, ...] = ()
+    seeing: tuple[int, ...] = ()
     recompute: bool | Literal["selective"] = False
     recompute_first: int | None = None
     kept_whole: bool = False
@@ -287,7 +289,15 @@ class Instance:
     def as_json(self) -> dict[str, Any]:
         """As plain data; keys for what is rare, such as engines or `ep`, only where it is."""
         found = asdict(self)
-        rare = ("drafter", "draft_tokens", "inside", "kept_whole", "recompute_first", "stages")
+        rare = (
+            "drafter",
+            "draft_tokens",
+            "inside",
+            "kept_whole",
+            "recompute_first",
+            "stages",
+            "seeing",
+        )
         late = ("hosts_activations", "compiled", "sequence", "tf32", "reduces_last")
         for name in (*rare, *late):
             if not found[name]:

@@ -19,8 +19,7 @@ from rlflow.engines.hf.optim.groups import StateGroup
 from rlflow.engines.hf.optim.newton_schulz import orthogonal
 from rlflow.engines.hf.optim.rates import learning_rate
 from rlflow.errors import UsageError
-from rlflow.modelfiles.families import stacked_finding
-from rlflow.modelfiles.orthogonal import is_layer_matrix
+from rlflow.modelfiles.orthogonal import is_layer_matrix, stacked_finding
 
 MOMENTUM = "momentum"
 # Root mean square of AdamW's updates, as Liu et al. found it.

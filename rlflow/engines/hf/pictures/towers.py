@@ -36,7 +36,8 @@ def tower_modules(module: nn.Module) -> list[nn.Module]:
     return [part for name, part in module.named_modules() if is_tower(name)]
 
 
-def _places() -> Tensor:
+def picture_places() -> Tensor:
+    """The flat tokens that stand for pictures in the pass in progress."""
     state = current_state()
     assert isinstance(state, PackedAttention)
     found: Tensor = state.pictures.places
@@ -46,14 +47,21 @@ def _places() -> Tensor:
 def _placeholders(several: bool, input_ids: Tensor, inputs_embeds: Tensor, **features: Any) -> Any:
     """Which tokens pictures take the place of, bool `[1, tokens, 1]`; and of videos where asked."""
     mask = torch.zeros(inputs_embeds.shape[1], dtype=torch.bool, device=inputs_embeds.device)
-    mask[_places()] = True
+    mask[picture_places()] = True
     return (mask[None, :, None], None) if several else mask[None, :, None]
 
 
 def _added(hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor) -> Tensor:
     """Hidden states `[1, tokens, size]` with what a layer of the tower adds to a picture's."""
-    added = visual_embeds.to(hidden_states.device, hidden_states.dtype)
-    places = _places()
+    return added_at(hidden_states, picture_places(), visual_embeds)
+
+
+def added_at(hidden: Tensor, places: Tensor, made: Tensor) -> Tensor:
+    """Hidden states `[1, tokens, size]` with `made [places, size]` added at some places.
+
+    Without any, what was made of a blank picture has gradients of zero.
+    """
+    made = made.to(hidden.device, hidden.dtype)
     if not len(places):
-        return hidden_states + added.sum() * 0
-    return hidden_states.index_add(1, places, added[None])
+        return hidden + made.sum() * 0
+    return hidden.index_add(1, places, made[None])

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from rlflow.engines.hf.forward.attention import packed_tokens
 from rlflow.engines.hf.lora import is_adapter
+from rlflow.engines.hf.pictures.towers import added_at, picture_places
+from rlflow.engines.hf.recompute import body_name
 from rlflow.engines.hf.sharded.model import ShardedModel
 from rlflow.engines.hf.sharded.tensor_parallel import Split
 from rlflow.engines.hf.sharded.token_parts import FromEveryRank, IntoBlock, ToEveryRank
@@ -36,13 +38,19 @@ def share_sequence(model: ShardedModel, split: Split | None) -> None:
     model.seen_in_part = seen_in_part(model, split, blocks)
     for block in blocks.values():
         block.register_forward_pre_hook(partial(_enter, split), with_kwargs=True)
+    body = module.get_submodule(body_name(module))
+    body.register_forward_hook(partial(_end, split))
+    split.sequence = True
+    if model.sight is not None:
+        split.embeds_all = True
+        body.register_forward_pre_hook(partial(_begin_with_pictures, split), with_kwargs=True)
+        body._deepstack_process = partial(_deepened, split)
+        return
     inner = getattr(module, "body", module)
     if split.roles.get(inner.get_input_embeddings()) != "vocabulary":
         inner.get_input_embeddings().register_forward_hook(partial(_begin, split))
     if model.stage is not None and model.stage.blank is not None:
         model.stage.blank.register_forward_hook(partial(_begin, split))
-    inner.base_model.register_forward_hook(partial(_end, split))
-    split.sequence = True
 
 
 def blocks_of(module: nn.Module, split: Split) -> dict[str, nn.Module]:
@@ -62,7 +70,7 @@ def seen_in_part(
     """
     module = model.module
     inner: Any = getattr(module, "body", module)
-    prefix = next(known for known, part in module.named_modules() if part is inner.base_model)
+    prefix = body_name(module)
     embedding = inner.get_input_embeddings().weight
     found: list[str] = []
     wrong: list[str] = []
@@ -96,6 +104,29 @@ def _enter(
 def _begin(split: Split, _: nn.Module, __: tuple[Any, ...], whole: Tensor) -> Tensor | None:
     """Take this rank's tokens of what an embedding that is not cut makes of all."""
     return None if packed_tokens() is None else _apply(FromEveryRank, whole, split)
+
+
+def _begin_with_pictures(
+    split: Split, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Take this rank's tokens of those that were embedded, and of pictures among them."""
+    if packed_tokens() is None:
+        return None
+    own = _apply(FromEveryRank, kwargs["inputs_embeds"], split)
+    return args, kwargs | {"inputs_embeds": own}
+
+
+def _deepened(split: Split, hidden: Tensor, _: Tensor, made: Tensor) -> Tensor:
+    """A rank's hidden states `[1, part, size]`, with what a tower's layer adds to a picture's.
+
+    Every rank has `made` that of all pictures, and gradients of its own tokens alone.
+    """
+    places = picture_places()
+    if packed_tokens() is None:
+        return added_at(hidden, places, made)
+    start = split.rank * hidden.shape[1]
+    own = (places >= start) & (places < start + hidden.shape[1])
+    return added_at(hidden, places[own] - start, split.copied(made)[own])
 
 
 def _end(split: Split, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:

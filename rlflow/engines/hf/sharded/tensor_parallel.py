@@ -24,6 +24,7 @@ from rlflow.contract.engines import ModelConfig
 from rlflow.engines.hf.forward.attention import packed_tokens
 from rlflow.engines.hf.forward.kernels import linear, low_rank
 from rlflow.engines.hf.lora import AdaptedLinear
+from rlflow.engines.hf.recompute import body_name
 from rlflow.engines.hf.routing.experts import own_experts
 from rlflow.engines.hf.sharded.mesh import chunk
 from rlflow.engines.hf.sharded.token_parts import Copied, Gathered, OutOfBlock, Summed
@@ -68,7 +69,7 @@ BESIDE = {
     "glm4_moe_lite": SHARED_EXPERTS,
 }
 # The plan of the Llama family, for a config that brings none.
-FAMILY = {"llama", "mistral", "qwen2", "qwen3"}
+FAMILY = {"llama", "mistral", "qwen2", "qwen3", "qwen3_vl_text"}
 FAMILY_PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",
@@ -124,10 +125,12 @@ class Split:
 
     `roles` says how a layer is cut, `cuts` what a parameter, by its identity, is a part of. Of a
     latent the last `rotated` numbers are a part of the key that all heads share. With
-    `sequence` ranks have parts of the tokens outside of the blocks that are cut (`sequence`).
+    `sequence` ranks have parts of the tokens outside of the blocks that are cut (`sequence`), but
+    all that is embedded where it `embeds_all`, among which pictures are put.
     """
 
     sequence = False
+    embeds_all = False
 
     def __init__(self, mesh: DeviceMesh, rotated: int = 0) -> None:
         self.mesh = mesh
@@ -201,8 +204,14 @@ class Split:
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum of the ranks' values `[..., tokens, size]`, or of it this rank's tokens."""
-        way = OutOfBlock if self.sequence and packed_tokens() is not None else Summed
-        output: Tensor = way.apply(x, self.group)  # type: ignore[no-untyped-call]
+        if not self.sequence or packed_tokens() is None:
+            return self.total(x)
+        output: Tensor = OutOfBlock.apply(x, self.group)  # type: ignore[no-untyped-call]
+        return output
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' values, on all of them."""
+        output: Tensor = Summed.apply(x, self.group)  # type: ignore[no-untyped-call]
         return output
 
     def project(self, x: Tensor, layer: Any) -> Tensor:
@@ -241,7 +250,10 @@ class Split:
             padding = padding - cut.start if cut.start <= padding < cut.stop else None
         places = (tokens - cut.start).masked_fill(~own, 0)
         found = nn.functional.embedding(places, layer.weight, padding)
-        return self.summed(found * own[..., None])
+        scale = getattr(layer, "embed_scale", 1)
+        found = found * (scale.to(found.dtype) if isinstance(scale, Tensor) else scale)
+        made = found * own[..., None]
+        return self.total(made) if self.embeds_all else self.summed(made)
 
     def experts(self, layer: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """What all ranks' experts make of tokens `x`, which see the same; see `own_experts`."""
@@ -291,8 +303,7 @@ def parallelize(module: nn.Module, config: ModelConfig, mesh: DeviceMesh, name: 
 def layer_roles(module: nn.Module, config: ModelConfig, name: str) -> dict[str, Role]:
     """How each layer that is cut is cut, by its name in `module`."""
     inner: Any = getattr(module, "body", module)
-    base = inner.base_model
-    prefix = next(known for known, part in module.named_modules() if part is base)
+    prefix = body_name(module)
     text = config.get_text_config()
     own = getattr(text, "base_model_tp_plan", None)
     if own is None and text.model_type in FAMILY:
@@ -326,12 +337,19 @@ def vocabulary_roles(module: nn.Module, inner: Any) -> dict[str, Role]:
     """The embedding, and the head on it, where both can be cut by vocabulary."""
     names = {part: known for known, part in module.named_modules()}
     embedding, head = inner.get_input_embeddings(), inner.get_output_embeddings()
-    if type(embedding) is not nn.Embedding or type(head) not in (nn.Linear, type(None)):
+    if not is_plain(embedding) or type(head) not in (nn.Linear, type(None)):
         return {}
     found: dict[str, Role] = {names[embedding]: "vocabulary"}
     if head is not None:
         found[names[head]] = "whole_columns"
     return found
+
+
+def is_plain(embedding: nn.Module) -> bool:
+    """Whether a layer embeds tokens, and no more than makes all of it larger."""
+    return type(embedding) is nn.Embedding or (
+        isinstance(embedding, nn.Embedding) and hasattr(embedding, "embed_scale")
+    )
 
 
 def no_plan(name: str, kind: str, got: str) -> Finding:

@@ -5,6 +5,8 @@ This file knows neither files of weights nor devices.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from rlflow.engines.hf.models import ValueModel
 from rlflow.engines.hf.weights.corrections import weigh_corrections
 from rlflow.errors import Finding, UsageError
 from rlflow.modelfiles.heads import Head as StoredHead
+
+WHOLE_NUMBERS = (torch.int32, torch.int64)
 
 
 def auto(name: str) -> Any:
@@ -63,14 +67,14 @@ def skeleton(
             built.value_head.to(dtype)
         weigh_corrections(module)
     wide = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
-    for layer in module.modules():
+    for layer, maker in _with_makers(module):
         names = [name for name, _ in layer.named_buffers(recurse=False)]
         for name in names:
             buffer = undefined(getattr(layer, name))
             setattr(layer, name, buffer.float() if name in wide else buffer)
         if names:
-            module._init_weights(layer)
-        lost = [name for name in names if getattr(layer, name).isnan().any()]
+            maker._init_weights(layer)
+        lost = [name for name in names if is_undefined(getattr(layer, name))]
         if lost:
             what = f"model {path!r} has buffers that can be had only by loading it whole"
             got = f"{', '.join(lost)} of {type(layer).__name__}"
@@ -80,7 +84,29 @@ def skeleton(
     return built
 
 
+def _with_makers(module: Any, maker: Any = None) -> Iterator[tuple[nn.Module, Any]]:
+    """All modules, each with the model of transformers it is a part of, which makes its buffers.
+
+    A model may have others within it, such as a tower.
+    """
+    maker = module if hasattr(module, "_init_weights") else maker
+    yield module, maker
+    for part in module.children():
+        yield from _with_makers(part, maker)
+
+
 def undefined(buffer: Tensor) -> Tensor:
-    """A buffer on the CPU in the place of one on the meta device, full of NaN."""
-    dtype = buffer.dtype if buffer.is_floating_point() else torch.get_default_dtype()
-    return torch.full(buffer.shape, float("nan"), dtype=dtype, device="cpu")
+    """A buffer on the CPU in the place of one on the meta device, of numbers that none has."""
+    dtype, nothing = buffer.dtype, math.nan
+    if dtype in WHOLE_NUMBERS:
+        nothing = torch.iinfo(dtype).min
+    elif not buffer.is_floating_point():
+        dtype = torch.get_default_dtype()
+    return torch.full(buffer.shape, nothing, dtype=dtype, device="cpu")
+
+
+def is_undefined(buffer: Tensor) -> bool:
+    """Whether some numbers of a buffer are still those that none has."""
+    if buffer.dtype in WHOLE_NUMBERS:
+        return bool((buffer == torch.iinfo(buffer.dtype).min).any())
+    return bool(buffer.isnan().any())

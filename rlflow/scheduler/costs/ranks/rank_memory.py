@@ -136,7 +136,12 @@ class RankMemory:
     @property
     def weights(self) -> float:
         """Bytes of the parameters that a rank computes with."""
-        return self.share_of(self.shape.parameters) - self.elsewhere
+        return self.share_of(self.shape.parameters) + self.seeing - self.elsewhere
+
+    @property
+    def seeing(self) -> float:
+        """Bytes of a tower beyond an equal share of it, which each rank along `tp` has whole."""
+        return self.shape.tower * self.size * (1 - 1 / self.tp.ranks)
 
     def share_of(self, parameters: float) -> float:
         """Bytes on a rank of so many parameters, and of the keys and values that ranks repeat."""
@@ -253,7 +258,7 @@ class RankMemory:
         count = self.shape.embedding + self.shape.tower + LAYERS_GATHERED * self.shape.layer
         count = min(count, self.shape.parameters) + twice * self.shape.embedding
         apart = LAYERS_GATHERED * self.elsewhere / self.shape.layers
-        return int(count * self.size / self.tp.ranks - apart)
+        return int(count * self.size / self.tp.ranks + self.seeing - apart)
 
     def pass_holds(
         self, load: Load, *, train: bool, recompute: Recompute, numbers: int = PLAIN

@@ -22,11 +22,11 @@ from rlflow.modelfiles.families import (
     packing_finding,
     sequence_finding,
     sharding_finding,
-    stacked_finding,
 )
 from rlflow.modelfiles.layouts.contexts import context_finding
 from rlflow.modelfiles.layouts.stages import staging_finding
 from rlflow.modelfiles.mixtures.routers import replay_finding, router_finding, width_finding
+from rlflow.modelfiles.orthogonal import stacked_finding
 from rlflow.scheduler.costs.distributions import EXPERTS
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.microbatches import hosted_activations

@@ -20,12 +20,14 @@ from rlflow.scheduler.verify.numbers.parameters import (
     Span,
     counts_of,
     holds_bytes,
+    trained_tower,
     which_weights,
 )
 from rlflow.scheduler.verify.weights import cells_held, layers_of, stage_held
 
 Box = tuple[range, range]
 UNKNOWN = 2**63
+TOWER = 7
 NOTHING = (range(0), range(0), range(0), range(0))
 
 
@@ -101,14 +103,19 @@ def _lacking(
     whole = counts.wholes.get(which_weights(model)) if lent else counts.changed_of(source)
     if whole is None or whole[0] > whole[1]:
         return 0, UNKNOWN
+    frozen = () if lent else model.freeze
+    seeing = trained_tower(source, frozen) if model.lora is None else 0
+    whole = whole[0] - seeing, whole[1] - seeing
     least = most = Fraction(0)
     number = NUMBER[model.dtype]
     for target in targets:
         times = _times(source, target, in_place=in_place)
-        uncut, *cut = times
+        *layers, tower = times
+        uncut, *cut = layers
         fewest = uncut if model.lora else min(cut)
         largest = uncut if model.lora else max(cut)
         low = fewest / number if holds_bytes(target) else fewest
+        least, most = least + tower * seeing, most + tower * seeing
         least += (low + UNEVEN * min(uncut - low, Fraction(0))) * whole[0]
         most += (largest + UNEVEN * max(uncut - largest, Fraction(0))) * whole[1]
     return max(floor(least - len(targets)), 0) * number, ceil(most) * number
@@ -117,11 +124,12 @@ def _lacking(
 def _times(source: Instance, target: Instance, *, in_place: bool) -> tuple[Fraction, ...]:
     """How often a parameter is to come, all devices together: uncut, by outputs, inputs, experts.
 
-    Then an embedding, a head and what is both, which lie at one end of the layers, or at each. A
-    device needs its piece, without what it has of the source's.
+    Then an embedding, a head and what is both, which lie at one end of the layers, or at each, and
+    last a tower, uncut and where the embedding is. A device needs its piece, without what it has of
+    the source's.
     """
     cells, layers = source.ranks * target.ranks, layers_of(source, target)
-    found = [Fraction(0)] * 7
+    found = [Fraction(0)] * 8
     for device in target.devices:
         need = cells_held(target, device, cells)
         here = device in source.devices and not in_place
@@ -130,10 +138,10 @@ def _times(source: Instance, target: Instance, *, in_place: bool) -> tuple[Fract
         known = _depths(stage_held(source, device, layers) if here else frozenset(), layers)
         boxes = (_boxes(need, cells), _boxes(has, cells))
         # Embedding and head are cut by their outputs.
-        for number, kind in enumerate((2, 0, 1, 3, 0, 0, 0)):
+        for number, kind in enumerate((2, 0, 1, 3, 0, 0, 0, 2)):
             sides, held = (each[kind] for each in boxes)
             common = [_common(mine, theirs) for mine, theirs in zip(sides, held, strict=True)]
-            end = max(number - 3, 0)
+            end = 1 if number == TOWER else max(number - 3, 0)
             mine, theirs = deep[end], known[end]
             own = Fraction(len(sides[0]) * len(sides[1]), cells * cells) * len(mine)
             shared = Fraction(common[0] * common[1], cells * cells) * len(mine & theirs)

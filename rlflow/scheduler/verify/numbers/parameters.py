@@ -6,7 +6,7 @@ interval. No size of a model is known from elsewhere; what is asked is whether a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -110,6 +110,21 @@ def fullest_stage(instance: Instance) -> Fraction:
     return instance.pp * (BESIDE + (1 - BESIDE) * Fraction(most, sum(layers)))
 
 
+def trained_tower(instance: Instance, frozen: Collection[str]) -> int:
+    """How many parameters of a tower that each rank along tp has whole are trained."""
+    parts = zip(("vision", "projector"), instance.seeing, strict=bool(instance.seeing))
+    return sum(size for part, size in parts if part not in frozen)
+
+
+def without_tower(instance: Instance, share: Span, tower: int) -> Span:
+    """A rank's share without so many parameters, which each rank along tp of a stage has whole.
+
+    They are at the first stage, which may be another than the fullest.
+    """
+    own = ceil(Fraction(tower, instance.shards))
+    return share[0] - own, share[1] - (own if instance.pp == 1 else 0)
+
+
 def whole_of(share: Span, ranks: int, *, engine: bool = False, deep: Fraction = ALIKE) -> Span:
     """How many there are in all, where the largest of some ranks has so many of them."""
     least = ((share[0] - 1) * ranks + 1) / most_of_share(ranks, engine=engine, deep=deep)
@@ -154,7 +169,11 @@ class ParameterCounts:
             if i.trained and part is not None and part.size:
                 each = part.size // self.trained(i).gradient
                 ranks = i.ranks if self.model(i).lora is None else i.pp * i.shards
-                found[self._part(i)] = whole_of((each, each), ranks, deep=fullest_stage(i))
+                frozen = self.model(i).freeze
+                seeing = trained_tower(i, frozen) if self.model(i).lora is None else 0
+                share = without_tower(i, (each, each), seeing)
+                least, most = whole_of(share, ranks, deep=fullest_stage(i))
+                found[self._part(i)] = least + seeing, most + seeing
         return found
 
     def _part(self, instance: Instance) -> tuple[object, ...]:
@@ -196,8 +215,11 @@ class ParameterCounts:
             beside = [each * self.trained(i).weight for each in spread]
             beside = [each + self._widened(i) for each in beside]
             base = (lent(part) - beside[1]) // weight, -(-(lent(part) - beside[0]) // weight)
-            whole = whole_of(base, i.ranks, engine=engine, deep=deep)
-            found.append((which_weights(self.model(i)), part.name, whole))
+            seeing = sum(i.seeing)
+            base = without_tower(i, base, seeing)
+            least, most = whole_of(base, i.ranks, engine=engine, deep=deep)
+            span = least + seeing, most + seeing
+            found.append((which_weights(self.model(i)), part.name, span))
         return found
 
     def _widened(self, instance: Instance) -> int:
