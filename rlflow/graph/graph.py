@@ -27,6 +27,7 @@ from rlflow.graph.roles import (
     LoopEnd,
     LoopGate,
     Paused,
+    Portion,
     Recalling,
     Recorded,
     Resumed,
@@ -138,6 +139,12 @@ class Node:
         return None if resumed is None else resumed.rollout
 
     @property
+    def drawn_as(self) -> str:
+        """The rollout whose rows it draws, all or some of them; its own name for any other."""
+        portion = self.role(Portion)
+        return self.resumes or (self.name if portion is None else portion.rollout)
+
+    @property
     def ends_loop(self) -> bool:
         """Whether it has what the trips of a loop have made."""
         return self.role(LoopEnd) is not None
@@ -247,11 +254,14 @@ class Graph:
 
         Only rollouts that make tokens to learn from run ahead; an evaluation reads the newest. A
         rollout that is resumed goes on with weights of one update more, which later trips through
-        its loop begin with, and later turns of its episodes. Rows that live through some updates
-        are sampled with weights as many newer.
+        its loop begin with, and later turns of its episodes. So does a part of one that is drawn
+        where an update ends before. Rows that live through some updates are sampled with weights as
+        many newer.
         """
         if node.op.use != "rollout" or node.every != 1:
             return 0
+        if (portion := node.role(Portion)) is not None and portion.helps:
+            return max(self.staleness - 1, 0)
         trips = (level.trip for level in (node, *self.loops_of(node)))
         later = node.role(Paused) is not None and any(trip and trip[0] for trip in trips)
         turn = node.op.rows == "same" and node.op.output("response_tokens") is not None

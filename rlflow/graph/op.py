@@ -76,6 +76,9 @@ class Op:
     `resumed` is the op that goes on with rows which this one, given the option `until`, leaves
     unfinished: it makes every output anew that it has in common with this one.
 
+    Of those by which it may be `divided` the first takes some of the groups that it reads, and the
+    second puts the rows together that it has made of each of these parts.
+
     The options of a node of it may spell these `roles`.
     """
 
@@ -94,6 +97,7 @@ class Op:
     hands_on: bool = False
     recalls: bool = False
     resumed: Op | None = None
+    divided: tuple[Op, Op] | None = None
     continued: str = ""
     chooses: bool = False
     roles: tuple[type[Role], ...] = ()

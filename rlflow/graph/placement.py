@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     Field,
+    ValidationInfo,
     field_serializer,
     field_validator,
     model_validator,
@@ -20,7 +21,7 @@ from rlflow.errors import Finding, GraphError, PlanError, known_names, near_name
 from rlflow.graph.rules.nesting import OF_TRIP
 from rlflow.graph.strict_model import Strict
 from rlflow.graph.user.engine_options import EngineOptions, engine_named, options_of
-from rlflow.graph.user.shares import devices_by_share, nearest_counts, never_whole, part_of
+from rlflow.graph.user.shares import devices_by_share, nearest_counts, never_whole, part_of, part_or_none
 
 Offload = Literal["layers", "optimizer", "activations"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
@@ -73,6 +74,10 @@ class On(Strict):
     products of a float32 model take 10 bits of its factors' fractions on NVIDIA's GPUs, and add up
     in float32, for the uses that say so.
 
+    Of a rollout devices of pool `also` draw some prompts, while nothing trains on them: a share of
+    them, or a number, or as many as end together with the others. It may be another `rf.on`; a
+    name alone has the same engine.
+
     `engine` generates for a rollout. `torch` is embedded in the worker. `sglang`, `vllm` and
     registered engines run in a process of their own for each replica; their options are a value,
     `rf.SGLang(...)`.
@@ -96,6 +101,25 @@ class On(Strict):
     offload: Offload | tuple[Offload, ...] | None = None
     compile: bool | None = None
     tf32: bool | None = None
+    also: On | None = None
+    share: Count | str | None = None
+
+    @field_validator("also", mode="before")
+    @classmethod
+    def _with_engine(cls, also: object, known: ValidationInfo) -> object:
+        """A pool by its name alone has the engine of the pool beside it."""
+        engine = known.data.get("engine")
+        return {"pool": also, "engine": engine} if isinstance(also, str) else also
+
+    @model_validator(mode="after")
+    def _shared_out(self) -> On:
+        if self.share is not None and self.also is None:
+            raise ValueError(f"share={self.share!r} without also=, the pool that has that share")
+        if self.also is not None and (self.also.also is not None or self.also.pool == self.pool):
+            raise ValueError(f"also={self.also.pool!r}: one pool beside {self.pool!r}, and another")
+        if isinstance(self.share, str) and (part_or_none(self.share) or 1) >= 1:
+            raise ValueError(f'share={self.share!r} is no part of the prompts, such as "1/4"')
+        return self
 
     @field_validator("offload", mode="before")
     @classmethod
@@ -141,6 +165,8 @@ class On(Strict):
             options["engine"] = self.engine.describe()
         if self.offloads:
             options["offload"] = ",".join(self.offloads)
+        if self.also is not None:
+            options["also"] = self.also.describe()
         return " ".join([self.pool, *(f"{key}={value}" for key, value in options.items())])
 
 
@@ -183,8 +209,9 @@ class Placement(Strict):
     @model_validator(mode="after")
     def _pools_exist(self) -> Placement:
         for key, where in self.assign.items():
-            if where.pool not in self.pools:
-                raise GraphError(_no_pool(key, where.pool, list(self.pools)))
+            for each in (where, where.also):
+                if each is not None and each.pool not in self.pools:
+                    raise GraphError(_no_pool(key, where, each.pool, list(self.pools)))
         for name, devices in self.pools.items():
             if OF_TRIP in name:
                 why = f"a name without {OF_TRIP!r}, by which trips are numbered"
@@ -301,16 +328,18 @@ def _check_share(name: str, said: str) -> None:
         ) from None
 
 
-def _no_pool(key: str, pool: str, pools: list[str]) -> Finding:
+def _no_pool(key: str, where: On, pool: str, pools: list[str]) -> Finding:
     # The line is found by what is imported late: it knows graphs, which know placements.
     from rlflow.graph.source import declared_at
 
     near = near_names(pool, pools)
+    first = (near or pools)[0]
+    said = f'"{first}"' if where.pool == pool else f'"{where.pool}", also="{first}"'
     return Finding(
         code="E134",
         what=f"assign[{key!r}] names pool {pool!r}, which the placement does not have",
         where=declared_at(),
         expected=known_names(pools),
         near=near,
-        fix=f'"{key}": rf.on("{(near or pools)[0]}")',
+        fix=f'"{key}": rf.on({said})',
     )

@@ -118,6 +118,32 @@ class Resumed(Role):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Portion(Role):
+    """It draws a part of what a `rollout` draws: its prompts are those from `first` on, of `of`.
+
+    One that `helps` has devices that idle otherwise: it waits for the update that they make, and
+    has its weights. The node that puts the rows of all parts together has the rollout's name.
+    """
+
+    WORDS: ClassVar[Mapping[str, str]] = {
+        "rollout": "portion_of",
+        "first": "from_prompt",
+        "of": "of_prompts",
+    }
+    rollout: str
+    first: int
+    of: int
+    helps: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered(Role):
+    """It has the rows of all the `parts` of a rollout, in the place of that."""
+
+    parts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring(Role):
     """A forward that scores tokens at a temperature, or at one for each of what it makes."""
 
@@ -250,8 +276,8 @@ class Calling(Role):
 
 
 ALL: tuple[type[Role], ...] = (
-    *(Drawn, SamplingOptions, Drafted, Oversampled, Paused, Resumed, Scoring, AdaptersOff),
-    *(Learning, Averaged),
+    *(Drawn, SamplingOptions, Drafted, Oversampled, Paused, Resumed, Portion),
+    *(Gathered, Scoring, AdaptersOff, Learning, Averaged),
     *(LoopEnd, LoopGate, Recalling, Sharing, Tokenizing, Recorded, Calling),
 )
 

@@ -23,6 +23,7 @@ from rlflow.graph.roles import (
     Learning,
     Oversampled,
     Paused,
+    Portion,
     Resumed,
     Routed,
     SamplingOptions,
@@ -37,8 +38,10 @@ from rlflow.ops.losses.losses import PolicyLoss, SFTLoss, ValueLoss
 from rlflow.ops.losses.preference import DPOLoss, RewardModelLoss
 from rlflow.ops.losses.user import FunctionLoss, no_loss
 from rlflow.ops.missing_reward import on_valid_rows
+from rlflow.ops.rows.choices import SPLIT
 from rlflow.ops.rows.experts import EXPERTS, known_routing
 from rlflow.ops.rows.pictures import with_pictures
+from rlflow.ops.rows.portions import GATHER
 from rlflow.ops.rows.rolled import rolled
 from rlflow.ops.scoring import Functions, as_function
 
@@ -71,7 +74,7 @@ ROLLOUT = register(
     Op(
         name="rollout",
         body="rlflow.ops.bodies.rollout:rollout",
-        roles=(SamplingOptions, Drafted, Oversampled, Paused, Routed),
+        roles=(SamplingOptions, Drafted, Oversampled, Paused, Portion, Routed),
         inputs=(Input(name="prompt", dtype="text", levels=("row",)),),
         outputs=(
             token("prompt_tokens", "int64", mask=None),
@@ -88,6 +91,7 @@ ROLLOUT = register(
         use="rollout",
         rows="expand",
         resumed=RESUME,
+        divided=(SPLIT, GATHER),
         continued="rlflow.ops.bodies.rows.continuous:go_on",
     )
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Protocol
 
-from rlflow.graph.roles import LoopEnd
+from rlflow.graph.roles import LoopEnd, Portion
 from rlflow.scheduler.costs import measurement_keys as keys
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.pieces import piece_done
@@ -269,7 +269,10 @@ def _lengths(
     for node in plan.graph.nodes:
         if node.op.name != "rollout" or (node.trip is not None and node.trip[0]):
             continue
-        ended = next((n.name for n in plan.graph.nodes if n.resumes == node.name), node.name)
+        portion = node.role(Portion)
+        if portion is not None and portion.helps:
+            continue
+        ended = next((n.name for n in plan.graph.nodes if n.resumes == node.name), node.drawn_as)
         rows = [
             (values[f"{ended}/length"], values[f"{ended}/length_max"])
             for iteration, values in figures

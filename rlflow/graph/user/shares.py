@@ -25,6 +25,14 @@ def part_of(text: str) -> Fraction | None:
     return part
 
 
+def part_or_none(text: str) -> Fraction | None:
+    """The part that a share is, such as `3/4`; None where it is none."""
+    try:
+        return part_of(text)
+    except ValueError:
+        return None
+
+
 def devices_by_share(
     wanted: Mapping[str, int | str], listed: int, count: int
 ) -> dict[str, int] | None:

@@ -65,6 +65,7 @@ def rollout(call: Call) -> Output:
 
     Sample s of row p of the batch has the same number, and so the same random numbers, in
     whichever part it is drawn; where prompts lie in pieces, a piece has a share of the samples.
+    A rollout of a part of the prompts (`from_prompt`, `of_prompts`) numbers them among all.
     The version of a token is that of the weights that sampled it.
     With the option `until` responses stop after so many tokens.
     """
@@ -76,7 +77,9 @@ def rollout(call: Call) -> Output:
     room = params["max_new_tokens"]
     too_long(call, prompt_tokens, texts, room, model.context, (numbers // call.pieces).tolist())
     parent = torch.arange(count).repeat_interleave(n)
-    piece = numbers[parent] + call.drawn * total_rows(call)
+    before = params.get("from_prompt", 0), params.get("of_prompts", 0)
+    all_pieces = before[1] * call.pieces or total_rows(call)
+    piece = numbers[parent] + before[0] * call.pieces + call.drawn * all_pieces
     sample = piece * n + torch.arange(n).repeat(count)
     group = piece // call.pieces
     until = params.get("until")

@@ -249,7 +249,7 @@ class Worker:
         return Stored(fields=fields, total=total, rows=rows)
 
     def _call(self, action: Action, node: Node, iteration: int, loaded: Loaded | None) -> Call:
-        drawn_by = node.resumes or node.name
+        drawn_by = node.drawn_as
         draw = draw_of(self.graph, node, iteration)
         if node.trip is not None:
             drawn_by = declared_name(drawn_by)

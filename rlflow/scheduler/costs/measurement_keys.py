@@ -20,7 +20,7 @@ from rlflow.graph.fields import Field
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.model import Model, Muon
 from rlflow.graph.op import param_text
-from rlflow.graph.roles import LoopEnd, Oversampled
+from rlflow.graph.roles import LoopEnd, Oversampled, Portion
 from rlflow.graph.rules.check import batch_of, most_rows, num_prompts
 from rlflow.graph.rules.nesting import declared_name, nodes_within, path
 from rlflow.scheduler.models.shapes import Shape
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rlflow.graph.user.engine_options import EngineOptions
 
 # Options that change numbers and not how long they take.
-WEIGHTLESS = {"max_grad_norm", "temperature", "batched", "field"}
+WEIGHTLESS = {"max_grad_norm", "temperature", "batched", "field", *Portion.words()}
 # Options that change neither how long an engine's work takes nor what its process holds; the
 # pool counts by the rows that it has room for.
 BESIDE_TIME = {
@@ -170,7 +170,7 @@ def lengths_key(graph: Graph, origin: Node, longest: int) -> str:
         begun = num_prompts(graph, graph.node(origin.sources[0]))
         said += f", the first {some.first_groups} of {begun} groups"
     path = graph.model(origin.model).path if origin.model is not None else ""
-    name = declared_name(origin.name)
+    name = declared_name(origin.drawn_as)
     return key_of_parts("lengths", graph.name, name, path, said)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rlflow.errors import UsageError
 from rlflow.graph.fields import PIXELS
 from rlflow.graph.graph import Graph, Node
-from rlflow.graph.roles import Drawn, SamplingOptions
+from rlflow.graph.roles import Drawn, Portion, SamplingOptions
 from rlflow.graph.rules.nesting import nodes_within
 from rlflow.modelfiles.configs import read_config
 from rlflow.modelfiles.directories import model_directory
@@ -26,7 +26,8 @@ ASSUMED_RESPONSE_TOKENS = 256
 def origins(graph: Graph, node: Node) -> tuple[Node, ...]:
     """The nodes that made the rows: a rollout, the data, or what ended a loop without any.
 
-    Each of several row sets has its own; what counts, chooses or repeats rows makes none.
+    Each of several row sets has its own; what counts, chooses or repeats rows makes none. Parts of
+    one rollout are alike, and the first stands for them.
     """
     maker = graph.node(node.rows_of) if node.rows_of else node
     if maker.ends_loop:
@@ -36,7 +37,8 @@ def origins(graph: Graph, node: Node) -> tuple[Node, ...]:
         return (maker,)
     firsts = {bound.part: graph.node(bound.source) for bound in reversed(maker.inputs)}
     found = [one for part in sorted(firsts) for one in origins(graph, firsts[part])]
-    return tuple(dict.fromkeys(found)) or (maker,)
+    helped = [one for one in found if (part := one.role(Portion)) is None or not part.helps]
+    return tuple(dict.fromkeys(helped)) or (maker,)
 
 
 class Prompts:

@@ -15,7 +15,7 @@ from rlflow.graph.fields import Binding, Declined
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.op import Input
 from rlflow.graph.placement import Placement
-from rlflow.graph.roles import Learning, LoopEnd, Recalling, Recorded
+from rlflow.graph.roles import Learning, LoopEnd, Portion, Recalling, Recorded
 from rlflow.graph.rules.check import makers
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.plan.plan import Plan
@@ -230,7 +230,7 @@ def note_turns(plan: Plan, context: Context) -> Plan:
     """Note where running ahead gains nothing: a rollout and the update on the same devices."""
     stale = stale_rollouts(plan.graph)
     for node in plan.graph.nodes:
-        if node.name not in stale or node.role(Recorded) is not None:
+        if node.name not in stale or node.role(Recorded) or node.role(Portion):
             continue
         runs = [a for a in plan.actions if a.kind == "run" and a.node == node.name]
         trained = plan.trained_instance(str(node.model))

@@ -42,6 +42,57 @@ def row_sets_are_counted(facts: Facts) -> Iterator[str]:
             yield from _are_some(graph, node)
 
 
+def portions_are_whole(facts: Facts) -> Iterator[str]:
+    """Parts of a rollout draw every prompt once, alike, and what puts them together has them all.
+
+    One that helps is one update nearer to the newest weights than the others, if those are behind.
+    """
+    graph = facts.plan.graph
+    parts: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        said = dict(node.params)
+        if "portion_of" in said:
+            parts.setdefault(said["portion_of"], []).append(node)
+        elif node.op.name == "gather":
+            parts.setdefault(node.name, [])
+    for name, found in parts.items():
+        found.sort(key=lambda node: node.param("from_prompt"))
+        if not graph.has_node(name) or graph.node(name).op.name != "gather":
+            yield f"nobody puts the parts of {name} together"
+            continue
+        yield from _tile(graph, name, found)
+        whole = graph.node(name)
+        for at, node in enumerate(found):
+            read = [b.name for b in whole.inputs if (b.part, b.source) == (at, node.name)]
+            if len(read) != len([b for b in whole.inputs if b.part == at]):
+                yield f"{name} has as part {at} not {node.name}"
+            if {n.name for n in graph.nodes if node.name in n.sources} != {name}:
+                yield f"{node.name} draws a part of {name}, and others read it"
+            behind = max(graph.staleness - bool(dict(node.params).get("helps")), 0)
+            if graph.lag(node) != (behind if graph.updates(str(node.model)) else graph.lag(node)):
+                yield f"{node.name} is {graph.lag(node)} updates behind, not {behind}"
+
+
+def _tile(graph: Graph, name: str, parts: list[Node]) -> Iterator[str]:
+    """Parts draw of the same prompts, one after the other, with the same options."""
+    words, following, like = ("portion_of", "from_prompt", "of_prompts", "helps"), 0, set()
+    for node in parts:
+        said = dict(node.params)
+        source = graph.node(node.sources[0])
+        bounds = dict(source.params).get("groups", (0, 0))
+        if source.op.name != "split" or len(node.sources) > 1 or bounds[0] != following:
+            yield f"{node.name} draws of {', '.join(node.sources)}, and prompt {following} is due"
+        if said["from_prompt"] != following or num_prompts(graph, node) != bounds[1] - bounds[0]:
+            yield f"{node.name} numbers its prompts from {said['from_prompt']}, not {following}"
+        following = bounds[1]
+        options = tuple(sorted((k, str(v)) for k, v in said.items() if k not in words))
+        due = node.model, node.every, node.within, node.op.body
+        like.add((said["of_prompts"], options, due, source.inputs))
+    total = {of for of, *_ in like}
+    if len(like) != 1 or total != {following}:
+        yield f"the parts of {name} differ, or draw {following} of {sorted(total)} prompts"
+
+
 def _are_some(graph: Graph, node: Node) -> Iterator[str]:
     """Who drops groups that are late makes fewer than it begins, and as many as it says."""
     said, begun = dict(node.params), num_prompts(graph, graph.node(node.sources[0])) or 0

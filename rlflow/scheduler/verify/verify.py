@@ -40,6 +40,7 @@ from rlflow.scheduler.verify.numbers.work import (
 from rlflow.scheduler.verify.row_sets import (
     kept_rows_are_stated,
     memories_are_in_order,
+    portions_are_whole,
     row_sets_are_counted,
 )
 from rlflow.scheduler.verify.rows import (
@@ -66,6 +67,7 @@ from rlflow.scheduler.verify.weights import (
 )
 
 STAGES = (
+    "portions",
     "pause",
     "stamp",
     "rewrite",
@@ -259,6 +261,7 @@ SHAPE: tuple[tuple[str, Rule], ...] = (
 """Rules without which the others make no sense, each with the first pass it must hold after."""
 
 MEANING: tuple[tuple[str, Rule], ...] = (
+    ("portions", portions_are_whole),
     ("pause", pauses_are_resumed),
     ("rewrite", shared_work_is_exact),
     ("rewrite", row_sets_are_counted),

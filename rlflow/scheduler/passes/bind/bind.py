@@ -13,7 +13,16 @@ from rlflow.errors import Finding, PlanError, known_names, near_names
 from rlflow.graph.callables import name_of
 from rlflow.graph.graph import Graph, Node
 from rlflow.graph.placement import On, Placement
-from rlflow.graph.roles import Averaged, Drafted, Paused, Recorded, Resumed
+from rlflow.graph.roles import (
+    Averaged,
+    Drafted,
+    Gathered,
+    Paused,
+    Portion,
+    Recorded,
+    Resumed,
+)
+from rlflow.graph.rules.check import num_prompts
 from rlflow.graph.rules.nesting import declared_name, keeps_surplus
 from rlflow.graph.schedule import due_text
 from rlflow.scheduler.context import Context
@@ -210,21 +219,28 @@ def assignment(node: Node, placement: Placement) -> On | None:
     """The most specific assignment of a node: its name, model.use, model, then `*`.
 
     A node without a model runs on the host unless its name is assigned, and so does one that
-    reads a record, whatever is said of the node whose place it takes.
+    reads a record, or puts the parts of a rollout together, whatever is said of the node whose
+    place it takes.
     """
-    if node.role(Recorded) is not None:
+    if node.role(Recorded) is not None or node.role(Gathered) is not None:
         return None
     gated = node.loop if node.is_gate else None
-    for name in (node.name, node.resumes, gated):
+    portion = node.role(Portion)
+    for name in (node.name, node.drawn_as, gated):
         declared = None if name is None else declared_name(name)
         if declared is not None and declared in placement.assign:
-            return placement.assign[declared]
+            return _of_part(placement.assign[declared], portion)
     if node.model is None:
         return None
     for key in (f"{node.model}.{node.op.use}", node.model, "*"):
         if key in placement.assign:
-            return placement.assign[key]
+            return _of_part(placement.assign[key], portion)
     return None
+
+
+def _of_part(where: On, portion: Portion | None) -> On:
+    """Where a part of a rollout runs that two pools share out; itself for any other node."""
+    return where.also if portion is not None and portion.helps and where.also else where
 
 
 def place_of(node: Node, graph: Graph, placement: Placement) -> On | None:
@@ -303,7 +319,7 @@ def _run(
         pool=place.pool,
         devices=place.devices,
         instance=instance.name if instance else None,
-        reason=Reason(rule="declared", text=_as_declared(node) + _trip(trip, chance)),
+        reason=Reason(rule="declared", text=_as_declared(node, plan.graph) + _trip(trip, chance)),
         after=after,
         needs=needs,
         reads=reads,
@@ -348,7 +364,7 @@ def _trip(trip: Trip | None, chance: float) -> str:
     return f"; {' in '.join(found)}{often}" if found else ""
 
 
-def _as_declared(node: Node) -> str:
+def _as_declared(node: Node, graph: Graph) -> str:
     adapters = ", adapters off" if node.reads_base else ""
     model = f"({node.model}{adapters})" if node.model else ""
     period = due_text(node.every, node.within)
@@ -358,6 +374,9 @@ def _as_declared(node: Node) -> str:
         return f"ops.rollout{model}, token {resumed.first + 1} to the end"
     if (paused := node.role(Paused)) is not None:
         return f"ops.rollout{model}, to token {paused.until}"
+    if (part := node.role(Portion)) is not None:
+        last = part.first + (num_prompts(graph, node) or 0)
+        return f"ops.rollout{model}, prompts {part.first + 1} to {last} of {part.of}"
     if (averaged := node.role(Averaged)) is not None:
         often = f", every {averaged.every} iterations" if averaged.every != 1 else ""
         return f"ops.average{model} of {averaged.source} v[i+1], where that is trained{often}"
