@@ -21,7 +21,13 @@ from rlflow.errors import Finding, GraphError, PlanError, known_names, near_name
 from rlflow.graph.rules.nesting import OF_TRIP
 from rlflow.graph.strict_model import Strict
 from rlflow.graph.user.engine_options import EngineOptions, engine_named, options_of
-from rlflow.graph.user.shares import devices_by_share, nearest_counts, never_whole, part_of, part_or_none
+from rlflow.graph.user.shares import (
+    devices_by_share,
+    nearest_counts,
+    never_whole,
+    part_of,
+    part_or_none,
+)
 
 Offload = Literal["layers", "optimizer", "activations"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)

@@ -24,6 +24,7 @@ from tests.runtime.whole_runs import (
     DRAWN,
     FROZEN,
     GRPO,
+    HELPED,
     INSIDE,
     KEPT,
     LASTING,
@@ -137,6 +138,13 @@ TABLE = {
         resumed=(broken("apart3", 6, 4, marks=SLOW),),
     ),
     "stale and weighed": Feature(WEIGHTS, same=placed("together2", "apart2", marks=SLOW)),
+    "helped": Feature(HELPED, same=(*placed("together"), At("helped0"))),
+    "helped 1": Feature(
+        HELPED,
+        same=placed("helped1"),
+        resumed=(broken("helped1", 6, 4, marks=SLOW),),
+        ray=placed("helped1", marks=SLOW),
+    ),
     "paused 1": Feature(
         PAUSED, same=placed("together1", "apart1"), resumed=(broken("apart1", 6, 4, marks=SLOW),)
     ),

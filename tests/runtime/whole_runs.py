@@ -57,6 +57,7 @@ def shipped(name: str, *words: Any, iterations: int = 4) -> Declared:
 STALE = declared("stale:ratio", iterations=7, every=4)
 WEIGHTS = declared("stale:weights", iterations=4, every=4).said("--set", "epochs=2")
 PAUSED = declared("paused", iterations=7, every=4)
+HELPED = declared("helped", iterations=7, every=4)
 LASTING = declared("lasting", iterations=7, every=3)
 REPLICAS = LASTING.said("--devices", "cpu:3")
 OVERSAMPLED = declared("oversampled", iterations=4, every=2)

@@ -65,7 +65,8 @@ def rollout(call: Call) -> Output:
 
     Sample s of row p of the batch has the same number, and so the same random numbers, in
     whichever part it is drawn; where prompts lie in pieces, a piece has a share of the samples.
-    A rollout of a part of the prompts (`from_prompt`, `of_prompts`) numbers them among all.
+    A rollout of a part of the prompts (`from_prompt`, `of_prompts`) numbers them among all, and
+    leaves it to who puts the parts together to log what they are like.
     The version of a token is that of the weights that sampled it.
     With the option `until` responses stop after so many tokens.
     """
@@ -103,6 +104,7 @@ def rollout(call: Call) -> Output:
         fields[name] = select_field(inputs[name], parent)
     kept = {name: value for name, value in fields.items() if name in call.wanted}
     metrics = sample_metrics(call, made) if until is None else {"paused": mean_of(~made.finished)}
+    metrics = metrics if "portion_of" not in params else {}
     return Output(fields=kept, rows=len(parent), factor=n, kept=made.rows, metrics=metrics)
 
 

@@ -120,9 +120,7 @@ def _instead(placement: Placement, where: On, other: On) -> Placement:
     return placement.model_copy(update={"assign": assign})
 
 
-def _why(
-    name: str, where: On, share: int, total: int, seconds: float, alone: float | None
-) -> str:
+def _why(name: str, where: On, share: int, total: int, seconds: float, alone: float | None) -> str:
     assert where.also is not None
     text = f"{name}: {share} of {total} prompts on {where.also.pool} make an iteration of "
     text += duration(seconds)
@@ -148,7 +146,8 @@ def _share(where: On, total: int) -> int | None:
 def _parts(graph: Graph, node: Node, where: On) -> tuple[tuple[Node, Node], ...]:
     """The two parts of a rollout, each with the node that takes its prompts."""
     total, share = _prompts(graph, node), _share(where, _prompts(graph, node))
-    assert share is not None and where.also is not None
+    assert share is not None
+    assert where.also is not None
     bounds = (0, total - share, total)
     return tuple(
         _part(node, pool, (bounds[at], bounds[at + 1]), total, helps=bool(at))
@@ -270,7 +269,9 @@ def _findings(plan: Plan, name: str, where: On, placement: Placement) -> Iterato
 
 def _uneven(node: Node, where: On, total: int) -> Finding:
     part = part_of(where.share) if isinstance(where.share, str) else None
-    wanted = total / 2 if where.share is None else float(where.share if part is None else part * total)
+    wanted = (
+        total / 2 if where.share is None else float(where.share if part is None else part * total)
+    )
     nearest = min(max(round(wanted), 1), total - 1)
     assert where.also is not None
     return Finding(
