@@ -84,27 +84,37 @@ def balanced(
         total = _prompts(graph, graph.node(name))
         if where.share is not None or total < 2:
             continue
-        known: dict[int, float] = {}
-
-        def tried(share: int, where: On = where, known: dict[int, float] = known) -> None:
-            seconds = None if share in known else period(_with_share(placement, where, share))
-            if seconds is not None:
-                known[share] = seconds
-
-        best = max(1, total // EIGHTHS)
-        for eighths in range(1, EIGHTHS - 1):
-            tried(min(max(1, total * eighths // EIGHTHS), total - 1))
-        parts = EIGHTHS
-        while known and parts < FINEST and total > parts:
-            parts, best = parts * 2, min(known, key=lambda share: (known[share], share))
-            for share in (best - total // parts, best + total // parts):
-                if 0 < share < total:
-                    tried(share)
-        best = min(known, key=lambda share: (known[share], share)) if known else best
+        known = _compared(placement, where, total, period)
+        share = _shortest(known) if known else max(1, total // EIGHTHS)
         alone = period(_alone(placement, where))
-        placement = _with_share(placement, where, best)
-        texts += [_why(name, where, best, total, known[best], alone)] if known else []
+        placement = _with_share(placement, where, share)
+        texts += [_why(name, where, share, total, known[share], alone)] if known else []
     return placement, texts
+
+
+def _compared(
+    placement: Placement, where: On, total: int, period: Callable[[Placement], float | None]
+) -> dict[int, float]:
+    """Seconds of an iteration by how many of `total` prompts help takes, of some that fit."""
+    known: dict[int, float] = {}
+
+    def compare(share: int) -> None:
+        seconds = None if share in known else period(_with_share(placement, where, share))
+        known.update({} if seconds is None else {share: seconds})
+
+    for eighths in range(1, EIGHTHS - 1):
+        compare(min(max(1, total * eighths // EIGHTHS), total - 1))
+    parts = EIGHTHS
+    while known and parts < FINEST and total > parts:
+        parts, best = parts * 2, _shortest(known)
+        for share in (best - total // parts, best + total // parts):
+            if 0 < share < total:
+                compare(share)
+    return known
+
+
+def _shortest(known: dict[int, float]) -> int:
+    return min(known, key=lambda share: (known[share], share))
 
 
 def _with_share(placement: Placement, where: On, share: int) -> Placement:
