@@ -137,7 +137,7 @@ class Portion(Role):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gathered(Role):
+class PartsTogether(Role):
     """It has the rows of all the `parts` of a rollout, in the place of that."""
 
     parts: int
@@ -277,7 +277,7 @@ class Calling(Role):
 
 ALL: tuple[type[Role], ...] = (
     *(Drawn, SamplingOptions, Drafted, Oversampled, Paused, Resumed, Portion),
-    *(Gathered, Scoring, AdaptersOff, Learning, Averaged),
+    *(PartsTogether, Scoring, AdaptersOff, Learning, Averaged),
     *(LoopEnd, LoopGate, Recalling, Sharing, Tokenizing, Recorded, Calling),
 )
 

@@ -41,7 +41,7 @@ from rlflow.scheduler.passes.continuous import continuous
 from rlflow.scheduler.passes.order import chain, order, timing
 from rlflow.scheduler.passes.oversample import oversample
 from rlflow.scheduler.passes.pause import pause
-from rlflow.scheduler.passes.portions import balanced, portions
+from rlflow.scheduler.passes.portions import portions, with_shares_found
 from rlflow.scheduler.passes.residency import residency
 from rlflow.scheduler.passes.rewrite import rewrite
 from rlflow.scheduler.passes.rewrite.overlap import rewards_beside
@@ -156,15 +156,12 @@ def compile_plan(
     )
     plan = _noting_devices(plan, placement, cluster, chosen=backend is None)
     plan = _noting_graph(plan, notes, near)
-    context, texts = _shared_out(plan, context)
-    made = _keeping_whole(plan, context, verified=verified)
-    for text in texts:
-        made = made.noting("portions", text)
+    made = _shared_out(plan, context, verified=verified)
     return made.resting_on(context.costs) if verified else made
 
 
-def _shared_out(plan: Plan, context: Context) -> tuple[Context, list[str]]:
-    """The context with the shares of rollouts that two pools share out, and why each is so."""
+def _shared_out(plan: Plan, context: Context, *, verified: bool) -> Compiled:
+    """The plan, with the shares of rollouts that two pools share out, and why each is so."""
 
     def period(placement: Placement) -> float | None:
         tried = replace(context, placement=placement, rough=True, optimize=0.0)
@@ -174,8 +171,11 @@ def _shared_out(plan: Plan, context: Context) -> tuple[Context, list[str]]:
             return None
         return None if timing is None else timing.seconds
 
-    placement, texts = balanced(plan.graph, context.placement, period)
-    return replace(context, placement=placement), texts
+    placement, texts = with_shares_found(plan.graph, context.placement, period)
+    made = _keeping_whole(plan, replace(context, placement=placement), verified=verified)
+    for text in texts:
+        made = made.noting("portions", text)
+    return made
 
 
 def _keeping_whole(plan: Plan, context: Context, *, verified: bool) -> Compiled:

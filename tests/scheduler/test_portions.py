@@ -12,7 +12,7 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.errors import GraphError, PlanError
 from rlflow.graph.graph import Graph, Node
-from rlflow.scheduler.passes.portions import balanced
+from rlflow.scheduler.passes.portions import with_shares_found
 from rlflow.scheduler.passes.staleness import stale_rollouts
 from rlflow.scheduler.plan.lags import largest_lag
 from rlflow.scheduler.plan.plan import Plan
@@ -176,7 +176,7 @@ def test_a_share_that_is_left_out_is_that_of_the_shortest_plan() -> None:
 
 
 def test_where_no_plan_is_accepted_the_share_is_an_eighth() -> None:
-    placement, texts = balanced(grpo(prompts=32), helped(share=None), lambda _: None)
+    placement, texts = with_shares_found(grpo(prompts=32), helped(share=None), lambda _: None)
 
     assert (4, []) == (placement.assign["actor.rollout"].share, texts)
 

@@ -16,11 +16,12 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.cli.commands import Target, declare
 from rlflow.errors import Finding, PlanError
+from rlflow.graph.roles import Portion
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.devices.cluster import cpu_cluster, parse_cluster
 from rlflow.scheduler.search.ranges import pattern
 from rlflow.scheduler.search.space import hand_written
-from rlflow.scheduler.search.text import as_written, placement_source
+from rlflow.scheduler.search.text import as_written, placed_text, placement_source
 from rlflow.scheduler.search.tune import SearchLimits, search_placements
 from tests.budget import examples
 from tests.conftest import PIPELINES, ROOT
@@ -423,3 +424,28 @@ def test_equal_in_every_process():
 
     assert 1 == len(outputs)
     assert json.loads(outputs.pop())["rows"]
+
+
+@pytest.mark.slow
+def test_devices_that_train_help_those_of_another_kind():
+    """Pools have devices of one kind: the slower ones decode, and who trains has time left."""
+    graph = large_batch("grpo")
+    devices = parse_cluster("h100:2,l40s:2", 4)
+    limits = SearchLimits(plans=30, staleness=1)
+    tuned = search_placements(graph, {}, devices, limits=limits)
+    found = [
+        (row, on)
+        for row in tuned.rows
+        for on in row.placement.assign.values()
+        if on.also is not None
+    ]
+
+    assert found
+    for row, on in found:
+        shares = {(role.first, role.of) for _, role in row.plan.graph.having(Portion)}
+        assert (256 - on.share, 256) in shares
+        assert f"draws {on.share} of 256 prompts" in placed_text(row.plan)
+        again = eval(placement_source(row.placement), {"rf": rf})
+        assert again == row.placement
+        period = compile_plan(graph, again, devices).plan.timing.seconds
+        assert pytest.approx(row.period) == period

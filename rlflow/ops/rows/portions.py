@@ -6,12 +6,12 @@ The contract only; the body is in `rlflow.ops.bodies.rows.portions`. Nothing her
 from __future__ import annotations
 
 from rlflow.graph.op import Op
-from rlflow.graph.roles import Gathered, SamplingOptions
+from rlflow.graph.roles import PartsTogether, SamplingOptions
 
 GATHER = Op(
     name="gather",
-    body="rlflow.ops.bodies.rows.portions:gather",
-    roles=(SamplingOptions, Gathered),
+    body="rlflow.ops.bodies.rows.portions:put_together",
+    roles=(SamplingOptions, PartsTogether),
     inputs=(),
     outputs=(),
     per="batch",

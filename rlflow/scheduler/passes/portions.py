@@ -4,8 +4,8 @@ With `also=` a rollout becomes two, each of some of the prompts, and a node of t
 that puts their rows together. The part of the devices that help waits for the update that they
 make, and draws with its weights: `staleness` - 1 updates behind instead of `staleness`. All are
 ordinary nodes, so the passes that bring weights, order, let sleep and verify need no rule for them.
-How many prompts help takes is said, or what `balanced` finds. The pass knows what ops declare, and
-no engine.
+How many prompts help takes is said, or what `with_shares_found` finds. The pass knows what ops
+declare, and no engine.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _draws(node: Node) -> bool:
     return node.op.use == "rollout" and node.op.rows == "expand"
 
 
-def balanced(
+def with_shares_found(
     graph: Graph, placement: Placement, period: Callable[[Placement], float | None]
 ) -> tuple[Placement, list[str]]:
     """The placement with every share that it leaves out, and why each: the shortest `period`.
@@ -90,6 +90,18 @@ def balanced(
         placement = _with_share(placement, where, share)
         texts += [_why(name, where, share, total, known[share], alone)] if known else []
     return placement, texts
+
+
+def with_shares_of(placement: Placement, plan: Plan) -> Placement:
+    """A placement that says the shares which its plan has."""
+    for part, role in plan.graph.having(Portion):
+        node = plan.graph.node(role.rollout)
+        pool, every = plan.action(part.name).pool, placement.assign.values()
+        open_ones = (on for on in every if on.also and on.also.pool == pool and on.share is None)
+        where = next(open_ones, None)
+        if role.helps and where is not None and node.counts is not None:
+            placement = _with_share(placement, where, role.of - role.first)
+    return placement
 
 
 def _compared(

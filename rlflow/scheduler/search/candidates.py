@@ -182,13 +182,13 @@ class Moves:
             if self.bounds.shares(candidate, role):
                 yield _with(candidate, role, own)
         yield self._sharing(candidate)
-        yield from self._moved_cuts(candidate)
+        yield from self.moved_cuts(candidate)
         for staleness in range(self.staleness + 1):
             yield replace(candidate, staleness=staleness)
         for stream in self.streams:
             yield replace(candidate, stream=stream)
 
-    def _moved_cuts(self, candidate: Candidate) -> Iterator[Candidate]:
+    def moved_cuts(self, candidate: Candidate) -> Iterator[Candidate]:
         """Candidates with one boundary between pools moved to a cut near it, or half way there."""
         inner = {edge for choice in candidate.choices for edge in choice.range}
         for edge in sorted(inner - {0, self.cluster.count}):
@@ -200,6 +200,26 @@ class Moves:
                 kept = tuple(choice for choice in moved if choice is not None)
                 if len(kept) == len(moved) and self._plain([choice.range for choice in kept]):
                     yield replace(candidate, choices=kept)
+
+    def work_apart(self, candidate: Candidate) -> float | None:
+        """Seconds of all devices together, were they evenly busy; None where that is no help.
+
+        It is where devices of a rollout, apart from those that train its model, are busier.
+        """
+        busy: dict[Range, float] = {}
+        for role, choice in enumerate(candidate.choices):
+            seconds = self.figures.of(role, choice).busy
+            busy[choice.range] = busy.get(choice.range, 0.0) + seconds
+        pairs = [
+            (choice.range, candidate.choices[made.source].range)
+            for made, choice in zip(self.roles, candidate.choices, strict=True)
+            if made.rollout and made.source is not None
+        ]
+        apart = [(one, other) for one, other in pairs if one[0] >= other[1] or other[0] >= one[1]]
+        if not apart or not any(busy[one] > busy[other] for one, other in apart):
+            return None
+        spent = sum(seconds * (stop - start) for (start, stop), seconds in busy.items())
+        return spent / self.cluster.count
 
     def _resized(self, role: int, choice: Choice, where: Range) -> Choice | None:
         """A role's choice on another range: the fastest layout of the same kind that fits."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Graph
-from rlflow.graph.placement import Placement
+from rlflow.graph.placement import On, Placement
+from rlflow.scheduler.passes.portions import with_shares_of
 from rlflow.scheduler.passes.staleness import allowed
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.search.candidates import Moves
@@ -21,6 +22,8 @@ from rlflow.scheduler.search.ranges import pattern
 from rlflow.scheduler.search.space import Candidate, hand_written, placement_of
 
 CLIMBED = 3
+HELPED = 4
+"""How many placements whose rollouts are apart get help of devices that train."""
 """As many as show what iterations that differ come to."""
 VIRTUAL_STAGES = (2, 4)
 """Stages of a rank that are tried where it has one of several."""
@@ -155,6 +158,38 @@ class Search:
                     found = tried.placement.model_copy(update={"assign": assign})
                     self._compile(found, quiet=True)
 
+    def compile_helped(self) -> None:
+        """Have devices that train help with rollouts that are apart from them.
+
+        Of the best placements and those with a cut elsewhere, where what is apart is busier, and
+        first by those where all devices together would be busy for the shortest. Nothing is said
+        of what cannot be helped.
+        """
+        leading = [tried.candidate for tried in self.ranked() if tried.candidate is not None]
+        near = {
+            other: None
+            for candidate in leading[: 2 * CLIMBED]
+            for other in (candidate, *self.moves.moved_cuts(candidate))
+        }
+        found = [(work, c) for c in near if (work := self.moves.work_apart(c)) is not None]
+        for _, candidate in sorted(found)[:HELPED]:
+            plain = placement_of(candidate, self.moves.roles, self.graph.staleness)
+            self._compile(self._helped(plain, candidate), quiet=True)
+
+    def _helped(self, placement: Placement, candidate: Candidate) -> Placement:
+        """The placement with every rollout that is apart helped by what trains its model."""
+        homes = {key: where.pool for key, where in placement.assign.items()}
+        assign = dict(placement.assign)
+        for role, choice in zip(self.moves.roles, candidate.choices, strict=True):
+            if role.source is None or not role.rollout or role.key not in assign:
+                continue
+            source = self.moves.roles[role.source]
+            home = homes.get(source.key, homes["*"])
+            if candidate.choices[role.source].range != choice.range:
+                helping = On(pool=home, tp=assign[role.key].tp, engine=assign[role.key].engine)
+                assign[role.key] = assign[role.key].model_copy(update={"also": helping})
+        return placement.model_copy(update={"assign": assign})
+
     def one_reason(self) -> PlanError | None:
         """What refused every plan, where that is one thing and no lack of room; else None."""
         counted = set(self.moves.refused) - {OTHER}
@@ -221,14 +256,20 @@ class Search:
                 if why == "staleness":
                     self.moves.staleness = min(self.moves.staleness, stale - 1)
             return
-        found = Tried(name=name, placement=placement, plan=plan, candidate=candidate)
+        found = Tried(
+            name=name, placement=with_shares_of(placement, plan), plan=plan, candidate=candidate
+        )
         if name:
             self.written[name] = found
         self._rank(found)
 
     def _rank(self, found: Tried) -> None:
         """Keep a placement where it is the best of its kind: a pattern of roles, a staleness."""
-        devices = {a.node: a.devices for a in found.plan.actions if a.kind == "run"}
+        devices: dict[str, set[int]] = {}
+        for run in (a for a in found.plan.actions if a.kind == "run" and a.pool != "host"):
+            devices.setdefault(found.plan.graph.node(str(run.node)).drawn_as, set()).update(
+                run.devices
+            )
         held = [devices.get(role.nodes[0].name, ()) for role in self.moves.roles]
         kind = pattern(held), found.plan.staleness
         known = self.best.get(kind)

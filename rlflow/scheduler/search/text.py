@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlflow.graph.placement import On, Placement, in_shares
+from rlflow.graph.roles import Portion
 from rlflow.graph.user.engine_options import EngineOptions
 from rlflow.scheduler.devices.cluster import amount
 from rlflow.scheduler.plan.diff import contest_text
@@ -102,6 +103,10 @@ def placed_text(plan: Plan) -> str:
         only = instance.uses == ("rollout",) and plan.graph.updates(instance.model)
         name = f"{instance.model}.rollout" if only else instance.model
         held.setdefault(instance.pool, []).append(f"{name} {instance.layout()}")
+    for part, role in plan.graph.having(Portion):
+        if role.helps:
+            drawn = f"draws {role.of - role.first} of {role.of} prompts"
+            held[plan.action(part.name).pool].append(drawn)
     return "; ".join(
         f"{pool}[{_numbers(plan.pools[pool])}] {', '.join(names)}" for pool, names in held.items()
     )
@@ -196,11 +201,19 @@ def _pool_source(wanted: int | str | list[int]) -> str:
 
 def on_source(where: On) -> str:
     """An assignment as Python that makes it; it says what was said."""
-    said = where.model_dump(exclude_none=True, exclude={"pool"})
+    said = where.model_dump(exclude_none=True, exclude={"pool", "also"})
     if isinstance(where.engine, EngineOptions):
         said["engine"] = where.engine
     words = [f'"{where.pool}"', *(f"{key}={_literal(value)}" for key, value in said.items())]
+    if (also := where.also) is not None:
+        alike = also == On(pool=also.pool, engine=where.engine)
+        words.insert(-1 if where.share else len(words), f"also={_also_source(also, alike=alike)}")
     return f"rf.on({', '.join(words)})"
+
+
+def _also_source(also: On, *, alike: bool) -> str:
+    """A pool beside by its name where it has the engine of the first and nothing else is said."""
+    return f'"{also.pool}"' if alike else on_source(also)
 
 
 def _literal(value: object) -> str:

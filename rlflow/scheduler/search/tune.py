@@ -148,6 +148,7 @@ def search_placements(
     search.compile_promising()
     search.climb()
     search.compile_virtual()
+    search.compile_helped()
     search.compile_continuous()
     if not search.ranks:
         raise search.one_reason() or PlanError(_nothing_fits(plan.graph, search, cluster))

@@ -9,7 +9,7 @@ from rlflow.ops.bodies.rows.continuous import generation
 from rlflow.ops.body import Call, Output
 
 
-def gather(call: Call) -> Output:
+def put_together(call: Call) -> Output:
     """The rows of all parts in the order of their prompts, every field as it is.
 
     Numbers of groups and samples are those of the whole rollout already. Logs what one rollout

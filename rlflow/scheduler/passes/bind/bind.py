@@ -16,7 +16,7 @@ from rlflow.graph.placement import On, Placement
 from rlflow.graph.roles import (
     Averaged,
     Drafted,
-    Gathered,
+    PartsTogether,
     Paused,
     Portion,
     Recorded,
@@ -222,7 +222,7 @@ def assignment(node: Node, placement: Placement) -> On | None:
     reads a record, or puts the parts of a rollout together, whatever is said of the node whose
     place it takes.
     """
-    if node.role(Recorded) is not None or node.role(Gathered) is not None:
+    if node.role(Recorded) is not None or node.role(PartsTogether) is not None:
         return None
     gated = node.loop if node.is_gate else None
     portion = node.role(Portion)
