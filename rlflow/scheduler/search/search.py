@@ -17,7 +17,7 @@ from rlflow.graph.placement import On, Placement
 from rlflow.scheduler.passes.portions import with_shares_of
 from rlflow.scheduler.passes.staleness import allowed
 from rlflow.scheduler.plan.plan import Plan
-from rlflow.scheduler.search.candidates import Moves
+from rlflow.scheduler.search.candidates import WORTH, Moves
 from rlflow.scheduler.search.ranges import pattern
 from rlflow.scheduler.search.space import Candidate, hand_written, placement_of
 
@@ -162,8 +162,8 @@ class Search:
         """Have devices that train help with rollouts that are apart from them.
 
         Of the best placements and those with a cut elsewhere, where what is apart is busier, and
-        first by those where all devices together would be busy for the shortest. Nothing is said
-        of what cannot be helped.
+        first by those where all devices together would be busy for the shortest. Help that saves
+        hardly anything is not taken, and nothing is said of what cannot be helped.
         """
         leading = [tried.candidate for tried in self.ranked() if tried.candidate is not None]
         near = {
@@ -174,7 +174,13 @@ class Search:
         found = [(work, c) for c in near if (work := self.moves.work_apart(c)) is not None]
         for _, candidate in sorted(found)[:HELPED]:
             plain = placement_of(candidate, self.moves.roles, self.graph.staleness)
-            self._compile(self._helped(plain, candidate), quiet=True)
+            self.compiled += 1
+            try:
+                alone = self.compiler(plain, "tuned", False).timing
+            except PlanError:
+                alone = None
+            below = float("inf") if alone is None else alone.seconds * WORTH
+            self._compile(self._helped(plain, candidate), quiet=True, below=below)
 
     def _helped(self, placement: Placement, candidate: Candidate) -> Placement:
         """The placement with every rollout that is apart helped by what trains its model."""
@@ -228,8 +234,9 @@ class Search:
         name: str = "",
         candidate: Candidate | None = None,
         quiet: bool = False,
+        below: float = float("inf"),
     ) -> None:
-        """Make the plan of a placement, not verified, and see where it ranks.
+        """Make the plan of a placement, not verified, and see where it ranks if it is `below` that.
 
         Where it is `quiet`, nobody hears of a refusal.
         """
@@ -261,7 +268,8 @@ class Search:
         )
         if name:
             self.written[name] = found
-        self._rank(found)
+        if found.period <= below:
+            self._rank(found)
 
     def _rank(self, found: Tried) -> None:
         """Keep a placement where it is the best of its kind: a pattern of roles, a staleness."""
