@@ -63,6 +63,7 @@ def hybrid(engine: object) -> rf.Placement:
         "colocate": colocated("sglang"),
         "split": split("sglang"),
         "ranks": split("sglang", gen=2, tp=2),
+        "pair": split("sglang", gen=2),
         "hybrid": hybrid("sglang"),
         "disk": split(rf.SGLang(updates="disk")),
         "group": split(rf.SGLang(updates="group")),

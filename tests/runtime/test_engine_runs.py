@@ -315,10 +315,11 @@ def test_rows_in_the_engine_live_through_updates(tmp_path: Path, placement: str)
 @real
 @pytest.mark.slow
 @pytest.mark.sglang
-def test_the_engine_ends_with_the_first_groups(tmp_path: Path) -> None:
-    """What it answers first are the rows; the requests of the others are aborted."""
+@pytest.mark.parametrize("placement", ["split", pytest.param("pair", marks=pytest.mark.extra)])
+def test_engines_end_with_the_first_groups(tmp_path: Path, placement: str) -> None:
+    """What they answer first are the rows; the requests of the others are aborted."""
     folder = tmp_path / "run"
-    words = ("--placement", "split", "--threads", 1, "--iterations", 2, "--run-dir", folder)
+    words = ("--placement", placement, "--threads", 1, "--iterations", 2, "--run-dir", folder)
     words = (*words, "--set", "prompts_per_iteration=12", "--set", "first_groups=4")
     done = ended(process("run", FILE, *words, cwd=tmp_path, **{MARK: str(tmp_path)}), timeout=250)
     assert 0 == done.code, done.err

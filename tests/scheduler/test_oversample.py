@@ -95,10 +95,9 @@ def test_the_verifier_counts_the_groups():
     [
         (gen_of(2, tp=2), "ranks share its weights, tp=2"),
         (gen_of(1, engine="vllm"), "its engine is vLLM"),
-        (gen_of(2, engine="sglang"), "SGLang has 2 replicas"),
         (gen_of(1, engine=rf.SGLang(deterministic=True)), "is a matter of time"),
     ],
-    ids=["cut", "vllm", "replicas", "deterministic"],
+    ids=["cut", "vllm", "deterministic"],
 )
 def test_who_cannot_end_with_the_first_groups_is_refused(placement, got):
     with pytest.raises(PlanError) as error:
@@ -108,9 +107,12 @@ def test_who_cannot_end_with_the_first_groups_is_refused(placement, got):
     assert got in finding.got
 
 
-def test_one_engine_in_a_process_of_its_own_can():
-    plan = compiled_with(oversampled(), gen_of(1, engine="sglang"), kind="h100").plan
-    assert "sglang" == plan.instance(plan.action(ROLLOUT).instance).engine
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_engines_in_processes_of_their_own_can(replicas):
+    plan = compiled_with(oversampled(), gen_of(replicas, engine="sglang"), kind="h100").plan
+    run = plan.action(ROLLOUT)
+    assert "sglang" == plan.instance(run.instance).engine
+    assert [run.devices] == list(run.takes.parts)
 
 
 def test_it_goes_not_together_with_rows_that_never_drain():

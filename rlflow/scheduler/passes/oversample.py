@@ -1,7 +1,7 @@
 """What pass `bind` says of rollouts that drop groups: who can, and what that does to the rows.
 
 The choice is a matter of turns: engines in the workers of devices that each have all of the model
-make theirs together. One SGLang engine takes the groups in the order in which it answers.
+make theirs together. SGLang takes the groups in the order in which its engines answer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _findings(plan: Plan, node: Node) -> Iterator[Finding]:
             what=f"{node.name} cannot drop groups that are late",
             where=node.where,
             got=got,
-            expected="engines in the workers of devices that each have all of the model, or one "
+            expected="engines in the workers of devices that each have all of the model, or those "
             "of SGLang",
             fix="a rollout without first_groups=, of as many prompts as the batch has",
         )
@@ -53,8 +53,6 @@ def _reasons(instance: Instance) -> Iterator[str]:
         yield f"ranks share its weights, {instance.layout()}"
     if options is not None and not isinstance(options, SGLang):
         yield f"its engine is {options.title}"
-    if isinstance(options, SGLang) and len(instance.owners) > 1:
-        yield f"{options.title} has {len(instance.owners)} replicas"
     if isinstance(options, SGLang) and options.deterministic:
         yield "deterministic=True, and which groups an engine answers first is a matter of time"
 
