@@ -88,7 +88,7 @@ def weights_to_begin(options: Mapping[str, Any], directory: RunDir) -> Found | N
     """Where a run begins that does not go on: the weights of another, or a checkpoint with states.
 
     As asked, or as before where none are saved; a replay has the path of its checkpoint in `begin`.
-    Raises CheckpointError E314 where they are not there.
+    Raises RunDirError E314 where they are not there.
     """
     if options.get("begin"):
         return checkpoint_at(Path(options["begin"]))

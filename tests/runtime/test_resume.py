@@ -287,6 +287,7 @@ def test_a_run_starts_from_the_weights_of_another(rlflow, tmp_path, monkeypatch,
     first = read_metrics(tmp_path / "run0" / "metrics.jsonl")[0].metrics
     assert first["actor.update/rollout_gap"] < 1e-5
     nothing = rlflow(*command(tmp_path / "no", 2), "--from-weights", tmp_path / "nowhere")
+    assert 2 == nothing.code
     assert "error[E314]" in nothing.err
     assert "error[E315]" in rlflow(*command(whole, resume=True), "--from-weights", whole).err
 

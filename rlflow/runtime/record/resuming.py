@@ -170,14 +170,14 @@ def weights_of(text: str) -> Found:
     """The weights of a run's newest checkpoint, or of the checkpoint in a directory.
 
     A copy with the iteration 0 and without states: a run that starts from it is a new one.
-    Raises CheckpointError E314 for what is neither.
+    Raises RunDirError E314 for what is neither.
     """
     path = Path(text)
     if (path / MANIFEST).is_file():
         return replace(checkpoint_at(path), iteration=0, state={}, identity={})
     found = find_checkpoint(path / "checkpoints") if (path / RUN_FILE).is_file() else None
     if found is None:
-        raise CheckpointError(
+        raise RunDirError(
             Finding(
                 code="E314",
                 what=f"--from-weights {text}: there is no checkpoint",
